@@ -1,0 +1,30 @@
+# The two commands of the README, and what CI runs.  Everything is quick the second time.
+.PHONY: demo test check native clean help
+
+PYTHON ?= python3
+
+help:
+	@echo "make demo    install, build libllama, and watch eight answers at once"
+	@echo "make test    install, and run the whole test suite"
+	@echo "make check   ruff and mypy --strict"
+	@echo "make clean   remove .venv and build results (cached libraries stay)"
+
+demo:
+	@PYTHON=$(PYTHON) tools/setup.sh cli
+	@.venv/bin/cllm demo
+
+test:
+	@PYTHON=$(PYTHON) tools/setup.sh dev
+	@.venv/bin/python -m pytest $(PYTEST_ARGS)
+
+check:
+	@PYTHON=$(PYTHON) tools/setup.sh dev
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+
+native:
+	@PYTHON=$(PYTHON) ./build_llama.sh
+
+clean:
+	rm -rf .venv build dist *.egg-info cllm/_native .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Set up this checkout: .venv with the package and one of its extras, and libllama.
+#
+#   tools/setup.sh cli    what `cllm demo` needs
+#   tools/setup.sh dev    and what the tests and the linters need
+#
+# Idempotent: the second run only looks at a stamp and asks build_llama.sh, which has its own.
+set -euo pipefail
+
+extra=${1:?usage: tools/setup.sh cli|dev}
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+
+missing=()
+if ! command -v "$python" >/dev/null; then
+    missing+=("python3 (>= 3.11)")
+elif ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    missing+=("python3 >= 3.11 (found $("$python" -V 2>&1))")
+elif ! "$python" -c 'import venv, ensurepip' 2>/dev/null; then
+    missing+=("python3-venv")
+fi
+command -v git >/dev/null || missing+=("git")
+command -v cmake >/dev/null || missing+=("cmake")
+command -v "${CXX:-g++}" >/dev/null || missing+=("g++")
+if [ ${#missing[@]} -gt 0 ]; then
+    printf -v list '%s, ' "${missing[@]}"
+    echo "cllm needs ${list%, }; on Debian: apt-get install python3-venv git cmake g++ make" >&2
+    exit 1
+fi
+
+# The stamp of `dev` serves `cli` too.
+wanted=$(cat pyproject.toml setup.py | sha256sum | cut -c1-16)
+installed() { [ "$(cat ".venv/.installed-$1" 2>/dev/null)" = "$wanted" ] && [ -x .venv/bin/cllm ]; }
+if ! installed dev && ! { [ "$extra" = cli ] && installed cli; }; then
+    echo "installing cllm[$extra] into .venv"
+    [ -x .venv/bin/python ] || "$python" -m venv .venv
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[$extra]"
+    echo "$wanted" >".venv/.installed-$extra"
+fi
+
+PYTHON=.venv/bin/python ./build_llama.sh
