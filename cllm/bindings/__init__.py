@@ -1,0 +1,31 @@
+"""libllama as Python objects; knows no engine and no event loop.
+
+Usable on its own: `Model`, `Context`, `Batch`, `SamplerChain`.  Every argument that would make
+libllama abort, hang or lie is refused with a typed error before the call.
+"""
+
+from cllm.bindings._handle import NativeHandle, fork_generation
+from cllm.bindings._library import library
+from cllm.bindings.batch import Batch, Run
+from cllm.bindings.context import Context, Logits, PerfCounters, system_info
+from cllm.bindings.model import LoraAdapter, Model
+from cllm.bindings.sampler import Candidates, Grammar, SamplerChain
+from cllm.bindings.vocabulary import Vocabulary
+
+__all__ = (
+    "Batch",
+    "Candidates",
+    "Context",
+    "Grammar",
+    "Logits",
+    "LoraAdapter",
+    "Model",
+    "NativeHandle",
+    "PerfCounters",
+    "Run",
+    "SamplerChain",
+    "Vocabulary",
+    "fork_generation",
+    "library",
+    "system_info",
+)

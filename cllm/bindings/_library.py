@@ -1,0 +1,179 @@
+"""Find, load and initialise libllama, once per process, on first use.
+
+Nothing happens at import.  `library()` looks for the library (`CLLM_LIBRARY`, then the one that
+`build_llama.sh` linked or the wheel carries), checks its build record against the declarations, and
+forwards llama.cpp's log to the `cllm.llama` logger.
+
+The log callback only appends to a deque: it may run on any thread, inside any native lock, so it
+must not take one.  `forward_log` emits the lines, on the thread that made the call.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import ctypes
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from cllm.bindings import _llama_h as h
+from cllm.errors import AbiMismatchError, LibraryNotFoundError
+
+logger = logging.getLogger("cllm.llama")
+
+NATIVE_DIRECTORY = Path(__file__).parent.parent / "_native"
+
+_LOGGING_LEVEL = {
+    h.LogLevel.DEBUG: logging.DEBUG,
+    h.LogLevel.INFO: logging.INFO,
+    h.LogLevel.WARN: logging.WARNING,
+    h.LogLevel.ERROR: logging.ERROR,
+}
+# Enough for a model load at debug level; when full, the oldest lines go.
+_log_lines: collections.deque[tuple[int, str]] = collections.deque(maxlen=10_000)
+_library: Library | None = None
+
+
+class Library:
+    """The functions of libllama as attributes, with the signatures of `_llama_h`.
+
+    Attributes
+    ----------
+    path : Path
+        The shared library that was loaded.
+    record : dict
+        What `build_llama.sh` wrote about it (`build.json`); empty for a library without a record.
+    """
+
+    def __init__(self, path: Path, record: dict[str, Any]) -> None:
+        self.path = path
+        self.record = record
+        long_calls = ctypes.CDLL(str(path))
+        short_calls = ctypes.PyDLL(str(path))
+        for prototype in h.DECLARATIONS.prototypes.values():
+            view = long_calls if prototype.name in h.RELEASES_GIL else short_calls
+            function = view[prototype.name]
+            function.restype = prototype.restype
+            function.argtypes = prototype.argtypes
+            setattr(self, prototype.name, function)
+        # libc's `strlen` over a two-byte flag is a `bool (*)(void *)` that costs nothing: the
+        # abort callback runs after every graph node, where a Python function would need the GIL.
+        abort_type = h.DECLARATIONS.callbacks["ggml_abort_callback"]
+        self.read_flag = ctypes.cast(ctypes.CDLL(None).strlen, abort_type)
+        self.can_abort = not self.read_flag(b"\0\0") and bool(self.read_flag(b"\1\0"))
+        self.no_abort = abort_type()
+        log_type = h.DECLARATIONS.callbacks["ggml_log_callback"]
+        self._log_callback = log_type(_on_log)  # kept alive as long as the library may call it
+        self._no_log = log_type()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"libllama function {name!r} is not declared in _llama_h")
+
+    def start(self) -> None:
+        """Initialise the backends and take over the log."""
+        self.llama_log_set(self._log_callback, None)
+        atexit.register(self.llama_log_set, self._no_log, None)
+        self.llama_backend_init()
+        forward_log()
+
+
+def library() -> Library:
+    """The loaded libllama.
+
+    Raises
+    ------
+    LibraryNotFoundError
+        No library at `CLLM_LIBRARY` or in the package.
+    AbiMismatchError
+        It was built from headers other than those that `_llama_h` describes.
+    """
+    global _library
+    if _library is None:
+        _configure_logging()
+        path = _find()
+        record = _read_record(path)
+        _check_abi(path, record)
+        # An abort would otherwise fork a debugger onto this process to print a backtrace.
+        os.environ.setdefault("GGML_NO_BACKTRACE", "1")
+        loaded = Library(path, record)
+        loaded.start()
+        _library = loaded
+    return _library
+
+
+def forward_log() -> str:
+    """Send the collected log lines to `logging`; return the last error among them, or ""."""
+    last_error = ""
+    level = logging.INFO
+    while _log_lines:
+        native_level, text = _log_lines.popleft()
+        if native_level != h.LogLevel.CONT:
+            level = _LOGGING_LEVEL.get(h.LogLevel(native_level), logging.INFO)
+        text = text.rstrip("\n")
+        if level >= logging.ERROR and text:
+            last_error = text
+        if text.strip(". "):
+            logger.log(level, "%s", text)
+    return last_error
+
+
+def _on_log(level: int, text: bytes | None, _user_data: Any) -> None:
+    _log_lines.append((level, (text or b"").decode("utf-8", "replace")))
+
+
+def _find() -> Path:
+    override = os.environ.get("CLLM_LIBRARY")
+    name = "libllama.dylib" if sys.platform == "darwin" else "libllama.so"
+    if override:
+        candidates = [Path(override), Path(override) / name, Path(override) / "lib" / name]
+    else:
+        candidates = [NATIVE_DIRECTORY / "lib" / name]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate.resolve()
+    looked = ", ".join(str(candidate) for candidate in candidates)
+    advice = "CLLM_LIBRARY points nowhere" if override else "run ./build_llama.sh"
+    raise LibraryNotFoundError(f"no libllama found ({looked}); {advice}")
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    """The build record of the installation that `path` belongs to."""
+    file = path.parent.parent / "build.json"
+    if not file.is_file():
+        return {}
+    record: dict[str, Any] = json.loads(file.read_text())
+    return record
+
+
+def _check_abi(path: Path, record: dict[str, Any]) -> None:
+    """Accept the pinned commit, or any commit whose llama.h is byte for byte the pinned one."""
+    if record.get("commit") == h.LLAMA_CPP_COMMIT:
+        return
+    if record.get("llama_h_sha256") == h.LLAMA_H_SHA256:
+        return
+    built_from = record.get("commit", "an unknown commit (no build.json beside it)")
+    raise AbiMismatchError(
+        f"{path} was built from llama.cpp {built_from} with another llama.h; these bindings "
+        f"describe {h.LLAMA_CPP_COMMIT}: build it with ./build_llama.sh"
+    )
+
+
+def _configure_logging() -> None:
+    """Honour `CLLM_LOG_LEVEL`; without it the application's own configuration decides."""
+    name = os.environ.get("CLLM_LOG_LEVEL")
+    root = logging.getLogger("cllm")
+    if not name:
+        return
+    level = logging.getLevelNamesMapping().get(name.upper())
+    if level is None:
+        root.warning("CLLM_LOG_LEVEL is %r, must be debug, info, warning or error", name)
+        return
+    root.setLevel(level)
+    if not root.handlers and not logging.getLogger().handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        root.addHandler(handler)

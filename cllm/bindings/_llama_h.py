@@ -1,0 +1,533 @@
+"""llama.h as data: the C text of what we call, in the header's order.
+
+The text below is the only statement of each declaration: ctypes structures and signatures are
+derived from it by `parse`, so nothing can disagree with itself.  Two referees in
+`tests/bindings/test_header_agreement.py` compare it with the rest of the world: the C compiler
+(beside the installed llama.h) and cffi's parser (an independent reading of the same text).
+
+Rules for this file: only what we call; never a deprecated function; opaque structs stay opaque and
+typed; symbols of llama.h are cited, line numbers never are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from dataclasses import dataclass
+from enum import IntEnum, IntFlag
+from typing import Any
+
+# The llama.cpp commit that these declarations describe, and the sha256 of its llama.h: a library
+# built from another commit is accepted if its header is byte for byte this one.
+LLAMA_CPP_COMMIT = "0c1e57098"
+LLAMA_H_SHA256 = "d5cf9203bea63b575e76cba4881f29cfd1b611451578b01582b75b72ecbb04bc"
+
+LLAMA_DEFAULT_SEED = 0xFFFFFFFF
+LLAMA_TOKEN_NULL = -1
+
+# LLAMA_MAX_SEQ in llama-cparams.h, which is not installed; `llama_max_parallel_sequences` tells it.
+LLAMA_MAX_SEQ = 256
+
+
+# --- Enums -----------------------------------------------------------------------------------
+# C_PREFIX of each enum keeps the full C name for the referees.
+class LogLevel(IntEnum):
+    """`enum ggml_log_level`."""
+
+    NONE = 0
+    DEBUG = 1
+    INFO = 2
+    WARN = 3
+    ERROR = 4
+    CONT = 5
+
+
+class GgmlType(IntEnum):
+    """`enum ggml_type`: the data types that a KV cache can have here."""
+
+    F32 = 0
+    F16 = 1
+    Q4_0 = 2
+    Q4_1 = 3
+    Q5_0 = 6
+    Q5_1 = 7
+    Q8_0 = 8
+    IQ4_NL = 20
+    BF16 = 30
+
+
+class VocabType(IntEnum):
+    """`enum llama_vocab_type`."""
+
+    NONE = 0
+    SPM = 1
+    BPE = 2
+    WPM = 3
+    UGM = 4
+    RWKV = 5
+    PLAMO2 = 6
+    TEST = 7
+
+
+class TokenAttr(IntFlag):
+    """`enum llama_token_attr`."""
+
+    UNDEFINED = 0
+    UNKNOWN = 1 << 0
+    UNUSED = 1 << 1
+    NORMAL = 1 << 2
+    CONTROL = 1 << 3
+    USER_DEFINED = 1 << 4
+    BYTE = 1 << 5
+    NORMALIZED = 1 << 6
+    LSTRIP = 1 << 7
+    RSTRIP = 1 << 8
+    SINGLE_WORD = 1 << 9
+
+
+class RopeScalingType(IntEnum):
+    """`enum llama_rope_scaling_type`."""
+
+    UNSPECIFIED = -1
+    NONE = 0
+    LINEAR = 1
+    YARN = 2
+    LONGROPE = 3
+
+
+class PoolingType(IntEnum):
+    """`enum llama_pooling_type`."""
+
+    UNSPECIFIED = -1
+    NONE = 0
+    MEAN = 1
+    CLS = 2
+    LAST = 3
+    RANK = 4
+
+
+class AttentionType(IntEnum):
+    """`enum llama_attention_type`."""
+
+    UNSPECIFIED = -1
+    CAUSAL = 0
+    NON_CAUSAL = 1
+
+
+class FlashAttnType(IntEnum):
+    """`enum llama_flash_attn_type`."""
+
+    AUTO = -1
+    DISABLED = 0
+    ENABLED = 1
+
+
+class SplitMode(IntEnum):
+    """`enum llama_split_mode`."""
+
+    NONE = 0
+    LAYER = 1
+    ROW = 2
+    TENSOR = 3
+
+
+class LoadMode(IntEnum):
+    """`enum llama_load_mode`."""
+
+    AUTO = -1
+    NONE = 0
+    MMAP = 1
+    MLOCK = 2
+    MMAP_MLOCK = 3
+    DIRECT_IO = 4
+
+
+class LazyMode(IntEnum):
+    """`enum llama_lazy_mode`."""
+
+    OFF = 0
+    AUTO = 1
+    ON = 2
+
+
+class ContextType(IntEnum):
+    """`enum llama_context_type`."""
+
+    DEFAULT = 0
+    MTP = 1
+
+
+C_PREFIX: dict[type[IntEnum] | type[IntFlag], tuple[str, str]] = {
+    LogLevel: ("ggml_log_level", "GGML_LOG_LEVEL_"),
+    GgmlType: ("ggml_type", "GGML_TYPE_"),
+    VocabType: ("llama_vocab_type", "LLAMA_VOCAB_TYPE_"),
+    TokenAttr: ("llama_token_attr", "LLAMA_TOKEN_ATTR_"),
+    RopeScalingType: ("llama_rope_scaling_type", "LLAMA_ROPE_SCALING_TYPE_"),
+    PoolingType: ("llama_pooling_type", "LLAMA_POOLING_TYPE_"),
+    AttentionType: ("llama_attention_type", "LLAMA_ATTENTION_TYPE_"),
+    FlashAttnType: ("llama_flash_attn_type", "LLAMA_FLASH_ATTN_TYPE_"),
+    SplitMode: ("llama_split_mode", "LLAMA_SPLIT_MODE_"),
+    LoadMode: ("llama_load_mode", "LLAMA_LOAD_MODE_"),
+    LazyMode: ("llama_lazy_mode", "LLAMA_LAZY_MODE_"),
+    ContextType: ("llama_context_type", "LLAMA_CONTEXT_TYPE_"),
+}
+
+# --- Typedefs --------------------------------------------------------------------------------
+TYPEDEFS = """
+typedef struct llama_memory_i * llama_memory_t;
+typedef struct ggml_backend_device * ggml_backend_dev_t;
+typedef int32_t llama_pos;
+typedef int32_t llama_token;
+typedef int32_t llama_seq_id;
+typedef bool (*llama_progress_callback)(float progress, void * user_data);
+typedef bool (*ggml_abort_callback)(void * data);
+typedef bool (*ggml_backend_sched_eval_callback)(struct ggml_tensor * t, bool ask, void * user_data);
+typedef void (*ggml_log_callback)(enum ggml_log_level level, const char * text, void * user_data);
+"""
+
+# --- Structs ---------------------------------------------------------------------------------
+STRUCTS = """
+struct llama_token_data {
+    llama_token id;
+    float logit;
+    float p;
+};
+struct llama_token_data_array {
+    struct llama_token_data * data;
+    size_t size;
+    int64_t selected;
+    bool sorted;
+};
+struct llama_batch {
+    int32_t n_tokens;
+    llama_token * token;
+    float * embd;
+    llama_pos * pos;
+    int32_t * n_seq_id;
+    llama_seq_id ** seq_id;
+    int8_t * logits;
+};
+struct llama_model_params {
+    ggml_backend_dev_t * devices;
+    const struct llama_model_tensor_buft_override * tensor_buft_overrides;
+    int32_t n_gpu_layers;
+    enum llama_split_mode split_mode;
+    enum llama_load_mode load_mode;
+    enum llama_lazy_mode lazy_mode;
+    int32_t main_gpu;
+    const float * tensor_split;
+    llama_progress_callback progress_callback;
+    void * progress_callback_user_data;
+    const struct llama_model_kv_override * kv_overrides;
+    bool vocab_only;
+    bool check_tensors;
+    bool use_extra_bufts;
+    bool no_host;
+    bool no_alloc;
+    bool load_mtp;
+};
+struct llama_context_params {
+    uint32_t n_ctx;
+    uint32_t n_batch;
+    uint32_t n_ubatch;
+    uint32_t n_seq_max;
+    uint32_t n_rs_seq;
+    uint32_t n_outputs_max;
+    uint32_t n_outputs_max_per_seq;
+    int32_t n_threads;
+    int32_t n_threads_batch;
+    enum llama_context_type ctx_type;
+    enum llama_rope_scaling_type rope_scaling_type;
+    enum llama_pooling_type pooling_type;
+    enum llama_attention_type attention_type;
+    enum llama_flash_attn_type flash_attn_type;
+    float rope_freq_base;
+    float rope_freq_scale;
+    float yarn_ext_factor;
+    float yarn_attn_factor;
+    float yarn_beta_fast;
+    float yarn_beta_slow;
+    uint32_t yarn_orig_ctx;
+    float defrag_thold;
+    ggml_backend_sched_eval_callback cb_eval;
+    void * cb_eval_user_data;
+    enum ggml_type type_k;
+    enum ggml_type type_v;
+    ggml_abort_callback abort_callback;
+    void * abort_callback_data;
+    bool embeddings;
+    bool offload_kqv;
+    bool no_perf;
+    bool op_offload;
+    bool swa_full;
+    bool kv_unified;
+    struct llama_sampler_seq_config * samplers;
+    size_t n_samplers;
+    struct llama_context * ctx_other;
+};
+struct llama_logit_bias {
+    llama_token token;
+    float bias;
+};
+struct llama_sampler_chain_params {
+    bool no_perf;
+};
+struct llama_chat_message {
+    const char * role;
+    const char * content;
+};
+struct llama_perf_context_data {
+    double t_start_ms;
+    double t_load_ms;
+    double t_p_eval_ms;
+    double t_eval_ms;
+    int32_t n_p_eval;
+    int32_t n_eval;
+    int32_t n_reused;
+};
+struct llama_perf_sampler_data {
+    double t_sample_ms;
+    int32_t n_sample;
+};
+"""
+
+# --- Prototypes ------------------------------------------------------------------------------
+PROTOTYPES = """
+const char * llama_version(void);
+struct llama_model_params llama_model_default_params(void);
+struct llama_context_params llama_context_default_params(void);
+struct llama_sampler_chain_params llama_sampler_chain_default_params(void);
+void llama_backend_init(void);
+struct llama_model * llama_model_load_from_file(const char * path_model, struct llama_model_params params);
+void llama_model_free(struct llama_model * model);
+struct llama_context * llama_init_from_model(struct llama_model * model, struct llama_context_params params);
+void llama_free(struct llama_context * ctx);
+size_t llama_max_parallel_sequences(void);
+bool llama_supports_mmap(void);
+bool llama_supports_mlock(void);
+bool llama_supports_gpu_offload(void);
+uint32_t llama_n_ctx(const struct llama_context * ctx);
+uint32_t llama_n_ctx_seq(const struct llama_context * ctx);
+uint32_t llama_n_batch(const struct llama_context * ctx);
+uint32_t llama_n_ubatch(const struct llama_context * ctx);
+uint32_t llama_n_seq_max(const struct llama_context * ctx);
+llama_memory_t llama_get_memory(const struct llama_context * ctx);
+const struct llama_vocab * llama_model_get_vocab(const struct llama_model * model);
+int32_t llama_model_n_ctx_train(const struct llama_model * model);
+int32_t llama_model_n_embd(const struct llama_model * model);
+int32_t llama_model_n_layer(const struct llama_model * model);
+int32_t llama_model_n_head(const struct llama_model * model);
+int32_t llama_model_n_head_kv(const struct llama_model * model);
+int32_t llama_model_n_swa(const struct llama_model * model);
+enum llama_vocab_type llama_vocab_type(const struct llama_vocab * vocab);
+int32_t llama_vocab_n_tokens(const struct llama_vocab * vocab);
+int32_t llama_model_meta_val_str(const struct llama_model * model, const char * key, char * buf, size_t buf_size);
+int32_t llama_model_meta_count(const struct llama_model * model);
+int32_t llama_model_meta_key_by_index(const struct llama_model * model, int32_t i, char * buf, size_t buf_size);
+int32_t llama_model_meta_val_str_by_index(const struct llama_model * model, int32_t i, char * buf, size_t buf_size);
+int32_t llama_model_desc(const struct llama_model * model, char * buf, size_t buf_size);
+uint64_t llama_model_size(const struct llama_model * model);
+const char * llama_model_chat_template(const struct llama_model * model, const char * name);
+uint64_t llama_model_n_params(const struct llama_model * model);
+bool llama_model_has_encoder(const struct llama_model * model);
+bool llama_model_has_decoder(const struct llama_model * model);
+bool llama_model_is_recurrent(const struct llama_model * model);
+bool llama_model_is_hybrid(const struct llama_model * model);
+bool llama_model_is_diffusion(const struct llama_model * model);
+struct llama_adapter_lora * llama_adapter_lora_init(struct llama_model * model, const char * path_lora);
+void llama_adapter_lora_free(struct llama_adapter_lora * adapter);
+int32_t llama_set_adapters_lora(struct llama_context * ctx, struct llama_adapter_lora ** adapters, size_t n_adapters, float * scales);
+void llama_memory_clear(llama_memory_t mem, bool data);
+bool llama_memory_seq_rm(llama_memory_t mem, llama_seq_id seq_id, llama_pos p0, llama_pos p1);
+void llama_memory_seq_cp(llama_memory_t mem, llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1);
+void llama_memory_seq_keep(llama_memory_t mem, llama_seq_id seq_id);
+void llama_memory_seq_add(llama_memory_t mem, llama_seq_id seq_id, llama_pos p0, llama_pos p1, llama_pos delta);
+llama_pos llama_memory_seq_pos_min(llama_memory_t mem, llama_seq_id seq_id);
+llama_pos llama_memory_seq_pos_max(llama_memory_t mem, llama_seq_id seq_id);
+bool llama_memory_can_shift(llama_memory_t mem);
+size_t llama_state_seq_get_size(struct llama_context * ctx, llama_seq_id seq_id);
+size_t llama_state_seq_get_data(struct llama_context * ctx, uint8_t * dst, size_t size, llama_seq_id seq_id);
+size_t llama_state_seq_set_data(struct llama_context * ctx, const uint8_t * src, size_t size, llama_seq_id dest_seq_id);
+int32_t llama_decode(struct llama_context * ctx, struct llama_batch batch);
+void llama_set_n_threads(struct llama_context * ctx, int32_t n_threads, int32_t n_threads_batch);
+int32_t llama_n_threads(struct llama_context * ctx);
+int32_t llama_n_threads_batch(struct llama_context * ctx);
+void llama_set_abort_callback(struct llama_context * ctx, ggml_abort_callback abort_callback, void * abort_callback_data);
+void llama_synchronize(struct llama_context * ctx);
+float * llama_get_logits(struct llama_context * ctx);
+const char * llama_vocab_get_text(const struct llama_vocab * vocab, llama_token token);
+float llama_vocab_get_score(const struct llama_vocab * vocab, llama_token token);
+enum llama_token_attr llama_vocab_get_attr(const struct llama_vocab * vocab, llama_token token);
+bool llama_vocab_is_eog(const struct llama_vocab * vocab, llama_token token);
+bool llama_vocab_is_control(const struct llama_vocab * vocab, llama_token token);
+llama_token llama_vocab_bos(const struct llama_vocab * vocab);
+llama_token llama_vocab_eos(const struct llama_vocab * vocab);
+llama_token llama_vocab_eot(const struct llama_vocab * vocab);
+llama_token llama_vocab_nl(const struct llama_vocab * vocab);
+llama_token llama_vocab_pad(const struct llama_vocab * vocab);
+bool llama_vocab_get_add_bos(const struct llama_vocab * vocab);
+bool llama_vocab_get_add_eos(const struct llama_vocab * vocab);
+const llama_token * llama_vocab_get_suppress_tokens(const struct llama_vocab * vocab, int32_t * n_suppress_tokens);
+int32_t llama_tokenize(const struct llama_vocab * vocab, const char * text, int32_t text_len, llama_token * tokens, int32_t n_tokens_max, bool add_special, bool parse_special);
+int32_t llama_token_to_piece(const struct llama_vocab * vocab, llama_token token, char * buf, int32_t length, int32_t lstrip, bool special);
+int32_t llama_detokenize(const struct llama_vocab * vocab, const llama_token * tokens, int32_t n_tokens, char * text, int32_t text_len_max, bool remove_special, bool unparse_special);
+int32_t llama_chat_apply_template(const char * tmpl, const struct llama_chat_message * chat, size_t n_msg, bool add_ass, char * buf, int32_t length);
+const char * llama_sampler_name(const struct llama_sampler * smpl);
+void llama_sampler_accept(struct llama_sampler * smpl, llama_token token);
+void llama_sampler_apply(struct llama_sampler * smpl, struct llama_token_data_array * cur_p);
+void llama_sampler_reset(struct llama_sampler * smpl);
+struct llama_sampler * llama_sampler_clone(const struct llama_sampler * smpl);
+void llama_sampler_free(struct llama_sampler * smpl);
+struct llama_sampler * llama_sampler_chain_init(struct llama_sampler_chain_params params);
+void llama_sampler_chain_add(struct llama_sampler * chain, struct llama_sampler * smpl);
+struct llama_sampler * llama_sampler_chain_get(struct llama_sampler * chain, int32_t i);
+int32_t llama_sampler_chain_n(const struct llama_sampler * chain);
+struct llama_sampler * llama_sampler_init_greedy(void);
+struct llama_sampler * llama_sampler_init_dist(uint32_t seed);
+struct llama_sampler * llama_sampler_init_top_k(int32_t k);
+struct llama_sampler * llama_sampler_init_top_p(float p, size_t min_keep);
+struct llama_sampler * llama_sampler_init_min_p(float p, size_t min_keep);
+struct llama_sampler * llama_sampler_init_typical(float p, size_t min_keep);
+struct llama_sampler * llama_sampler_init_temp(float t);
+struct llama_sampler * llama_sampler_init_temp_ext(float t, float delta, float exponent);
+struct llama_sampler * llama_sampler_init_xtc(float p, float t, size_t min_keep, uint32_t seed);
+struct llama_sampler * llama_sampler_init_top_n_sigma(float n);
+struct llama_sampler * llama_sampler_init_mirostat(int32_t n_vocab, uint32_t seed, float tau, float eta, int32_t m);
+struct llama_sampler * llama_sampler_init_mirostat_v2(uint32_t seed, float tau, float eta);
+struct llama_sampler * llama_sampler_init_grammar(const struct llama_vocab * vocab, const char * grammar_str, const char * grammar_root);
+struct llama_sampler * llama_sampler_init_penalties(int32_t n_vocab, int32_t penalty_last_n, float penalty_repeat, float penalty_freq, float penalty_present);
+struct llama_sampler * llama_sampler_init_dry(const struct llama_vocab * vocab, float dry_multiplier, float dry_base, int32_t dry_allowed_length, int32_t dry_penalty_last_n, const char ** seq_breakers, size_t num_breakers);
+struct llama_sampler * llama_sampler_init_adaptive_p(float target, float decay, uint32_t seed);
+struct llama_sampler * llama_sampler_init_logit_bias(int32_t n_vocab, int32_t n_logit_bias, const struct llama_logit_bias * logit_bias);
+struct llama_sampler * llama_sampler_init_infill(const struct llama_vocab * vocab);
+uint32_t llama_sampler_get_seed(const struct llama_sampler * smpl);
+llama_token llama_sampler_sample(struct llama_sampler * smpl, struct llama_context * ctx, int32_t idx);
+const char * llama_print_system_info(void);
+void llama_log_set(ggml_log_callback log_callback, void * user_data);
+struct llama_perf_context_data llama_perf_context(const struct llama_context * ctx);
+void llama_perf_context_reset(struct llama_context * ctx);
+struct llama_perf_sampler_data llama_perf_sampler(const struct llama_sampler * chain);
+"""
+
+# Calls that can take long release the GIL (`ctypes.CDLL`).  All others keep it (`ctypes.PyDLL`):
+# for a call of a microsecond, giving the GIL away costs up to a switch interval to get it back.
+RELEASES_GIL = frozenset({
+    "llama_backend_init", "llama_model_load_from_file", "llama_model_free",
+    "llama_init_from_model", "llama_free", "llama_adapter_lora_init", "llama_memory_clear",
+    "llama_state_seq_get_size", "llama_state_seq_get_data", "llama_state_seq_set_data",
+    "llama_decode", "llama_synchronize", "llama_tokenize", "llama_detokenize",
+    "llama_chat_apply_template", "llama_sampler_sample", "llama_sampler_init_grammar",
+    "llama_sampler_init_dry",
+})  # fmt: skip
+
+
+# --- From C text to ctypes -------------------------------------------------------------------
+SCALARS: dict[str, Any] = {
+    "void": None,
+    "bool": ctypes.c_bool,
+    "char": ctypes.c_char,
+    "float": ctypes.c_float,
+    "double": ctypes.c_double,
+    "int8_t": ctypes.c_int8,
+    "uint8_t": ctypes.c_uint8,
+    "int32_t": ctypes.c_int32,
+    "uint32_t": ctypes.c_uint32,
+    "int64_t": ctypes.c_int64,
+    "uint64_t": ctypes.c_uint64,
+    "size_t": ctypes.c_size_t,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Prototype:
+    """One function: its C text and the ctypes signature derived from it."""
+
+    name: str
+    text: str
+    restype: Any
+    argtypes: tuple[Any, ...]
+
+
+class Declarations:
+    """The ctypes reading of the C text: `types`, `structs` and `prototypes` by C name.
+
+    Parameters
+    ----------
+    typedefs, structs, prototypes : str
+        C text.  The referees pass changed texts to see that a change is caught.
+    """
+
+    def __init__(self, typedefs: str, structs: str, prototypes: str) -> None:
+        self.text = (typedefs, structs, prototypes)
+        self.types: dict[str, Any] = dict(SCALARS)
+        self.structs: dict[str, type[ctypes.Structure]] = {}
+        self.callbacks: dict[str, Any] = {}
+        self.prototypes: dict[str, Prototype] = {}
+        for line in _statements(typedefs):
+            self._typedef(line)
+        for name, body in re.findall(r"struct (\w+) \{(.*?)\};", structs, re.S):
+            fields = [self._declarator(line) for line in _statements(body)]
+            self._struct(name)._fields_ = fields
+            self.structs[name] = self._struct(name)
+        for line in _statements(prototypes):
+            self._prototype(line)
+
+    def _struct(self, name: str) -> type[ctypes.Structure]:
+        """The structure called `name`; opaque (without fields) until its text is met."""
+        known: type[ctypes.Structure] = self.types.setdefault(
+            f"struct {name}", type(name, (ctypes.Structure,), {})
+        )
+        return known
+
+    def _typedef(self, text: str) -> None:
+        if callback := re.fullmatch(r"typedef (.+?)\(\*(\w+)\)\((.*)\)", text):
+            result, name, parameters = callback.groups()
+            types = [self._type(p)[0] for p in _parameters(parameters)]
+            self.callbacks[name] = self.types[name] = ctypes.CFUNCTYPE(
+                self._type(result + " r")[0], *types
+            )
+            return
+        alias, name = self._type(text.removeprefix("typedef "))
+        self.types[name] = alias
+
+    def _prototype(self, text: str) -> None:
+        match = re.fullmatch(r"(.+?)(\w+)\((.*)\)", text)
+        assert match, text
+        result, name, parameters = match.groups()
+        types = tuple(self._type(p)[0] for p in _parameters(parameters))
+        self.prototypes[name] = Prototype(name, text, self._type(result + " r")[0], types)
+
+    def _declarator(self, text: str) -> tuple[str, Any]:
+        ctype, name = self._type(text)
+        return name, ctype
+
+    def _type(self, text: str) -> tuple[Any, str]:
+        """The ctypes type and the name of one C declarator such as `const char * key`."""
+        is_const = text.strip().startswith("const ")
+        words = text.replace("*", " * ").replace("const ", " ").split()
+        name, n_stars = words[-1], words.count("*")
+        base = " ".join(word for word in words[:-1] if word != "*")
+        if base.startswith("enum "):
+            ctype: Any = ctypes.c_uint32 if base == "enum llama_token_attr" else ctypes.c_int32
+        elif base.startswith("struct "):
+            ctype = self._struct(base.removeprefix("struct "))
+        else:
+            ctype = self.types[base]
+        if n_stars and base == "void":
+            ctype, n_stars = ctypes.c_void_p, n_stars - 1
+        elif n_stars and base == "char" and is_const:
+            ctype, n_stars = ctypes.c_char_p, n_stars - 1
+        for _ in range(n_stars):
+            ctype = ctypes.POINTER(ctype)
+        return ctype, name
+
+
+def _statements(text: str) -> list[str]:
+    return [" ".join(part.split()) for part in text.split(";") if part.strip()]
+
+
+def _parameters(text: str) -> list[str]:
+    return [] if text.strip() == "void" else text.split(",")
+
+
+DECLARATIONS = Declarations(TYPEDEFS, STRUCTS, PROTOTYPES)

@@ -1,0 +1,381 @@
+"""Context: parameters, decode and logits of one `llama_context`.  One thread only."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cllm.bindings import _llama_h as h
+from cllm.bindings._library import forward_log, library
+from cllm.bindings.batch import Batch
+from cllm.bindings.memory import Memory
+from cllm.bindings.model import LoraAdapter, Model
+from cllm.checks import INT32_MAX, check_enum, check_float, check_int
+from cllm.errors import (
+    ContextError,
+    DecodeFailedError,
+    InvalidArgumentError,
+    InvalidBatchError,
+    LlamaCallError,
+    NoKVSlotError,
+    PositionError,
+    StaleLogitsError,
+)
+
+KV_TYPES = {
+    name: h.GgmlType[name.upper()]
+    for name in ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
+}
+MAX_THREADS = 512
+MAX_CELLS = 1 << 26
+
+
+@dataclass(frozen=True, slots=True)
+class PerfCounters:
+    """llama.cpp's own counters of a context; times in milliseconds.
+
+    See `llama_perf_context_data` in llama.h.
+    """
+
+    t_start_ms: float
+    t_load_ms: float
+    t_p_eval_ms: float
+    t_eval_ms: float
+    n_p_eval: int
+    n_eval: int
+    n_reused: int
+
+
+class Logits:
+    """The logits of one decode, valid until the next.
+
+    Attributes
+    ----------
+    n_rows : int
+        One for each output row of the batch, in batch order.
+    """
+
+    def __init__(self, context: Context, n_rows: int) -> None:
+        self._context = context
+        self._generation = context.n_decodes
+        self.n_rows = n_rows
+
+    @property
+    def rows(self) -> NDArray[np.float32]:
+        """A view of llama.cpp's buffer, float32, shape `(n_rows, n_vocab)`.
+
+        Copy what must outlive the next decode.
+
+        Raises
+        ------
+        StaleLogitsError
+            Another decode was begun since.
+        """
+        return self._context._logit_rows(self._generation, self.n_rows)
+
+
+class Context(Memory):
+    """The KV cache and the compute buffers for one model.
+
+    Parameters
+    ----------
+    model : Model
+        Kept alive, and refuses to close while the context is open.
+    n_ctx : int
+        KV cells in all; 0 takes the model's training length.  llama.cpp rounds up to 256: read
+        `n_ctx` back.
+    n_batch, n_ubatch : int
+        Rows of a logical and of a physical batch; `n_batch` at least `n_seq_max`.
+    n_seq_max : int
+        Sequences, 1 to 256.
+    n_outputs_max : int, optional
+        Output rows of a batch at the most; None: `n_seq_max`, which keeps the compute buffer
+        small (0, "as many as rows", costs 297 MiB on a 0.6B model with 152k tokens).
+    n_threads, n_threads_batch : int
+        Compute threads for one row and for many.
+    kv_unified : bool
+        One KV buffer for all sequences, or one share of `n_ctx` for each.
+    flash_attn : bool, optional
+        None lets llama.cpp decide.
+    type_k, type_v : str
+        Data type of the cache: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0 or iq4_nl.
+    offload_kqv, op_offload, swa_full, no_perf : bool
+        As in llama.h.
+    rope_scaling : str, optional
+        none, linear, yarn or longrope; None takes the model's.
+    rope_freq_base, rope_freq_scale : float
+        0 takes the model's.
+    yarn_ext_factor, yarn_attn_factor, yarn_beta_fast, yarn_beta_slow : float, optional
+    yarn_orig_ctx : int
+        0 takes the model's.
+
+    Attributes
+    ----------
+    n_ctx, n_ctx_seq, n_batch, n_ubatch, n_seq_max, n_outputs_max : int
+        What llama.cpp really uses.
+    n_decodes : int
+        Calls of `decode` so far; ties logits to their decode.
+
+    Raises
+    ------
+    InvalidArgumentError
+        A value that would abort, crash or poison llama.cpp.
+    ContextError
+        The model cannot decode, or llama.cpp refuses the combination.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        n_ctx: int = 4096,
+        n_batch: int = 512,
+        n_ubatch: int = 512,
+        n_seq_max: int = 1,
+        n_outputs_max: int | None = None,
+        n_threads: int = 2,
+        n_threads_batch: int = 2,
+        kv_unified: bool = True,
+        flash_attn: bool | None = None,
+        type_k: str = "f16",
+        type_v: str = "f16",
+        offload_kqv: bool = True,
+        op_offload: bool = True,
+        swa_full: bool = True,
+        no_perf: bool = True,
+        rope_scaling: str | None = None,
+        rope_freq_base: float = 0.0,
+        rope_freq_scale: float = 0.0,
+        yarn_ext_factor: float | None = None,
+        yarn_attn_factor: float | None = None,
+        yarn_beta_fast: float | None = None,
+        yarn_beta_slow: float | None = None,
+        yarn_orig_ctx: int = 0,
+    ) -> None:
+        lib = library()
+        if model.vocab_only:
+            raise ContextError("the model was loaded with vocab_only: it has no weights")
+        if not model.has_decoder or model.has_encoder or model.is_diffusion:
+            raise ContextError("the model is not a causal decoder: it cannot generate text")
+        params = lib.llama_context_default_params()
+        check_int("n_seq_max", n_seq_max, 1, lib.llama_max_parallel_sequences())
+        check_int("n_ctx", n_ctx, 0, MAX_CELLS)
+        if 0 < n_ctx < n_seq_max:
+            raise InvalidArgumentError("n_ctx", n_ctx, f"at least n_seq_max ({n_seq_max})")
+        check_int("n_batch", n_batch, n_seq_max, 1 << 20)
+        params.n_ctx = n_ctx
+        params.n_batch = n_batch
+        params.n_ubatch = check_int("n_ubatch", n_ubatch, 1, 1 << 20)
+        params.n_seq_max = n_seq_max
+        if n_outputs_max is None:
+            n_outputs_max = n_seq_max
+        params.n_outputs_max = check_int("n_outputs_max", n_outputs_max, n_seq_max, n_batch)
+        params.n_threads = check_int("n_threads", n_threads, 1, MAX_THREADS)
+        params.n_threads_batch = check_int("n_threads_batch", n_threads_batch, 1, MAX_THREADS)
+        params.kv_unified = bool(kv_unified)
+        params.flash_attn_type = {
+            None: h.FlashAttnType.AUTO, False: h.FlashAttnType.DISABLED,
+            True: h.FlashAttnType.ENABLED,
+        }[flash_attn]  # fmt: skip
+        params.type_k = check_kv_type("type_k", type_k)
+        params.type_v = check_kv_type("type_v", type_v)
+        params.offload_kqv = bool(offload_kqv)
+        params.op_offload = bool(op_offload)
+        params.swa_full = bool(swa_full)
+        params.no_perf = bool(no_perf)
+        if rope_scaling is not None:
+            params.rope_scaling_type = check_rope_scaling(rope_scaling)
+        params.rope_freq_base = check_float("rope_freq_base", rope_freq_base, 0.0, 1e12)
+        params.rope_freq_scale = check_float("rope_freq_scale", rope_freq_scale, 0.0, 1e6)
+        for field, value in (
+            ("yarn_ext_factor", yarn_ext_factor), ("yarn_attn_factor", yarn_attn_factor),
+            ("yarn_beta_fast", yarn_beta_fast), ("yarn_beta_slow", yarn_beta_slow),
+        ):  # fmt: skip
+            if value is not None:
+                setattr(params, field, check_float(field, value, -1.0, 1e6))
+        params.yarn_orig_ctx = check_int("yarn_orig_ctx", yarn_orig_ctx, 0, INT32_MAX)
+        # Two bytes that a thread-free C function reads after every graph node (see `Library`).
+        self._abort_flag = ctypes.create_string_buffer(b"\0\0", 2)
+        if lib.can_abort:
+            params.abort_callback = lib.read_flag
+            params.abort_callback_data = ctypes.addressof(self._abort_flag)
+        forward_log()
+        pointer = lib.llama_init_from_model(model._pointer, params)
+        reason = forward_log()
+        if not pointer:
+            raise ContextError(reason or "llama.cpp could not create the context")
+        super().__init__(pointer, model, kv_unified=bool(kv_unified))
+        self._loras: tuple[LoraAdapter, ...] = ()
+        self.n_vocab = model.vocab.n_tokens
+        self.n_batch = int(lib.llama_n_batch(pointer))
+        self.n_ubatch = int(lib.llama_n_ubatch(pointer))
+        self.n_outputs_max = n_outputs_max
+        self.n_decodes = 0
+        self._n_output_rows = 0
+        self._decoded = False
+
+    # --- Decoding ----------------------------------------------------------------------------
+    def decode(self, batch: Batch) -> Logits:
+        """Compute the rows of `batch`, store their keys and values, and wait for the logits.
+
+        Releases the GIL while computing.
+
+        Raises
+        ------
+        PositionError
+            Rows of a sequence do not continue what the KV cache holds; nothing was computed.
+        InvalidArgumentError
+            A row the context cannot take; nothing was computed.
+        NoKVSlotError
+            The KV cache has no room; nothing was stored.
+        InvalidBatchError
+            llama.cpp refused the batch; nothing was stored.
+        DecodeFailedError
+            Aborted (code 2) or failed (code < -1): part of the batch may have been stored, read
+            `seq_pos_max` before going on.
+
+        Notes
+        -----
+        See `llama_decode` and `llama_synchronize` in llama.h.
+        """
+        pointer = self._pointer
+        self._check_batch(batch)
+        self.n_decodes += 1
+        self._decoded = False
+        code = self._lib.llama_decode(pointer, batch.struct)
+        if code == 0:
+            # On a GPU decode is asynchronous: wait here, with the GIL released, not in a getter.
+            self._lib.llama_synchronize(pointer)
+        forward_log()
+        _check_decode(code)
+        self._decoded = True
+        self._n_output_rows = batch.n_outputs
+        self._last_batch = batch
+        return Logits(self, batch.n_outputs)
+
+    def _check_batch(self, batch: Batch) -> None:
+        check_int("rows", batch.n_rows, 1, self.n_batch)
+        # One too many aborts the process, and only after the buffers were set up.
+        check_int("output rows", batch.n_outputs, 0, self.n_outputs_max)
+        highest = int(batch.tokens[: batch.n_rows].max())
+        if highest >= self.n_vocab:
+            raise InvalidArgumentError("token", highest, f"0 to {self.n_vocab - 1}")
+        ends: dict[int, int] = {}
+        for run in batch.runs:
+            check_int("seq_id", run.seq_id, 0, self.n_seq_max - 1)
+            check_int("position", run.p1 - 1, 0, self.n_ctx_seq - 1)
+            last = ends.get(run.seq_id)
+            if last is None:
+                last = self._lib.llama_memory_seq_pos_max(self._memory, run.seq_id)
+            if run.p0 != last + 1:
+                raise PositionError(run.seq_id, last, run.p0)
+            ends[run.seq_id] = run.p1 - 1
+
+    def _logit_rows(self, generation: int, n_rows: int) -> NDArray[np.float32]:
+        pointer = self._pointer
+        if generation != self.n_decodes or not self._decoded:
+            raise StaleLogitsError(
+                f"logits of decode {generation}, but decode {self.n_decodes} was begun since"
+            )
+        if n_rows == 0:
+            return np.empty((0, self.n_vocab), np.float32)
+        data = self._lib.llama_get_logits(pointer)
+        if not data:
+            raise LlamaCallError("llama_get_logits", 0, "returned NULL after a good decode")
+        return np.ctypeslib.as_array(data, shape=(n_rows, self.n_vocab))
+
+    def check_output_row(self, row: int) -> int:
+        """`row` of the batch, if the last decode succeeded and computed its logits."""
+        if not self._decoded:
+            raise StaleLogitsError("there is no successful decode to take logits from")
+        check_int("row", row, 0, self._last_batch.n_rows - 1)
+        if not self._last_batch.is_output(row):
+            raise InvalidArgumentError("row", row, "an output row of the last batch")
+        return row
+
+    def set_abort(self, abort: bool) -> None:
+        """Make the running and every later decode return "aborted", or stop doing so.
+
+        The only method that any thread may call.  Ends the whole batch; CPU only.
+        """
+        self._abort_flag[0] = b"\1" if abort else b"\0"
+
+    # --- Settings and counters ---------------------------------------------------------------
+    def set_threads(self, n_threads: int, n_threads_batch: int) -> None:
+        """Compute threads for one row and for many."""
+        check_int("n_threads", n_threads, 1, MAX_THREADS)
+        check_int("n_threads_batch", n_threads_batch, 1, MAX_THREADS)
+        self._lib.llama_set_n_threads(self._pointer, n_threads, n_threads_batch)
+
+    @property
+    def threads(self) -> tuple[int, int]:
+        """`(n_threads, n_threads_batch)` as llama.cpp has them."""
+        pointer = self._pointer
+        return self._lib.llama_n_threads(pointer), self._lib.llama_n_threads_batch(pointer)
+
+    def set_loras(self, adapters: Sequence[tuple[LoraAdapter, float]]) -> None:
+        """Apply these adapters with these scales, and no others."""
+        pointer = self._pointer
+        scales = [check_float("scale", scale, -1e4, 1e4) for _, scale in adapters]
+        pointers = [adapter._pointer for adapter, _ in adapters]
+        n = len(adapters)
+        adapter_type = self._lib.llama_adapter_lora_init.restype
+        code = self._lib.llama_set_adapters_lora(
+            pointer, (adapter_type * n)(*pointers), n, (ctypes.c_float * n)(*scales)
+        )
+        forward_log()
+        if code != 0:
+            raise LlamaCallError("llama_set_adapters_lora", code)
+        self._loras = tuple(adapter for adapter, _ in adapters)  # in use: keep them alive
+
+    def perf(self) -> PerfCounters:
+        """llama.cpp's counters since the last reset; times are 0 while `no_perf`."""
+        data = self._lib.llama_perf_context(self._pointer)
+        return PerfCounters(*(getattr(data, name) for name in PerfCounters.__slots__))
+
+    def perf_reset(self) -> None:
+        """Set the counters to zero."""
+        self._lib.llama_perf_context_reset(self._pointer)
+
+    def __repr__(self) -> str:
+        if self.closed:
+            return "<Context closed>"
+        return f"<Context n_ctx={self.n_ctx} n_seq_max={self.n_seq_max} decodes={self.n_decodes}>"
+
+
+def check_kv_type(field: str, name: object) -> h.GgmlType:
+    """The KV cache type called `name`; any other number crashes ggml."""
+    if not isinstance(name, str) or name not in KV_TYPES:
+        raise InvalidArgumentError(field, name, "one of " + ", ".join(KV_TYPES))
+    return KV_TYPES[name]
+
+
+def check_rope_scaling(name: object) -> h.RopeScalingType:
+    """The RoPE scaling called `name`."""
+    if isinstance(name, str) and name.upper() in h.RopeScalingType.__members__:
+        return h.RopeScalingType[name.upper()]
+    return check_enum("rope_scaling", name, h.RopeScalingType)
+
+
+def _check_decode(code: int) -> None:
+    """The one place where codes of `llama_decode` become exceptions."""
+    if code == 0:
+        return
+    if code == 1:
+        raise NoKVSlotError("llama_decode", code, "no room in the KV cache")
+    if code == 2:
+        raise DecodeFailedError("llama_decode", code, "aborted")
+    if code == -1:
+        raise InvalidBatchError("llama_decode", code, "invalid batch")
+    raise DecodeFailedError("llama_decode", code, "fatal error")
+
+
+def system_info() -> str:
+    """CPU features and backends of the loaded library.  See `llama_print_system_info`."""
+    raw: Any = library().llama_print_system_info()
+    return str(raw.decode("utf-8", "replace"))

@@ -1,0 +1,181 @@
+"""Memory: the KV cache calls of one `llama_context`, which llama.cpp calls its memory.
+
+Positions are half-open ranges `[p0, p1)`; `None` stands for an open end, and llama.cpp's -1 does
+not appear outside this file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from cllm.bindings._handle import NativeHandle
+from cllm.bindings._library import Library, forward_log, library
+from cllm.bindings.model import Model
+from cllm.checks import INT32_MAX, check_int
+from cllm.errors import ContextError, InvalidArgumentError, LlamaCallError
+
+
+class Memory(NativeHandle):
+    """The part of a context that remembers tokens.  One thread only.
+
+    Attributes
+    ----------
+    n_ctx, n_ctx_seq, n_seq_max : int
+        Cells in all, positions of one sequence, sequences: what llama.cpp really uses.
+    kv_unified : bool
+    """
+
+    def __init__(self, pointer: Any, model: Model, *, kv_unified: bool) -> None:
+        lib = library()
+        self._lib: Library = lib
+        self._memory = lib.llama_get_memory(pointer)
+        if not self._memory:
+            # Encoder-only and diffusion models: some claim to have a decoder, none remembers.
+            lib.llama_free(pointer)
+            raise ContextError("the model has no KV cache: it cannot generate text")
+        super().__init__(pointer, lib.llama_free, parent=model)
+        self.kv_unified = kv_unified
+        self.n_ctx = int(lib.llama_n_ctx(pointer))
+        self.n_ctx_seq = int(lib.llama_n_ctx_seq(pointer))
+        self.n_seq_max = int(lib.llama_n_seq_max(pointer))
+
+    # --- KV cache ----------------------------------------------------------------------------
+    def memory_clear(self, *, data: bool = True) -> None:
+        """Empty the KV cache; with `data`, zero its buffers too (cures NaN in stored values)."""
+        self._pointer  # noqa: B018  # the thread and lifetime check
+        self._lib.llama_memory_clear(self._memory, data)
+
+    def seq_rm(self, seq_id: int, p0: int | None = None, p1: int | None = None) -> bool:
+        """Remove positions `[p0, p1)` of a sequence; by default all of it.
+
+        Returns
+        -------
+        bool
+            False if the memory cannot remove a part (recurrent models); nothing was removed.
+        """
+        self._check_seq("seq_id", seq_id)
+        first, end = self._check_range(p0, p1)
+        return bool(self._lib.llama_memory_seq_rm(self._memory, seq_id, first, end))
+
+    def seq_cp(
+        self, seq_id_src: int, seq_id_dst: int, p0: int | None = None, p1: int | None = None
+    ) -> None:
+        """Let an empty sequence share positions `[p0, p1)` of another.
+
+        In the per-sequence layout only whole sequences can be copied, and llama.cpp does it at the
+        next decode: until then neither sequence may be read, changed or removed.
+        """
+        self._check_seq("seq_id_src", seq_id_src)
+        self._check_seq("seq_id_dst", seq_id_dst)
+        first, end = self._check_range(p0, p1)
+        if seq_id_src == seq_id_dst:
+            raise InvalidArgumentError("seq_id_dst", seq_id_dst, "another than seq_id_src")
+        if self.seq_pos_max(seq_id_dst) is not None:
+            raise InvalidArgumentError("seq_id_dst", seq_id_dst, "an empty sequence")
+        source_end = self.seq_pos_max(seq_id_src)
+        is_whole = first <= 0 and (end < 0 or (source_end is not None and end > source_end))
+        if not self.kv_unified:
+            if not is_whole:
+                raise InvalidArgumentError("[p0, p1)", (p0, p1), "everything (per-sequence layout)")
+            first, end = -1, -1
+        self._lib.llama_memory_seq_cp(self._memory, seq_id_src, seq_id_dst, first, end)
+
+    def seq_keep(self, seq_id: int) -> None:
+        """Remove every other sequence."""
+        self._check_seq("seq_id", seq_id)
+        self._lib.llama_memory_seq_keep(self._memory, seq_id)
+
+    def seq_add(self, seq_id: int, p0: int | None, p1: int | None, delta: int) -> None:
+        """Shift positions `[p0, p1)` of a sequence by `delta`, staying within the context."""
+        self._check_seq("seq_id", seq_id)
+        first, end = self._check_range(p0, p1)
+        if not self.can_shift:
+            raise InvalidArgumentError("seq_add", self._parent, "a model whose cache can shift")
+        last = self.seq_pos_max(seq_id)
+        if last is None:
+            return
+        low = max(first, 0) + check_int("delta", delta, -self.n_ctx_seq, self.n_ctx_seq)
+        high = (last if end < 0 else min(last, end - 1)) + delta
+        check_int("shifted position", low, 0, self.n_ctx_seq - 1)
+        check_int("shifted position", high, 0, self.n_ctx_seq - 1)
+        self._lib.llama_memory_seq_add(self._memory, seq_id, first, end, delta)
+
+    def seq_pos_min(self, seq_id: int) -> int | None:
+        """The first position the cache holds for a sequence; None if it is empty."""
+        self._check_seq("seq_id", seq_id)
+        pos: int = self._lib.llama_memory_seq_pos_min(self._memory, seq_id)
+        return None if pos < 0 else pos
+
+    def seq_pos_max(self, seq_id: int) -> int | None:
+        """The last position the cache holds for a sequence; None if it is empty."""
+        self._check_seq("seq_id", seq_id)
+        pos: int = self._lib.llama_memory_seq_pos_max(self._memory, seq_id)
+        return None if pos < 0 else pos
+
+    @property
+    def can_shift(self) -> bool:
+        """Whether `seq_add` is possible."""
+        self._pointer  # noqa: B018  # the thread and lifetime check
+        return bool(self._lib.llama_memory_can_shift(self._memory))
+
+    def _check_seq(self, field: str, seq_id: int) -> None:
+        self._pointer  # noqa: B018  # the thread and lifetime check
+        check_int(field, seq_id, 0, self.n_seq_max - 1)
+
+    def _check_range(self, p0: int | None, p1: int | None) -> tuple[int, int]:
+        """The range in llama.cpp's form; an empty range removes nothing, silently: refuse it."""
+        first = 0 if p0 is None else check_int("p0", p0, 0, INT32_MAX - 1)
+        if p1 is None:
+            return (-1 if p0 is None else first), -1
+        check_int("p1", p1, first + 1, INT32_MAX)
+        return first, p1
+
+    # --- State of one sequence ---------------------------------------------------------------
+    def state_seq_get_data(self, seq_id: int) -> bytes:
+        """A copy of what the KV cache holds for a sequence; empty if it holds nothing.
+
+        Carries no checksum: whoever stores it adds one (`state_seq_set_data` cannot tell).
+        """
+        self._check_seq("seq_id", seq_id)
+        if self.seq_pos_max(seq_id) is None:
+            return b""
+        size = self._lib.llama_state_seq_get_size(self._pointer, seq_id)
+        buffer = (ctypes.c_uint8 * size)()
+        n_bytes = self._lib.llama_state_seq_get_data(self._pointer, buffer, size, seq_id)
+        if n_bytes == 0:
+            raise LlamaCallError("llama_state_seq_get_data", 0)
+        return bytes(memoryview(buffer)[:n_bytes])
+
+    def state_seq_set_data(self, data: bytes, seq_id: int, *, n_positions: int) -> None:
+        """Restore an unchanged copy made by `state_seq_get_data` into an empty sequence.
+
+        Parameters
+        ----------
+        data : bytes
+            From the same model, library and context parameters.
+        seq_id : int
+        n_positions : int
+            How many positions the copy holds; compared afterwards.
+
+        Raises
+        ------
+        LlamaCallError
+            llama.cpp refused the copy, or restored something else; the sequence is empty.
+        """
+        self._check_seq("seq_id", seq_id)
+        check_int("n_positions", n_positions, 1, self.n_ctx_seq)
+        if not data:
+            raise InvalidArgumentError("data", data, "a copy made by state_seq_get_data")
+        if self.seq_pos_max(seq_id) is not None:
+            raise InvalidArgumentError("seq_id", seq_id, "an empty sequence")
+        buffer = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
+        n_bytes = self._lib.llama_state_seq_set_data(self._pointer, buffer, len(data), seq_id)
+        forward_log()
+        # A damaged copy is often accepted; wrong positions are the trace it leaves.
+        restored = (self.seq_pos_min(seq_id), self.seq_pos_max(seq_id))
+        if n_bytes != len(data) or restored[1] != n_positions - 1:
+            self._lib.llama_memory_seq_rm(self._memory, seq_id, -1, -1)
+            raise LlamaCallError(
+                "llama_state_seq_set_data", n_bytes, f"restored positions {restored}"
+            )

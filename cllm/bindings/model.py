@@ -1,0 +1,252 @@
+"""Model: weights and metadata of one GGUF file; LoraAdapter: weights to add to a model."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cllm.bindings import _llama_h as h
+from cllm.bindings._handle import NativeHandle
+from cllm.bindings._library import forward_log, library
+from cllm.bindings.vocabulary import Vocabulary, c_string
+from cllm.checks import INT32_MAX, check_int
+from cllm.errors import InvalidArgumentError, LlamaCallError, ModelLoadError
+
+_LOAD_MODE = {
+    (False, False): h.LoadMode.NONE,
+    (True, False): h.LoadMode.MMAP,
+    (False, True): h.LoadMode.MLOCK,
+    (True, True): h.LoadMode.MMAP_MLOCK,
+}
+
+
+class Model(NativeHandle):
+    """The weights of one GGUF file.
+
+    Parameters
+    ----------
+    path : str or Path
+        A regular file; split models are found from their first part.
+    n_gpu_layers : int
+        Layers to offload; -1 means all that fit.
+    use_mmap, use_mlock, check_tensors : bool
+        Map the file, lock it in memory, look for NaN and infinities in the weights.
+    vocab_only : bool
+        Load the vocabulary alone; such a model can have no context.
+    on_progress : callable, optional
+        Called with 0.0 … 1.0 on the loading thread.  An exception in it cancels the load and is
+        raised from here; so does returning False.
+
+    Raises
+    ------
+    ModelLoadError
+        The file is missing, is not a GGUF file, or llama.cpp refuses it.
+
+    Notes
+    -----
+    See `llama_model_load_from_file` in llama.h.  A damaged file can abort the process: files from
+    an unknown source belong through a preflight in a child process first.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        n_gpu_layers: int = -1,
+        use_mmap: bool = True,
+        use_mlock: bool = False,
+        check_tensors: bool = False,
+        vocab_only: bool = False,
+        on_progress: Callable[[float], bool | None] | None = None,
+    ) -> None:
+        path = str(path)
+        check_model_file(path)
+        lib = library()
+        progress = _Progress(on_progress)
+        params = lib.llama_model_default_params()
+        params.n_gpu_layers = check_int("n_gpu_layers", n_gpu_layers, -1, INT32_MAX)
+        params.load_mode = _LOAD_MODE[bool(use_mmap), bool(use_mlock)]
+        params.check_tensors = bool(check_tensors)
+        params.vocab_only = bool(vocab_only)
+        params.progress_callback = progress.callback
+        forward_log()
+        pointer = lib.llama_model_load_from_file(path.encode(), params)
+        reason = forward_log()
+        if not pointer:
+            progress.reraise()
+            raise ModelLoadError(path, reason or "llama.cpp gives no reason")
+        super().__init__(pointer, lib.llama_model_free)
+        self.path = path
+        self.vocab_only = bool(vocab_only)
+        self.vocab = Vocabulary(self)
+        self.n_ctx_train = int(lib.llama_model_n_ctx_train(pointer))
+        self.n_embd = int(lib.llama_model_n_embd(pointer))
+        self.n_layer = int(lib.llama_model_n_layer(pointer))
+        self.n_head = int(lib.llama_model_n_head(pointer))
+        self.n_head_kv = int(lib.llama_model_n_head_kv(pointer))
+        self.n_swa = int(lib.llama_model_n_swa(pointer))
+        self.n_params = int(lib.llama_model_n_params(pointer))
+        self.size_bytes = int(lib.llama_model_size(pointer))
+        self.has_encoder = bool(lib.llama_model_has_encoder(pointer))
+        self.has_decoder = bool(lib.llama_model_has_decoder(pointer))
+        self.is_recurrent = bool(lib.llama_model_is_recurrent(pointer))
+        self.is_hybrid = bool(lib.llama_model_is_hybrid(pointer))
+        self.is_diffusion = bool(lib.llama_model_is_diffusion(pointer))
+
+    @property
+    def description(self) -> str:
+        """Architecture, size and quantization in a few words."""
+        lib = library()
+        call = functools.partial(lib.llama_model_desc, self._pointer)
+        return _call_for_string(call)
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The scalar metadata of the GGUF file, every value as text."""
+        lib = library()
+        model = self._pointer
+        pairs = {}
+        for i in range(lib.llama_model_meta_count(model)):
+            key = _call_for_string(functools.partial(lib.llama_model_meta_key_by_index, model, i))
+            call = functools.partial(lib.llama_model_meta_val_str_by_index, model, i)
+            pairs[key] = _call_for_string(call)
+        return pairs
+
+    def metadata_value(self, key: str) -> str | None:
+        """One metadata value as text, or None; `metadata` has them all."""
+        lib = library()
+        call = functools.partial(lib.llama_model_meta_val_str, self._pointer, c_string("key", key))
+        try:
+            return _call_for_string(call)
+        except LlamaCallError:
+            return None
+
+    def chat_template(self, name: str | None = None) -> str | None:
+        """The text (Jinja) of the model's chat template, or None."""
+        encoded = None if name is None else c_string("name", name)
+        text = library().llama_model_chat_template(self._pointer, encoded)
+        return None if text is None else text.decode("utf-8", "replace")
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, str]], *, add_assistant: bool = True
+    ) -> str:
+        """Format a chat with llama.cpp's built-in reading of the model's template.
+
+        It recognises the well-known templates by their text and runs no Jinja.
+
+        Parameters
+        ----------
+        messages : sequence of mappings
+            Each with `role` and `content`.
+        add_assistant : bool
+            End with the header of the assistant's turn.
+
+        Raises
+        ------
+        InvalidArgumentError
+            The model has no template, or one that llama.cpp does not recognise.
+        """
+        template = self.chat_template()
+        if template is None:
+            raise InvalidArgumentError("chat template", None, "in the model's metadata")
+        array = (h.DECLARATIONS.structs["llama_chat_message"] * len(messages))()
+        for slot, message in zip(array, messages, strict=True):
+            slot.role = c_string("role", message["role"])
+            slot.content = c_string("content", message["content"])
+        size = 256 + 2 * sum(len(m["role"].encode()) + len(m["content"].encode()) for m in messages)
+        while True:
+            buffer = ctypes.create_string_buffer(size)
+            n_bytes = library().llama_chat_apply_template(
+                template.encode(), array, len(messages), add_assistant, buffer, size
+            )
+            if n_bytes < 0:
+                raise InvalidArgumentError(
+                    "chat template", template[:60], "one that llama.cpp recognises"
+                )
+            if n_bytes <= size:
+                return buffer.raw[:n_bytes].decode("utf-8", "replace")
+            size = n_bytes
+
+    def __repr__(self) -> str:
+        return f"<Model {self.path!r}{' closed' if self.closed else ''}>"
+
+
+class LoraAdapter(NativeHandle):
+    """LoRA weights for one model; `Context.set_loras` applies them.
+
+    Raises
+    ------
+    ModelLoadError
+        The file is missing, or is not an adapter for this model.
+    """
+
+    def __init__(self, model: Model, path: str | Path) -> None:
+        path = str(path)
+        check_model_file(path)
+        lib = library()
+        forward_log()
+        pointer = lib.llama_adapter_lora_init(model._pointer, path.encode())
+        reason = forward_log()
+        if not pointer:
+            raise ModelLoadError(path, reason or "not a LoRA adapter for this model")
+        super().__init__(pointer, lib.llama_adapter_lora_free, parent=model)
+        self.path = path
+
+
+class _Progress:
+    """The progress callback and the exception that it met, which must not cross the C frames."""
+
+    def __init__(self, on_progress: Callable[[float], bool | None] | None) -> None:
+        self._on_progress = on_progress
+        self._error: BaseException | None = None
+        self.callback = h.DECLARATIONS.callbacks["llama_progress_callback"](self._call)
+
+    def _call(self, progress: float, _user_data: Any) -> bool:
+        if self._on_progress is None:
+            return True
+        try:
+            return self._on_progress(progress) is not False
+        except BaseException as error:
+            self._error = error
+            return False
+
+    def reraise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+def check_model_file(path: str) -> None:
+    """Refuse what would hang or abort the loader: not a regular file, or not GGUF."""
+    if "\0" in path:
+        raise ModelLoadError(path, "the path contains a NUL character")
+    try:
+        mode = Path(path).stat().st_mode
+    except OSError as error:
+        raise ModelLoadError(path, error.strerror or str(error)) from None
+    if not stat.S_ISREG(mode):
+        raise ModelLoadError(path, "not a regular file")
+    try:
+        with Path(path).open("rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise ModelLoadError(path, error.strerror or str(error)) from None
+    if magic != b"GGUF":
+        raise ModelLoadError(path, f"not a GGUF file (it begins with {magic!r})")
+
+
+def _call_for_string(call: Callable[[Any, int], int]) -> str:
+    """Call a getter that fills a buffer and returns the length the string has."""
+    size = 256
+    while True:
+        buffer = ctypes.create_string_buffer(size)
+        n_bytes = call(buffer, size)
+        if n_bytes < 0:
+            name = getattr(getattr(call, "func", call), "__name__", "getter")
+            raise LlamaCallError(name, n_bytes, "no such entry")
+        if n_bytes < size:
+            return buffer.raw[:n_bytes].decode("utf-8", "replace")
+        size = n_bytes + 1

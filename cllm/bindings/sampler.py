@@ -1,0 +1,360 @@
+"""SamplerChain: from plain parameters to a `llama_sampler` chain; Grammar: a constraint beside it.
+
+`llama_sampler_chain_add` takes ownership of what it is given, so samplers never exist on their own
+here: every `add_…` method creates one and hands it over in one expression.  A grammar is never part
+of a chain, because `llama_sampler_sample` would accept a token that the grammar forbids, and that
+ends the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cllm.bindings import _llama_h as h
+from cllm.bindings._handle import NativeHandle
+from cllm.bindings._library import forward_log, library
+from cllm.bindings.context import Context
+from cllm.bindings.vocabulary import Vocabulary, c_string
+from cllm.checks import INT32_MAX, check_float, check_int
+from cllm.errors import InvalidArgumentError
+
+# Ring buffers of this length are allocated at once; more than a context can hold is useless.
+MAX_LAST_N = 1 << 20
+MAX_SEED = 2**32 - 2  # 2**32 - 1 asks llama.cpp for a random seed
+
+CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
+
+
+class Candidates:
+    """A `llama_token_data_array` over numpy memory.
+
+    Attributes
+    ----------
+    data : ndarray
+        Structured, fields `id`, `logit`, `p`; samplers sort and shorten it in place.
+    """
+
+    def __init__(self, ids: NDArray[np.int32], logits: NDArray[np.float32]) -> None:
+        if len(ids) != len(logits) or len(ids) == 0:
+            raise InvalidArgumentError("candidates", len(ids), "at least one, ids and logits alike")
+        self.data = np.empty(len(ids), CANDIDATE)
+        self.data["id"] = ids
+        self.data["logit"] = logits
+        self.data["p"] = 0.0
+        token_data = h.DECLARATIONS.structs["llama_token_data"]
+        self.struct = h.DECLARATIONS.structs["llama_token_data_array"](
+            data=self.data.ctypes.data_as(ctypes.POINTER(token_data)),
+            size=len(ids),
+            selected=-1,
+            sorted=False,
+        )
+
+    def __len__(self) -> int:
+        return int(self.struct.size)
+
+    @property
+    def ids(self) -> NDArray[np.int32]:
+        """Ids of the candidates that are left, in the array's present order."""
+        ids: NDArray[np.int32] = self.data["id"][: len(self)]
+        return ids
+
+    @property
+    def logits(self) -> NDArray[np.float32]:
+        """Logits of the candidates that are left."""
+        logits: NDArray[np.float32] = self.data["logit"][: len(self)]
+        return logits
+
+    @property
+    def selected(self) -> int | None:
+        """The selected token id, if a sampler has selected one."""
+        index = int(self.struct.selected)
+        return int(self.data["id"][index]) if 0 <= index < len(self) else None
+
+
+class SamplerChain(NativeHandle):
+    """Samplers applied one after another; the last one selects.
+
+    Every `add_…` method validates its arguments, adds one sampler and returns the chain.
+
+    Parameters
+    ----------
+    vocab : Vocabulary
+    """
+
+    def __init__(self, vocab: Vocabulary) -> None:
+        lib = library()
+        self._lib = lib
+        self._vocab = vocab
+        params = lib.llama_sampler_chain_default_params()
+        self._adopt(lib.llama_sampler_chain_init(params))
+        self._selects = False
+
+    def _adopt(self, pointer: Any) -> None:
+        super().__init__(pointer, self._lib.llama_sampler_free, parent=self._vocab._model)
+
+    def _add(self, sampler: Any, *, selects: bool = False) -> Self:
+        if not sampler:
+            raise InvalidArgumentError("sampler", None, "one that llama.cpp accepts")
+        if self._selects:
+            self._lib.llama_sampler_free(sampler)
+            raise InvalidArgumentError("sampler", self.names[-1], "the last: it selects")
+        self._lib.llama_sampler_chain_add(self._pointer, sampler)
+        self._selects = selects
+        return self
+
+    # --- The samplers that select, and must come last ----------------------------------------
+    def add_greedy(self) -> Self:
+        """Select the largest logit."""
+        return self._add(self._lib.llama_sampler_init_greedy(), selects=True)
+
+    def add_dist(self, seed: int) -> Self:
+        """Draw from the distribution."""
+        check_int("seed", seed, 0, MAX_SEED)
+        return self._add(self._lib.llama_sampler_init_dist(seed), selects=True)
+
+    def add_mirostat(self, seed: int, tau: float, eta: float, m: int = 100) -> Self:
+        """Mirostat 1.0."""
+        check_int("seed", seed, 0, MAX_SEED)
+        check_float("mirostat_tau", tau, 0.0, 1e4)
+        check_float("mirostat_eta", eta, 0.0, 1e4)
+        check_int("mirostat_m", m, 1, self._vocab.n_tokens)
+        n_vocab = self._vocab.n_tokens
+        return self._add(
+            self._lib.llama_sampler_init_mirostat(n_vocab, seed, tau, eta, m), selects=True
+        )
+
+    def add_mirostat_v2(self, seed: int, tau: float, eta: float) -> Self:
+        """Mirostat 2.0."""
+        check_int("seed", seed, 0, MAX_SEED)
+        check_float("mirostat_tau", tau, 0.0, 1e4)
+        check_float("mirostat_eta", eta, 0.0, 1e4)
+        return self._add(self._lib.llama_sampler_init_mirostat_v2(seed, tau, eta), selects=True)
+
+    def add_adaptive_p(self, target: float, decay: float, seed: int) -> Self:
+        """Adaptive-p: tokens near a target probability."""
+        check_float("adaptive_target", target, 0.0, 1.0)
+        check_float("adaptive_decay", decay, 0.0, 0.99)
+        check_int("seed", seed, 0, MAX_SEED)
+        return self._add(self._lib.llama_sampler_init_adaptive_p(target, decay, seed), selects=True)
+
+    # --- The samplers that narrow or change the candidates -----------------------------------
+    def add_top_k(self, k: int) -> Self:
+        """Keep the k largest; `k <= 0` keeps all."""
+        check_int("top_k", k, -1, INT32_MAX)
+        return self._add(self._lib.llama_sampler_init_top_k(k))
+
+    def add_top_p(self, p: float, min_keep: int = 1) -> Self:
+        """Nucleus sampling."""
+        check_float("top_p", p, 0.0, 1.0)
+        return self._add(self._lib.llama_sampler_init_top_p(p, self._min_keep(min_keep)))
+
+    def add_min_p(self, p: float, min_keep: int = 1) -> Self:
+        """Keep what is at least `p` times as likely as the most likely."""
+        check_float("min_p", p, 0.0, 1.0)
+        return self._add(self._lib.llama_sampler_init_min_p(p, self._min_keep(min_keep)))
+
+    def add_typical(self, p: float, min_keep: int = 1) -> Self:
+        """Locally typical sampling."""
+        check_float("typical_p", p, 0.0, 1.0)
+        return self._add(self._lib.llama_sampler_init_typical(p, self._min_keep(min_keep)))
+
+    def add_temp(self, temperature: float) -> Self:
+        """Divide the logits; 0 leaves only the largest."""
+        check_temperature(temperature)
+        return self._add(self._lib.llama_sampler_init_temp(temperature))
+
+    def add_temp_ext(self, temperature: float, delta: float, exponent: float) -> Self:
+        """Dynamic temperature within `delta` of `temperature`."""
+        check_temperature(temperature)
+        check_float("dynatemp_range", delta, 0.0, 1e4)
+        check_float("dynatemp_exponent", exponent, 0.0, 1e4)
+        return self._add(self._lib.llama_sampler_init_temp_ext(temperature, delta, exponent))
+
+    def add_xtc(self, probability: float, threshold: float, min_keep: int, seed: int) -> Self:
+        """Exclude top choices."""
+        check_float("xtc_probability", probability, 0.0, 1.0)
+        check_float("xtc_threshold", threshold, 0.0, 1.0)
+        check_int("seed", seed, 0, MAX_SEED)
+        return self._add(
+            self._lib.llama_sampler_init_xtc(probability, threshold, self._min_keep(min_keep), seed)
+        )
+
+    def add_top_n_sigma(self, n: float) -> Self:
+        """Keep what lies within `n` standard deviations of the largest."""
+        check_float("top_n_sigma", n, -1.0, 1e4)
+        return self._add(self._lib.llama_sampler_init_top_n_sigma(n))
+
+    def add_penalties(
+        self, last_n: int, repeat: float = 1.0, frequency: float = 0.0, presence: float = 0.0
+    ) -> Self:
+        """Penalize tokens among the last `last_n` accepted ones."""
+        check_int("repeat_last_n", last_n, 0, MAX_LAST_N)
+        # 0 divides by nothing and gives infinities: the last token of the vocabulary would win.
+        check_float("repeat_penalty", repeat, 1e-3, 1e3)
+        check_float("frequency_penalty", frequency, -1e4, 1e4)
+        check_float("presence_penalty", presence, -1e4, 1e4)
+        n_vocab = self._vocab.n_tokens
+        return self._add(
+            self._lib.llama_sampler_init_penalties(n_vocab, last_n, repeat, frequency, presence)
+        )
+
+    def add_dry(
+        self,
+        multiplier: float,
+        base: float,
+        allowed_length: int,
+        last_n: int,
+        sequence_breakers: Sequence[str] = ("\n", ":", '"', "*"),
+    ) -> Self:
+        """DRY: penalize what would continue a repetition."""
+        check_float("dry_multiplier", multiplier, 0.0, 1e4)
+        check_float("dry_base", base, 0.0, 1e4)
+        check_int("dry_allowed_length", allowed_length, 0, MAX_LAST_N)
+        check_int("dry_penalty_last_n", last_n, 0, MAX_LAST_N)
+        check_int("dry_sequence_breakers", len(sequence_breakers), 0, 256)
+        texts = [c_string("dry_sequence_breakers", text) for text in sequence_breakers]
+        array = (ctypes.c_char_p * max(1, len(texts)))(*texts)
+        return self._add(
+            self._lib.llama_sampler_init_dry(
+                self._vocab._pointer, multiplier, base, allowed_length, last_n, array, len(texts)
+            )
+        )
+
+    def add_logit_bias(self, biases: Mapping[int, float]) -> Self:
+        """Add to the logits of some tokens; `-inf` bans one."""
+        array = (h.DECLARATIONS.structs["llama_logit_bias"] * max(1, len(biases)))()
+        for slot, (token, bias) in zip(array, biases.items(), strict=False):
+            slot.token = self._vocab.check_token(token)
+            slot.bias = bias if bias == -np.inf else check_float("logit_bias", bias)
+        n_vocab = self._vocab.n_tokens
+        return self._add(self._lib.llama_sampler_init_logit_bias(n_vocab, len(biases), array))
+
+    def add_infill(self) -> Self:
+        """Fill-in-the-middle: after top-k and top-p."""
+        return self._add(self._lib.llama_sampler_init_infill(self._vocab._pointer))
+
+    # --- Use ---------------------------------------------------------------------------------
+    def apply(self, candidates: Candidates) -> int:
+        """Run the chain over `candidates` and return the selected token, without accepting it.
+
+        Raises
+        ------
+        InvalidArgumentError
+            The chain does not end in a sampler that selects, or no logit is finite.
+        """
+        if not self._selects:
+            raise InvalidArgumentError("chain", self.names, "one that ends in a selecting sampler")
+        # Without one finite logit llama.cpp answers the last token of the vocabulary.
+        if not np.isfinite(candidates.logits.max()):
+            raise InvalidArgumentError("logits", candidates.logits.max(), "finite at their maximum")
+        self._lib.llama_sampler_apply(self._pointer, candidates.struct)
+        token = candidates.selected
+        if token is None:
+            raise InvalidArgumentError("candidates", len(candidates), "some that can be selected")
+        return token
+
+    def accept(self, token: int) -> None:
+        """Tell the samplers that have a memory (penalties, DRY, mirostat) what was sampled."""
+        self._lib.llama_sampler_accept(self._pointer, self._vocab.check_token(token))
+
+    def sample(self, context: Context, row: int) -> int:
+        """Sample from one output row of the last decode, over the whole vocabulary, and accept.
+
+        See `llama_sampler_sample` in llama.h.
+        """
+        if not self._selects:
+            raise InvalidArgumentError("chain", self.names, "one that ends in a selecting sampler")
+        context.check_output_row(row)
+        return int(self._lib.llama_sampler_sample(self._pointer, context._pointer, row))
+
+    def reset(self) -> None:
+        """Forget what was accepted."""
+        self._lib.llama_sampler_reset(self._pointer)
+
+    def clone(self) -> SamplerChain:
+        """A chain in the same state, which goes its own way."""
+        twin = SamplerChain.__new__(SamplerChain)
+        twin._lib, twin._vocab, twin._selects = self._lib, self._vocab, self._selects
+        twin._adopt(self._lib.llama_sampler_clone(self._pointer))
+        return twin
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """llama.cpp's names of the samplers, in order."""
+        chain = self._pointer
+        get, name = self._lib.llama_sampler_chain_get, self._lib.llama_sampler_name
+        n = self._lib.llama_sampler_chain_n(chain)
+        return tuple(name(get(chain, i)).decode() for i in range(n))
+
+    @property
+    def perf(self) -> tuple[float, int]:
+        """Time in milliseconds and number of tokens sampled through `sample`."""
+        data = self._lib.llama_perf_sampler(self._pointer)
+        return data.t_sample_ms, data.n_sample
+
+    def _min_keep(self, min_keep: int) -> int:
+        return check_int("min_keep", min_keep, 0, self._vocab.n_tokens)
+
+    def __repr__(self) -> str:
+        return "<SamplerChain closed>" if self.closed else f"<SamplerChain {' '.join(self.names)}>"
+
+
+class Grammar(NativeHandle):
+    """A GBNF grammar that follows one output.
+
+    Only for grammars you wrote: a few bytes of GBNF can hang llama.cpp or exhaust the memory.
+
+    Raises
+    ------
+    InvalidArgumentError
+        llama.cpp cannot parse the grammar.
+    """
+
+    def __init__(self, vocab: Vocabulary, text: str, root: str = "root") -> None:
+        lib = library()
+        self._lib = lib
+        self._vocab = vocab
+        forward_log()
+        pointer = lib.llama_sampler_init_grammar(
+            vocab._pointer, c_string("grammar", text), c_string("root", root)
+        )
+        reason = forward_log()
+        if not pointer:
+            raise InvalidArgumentError("grammar", text[:60], f"valid GBNF ({reason})")
+        super().__init__(pointer, lib.llama_sampler_free, parent=vocab._model)
+
+    def apply(self, candidates: Candidates) -> None:
+        """Set the logits of forbidden tokens to -inf."""
+        self._lib.llama_sampler_apply(self._pointer, candidates.struct)
+
+    def allows(self, token: int) -> bool:
+        """Whether the output may go on with `token`."""
+        self._vocab.check_token(token)
+        probe = Candidates(np.array([token], np.int32), np.zeros(1, np.float32))
+        self.apply(probe)
+        return bool(np.isfinite(probe.logits[0]))
+
+    def accept(self, token: int) -> None:
+        """Advance by one token.
+
+        Raises
+        ------
+        InvalidArgumentError
+            The grammar forbids it.  It was asked first: accepting it would end the process.
+        """
+        if not self.allows(token):
+            raise InvalidArgumentError("token", token, "one that the grammar allows")
+        self._lib.llama_sampler_accept(self._pointer, token)
+
+
+def check_temperature(value: object) -> float:
+    """A temperature that leaves the probabilities finite: 0, or not vanishingly small."""
+    temperature = check_float("temperature", value, 0.0, 1e4)
+    if 0.0 < temperature < 1e-3:
+        raise InvalidArgumentError("temperature", value, "0 or at least 0.001")
+    return temperature

@@ -1,0 +1,192 @@
+"""Vocabulary: tokens of a model, text to ids and ids to bytes.
+
+The one thing of a model that any thread may use ("The API is thread-safe", llama.h); the caller
+sees to it that the model is not closed meanwhile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from cllm.bindings import _llama_h as h
+from cllm.bindings._library import library
+from cllm.checks import check_int
+from cllm.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from cllm.bindings.model import Model
+
+# llama.cpp's tokenizers are quadratic in places (43 s for 600 KB of newlines): nobody needs more.
+MAX_TEXT_BYTES = 1 << 20
+
+
+class Vocabulary:
+    """Tokens of a model: text to ids and ids to bytes.  Any thread.
+
+    Attributes
+    ----------
+    n_tokens : int
+    kind : VocabType
+    bos, eos, eot, nl, pad : int or None
+    adds_bos, adds_eos : bool
+        Whether `tokenize(add_special=True)` adds them.
+    """
+
+    def __init__(self, model: Model) -> None:
+        lib = library()
+        self._model = model
+        self._vocab = lib.llama_model_get_vocab(model._shared_pointer)
+        self._pieces: dict[int, bytes] = {}
+        self.n_tokens = int(lib.llama_vocab_n_tokens(self._vocab))
+        self.kind = h.VocabType(lib.llama_vocab_type(self._vocab))
+        self.bos = _token_or_none(lib.llama_vocab_bos(self._vocab))
+        self.eos = _token_or_none(lib.llama_vocab_eos(self._vocab))
+        self.eot = _token_or_none(lib.llama_vocab_eot(self._vocab))
+        self.nl = _token_or_none(lib.llama_vocab_nl(self._vocab))
+        self.pad = _token_or_none(lib.llama_vocab_pad(self._vocab))
+        self.adds_bos = bool(lib.llama_vocab_get_add_bos(self._vocab))
+        self.adds_eos = bool(lib.llama_vocab_get_add_eos(self._vocab))
+        n_suppressed = ctypes.c_int32(0)
+        suppressed = lib.llama_vocab_get_suppress_tokens(self._vocab, n_suppressed)
+        self.suppressed = tuple(suppressed[i] for i in range(n_suppressed.value))
+
+    @property
+    def _pointer(self) -> Any:
+        # The vocabulary handle of a freed model answers garbage instead of failing: ask the model.
+        self._model._shared_pointer  # noqa: B018  # raises ClosedError, WrongProcessError
+        return self._vocab
+
+    def check_token(self, token: int) -> int:
+        """`token` if it is an id of this vocabulary; out of range ends the process in C."""
+        return check_int("token", token, 0, self.n_tokens - 1)
+
+    def tokenize(
+        self, text: str, *, add_special: bool = True, parse_special: bool = False
+    ) -> list[int]:
+        """Token ids of `text`.
+
+        Parameters
+        ----------
+        text : str
+            At most 1 MiB of UTF-8; a lone surrogate is refused (it aborts BPE tokenizers).
+        add_special : bool
+            Add the beginning-of-sequence token where the model wants it.
+        parse_special : bool
+            Read `<|im_start|>` and its like as control tokens rather than as text.
+
+        Notes
+        -----
+        Long runs of one character class recurse deeply in some vocabularies: a text of more than a
+        few hundred bytes belongs on a thread with a large stack.  See `llama_tokenize` in llama.h.
+        """
+        encoded = encode_text("text", text)
+        if len(encoded) > MAX_TEXT_BYTES:
+            raise InvalidArgumentError(
+                "text", f"{len(encoded)} bytes", f"at most {MAX_TEXT_BYTES} bytes"
+            )
+        capacity = len(encoded) + 8
+        while True:
+            tokens = (ctypes.c_int32 * capacity)()
+            n_tokens = library().llama_tokenize(
+                self._pointer, encoded, len(encoded), tokens, capacity, add_special, parse_special
+            )
+            if n_tokens >= 0:
+                return tokens[:n_tokens]
+            capacity = -n_tokens
+
+    def detokenize(
+        self, tokens: Sequence[int], *, remove_special: bool = False, unparse_special: bool = False
+    ) -> bytes:
+        """The text of `tokens` as bytes: a character may be cut at either end.
+
+        See `llama_detokenize` in llama.h.
+        """
+        if not len(tokens):
+            return b""
+        array = (ctypes.c_int32 * len(tokens))(*map(self.check_token, tokens))
+        capacity = 8 * len(tokens) + 64
+        while True:
+            buffer = ctypes.create_string_buffer(capacity)
+            n_bytes = library().llama_detokenize(
+                self._pointer, array, len(tokens), buffer, capacity, remove_special, unparse_special
+            )
+            if n_bytes >= 0:
+                return buffer.raw[:n_bytes]
+            capacity = -n_bytes
+
+    def piece(self, token: int) -> bytes:
+        """The bytes that `token` adds to a text; none for a control token.  Remembered."""
+        piece = self._pieces.get(token)
+        if piece is None:
+            piece = self._pieces[token] = self.token_to_piece(token)
+        return piece
+
+    def token_to_piece(self, token: int, *, special: bool = False) -> bytes:
+        """The bytes of one token; with `special`, control tokens are rendered too.
+
+        See `llama_token_to_piece` in llama.h.
+        """
+        self.check_token(token)
+        capacity = 64
+        while True:
+            buffer = ctypes.create_string_buffer(capacity)
+            n_bytes = library().llama_token_to_piece(
+                self._pointer, token, buffer, capacity, 0, special
+            )
+            if n_bytes >= 0:
+                return buffer.raw[:n_bytes]
+            capacity = -n_bytes
+
+    def is_eog(self, token: int) -> bool:
+        """Whether `token` ends a generation (end of sequence, end of turn, …)."""
+        self.check_token(token)
+        return bool(library().llama_vocab_is_eog(self._pointer, token))
+
+    def is_control(self, token: int) -> bool:
+        """Whether `token` is a control token, which has no text."""
+        self.check_token(token)
+        return bool(library().llama_vocab_is_control(self._pointer, token))
+
+    def text(self, token: int) -> str:
+        """The vocabulary's own spelling of `token`."""
+        self.check_token(token)
+        raw: bytes = library().llama_vocab_get_text(self._pointer, token)
+        return raw.decode("utf-8", "replace")
+
+    def score(self, token: int) -> float:
+        """The score of `token` (SentencePiece vocabularies)."""
+        self.check_token(token)
+        return float(library().llama_vocab_get_score(self._pointer, token))
+
+    def attributes(self, token: int) -> h.TokenAttr:
+        """The attribute flags of `token`."""
+        self.check_token(token)
+        return h.TokenAttr(library().llama_vocab_get_attr(self._pointer, token))
+
+    def __repr__(self) -> str:
+        return f"<Vocabulary {self.kind.name} n_tokens={self.n_tokens}>"
+
+
+def _token_or_none(token: int) -> int | None:
+    return None if token == h.LLAMA_TOKEN_NULL else int(token)
+
+
+def encode_text(field: str, text: str) -> bytes:
+    """UTF-8 of `text`; a lone surrogate, which has none, is refused."""
+    if not isinstance(text, str):
+        raise InvalidArgumentError(field, text, "a str")
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        lone = text[error.start : error.start + 1]
+        raise InvalidArgumentError(field, lone, "text without lone surrogates") from None
+
+
+def c_string(field: str, text: str) -> bytes:
+    """Bytes for a NUL-terminated C string."""
+    encoded = encode_text(field, text)
+    if b"\0" in encoded:
+        raise InvalidArgumentError(field, text, "text without NUL characters")
+    return encoded

@@ -1,0 +1,67 @@
+"""Checks of arguments, made before a call that would abort, hang or lie (`hazards.md` §1).
+
+Each returns the value it was given, or raises an error that names field, value and limit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from enum import IntEnum
+from typing import TypeVar
+
+from cllm.errors import InvalidArgumentError
+
+E = TypeVar("E", bound=IntEnum)
+ErrorType = Callable[[str, object, str], Exception]
+
+INT32_MAX = 2**31 - 1
+FLOAT32_MAX = 3.4028234e38
+
+
+def check_int(
+    field: str, value: object, low: int, high: int, error: ErrorType = InvalidArgumentError
+) -> int:
+    """`value` if it is an integer with `low <= value <= high`."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise error(field, value, "an integer")
+    number: int = value.__index__()
+    if not low <= number <= high:
+        raise error(field, value, f"{low} to {high}")
+    return number
+
+
+def check_float(
+    field: str,
+    value: object,
+    low: float = -FLOAT32_MAX,
+    high: float = FLOAT32_MAX,
+    error: ErrorType = InvalidArgumentError,
+) -> float:
+    """`value` if it is a finite number with `low <= value <= high`.
+
+    The C side sees float32: what overflows there is not finite.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise error(field, value, "a number")
+    if (isinstance(value, int) and abs(value) > FLOAT32_MAX) or not math.isfinite(value):
+        raise error(field, value, "finite")
+    if not low <= value <= high:
+        raise error(field, value, f"{low:g} to {high:g}")
+    return float(value)
+
+
+def check_bool(field: str, value: object, error: ErrorType = InvalidArgumentError) -> bool:
+    """`value` if it is True or False."""
+    if not isinstance(value, bool):
+        raise error(field, value, "True or False")
+    return value
+
+
+def check_enum(field: str, value: object, kind: type[E]) -> E:
+    """`value` as a member of `kind`."""
+    try:
+        return kind(check_int(field, value, -(2**31), INT32_MAX))
+    except ValueError:
+        names = ", ".join(f"{member.name} ({member.value})" for member in kind)
+        raise InvalidArgumentError(field, value, f"one of {names}") from None

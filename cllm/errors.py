@@ -1,0 +1,255 @@
+"""Every exception of cllm, named by what the reader should do about it.
+
+CllmError
+├── LibraryError                        libllama cannot be used: fix the installation
+│   ├── LibraryNotFoundError
+│   └── AbiMismatchError                built from another llama.cpp than the declarations
+├── ModelLoadError(path, reason)        fix the path or the file
+├── ContextError                        these context parameters cannot work with this model
+├── LlamaCallError(function, code)      a libllama call failed
+│   ├── NoKVSlotError                   llama_decode → 1: smaller batch or fewer sequences
+│   ├── InvalidBatchError               llama_decode → -1: a bug in cllm
+│   └── DecodeFailedError               llama_decode → 2 or < -1: re-read the KV cache
+├── InvalidArgumentError                also a ValueError; names the field, the value, the limit
+│   └── PositionError(seq_id, X, Y)     positions of a sequence have a gap or step back
+├── RequestError                        this request cannot be served; the engine is fine
+│   ├── PromptTooLongError(n_prompt, n_ctx)
+│   ├── InvalidRequestError             also a ValueError; names the field, the value, the limit
+│   ├── QueueFullError(n_waiting, retry_after_s)
+│   └── GenerationError                 one request failed while running; its cause is attached
+├── StaleLogitsError                    a later decode has overwritten these logits
+├── EngineFailedError                   the engine has stopped; __cause__ says why
+├── ClosedError                         you closed it
+├── InUseError                          close what depends on it first
+├── WrongThreadError                    you called it from another thread
+└── WrongProcessError                   you called it in a forked child
+
+Numbers are attributes as well as text.  Cancellation and deadlines are finish reasons, not errors.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cllm.engine.request import Completion
+
+__all__ = (
+    "AbiMismatchError",
+    "CllmError",
+    "ClosedError",
+    "ContextError",
+    "DecodeFailedError",
+    "EngineFailedError",
+    "GenerationError",
+    "InUseError",
+    "InvalidArgumentError",
+    "InvalidBatchError",
+    "InvalidRequestError",
+    "LibraryError",
+    "LibraryNotFoundError",
+    "LlamaCallError",
+    "ModelLoadError",
+    "NoKVSlotError",
+    "PositionError",
+    "PromptTooLongError",
+    "QueueFullError",
+    "RequestError",
+    "StaleLogitsError",
+    "WrongProcessError",
+    "WrongThreadError",
+)
+
+
+class CllmError(Exception):
+    """Base of every exception that cllm raises on its own account."""
+
+
+class LibraryError(CllmError):
+    """libllama cannot be used as it is installed."""
+
+
+class LibraryNotFoundError(LibraryError):
+    """No libllama was found; the message lists where it was looked for."""
+
+
+class AbiMismatchError(LibraryError):
+    """libllama was built from headers that the declarations do not describe."""
+
+
+class ModelLoadError(CllmError):
+    """The model file cannot be used.
+
+    Attributes
+    ----------
+    path : str
+    reason : str
+        llama.cpp's own last error where it gave one.
+    """
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(f"cannot load {path!r}: {reason}")
+        self.path = path
+        self.reason = reason
+
+
+class ContextError(CllmError):
+    """llama.cpp refused to create a context with these parameters for this model."""
+
+
+class LlamaCallError(CllmError):
+    """A libllama call returned a failure.
+
+    Attributes
+    ----------
+    function : str
+        Name of the C function.
+    code : int
+        What it returned.
+    """
+
+    def __init__(self, function: str, code: int, meaning: str = "failed") -> None:
+        super().__init__(f"{function} returned {code}: {meaning}")
+        self.function = function
+        self.code = code
+
+
+class NoKVSlotError(LlamaCallError):
+    """The KV cache has no room for the batch; nothing was stored."""
+
+
+class InvalidBatchError(LlamaCallError):
+    """llama.cpp rejected the batch; nothing was stored.  A bug in cllm."""
+
+
+class DecodeFailedError(LlamaCallError):
+    """The decode was aborted or failed; part of the batch may be stored."""
+
+
+class InvalidArgumentError(CllmError, ValueError):
+    """An argument would make libllama abort, hang or answer nonsense; it was not called.
+
+    Attributes
+    ----------
+    field : str
+    value : object
+    limit : str
+        What would have been accepted.
+    """
+
+    def __init__(self, field: str, value: object, limit: str) -> None:
+        super().__init__(f"{field} is {value!r}, must be {limit}")
+        self.field = field
+        self.value = value
+        self.limit = limit
+
+
+class PositionError(InvalidArgumentError):
+    """Positions of a sequence are consecutive from 0: no gap, no step back.
+
+    Attributes
+    ----------
+    seq_id : int
+    last_pos : int
+        X, the last position the KV cache (or the batch so far) has for the sequence; -1 if none.
+    first_pos : int
+        Y, the position at which the new tokens would start.
+    """
+
+    def __init__(self, seq_id: int, last_pos: int, first_pos: int) -> None:
+        super().__init__(
+            "p0",
+            first_pos,
+            f"{last_pos + 1}: sequence {seq_id} ends at X = {last_pos}, "
+            f"the tokens start at Y = {first_pos}",
+        )
+        self.seq_id = seq_id
+        self.last_pos = last_pos
+        self.first_pos = first_pos
+
+
+class RequestError(CllmError):
+    """One request cannot be served; the engine and every other request are fine."""
+
+
+class PromptTooLongError(RequestError):
+    """The prompt does not fit the context of one sequence."""
+
+    def __init__(self, n_prompt: int, n_ctx: int) -> None:
+        super().__init__(f"prompt has {n_prompt} tokens, n_ctx is {n_ctx}")
+        self.n_prompt = n_prompt
+        self.n_ctx = n_ctx
+
+
+class InvalidRequestError(RequestError, ValueError):
+    """A field of the request has a value that cannot be served.
+
+    Attributes
+    ----------
+    field : str
+    value : object
+    limit : str
+        What would have been accepted.
+    """
+
+    def __init__(self, field: str, value: object, limit: str) -> None:
+        shown = repr(value)
+        if len(shown) > 80:
+            shown = shown[:77] + "..."
+        super().__init__(f"{field} is {shown}, must be {limit}")
+        self.field = field
+        self.value = value
+        self.limit = limit
+
+
+class QueueFullError(RequestError):
+    """Too many requests are waiting; try again after `retry_after_s` seconds."""
+
+    def __init__(self, n_waiting: int, retry_after_s: float) -> None:
+        super().__init__(f"{n_waiting} requests are waiting, retry after {retry_after_s:.1f} s")
+        self.n_waiting = n_waiting
+        self.retry_after_s = retry_after_s
+
+
+class GenerationError(RequestError):
+    """A request failed while it was running; `__cause__` says why.
+
+    Attributes
+    ----------
+    completion : Completion | None
+        What the request had produced until then.
+    """
+
+    completion: Completion | None = None
+
+
+class StaleLogitsError(CllmError):
+    """The logits belong to a decode that is no longer the last one, or that failed."""
+
+
+class EngineFailedError(CllmError):
+    """The engine has stopped and serves nothing any more; `__cause__` says why.
+
+    Attributes
+    ----------
+    completion : Completion | None
+        What the request that raises this had produced until then, if it was running.
+    """
+
+    completion: Completion | None = None
+
+
+class ClosedError(CllmError):
+    """The object was closed, or was not opened yet."""
+
+
+class InUseError(CllmError):
+    """The object cannot be closed while others depend on it."""
+
+
+class WrongThreadError(CllmError):
+    """The object belongs to another thread."""
+
+
+class WrongProcessError(CllmError):
+    """The object was made before a fork; libllama does not survive one."""
