@@ -1,0 +1,66 @@
+"""One llama.cpp model as a first-class citizen of an asyncio or trio program.
+
+    async with cllm.Engine("model.gguf") as engine:
+        completion = await engine.generate("1+1=", max_tokens=8, temperature=0)
+
+`cllm.bindings` has libllama as Python objects; `cllm.errors` has the tree of exceptions.
+"""
+
+from cllm.engine.config import EngineConfig, EngineOptions
+from cllm.engine.engine import Engine
+from cllm.engine.health import EngineStatus, Health
+from cllm.engine.request import (
+    Completion,
+    FinishReason,
+    ModelInfo,
+    SamplingOptions,
+    SamplingParams,
+    Timings,
+    TokenDelta,
+    Usage,
+)
+from cllm.engine.statistics import EngineStatistics, TickTimes
+from cllm.engine.stream import TokenStream
+from cllm.errors import (
+    CllmError,
+    ClosedError,
+    EngineFailedError,
+    GenerationError,
+    InvalidArgumentError,
+    InvalidRequestError,
+    LibraryError,
+    ModelLoadError,
+    PromptTooLongError,
+    QueueFullError,
+    RequestError,
+)
+
+__all__ = (
+    "CllmError",
+    "ClosedError",
+    "Completion",
+    "Engine",
+    "EngineConfig",
+    "EngineFailedError",
+    "EngineOptions",
+    "EngineStatistics",
+    "EngineStatus",
+    "FinishReason",
+    "GenerationError",
+    "Health",
+    "InvalidArgumentError",
+    "InvalidRequestError",
+    "LibraryError",
+    "ModelInfo",
+    "ModelLoadError",
+    "PromptTooLongError",
+    "QueueFullError",
+    "RequestError",
+    "SamplingOptions",
+    "SamplingParams",
+    "TickTimes",
+    "Timings",
+    "TokenDelta",
+    "TokenStream",
+    "Usage",
+)

@@ -1,0 +1,180 @@
+"""EngineConfig: everything about an engine that is settled before it starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TypedDict
+
+from cllm.checks import check_bool, check_float, check_int
+from cllm.errors import InvalidArgumentError
+
+EMBEDDED_MODEL = Path(__file__).parent.parent / "models" / "cllm-tiny.gguf"
+MAX_THREADS = 512
+
+
+class EngineOptions(TypedDict, total=False):
+    """The fields of `EngineConfig`, except the model, as keyword arguments."""
+
+    n_ctx: int
+    n_seq_max: int
+    n_batch: int
+    n_ubatch: int
+    n_threads: int | None
+    n_threads_batch: int | None
+    n_gpu_layers: int
+    kv_unified: bool
+    flash_attn: bool | None
+    type_k: str
+    type_v: str
+    use_mmap: bool
+    use_mlock: bool
+    check_tensors: bool
+    max_queue: int
+    stream_buffer: int
+    stall_timeout_s: float
+    rope_scaling: str | None
+    rope_freq_base: float
+    rope_freq_scale: float
+    yarn_ext_factor: float | None
+    yarn_attn_factor: float | None
+    yarn_beta_fast: float | None
+    yarn_beta_slow: float | None
+    yarn_orig_ctx: int
+    lora: Sequence[tuple[str | Path, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """The settings of an engine.
+
+    Parameters
+    ----------
+    model : str or Path, optional
+        A GGUF file; None is the embedded model.
+    n_ctx : int
+        KV cells in all, shared by the sequences; 0 takes the model's training length.
+    n_seq_max : int
+        Running sequences, 1 to 256.
+    n_batch, n_ubatch : int
+        Rows of a tick, and of a physical batch; `n_batch` at least `n_seq_max`.
+    n_threads, n_threads_batch : int, optional
+        Compute threads for one row and for many; None: the physical cores this process may use.
+    n_gpu_layers : int
+        Layers on the GPU; -1 means all that fit.
+    kv_unified : bool
+        One KV buffer for all sequences; False gives each its own share of `n_ctx`.
+    flash_attn : bool, optional
+        None lets llama.cpp decide.
+    type_k, type_v : str
+        Data type of the KV cache: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0 or iq4_nl.
+    use_mmap, use_mlock, check_tensors : bool
+        Map the file, lock it in memory, look for NaN in the weights.
+    max_queue : int
+        Requests that may wait for a seq_id; one more is a `QueueFullError`.
+    stream_buffer : int
+        Deltas held for a reader that does not read, before its sequence pauses.
+    stall_timeout_s : float
+        Seconds in one tick after which `health()` says "stalled".
+    rope_scaling, rope_freq_base, rope_freq_scale, yarn_* :
+        RoPE; None and 0 take the model's.
+    lora : sequence of (path, scale)
+        Adapters applied at load.
+
+    Raises
+    ------
+    InvalidArgumentError
+        Names the field, the value and the limit.
+    """
+
+    model: str | Path | None = None
+    n_ctx: int = 4096
+    n_seq_max: int = 16
+    n_batch: int = 512
+    n_ubatch: int = 512
+    n_threads: int | None = None
+    n_threads_batch: int | None = None
+    n_gpu_layers: int = -1
+    kv_unified: bool = True
+    flash_attn: bool | None = None
+    type_k: str = "f16"
+    type_v: str = "f16"
+    use_mmap: bool = True
+    use_mlock: bool = False
+    check_tensors: bool = False
+    max_queue: int = 256
+    stream_buffer: int = 64
+    stall_timeout_s: float = 30.0
+    rope_scaling: str | None = None
+    rope_freq_base: float = 0.0
+    rope_freq_scale: float = 0.0
+    yarn_ext_factor: float | None = None
+    yarn_attn_factor: float | None = None
+    yarn_beta_fast: float | None = None
+    yarn_beta_slow: float | None = None
+    yarn_orig_ctx: int = 0
+    lora: Sequence[tuple[str | Path, float]] = ()
+
+    def __post_init__(self) -> None:
+        check_int("n_seq_max", self.n_seq_max, 1, 256)
+        check_int("n_ctx", self.n_ctx, 0, 1 << 26)
+        if 0 < self.n_ctx < self.n_seq_max:
+            raise InvalidArgumentError(
+                "n_ctx", self.n_ctx, f"0 or at least n_seq_max ({self.n_seq_max})"
+            )
+        check_int("n_batch", self.n_batch, self.n_seq_max, 1 << 20)
+        check_int("n_ubatch", self.n_ubatch, 1, 1 << 20)
+        for field in ("n_threads", "n_threads_batch"):
+            value = getattr(self, field)
+            if value is not None:
+                check_int(field, value, 1, MAX_THREADS)
+        check_int("n_gpu_layers", self.n_gpu_layers, -1, 2**31 - 1)
+        for field in ("kv_unified", "use_mmap", "use_mlock", "check_tensors"):
+            check_bool(field, getattr(self, field))
+        if self.flash_attn is not None:
+            check_bool("flash_attn", self.flash_attn)
+        check_int("max_queue", self.max_queue, 0, 1 << 20)
+        check_int("stream_buffer", self.stream_buffer, 1, 1 << 20)
+        check_float("stall_timeout_s", self.stall_timeout_s, 0.001, 1e6)
+        for path, scale in self.lora:
+            check_float(f"scale of {path}", scale, -1e4, 1e4)
+
+    @property
+    def model_path(self) -> Path:
+        """The file to load."""
+        return EMBEDDED_MODEL if self.model is None else Path(self.model)
+
+    @property
+    def compute_threads(self) -> tuple[int, int]:
+        """`(n_threads, n_threads_batch)` with None replaced."""
+        n_threads = self.n_threads or n_physical_cores()
+        return n_threads, self.n_threads_batch or n_threads
+
+
+def n_physical_cores() -> int:
+    """Physical cores that this process may run on: hyper-threads share one, and slow each other."""
+    try:
+        cpus = os.sched_getaffinity(0)
+    except AttributeError:  # not on macOS
+        return os.cpu_count() or 1
+    siblings = set()
+    for cpu in cpus:
+        path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        try:
+            siblings.add(path.read_text().strip())
+        except OSError:
+            siblings.add(str(cpu))
+    return min(len(siblings), MAX_THREADS) or 1
+
+
+def config_from(model: str | Path | None, options: EngineOptions) -> EngineConfig:
+    """The configuration of `Engine(model, **options)`; an unknown option is a `TypeError`."""
+    known = {field.name for field in fields(EngineConfig)}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise TypeError(
+            f"unknown engine option {unknown[0]!r}; the options are {', '.join(sorted(known))}"
+        )
+    return EngineConfig(model=model, **options)

@@ -1,0 +1,113 @@
+"""Dispatcher: the events of the inference thread to those who wait for them.  Event loop only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import anyio
+
+from cllm.engine.admission import QueueGate
+from cllm.engine.handoff import (
+    Audit,
+    Audited,
+    Cancel,
+    Event,
+    Finished,
+    Inbox,
+    Progressed,
+    Ready,
+    Stopped,
+    Submit,
+)
+from cllm.engine.request import GenerationRequest, ModelInfo
+from cllm.engine.stream import Channel
+from cllm.engine.tokenizer_thread import Reply
+from cllm.errors import ClosedError, EngineFailedError
+
+
+class Dispatcher:
+    """Open requests and open questions, by id.
+
+    Attributes
+    ----------
+    model : ModelInfo or None
+        Once the thread is ready.
+    failure : BaseException or None
+        Why the thread has stopped, if nobody asked it to.
+    answered, stopped : anyio.Event
+        The thread is ready or has stopped; the thread has stopped.
+    """
+
+    def __init__(self, inbox: Inbox, gate: QueueGate) -> None:
+        self._inbox = inbox
+        self._gate = gate
+        self._channels: dict[str, Channel] = {}
+        self._audits: dict[int, Reply[tuple[str, ...]]] = {}
+        self._n_audits = 0
+        self.model: ModelInfo | None = None
+        self.failure: BaseException | None = None
+        self.answered = anyio.Event()
+        self.stopped = anyio.Event()
+
+    @property
+    def n_channels(self) -> int:
+        """Submitted requests whose last event has not arrived."""
+        return len(self._channels)
+
+    def is_open(self, request_id: str) -> bool:
+        """Whether a request of this id is being worked on."""
+        return request_id in self._channels
+
+    def submit(self, request: GenerationRequest, capacity: int) -> Channel:
+        """Send a request to the thread; its deltas arrive in the channel."""
+        channel = Channel(request.request_id, self._inbox, capacity)
+        self._channels[request.request_id] = channel
+        self._inbox.put(Submit(request))
+        return channel
+
+    def cancel_all(self) -> None:
+        """Cancel every open request."""
+        for request_id in self._channels:
+            self._inbox.put(Cancel(request_id))
+
+    async def audit(self) -> list[str]:
+        """Ask the thread to compare its books with llama.cpp's."""
+        self._n_audits += 1
+        call_id, reply = self._n_audits, Reply[tuple[str, ...]]()
+        self._audits[call_id] = reply
+        self._inbox.put(Audit(call_id))
+        try:
+            return list(await reply.wait())
+        finally:
+            del self._audits[call_id]
+
+    def deliver(self, events: Sequence[Event]) -> None:
+        """Take the events of one tick."""
+        for event in events:
+            match event:
+                case Progressed(request_id, delta):
+                    self._channels[request_id].push(delta)
+                case Finished(request_id):
+                    self._channels.pop(request_id).finish(event)
+                    self._gate.leave()
+                case Audited(call_id, discrepancies):
+                    if reply := self._audits.get(call_id):
+                        reply.set(discrepancies)
+                case Ready(model):
+                    self.model = model
+                    self.answered.set()
+                case Stopped(error):
+                    self._on_stopped(error)
+
+    def _on_stopped(self, error: BaseException | None) -> None:
+        self.failure = error
+        failed = EngineFailedError(f"the engine has stopped: {error!r}")
+        failed.__cause__ = error
+        for channel in self._channels.values():
+            channel.fail(failed)
+        for reply in self._audits.values():
+            reply.set(None, ClosedError("the engine was closed") if error is None else failed)
+        self._channels.clear()
+        self._gate.wake()
+        self.answered.set()
+        self.stopped.set()

@@ -1,0 +1,236 @@
+"""What callers say and what they get: frozen values, no behaviour.
+
+`SamplingParams` validates itself; everything else here is made by the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypedDict
+
+from cllm.checks import check_float, check_int
+from cllm.errors import InvalidRequestError
+
+MAX_SEED = 2**32 - 2
+MAX_STOP_STRINGS = 64
+MAX_STOP_BYTES = 1024
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    ERROR = "error"
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of `SamplingParams` as keyword arguments."""
+
+    max_tokens: int | None
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int | None
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose the tokens of one request; llama-server's names and defaults.
+
+    Parameters
+    ----------
+    max_tokens : int, optional
+        At most so many output tokens; None: until the model ends or the context is full.
+    temperature : float
+        0 is greedy; otherwise 0.001 to 100.
+    top_k : int
+        Keep the k most likely tokens; 0 or -1 keeps all.
+    top_p, min_p : float
+        0 to 1; 1 and 0 switch them off.
+    seed : int, optional
+        0 to 2³² - 2; None draws one.
+    stop : str or sequence of str
+        Text that ends the output and is not part of it.  At most 64, of at most 1,024 bytes.
+    stop_token_ids : sequence of int
+        Tokens that end the output like an end-of-generation token.
+
+    Raises
+    ------
+    InvalidRequestError
+        Names the field, the value and the limit.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        error = InvalidRequestError
+        if self.max_tokens is not None:
+            check_int("max_tokens", self.max_tokens, 1, 2**31 - 1, error)
+        check_float("temperature", self.temperature, 0.0, 100.0, error)
+        if 0.0 < self.temperature < 1e-3:
+            raise error("temperature", self.temperature, "0 or at least 0.001")
+        check_int("top_k", self.top_k, -1, 2**31 - 1, error)
+        check_float("top_p", self.top_p, 0.0, 1.0, error)
+        check_float("min_p", self.min_p, 0.0, 1.0, error)
+        if self.seed is not None:
+            check_int("seed", self.seed, 0, MAX_SEED, error)
+        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        if isinstance(self.stop_token_ids, str | bytes):
+            raise error("stop_token_ids", self.stop_token_ids, "a sequence of token ids")
+        ids = tuple(
+            check_int("stop_token_ids", t, 0, 2**31 - 1, error) for t in self.stop_token_ids
+        )
+        object.__setattr__(self, "stop_token_ids", ids)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0.0
+
+
+def _stop_strings(stop: object) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(strings, Sequence) or isinstance(strings, bytes):
+        raise InvalidRequestError("stop", stop, "a string or a sequence of strings")
+    if len(strings) > MAX_STOP_STRINGS:
+        raise InvalidRequestError("stop", len(strings), f"at most {MAX_STOP_STRINGS} strings")
+    for text in strings:
+        if not isinstance(text, str) or not text:
+            raise InvalidRequestError("stop", text, "a string that is not empty")
+        if len(text.encode("utf-8", "surrogatepass")) > MAX_STOP_BYTES:
+            raise InvalidRequestError("stop", text, f"at most {MAX_STOP_BYTES} bytes long")
+    return tuple(strings)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerationRequest:
+    """One request as the engine works on it.
+
+    Attributes
+    ----------
+    serial : int
+        Order of arrival.
+    submitted_at, deadline : float
+        Seconds of `time.perf_counter`; the deadline may be None.
+    priority : int
+        Lower is more urgent.
+    """
+
+    request_id: str
+    serial: int
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    priority: int
+    submitted_at: float
+    deadline: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """What one tick added to an output.
+
+    Attributes
+    ----------
+    text : str
+        Whole characters that can no longer change; may be empty.
+    token_ids : tuple of int
+        Every sampled token, the end-of-generation token included.
+    finish_reason : FinishReason or None
+        None until the last delta.
+    stop_reason : str, int or None
+        For `stop`: the stop string or the token id; for `length`: "max_tokens" or "context".
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one request: given, taken from a shared prefix, sampled."""
+
+    n_prompt: int
+    n_cached: int
+    n_output: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Times of one request in seconds.
+
+    Attributes
+    ----------
+    queued_s, prefill_s, decode_s, total_s : float
+        Submit to admission, admission to the first token, first to last token, submit to end.
+    ttft_s : float or None
+        Submit to the first token; None if there was none.
+    itl_p50_s, itl_max_s : float or None
+        Between tokens: median and largest; None with fewer than two tokens.
+    n_preemptions : int
+    """
+
+    queued_s: float
+    prefill_s: float
+    decode_s: float
+    ttft_s: float | None
+    total_s: float
+    itl_p50_s: float | None
+    itl_max_s: float | None
+    n_preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """All of one output; for a request that ended early, what there was of it."""
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    usage: Usage
+    timings: Timings
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """The loaded model.
+
+    Attributes
+    ----------
+    size_bytes : int
+        Of all tensors.
+    n_ctx : int
+        Positions that one sequence can have in this engine.
+    """
+
+    path: str
+    name: str
+    description: str
+    architecture: str
+    n_params: int
+    size_bytes: int
+    n_vocab: int
+    n_ctx_train: int
+    n_embd: int
+    n_layer: int
+    chat_template: str | None
+    n_ctx: int

@@ -1,0 +1,80 @@
+"""What is wrong with a request, found before it is submitted.  Pure.
+
+Each check raises a `RequestError` that names the field, the value and the limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from cllm.checks import INT32_MAX, check_float, check_int
+from cllm.engine.request import SamplingOptions, SamplingParams
+from cllm.errors import InvalidRequestError, PromptTooLongError
+
+Prompt = str | Sequence[int]
+
+# More characters than this for each token of the context, and the text is not even tokenized.
+# No vocabulary in use comes near it, except for runs of spaces.
+MAX_CHARACTERS_PER_TOKEN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCall:
+    """The arguments of `Engine.stream`, checked as far as they can be without the model."""
+
+    prompt: str | tuple[int, ...]
+    params: SamplingParams
+    priority: int
+    timeout: float | None
+    request_id: str
+
+    def __post_init__(self) -> None:
+        error = InvalidRequestError
+        if not isinstance(self.params, SamplingParams):
+            raise error("params", self.params, "a SamplingParams")
+        check_int("priority", self.priority, -(2**31), INT32_MAX, error)
+        if self.timeout is not None:
+            check_float("timeout", self.timeout, 0.0, 1e9, error)
+        if not isinstance(self.request_id, str) or not 1 <= len(self.request_id) <= 256:
+            raise error("request_id", self.request_id, "a string of 1 to 256 characters")
+
+
+def params_from(sampling: SamplingOptions) -> SamplingParams:
+    """Sampling parameters from keyword arguments; an unknown name is refused."""
+    known = {field.name for field in fields(SamplingParams)}
+    for name, value in sampling.items():
+        if name not in known:
+            raise InvalidRequestError(name, value, f"one of {', '.join(sorted(known))}")
+    return SamplingParams(**sampling)
+
+
+def check_prompt(prompt: Prompt) -> str | tuple[int, ...]:
+    """The prompt as text or as token ids."""
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        raise InvalidRequestError("prompt", prompt, "a string or a sequence of token ids")
+    return tuple(check_int("prompt", token, 0, INT32_MAX, InvalidRequestError) for token in prompt)
+
+
+def check_length(text: str, n_ctx: int) -> None:
+    """Refuse a text that cannot fit, before the time it takes to tokenize it."""
+    if len(text) > n_ctx * MAX_CHARACTERS_PER_TOKEN:
+        raise PromptTooLongError(len(text) // MAX_CHARACTERS_PER_TOKEN, n_ctx)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        lone = text[error.start : error.start + 1]
+        raise InvalidRequestError("prompt", lone, "text without lone surrogates") from None
+
+
+def check_tokens(tokens: tuple[int, ...], params: SamplingParams, n_ctx: int, n_vocab: int) -> None:
+    """Refuse token ids that the context or the vocabulary has no place for."""
+    if not tokens:
+        raise InvalidRequestError("prompt", "", "at least one token")
+    if len(tokens) > n_ctx:
+        raise PromptTooLongError(len(tokens), n_ctx)
+    for field, ids in (("prompt", tokens), ("stop_token_ids", params.stop_token_ids)):
+        if ids and max(ids) >= n_vocab:
+            raise InvalidRequestError(field, max(ids), f"token ids 0 to {n_vocab - 1}")

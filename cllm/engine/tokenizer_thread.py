@@ -1,0 +1,85 @@
+"""TokenizerThread: calls that may need a large stack or a long time, off the event loop.
+
+Some vocabularies recurse once per character of a run, which overflows a usual stack after a few
+hundred characters, and some take seconds for a long text.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import anyio
+
+from cllm.engine.handoff import Outbox
+
+T = TypeVar("T")
+
+STACK_BYTES = 256 << 20  # only reserved: what is not used costs nothing
+
+
+class Reply(Generic[T]):
+    """The answer to one call, on its way to the task that waits for it.  Event loop only."""
+
+    def __init__(self) -> None:
+        self._arrived = anyio.Event()
+        self._result: T | None = None
+        self._error: Exception | None = None
+
+    def set(self, result: T | None, error: Exception | None = None) -> None:
+        """Give the answer."""
+        self._result, self._error = result, error
+        self._arrived.set()
+
+    async def wait(self) -> T:
+        """The result, or the error raised."""
+        await self._arrived.wait()
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]  # set to a T together with the event
+
+
+class TokenizerThread:
+    """Runs calls one after another and answers on the event loop it was made in."""
+
+    def __init__(self) -> None:
+        self._outbox: Outbox[tuple[Reply[Any], Any, Exception | None]] = Outbox(_deliver)
+        self._queue: queue.SimpleQueue[tuple[Callable[[], Any], Reply[Any]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread = threading.Thread(target=self._run, name="cllm-tokenizer", daemon=True)
+        # The size is a setting of the process: put it back for everyone else's threads.
+        previous = threading.stack_size(STACK_BYTES)
+        try:
+            self._thread.start()
+        finally:
+            threading.stack_size(previous)
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """What `call` returns or raises on the thread."""
+        reply: Reply[T] = Reply()
+        self._queue.put((call, reply))
+        return await reply.wait()
+
+    async def aclose(self) -> None:
+        """Wait for the calls that were begun, and end the thread."""
+        await self.run(lambda: None)
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            call, reply = item
+            result, error = None, None
+            try:
+                result = call()
+            except Exception as caught:
+                error = caught
+            self._outbox.post((reply, result, error))
+
+
+def _deliver(answer: tuple[Reply[Any], Any, Exception | None]) -> None:
+    reply, result, error = answer
+    reply.set(result, error)
