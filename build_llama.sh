@@ -1,0 +1,398 @@
+#!/usr/bin/env bash
+# Build libllama, the only native part of cllm, and link it into the package.
+#
+# Everything is made under one cache directory, in a directory named after what went in, and appears
+# there by one rename after it has decoded a quantized model.  So an interrupted build leaves
+# nothing that could be loaded, and a second run finds the first one's work.
+set -euo pipefail
+
+# bindings/_llama_h.py holds the same commit; a test compares the two.
+readonly COMMIT=0c1e57098
+readonly SDIST=llama_cpp_python-0.3.36 REQUIREMENT=llama-cpp-python==0.3.36
+readonly SDIST_SHA256=832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e
+# Part of the key: raise it when this script installs something else for the same flags.
+readonly LAYOUT=1
+readonly TOOLS=(llama-server llama-bench llama-batched-bench llama-quantize)
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+readonly here link=$here/cllm/_native
+readonly check_model=${CLLM_CHECK_MODEL:-$here/cllm/models/cllm-tiny.gguf}
+cache=${XDG_CACHE_HOME:-}
+# The XDG specification says to ignore a relative path.
+[[ $cache == /* ]] || cache=${HOME:?is not set}/.cache
+readonly root=$cache/cllm pinned_source=$cache/cllm/src/llama.cpp-$COMMIT-${SDIST_SHA256:0:12}
+readonly python=${PYTHON:-python3} cc=${CC:-cc} cxx=${CXX:-c++}
+
+usage() {
+  cat <<'TEXT'
+Usage: ./build_llama.sh [options]
+
+Builds libllama from the pinned source and links it to cllm/_native.
+
+  --source DIR   build this llama.cpp tree instead of the pinned one
+  --tools        also build llama-server, llama-bench, llama-batched-bench and llama-quantize
+  --cuda, --vulkan, --metal (macOS)   with this backend
+  --portable     not for this CPU: on x86-64 for every CPU of level x86-64-v3 (AVX2, FMA, F16C,
+                 BMI2: Haswell and Zen or later); the OpenMP runtime is copied beside the library
+  --sanitize     with AddressSanitizer and UndefinedBehaviorSanitizer
+  --prefix DIR   install real files to DIR and leave cllm/_native as it is
+  --jobs N       compile N files at a time (default: one per CPU)
+  --clean        remove the cached builds and the link to them; the downloaded source stays
+  --help         this text
+
+Environment: XDG_CACHE_HOME (everything is kept in its subdirectory cllm), PYTHON (its pip downloads
+the source), CC, CXX, CFLAGS, CXXFLAGS, LDFLAGS, CLLM_CHECK_MODEL (the float16 GGUF that the new
+library has to quantize and decode; default: the model embedded in cllm).
+TEXT
+}
+
+say() { printf '%s\n' "$*"; }
+fail() { printf 'build_llama.sh: %s\n' "$*" >&2; exit 1; }
+misused() { printf 'build_llama.sh: %s (see --help)\n' "$*" >&2; exit 2; }
+
+parse_arguments() {
+  source='' prefix='' jobs='' tools=false portable=false sanitize=false clean=false
+  backends=(cpu) cuda=OFF metal=OFF vulkan=OFF
+  while (($#)); do
+    case $1 in
+      --source | --prefix | --jobs)
+        [[ -n ${2:-} ]] || misused "$1 needs a value"
+        printf -v "${1#--}" '%s' "${2%/}"
+        shift
+        ;;
+      --tools | --portable | --sanitize | --clean) printf -v "${1#--}" true ;;
+      --cuda | --metal | --vulkan) backends+=("${1#--}") && printf -v "${1#--}" ON ;;
+      --help | -h) usage; exit 0 ;;
+      *) misused "unknown option: $1" ;;
+    esac
+    shift
+  done
+  [[ -z $jobs || $jobs =~ ^[1-9][0-9]*$ ]] || misused "--jobs needs a number, not $jobs"
+  : "${jobs:=$(getconf _NPROCESSORS_ONLN)}"
+  [[ -n $source ]] || return 0
+  [[ -f $source/include/llama.h ]] || misused "--source $source is not a llama.cpp tree"
+  source=$(cd "$source" && pwd -P)
+}
+
+# need NAME PACKAGE [COMMAND...]: note both if the command fails (default: if NAME is not found).
+need() {
+  if (($# == 2)); then set -- "$@" command -v "$1"; fi
+  "${@:3}" >/dev/null 2>&1 || { missing+=("$1"); packages+=("$2"); }
+}
+
+check_needs() {
+  missing=() packages=() generator=(Ninja ninja)
+  need cmake cmake
+  need "a C compiler ($cc)" build-essential command -v "$cc"
+  need "a C++ compiler ($cxx)" build-essential command -v "$cxx"
+  command -v ninja >/dev/null || generator=('Unix Makefiles' make)
+  need 'ninja or make' ninja-build command -v "${generator[1]}"
+  need flock util-linux; need sha256sum coreutils; need tar tar; need "$python" python3
+  if [[ -z $source && ! -d $pinned_source && ! -f $root/src/$SDIST.tar.gz ]]; then
+    need pip python3-pip "$python" -c 'import importlib.util as u; exit(not u.find_spec("pip"))'
+  fi
+  if [[ $cuda == ON ]]; then need nvcc nvidia-cuda-toolkit; fi
+  if [[ $vulkan == ON ]]; then need glslc 'glslc libvulkan-dev spirv-headers'; fi
+  [[ $metal == OFF || $(uname -s) == Darwin ]] || fail '--metal needs macOS'
+  ((${#missing[@]})) || return 0
+  local list && printf -v list '%s, ' "${missing[@]}"
+  fail "missing: ${list%, }; on Debian or Ubuntu: apt install" \
+    "$(printf '%s\n' "${packages[@]}" | uniq | paste -sd ' ' -)"
+}
+
+# Whether -march=native code with Intel's matrix tiles runs here: see tools/native/amx_probe.c.
+probe_amx() {
+  local code=$here/tools/native/amx_probe.c probe
+  amx=absent
+  if $portable; then
+    amx=disabled
+  elif "$cc" -march=native -dM -E - </dev/null 2>/dev/null | grep __AMX_INT8__ >/dev/null; then
+    amx=faults
+    # Compiled once but run every time, because the next boot may be on another hypervisor.
+    probe=$root/amx_probe-$(cat "$code" - <<<"$cc_version $cpu" | sha256sum | cut -c 1-16)
+    mkdir -p "$root"
+    [[ -x $probe ]] || { "$cc" -O3 -march=native "$code" -o "$probe.$$" -pthread 2>/dev/null &&
+      mv "$probe.$$" "$probe"; } || return 0
+    # In a shell of its own, whose message about a signal goes to /dev/null as well.
+    if bash -c '"$1"; exit $?' _ "$probe" >/dev/null 2>&1; then amx=works; fi
+  fi
+}
+
+# Nothing where there is no /proc/cpuinfo.
+cpu_line() { grep -m 1 -E "^($1)" /proc/cpuinfo 2>/dev/null || true; }
+
+# The arguments of cmake that change the library, in `flags`.
+choose_flags() {
+  local compiler_flags=() linker_flags=() build_type=Release
+  # Plain file names and sonames: a wheel cannot carry symbolic links.
+  flags=(
+    -DBUILD_SHARED_LIBS=ON -DCMAKE_PLATFORM_NO_VERSIONED_SONAME=ON
+    -DCMAKE_BUILD_WITH_INSTALL_RPATH=ON "-DCMAKE_INSTALL_RPATH=\$ORIGIN;\$ORIGIN/../lib"
+    -DGGML_{BACKEND_DL,CCACHE,RPC}"=OFF" -DLLAMA_{ALL_WARNINGS,OPENSSL}"=OFF"
+    -DLLAMA_BUILD_{APP,EXAMPLES,TESTS}"=OFF" "-DLLAMA_BUILD_COMMIT=$commit"
+    "-DGGML_CUDA=$cuda" "-DGGML_METAL=$metal" "-DGGML_VULKAN=$vulkan"
+    "-DGGML_NATIVE=$(if $portable; then echo OFF; else echo ON; fi)"
+  )
+  # Named one by one: ggml's defaults differ when SOURCE_DATE_EPOCH is set.
+  if $portable && [[ $(uname -m) == x86_64 ]]; then
+    flags+=(-DGGML_{SSE42,AVX,AVX2,FMA,F16C,BMI2}"=ON")
+  fi
+  # gcc and clang let these win over -march=native wherever they stand, and ggml asks the compiler's
+  # own macros whether to compile its AMX kernels.
+  if [[ $amx == faults ]]; then compiler_flags+=(-mno-amx-tile -mno-amx-int8 -mno-amx-bf16); fi
+  if $sanitize; then
+    build_type=RelWithDebInfo linker_flags=('-fsanitize=address,undefined')
+    compiler_flags+=("${linker_flags[@]}" -fno-omit-frame-pointer)
+  fi
+  flags+=(
+    "-DCMAKE_BUILD_TYPE=$build_type" "-DCMAKE_C_FLAGS=${CFLAGS:-} ${compiler_flags[*]-}"
+    "-DCMAKE_CXX_FLAGS=${CXXFLAGS:-} ${compiler_flags[*]-}"
+    "-DCMAKE_EXE_LINKER_FLAGS=${LDFLAGS:+$LDFLAGS }${linker_flags[*]-}"
+    "-DCMAKE_SHARED_LINKER_FLAGS=${LDFLAGS:+$LDFLAGS }${linker_flags[*]-}"
+  )
+}
+
+# One hash over the files that the build reads.
+hash_source() {
+  (cd "$1" && find CMakeLists.txt cmake common ggml include src tools vendor -type f -print0 |
+    LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum | cut -d ' ' -f 1)
+}
+
+# The commit of a tree of its own (not of a repository that it merely lies in), or "unknown".
+commit_of() {
+  local head=unknown
+  if [[ "$(git -C "$1" rev-parse --show-toplevel 2>/dev/null)" == "$1" ]]; then
+    head=$(git -C "$1" rev-parse --short=9 HEAD)
+    git -C "$1" diff-index --quiet HEAD -- || head+=-dirty
+  fi
+  printf '%s' "$head"
+}
+
+choose_build() {
+  commit=$COMMIT source_sha256=$SDIST_SHA256
+  if [[ -n $source ]]; then
+    commit=$(commit_of "$source")
+    source_sha256=$(hash_source "$source")
+  fi
+  # Not head and not grep -q: they leave early, and pipefail counts the writer's SIGPIPE.
+  compiler=$("$cxx" --version | sed -n 1p) cc_version=$("$cc" --version | sed -n 1p)
+  cpu=$(cpu_line 'model name|CPU part')
+  cpu="${cpu#*: } ($(uname -m))"
+  probe_amx
+  choose_flags
+  local identity=("$LAYOUT" "$source_sha256" "$compiler" "$cc_version")
+  $portable || identity+=("$cpu" "$(cpu_line 'flags|Features')")
+  key=$(printf '%s\n' "${identity[@]}" "${flags[@]}" | sha256sum | cut -c 1-16)
+  build=$root/build/$key
+}
+
+# A build with the tools serves a request without them, so it is looked for first.
+find_installed() {
+  installed=$root/native/$key-tools
+  [[ -f $installed/build.json ]] && return
+  $tools && return 1
+  installed=$root/native/$key
+  [[ -f $installed/build.json ]]
+}
+
+# Run a long command so that a signal to this script ends both at once: bash would wait for a
+# foreground child before it runs a trap, and without a trap would leave the child running.
+supervise() {
+  local status=0
+  "$@" &
+  child=$!
+  wait "$child" || status=$?
+  child=''
+  return "$status"
+}
+
+clean_up() {
+  local status=$?
+  if [[ -n ${child:-} ]]; then { kill "$child" && wait "$child"; } 2>/dev/null || true; fi
+  [[ -z ${stage:-} ]] || rm -rf "$stage"
+  exit "$status"
+}
+
+lock() {
+  mkdir -p "$root"
+  # The builders inherit the descriptor: should only this script be killed, the lock stays until
+  # the last of them has left the build directory.
+  exec 9>"$root/lock"
+  flock -n 9 && return
+  say 'waiting for another build'
+  supervise flock 9
+}
+
+get_source() {
+  [[ -z $source ]] || return 0
+  source=$pinned_source
+  # The directory appears by a rename after its archive was verified, so its name is the proof.
+  [[ ! -d $source ]] || return 0
+  local archive=$root/src/$SDIST.tar.gz actual
+  stage=$root/src/.tmp.$$
+  mkdir -p "$stage"
+  if [[ ! -f $archive ]]; then
+    say "downloading $REQUIREMENT (75 MB)"
+    # The hash is for pip as well, which runs code of the archive to learn its metadata.
+    printf '%s --hash=sha256:%s\n' "$REQUIREMENT" "$SDIST_SHA256" >"$stage/requirements.txt"
+    supervise "$python" -m pip download --quiet --disable-pip-version-check --no-deps \
+      --no-binary llama-cpp-python --dest "$stage" --requirement "$stage/requirements.txt" ||
+      fail "pip could not download $REQUIREMENT"
+    mv "$stage/$SDIST.tar.gz" "$archive"
+  fi
+  actual=$(sha256sum "$archive" | cut -d ' ' -f 1)
+  if [[ $actual != "$SDIST_SHA256" ]]; then
+    rm -f "$archive"
+    fail "$SDIST.tar.gz has sha256 $actual instead of $SDIST_SHA256; removed it"
+  fi
+  tar -xzf "$archive" -C "$stage" "$SDIST/vendor/llama.cpp"
+  mv "$stage/$SDIST/vendor/llama.cpp" "$source"
+  rm -rf "$stage"
+}
+
+compile() {
+  local targets=(llama) tool_flags=(-DLLAMA_BUILD_{COMMON,TOOLS,SERVER}"=OFF")
+  if $tools; then
+    targets+=("${TOOLS[@]}")
+    # The server without its web page, which would be built by npm or downloaded.
+    tool_flags=(-DLLAMA_BUILD_{COMMON,TOOLS,SERVER}"=ON" -DLLAMA_{BUILD,USE_PREBUILT}_UI"=OFF")
+  fi
+  mkdir -p "$build"
+  # git must not take the commit of a repository around the source for llama.cpp's.
+  GIT_CEILING_DIRECTORIES=$(dirname "$source") logged configuring \
+    cmake -S "$source" -B "$build" -G "${generator[0]}" \
+    -DCMAKE_C_COMPILER="$cc" -DCMAKE_CXX_COMPILER="$cxx" "${flags[@]}" "${tool_flags[@]}"
+  # Not through cmake --build, which would not pass a signal on.
+  logged compiling "${generator[1]}" -C "$build" -j "$jobs" "${targets[@]}"
+}
+
+# Run a command with its output on the terminal, or in the log if there is none.
+logged() {
+  local what=$1 log=$build/build.log
+  shift
+  if [[ -t 1 ]]; then supervise "$@" || fail "$what failed"; return; fi
+  supervise "$@" >>"$log" 2>&1 && return
+  tail -n 30 "$log" >&2
+  fail "$what failed; the whole output is in $log"
+}
+
+fill_stage() {
+  local libraries=("$build"/bin/lib{llama.,ggml}*)
+  mkdir -p "$stage/lib" "$stage/include" "$stage/check"
+  if $tools; then
+    libraries=("$build"/bin/lib*)
+    mkdir "$stage/bin"
+    cp "${TOOLS[@]/#/$build/bin/}" "$stage/bin/"
+  fi
+  cp -L "${libraries[@]}" "$stage/lib/"
+  # A portable build travels to machines without the compiler's OpenMP runtime.
+  if $portable && [[ -f $stage/lib/libggml-cpu.so ]]; then
+    ldd "$stage/lib/libggml-cpu.so" | awk '$1 ~ /^lib(g|i)?omp/ { print $3 }' |
+      xargs -r cp -L -t "$stage/lib"
+  fi
+  cp "$source"/include/llama.h "$source"/ggml/include/{ggml*,gguf}.h "$stage/include/"
+  cp "$source/LICENSE" "$stage/LICENSE.llama.cpp"
+}
+
+# In a child process, because what to look for is a crash.
+check_decode() {
+  local scratch=$stage/check status=0 sanitizers=()
+  if $sanitize; then sanitizers=('-fsanitize=address,undefined'); fi
+  "$cc" -std=c11 -O1 ${sanitizers[@]+"${sanitizers[@]}"} -I"$stage/include" \
+    "$here/tools/native/decode_check.c" -o "$scratch/decode_check" \
+    -L"$stage/lib" -lllama -lggml -lggml-base -lm -Wl,-rpath,"$stage/lib" ||
+    fail 'libllama was built, but a program cannot be linked with it'
+  # No leak check: ggml keeps its registry of devices until the end of the process.
+  ASAN_OPTIONS=detect_leaks=0 supervise bash -c '"$@"; exit $?' _ \
+    "$scratch/decode_check" "$check_model" "$scratch" >"$scratch/log" 2>&1 || status=$?
+  if ((status > 128)); then
+    fail 'libllama was built, but decoding a quantized model died with' \
+      "SIG$(kill -l $((status - 128))); try --portable, or another compiler (CC, CXX)"
+  elif ((status)); then
+    fail "libllama was built, but cannot decode a quantized model: $(tail -n 1 "$scratch/log")"
+  fi
+  rm -rf "$scratch"
+}
+
+write_record() {
+  "$python" - "$stage/build.json" "commit=$commit" "source_sha256=$source_sha256" \
+    "llama_h_sha256=$(sha256sum "$stage/include/llama.h" | cut -d ' ' -f 1)" \
+    "cmake_version=$(cmake --version | awk 'NR == 1 { print $NF }')" "compiler=$compiler" \
+    "cpu=$cpu" "amx=$amx" "portable=$portable" "sanitize=$sanitize" "tools=$tools" \
+    "backends=${backends[*]}" -- "${flags[@]}" <<'PYTHON'
+import datetime, json, pathlib, sys
+
+end = sys.argv.index("--")
+record = dict(pair.split("=", 1) for pair in sys.argv[2:end])
+record |= {key: record[key] == "true" for key in ("portable", "sanitize", "tools")}
+record |= {"backends": record["backends"].split(), "flags": sys.argv[end + 1:]}
+record["built_at"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+pathlib.Path(sys.argv[1]).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+PYTHON
+}
+
+build_and_install() {
+  [[ -f $check_model ]] || fail "no model to check the build with: $check_model is missing"
+  lock
+  if find_installed; then return; fi
+  rm -rf "$root"/native/.tmp.* "$root"/src/.tmp.*
+  get_source
+  say "building libllama $commit with $jobs jobs, some minutes; log: $build/build.log"
+  compile
+  stage=$root/native/.tmp.$key.$$
+  fill_stage
+  check_decode
+  write_record
+  installed=$root/native/$key
+  if $tools; then installed+=-tools; fi
+  mv "$stage" "$installed"
+  fresh=true
+}
+
+link_into_package() {
+  [[ $(readlink "$link" 2>/dev/null) != "$installed" ]] || return 0
+  [[ ! -e $link || -L $link ]] || fail "$link is not a link; remove it first"
+  ln -s "$installed" "$link.$$"
+  mv -T "$link.$$" "$link"
+}
+
+# DIR is replaced as a whole, so it has to be ours: --prefix /usr must not empty /usr.
+install_to_prefix() {
+  [[ ! -L $prefix && (! -e $prefix || -f $prefix/build.json) ]] || rmdir "$prefix" 2>/dev/null ||
+    fail "--prefix $prefix exists and is not an earlier installation"
+  mkdir -p "$(dirname "$prefix")"
+  stage=$prefix.tmp.$$
+  cp -RL "$installed" "$stage"
+  rm -rf "$prefix"
+  mv "$stage" "$prefix"
+}
+
+report() {
+  [[ -n ${fresh:-} ]] || { say "libllama $commit is already built: ${prefix:-$link}"; return; }
+  say "built libllama $commit in $((SECONDS / 60)) min $((SECONDS % 60)) s, decodes Q8_0 and Q4_0"
+  say "  for   $cpu; portable: $portable; AMX: $amx; backends: ${backends[*]}"
+  say "  with  $compiler"
+  say "  in    $installed; used as ${prefix:-$link}"
+}
+
+clean_cache() {
+  lock
+  rm -rf "$root/build" "$root/native" "$root"/amx_probe-*
+  # A link into another cache directory is somebody else's.
+  if [[ $(readlink "$link" 2>/dev/null) == "$root"/native/* ]]; then rm "$link"; fi
+  say "removed the builds in $root"
+}
+
+main() {
+  parse_arguments "$@"
+  trap clean_up EXIT
+  trap 'exit 129' HUP; trap 'exit 130' INT; trap 'exit 143' TERM
+  if $clean; then clean_cache; exit; fi
+  check_needs
+  choose_build
+  find_installed || build_and_install
+  if [[ -n $prefix ]]; then install_to_prefix; else link_into_package; fi
+  report
+}
+
+main "$@"

@@ -1,0 +1,528 @@
+"""What build_llama.sh promises, with programs in place of cmake, ninja, pip and the compilers.
+
+The stand-ins are shell scripts on PATH; they note how they were called and leave the files that the
+real ones would leave.  Whoever has to wait for another process here waits for it at a named pipe.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROJECT = Path(__file__).resolve().parents[2]
+SDIST = "llama_cpp_python-0.3.36"
+SDIST_SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
+LIBRARIES = ["libggml-base.so", "libggml-cpu.so", "libggml.so", "libllama.so"]
+AMX_FLAGS = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
+DEADLINE_S = 60
+
+SOURCE_FILES = {
+    "CMakeLists.txt": "project(llama.cpp)",
+    "LICENSE": "MIT License",
+    "include/llama.h": "// llama.h",
+    "ggml/include/ggml.h": "// ggml.h",
+    "ggml/include/ggml-cpu.h": "// ggml-cpu.h",
+    "ggml/include/gguf.h": "// gguf.h",
+    **{f"{name}/CMakeLists.txt": "" for name in ("cmake", "common", "src", "tools", "vendor")},
+}
+
+STAND_INS = {
+    "cmake": r"""
+        [ "$1" != --version ] || { echo "cmake version 3.99.0"; exit; }
+        printf '%s\n' "$@" >>"$STUB/cmake.log"
+        """,
+    # ninja -C DIRECTORY -j N TARGET...; $NINJA says how it goes.
+    "ninja": r"""
+        echo "$*" >>"$STUB/ninja.log"
+        [ "$NINJA" != fails ] || { echo "FAILED: ggml.c.o"; exit 1; }
+        if [ "$NINJA" = blocks ]; then
+          echo $$ >"$STUB/started"
+          read -r _ <"$STUB/release"
+        fi
+        mkdir -p "$2/bin"
+        for name in libllama libggml libggml-base libggml-cpu; do
+          echo "$name" >"$2/bin/$name.so"
+        done
+        case "$*" in *llama-server*)
+          for name in llama-server llama-bench llama-batched-bench llama-quantize; do
+            echo "$name" >"$2/bin/$name"
+          done
+          echo common >"$2/bin/libllama-common.so" ;;
+        esac
+        """,
+    # What the programs it "compiles" do is in $AMX (empty: the CPU has none) and $DECODE.
+    "cc": r"""
+        case "$*" in
+          --version) echo "cc (stand-in) ${CC_VERSION:-1.0}"; exit ;;
+          *-dM*) [ -z "$AMX" ] || echo "#define __AMX_INT8__ 1"; exit ;;
+          *amx_probe.c*) result=$AMX ;;
+          *) result=$DECODE ;;
+        esac
+        while [ "$1" != -o ]; do shift; done
+        case $result in
+          dies) echo 'kill -SEGV $$' >"$2" ;;
+          wrong) echo 'echo "Q4_0: a logit is not finite"; exit 1' >"$2" ;;
+          *) echo 'echo ok' >"$2" ;;
+        esac
+        sed -i '1i #!/bin/sh' "$2"
+        chmod +x "$2"
+        """,
+    "c++": 'echo "c++ (stand-in) 1.0"',
+    "ldd": r'echo "	libgomp.so.1 => $STUB/libgomp.so.1 (0x00007f0000000000)"',
+    "python": r"""
+        [ "$1 $2 $3" = "-m pip download" ] || exec "$REAL_PYTHON" "$@"
+        echo "$*" >>"$STUB/pip.log"
+        while [ "$1" != --dest ]; do shift; done
+        cat "$2/requirements.txt" >>"$STUB/pip.log"
+        cp "$STUB/sdist.tar.gz" "$2/llama_cpp_python-0.3.36.tar.gz"
+        """,
+}
+
+
+def _write_program(path: Path, body: str) -> None:
+    path.write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def _write_sdist(path: Path) -> None:
+    files = {f"{SDIST}/vendor/llama.cpp/{name}": text for name, text in SOURCE_FILES.items()}
+    with tarfile.open(path, "w:gz") as archive:
+        for name, text in {**files, f"{SDIST}/setup.py": "raise SystemExit"}.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(text)
+            archive.addfile(info, io.BytesIO(text.encode()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sandbox:
+    """A copy of the script in a project of its own, with a cache and stand-ins of its own."""
+
+    project: Path
+    cache: Path
+    stub: Path
+
+    @property
+    def link(self) -> Path:
+        return self.project / "cllm" / "_native"
+
+    @property
+    def native(self) -> Path:
+        return self.cache / "cllm" / "native"
+
+    def environment(self, **variables: str) -> dict[str, str]:
+        inherited = {k: v for k, v in os.environ.items() if k not in ("CC", "CXX", "PYTHON")}
+        return inherited | {
+            "PATH": f"{self.stub / 'bin'}:{os.environ['PATH']}",
+            "XDG_CACHE_HOME": str(self.cache),
+            "PYTHON": "python",
+            "REAL_PYTHON": sys.executable,
+            "CLLM_CHECK_MODEL": str(self.stub / "model.gguf"),
+            "STUB": str(self.stub),
+            "NINJA": "",
+            "AMX": "",
+            "DECODE": "",
+            **variables,
+        }
+
+    def start(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [str(self.project / "build_llama.sh"), *arguments],
+            env=self.environment(**variables),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        with self.start(*arguments, **variables) as process:
+            stdout, stderr = process.communicate(timeout=DEADLINE_S)
+        return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
+
+    def build(self, *arguments: str, **variables: str) -> str:
+        result = self.run(*arguments, **variables)
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout
+
+    def log(self, program: str) -> list[str]:
+        path = self.stub / f"{program}.log"
+        return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+
+    def installed(self) -> list[str]:
+        """Everything in the directory of finished builds, half-finished ones included."""
+        return sorted(os.listdir(self.native)) if self.native.exists() else []
+
+    def record(self) -> dict[str, Any]:
+        record: dict[str, Any] = json.loads((self.link / "build.json").read_text(encoding="utf-8"))
+        return record
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path) -> Sandbox:
+    made = Sandbox(tmp_path / "project", tmp_path / "cache", tmp_path / "stub")
+    (made.project / "cllm").mkdir(parents=True)
+    (made.stub / "bin").mkdir(parents=True)
+    shutil.copytree(PROJECT / "tools" / "native", made.project / "tools" / "native")
+    for name, body in STAND_INS.items():
+        _write_program(made.stub / "bin" / name, body)
+    for name in ("model.gguf", "libgomp.so.1"):
+        (made.stub / name).write_text(name, encoding="utf-8")
+    for name in ("started", "release"):
+        os.mkfifo(made.stub / name)
+
+    _write_sdist(made.stub / "sdist.tar.gz")
+    sha256 = hashlib.sha256((made.stub / "sdist.tar.gz").read_bytes()).hexdigest()
+    script = (PROJECT / "build_llama.sh").read_text(encoding="utf-8")
+    assert script.count(SDIST_SHA256) == 1
+    copy = made.project / "build_llama.sh"
+    copy.write_text(script.replace(SDIST_SHA256, sha256), encoding="utf-8")
+    copy.chmod(0o755)
+    return made
+
+
+def _when_started(sandbox: Sandbox) -> int:
+    """Wait until the blocking ninja runs; its process id."""
+    return int((sandbox.stub / "started").read_text(encoding="utf-8"))
+
+
+def _release(sandbox: Sandbox) -> None:
+    (sandbox.stub / "release").write_text("\n", encoding="utf-8")
+
+
+def test_a_build_is_installed_linked_and_recorded(sandbox: Sandbox) -> None:
+    sandbox.build()
+
+    assert sandbox.link.readlink().parent == sandbox.native
+    assert sorted(os.listdir(sandbox.link)) == ["LICENSE.llama.cpp", "build.json", "include", "lib"]
+    assert sorted(os.listdir(sandbox.link / "lib")) == LIBRARIES
+    headers = ["ggml-cpu.h", "ggml.h", "gguf.h", "llama.h"]
+    assert sorted(os.listdir(sandbox.link / "include")) == headers
+    record = sandbox.record()
+    header = (sandbox.link / "include" / "llama.h").read_bytes()
+    assert record["llama_h_sha256"] == hashlib.sha256(header).hexdigest()
+    assert record["compiler"] == "c++ (stand-in) 1.0"
+    assert record["cmake_version"] == "3.99.0"
+    assert record["backends"] == ["cpu"]
+    assert [record[key] for key in ("portable", "sanitize", "tools")] == [False, False, False]
+    assert "-DGGML_NATIVE=ON" in record["flags"]
+    assert set(record["flags"]) <= set(sandbox.log("cmake"))
+
+
+def test_only_llama_cpp_is_unpacked(sandbox: Sandbox) -> None:
+    sandbox.build()
+    source = sandbox.cache / "cllm" / "src"
+    assert [path.name for path in source.rglob("setup.py")] == []
+    assert len(list(source.glob("llama.cpp-*/include/llama.h"))) == 1
+
+
+def test_a_second_run_builds_nothing_and_says_so_in_one_line(sandbox: Sandbox) -> None:
+    sandbox.build()
+    calls = [sandbox.log(program) for program in ("cmake", "ninja", "pip")]
+    output = sandbox.build()
+    assert output.splitlines() == [f"{output.splitlines()[0]}"]
+    assert "already built" in output
+    assert [sandbox.log(program) for program in ("cmake", "ninja", "pip")] == calls
+
+
+def test_a_rebuild_after_a_failure_does_not_download_again(sandbox: Sandbox) -> None:
+    assert sandbox.run(NINJA="fails").returncode == 1
+    calls = sandbox.log("pip")
+    sandbox.build()
+    assert sandbox.log("pip") == calls
+
+
+def test_another_compiler_is_another_build(sandbox: Sandbox) -> None:
+    sandbox.build()
+    first = sandbox.link.readlink()
+    sandbox.build(CC_VERSION="2.0")
+    assert sandbox.link.readlink() != first
+    assert first.exists()
+
+
+def test_the_link_replaces_an_older_link(sandbox: Sandbox, tmp_path: Path) -> None:
+    sandbox.link.symlink_to(tmp_path / "gone")
+    sandbox.build()
+    assert sandbox.link.readlink().parent == sandbox.native
+    assert os.listdir(sandbox.link.parent) == ["_native"]
+
+
+def test_a_directory_in_the_place_of_the_link_is_left_alone(sandbox: Sandbox) -> None:
+    sandbox.link.mkdir()
+    result = sandbox.run()
+    assert result.returncode == 1
+    assert "is not a link" in result.stderr
+    assert sandbox.link.is_dir()
+
+
+def test_an_interrupted_build_leaves_no_library_behind(sandbox: Sandbox) -> None:
+    with sandbox.start(NINJA="blocks") as process:
+        ninja = _when_started(sandbox)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert sandbox.installed() == []
+    assert not sandbox.link.is_symlink()
+    with pytest.raises(ProcessLookupError):
+        os.kill(ninja, 0)
+
+    sandbox.build()
+    assert sorted(os.listdir(sandbox.link / "lib")) == LIBRARIES
+
+
+def test_what_a_killed_build_left_is_removed_by_the_next(sandbox: Sandbox) -> None:
+    half_finished = sandbox.native / ".tmp.0123456789abcdef.1" / "lib"
+    half_finished.mkdir(parents=True)
+    sandbox.build()
+    assert sandbox.installed() == [sandbox.link.readlink().name]
+
+
+def test_a_concurrent_run_waits_and_uses_the_build_of_the_first(sandbox: Sandbox) -> None:
+    with sandbox.start(NINJA="blocks") as first:
+        _when_started(sandbox)
+        with sandbox.start() as second:
+            assert second.stdout is not None
+            assert second.stdout.readline() == "waiting for another build\n"
+            _release(sandbox)
+            second_output, _ = second.communicate(timeout=DEADLINE_S)
+        first.communicate(timeout=DEADLINE_S)
+    assert [first.returncode, second.returncode] == [0, 0]
+    assert "already built" in second_output
+    assert len(sandbox.log("ninja")) == 1
+
+
+@pytest.mark.parametrize("how", ["dies", "wrong"])
+def test_a_library_that_cannot_decode_is_not_installed(sandbox: Sandbox, how: str) -> None:
+    result = sandbox.run(DECODE=how)
+    assert result.returncode == 1
+    assert len(result.stderr.splitlines()) == 1
+    expected = {"dies": "died with SIGSEGV; try --portable", "wrong": "a logit is not finite"}
+    assert expected[how] in result.stderr
+    assert sandbox.installed() == []
+    assert not sandbox.link.is_symlink()
+
+
+def test_a_failed_compilation_shows_the_end_of_its_log(sandbox: Sandbox) -> None:
+    result = sandbox.run(NINJA="fails")
+    assert result.returncode == 1
+    assert "FAILED: ggml.c.o" in result.stderr
+    assert result.stderr.rstrip().endswith("build.log")
+    assert sandbox.installed() == []
+
+
+@pytest.mark.parametrize(
+    ("amx", "verdict", "compiled_out"),
+    [("", "absent", False), ("works", "works", False), ("dies", "faults", True)],
+)
+def test_amx_is_compiled_out_where_executing_it_faults(
+    sandbox: Sandbox, amx: str, verdict: str, compiled_out: bool
+) -> None:
+    sandbox.build(AMX=amx)
+    record = sandbox.record()
+    assert record["amx"] == verdict
+    for language in ("C", "CXX"):
+        (flags,) = (f for f in record["flags"] if f.startswith(f"-DCMAKE_{language}_FLAGS="))
+        assert (AMX_FLAGS in flags) is compiled_out
+
+
+def test_a_portable_build_is_not_for_this_cpu(sandbox: Sandbox) -> None:
+    sandbox.build("--portable", AMX="dies")
+    record = sandbox.record()
+    assert record["portable"] is True
+    assert record["amx"] == "disabled"
+    assert "-DGGML_NATIVE=OFF" in record["flags"]
+    assert AMX_FLAGS not in " ".join(record["flags"])
+    assert sorted(os.listdir(sandbox.link / "lib")) == [*LIBRARIES[:3], "libgomp.so.1", "libllama.so"]
+
+
+def test_a_sanitized_build_is_a_build_of_its_own(sandbox: Sandbox) -> None:
+    sandbox.build()
+    sandbox.build("--sanitize")
+    record = sandbox.record()
+    assert record["sanitize"] is True
+    assert "-DCMAKE_BUILD_TYPE=RelWithDebInfo" in record["flags"]
+    assert "-DCMAKE_SHARED_LINKER_FLAGS=-fsanitize=address,undefined" in record["flags"]
+    assert len(sandbox.installed()) == 2
+
+
+def test_backends_are_passed_on_and_recorded(sandbox: Sandbox) -> None:
+    _write_program(sandbox.stub / "bin" / "nvcc", "")
+    sandbox.build("--cuda")
+    record = sandbox.record()
+    assert record["backends"] == ["cpu", "cuda"]
+    assert {"-DGGML_CUDA=ON", "-DGGML_VULKAN=OFF"} <= set(record["flags"])
+
+
+def test_a_build_with_tools_serves_a_request_without_them(sandbox: Sandbox) -> None:
+    sandbox.build("--tools")
+    tools = ["llama-batched-bench", "llama-bench", "llama-quantize", "llama-server"]
+    assert sorted(os.listdir(sandbox.link / "bin")) == tools
+    assert "libllama-common.so" in os.listdir(sandbox.link / "lib")
+    assert sandbox.record()["tools"] is True
+    assert "already built" in sandbox.build()
+    assert sorted(os.listdir(sandbox.link / "bin")) == tools
+
+
+def test_a_build_without_tools_does_not_serve_a_request_for_them(sandbox: Sandbox) -> None:
+    sandbox.build()
+    sandbox.build("--tools")
+    assert (sandbox.link / "bin" / "llama-server").is_file()
+
+
+def test_the_web_page_of_the_server_is_neither_built_nor_downloaded(sandbox: Sandbox) -> None:
+    sandbox.build("--tools")
+    assert {"-DLLAMA_BUILD_UI=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF"} <= set(sandbox.log("cmake"))
+
+
+def test_prefix_gets_real_files_and_no_link(sandbox: Sandbox, tmp_path: Path) -> None:
+    prefix = tmp_path / "wheel" / "_native"
+    for _ in range(2):  # the second replaces the first
+        sandbox.build("--prefix", f"{prefix}/")
+        assert sorted(os.listdir(prefix / "lib")) == LIBRARIES
+        assert not any(path.is_symlink() for path in [prefix, *prefix.rglob("*")])
+    assert os.listdir(prefix.parent) == ["_native"]
+    assert not sandbox.link.is_symlink()
+
+
+def test_a_prefix_that_is_not_an_installation_is_left_alone(
+    sandbox: Sandbox, tmp_path: Path
+) -> None:
+    prefix = tmp_path / "usr"
+    (prefix / "lib").mkdir(parents=True)
+    result = sandbox.run("--prefix", str(prefix))
+    assert result.returncode == 1
+    assert "not an earlier installation" in result.stderr
+    assert os.listdir(prefix) == ["lib"]
+
+
+def test_own_source_is_used_without_a_download(sandbox: Sandbox, tmp_path: Path) -> None:
+    tree = _write_tree(tmp_path / "llama.cpp")
+    sandbox.build("--source", str(tree))
+    assert sandbox.record()["commit"] == "unknown"
+    assert sandbox.log("pip") == []
+    assert str(tree) in sandbox.log("cmake")
+
+
+def test_changed_source_is_another_build(sandbox: Sandbox, tmp_path: Path) -> None:
+    tree = _write_tree(tmp_path / "llama.cpp")
+    sandbox.build("--source", str(tree))
+    first = sandbox.link.readlink()
+    (tree / "src" / "llama.cpp").write_text("int changed;", encoding="utf-8")
+    sandbox.build("--source", str(tree))
+    assert sandbox.link.readlink() != first
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_commit_of_own_source_is_recorded(sandbox: Sandbox, tmp_path: Path) -> None:
+    tree = _write_tree(tmp_path / "llama.cpp")
+    author = ["-c", "user.name=Test", "-c", "user.email=test@example.org"]
+    for command in (["init", "-q"], ["add", "."], [*author, "commit", "-q", "-m", "One"]):
+        subprocess.run(["git", "-C", str(tree), *command], check=True)
+    sandbox.build("--source", str(tree))
+    commit = sandbox.record()["commit"]
+    assert len(commit) == 9
+
+    (tree / "src" / "CMakeLists.txt").write_text("# changed", encoding="utf-8")
+    sandbox.build("--source", str(tree))
+    assert sandbox.record()["commit"] == f"{commit}-dirty"
+
+
+def _write_tree(tree: Path) -> Path:
+    for name, text in SOURCE_FILES.items():
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_text(text, encoding="utf-8")
+    return tree
+
+
+def test_an_archive_with_another_hash_is_refused_and_removed(sandbox: Sandbox) -> None:
+    archive = sandbox.cache / "cllm" / "src" / f"{SDIST}.tar.gz"
+    archive.parent.mkdir(parents=True)
+    archive.write_bytes(b"something else")
+    result = sandbox.run()
+    assert result.returncode == 1
+    assert "has sha256" in result.stderr
+    assert list(archive.parent.iterdir()) == []
+    sandbox.build()
+
+
+def test_pip_is_told_the_hash_before_it_runs_code_of_the_archive(sandbox: Sandbox) -> None:
+    sandbox.build()
+    command, requirement = sandbox.log("pip")
+    assert "--no-deps --no-binary llama-cpp-python" in command
+    sha256 = hashlib.sha256((sandbox.stub / "sdist.tar.gz").read_bytes()).hexdigest()
+    assert requirement == f"llama-cpp-python==0.3.36 --hash=sha256:{sha256}"
+
+
+def test_clean_removes_the_builds_and_the_link_but_not_the_download(sandbox: Sandbox) -> None:
+    sandbox.build()
+    sandbox.build("--clean")
+    assert not sandbox.link.is_symlink()
+    assert not sandbox.native.exists()
+    assert not (sandbox.cache / "cllm" / "build").exists()
+    assert (sandbox.cache / "cllm" / "src" / f"{SDIST}.tar.gz").is_file()
+
+
+def test_clean_leaves_a_link_into_another_cache_alone(sandbox: Sandbox, tmp_path: Path) -> None:
+    sandbox.build()
+    sandbox.build("--clean", XDG_CACHE_HOME=str(tmp_path / "other"))
+    assert (sandbox.link / "lib" / "libllama.so").is_file()
+
+
+def test_everything_that_is_missing_is_named_in_one_line(sandbox: Sandbox, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("bash", "dirname", "env", "getconf", "paste", "sha256sum", "tar", "uniq"):
+        found = shutil.which(name)
+        assert found is not None
+        (bare / name).symlink_to(found)
+    result = sandbox.run(PATH=str(bare))
+    assert result.returncode == 1
+    assert result.stderr.splitlines() == [
+        "build_llama.sh: missing: cmake, a C compiler (cc), a C++ compiler (c++), ninja or make, "
+        "flock, python, pip; on Debian or Ubuntu: apt install cmake build-essential ninja-build "
+        "util-linux python3 python3-pip"
+    ]
+
+
+def test_a_missing_model_to_check_with_is_found_before_the_build(
+    sandbox: Sandbox, tmp_path: Path
+) -> None:
+    result = sandbox.run(CLLM_CHECK_MODEL=str(tmp_path / "none.gguf"))
+    assert result.returncode == 1
+    assert "none.gguf is missing" in result.stderr
+    assert sandbox.log("ninja") == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--nonsense"], ["--jobs", "none"], ["--jobs"], ["--source", "."], ["extra"]],
+    ids=" ".join,
+)
+def test_a_misuse_is_one_line_and_exit_status_2(sandbox: Sandbox, arguments: list[str]) -> None:
+    result = sandbox.run(*arguments)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_help_names_every_option(sandbox: Sandbox) -> None:
+    output = sandbox.build("--help")
+    options = "source tools cuda metal vulkan portable sanitize prefix jobs clean help".split()
+    assert [option for option in options if f"--{option}" not in output] == []
+    assert max(map(len, output.splitlines())) <= 100
+
+
+def test_jobs_is_passed_on(sandbox: Sandbox) -> None:
+    sandbox.build("--jobs", "7")
+    assert "-j 7" in sandbox.log("ninja")[0]
