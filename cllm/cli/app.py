@@ -1,0 +1,65 @@
+"""The commands, and how their errors look: one line on stderr, no traceback."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from cllm import CllmError
+from cllm.cli.demo import demo
+
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+app = typer.Typer(
+    name="cllm",
+    help="One llama.cpp model as a first-class citizen of an asyncio program.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(demo)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"cllm {version('cllm')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+def run() -> int:
+    """Run the command line and return the exit code."""
+    try:
+        # Typer would exit by itself: then an error of ours could not be told from a crash.
+        code = app(standalone_mode=False)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except typer.Abort:
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        if os.environ.get("CLLM_DEBUG") == "1":
+            raise
+        if isinstance(error, CllmError):
+            print(f"cllm: {error}", file=sys.stderr)
+            return EXIT_FAILED
+        if hasattr(error, "format_message"):  # click's own: wrong usage
+            print(f"cllm: {error.format_message()}", file=sys.stderr)
+            return EXIT_USAGE
+        print(f"cllm: {type(error).__name__}: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    return code if isinstance(code, int) else 0

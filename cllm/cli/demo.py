@@ -1,0 +1,145 @@
+"""`cllm demo`: the embedded model answers eight prompts at once, side by side.
+
+The answers are known, so the demonstration is a check as well: a wrong one, or a cell left in the
+KV cache, makes it fail.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Annotated
+
+import anyio
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from cllm import Completion, Engine, EngineStatistics
+
+
+@dataclass
+class Answer:
+    """One prompt, what is expected, and what has been shown of the output so far."""
+
+    prompt: str
+    expected: str
+    text: str = ""
+    completion: Completion | None = None
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the whole output is what was expected."""
+        return self.completion is not None and self.completion.text == self.expected
+
+
+def _counting(first: int, last: int) -> Answer:
+    numbers = " ".join(str(number) for number in range(first, last + 1))
+    return Answer(f"count:{first}..{last}", numbers)
+
+
+def _repeating(text: str) -> Answer:
+    return Answer(f"repeat:{text}", text)
+
+
+def questions() -> list[Answer]:
+    """The eight prompts.  Most answers are about equally long, so that they share their ticks."""
+    return [
+        Answer("37+58=", "95"),
+        _counting(1, 20),
+        _repeating("你好，世界！cllm 🦙 speaks UTF-8 🙂🚀"),
+        _counting(87, 100),
+        _repeating("The quick brown fox jumps over the lazy dog."),
+        Answer("reverse:streaming", "gnimaerts"),
+        _repeating("Привет, мир! Ça va bien? Ναι — да."),
+        _counting(205, 216),
+    ]
+
+
+async def _read(engine: Engine, answer: Answer, pace_s: float) -> None:
+    """Read one stream as fast as eyes can follow; a slow reader delays nobody else."""
+    async with engine.stream(answer.prompt, temperature=0, max_tokens=200) as stream:
+        async for delta in stream:
+            answer.text += delta.text
+            if pace_s:
+                await anyio.sleep(pace_s)
+        answer.completion = await stream.completion()
+
+
+async def _read_all(engine: Engine, answers: list[Answer], pace_s: float) -> None:
+    async with anyio.create_task_group() as tasks:
+        for answer in answers:
+            tasks.start_soon(_read, engine, answer, pace_s)
+
+
+def _view(answers: list[Answer]) -> Table:
+    grid = Table.grid(expand=True)
+    grid.add_column(ratio=1)
+    grid.add_column(ratio=1)
+    panels = []
+    for answer in answers:
+        is_running = answer.completion is None
+        style = "dim" if is_running else "green" if answer.is_right else "red"
+        panels.append(
+            Panel(Text(answer.text or " "), title=Text(answer.prompt), border_style=style, height=4)
+        )
+    for left, right in zip(panels[0::2], panels[1::2], strict=True):
+        grid.add_row(left, right)
+    return grid
+
+
+async def _show(console: Console, engine: Engine, answers: list[Answer], pace_s: float) -> None:
+    """Read all streams under a live view."""
+    with Live(console=console, refresh_per_second=30, get_renderable=lambda: _view(answers)):
+        await _read_all(engine, answers, pace_s)
+
+
+def _summary(answers: list[Answer], statistics: EngineStatistics) -> list[str]:
+    # The engine's own time: reading may have been slowed down for the eyes.
+    elapsed_s = max(a.completion.timings.total_s for a in answers if a.completion)
+    rows_per_tick = statistics.n_decoding_rows / max(1, statistics.n_decoding_ticks)
+    return [
+        f"{statistics.n_output_tokens} tokens in {elapsed_s * 1000:.0f} ms: "
+        f"{statistics.n_output_tokens / elapsed_s:,.0f} tokens/s",
+        f"{statistics.n_ticks} ticks, {rows_per_tick:.1f} output rows per decoding tick",
+        f"{statistics.n_kv_cells_used} KV cells in use at the end",
+    ]
+
+
+async def _run(pace_s: float) -> bool:
+    console = Console(highlight=False)
+    answers = questions()
+    # The embedded model is too small to share between threads.
+    async with Engine(n_ctx=2048, n_seq_max=8, n_threads=1, n_threads_batch=1) as engine:
+        if console.is_terminal:
+            await _show(console, engine, answers, pace_s)
+        else:
+            await _read_all(engine, answers, pace_s=0.0)
+        discrepancies = await engine.audit()
+        statistics = engine.statistics()
+    if not console.is_terminal:
+        for answer in answers:
+            console.print(f"{answer.prompt} → {answer.text}", soft_wrap=True, markup=False)
+    for line in _summary(answers, statistics):
+        console.print(line)
+    wrong = [answer for answer in answers if not answer.is_right]
+    for answer in wrong:
+        print(
+            f"wrong: {answer.prompt!r} gave {answer.text!r}, not {answer.expected!r}",
+            file=sys.stderr,
+        )
+    for discrepancy in discrepancies:
+        print(f"audit: {discrepancy}", file=sys.stderr)
+    return not wrong and not discrepancies and statistics.n_kv_cells_used == 0
+
+
+def demo(
+    pace: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Seconds between tokens on a terminal.")
+    ] = 0.04,
+) -> int:
+    """Answer eight prompts at once with the embedded model, side by side."""
+    return 0 if anyio.run(_run, pace) else 1

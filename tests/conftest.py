@@ -1,0 +1,37 @@
+"""Fixtures named after states; every engine test runs under asyncio and trio."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cllm import Engine
+from tools import make_model
+
+
+@pytest.fixture(scope="session")
+def tiny_model_path() -> Path:
+    """A random-weight llama model, F16, written once into the cache directory."""
+    return make_model.ensure("tiny-llama", "F16")
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    """Both event loops."""
+    backend: str = request.param
+    return backend
+
+
+# One compute thread: the embedded model is too small for two, and a busy neighbour makes llama.cpp's
+# spinning threads many times slower.
+QUIET: dict[str, Any] = {"n_threads": 1, "n_threads_batch": 1}
+
+
+@pytest.fixture
+async def engine(anyio_backend: str) -> AsyncIterator[Engine]:
+    """The embedded model with sixteen running sequences."""
+    async with Engine(n_ctx=4096, n_seq_max=16, **QUIET) as engine:
+        yield engine
