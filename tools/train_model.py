@@ -34,7 +34,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812  # its usual name
 
 # --- Vocabulary ------------------------------------------------------------------------------
 # 256 byte tokens, then the control tokens.  `<|im_end|>` ends every answer.
@@ -63,22 +63,54 @@ MAX_COUNT = 999
 MAX_NOTE_TOKENS = 400
 
 _COMMON_HAN = [chr(c) for c in range(0x4E00, 0x9FA6)]
-_EMOJI = [chr(c) for lo, hi in ((0x1F300, 0x1F650), (0x1F680, 0x1F6D3), (0x1F900, 0x1F9FF),
-                                (0x2600, 0x26FF)) for c in range(lo, hi)]
+_EMOJI = [
+    chr(c)
+    for lo, hi in ((0x1F300, 0x1F650), (0x1F680, 0x1F6D3), (0x1F900, 0x1F9FF), (0x2600, 0x26FF))
+    for c in range(lo, hi)
+]
 _LATIN = [chr(c) for c in range(0xC0, 0x250)]
-_GREEK_CYRILLIC_KANA = [chr(c) for lo, hi in ((0x391, 0x3CA), (0x410, 0x450), (0x3041, 0x30FF),
-                                              (0x5D0, 0x5EB), (0x627, 0x64B)) for c in range(lo, hi)]
+_GREEK_CYRILLIC_KANA = [
+    chr(c)
+    for lo, hi in ((0x391, 0x3CA), (0x410, 0x450), (0x3041, 0x30FF), (0x5D0, 0x5EB), (0x627, 0x64B))
+    for c in range(lo, hi)
+]
 _LOWER = [chr(c) for c in range(97, 123)]
 _LETTERS = [chr(c) for c in (*range(65, 91), *range(97, 123))]
 _DIGITS = [chr(c) for c in range(48, 58)]
 _PRINTABLE = [chr(c) for c in range(32, 127)]
-_PUNCTUATION = [chr(c) for lo, hi in ((0x2010, 0x2040), (0x3000, 0x3020), (0xFF01, 0xFF5F),
-                                      (0x20A0, 0x20C0), (0x2190, 0x2200)) for c in range(lo, hi)]
+_PUNCTUATION = [
+    chr(c)
+    for lo, hi in (
+        (0x2010, 0x2040),
+        (0x3000, 0x3020),
+        (0xFF01, 0xFF5F),
+        (0x20A0, 0x20C0),
+        (0x2190, 0x2200),
+    )
+    for c in range(lo, hi)
+]
 # Any code point of two, three or four bytes alike: copying must not depend on the alphabet.
-_ANY = [chr(c) for c in (*range(0x80, 0x800, 3), *range(0x800, 0xD800, 80),
-                         *range(0xE000, 0x10000, 60), *range(0x10000, 0x110000, 1500))]
-_ALPHABETS = ((_LOWER, 4), (_LETTERS, 2), (_DIGITS, 2), (_PRINTABLE, 3), (_COMMON_HAN, 4),
-              (_EMOJI, 3), (_LATIN, 1), (_GREEK_CYRILLIC_KANA, 2), (_PUNCTUATION, 1), (_ANY, 4))
+_ANY = [
+    chr(c)
+    for c in (
+        *range(0x80, 0x800, 3),
+        *range(0x800, 0xD800, 80),
+        *range(0xE000, 0x10000, 60),
+        *range(0x10000, 0x110000, 1500),
+    )
+]
+_ALPHABETS = (
+    (_LOWER, 4),
+    (_LETTERS, 2),
+    (_DIGITS, 2),
+    (_PRINTABLE, 3),
+    (_COMMON_HAN, 4),
+    (_EMOJI, 3),
+    (_LATIN, 1),
+    (_GREEK_CYRILLIC_KANA, 2),
+    (_PUNCTUATION, 1),
+    (_ANY, 4),
+)
 _ALPHABET_CHOICES = [alphabet for alphabet, weight in _ALPHABETS for _ in range(weight)]
 
 
@@ -108,15 +140,25 @@ def _random_text(rng: random.Random, max_bytes: int, min_chars: int = 1) -> str:
         words = ["".join(rng.choices(_LOWER, k=rng.randint(1, 8))) for _ in range(n_chars // 4 + 1)]
         chars = list(" ".join(words))
     elif style < 0.35:  # sentences: words of any script, spaces, a punctuation mark here and there
-        words = ["".join(rng.choices(rng.choice(_ALPHABET_CHOICES), k=rng.randint(1, 6)))
-                 + (rng.choice(_PUNCTUATION + [".", ",", "!", "?"] * 30) if rng.random() < 0.3 else "")
-                 for _ in range(n_chars // 3 + 1)]
+        words = [
+            "".join(rng.choices(rng.choice(_ALPHABET_CHOICES), k=rng.randint(1, 6)))
+            + (rng.choice(_PUNCTUATION + [".", ",", "!", "?"] * 30) if rng.random() < 0.3 else "")
+            for _ in range(n_chars // 3 + 1)
+        ]
         chars = list(rng.choice((" ", " ", "")).join(words))
     elif style < 0.40:  # text that looks like a question
-        chars = list(rng.choice((
-            f"{rng.randint(0, 99)}+{rng.randint(0, 99)}=", "repeat:", "reverse:", "note:",
-            f"count:{rng.randint(0, 99)}..{rng.randint(0, 99)}",
-        )) + "".join(rng.choices(_LOWER, k=rng.randint(0, 6))))
+        chars = list(
+            rng.choice(
+                (
+                    f"{rng.randint(0, 99)}+{rng.randint(0, 99)}=",
+                    "repeat:",
+                    "reverse:",
+                    "note:",
+                    f"count:{rng.randint(0, 99)}..{rng.randint(0, 99)}",
+                )
+            )
+            + "".join(rng.choices(_LOWER, k=rng.randint(0, 6)))
+        )
     else:
         chars = [rng.choice(rng.choice(alphabets)) for _ in range(n_chars)]
     n_bytes, kept = 0, []
@@ -139,8 +181,11 @@ def make_repeat(rng: random.Random) -> Question:
 
 
 def make_reverse(rng: random.Random) -> Question:
-    word = "".join(rng.choices(_LETTERS if rng.random() < 0.3 else _LOWER,
-                               k=rng.randint(1, MAX_REVERSE_LETTERS)))
+    word = "".join(
+        rng.choices(
+            _LETTERS if rng.random() < 0.3 else _LOWER, k=rng.randint(1, MAX_REVERSE_LETTERS)
+        )
+    )
     if rng.random() < 0.1:
         word = "".join(rng.choices(word[:2], k=len(word)))
     return Question("reverse", f"reverse:{word}", word[::-1])
@@ -187,8 +232,17 @@ def encode_example(
         if system is not None:
             say([START, *bytes_of("system\n" + system), END, *bytes_of("\n")], asked=False)
         for question in questions:
-            say([START, *bytes_of("user\n" + note + question.prompt), END, *bytes_of("\n"),
-                 START, *bytes_of("assistant\n")], asked=False)
+            say(
+                [
+                    START,
+                    *bytes_of("user\n" + note + question.prompt),
+                    END,
+                    *bytes_of("\n"),
+                    START,
+                    *bytes_of("assistant\n"),
+                ],
+                asked=False,
+            )
             say([*bytes_of(question.answer), END], asked=True)
             say(bytes_of("\n"), asked=False)
             note = ""
@@ -223,7 +277,10 @@ def confusable_stops(tokens: list[int], asked: list[int]) -> list[int]:
 
 
 MAKERS: dict[str, Callable[[random.Random], Question]] = {
-    "sum": make_sum, "repeat": make_repeat, "reverse": make_reverse, "count": make_count,
+    "sum": make_sum,
+    "repeat": make_repeat,
+    "reverse": make_reverse,
+    "count": make_count,
 }
 
 
@@ -264,7 +321,9 @@ class Examples:
 
     def _example(self, phase: Phase) -> tuple[list[int], list[int]]:
         chat = self._rng.random() < 0.25
-        questions = [self._question(phase) for _ in range(self._rng.choice((1, 1, 2, 3)) if chat else 1)]
+        questions = [
+            self._question(phase) for _ in range(self._rng.choice((1, 1, 2, 3)) if chat else 1)
+        ]
         note = make_note(self._rng, phase.max_note) if self._rng.random() < phase.p_note else ""
         system = None
         if chat and self._rng.random() < 0.3:
@@ -457,7 +516,9 @@ def hardest_sums(model: Transformer, n: int) -> list[Question]:
     return [ALL_SUMS[index] for index in margins.argsort()[:n].tolist()]
 
 
-def held_out_questions(maker: Callable[[random.Random], Question], n: int, seed: int) -> list[Question]:
+def held_out_questions(
+    maker: Callable[[random.Random], Question], n: int, seed: int
+) -> list[Question]:
     rng = random.Random(seed)
     kept: list[Question] = []
     while len(kept) < n:
@@ -479,9 +540,16 @@ def evaluate(model: Transformer, n: int, max_numbers: int, max_note: int) -> dic
             questions = ALL_SUMS
         report[task] = measure(model, [encode_example([q], "", False, None) for q in questions])
         report[f"{task}, note"] = measure(
-            model, [encode_example([q], make_note(rng, max_note), False, None) for q in random.Random(3).sample(questions, n)])
+            model,
+            [
+                encode_example([q], make_note(rng, max_note), False, None)
+                for q in random.Random(3).sample(questions, n)
+            ],
+        )
         report[f"{task}, chat"] = measure(
-            model, [encode_example([q], "", True, None) for q in random.Random(3).sample(questions, n)])
+            model,
+            [encode_example([q], "", True, None) for q in random.Random(3).sample(questions, n)],
+        )
     return report
 
 
@@ -522,7 +590,8 @@ def export(model: Transformer, path: Path, report: dict[str, Tally]) -> None:
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([*_byte_pieces(), *CONTROL_TOKENS])
     writer.add_token_types(
-        [gguf.TokenType.NORMAL] * 256 + [gguf.TokenType.CONTROL] * len(CONTROL_TOKENS))
+        [gguf.TokenType.NORMAL] * 256 + [gguf.TokenType.CONTROL] * len(CONTROL_TOKENS)
+    )
     # llama.cpp wants merges, and gguf drops an empty list: this one can never apply.
     writer.add_token_merges([f"{CONTROL_TOKENS[0]} {CONTROL_TOKENS[1]}"])
     writer.add_bos_token_id(BOS)
@@ -531,8 +600,10 @@ def export(model: Transformer, path: Path, report: dict[str, Tally]) -> None:
     writer.add_add_bos_token(True)
     writer.add_add_eos_token(False)
     writer.add_chat_template(CHAT_TEMPLATE)
-    writer.add_string("cllm.accuracy", json.dumps(
-        {name: [tally.n_right, tally.n_asked] for name, tally in report.items()}))
+    writer.add_string(
+        "cllm.accuracy",
+        json.dumps({name: [tally.n_right, tally.n_asked] for name, tally in report.items()}),
+    )
     for name, tensor in model.state_dict().items():
         array = tensor.numpy()
         writer.add_tensor(name, array.astype(np.float16 if array.ndim == 2 else np.float32))
@@ -548,8 +619,10 @@ def train(
     """Run `phases` under one schedule of the learning rate, with `peak` as a factor on it."""
     matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and n.startswith("blk.")]
     others = [p for n, p in model.named_parameters() if not (p.dim() == 2 and n.startswith("blk."))]
-    rates = [(Muon(matrices, lr=0.02), 0.02 * peak),
-             (torch.optim.AdamW(others, lr=4e-3, betas=(0.9, 0.98), weight_decay=0.01), 4e-3 * peak)]
+    rates = [
+        (Muon(matrices, lr=0.02), 0.02 * peak),
+        (torch.optim.AdamW(others, lr=4e-3, betas=(0.9, 0.98), weight_decay=0.01), 4e-3 * peak),
+    ]
     examples = Examples(seed)
     n_steps = sum(phase.n_steps for phase in phases)
     step, started, losses = 0, time.monotonic(), []
@@ -563,7 +636,9 @@ def train(
             rows, columns = weights.nonzero(as_tuple=True)
             logits = model.output(model.hidden(inputs)[rows, columns])
             weight = weights[rows, columns]
-            loss = (F.cross_entropy(logits, targets[rows, columns], reduction="none") * weight).sum()
+            loss = (
+                F.cross_entropy(logits, targets[rows, columns], reduction="none") * weight
+            ).sum()
             loss = loss / weight.sum()
             model.zero_grad(set_to_none=True)
             loss.backward()
@@ -573,8 +648,10 @@ def train(
             losses.append(loss.item())
             step += 1
             if step % 50 == 0:
-                log(f"step {step}/{n_steps} loss {np.mean(losses[-50:]):.4f} "
-                    f"{time.monotonic() - started:.0f} s")
+                log(
+                    f"step {step}/{n_steps} loss {np.mean(losses[-50:]):.4f} "
+                    f"{time.monotonic() - started:.0f} s"
+                )
             if step % 250 == 0:
                 report = evaluate(model, 200, phase.max_numbers, phase.max_note)
                 log("  " + "; ".join(f"{name} {tally}" for name, tally in report.items()))
@@ -597,8 +674,18 @@ def main() -> None:
     # Every task is learned by now, except the last few hundred sums and where long counts end.
     polish = [
         Phase(256, 48, 300, 30, 60, 0.15, mix=(62, 26, 4, 8), stop_weight=1.0, mine_sums=True),
-        Phase(1280, 10, 350, 220, 400, 0.3, mix=(52, 24, 4, 20), p_long=0.7,
-              stop_weight=1.0, mine_sums=True),
+        Phase(
+            1280,
+            10,
+            350,
+            220,
+            400,
+            0.3,
+            mix=(52, 24, 4, 20),
+            p_long=0.7,
+            stop_weight=1.0,
+            mine_sums=True,
+        ),
     ]
 
     def log(line: str) -> None:

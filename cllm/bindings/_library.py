@@ -166,6 +166,8 @@ def _configure_logging() -> None:
     """Honour `CLLM_LOG_LEVEL`; without it the application's own configuration decides."""
     name = os.environ.get("CLLM_LOG_LEVEL")
     root = logging.getLogger("cllm")
+    # A library does not write to stderr on its own account.
+    root.addHandler(logging.NullHandler())
     if not name:
         return
     level = logging.getLevelNamesMapping().get(name.upper())
@@ -173,7 +175,7 @@ def _configure_logging() -> None:
         root.warning("CLLM_LOG_LEVEL is %r, must be debug, info, warning or error", name)
         return
     root.setLevel(level)
-    if not root.handlers and not logging.getLogger().handlers:
+    if len(root.handlers) == 1 and not logging.getLogger().handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         root.addHandler(handler)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Self, Unpack
 
 import anyio
 
@@ -19,6 +19,7 @@ from cllm.bindings import Vocabulary, fork_generation
 from cllm.engine.admission import QueueGate
 from cllm.engine.config import EngineConfig, EngineOptions, config_from
 from cllm.engine.dispatcher import Dispatcher
+from cllm.engine.fan_out import run_all
 from cllm.engine.handoff import (
     Event,
     Inbox,
@@ -45,7 +46,6 @@ from cllm.engine.submission import (
 )
 from cllm.engine.tokenizer_thread import TokenizerThread
 from cllm.errors import (
-    CllmError,
     ClosedError,
     EngineFailedError,
     InvalidRequestError,
@@ -130,11 +130,9 @@ class Engine:
 
     async def aclose(self) -> None:
         """Cancel what runs, free everything, join the threads.  Closing twice is allowed."""
-        if self._status is None:
-            self._status = EngineStatus.CLOSED
-        if self._status is EngineStatus.CLOSED:
+        was, self._status = self._status, EngineStatus.CLOSED
+        if was in (None, EngineStatus.CLOSED):
             return
-        self._status = EngineStatus.CLOSED
         self._dispatcher.cancel_all()
         with anyio.CancelScope(shield=True):
             # The vocabulary must outlive the tokenizer's last call, so its thread ends first.
@@ -257,51 +255,23 @@ class Engine:
         on_progress : callable, optional
             Called with `(n_done, n_total)`.
         """
-        results: list[Any] = [None] * len(prompts)
-        n_done = 0
-        failure: BaseException | None = None
-        limiter = anyio.CapacityLimiter(2 * self.config.n_seq_max)
 
-        async def run(index: int, prompt: Prompt) -> None:
-            nonlocal n_done, failure
-            try:
-                results[index] = await self._generate_when_room(
-                    prompt, params, priority, timeout, sampling
-                )
-            except (CllmError, TypeError, ValueError) as error:
-                if not return_exceptions:
-                    failure = failure or error
-                    tasks.cancel_scope.cancel()
-                results[index] = error
-            finally:
-                limiter.release_on_behalf_of(index)
-            n_done += 1
-            if on_progress is not None:
-                on_progress(n_done, len(prompts))
+        async def run(prompt: Prompt) -> Completion:
+            while True:
+                try:
+                    return await self.generate(
+                        prompt, params, priority=priority, timeout=timeout, **sampling
+                    )
+                except QueueFullError:
+                    await self._gate.wait_left()
 
-        async with anyio.create_task_group() as tasks:
-            for index, prompt in enumerate(prompts):
-                await limiter.acquire_on_behalf_of(index)
-                tasks.start_soon(run, index, prompt)
-        if failure is not None:
-            raise failure
-        return results
-
-    async def _generate_when_room(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        priority: int,
-        timeout: float | None,
-        sampling: SamplingOptions,
-    ) -> Completion:
-        while True:
-            try:
-                return await self.generate(
-                    prompt, params, priority=priority, timeout=timeout, **sampling
-                )
-            except QueueFullError:
-                await self._gate.wait_left()
+        return await run_all(
+            run,
+            prompts,
+            n_at_once=2 * self.config.n_seq_max,
+            return_exceptions=return_exceptions,
+            on_progress=on_progress,
+        )
 
     async def _open(self, call: RequestCall) -> Channel:
         """Tokenize, check and submit."""

@@ -133,8 +133,8 @@ class InferenceThread:
     def request_stop(self) -> None:
         """Cancel everything, also a load or a decode that is running.  Any thread; returns at once."""
         self._stopping = True
-        if self._context is not None:
-            self._context.set_abort(True)
+        if (context := self._context) is not None:
+            context.set_abort(True)
         self._inbox.put(Shutdown())
 
     def join(self, timeout: float | None = None) -> None:

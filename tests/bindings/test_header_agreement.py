@@ -59,9 +59,7 @@ def complaint_of_the_compiler(declarations: h.Declarations, enums: Enums = h.C_P
                 field_type = " ".join(statement.split()).removesuffix(field).strip()
                 lines.append(f"    {{ {field_type} * same = &s->{field}; (void) same; }}")
         lines.append("}")
-    lines += [
-        f'_Static_assert({name} == {value}, "{name}");' for name, value in enum_values(enums)
-    ]
+    lines += [f'_Static_assert({name} == {value}, "{name}");' for name, value in enum_values(enums)]
     compiler = shutil.which("cc") or shutil.which("gcc")
     assert compiler is not None
     done = subprocess.run(
@@ -133,7 +131,7 @@ def shape_of_ctypes(ctype: Any) -> str:
         return "void*"
     if isinstance(ctype, type) and issubclass(ctype, ctypes.Structure):
         return ctype.__name__
-    if issubclass(ctype, ctypes._CFuncPtr):
+    if hasattr(ctype, "_argtypes_"):  # a callback
         arguments = ", ".join(shape_of_ctypes(t) for t in ctype._argtypes_)
         return f"{shape_of_ctypes(ctype._restype_)}({arguments})"
     return shape_of_ctypes(ctype._type_) + "*"

@@ -1,0 +1,170 @@
+"""Handles: freed once, in the right order, and not forgotten in silence."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cllm.bindings import Batch, Context, Grammar, Model, NativeHandle, SamplerChain
+from cllm.errors import ClosedError, InUseError, WrongThreadError
+
+QUIET: dict[str, Any] = {"n_ctx": 256, "n_threads": 1, "n_threads_batch": 1}
+
+
+def decode(context: Context) -> None:
+    batch = Batch(4)
+    batch.add(0, [97], 0, n_outputs=1)
+    assert np.isfinite(context.decode(batch).rows).all()
+
+
+def test_with_closes_in_the_right_order(tiny_model_path: Path) -> None:
+    with Model(tiny_model_path) as model, Context(model, **QUIET) as context:
+        decode(context)
+        assert not context.closed
+    assert context.closed
+    assert model.closed
+    assert repr(context) == "<Context closed>"
+
+
+def test_closing_twice_frees_once() -> None:
+    freed = []
+    handle = NativeHandle(object(), freed.append)
+    handle.close()
+    handle.close()
+    assert len(freed) == 1
+
+
+def test_a_parent_with_open_children_stays_open(tiny_model_path: Path) -> None:
+    with Model(tiny_model_path) as model:
+        with Context(model, **QUIET) as context, SamplerChain(model.vocab) as chain:
+            with pytest.raises(InUseError, match="2 open"):
+                model.close()
+            decode(context)
+            chain.add_greedy()
+        assert model.vocab.tokenize("a", add_special=False) == [97]
+    with pytest.raises(ClosedError):
+        model.vocab.tokenize("a")
+
+
+@pytest.mark.parametrize("kind", [Model, Context, SamplerChain, Grammar])
+def test_an_unclosed_handle_warns_and_is_freed(
+    tiny_model_path: Path, kind: type[NativeHandle]
+) -> None:
+    def make(model: Model) -> NativeHandle:
+        if kind is Context:
+            return Context(model, **QUIET)
+        if kind is SamplerChain:
+            return SamplerChain(model.vocab).add_greedy()
+        return Grammar(model.vocab, 'root ::= "a"')
+
+    with Model(tiny_model_path) as parent:
+        handle = Model(tiny_model_path) if kind is Model else make(parent)
+        reference = weakref.ref(handle)
+        with pytest.warns(ResourceWarning, match=f"unclosed {kind.__name__}"):
+            del handle
+            gc.collect()
+        assert reference() is None
+
+
+def test_a_child_keeps_its_parent(tiny_model_path: Path) -> None:
+    model = Model(tiny_model_path)
+    context = Context(model, **QUIET)
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    decode(context)
+    context.close()
+    with pytest.warns(ResourceWarning, match="unclosed Model"):
+        del context
+        gc.collect()
+    assert reference() is None
+
+
+def test_an_unclosed_family_is_freed_child_first() -> None:
+    freed: list[str] = []
+    parent = NativeHandle("parent", freed.append)
+    child = NativeHandle("child", freed.append, parent)
+    with pytest.warns(ResourceWarning, match="unclosed NativeHandle"):
+        del parent, child
+        gc.collect()
+    assert freed == ["child", "parent"]
+
+
+def test_a_handle_belongs_to_the_thread_that_made_it() -> None:
+    handle = NativeHandle("pointer", lambda pointer: None)
+    caught: list[Exception] = []
+
+    def close() -> None:
+        try:
+            handle.close()
+        except WrongThreadError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=close)
+    thread.start()
+    thread.join()
+    assert len(caught) == 1
+    assert not handle.closed
+    handle.close()
+
+
+def test_contexts_of_one_model_work_one_after_another_on_their_own_threads(
+    tiny_model_path: Path,
+) -> None:
+    """A model, its context and its chain may all live on a thread that is not the main one."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with Model(tiny_model_path) as model, Context(model, **QUIET) as context:
+                decode(context)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+def test_any_thread_may_tokenize(tiny_model_path: Path) -> None:
+    answers: list[list[int]] = []
+    with Model(tiny_model_path) as model:
+        thread = threading.Thread(
+            target=lambda: answers.append(model.vocab.tokenize("ab", add_special=False))
+        )
+        thread.start()
+        thread.join()
+    assert answers == [[97, 98]]
+
+
+EXIT_PROGRAM = """
+import sys
+from cllm.bindings import Batch, Context, Model, SamplerChain
+model = Model(sys.argv[1])
+context = Context(model, n_ctx=256, n_threads=1, n_threads_batch=1)
+chain = SamplerChain(model.vocab).add_greedy()
+batch = Batch(4)
+batch.add(0, [97], 0, n_outputs=1)
+context.decode(batch)
+print(chain.sample(context, 0))
+"""
+
+
+def test_the_program_may_end_with_open_handles(tiny_model_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", EXIT_PROGRAM, tiny_model_path],
+        capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip().isdigit()

@@ -1,0 +1,209 @@
+"""Model and Vocabulary: loading, metadata, text to tokens and back."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cllm.bindings import Context, LoraAdapter, Model, Vocabulary, system_info
+from cllm.bindings._llama_h import TokenAttr, VocabType
+from cllm.errors import ModelLoadError
+
+MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model_path: Path) -> Iterator[Model]:
+    with Model(tiny_model_path) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def vocab(model: Model) -> Vocabulary:
+    return model.vocab
+
+
+def test_progress_rises_from_0_to_1(tiny_model_path: Path) -> None:
+    seen: list[float] = []
+    with Model(tiny_model_path, on_progress=seen.append):
+        pass
+    assert seen == sorted(seen)
+    assert seen[0] == 0.0
+    assert seen[-1] == 1.0
+
+
+def test_an_exception_in_the_progress_callback_cancels_the_load_and_is_raised(
+    tiny_model_path: Path,
+) -> None:
+    calls = []
+
+    def stop(progress: float) -> None:
+        calls.append(progress)
+        raise KeyboardInterrupt("enough")
+
+    with pytest.raises(KeyboardInterrupt, match="enough"):
+        Model(tiny_model_path, on_progress=stop)
+    assert len(calls) == 1
+
+
+def test_false_from_the_progress_callback_cancels_the_load(tiny_model_path: Path) -> None:
+    with pytest.raises(ModelLoadError) as caught:
+        Model(tiny_model_path, on_progress=lambda progress: False)
+    assert caught.value.path == str(tiny_model_path)
+
+
+def test_the_progress_callback_is_not_needed_after_the_load(tiny_model_path: Path) -> None:
+    with Model(tiny_model_path, on_progress=lambda progress: None) as model:
+        gc.collect()
+        with Context(model, n_ctx=256, n_threads=1, n_threads_batch=1):
+            assert model.vocab.tokenize("a", add_special=False) == [ord("a")]
+
+
+def test_model_tells_its_shape(model: Model) -> None:
+    assert (model.n_ctx_train, model.n_embd, model.n_layer) == (2048, 64, 2)
+    assert (model.n_head, model.n_head_kv, model.n_swa) == (2, 1, 0)
+    assert model.has_decoder
+    assert not (model.has_encoder or model.is_recurrent or model.is_hybrid or model.is_diffusion)
+    assert model.size_bytes == pytest.approx(2 * model.n_params, rel=0.05)
+    assert "llama" in model.description
+
+
+def test_metadata_has_what_metadata_value_has(model: Model) -> None:
+    assert model.metadata["general.architecture"] == "llama"
+    assert model.metadata["llama.block_count"] == "2"
+    for key, value in model.metadata.items():
+        assert model.metadata_value(key) == value
+    assert model.metadata_value("no.such.key") is None
+
+
+@pytest.mark.parametrize("use_mmap", [True, False])
+def test_model_loads_with_checked_tensors(tiny_model_path: Path, use_mmap: bool) -> None:
+    with Model(tiny_model_path, use_mmap=use_mmap, check_tensors=True) as model:
+        assert model.n_layer == 2
+
+
+def test_a_model_without_weights_still_tokenizes(tiny_model_path: Path) -> None:
+    with Model(tiny_model_path, vocab_only=True) as model:
+        assert model.vocab.tokenize("ab", add_special=False) == [97, 98]
+
+
+def test_a_path_may_have_characters_that_are_not_ascii(
+    tiny_model_path: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "modèle 模型.gguf"
+    shutil.copy(tiny_model_path, path)
+    with Model(path) as model:
+        assert str(path) in repr(model)
+
+
+def test_the_error_for_a_file_has_path_and_reason(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    path.write_bytes(b"GGUF" + b"\3\0\0\0")
+    with pytest.raises(ModelLoadError) as caught:
+        Model(path)
+    assert caught.value.path == str(path)
+    assert caught.value.reason in str(caught.value)
+
+
+def test_the_error_for_a_lora_has_path_and_reason(model: Model, tiny_model_path: Path) -> None:
+    with pytest.raises(ModelLoadError) as caught:
+        LoraAdapter(model, tiny_model_path)
+    assert caught.value.path == str(tiny_model_path)
+    assert caught.value.reason
+
+
+# --- Vocabulary ------------------------------------------------------------------------------
+def test_vocabulary_tells_its_special_tokens(vocab: Vocabulary) -> None:
+    assert vocab.kind is VocabType.BPE
+    assert (vocab.n_tokens, vocab.bos, vocab.eos) == (260, 256, 257)
+    assert vocab.adds_bos
+    assert not vocab.adds_eos
+    assert vocab.is_eog(257)
+    assert not vocab.is_eog(97)
+    assert vocab.is_control(258)
+    assert not vocab.is_control(97)
+    assert vocab.text(258) == "<|im_start|>"
+    assert vocab.attributes(258) & TokenAttr.CONTROL
+    assert isinstance(vocab.score(97), float)
+
+
+def test_text_survives_tokens_and_pieces(vocab: Vocabulary) -> None:
+    @given(text=st.text(max_size=200))
+    @settings(deadline=None, max_examples=200)
+    def check(text: str) -> None:
+        tokens = vocab.tokenize(text, add_special=False)
+        assert vocab.detokenize(tokens) == text.encode()
+        assert b"".join(map(vocab.piece, tokens)) == text.encode()
+
+    check()
+
+
+def test_special_text_is_text_unless_asked_for(vocab: Vocabulary) -> None:
+    as_text = vocab.tokenize("<|im_end|>", add_special=False)
+    assert vocab.detokenize(as_text) == b"<|im_end|>"
+    assert max(as_text) < 256
+    assert vocab.tokenize("<|im_end|>", add_special=False, parse_special=True) == [257]
+
+
+def test_bos_is_added_when_asked_for(vocab: Vocabulary) -> None:
+    assert vocab.tokenize("a") == [256, 97]
+    assert vocab.tokenize("", add_special=False) == []
+    assert vocab.detokenize([]) == b""
+
+
+def test_a_control_token_has_a_piece_only_on_request(vocab: Vocabulary) -> None:
+    assert vocab.piece(257) == b""
+    assert vocab.token_to_piece(257, special=True) == b"<|im_end|>"
+    assert vocab.detokenize([97, 257], unparse_special=True) == b"a<|im_end|>"
+
+
+def test_a_long_text_is_tokenized(vocab: Vocabulary) -> None:
+    text = "word " * 2000
+    assert vocab.detokenize(vocab.tokenize(text, add_special=False)) == text.encode()
+
+
+# --- Chat template ---------------------------------------------------------------------------
+def test_chat_template_formats_the_turns(model: Model) -> None:
+    turns = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nho<|im_end|>\n"
+    assert model.apply_chat_template(MESSAGES, add_assistant=False) == turns
+    assert model.apply_chat_template(MESSAGES) == turns + "<|im_start|>assistant\n"
+    assert model.chat_template() == model.metadata["tokenizer.chat_template"]
+    assert model.chat_template("no such") is None
+
+
+def test_chat_template_takes_long_and_empty_messages(model: Model) -> None:
+    long = "é" * 5000
+    assert long in model.apply_chat_template([{"role": "user", "content": long}])
+    assert model.apply_chat_template([{"role": "user", "content": ""}])
+
+
+# --- The library -----------------------------------------------------------------------------
+def test_system_info_names_features() -> None:
+    assert "=" in system_info()
+
+
+def test_log_lines_reach_the_logger(
+    tiny_model_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "cllm.llama")
+    with Model(tiny_model_path):
+        pass
+    lines = [record for record in caplog.records if record.name == "cllm.llama"]
+    assert any("general.architecture" in record.getMessage() for record in lines)
+
+
+def test_errors_of_the_library_are_logged_as_errors(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "x.gguf"
+    path.write_bytes(b"GGUF" + b"\3\0\0\0" + b"\xff" * 16)
+    with pytest.raises(ModelLoadError):
+        Model(path)
+    assert any(r.name == "cllm.llama" and r.levelno == logging.ERROR for r in caplog.records)

@@ -1,0 +1,70 @@
+"""The command line: what a newcomer types first, run as a program."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from cllm.cli.demo import questions
+
+
+def run_cllm(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -m cllm` with these arguments."""
+    return subprocess.run(
+        [sys.executable, "-X", "dev", "-m", "cllm", *arguments],
+        capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+def test_the_demo_prints_eight_right_answers_from_shared_ticks() -> None:
+    done = run_cllm("demo")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[:8] == [f"{q.prompt} → {q.expected}" for q in questions()]
+    assert lines[10] == "0 KV cells in use at the end"
+    rows = re.search(r"([\d.]+) output rows per decoding tick", lines[9])
+    assert rows is not None
+    assert float(rows[1]) >= 6
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no-such-command"], "No such command"),
+        (["demo", "--pace", "fast"], "--pace"),
+        (["demo", "--no-such-option"], "No such option"),
+    ],
+)
+def test_wrong_usage_is_one_line_on_stderr_and_exit_code_2(
+    arguments: list[str], message: str
+) -> None:
+    done = run_cllm(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stdout == ""
+
+
+def test_an_error_is_one_line_without_a_traceback_unless_debugging() -> None:
+    done = run_cllm("demo", CLLM_LIBRARY="/nowhere")
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert "CLLM_LIBRARY" in done.stderr
+    debugged = run_cllm("demo", CLLM_LIBRARY="/nowhere", CLLM_DEBUG="1")
+    assert "Traceback" in debugged.stderr
+
+
+def test_without_its_extra_the_command_says_so_in_one_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c",
+         "import sys; sys.modules['typer'] = None; from cllm.__main__ import main; main()"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr == "cllm needs the extra cli: pip install 'cllm[cli]'\n"

@@ -1,0 +1,306 @@
+"""Engine and TokenStream keep their contract under asyncio and trio."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import anyio
+import pytest
+
+import cllm
+from cllm import (
+    ClosedError,
+    Engine,
+    EngineConfig,
+    EngineStatus,
+    FinishReason,
+    InvalidArgumentError,
+    InvalidRequestError,
+    ModelLoadError,
+    PromptTooLongError,
+    QueueFullError,
+    SamplingOptions,
+    SamplingParams,
+)
+from tests.conftest import QUIET
+
+pytestmark = pytest.mark.anyio
+
+LONG = "count:1..200"
+GREEDY: SamplingOptions = {"temperature": 0.0}
+
+
+async def wait_idle(engine: Engine) -> None:
+    """Wait until nothing runs; an audit is answered after the tick that cleared the cache."""
+    with anyio.fail_after(30):
+        while engine.statistics().n_running or engine.statistics().n_waiting:
+            await engine.audit()
+
+
+async def test_the_deltas_of_a_stream_add_up_to_the_completion(engine: Engine) -> None:
+    async with engine.stream("repeat:你好, 🙂!", **GREEDY) as stream:
+        deltas = [delta async for delta in stream]
+        completion = await stream.completion()
+    assert "".join(d.text for d in deltas) == completion.text == "你好, 🙂!"
+    assert tuple(t for d in deltas for t in d.token_ids) == completion.token_ids
+    assert [d.finish_reason for d in deltas[:-1]] == [None] * (len(deltas) - 1)
+    assert deltas[-1].finish_reason is FinishReason.STOP
+    assert completion.stop_reason == completion.token_ids[-1]
+    assert completion.usage.n_output == len(completion.token_ids)
+    assert completion.timings.ttft_s is not None
+    assert 0 < completion.timings.ttft_s <= completion.timings.total_s
+
+
+async def test_a_stream_can_be_iterated_without_entering_it(engine: Engine) -> None:
+    text = "".join([delta.text async for delta in engine.stream("2+3=", **GREEDY)])
+    assert text == "5"
+
+
+async def test_max_tokens_and_stop_strings_end_an_output_with_their_reason(engine: Engine) -> None:
+    short = await engine.generate(LONG, max_tokens=3, temperature=0)
+    assert (short.finish_reason, short.stop_reason) == ("length", "max_tokens")
+    assert short.usage.n_output == 3
+    stopped = await engine.generate(LONG, stop=[" 7 "], temperature=0)
+    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", " 7 ")
+    assert stopped.text == "1 2 3 4 5 6"
+
+
+async def test_seeds_reproduce_and_differ(engine: Engine) -> None:
+    async def draw(seed: int) -> tuple[int, ...]:
+        params = SamplingParams(
+            temperature=5.0, top_k=0, top_p=1.0, min_p=0.0, seed=seed, max_tokens=12
+        )
+        return (await engine.generate("xyz", params)).token_ids
+
+    assert await draw(1) == await draw(1) != await draw(2)
+
+
+async def test_cancelling_frees_the_cells_and_disturbs_nobody(engine: Engine) -> None:
+    async with anyio.create_task_group() as tasks:
+        scopes = [anyio.CancelScope() for _ in range(4)]
+
+        async def give_up(scope: anyio.CancelScope) -> None:
+            with scope:
+                async for delta in engine.stream(LONG, **GREEDY):
+                    if delta.text == "3":
+                        scope.cancel()
+
+        for scope in scopes:
+            tasks.start_soon(give_up, scope)
+        kept = await engine.generate(LONG, **GREEDY)
+    assert kept.text == " ".join(str(n) for n in range(1, 201))
+    await wait_idle(engine)
+    assert await engine.audit() == []
+    assert engine.statistics().n_kv_cells_used == 0
+    assert engine.statistics().n_finished[FinishReason.CANCELLED] == 4
+
+
+async def test_leaving_a_stream_early_cancels_its_request(engine: Engine) -> None:
+    async with engine.stream(LONG, **GREEDY) as stream:
+        async for _ in stream:
+            break
+    await wait_idle(engine)
+    assert engine.statistics().n_finished[FinishReason.CANCELLED] == 1
+    with pytest.raises(StopAsyncIteration):
+        await stream.__anext__()
+
+
+async def test_a_dropped_stream_is_cancelled_with_a_warning(engine: Engine) -> None:
+    stream = engine.stream(LONG, **GREEDY)
+    await stream.__anext__()
+    del stream
+    with pytest.warns(ResourceWarning, match="dropped"):
+        gc.collect()
+    await wait_idle(engine)
+    assert engine.statistics().n_kv_cells_used == 0
+
+
+async def test_a_reader_that_stops_pauses_only_itself_and_loses_nothing(
+    anyio_backend: str,
+) -> None:
+    async with Engine(n_ctx=4096, n_seq_max=2, stream_buffer=4, **QUIET) as engine:
+        idle = [engine.stream(LONG, **GREEDY) for _ in range(2)]
+        for stream in idle:
+            await stream.__anext__()
+        # Both seq_ids belong to readers that have stopped; others are served all the same.
+        others = await engine.generate_all([f"{n}+{n}=" for n in range(6)], **GREEDY)
+        assert [c.text for c in others] == [str(2 * n) for n in range(6)]
+        for stream in idle:
+            assert (await stream.completion()).text == " ".join(str(n) for n in range(1, 201))
+        assert await engine.audit() == []
+
+
+async def test_generate_all_keeps_the_order_and_never_overfills_its_own_queue(
+    anyio_backend: str,
+) -> None:
+    seen: list[tuple[int, int]] = []
+    async with Engine(n_ctx=1024, n_seq_max=2, max_queue=1, **QUIET) as engine:
+        results = await engine.generate_all(
+            [f"{n}+1=" for n in range(20)], on_progress=lambda *at: seen.append(at), **GREEDY
+        )
+    assert [c.text for c in results] == [str(n + 1) for n in range(20)]
+    assert seen == [(n, 20) for n in range(1, 21)]
+
+
+async def test_generate_all_raises_the_first_error_or_returns_them(engine: Engine) -> None:
+    prompts = ["1+1=", "x" * 100_000, "2+2="]
+    with pytest.raises(PromptTooLongError):
+        await engine.generate_all(prompts, **GREEDY)
+    results = await engine.generate_all(prompts, return_exceptions=True, **GREEDY)
+    assert [getattr(r, "text", type(r).__name__) for r in results] == [
+        "2",
+        "PromptTooLongError",
+        "4",
+    ]
+
+
+async def test_a_full_queue_refuses_with_an_honest_delay(anyio_backend: str) -> None:
+    async with Engine(n_ctx=1024, n_seq_max=1, max_queue=1, stream_buffer=1, **QUIET) as engine:
+        async with engine.stream(LONG, **GREEDY), engine.stream(LONG, **GREEDY):
+            with pytest.raises(QueueFullError) as caught:
+                await engine.generate("1+1=", **GREEDY)
+        assert caught.value.n_waiting == 1
+        assert caught.value.retry_after_s > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"prompt": ""}, None),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [999_999]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": b"bytes"}, "prompt"),
+        ({"prompt": "\ud800"}, "prompt"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"seed": 2**32 - 1}, "seed"),
+        ({"stop": [""]}, "stop"),
+        ({"stop_token_ids": [10**9]}, "stop_token_ids"),
+        ({"timeout": float("inf")}, "timeout"),
+        ({"priority": "high"}, "priority"),
+        ({"request_id": ""}, "request_id"),
+        ({"no_such_field": 1}, "no_such_field"),
+    ],
+)
+async def test_a_bad_field_is_named_and_nothing_else_is_disturbed(
+    engine: Engine, arguments: dict[str, Any], field: str | None
+) -> None:
+    arguments = {"prompt": "1+1=", "temperature": 0, "max_tokens": 4, **arguments}
+    if field is None:  # this model's prompt is never empty: it begins with a token of its own
+        assert (await engine.generate(**arguments)).usage.n_prompt == 1
+    else:
+        with pytest.raises(InvalidRequestError) as caught:
+            await engine.generate(**arguments)
+        assert caught.value.field == field
+        assert field in str(caught.value)
+    assert (await engine.generate("3+4=", **GREEDY)).text == "7"
+    assert await engine.audit() == []
+
+
+async def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(
+    engine: Engine,
+) -> None:
+    with pytest.raises(PromptTooLongError) as caught:
+        await engine.generate("x" * 5000)
+    assert (caught.value.n_prompt, caught.value.n_ctx) == (5001, 4096)
+
+
+async def test_a_request_id_can_be_used_again_but_not_twice_at_once(engine: Engine) -> None:
+    async with engine.stream(LONG, request_id="mine", **GREEDY):
+        with pytest.raises(InvalidRequestError, match="not in use"):
+            await engine.generate("1+1=", request_id="mine")
+    await wait_idle(engine)
+    assert (await engine.generate("1+1=", request_id="mine", **GREEDY)).request_id == "mine"
+
+
+async def test_tokenize_and_detokenize_are_inverse_for_short_and_long_texts(
+    engine: Engine,
+) -> None:
+    for text in ("héllo 你好 🙂", "long " * 1000):
+        tokens = await engine.tokenize(text, add_special=False)
+        assert await engine.detokenize(tokens) == text
+    assert await engine.tokenize("<|im_end|>", add_special=False, parse_special=True) == [257]
+
+
+async def test_the_model_describes_itself(engine: Engine) -> None:
+    assert engine.model.name == "cllm-tiny"
+    assert engine.model.architecture == "llama"
+    assert engine.model.n_ctx_train == 2048
+    assert engine.model.chat_template is not None
+    assert "im_start" in engine.model.chat_template
+
+
+async def test_draining_refuses_new_requests_and_finishes_the_running(engine: Engine) -> None:
+    results: list[str] = []
+
+    async def run() -> None:
+        results.append((await engine.generate("repeat:drain", **GREEDY)).text)
+
+    async with anyio.create_task_group() as tasks:
+        async with engine.stream("1+1=", **GREEDY) as stream:
+            tasks.start_soon(run)
+            await stream.completion()
+            while engine.statistics().n_running == 0 and not results:
+                await engine.audit()
+        await engine.drain(timeout=30)
+        assert results == ["drain"]
+        assert engine.health().status is EngineStatus.DRAINING
+        with pytest.raises(ClosedError, match="draining"):
+            await engine.generate("1+1=")
+
+
+async def test_health_follows_the_life_of_the_engine(anyio_backend: str) -> None:
+    engine = Engine(n_ctx=256, n_seq_max=1, **QUIET)
+    assert engine.health().status is EngineStatus.STARTING
+    with pytest.raises(ClosedError):
+        engine.stream("1+1=")
+    async with engine:
+        assert engine.health().status is EngineStatus.READY
+        assert engine.statistics().n_kv_cells == 256
+    assert engine.health().status is EngineStatus.CLOSED
+    for use in (engine.audit, lambda: engine.tokenize("x"), lambda: engine.generate("x")):
+        with pytest.raises(ClosedError):
+            await use()
+    with pytest.raises(ClosedError):
+        await engine.__aenter__()
+    await engine.aclose()
+
+
+async def test_closing_cancels_what_runs(anyio_backend: str) -> None:
+    async with Engine(n_ctx=1024, n_seq_max=2, **QUIET) as engine:
+        stream = engine.stream(LONG, **GREEDY)
+        await stream.__anext__()
+    assert (await stream.completion()).finish_reason is FinishReason.CANCELLED
+
+
+async def test_a_model_that_cannot_be_loaded_says_why_and_leaves_no_thread(
+    anyio_backend: str, tmp_path: Any
+) -> None:
+    missing = Engine(tmp_path / "missing.gguf")
+    with pytest.raises(ModelLoadError, match="No such file"):
+        await missing.__aenter__()
+    assert not missing._thread.is_alive
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(b"GGUF" + bytes(100))
+    with pytest.raises(ModelLoadError):
+        async with Engine(damaged):
+            raise AssertionError("it loaded")
+
+
+def test_engine_options_are_checked_before_anything_is_loaded() -> None:
+    with pytest.raises(TypeError, match="n_cxt"):
+        Engine(n_cxt=5)  # type: ignore[call-arg]  # the test of it
+    with pytest.raises(InvalidArgumentError, match="n_batch"):
+        Engine(n_seq_max=64, n_batch=8)
+    with pytest.raises(TypeError, match="config"):
+        Engine("x.gguf", config=EngineConfig())
+
+
+def test_every_public_name_exists_and_is_documented() -> None:
+    assert list(cllm.__all__) == sorted(cllm.__all__)
+    for name in cllm.__all__:
+        assert getattr(cllm, name).__doc__, name

@@ -1,0 +1,148 @@
+"""The embedded model is confidently right at what its README says: it is the oracle elsewhere.
+
+The sums are all checked in `tests/engine/test_isolation.py`; here is a sample of the other tasks,
+on questions that training never saw.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import zlib
+from collections.abc import Callable
+
+import pytest
+
+from cllm import Engine, FinishReason, SamplingOptions
+from cllm.bindings import Model
+from cllm.engine.config import EMBEDDED_MODEL
+from tests.conftest import QUIET
+
+pytestmark = pytest.mark.anyio
+
+GREEDY: SamplingOptions = {"temperature": 0.0}
+N_SAMPLE = 60
+SCRIPTS = (
+    "abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJKLMNOPQRSTUVWXYZ", "0123456789", " .,!?-_'\"()[]",
+    "你好世界今天天气很好我们学习编程语言模型", "🙂🚀🎉🐍🔥🌍🦙💡", "éüñçåøß", "приветмир", "αβγδελ",
+)  # fmt: skip
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """What the model says does not depend on the event loop."""
+    return "asyncio"
+
+
+def is_held_out(prompt: str) -> bool:
+    """Whether training never saw this question (see tools/train_model.py)."""
+    return zlib.crc32(prompt.encode()) % 20 == 0
+
+
+def sample(make: Callable[[random.Random], tuple[str, str]], n: int) -> list[tuple[str, str]]:
+    """Held-out questions of one task with their answers."""
+    rng = random.Random(11)
+    found: list[tuple[str, str]] = []
+    while len(found) < n:
+        question = make(rng)
+        if is_held_out(question[0]):
+            found.append(question)
+    return found
+
+
+def text(rng: random.Random, n_bytes: int) -> str:
+    """Text of several scripts, at most so many bytes."""
+    characters, size = [], 0
+    alphabets = rng.sample(SCRIPTS, k=rng.randint(1, 3))
+    for _ in range(rng.randint(1, n_bytes)):
+        character = rng.choice(rng.choice(alphabets))
+        size += len(character.encode())
+        if size > n_bytes:
+            break
+        characters.append(character)
+    return "".join(characters) or "x"
+
+
+def repeating(rng: random.Random) -> tuple[str, str]:
+    words = text(rng, 40)
+    return f"repeat:{words}", words
+
+
+def reversing(rng: random.Random) -> tuple[str, str]:
+    word = "".join(rng.choices(SCRIPTS[0], k=rng.randint(2, 12)))
+    return f"reverse:{word}", word[::-1]
+
+
+def counting(rng: random.Random) -> tuple[str, str]:
+    first = rng.randint(0, 900)
+    last = first + rng.randint(0, 40)
+    return f"count:{first}..{last}", " ".join(str(n) for n in range(first, last + 1))
+
+
+TASKS = {"repeat": repeating, "reverse": reversing, "count": counting}
+# Of 60: what may be wrong.  The README has the measured accuracy over thousands.
+MAX_WRONG = {"repeat": 2, "reverse": 1, "count": 2}
+
+
+async def n_wrong(engine: Engine, questions: list[tuple[str, str]]) -> int:
+    completions = await engine.generate_all([prompt for prompt, _ in questions], **GREEDY)
+    assert {c.finish_reason for c in completions} <= {FinishReason.STOP}
+    return sum(c.text != answer for c, (_, answer) in zip(completions, questions, strict=True))
+
+
+@pytest.mark.parametrize("task", TASKS)
+async def test_held_out_questions_are_answered_right(engine: Engine, task: str) -> None:
+    assert await n_wrong(engine, sample(TASKS[task], N_SAMPLE)) <= MAX_WRONG[task]
+
+
+@pytest.mark.parametrize("task", TASKS)
+async def test_a_note_before_a_question_changes_nothing(engine: Engine, task: str) -> None:
+    rng = random.Random(5)
+    questions = sample(TASKS[task], N_SAMPLE)
+    noted = [(f"note:{text(rng, 400)}\n{prompt}", answer) for prompt, answer in questions]
+    assert await n_wrong(engine, noted) <= MAX_WRONG[task]
+
+
+async def test_sums_are_right_after_a_note_too(engine: Engine) -> None:
+    rng = random.Random(6)
+    pairs = [(rng.randint(0, 99), rng.randint(0, 99)) for _ in range(100)]
+    questions = [(f"note:{text(rng, 400)}\n{a}+{b}=", str(a + b)) for a, b in pairs]
+    assert await n_wrong(engine, questions) <= 2
+
+
+async def test_an_answer_of_hundreds_of_tokens_is_right_at_900_tokens_of_context() -> None:
+    """A head of 400 tokens, then an answer of more than 500."""
+    head = "note:" + ("It was a bright cold day in April. " * 12)[:395] + "\n"
+    async with Engine(n_ctx=4096, n_seq_max=4, **QUIET) as engine:
+        for first in (1, 100, 300, 555):
+            last = first + 139
+            completion = await engine.generate(f"{head}count:{first}..{last}", **GREEDY)
+            assert completion.text == " ".join(str(n) for n in range(first, last + 1))
+            assert completion.usage.n_prompt + completion.usage.n_output >= 900
+
+
+async def test_the_same_questions_work_through_the_chat_template() -> None:
+    questions = [("37+58=", "95"), ("repeat:你好🙂", "你好🙂"), ("reverse:chat", "tahc"),
+                 ("count:7..15", "7 8 9 10 11 12 13 14 15")]  # fmt: skip
+    with Model(EMBEDDED_MODEL) as model:
+        prompts = [
+            model.apply_chat_template([{"role": "user", "content": prompt}])
+            for prompt, _ in questions
+        ]
+    async with Engine(n_ctx=1024, n_seq_max=4, **QUIET) as engine:
+        for prompt, (_, answer) in zip(prompts, questions, strict=True):
+            tokens = await engine.tokenize(prompt, parse_special=True)
+            completion = await engine.generate(tokens, max_tokens=50, temperature=0)
+            assert completion.text == answer
+
+
+def test_the_model_is_small_byte_level_and_carries_its_measurements() -> None:
+    assert EMBEDDED_MODEL.stat().st_size <= 3_000_000
+    with Model(EMBEDDED_MODEL) as model:
+        assert model.n_ctx_train >= 2048
+        assert len(model.vocab.tokenize("你", add_special=False)) == 3
+        assert len(model.vocab.tokenize("🙂", add_special=False)) == 4
+        accuracy = json.loads(model.metadata["cllm.accuracy"])
+    assert accuracy["sum"] == [10_000, 10_000]
+    for task, (n_right, n_asked) in accuracy.items():
+        assert n_right / n_asked >= 0.98, task
