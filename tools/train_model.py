@@ -613,6 +613,19 @@ def export(model: Transformer, path: Path, report: dict[str, Tally]) -> None:
     writer.close()
 
 
+def load(model: Transformer, path: Path) -> None:
+    """Take the weights of a checkpoint or of an exported model."""
+    if path.suffix != ".gguf":
+        model.load_state_dict(torch.load(path))
+        return
+    import gguf
+
+    tensors = {
+        t.name: torch.from_numpy(t.data.astype(np.float32)) for t in gguf.GGUFReader(path).tensors
+    }
+    model.load_state_dict(tensors)
+
+
 def train(
     model: Transformer, phases: list[Phase], seed: int, peak: float, log: Callable[[str], None]
 ) -> None:
@@ -660,31 +673,61 @@ def train(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("cllm/models/cllm-tiny.gguf"))
-    parser.add_argument("--checkpoint", type=Path, help="save the weights before the polish")
-    parser.add_argument("--resume", type=Path, help="start from such a checkpoint")
+    parser.add_argument("--checkpoint", type=Path, help="save the weights after every stage")
+    parser.add_argument("--resume", type=Path, help="start from such a checkpoint, or a model")
+    parser.add_argument("--stage", type=int, default=0, help="the first stage to run")
     parser.add_argument("--seed", type=int, default=20261120)
     arguments = parser.parse_args()
     torch.manual_seed(arguments.seed)
     model = Transformer()
-    learn = [
-        Phase(256, 48, 1400, 12, 60, 0.2),
-        Phase(512, 24, 500, 60, 300, 0.3),
-        Phase(1280, 10, 500, 220, 400, 0.35),
-    ]
-    # Every task is learned by now, except the last few hundred sums and where long counts end.
-    polish = [
-        Phase(256, 48, 300, 30, 60, 0.15, mix=(62, 26, 4, 8), stop_weight=1.0, mine_sums=True),
-        Phase(
-            1280,
-            10,
-            350,
-            220,
-            400,
-            0.3,
-            mix=(52, 24, 4, 20),
-            p_long=0.7,
-            stop_weight=1.0,
-            mine_sums=True,
+    stages = [
+        # Every task is learned here, except the last few hundred sums and where long counts end.
+        (
+            1.0,
+            [
+                Phase(256, 48, 1400, 12, 60, 0.2),
+                Phase(512, 24, 500, 60, 300, 0.3),
+                Phase(1280, 10, 500, 220, 400, 0.35),
+            ],
+        ),
+        # The sums, and copying of any script.
+        (
+            0.5,
+            [
+                Phase(
+                    256, 48, 300, 30, 60, 0.15, mix=(62, 26, 4, 8), stop_weight=1.0, mine_sums=True
+                ),
+                Phase(
+                    1280,
+                    10,
+                    350,
+                    220,
+                    400,
+                    0.3,
+                    mix=(52, 24, 4, 20),
+                    p_long=0.7,
+                    stop_weight=1.0,
+                    mine_sums=True,
+                ),
+            ],
+        ),
+        # Where long counts end.
+        (
+            0.5,
+            [
+                Phase(
+                    1280,
+                    10,
+                    420,
+                    220,
+                    400,
+                    0.25,
+                    mix=(44, 18, 3, 35),
+                    p_long=0.8,
+                    stop_weight=3.0,
+                    mine_sums=True,
+                ),
+            ],
         ),
     ]
 
@@ -693,12 +736,12 @@ def main() -> None:
 
     log(f"{sum(p.numel() for p in model.parameters()):,} parameters")
     if arguments.resume:
-        model.load_state_dict(torch.load(arguments.resume))
-    else:
-        train(model, learn, arguments.seed, 1.0, log)
-        if arguments.checkpoint:
-            torch.save(model.state_dict(), arguments.checkpoint)
-    train(model, polish, arguments.seed + 1, 0.5, log)
+        load(model, arguments.resume)
+    for number, (peak, phases) in enumerate(stages):
+        if number >= arguments.stage:
+            train(model, phases, arguments.seed + number, peak, log)
+            if arguments.checkpoint:
+                torch.save(model.state_dict(), arguments.checkpoint)
     report = evaluate(model, 2000, 220, MAX_NOTE_TOKENS)
     for name, tally in report.items():
         log(f"{name}: {tally}")

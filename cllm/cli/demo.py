@@ -50,11 +50,11 @@ def questions() -> list[Answer]:
     return [
         Answer("37+58=", "95"),
         _counting(1, 20),
-        _repeating("你好，世界！cllm 🦙 speaks UTF-8 🙂🚀"),
+        _repeating("你好，世界！cllm 🦙 speaks UTF-8 🚀"),
         _counting(87, 100),
         _repeating("The quick brown fox jumps over the lazy dog."),
         Answer("reverse:streaming", "gnimaerts"),
-        _repeating("Привет, мир! Ça va bien? Ναι — да."),
+        _repeating("Привет, мир! Ça va? Ναι — да."),
         _counting(205, 216),
     ]
 

@@ -64,7 +64,8 @@ def _decode(decoder: Decoder, seq_id: int, tokens: list[int], p0: int) -> NDArra
     assert logits.dtype == np.float32, logits.dtype
     assert logits.ndim == 2, logits.shape
     assert len(logits) == 1, logits.shape
-    return logits[0].copy()
+    row: NDArray[np.float32] = logits[0].copy()
+    return row
 
 
 def _fill(decoder: Decoder, seq_id: int, n_tokens: int) -> None:

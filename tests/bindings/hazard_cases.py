@@ -633,20 +633,28 @@ for bad_range in ((0, 2), (1, None), (2, 4)):
     )  # fmt: skip
 
 
-def touch_pending_copy(scene: Scene, method: str, args: tuple[Any, ...]) -> None:
-    """In the per-sequence layout a copy is made by the next decode; until then it is hands off."""
+def read_pending_copy(scene: Scene) -> None:
+    """In the per-sequence layout the copy is made by the next decode."""
     context = scene.split_decoded()
     context.seq_cp(0, 1)
-    getattr(context, method)(*args)
+    context.state_seq_get_data(1)
 
 
-for method, touched in (
-    ("state_seq_get_data", (1,)), ("seq_rm", (0,)), ("seq_rm", (1,)), ("seq_cp", (1, 2)),
-):  # fmt: skip
+def restore_beside_pending_copy(scene: Scene, seq_id: int) -> None:
+    context = scene.split_decoded()
+    data = context.state_seq_get_data(0)
+    context.seq_cp(0, 1)
+    context.seq_rm(seq_id)
+    context.state_seq_set_data(data, seq_id, n_positions=4)
+
+
+refuse(
+    "reading the state of a copy that was not made yet", read_pending_copy, "seq_id is 1, must be"
+)
+for bad_seq in (0, 1):
     refuse(
-        f"{method}{touched} before the decode that copies sequence 0 to 1", touch_pending_copy,
-        f"seq_id{'_src' * (method == 'seq_cp')} is {touched[0]}, must be", method=method,
-        args=touched,
+        f"a state into sequence {bad_seq} of a copy that was not made yet",
+        restore_beside_pending_copy, f"seq_id is {bad_seq}, must be", seq_id=bad_seq,
     )  # fmt: skip
 
 for bad_shift, message in (
@@ -658,14 +666,6 @@ for bad_shift, message in (
     ((2, 2, 1), "p1 is 2, must be 3 to"),
 ):
     refuse(f"seq_add of {bad_shift}", call_memory, message, method="seq_add", args=(0, *bad_shift))
-
-
-def shift_recurrent(scene: Scene) -> None:
-    context = Context(Model(make_model.ensure("tiny-recurrent", "F16")), **SMALL)
-    if context.can_shift:
-        raise InvalidArgumentError("seq_add", None, "a model whose cache can shift: it can")
-    scene.decode(context=context)
-    context.seq_add(0, 0, None, 1)
 
 
 # --- 1.5 Samplers ----------------------------------------------------------------------------

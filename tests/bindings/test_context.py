@@ -62,7 +62,8 @@ def decode(context: Context, seq_id: int, tokens: Sequence[int], p0: int) -> NDA
     """The logits of the last token."""
     batch = Batch(64)
     batch.add(seq_id, tokens, p0, n_outputs=1)
-    return context.decode(batch).rows[0].copy()
+    row: NDArray[np.float32] = context.decode(batch).rows[0].copy()
+    return row
 
 
 def close_to(one: NDArray[np.float32], other: NDArray[np.float32]) -> bool:

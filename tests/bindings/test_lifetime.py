@@ -35,7 +35,7 @@ def test_with_closes_in_the_right_order(tiny_model_path: Path) -> None:
 
 
 def test_closing_twice_frees_once() -> None:
-    freed = []
+    freed: list[object] = []
     handle = NativeHandle(object(), freed.append)
     handle.close()
     handle.close()
@@ -68,7 +68,7 @@ def test_an_unclosed_handle_warns_and_is_freed(
     with Model(tiny_model_path) as parent:
         handle = Model(tiny_model_path) if kind is Model else make(parent)
         reference = weakref.ref(handle)
-        with pytest.warns(ResourceWarning, match=f"unclosed {kind.__name__}"):
+        with pytest.warns(ResourceWarning, match=f"unclosed {kind.__name__}"):  # noqa: PT031
             del handle
             gc.collect()
         assert reference() is None
@@ -82,7 +82,7 @@ def test_a_child_keeps_its_parent(tiny_model_path: Path) -> None:
     gc.collect()
     decode(context)
     context.close()
-    with pytest.warns(ResourceWarning, match="unclosed Model"):
+    with pytest.warns(ResourceWarning, match="unclosed Model"):  # noqa: PT031
         del context
         gc.collect()
     assert reference() is None
@@ -92,7 +92,7 @@ def test_an_unclosed_family_is_freed_child_first() -> None:
     freed: list[str] = []
     parent = NativeHandle("parent", freed.append)
     child = NativeHandle("child", freed.append, parent)
-    with pytest.warns(ResourceWarning, match="unclosed NativeHandle"):
+    with pytest.warns(ResourceWarning, match="unclosed NativeHandle"):  # noqa: PT031
         del parent, child
         gc.collect()
     assert freed == ["child", "parent"]

@@ -70,7 +70,8 @@ def test_model_tells_its_shape(model: Model) -> None:
     assert (model.n_ctx_train, model.n_embd, model.n_layer) == (2048, 64, 2)
     assert (model.n_head, model.n_head_kv, model.n_swa) == (2, 1, 0)
     assert model.has_decoder
-    assert not (model.has_encoder or model.is_recurrent or model.is_hybrid or model.is_diffusion)
+    others = (model.has_encoder, model.is_recurrent, model.is_hybrid, model.is_diffusion)
+    assert not any(others)
     assert model.size_bytes == pytest.approx(2 * model.n_params, rel=0.05)
     assert "llama" in model.description
 

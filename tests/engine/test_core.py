@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -16,19 +17,28 @@ from numpy.typing import NDArray
 from cllm.engine.handoff import Finished, Progressed
 from cllm.engine.kv_cache import KVCache
 from cllm.engine.request import FinishReason, GenerationRequest, SamplingParams
+from cllm.engine.sampling import NotFiniteError
 from cllm.engine.tick import EngineCore
+from cllm.errors import (
+    DecodeFailedError,
+    EngineFailedError,
+    GenerationError,
+    InvalidBatchError,
+    LlamaCallError,
+    NoKVSlotError,
+)
 from cllm.testing import FakeDecoder, FakeVocabulary
 from cllm.testing.fake_decoder import Answer, Fault
 
 DETERMINISTIC = settings(
-    derandomize=True, deadline=None, max_examples=150, stateful_step_count=50, database=None
+    derandomize=True, deadline=None, max_examples=150, stateful_step_count=40, database=None
 )
 VOCABULARY = FakeVocabulary()
 END = FakeVocabulary.END
 COMPLETED = {FinishReason.STOP, FinishReason.LENGTH}
 
 # Letters, parts of characters and an end now and then: every kind of ending is met.
-ALPHABET = (*b"aaabbbc", *"é€".encode(), 0xFF, END)
+ALPHABET: tuple[int, ...] = (*b"aaabbbc", *"é€".encode(), 0xFF, END)
 
 
 def babble(prefix: Sequence[int]) -> int:
@@ -183,7 +193,7 @@ class Bench:
             heard = self.hear()
         return heard
 
-    def run(self, *, at_most: int = 2000) -> None:
+    def run(self, *, at_most: int = 500) -> None:
         """Tick until there is nothing to do."""
         for _ in range(at_most):
             if not self.core.has_work:
@@ -348,14 +358,24 @@ class CoreMachine(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.bench.now += seconds
 
-    @rule(fault=st.sampled_from(FAULTS))
-    def break_the_next_decode(self, fault: Fault) -> None:
-        self.bench.decoder.faults[self.bench.decoder.n_decodes + 1] = fault
-
-    @rule(n_ticks=st.integers(1, 5))
+    # Several rules that tick: hypothesis leaves some rules out of each example.
+    @rule(n_ticks=st.integers(1, 6))
     def tick(self, n_ticks: int) -> None:
         for _ in range(n_ticks):
             self._tick()
+
+    @precondition(lambda self: self.alive())
+    @rule(fault=st.sampled_from(FAULTS), n_before=st.integers(0, 3))
+    def tick_into_a_fault(self, fault: Fault, n_before: int) -> None:
+        self.tick(n_before)
+        self.bench.decoder.faults[self.bench.decoder.n_decodes + 1] = fault
+        self.tick(2)
+
+    @rule(n_prompts=st.lists(st.integers(1, 8), min_size=1, max_size=4), params=PARAMS)
+    def submit_several_and_tick(self, n_prompts: list[int], params: SamplingParams) -> None:
+        for n_prompt in n_prompts:
+            self.submit(n_prompt, ord("w"), params, 0, None)
+        self.tick(2)
 
     def _tick(self) -> None:
         bench, before = self.bench, set(self.bench.finished)
@@ -406,3 +426,365 @@ class CoreMachine(RuleBasedStateMachine):
 
 TestCoreMachine = CoreMachine.TestCase
 TestCoreMachine.settings = DETERMINISTIC
+
+
+# --- Endings ------------------------------------------------------------------------------------
+GREEDY = SamplingParams(temperature=0)
+
+
+@pytest.mark.parametrize(
+    ("params", "text", "token_ids", "reason", "stop_reason"),
+    [
+        (GREEDY, "hi é", (*"hi é".encode(), END), FinishReason.STOP, END),
+        (
+            SamplingParams(temperature=0, stop=["é", "i "]),
+            "h", tuple(b"hi "), FinishReason.STOP, "i ",
+        ),
+        (
+            SamplingParams(temperature=0, stop_token_ids=[ord("i")]),
+            "h", tuple(b"hi"), FinishReason.STOP, ord("i"),
+        ),
+        (
+            SamplingParams(temperature=0, max_tokens=3),
+            "hi ", tuple(b"hi "), FinishReason.LENGTH, "max_tokens",
+        ),
+        (
+            SamplingParams(temperature=0, max_tokens=4),
+            "hi \ufffd", tuple("hi é".encode()[:4]), FinishReason.LENGTH, "max_tokens",
+        ),
+        (
+            SamplingParams(temperature=0, max_tokens=2, stop=["i and more"]),
+            "hi", tuple(b"hi"), FinishReason.LENGTH, "max_tokens",
+        ),
+    ],
+    ids=["end token", "stop string", "stop token", "max_tokens", "half a character", "held back"],
+)  # fmt: skip
+def test_an_output_ends_where_its_parameters_say(
+    params: SamplingParams,
+    text: str,
+    token_ids: tuple[int, ...],
+    reason: FinishReason,
+    stop_reason: str | int,
+) -> None:
+    bench = Bench(answer=says("hi é".encode(), n_prompt=6))
+    request_id = bench.submit(b"prompt", params=params)
+    bench.run()
+    assert bench.outcome(request_id) == Outcome(token_ids, text, reason, stop_reason)
+    assert bench.alone(request_id) == bench.outcome(request_id)
+    bench.check_idle()
+
+
+@pytest.mark.parametrize("kv_unified", [True, False])
+@pytest.mark.parametrize("n_prompt", [1, 7, 8])
+def test_a_sequence_alone_that_fills_its_context_ends_with_length_context(
+    n_prompt: int, kv_unified: bool
+) -> None:
+    bench = Bench(n_ctx=8 if kv_unified else 16, n_seq_max=2, kv_unified=kv_unified, answer=endless)
+    request_id = bench.submit(b"p" * n_prompt)
+    bench.run()
+    outcome = bench.outcome(request_id)
+    assert (outcome.reason, outcome.stop_reason) == (FinishReason.LENGTH, "context")
+    assert len(outcome.token_ids) == 8 - n_prompt + 1, "every cell is used, and its logits too"
+    assert bench.core.recorder.n_preemptions == 0
+    bench.check_idle()
+
+
+@pytest.mark.parametrize("is_paused", [False, True])
+def test_a_deadline_ends_a_request_with_what_there_is(is_paused: bool) -> None:
+    bench = Bench(answer=endless)
+    late, other = bench.submit(timeout=2.0), bench.submit()
+    bench.tick(3)
+    n_tokens = len(bench.tokens[late])
+    assert n_tokens
+    bench.core.set_paused(late, is_paused)
+    assert bench.core.next_deadline == 3.0
+    bench.now = 2.9
+    bench.tick()
+    assert late not in bench.finished
+    bench.now = 3.0
+    assert late in bench.tick()
+    assert bench.outcome(late).reason is FinishReason.DEADLINE
+    assert len(bench.tokens[late]) == n_tokens + (not is_paused)
+    assert bench.core.next_deadline is None
+    bench.run()
+    assert bench.outcome(other) == bench.alone(other)
+
+
+def test_a_deadline_ends_a_request_that_never_ran() -> None:
+    bench = Bench(n_seq_max=1, answer=endless)
+    bench.submit()
+    bench.tick()
+    waiting = bench.submit(timeout=1.0)
+    bench.tick()
+    bench.now += 1.0
+    bench.tick()
+    completion = bench.finished[waiting].completion
+    assert (completion.finish_reason, completion.token_ids) == (FinishReason.DEADLINE, ())
+    assert completion.timings.ttft_s is None
+    assert completion.timings.queued_s == completion.timings.total_s == 1.0
+
+
+def test_cancelling_frees_the_cells_before_the_next_tick() -> None:
+    bench = Bench(answer=endless)
+    request_id, other = bench.submit(), bench.submit()
+    bench.tick(3)
+    bench.core.cancel(request_id)
+    assert bench.decoder.seq_pos_max(0) is None
+    bench.core.cancel("unknown")
+    bench.hear()
+    bench.run()
+    assert bench.outcome(request_id).reason is FinishReason.CANCELLED
+    assert bench.outcome(other) == bench.alone(other)
+
+
+def test_cancelling_all_leaves_nothing() -> None:
+    bench = Bench(n_seq_max=2)
+    for _ in range(5):
+        bench.submit()
+    bench.tick(2)
+    bench.core.cancel_all()
+    bench.hear()
+    bench.check_idle()
+
+
+# --- Order --------------------------------------------------------------------------------------
+def test_the_most_urgent_request_runs_first_and_equals_in_order_of_arrival() -> None:
+    bench = Bench(n_seq_max=1)
+    normal = [bench.submit() for _ in range(2)]
+    late = bench.submit(timeout=1e6)
+    urgent, background = bench.submit(priority=-1), bench.submit(priority=1)
+    bench.run()
+    assert list(bench.finished) == [urgent, late, *normal, background]
+
+
+def test_a_long_prompt_never_makes_a_decoding_request_wait() -> None:
+    bench = Bench(n_ctx=256, n_batch=4, answer=endless)
+    decoding = bench.submit(b"p")
+    bench.tick()
+    bench.submit(b"q" * 100, priority=-9)
+    for _ in range(30):
+        assert decoding in bench.tick()
+
+
+def test_paused_readers_that_hold_every_seq_id_do_not_stall_the_queue() -> None:
+    bench = Bench(n_seq_max=2, answer=endless)
+    holders = [bench.submit(b"h" * 5), bench.submit(b"i" * 5)]
+    bench.tick(4)
+    for request_id in holders:
+        bench.core.set_paused(request_id, True)
+    third = bench.submit(params=SamplingParams(temperature=0, max_tokens=4))
+    bench.run()
+    assert set(bench.finished) == {third}
+    assert bench.outcome(third) == bench.alone(third)
+    for request_id in holders:
+        bench.core.set_paused(request_id, False)
+    bench.run()
+    bench.check_outcomes()
+    bench.check_idle()
+
+
+def test_a_paused_request_is_not_work_and_goes_on_where_it_stopped() -> None:
+    bench = Bench(answer=endless)
+    request_id = bench.submit()
+    bench.tick(3)
+    bench.core.set_paused(request_id, True)
+    assert not bench.core.has_work
+    n_decodes = bench.decoder.n_decodes
+    assert bench.tick(5) == set()
+    assert bench.decoder.n_decodes == n_decodes
+    bench.core.set_paused(request_id, False)
+    bench.run()
+    assert bench.core.recorder.n_preemptions == 0
+    assert bench.outcome(request_id) == bench.alone(request_id)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_preempted_stream_goes_on_with_the_same_tokens(temperature: float) -> None:
+    params = SamplingParams(temperature=temperature)
+    bench = Bench(n_ctx=24, n_seq_max=3, n_batch=4, answer=endless)
+    request_ids = [bench.submit(bytes([letter]) * 4, params=params) for letter in b"xyz"]
+    bench.run()
+    assert bench.core.recorder.n_preemptions > 0
+    preempted = [r for r in request_ids if bench.finished[r].completion.timings.n_preemptions]
+    assert preempted, "the completion says so"
+    assert request_ids[0] not in preempted, "the oldest never is"
+    for request_id in request_ids:
+        assert bench.outcome(request_id) == bench.alone(request_id)
+        assert len(bench.tokens[request_id]) == 24 - 4 + 1
+    bench.check_idle()
+
+
+def test_the_thousandth_request_costs_what_the_first_did() -> None:
+    bench = Bench(n_seq_max=2, answer=says(b"answer", n_prompt=6))
+    costs = []
+    for _ in range(200):
+        before = (bench.core.recorder.n_ticks, bench.core.recorder.n_decode_rows)
+        bench.submit(b"prompt")
+        bench.run()
+        after = (bench.core.recorder.n_ticks, bench.core.recorder.n_decode_rows)
+        costs.append((after[0] - before[0], after[1] - before[1]))
+    assert set(costs) == {(7, 12)}
+    bench.check_idle()
+
+
+# --- Faults -------------------------------------------------------------------------------------
+FAILING: list[tuple[Fault, type[LlamaCallError]]] = [
+    (1, NoKVSlotError), (-1, InvalidBatchError), (-2, DecodeFailedError), (-3, DecodeFailedError),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fault", "error_type"), FAILING)
+@pytest.mark.parametrize("n_decode", [1, 2, 3, 4])
+def test_a_failed_decode_ends_what_was_in_it_and_nothing_else(
+    fault: Fault, error_type: type[LlamaCallError], n_decode: int
+) -> None:
+    bench = Bench(n_seq_max=2, n_batch=4, answer=endless, faults={n_decode: fault})
+    inside = [bench.submit(b"xy"), bench.submit(b"yz")]
+    outside = bench.submit(b"z")
+    bench.run()
+    for request_id in inside:
+        error = bench.finished[request_id].error
+        assert isinstance(error, GenerationError)
+        assert isinstance(error.__cause__, error_type)
+        assert error.completion is bench.finished[request_id].completion
+        assert len(error.completion.token_ids) == n_decode - 1
+    assert bench.outcome(outside) == bench.alone(outside)
+    bench.check_outcomes()
+    bench.check_idle()
+
+
+@pytest.mark.parametrize("n_decode", [1, 2, 3, 4, 5])
+def test_an_aborted_decode_is_tried_again_and_nobody_notices(n_decode: int) -> None:
+    bench = Bench(n_seq_max=2, n_batch=4, answer=endless, faults={n_decode: 2})
+    for prompt in (b"uvwx", b"vw", b"w"):
+        bench.submit(prompt, params=SamplingParams(temperature=0, max_tokens=6))
+    bench.run(at_most=60)
+    bench.check_outcomes()
+    assert {event.error for event in bench.finished.values()} == {None}
+    bench.check_idle()
+
+
+def test_nan_in_one_row_ends_only_its_request() -> None:
+    bench = Bench(answer=endless, faults={3: "nan"})
+    request_ids = [bench.submit(prompt) for prompt in (b"x", b"y", b"z")]
+    bench.run()
+    error = bench.finished[request_ids[0]].error
+    assert isinstance(error, GenerationError)
+    assert isinstance(error.__cause__, NotFiniteError)
+    assert len(bench.tokens[request_ids[0]]) == 2
+    for request_id in request_ids[1:]:
+        assert bench.outcome(request_id) == bench.alone(request_id)
+    bench.check_idle()
+
+
+def test_a_sampler_that_cannot_be_made_ends_only_its_request() -> None:
+    bench = Bench()
+    refuse = RuntimeError("no such sampler")
+
+    def make_sampler(params: SamplingParams) -> None:
+        if params.top_k == 7:
+            raise refuse
+
+    bench.core = EngineCore(bench.decoder, VOCABULARY, bench.books, make_sampler)
+    good = bench.submit()
+    bad = bench.submit(params=SamplingParams(top_k=7))
+    bench.hear()
+    error = bench.finished[bad].error
+    assert error is not None
+    assert error.__cause__ is refuse
+    bench.run()
+    assert bench.outcome(good) == bench.alone(good)
+    bench.check_idle()
+
+
+def test_a_sampler_that_fails_ends_only_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(answer=endless)
+    bad, good = bench.submit(params=SamplingParams()), bench.submit(params=SamplingParams())
+
+    def fail(logits: NDArray[np.float32]) -> int:
+        raise RuntimeError("no choice")
+
+    monkeypatch.setattr(bench.samplers[0], "sample", fail)
+    bench.run()
+    error = bench.finished[bad].error
+    assert error is not None
+    assert isinstance(error.__cause__, RuntimeError)
+    assert bench.outcome(good) == bench.alone(good)
+    bench.check_idle()
+
+
+class _Refusing(WatchedDecoder):
+    def seq_rm(self, seq_id: int, p0: int | None = None, p1: int | None = None) -> bool:
+        return False
+
+
+class _Pretending(WatchedDecoder):
+    def seq_rm(self, seq_id: int, p0: int | None = None, p1: int | None = None) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("decoder_type", [_Refusing, _Pretending])
+def test_a_sequence_that_does_not_leave_the_cache_is_an_error(
+    decoder_type: type[WatchedDecoder],
+) -> None:
+    bench = Bench(answer=endless, decoder_type=decoder_type)
+    request_id = bench.submit(b"xy")
+    bench.tick()
+    with pytest.raises(LlamaCallError, match="seq_id 0 still ends at 1") as caught:
+        bench.core.cancel(request_id)
+    assert caught.value.function == "llama_memory_seq_rm"
+
+
+def test_a_failed_engine_ends_every_request_and_leaves_the_decoder_alone() -> None:
+    bench = Bench(n_seq_max=1, answer=endless)
+    running, waiting = bench.submit(b"xy"), bench.submit(b"yz", params=SamplingParams())
+    bench.tick(2)
+    cells, cause = dict(bench.decoder.cells), RuntimeError("power cut")
+    bench.core.fail_all(cause)
+    assert bench.decoder.cells == cells
+    ends = [event for event in bench.core.events if isinstance(event, Finished)]
+    assert {event.request_id for event in ends} == {running, waiting}
+    for event in ends:
+        assert isinstance(event.error, EngineFailedError)
+        assert event.error.__cause__ is cause
+        assert event.error.completion is event.completion
+    assert [sampler.n_closed for sampler in bench.samplers] == [1]
+
+
+def test_another_exception_of_a_decode_is_not_swallowed() -> None:
+    bench = Bench(faults={1: MemoryError("scripted")})
+    bench.submit()
+    with pytest.raises(MemoryError, match="scripted"):
+        bench.core.tick()
+
+
+# --- Statistics ---------------------------------------------------------------------------------
+def test_statistics_count_what_was_computed() -> None:
+    bench = Bench(n_batch=4, answer=says(b"abc", n_prompt=6))
+    bench.submit(b"prompt")
+    bench.run()
+    statistics = bench.core.statistics()
+    assert (statistics.n_ticks, statistics.n_decoding_ticks) == (5, 4)
+    assert statistics.n_prefill_tokens == 6
+    assert statistics.n_output_tokens == statistics.n_decoding_rows == 4
+    assert statistics.n_decode_rows == 6 + 3
+    assert statistics.n_finished == {FinishReason.STOP: 1}
+
+
+def test_an_aborted_decode_counts_no_prompt_token_twice() -> None:
+    bench = Bench(n_batch=4, answer=says(b"abc", n_prompt=6), faults={1: 2})
+    bench.submit(b"prompt")
+    bench.run(at_most=60)
+    assert bench.core.statistics().n_prefill_tokens <= 6
+
+
+def test_timings_are_taken_from_the_clock() -> None:
+    bench = Bench(n_batch=4, answer=says(b"abc", n_prompt=6))
+    request_id = bench.submit(b"prompt")
+    for _ in range(5):
+        bench.now += 1.0
+        bench.tick()
+    timings = bench.finished[request_id].completion.timings
+    assert (timings.queued_s, timings.prefill_s, timings.decode_s) == (1.0, 1.0, 3.0)
+    assert (timings.ttft_s, timings.total_s) == (2.0, 5.0)
+    assert (timings.itl_p50_s, timings.itl_max_s, timings.n_preemptions) == (1.0, 1.0, 0)

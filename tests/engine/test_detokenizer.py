@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -14,18 +15,11 @@ DETERMINISTIC = settings(derandomize=True, deadline=None, max_examples=300, data
 
 # Whole characters, their parts, and bytes that are never valid.
 FRAGMENTS = st.sampled_from(
-    [
-        b"a",
-        b"b",
-        b"ab",
-        b"\xc3\xa9",
-        b"\xc3",
-        b"\xa9",
-        b"\xe2\x82\xac",
-        b"\xe2\x82",
-        b"\xf0\x9f\x99",
-    ]
-    + [b"\xf0\x9f\x99\x82", b"\xff", b"\xed\xa0\x80", b"\xc0\x80", b"\xf4\x90", b"", b"\n"]
+    (
+        *(b"a", b"b", b"ab", b"\n", b"", "é".encode(), "€".encode(), "🙂".encode()),
+        *(b"\xc3", b"\xa9", b"\xe2\x82", b"\xf0\x9f\x99"),
+        *(b"\xff", b"\xed\xa0\x80", b"\xc0\x80", b"\xf4\x90"),
+    )
 )
 BYTES = st.one_of(st.binary(max_size=40), st.lists(FRAGMENTS, max_size=16).map(b"".join))
 STOPS = st.lists(st.text("abé€", min_size=1, max_size=4), max_size=4)
@@ -35,7 +29,7 @@ TEXTS = st.text("abé€", max_size=24)
 def cut(data: bytes, ends: Sequence[int]) -> list[bytes]:
     """`data` in pieces that end at these places; some may be empty."""
     places = [0, *sorted(min(end, len(data)) for end in ends), len(data)]
-    return [data[i:j] for i, j in zip(places, places[1:], strict=False)]
+    return [data[i:j] for i, j in pairwise(places)]
 
 
 def run(pieces: Sequence[bytes], stop: Sequence[str] = ()) -> tuple[str, str | None]:

@@ -115,7 +115,8 @@ def test_stop_strings_and_token_ids_become_tuples() -> None:
     assert params.stop == ("end",)
     assert params.stop_token_ids == (1, 2)
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
-    assert SamplingParams().stop == SamplingParams().stop_token_ids == ()
+    assert SamplingParams().stop == ()
+    assert SamplingParams().stop_token_ids == ()
 
 
 def test_only_temperature_0_is_greedy() -> None:
@@ -266,7 +267,7 @@ def test_a_bad_lora_scale_is_refused_by_its_path() -> None:
 
 
 def test_an_unknown_setting_is_a_type_error_with_the_known_ones() -> None:
-    with pytest.raises(TypeError, match="unknown engine option 'n_contx'; .*n_ctx"):
+    with pytest.raises(TypeError, match=r"unknown engine option 'n_contx'; .*n_ctx"):
         config_from(None, cast(Any, {"n_contx": 1}))
     assert config_from("a.gguf", {"n_ctx": 64}).n_ctx == 64
 
