@@ -197,6 +197,8 @@ def make_count(rng: random.Random, max_numbers: int = 12, p_long: float = 0.0) -
         n_numbers = rng.randint(1, max_numbers)
     highest = 99 if n_numbers < 100 and rng.random() < 0.4 else MAX_COUNT
     first = rng.randint(0, highest + 1 - n_numbers)
+    if rng.random() < 0.15:  # past 9 or 99, where the numbers grow longer: rare otherwise
+        first = max(0, rng.choice((10, 100)) - rng.randint(1, n_numbers))
     last = first + n_numbers - 1
     answer = " ".join(str(n) for n in range(first, last + 1))
     return Question("count", f"count:{first}..{last}", answer)
@@ -296,8 +298,8 @@ class Phase:
     p_note: float
     mix: tuple[int, int, int, int] = (22, 40, 18, 20)  # sum, repeat, reverse, count
     p_long: float = 0.0  # counts of any length alike, rather than mostly short ones
-    mine_sums: bool = False  # draw every second sum from those that are known worst
     stop_weight: float = 0.0  # of the places where a count may look finished and is not
+    mine_sums: bool = False  # draw every second sum from those that are known worst
 
 
 class Examples:
@@ -694,39 +696,18 @@ def main() -> None:
         (
             0.5,
             [
-                Phase(
-                    256, 48, 300, 30, 60, 0.15, mix=(62, 26, 4, 8), stop_weight=1.0, mine_sums=True
-                ),
-                Phase(
-                    1280,
-                    10,
-                    350,
-                    220,
-                    400,
-                    0.3,
-                    mix=(52, 24, 4, 20),
-                    p_long=0.7,
-                    stop_weight=1.0,
-                    mine_sums=True,
-                ),
+                Phase(256, 48, 300, 30, 60, 0.15, (62, 26, 4, 8), 0.0, 1.0, mine_sums=True),
+                Phase(1280, 10, 350, 220, 400, 0.3, (52, 24, 4, 20), 0.7, 1.0, mine_sums=True),
             ],
         ),
         # Where long counts end.
+        (0.5, [Phase(1280, 10, 420, 220, 400, 0.25, (44, 18, 3, 35), 0.8, 3.0, mine_sums=True)]),
+        # All of it once more, gently.
         (
-            0.5,
+            0.4,
             [
-                Phase(
-                    1280,
-                    10,
-                    420,
-                    220,
-                    400,
-                    0.25,
-                    mix=(44, 18, 3, 35),
-                    p_long=0.8,
-                    stop_weight=3.0,
-                    mine_sums=True,
-                ),
+                Phase(256, 48, 100, 40, 60, 0.15, (40, 36, 6, 18), 0.3, 1.5, mine_sums=True),
+                Phase(1280, 10, 400, 220, 400, 0.25, (34, 34, 6, 26), 0.7, 2.0, mine_sums=True),
             ],
         ),
     ]

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypedDict
@@ -90,7 +90,8 @@ class SamplingParams:
         if self.seed is not None:
             check_int("seed", self.seed, 0, MAX_SEED, error)
         object.__setattr__(self, "stop", _stop_strings(self.stop))
-        if isinstance(self.stop_token_ids, str | bytes):
+        ids_given = self.stop_token_ids
+        if isinstance(ids_given, str | bytes) or not isinstance(ids_given, Iterable):
             raise error("stop_token_ids", self.stop_token_ids, "a sequence of token ids")
         ids = tuple(
             check_int("stop_token_ids", t, 0, 2**31 - 1, error) for t in self.stop_token_ids

@@ -53,7 +53,7 @@ def check_prompt(prompt: Prompt) -> str | tuple[int, ...]:
     """The prompt as text or as token ids."""
     if isinstance(prompt, str):
         return prompt
-    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
         raise InvalidRequestError("prompt", prompt, "a string or a sequence of token ids")
     return tuple(check_int("prompt", token, 0, INT32_MAX, InvalidRequestError) for token in prompt)
 

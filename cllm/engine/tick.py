@@ -156,8 +156,11 @@ class EngineCore:
             self._after_failed_decode(chunks, error)
             return
         for chunk in chunks:
-            assert chunk.sequence.slot is not None
-            self.kv_cache.advance(chunk.sequence.slot, chunk.n_tokens)
+            sequence = chunk.sequence
+            assert sequence.slot is not None
+            n_prompt_left = max(0, sequence.n_prompt - sequence.n_computed)
+            recorder.n_prefill_tokens += min(chunk.n_tokens, n_prompt_left)
+            self.kv_cache.advance(sequence.slot, chunk.n_tokens)
         decoded = self._clock()
         recorder.decode_s += decoded - planned
         tokens = sampling.sample(logits, [s.sampler for s in outputs]) if outputs else []
@@ -178,7 +181,8 @@ class EngineCore:
         recorder.n_gil_handovers += 2 + 3 * (n_outputs > 0)
 
     def _expire(self, now: float) -> None:
-        due = [s for s in self._by_id.values() if (s.request.deadline or now + 1) <= now]
+        deadlines = ((s, s.request.deadline) for s in self._by_id.values())
+        due = [s for s, deadline in deadlines if deadline is not None and deadline <= now]
         for sequence in due:
             self._finish(sequence, FinishReason.DEADLINE, None)
 
@@ -217,9 +221,6 @@ class EngineCore:
             tokens = sequence.tokens[start : start + chunk.n_tokens]
             self._decoder.add(
                 sequence.slot.seq_id, tokens, start, n_outputs=1 if chunk.completes else 0
-            )
-            self.recorder.n_prefill_tokens += max(
-                0, min(start + chunk.n_tokens, sequence.n_prompt) - start
             )
             if chunk.completes:
                 outputs.append(sequence)
@@ -324,8 +325,15 @@ class EngineCore:
     def _after_failed_decode(self, chunks: list[Chunk], error: LlamaCallError) -> None:
         """Read the books back; an abort is tried again, another failure ends what was in it."""
         for chunk in chunks:
-            assert chunk.sequence.slot is not None
-            self.kv_cache.read_back(chunk.sequence.slot, self._decoder)
+            sequence = chunk.sequence
+            assert sequence.slot is not None
+            self.kv_cache.read_back(sequence.slot, self._decoder)
+            if sequence.n_pending == 0:
+                # All of it was stored, but the logits of its last row are lost: compute it again.
+                # Recurrent memory cannot give up a part.
+                if not self._decoder.seq_rm(sequence.slot.seq_id, sequence.n_computed - 1):
+                    self._decoder.seq_rm(sequence.slot.seq_id)
+                self.kv_cache.read_back(sequence.slot, self._decoder)
         if isinstance(error, DecodeFailedError) and error.code == ABORTED:
             return
         logger.error("%s; %d requests were in the batch", error, len(chunks))
