@@ -114,13 +114,7 @@ class Batch:
         last = self._ends.get(seq_id)
         if last is not None and p0 != last:
             raise PositionError(seq_id, last - 1, p0)
-        try:
-            # Through int64, since numpy would wrap a value that int32 cannot hold.
-            values = np.asarray(tokens, dtype=np.int64)
-        except (TypeError, ValueError, OverflowError):
-            raise InvalidArgumentError("tokens", tokens, "integers") from None
-        if values.ndim != 1 or values.min() < 0 or values.max() > INT32_MAX:
-            raise InvalidArgumentError("token", int(values.min()), f"0 to {INT32_MAX}")
+        values = _check_tokens(tokens)
         self.tokens[start:end] = values
         np.add(self._positions_template[:n_tokens], p0, out=self._positions[start:end])
         self._seq_ids[start:end] = seq_id
@@ -134,7 +128,25 @@ class Batch:
 
     def is_output(self, row: int) -> bool:
         """Whether `row` was added with a wish for its logits."""
-        return bool(self._is_output[check_int("row", row, 0, self.n_rows - 1)])
+        return bool(self.output_flags[check_int("row", row, 0, self.n_rows - 1)])
+
+    @property
+    def output_flags(self) -> NDArray[np.int8]:
+        """For each row, whether it was added with a wish for its logits: int8, `(n_rows,)`."""
+        return self._is_output[: self.n_rows]
 
     def __repr__(self) -> str:
         return f"<Batch rows={self.n_rows}/{self.n_rows_max} outputs={self.n_outputs}>"
+
+
+def _check_tokens(tokens: Sequence[int]) -> NDArray[np.integer]:
+    """The tokens as an array of integers that int32 can hold; numpy would wrap or round others."""
+    try:
+        values = np.asarray(tokens)
+    except ValueError:  # ragged
+        raise InvalidArgumentError("tokens", tokens, "integers") from None
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        raise InvalidArgumentError("tokens", tokens, "a sequence of integers")
+    for value in (int(values.min()), int(values.max())):
+        check_int("token", value, 0, INT32_MAX)
+    return values

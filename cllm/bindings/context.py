@@ -15,7 +15,7 @@ from cllm.bindings._library import forward_log, library
 from cllm.bindings.batch import Batch
 from cllm.bindings.memory import Memory
 from cllm.bindings.model import LoraAdapter, Model
-from cllm.checks import INT32_MAX, check_enum, check_float, check_int
+from cllm.checks import INT32_MAX, check_bool, check_enum, check_float, check_int
 from cllm.errors import (
     ContextError,
     DecodeFailedError,
@@ -178,10 +178,11 @@ class Context(Memory):
         params.n_threads = check_int("n_threads", n_threads, 1, MAX_THREADS)
         params.n_threads_batch = check_int("n_threads_batch", n_threads_batch, 1, MAX_THREADS)
         params.kv_unified = bool(kv_unified)
-        params.flash_attn_type = {
-            None: h.FlashAttnType.AUTO, False: h.FlashAttnType.DISABLED,
-            True: h.FlashAttnType.ENABLED,
-        }[flash_attn]  # fmt: skip
+        if flash_attn is not None:
+            is_wanted = check_bool("flash_attn", flash_attn)
+            params.flash_attn_type = (
+                h.FlashAttnType.ENABLED if is_wanted else h.FlashAttnType.DISABLED
+            )
         params.type_k = check_kv_type("type_k", type_k)
         params.type_v = check_kv_type("type_v", type_v)
         params.offload_kqv = bool(offload_kqv)
@@ -190,8 +191,11 @@ class Context(Memory):
         params.no_perf = bool(no_perf)
         if rope_scaling is not None:
             params.rope_scaling_type = check_rope_scaling(rope_scaling)
-        params.rope_freq_base = check_float("rope_freq_base", rope_freq_base, 0.0, 1e12)
-        params.rope_freq_scale = check_float("rope_freq_scale", rope_freq_scale, 0.0, 1e6)
+        # 0 takes the model's; next to 0 every logit becomes NaN.
+        if rope_freq_base != 0:
+            params.rope_freq_base = check_float("rope_freq_base", rope_freq_base, 1e-3, 1e12)
+        if rope_freq_scale != 0:
+            params.rope_freq_scale = check_float("rope_freq_scale", rope_freq_scale, 1e-6, 1e6)
         for field, value in (
             ("yarn_ext_factor", yarn_ext_factor), ("yarn_attn_factor", yarn_attn_factor),
             ("yarn_beta_fast", yarn_beta_fast), ("yarn_beta_slow", yarn_beta_slow),
@@ -215,8 +219,7 @@ class Context(Memory):
         self.n_batch = int(lib.llama_n_batch(pointer))
         self.n_ubatch = int(lib.llama_n_ubatch(pointer))
         self.n_outputs_max = n_outputs_max
-        self.n_decodes = 0
-        self._n_output_rows = 0
+        self.n_decodes = self._n_output_rows = 0
         self._decoded = False
 
     # --- Decoding ----------------------------------------------------------------------------
@@ -255,7 +258,9 @@ class Context(Memory):
         _check_decode(code)
         self._decoded = True
         self._n_output_rows = batch.n_outputs
-        self._last_batch = batch
+        # A copy: the batch may be filled again before a row is sampled.
+        self._is_output = batch.output_flags.copy()
+        self._pending_copies.clear()
         return Logits(self, batch.n_outputs)
 
     def _check_batch(self, batch: Batch) -> None:
@@ -293,10 +298,16 @@ class Context(Memory):
         """`row` of the batch, if the last decode succeeded and computed its logits."""
         if not self._decoded:
             raise StaleLogitsError("there is no successful decode to take logits from")
-        check_int("row", row, 0, self._last_batch.n_rows - 1)
-        if not self._last_batch.is_output(row):
+        check_int("row", row, 0, len(self._is_output) - 1)
+        if not self._is_output[row]:
             raise InvalidArgumentError("row", row, "an output row of the last batch")
         return row
+
+    def output_logits(self, row: int) -> NDArray[np.float32]:
+        """The logits of one output row of the last batch: a view, `(n_vocab,)`."""
+        index = int(np.count_nonzero(self._is_output[: self.check_output_row(row)]))
+        rows = self._logit_rows(self.n_decodes, self._n_output_rows)
+        return np.atleast_1d(rows[index])
 
     def set_abort(self, abort: bool) -> None:
         """Make the running and every later decode return "aborted", or stop doing so.
@@ -322,6 +333,9 @@ class Context(Memory):
         """Apply these adapters with these scales, and no others."""
         pointer = self._pointer
         scales = [check_float("scale", scale, -1e4, 1e4) for _, scale in adapters]
+        for adapter, _ in adapters:
+            if adapter._parent is not self._parent:
+                raise InvalidArgumentError("adapter", adapter, "one of this context's model")
         pointers = [adapter._pointer for adapter, _ in adapters]
         n = len(adapters)
         adapter_type = self._lib.llama_adapter_lora_init.restype
@@ -331,10 +345,15 @@ class Context(Memory):
         forward_log()
         if code != 0:
             raise LlamaCallError("llama_set_adapters_lora", code)
-        self._loras = tuple(adapter for adapter, _ in adapters)  # in use: keep them alive
+        for adapter in self._loras:
+            adapter._children.discard(self)
+        # In use: they stay alive, and refuse to close.
+        self._loras = tuple(adapter for adapter, _ in adapters)
+        for adapter in self._loras:
+            adapter._children.add(self)
 
     def perf(self) -> PerfCounters:
-        """llama.cpp's counters since the last reset; times are 0 while `no_perf`."""
+        """Counters since the last reset; times are 0 while `no_perf`."""
         data = self._lib.llama_perf_context(self._pointer)
         return PerfCounters(*(getattr(data, name) for name in PerfCounters.__slots__))
 

@@ -36,6 +36,8 @@ class Memory(NativeHandle):
             raise ContextError("the model has no KV cache: it cannot generate text")
         super().__init__(pointer, lib.llama_free, parent=model)
         self.kv_unified = kv_unified
+        # Copies between streams that llama.cpp makes at the next decode.
+        self._pending_copies: set[int] = set()
         self.n_ctx = int(lib.llama_n_ctx(pointer))
         self.n_ctx_seq = int(lib.llama_n_ctx_seq(pointer))
         self.n_seq_max = int(lib.llama_n_seq_max(pointer))
@@ -79,12 +81,18 @@ class Memory(NativeHandle):
             if not is_whole:
                 raise InvalidArgumentError("[p0, p1)", (p0, p1), "everything (per-sequence layout)")
             first, end = -1, -1
+            self._pending_copies |= {seq_id_src, seq_id_dst}
         self._lib.llama_memory_seq_cp(self._memory, seq_id_src, seq_id_dst, first, end)
 
     def seq_keep(self, seq_id: int) -> None:
         """Remove every other sequence."""
         self._check_seq("seq_id", seq_id)
-        self._lib.llama_memory_seq_keep(self._memory, seq_id)
+        if self.kv_unified:
+            self._lib.llama_memory_seq_keep(self._memory, seq_id)
+            return
+        # In the per-sequence layout llama.cpp looks into one stream alone.
+        for other in set(range(self.n_seq_max)) - {seq_id}:
+            self._lib.llama_memory_seq_rm(self._memory, other, -1, -1)
 
     def seq_add(self, seq_id: int, p0: int | None, p1: int | None, delta: int) -> None:
         """Shift positions `[p0, p1)` of a sequence by `delta`, staying within the context."""
@@ -138,6 +146,7 @@ class Memory(NativeHandle):
         Carries no checksum: whoever stores it adds one (`state_seq_set_data` cannot tell).
         """
         self._check_seq("seq_id", seq_id)
+        self._check_copied(seq_id)
         if self.seq_pos_max(seq_id) is None:
             return b""
         size = self._lib.llama_state_seq_get_size(self._pointer, seq_id)
@@ -165,7 +174,8 @@ class Memory(NativeHandle):
         """
         self._check_seq("seq_id", seq_id)
         check_int("n_positions", n_positions, 1, self.n_ctx_seq)
-        if not data:
+        self._check_copied(seq_id)
+        if not isinstance(data, bytes | bytearray | memoryview) or not data:
             raise InvalidArgumentError("data", data, "a copy made by state_seq_get_data")
         if self.seq_pos_max(seq_id) is not None:
             raise InvalidArgumentError("seq_id", seq_id, "an empty sequence")
@@ -178,4 +188,11 @@ class Memory(NativeHandle):
             self._lib.llama_memory_seq_rm(self._memory, seq_id, -1, -1)
             raise LlamaCallError(
                 "llama_state_seq_set_data", n_bytes, f"restored positions {restored}"
+            )
+
+    def _check_copied(self, seq_id: int) -> None:
+        """Before the copy is made, its state is read as wrong bytes and silently overwritten."""
+        if seq_id in self._pending_copies:
+            raise InvalidArgumentError(
+                "seq_id", seq_id, "one whose seq_cp was followed by a decode (per-sequence layout)"
             )

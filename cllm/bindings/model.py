@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -74,7 +75,7 @@ class Model(NativeHandle):
         params.vocab_only = bool(vocab_only)
         params.progress_callback = progress.callback
         forward_log()
-        pointer = lib.llama_model_load_from_file(path.encode(), params)
+        pointer = lib.llama_model_load_from_file(os.fsencode(path), params)
         reason = forward_log()
         if not pointer:
             progress.reraise()
@@ -86,8 +87,9 @@ class Model(NativeHandle):
         self.n_ctx_train = int(lib.llama_model_n_ctx_train(pointer))
         self.n_embd = int(lib.llama_model_n_embd(pointer))
         self.n_layer = int(lib.llama_model_n_layer(pointer))
-        self.n_head = int(lib.llama_model_n_head(pointer))
-        self.n_head_kv = int(lib.llama_model_n_head_kv(pointer))
+        # Without weights the layers have no shape, and asking for the heads of one aborts.
+        self.n_head = 0 if vocab_only else int(lib.llama_model_n_head(pointer))
+        self.n_head_kv = 0 if vocab_only else int(lib.llama_model_n_head_kv(pointer))
         self.n_swa = int(lib.llama_model_n_swa(pointer))
         self.n_params = int(lib.llama_model_n_params(pointer))
         self.size_bytes = int(lib.llama_model_size(pointer))
@@ -155,6 +157,9 @@ class Model(NativeHandle):
             raise InvalidArgumentError("chat template", None, "in the model's metadata")
         array = (h.DECLARATIONS.structs["llama_chat_message"] * len(messages))()
         for slot, message in zip(array, messages, strict=True):
+            for key in ("role", "content"):
+                if key not in message:
+                    raise InvalidArgumentError("message", dict(message), f"one with {key!r}")
             slot.role = c_string("role", message["role"])
             slot.content = c_string("content", message["content"])
         size = 256 + 2 * sum(len(m["role"].encode()) + len(m["content"].encode()) for m in messages)
@@ -189,7 +194,7 @@ class LoraAdapter(NativeHandle):
         check_model_file(path)
         lib = library()
         forward_log()
-        pointer = lib.llama_adapter_lora_init(model._pointer, path.encode())
+        pointer = lib.llama_adapter_lora_init(model._pointer, os.fsencode(path))
         reason = forward_log()
         if not pointer:
             raise ModelLoadError(path, reason or "not a LoRA adapter for this model")
@@ -223,6 +228,10 @@ def check_model_file(path: str) -> None:
     """Refuse what would hang or abort the loader: not a regular file, or not GGUF."""
     if "\0" in path:
         raise ModelLoadError(path, "the path contains a NUL character")
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        raise ModelLoadError(path, "the path has no encoding in this file system") from None
     try:
         mode = Path(path).stat().st_mode
     except OSError as error:

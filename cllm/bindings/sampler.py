@@ -70,6 +70,16 @@ class Candidates:
         return logits
 
     @property
+    def selected_logit(self) -> float:
+        """The logit of the selected candidate, as the samplers left it."""
+        return float(self.data["logit"][int(self.struct.selected)])
+
+    def check_ids(self, n_vocab: int) -> None:
+        """Refuse ids that a vocabulary does not have: some samplers look them up."""
+        for token in (int(self.ids.min()), int(self.ids.max())):
+            check_int("candidate", token, 0, n_vocab - 1)
+
+    @property
     def selected(self) -> int | None:
         """The selected token id, if a sampler has selected one."""
         index = int(self.struct.selected)
@@ -90,6 +100,7 @@ class SamplerChain(NativeHandle):
         lib = library()
         self._lib = lib
         self._vocab = vocab
+        vocab._pointer  # noqa: B018  # raises if the model is closed, or of another process
         params = lib.llama_sampler_chain_default_params()
         self._adopt(lib.llama_sampler_chain_init(params))
         self._selects = False
@@ -227,10 +238,12 @@ class SamplerChain(NativeHandle):
 
     def add_logit_bias(self, biases: Mapping[int, float]) -> Self:
         """Add to the logits of some tokens; `-inf` bans one."""
+        if sum(bias == -np.inf for bias in biases.values()) >= self._vocab.n_tokens:
+            raise InvalidArgumentError("logit_bias", len(biases), "not a ban of every token")
         array = (h.DECLARATIONS.structs["llama_logit_bias"] * max(1, len(biases)))()
         for slot, (token, bias) in zip(array, biases.items(), strict=False):
             slot.token = self._vocab.check_token(token)
-            slot.bias = bias if bias == -np.inf else check_float("logit_bias", bias)
+            slot.bias = bias if bias == -np.inf else check_float("logit_bias", bias, -1e9, 1e9)
         n_vocab = self._vocab.n_tokens
         return self._add(self._lib.llama_sampler_init_logit_bias(n_vocab, len(biases), array))
 
@@ -249,13 +262,15 @@ class SamplerChain(NativeHandle):
         """
         if not self._selects:
             raise InvalidArgumentError("chain", self.names, "one that ends in a selecting sampler")
+        candidates.check_ids(self._vocab.n_tokens)
         # Without one finite logit llama.cpp answers the last token of the vocabulary.
         if not np.isfinite(candidates.logits.max()):
             raise InvalidArgumentError("logits", candidates.logits.max(), "finite at their maximum")
         self._lib.llama_sampler_apply(self._pointer, candidates.struct)
         token = candidates.selected
-        if token is None:
-            raise InvalidArgumentError("candidates", len(candidates), "some that can be selected")
+        if token is None or not np.isfinite(candidates.selected_logit):
+            # Biases and bans can leave nothing; llama.cpp then answers the last candidate.
+            raise InvalidArgumentError("candidates", len(candidates), "some with a finite logit")
         return token
 
     def accept(self, token: int) -> None:
@@ -270,6 +285,9 @@ class SamplerChain(NativeHandle):
         if not self._selects:
             raise InvalidArgumentError("chain", self.names, "one that ends in a selecting sampler")
         context.check_output_row(row)
+        largest = float(context.output_logits(row).max())
+        if not np.isfinite(largest):
+            raise InvalidArgumentError("logits", largest, "finite at their maximum")
         return int(self._lib.llama_sampler_sample(self._pointer, context._pointer, row))
 
     def reset(self) -> None:
@@ -277,7 +295,10 @@ class SamplerChain(NativeHandle):
         self._lib.llama_sampler_reset(self._pointer)
 
     def clone(self) -> SamplerChain:
-        """A chain in the same state, which goes its own way."""
+        """A chain in the same state, which goes its own way.
+
+        llama.cpp starts the random numbers of a cloned adaptive-p sampler anew.
+        """
         twin = SamplerChain.__new__(SamplerChain)
         twin._lib, twin._vocab, twin._selects = self._lib, self._vocab, self._selects
         twin._adopt(self._lib.llama_sampler_clone(self._pointer))
@@ -319,10 +340,11 @@ class Grammar(NativeHandle):
         lib = library()
         self._lib = lib
         self._vocab = vocab
+        encoded = c_string("grammar", text)
+        if not encoded:
+            raise InvalidArgumentError("grammar", text, "not empty")
         forward_log()
-        pointer = lib.llama_sampler_init_grammar(
-            vocab._pointer, c_string("grammar", text), c_string("root", root)
-        )
+        pointer = lib.llama_sampler_init_grammar(vocab._pointer, encoded, c_string("root", root))
         reason = forward_log()
         if not pointer:
             raise InvalidArgumentError("grammar", text[:60], f"valid GBNF ({reason})")
@@ -330,6 +352,7 @@ class Grammar(NativeHandle):
 
     def apply(self, candidates: Candidates) -> None:
         """Set the logits of forbidden tokens to -inf."""
+        candidates.check_ids(self._vocab.n_tokens)
         self._lib.llama_sampler_apply(self._pointer, candidates.struct)
 
     def allows(self, token: int) -> bool:
