@@ -710,6 +710,8 @@ def main() -> None:
                 Phase(1280, 10, 400, 220, 400, 0.25, (34, 34, 6, 26), 0.7, 2.0, mine_sums=True),
             ],
         ),
+        # The last sums.
+        (0.1, [Phase(512, 24, 120, 100, 300, 0.2, (50, 26, 4, 20), 0.5, 1.5, mine_sums=True)]),
     ]
 
     def log(line: str) -> None:
@@ -718,11 +720,16 @@ def main() -> None:
     log(f"{sum(p.numel() for p in model.parameters()):,} parameters")
     if arguments.resume:
         load(model, arguments.resume)
+    before: dict[str, Tensor] = {}
     for number, (peak, phases) in enumerate(stages):
+        before = {name: weight.clone() for name, weight in model.state_dict().items()}
         if number >= arguments.stage:
             train(model, phases, arguments.seed + number, peak, log)
             if arguments.checkpoint:
                 torch.save(model.state_dict(), arguments.checkpoint)
+    # The last stage knows the sums better, the one before it where counts end; their mean knows both.
+    last = model.state_dict()
+    model.load_state_dict({name: (before[name] + last[name]) / 2 for name in last})
     report = evaluate(model, 2000, 220, MAX_NOTE_TOKENS)
     for name, tally in report.items():
         log(f"{name}: {tally}")

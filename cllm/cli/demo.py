@@ -49,13 +49,13 @@ def questions() -> list[Answer]:
     """The eight prompts.  Most answers are about equally long, so that they share their ticks."""
     return [
         Answer("37+58=", "95"),
-        _counting(1, 20),
+        _counting(1, 18),
         _repeating("你好，世界！cllm 🦙 speaks UTF-8 🚀"),
-        _counting(87, 100),
+        _counting(86, 100),
         _repeating("The quick brown fox jumps over the lazy dog."),
-        Answer("reverse:streaming", "gnimaerts"),
+        _counting(940, 950),
         _repeating("Привет, мир! Ça va? Ναι — да."),
-        _counting(205, 216),
+        _counting(205, 215),
     ]
 
 

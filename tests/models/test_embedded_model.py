@@ -114,7 +114,7 @@ async def test_an_answer_of_hundreds_of_tokens_is_right_at_900_tokens_of_context
     """A head of 400 tokens, then an answer of more than 500."""
     head = "note:" + ("It was a bright cold day in April. " * 12)[:395] + "\n"
     async with Engine(n_ctx=4096, n_seq_max=4, **QUIET) as engine:
-        for first in (1, 100, 300, 555):
+        for first in (100, 300, 555, 800):
             last = first + 139
             completion = await engine.generate(f"{head}count:{first}..{last}", **GREEDY)
             assert completion.text == " ".join(str(n) for n in range(first, last + 1))
