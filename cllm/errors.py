@@ -126,8 +126,8 @@ class DecodeFailedError(LlamaCallError):
     """The decode was aborted or failed; part of the batch may be stored."""
 
 
-class InvalidArgumentError(CllmError, ValueError):
-    """An argument would make libllama abort, hang or answer nonsense; it was not called.
+class _FieldError(CllmError, ValueError):
+    """A value out of its limits.
 
     Attributes
     ----------
@@ -138,10 +138,17 @@ class InvalidArgumentError(CllmError, ValueError):
     """
 
     def __init__(self, field: str, value: object, limit: str) -> None:
-        super().__init__(f"{field} is {value!r}, must be {limit}")
+        shown = repr(value)
+        if len(shown) > 80:
+            shown = shown[:77] + "..."
+        super().__init__(f"{field} is {shown}, must be {limit}")
         self.field = field
         self.value = value
         self.limit = limit
+
+
+class InvalidArgumentError(_FieldError):
+    """An argument would make libllama abort, hang or answer nonsense; it was not called."""
 
 
 class PositionError(InvalidArgumentError):
@@ -181,25 +188,8 @@ class PromptTooLongError(RequestError):
         self.n_ctx = n_ctx
 
 
-class InvalidRequestError(RequestError, ValueError):
-    """A field of the request has a value that cannot be served.
-
-    Attributes
-    ----------
-    field : str
-    value : object
-    limit : str
-        What would have been accepted.
-    """
-
-    def __init__(self, field: str, value: object, limit: str) -> None:
-        shown = repr(value)
-        if len(shown) > 80:
-            shown = shown[:77] + "..."
-        super().__init__(f"{field} is {shown}, must be {limit}")
-        self.field = field
-        self.value = value
-        self.limit = limit
+class InvalidRequestError(_FieldError, RequestError):
+    """A field of the request has a value that cannot be served."""
 
 
 class QueueFullError(RequestError):
