@@ -95,6 +95,8 @@ def test_an_engine_that_is_never_closed_is_not_freed_under_its_thread() -> None:
 def test_ctrl_c_during_a_generation_ends_the_program_as_usual() -> None:
     done = run_child("""
         import signal
+        # A job in the background inherits an ignored SIGINT.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         async def main():
             async with Engine(**OPTIONS) as engine:
                 async with engine.stream(LONG, temperature=0) as stream:
