@@ -17,6 +17,8 @@ ErrorType = Callable[[str, object, str], Exception]
 
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = 3.4028234e38
+# llama.cpp's tokenizers are quadratic in places (43 s for 600 KB of newlines): nobody needs more.
+MAX_TEXT_BYTES = 1 << 20
 
 
 def check_int(

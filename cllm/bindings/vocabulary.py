@@ -12,14 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from cllm.bindings import _llama_h as h
 from cllm.bindings._library import library
-from cllm.checks import check_int
+from cllm.checks import MAX_TEXT_BYTES, check_int
 from cllm.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from cllm.bindings.model import Model
-
-# llama.cpp's tokenizers are quadratic in places (43 s for 600 KB of newlines): nobody needs more.
-MAX_TEXT_BYTES = 1 << 20
 
 
 class Vocabulary:

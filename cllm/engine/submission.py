@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from cllm.checks import INT32_MAX, check_float, check_int
+from cllm.checks import INT32_MAX, MAX_TEXT_BYTES, check_float, check_int
 from cllm.engine.request import SamplingOptions, SamplingParams
 from cllm.errors import InvalidRequestError, PromptTooLongError
 
@@ -63,10 +63,12 @@ def check_length(text: str, n_ctx: int) -> None:
     if len(text) > n_ctx * MAX_CHARACTERS_PER_TOKEN:
         raise PromptTooLongError(len(text) // MAX_CHARACTERS_PER_TOKEN, n_ctx)
     try:
-        text.encode()
+        n_bytes = len(text.encode())
     except UnicodeEncodeError as error:
         lone = text[error.start : error.start + 1]
         raise InvalidRequestError("prompt", lone, "text without lone surrogates") from None
+    if n_bytes > MAX_TEXT_BYTES:
+        raise InvalidRequestError("prompt", f"{n_bytes} bytes", f"at most {MAX_TEXT_BYTES} bytes")
 
 
 def check_tokens(tokens: tuple[int, ...], params: SamplingParams, n_ctx: int, n_vocab: int) -> None:

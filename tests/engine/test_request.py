@@ -283,3 +283,10 @@ def test_threads_that_are_not_given_are_the_physical_cores() -> None:
     assert EngineConfig().compute_threads == (cores, cores)
     assert EngineConfig(n_threads=3).compute_threads == (3, 3)
     assert EngineConfig(n_threads_batch=3).compute_threads == (cores, 3)
+
+
+def test_a_text_of_more_than_a_mebibyte_is_a_bad_request_whatever_the_context() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        submission.check_length("é" * (1 << 19) + "x", n_ctx=1 << 20)
+    assert (caught.value.field, caught.value.value) == ("prompt", "1048577 bytes")
+    submission.check_length("é" * (1 << 19), n_ctx=1 << 20)
