@@ -242,3 +242,17 @@ def test_a_struct_pointer_of_the_wrong_kind_is_refused_by_ctypes() -> None:
     wrong = h.DECLARATIONS.types["struct llama_model"]()
     with pytest.raises(ctypes.ArgumentError):
         library().llama_n_ctx(ctypes.pointer(wrong))
+
+
+def test_o9_nothing_deprecated_is_declared() -> None:
+    header = (library().path.parent.parent / "include" / "llama.h").read_text()
+    deprecated = set(re.findall(r"DEPRECATED\([^;]*?\b(llama_\w+)\s*\(", header))
+    assert "llama_load_model_from_file" in deprecated
+    assert not deprecated & set(h.DECLARATIONS.prototypes)
+
+
+def test_o8_there_is_one_way_to_llama_decode() -> None:
+    package = Path(h.__file__).parents[1]
+    callers = [path.name for path in package.rglob("*.py") if ".llama_decode(" in path.read_text()]
+    assert callers == ["context.py"]
+    assert (package / "bindings" / "context.py").read_text().count(".llama_decode(") == 1
