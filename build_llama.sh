@@ -302,7 +302,7 @@ check_decode() {
     "$here/tools/native/decode_check.c" -o "$scratch/decode_check" \
     -L"$stage/lib" -lllama -lggml -lggml-base -lm -Wl,-rpath,"$stage/lib" ||
     fail 'libllama was built, but a program cannot be linked with it'
-  # No leak check: ggml keeps its registry of devices until the end of the process.
+  # Only crashes count here, and the leak checker itself fails where ptrace is forbidden.
   ASAN_OPTIONS=detect_leaks=0 supervise bash -c '"$@"; exit $?' _ \
     "$scratch/decode_check" "$check_model" "$scratch" >"$scratch/log" 2>&1 || status=$?
   if ((status > 128)); then
