@@ -111,12 +111,6 @@ class NativeHandle:
         self._finalizer.detach()
         self._free(pointer)
 
-    def _disown(self) -> Any:
-        """The pointer, for a C call that takes ownership of it; the handle is closed after."""
-        pointer = self._pointer
-        self._finalizer.detach()
-        return pointer
-
     def __enter__(self) -> Self:
         return self
 

@@ -22,7 +22,6 @@ from typing import Any
 LLAMA_CPP_COMMIT = "0c1e57098"
 LLAMA_H_SHA256 = "d5cf9203bea63b575e76cba4881f29cfd1b611451578b01582b75b72ecbb04bc"
 
-LLAMA_DEFAULT_SEED = 0xFFFFFFFF
 LLAMA_TOKEN_NULL = -1
 
 # LLAMA_MAX_SEQ in llama-cparams.h, which is not installed; `llama_max_parallel_sequences` tells it.

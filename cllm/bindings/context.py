@@ -15,7 +15,7 @@ from cllm.bindings._library import forward_log, library
 from cllm.bindings.batch import Batch
 from cllm.bindings.memory import Memory
 from cllm.bindings.model import LoraAdapter, Model
-from cllm.checks import INT32_MAX, check_bool, check_enum, check_float, check_int
+from cllm.checks import INT32_MAX, MAX_THREADS, check_bool, check_enum, check_float, check_int
 from cllm.errors import (
     ContextError,
     DecodeFailedError,
@@ -31,7 +31,6 @@ KV_TYPES = {
     name: h.GgmlType[name.upper()]
     for name in ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 }
-MAX_THREADS = 512
 MAX_CELLS = 1 << 26
 
 

@@ -20,12 +20,11 @@ from cllm.bindings._handle import NativeHandle
 from cllm.bindings._library import forward_log, library
 from cllm.bindings.context import Context
 from cllm.bindings.vocabulary import Vocabulary, c_string
-from cllm.checks import INT32_MAX, check_float, check_int
+from cllm.checks import INT32_MAX, MAX_SEED, check_float, check_int
 from cllm.errors import InvalidArgumentError
 
 # Ring buffers of this length are allocated at once; more than a context can hold is useless.
 MAX_LAST_N = 1 << 20
-MAX_SEED = 2**32 - 2  # 2**32 - 1 asks llama.cpp for a random seed
 
 CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 

@@ -8,11 +8,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TypedDict
 
-from cllm.checks import check_bool, check_float, check_int
+from cllm.checks import MAX_THREADS, check_bool, check_float, check_int
 from cllm.errors import InvalidArgumentError
 
 EMBEDDED_MODEL = Path(__file__).parent.parent / "models" / "cllm-tiny.gguf"
-MAX_THREADS = 512
 
 
 class EngineOptions(TypedDict, total=False):

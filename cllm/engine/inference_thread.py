@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cllm.bindings import Batch, Candidates, Context, LoraAdapter, Model, SamplerChain
+from cllm.checks import MAX_SEED
 from cllm.engine.config import EngineConfig
 from cllm.engine.handoff import (
     Audit,
@@ -37,9 +38,9 @@ from cllm.engine.handoff import (
     Submit,
 )
 from cllm.engine.kv_cache import KVCache
-from cllm.engine.request import MAX_SEED, ModelInfo, SamplingParams
+from cllm.engine.request import ModelInfo, SamplingParams
 from cllm.engine.statistics import EngineStatistics
-from cllm.engine.tick import EngineCore
+from cllm.engine.tick import EngineCore, SamplerFactory
 from cllm.errors import ModelLoadError
 
 logger = logging.getLogger("cllm.engine")
@@ -68,13 +69,13 @@ class LlamaDecoder:
 class LlamaSampler:
     """A `TokenSampler`: llama.cpp's chain over a whole row."""
 
-    def __init__(self, model: Model, params: SamplingParams) -> None:
+    def __init__(self, model: Model, ids: NDArray[np.int32], params: SamplingParams) -> None:
         seed = secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed
         chain = SamplerChain(model.vocab)
         # llama-server's order of samplers.
         chain.add_top_k(params.top_k).add_top_p(params.top_p).add_min_p(params.min_p)
         self._chain = chain.add_temp(params.temperature).add_dist(seed)
-        self._ids = np.arange(model.vocab.n_tokens, dtype=np.int32)
+        self._ids = ids
         self.close = chain.close
 
     def sample(self, logits: NDArray[np.float32]) -> int:
@@ -84,9 +85,10 @@ class LlamaSampler:
         return token
 
 
-def make_sampler(model: Model, params: SamplingParams) -> LlamaSampler | None:
-    """The sampler of one request; None if it is greedy."""
-    return None if params.is_greedy else LlamaSampler(model, params)
+def sampler_factory(model: Model) -> SamplerFactory:
+    """What makes the sampler of each request: None for a greedy one."""
+    ids = np.arange(model.vocab.n_tokens, dtype=np.int32)  # the same for all of them
+    return lambda params: None if params.is_greedy else LlamaSampler(model, ids, params)
 
 
 class InferenceThread:
@@ -218,9 +220,7 @@ class InferenceThread:
             n_ctx_seq=context.n_ctx_seq,
             has_pos_min=not (model.is_recurrent or model.is_hybrid),
         )
-        core = EngineCore(
-            LlamaDecoder(context), model.vocab, kv_cache, functools.partial(make_sampler, model)
-        )
+        core = EngineCore(LlamaDecoder(context), model.vocab, kv_cache, sampler_factory(model))
         return core, _model_info(model, context)
 
     def _loop(self, core: EngineCore) -> None:

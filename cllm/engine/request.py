@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypedDict
 
-from cllm.checks import check_float, check_int
+from cllm.checks import MAX_SEED, check_float, check_int
 from cllm.errors import InvalidRequestError
 
-MAX_SEED = 2**32 - 2
 MAX_STOP_STRINGS = 64
 MAX_STOP_BYTES = 1024
 

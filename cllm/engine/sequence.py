@@ -37,9 +37,9 @@ class Sequence:
         Its reader has stopped reading.
     """
 
-    def __init__(self, request: GenerationRequest, sampler: TokenSampler | None) -> None:
+    def __init__(self, request: GenerationRequest) -> None:
         self.request = request
-        self.sampler = sampler
+        self.sampler: TokenSampler | None = None
         self.tokens = list(request.prompt_token_ids)
         self.n_prompt = len(self.tokens)
         self.slot: Slot | None = None

@@ -90,17 +90,14 @@ class EngineCore:
     # --- Commands ----------------------------------------------------------------------------
     def submit(self, request: GenerationRequest) -> None:
         """Take a request into the queue."""
-        try:
-            sampler = self._make_sampler(request.params)
-        except Exception as error:
-            sequence = Sequence(request, None)
-            self._by_id[request.request_id] = sequence
-            self.waiting.append(sequence)
-            self._finish(sequence, FinishReason.ERROR, None, cause=error)
-            return
-        sequence = Sequence(request, sampler)
+        sequence = Sequence(request)
         self._by_id[request.request_id] = sequence
         self.waiting.append(sequence)
+        try:
+            sequence.sampler = self._make_sampler(request.params)
+        except Exception as error:
+            self._finish(sequence, FinishReason.ERROR, None, cause=error)
+            return
         logger.debug("request %s: new, %d prompt tokens", request.request_id, sequence.n_prompt)
 
     def cancel(self, request_id: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,12 +25,6 @@ TOLERANCE = 1e-2
 TEXT = list(b"the quick brown fox")
 OTHER = list(b"jumps over")
 NewContext = Callable[..., Context]
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model_path: Path) -> Iterator[Model]:
-    with Model(tiny_model_path) as model:
-        yield model
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,17 +16,6 @@ from cllm.bindings._llama_h import TokenAttr, VocabType
 from cllm.errors import ModelLoadError
 
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model_path: Path) -> Iterator[Model]:
-    with Model(tiny_model_path) as model:
-        yield model
-
-
-@pytest.fixture(scope="module")
-def vocab(model: Model) -> Vocabulary:
-    return model.vocab
 
 
 def test_progress_rises_from_0_to_1(tiny_model_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -36,17 +35,6 @@ SAMPLERS: dict[str, tuple[str, Build]] = {
     "add_infill": ("infill", lambda c: c.add_infill()),
 }
 SELECTING = {"add_greedy", "add_dist", "add_mirostat", "add_mirostat_v2", "add_adaptive_p"}
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model_path: Path) -> Iterator[Model]:
-    with Model(tiny_model_path) as model:
-        yield model
-
-
-@pytest.fixture(scope="module")
-def vocab(model: Model) -> Vocabulary:
-    return model.vocab
 
 
 @pytest.fixture

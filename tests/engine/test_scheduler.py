@@ -30,8 +30,7 @@ def sequence_of(
             priority=priority,
             submitted_at=0.0,
             deadline=deadline,
-        ),
-        None,
+        )
     )
 
 
