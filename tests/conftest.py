@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Every engine of the suite, those in child processes too, compares its books with llama.cpp's after
+# every tick, and fails where they differ.  Read when cllm is imported.
+os.environ.setdefault("CLLM_AUDIT", "tick")
 
 from cllm import Engine
 from tools import make_model

@@ -21,6 +21,7 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
     ("cllm.checks", ("cllm.errors",)),
     ("cllm.bindings", ("cllm.bindings", "cllm.checks", "cllm.errors")),
     ("cllm.engine.inference_thread", ("cllm.bindings", *PURE)),
+    ("cllm.engine.llama_decoder", ("cllm.bindings", *PURE)),
     ("cllm.engine.engine", ("cllm.bindings", *PURE)),
     ("cllm.engine", PURE),
     ("cllm.testing", ("cllm", "cllm.testing", *PURE)),
@@ -33,16 +34,25 @@ WITHOUT_ANYIO = {
     "cllm.engine." + name
     for name in [
         "config",
+        "decoder",
         "detokenizer",
         "health",
         "inference_thread",
         "kv_cache",
+        "kv_cache_manager",
+        "llama_decoder",
+        "prefix_cache",
+        "recovery",
         "request",
+        "run_queue",
         "sampling",
         "scheduler",
         "sequence",
         "statistics",
         "submission",
+        "tick",
+        "tick_cost",
+        "tick_log",
     ]
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 
 import anyio
 
@@ -20,10 +21,19 @@ class QueueGate:
     n_open : int
     """
 
-    def __init__(self, *, n_seq_max: int, max_queue: int) -> None:
+    def __init__(
+        self,
+        *,
+        n_seq_max: int,
+        max_queue: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._n_seq_max = n_seq_max
         self._max_queue = max_queue
-        self._left_at: deque[float] = deque(maxlen=N_TIMES)
+        self._clock = clock
+        # Times between two that left, with work all the while.
+        self._gaps: deque[float] = deque(maxlen=N_TIMES)
+        self._since = 0.0
         self._left = anyio.Event()
         self.n_open = 0
 
@@ -33,18 +43,23 @@ class QueueGate:
         Raises
         ------
         QueueFullError
-            As many as `max_queue` are waiting; `retry_after_s` is the mean time in which one has
-            been leaving lately.
+            As many as `max_queue` are waiting; `retry_after_s` is the mean time between two
+            requests that left lately: until then one place is free.
         """
         n_waiting = self.n_open - self._n_seq_max
         if n_waiting >= self._max_queue:
             raise QueueFullError(max(0, n_waiting), self._seconds_per_request())
+        if self.n_open == 0:
+            self._since = self._clock()
         self.n_open += 1
 
-    def leave(self) -> None:
-        """One request less."""
+    def leave(self, *, is_served: bool = True) -> None:
+        """One request less; not served if it was refused before it could wait."""
+        if is_served:
+            now = self._clock()
+            self._gaps.append(now - self._since)
+            self._since = now
         self.n_open -= 1
-        self._left_at.append(time.perf_counter())
         self.wake()
 
     def wake(self) -> None:
@@ -57,7 +72,7 @@ class QueueGate:
         await self._left.wait()
 
     def _seconds_per_request(self) -> float:
-        times = self._left_at
-        if len(times) < 2:
-            return 1.0
-        return max(0.01, (times[-1] - times[0]) / (len(times) - 1))
+        if not self._gaps:
+            # Nobody has left yet: it takes at least as long again as it has taken so far.
+            return max(1.0, self._clock() - self._since)
+        return max(0.01, sum(self._gaps) / len(self._gaps))

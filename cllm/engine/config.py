@@ -11,6 +11,9 @@ from typing import TypedDict
 from cllm.checks import MAX_THREADS, check_bool, check_float, check_int
 from cllm.errors import InvalidArgumentError
 
+N_SEQ_IDS = 256  # LLAMA_MAX_SEQ: all that libllama has
+N_CACHED_IDS = 16  # of the prefix cache, at the most
+
 EMBEDDED_MODEL = Path(__file__).parent.parent / "models" / "cllm-tiny.gguf"
 
 
@@ -32,8 +35,13 @@ class EngineOptions(TypedDict, total=False):
     use_mlock: bool
     check_tensors: bool
     max_queue: int
+    prefix_cache: bool
+    prefix_cache_tokens: int | None
+    swap_tokens: int | None
+    target_itl_ms: float | None
     stream_buffer: int
     stall_timeout_s: float
+    tick_log: str | Path | None
     rope_scaling: str | None
     rope_freq_base: float
     rope_freq_scale: float
@@ -56,7 +64,7 @@ class EngineConfig:
     n_ctx : int
         KV cells in all, shared by the sequences; 0 takes the model's training length.
     n_seq_max : int
-        Running sequences, 1 to 256.
+        Running sequences, 1 to 255; 256 without prefix cache.
     n_batch, n_ubatch : int
         Rows of a tick, and of a physical batch; `n_batch` at least `n_seq_max`.
     n_threads, n_threads_batch : int, optional
@@ -73,10 +81,24 @@ class EngineConfig:
         Map the file, lock it in memory, look for NaN in the weights.
     max_queue : int
         Requests that may wait for a seq_id; one more is a `QueueFullError`.
+    prefix_cache : bool
+        Share the cells of equal beginnings of prompts: with running sequences, and with what
+        finished ones have left.
+    prefix_cache_tokens : int, optional
+        KV cells that finished sequences may leave occupied; None: half of `n_ctx`.
+    swap_tokens : int, optional
+        Tokens of preempted sequences whose cells may be kept in host memory, where that is cheaper
+        than computing them again; None: as many as `n_ctx`, 0: never.
+    target_itl_ms : float, optional
+        Milliseconds between two tokens of a stream that an incoming prompt shall not exceed: its
+        chunks are sized for that.  None: as many rows as fit.
     stream_buffer : int
         Deltas held for a reader that does not read, before its sequence pauses.
     stall_timeout_s : float
         Seconds in one tick after which `health()` says "stalled".
+    tick_log : str or Path, optional
+        Write every command and every tick's plan and outcome to this file, a JSON object a line;
+        `cllm.testing.replay` repeats them without a model.  Holds prompts and answers.
     rope_scaling, rope_freq_base, rope_freq_scale, yarn_* :
         RoPE; None and 0 take the model's.
     lora : sequence of (path, scale)
@@ -104,8 +126,13 @@ class EngineConfig:
     use_mlock: bool = False
     check_tensors: bool = False
     max_queue: int = 256
+    prefix_cache: bool = True
+    prefix_cache_tokens: int | None = None
+    swap_tokens: int | None = None
+    target_itl_ms: float | None = None
     stream_buffer: int = 64
     stall_timeout_s: float = 30.0
+    tick_log: str | Path | None = None
     rope_scaling: str | None = None
     rope_freq_base: float = 0.0
     rope_freq_scale: float = 0.0
@@ -117,7 +144,8 @@ class EngineConfig:
     lora: Sequence[tuple[str | Path, float]] = ()
 
     def __post_init__(self) -> None:
-        check_int("n_seq_max", self.n_seq_max, 1, 256)
+        check_bool("prefix_cache", self.prefix_cache)
+        check_int("n_seq_max", self.n_seq_max, 1, 255 if self.prefix_cache else 256)
         check_int("n_ctx", self.n_ctx, 0, 1 << 26)
         if 0 < self.n_ctx < self.n_seq_max:
             raise InvalidArgumentError(
@@ -125,10 +153,15 @@ class EngineConfig:
             )
         check_int("n_batch", self.n_batch, self.n_seq_max, 1 << 20)
         check_int("n_ubatch", self.n_ubatch, 1, 1 << 20)
-        for field in ("n_threads", "n_threads_batch"):
+        for field, low, high in (
+            ("n_threads", 1, MAX_THREADS), ("n_threads_batch", 1, MAX_THREADS),
+            ("prefix_cache_tokens", 1, 1 << 26), ("swap_tokens", 0, 1 << 30),
+        ):  # fmt: skip
             value = getattr(self, field)
             if value is not None:
-                check_int(field, value, 1, MAX_THREADS)
+                check_int(field, value, low, high)
+        if self.target_itl_ms is not None:
+            check_float("target_itl_ms", self.target_itl_ms, 0.1, 1e6)
         check_int("n_gpu_layers", self.n_gpu_layers, -1, 2**31 - 1)
         for field in ("kv_unified", "use_mmap", "use_mlock", "check_tensors"):
             check_bool(field, getattr(self, field))
@@ -144,6 +177,24 @@ class EngineConfig:
     def model_path(self) -> Path:
         """The file to load."""
         return EMBEDDED_MODEL if self.model is None else Path(self.model)
+
+    @property
+    def n_seq_ids(self) -> int:
+        """seq_ids of the context: the running sequences' and the prefix cache's own.
+
+        In the per-sequence layout each would cost its share of `n_ctx`: there the prefix cache
+        lives in seq_ids that no running sequence needs.
+        """
+        if not self.prefix_cache or not self.kv_unified:
+            return self.n_seq_max
+        return min(self.n_seq_max + min(self.n_seq_max, N_CACHED_IDS), N_SEQ_IDS)
+
+    def n_prefix_cache_tokens(self, n_cells: int) -> int:
+        """KV cells that finished sequences may leave occupied, of so many in all."""
+        if not self.prefix_cache:
+            return 0
+        n_tokens = self.prefix_cache_tokens
+        return n_cells // 2 if n_tokens is None else min(n_tokens, n_cells)
 
     @property
     def compute_threads(self) -> tuple[int, int]:

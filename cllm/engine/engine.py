@@ -20,12 +20,8 @@ from cllm.engine.admission import QueueGate
 from cllm.engine.config import EngineConfig, EngineOptions, config_from
 from cllm.engine.dispatcher import Dispatcher
 from cllm.engine.fan_out import run_all
-from cllm.engine.handoff import (
-    Event,
-    Inbox,
-    Outbox,
-)
-from cllm.engine.health import EngineStatus, Health
+from cllm.engine.handoff import Event, Inbox, Outbox, ResetPrefixCache
+from cllm.engine.health import EngineStatus, Health, health_of
 from cllm.engine.inference_thread import InferenceThread
 from cllm.engine.request import (
     Completion,
@@ -288,7 +284,7 @@ class Engine:
             if self._dispatcher.is_open(call.request_id):
                 raise InvalidRequestError("request_id", call.request_id, "not in use")
         except BaseException:
-            self._gate.leave()
+            self._gate.leave(is_served=False)
             raise
         # Nothing is awaited from here on: a submitted request always has its channel.
         self._n_serial += 1
@@ -354,15 +350,18 @@ class Engine:
 
     def health(self) -> Health:
         """Whether requests are served.  Any thread, at any time."""
-        status = self._present_status
-        if status is None:
-            return Health(EngineStatus.STARTING, 0.0, "not entered yet")
-        age_s = self._thread.heartbeat_age_s
-        if status is EngineStatus.FAILED:
-            return Health(status, age_s, repr(self._dispatcher.failure))
-        if status is EngineStatus.READY and age_s > self.config.stall_timeout_s:
-            return Health(EngineStatus.STALLED, age_s, f"in one tick for {age_s:.1f} s")
-        return Health(status, age_s, "" if status is EngineStatus.READY else status)
+        return health_of(
+            self._present_status,
+            0.0 if self._status is None else self._thread.heartbeat_age_s,
+            failure=None if self._status is None else self._dispatcher.failure,
+            stall_timeout_s=self.config.stall_timeout_s,
+        )
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget what finished requests have left in the KV cache."""
+        self._check_serving(draining=True)
+        self._inbox.put(ResetPrefixCache())
+        await self._dispatcher.audit()  # answered after it
 
     async def audit(self) -> list[str]:
         """Discrepancies between the books and llama.cpp's own; empty means they agree."""

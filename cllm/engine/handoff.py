@@ -35,17 +35,16 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
-class Pause:
-    """The reader of this request has fallen behind: compute no more of it."""
+class Read:
+    """The reader of this request has taken so many deltas more: as many may be computed."""
 
     request_id: str
+    n_deltas: int
 
 
 @dataclass(frozen=True, slots=True)
-class Resume:
-    """The reader has caught up."""
-
-    request_id: str
+class ResetPrefixCache:
+    """Forget what finished requests have left in the KV cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,7 @@ class Shutdown:
     """Cancel everything and end the thread.  Answered by `Stopped`."""
 
 
-Command = Submit | Cancel | Pause | Resume | Audit | Shutdown
+Command = Submit | Cancel | Read | ResetPrefixCache | Audit | Shutdown
 
 
 # --- Events: inference thread → event loop ----------------------------------------------------
@@ -111,14 +110,23 @@ T = TypeVar("T")
 
 
 class Inbox:
-    """Commands on their way to the inference thread.  `put` from any thread."""
+    """Commands on their way to the inference thread.  `put` from any thread.
+
+    Attributes
+    ----------
+    on_cancel : callable
+        Called with the request id when a `Cancel` has been put, in the thread that put it.
+    """
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self.on_cancel: Callable[[str], None] = lambda request_id: None
 
     def put(self, command: Command) -> None:
         """Never blocks."""
         self._queue.put(command)
+        if isinstance(command, Cancel):
+            self.on_cancel(command.request_id)
 
     def drain(self, *, wait: bool, until: float | None = None) -> list[Command]:
         """All commands there are.  Inference thread only.

@@ -32,3 +32,21 @@ class Health:
     status: EngineStatus
     heartbeat_age_s: float
     reason: str = ""
+
+
+def health_of(
+    status: EngineStatus | None,
+    heartbeat_age_s: float,
+    *,
+    failure: BaseException | None,
+    stall_timeout_s: float,
+) -> Health:
+    """The health of an engine with this status, None before it was entered."""
+    if status is None:
+        return Health(EngineStatus.STARTING, 0.0, "not entered yet")
+    if status is EngineStatus.FAILED:
+        return Health(status, heartbeat_age_s, repr(failure))
+    if status is EngineStatus.READY and heartbeat_age_s > stall_timeout_s:
+        reason = f"in one tick for {heartbeat_age_s:.1f} s"
+        return Health(EngineStatus.STALLED, heartbeat_age_s, reason)
+    return Health(status, heartbeat_age_s, "" if status is EngineStatus.READY else status)

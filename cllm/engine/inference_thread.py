@@ -10,18 +10,15 @@ from __future__ import annotations
 import atexit
 import functools
 import logging
-import secrets
+import os
 import threading
 import time
 import weakref
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
-import numpy as np
-from numpy.typing import NDArray
-
-from cllm.bindings import Batch, Candidates, Context, LoraAdapter, Model, SamplerChain
-from cllm.checks import MAX_SEED
+from cllm.bindings import Context, LoraAdapter, Model
 from cllm.engine.config import EngineConfig
+from cllm.engine.decoder import Decoder
 from cllm.engine.handoff import (
     Audit,
     Audited,
@@ -30,65 +27,30 @@ from cllm.engine.handoff import (
     Event,
     Inbox,
     Outbox,
-    Pause,
+    Read,
     Ready,
-    Resume,
+    ResetPrefixCache,
     Shutdown,
     Stopped,
     Submit,
 )
 from cllm.engine.kv_cache import KVCache
-from cllm.engine.request import ModelInfo, SamplingParams
+from cllm.engine.llama_decoder import LlamaDecoder, make_context, sampler_factory
+from cllm.engine.request import ModelInfo
+from cllm.engine.scheduler import Chunk
+from cllm.engine.sequence import Vocabulary
 from cllm.engine.statistics import EngineStatistics
-from cllm.engine.tick import EngineCore, SamplerFactory
-from cllm.errors import ModelLoadError
+from cllm.engine.tick import EngineCore
+from cllm.engine.tick_log import LoggedDecoder, LoggedVocabulary, TickLog, logged_samplers
+from cllm.errors import CllmError, ModelLoadError
 
 logger = logging.getLogger("cllm.engine")
 
 EXIT_TIMEOUT_S = 5.0
-
-
-class LlamaDecoder:
-    """A `Decoder` over a context and one batch."""
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-        self._batch = Batch(context.n_batch)
-        self.n_batch = context.n_batch
-        self.clear = self._batch.clear
-        self.add = self._batch.add
-        self.seq_rm = context.seq_rm
-        self.seq_pos_min = context.seq_pos_min
-        self.seq_pos_max = context.seq_pos_max
-
-    def decode(self) -> NDArray[np.float32]:
-        """Compute the batch; see `Decoder`."""
-        return self._context.decode(self._batch).rows
-
-
-class LlamaSampler:
-    """A `TokenSampler`: llama.cpp's chain over a whole row."""
-
-    def __init__(self, model: Model, ids: NDArray[np.int32], params: SamplingParams) -> None:
-        seed = secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed
-        chain = SamplerChain(model.vocab)
-        # llama-server's order of samplers.
-        chain.add_top_k(params.top_k).add_top_p(params.top_p).add_min_p(params.min_p)
-        self._chain = chain.add_temp(params.temperature).add_dist(seed)
-        self._ids = ids
-        self.close = chain.close
-
-    def sample(self, logits: NDArray[np.float32]) -> int:
-        """Choose from one row and accept the choice."""
-        token = self._chain.apply(Candidates(self._ids, logits))
-        self._chain.accept(token)
-        return token
-
-
-def sampler_factory(model: Model) -> SamplerFactory:
-    """What makes the sampler of each request: None for a greedy one."""
-    ids = np.arange(model.vocab.n_tokens, dtype=np.int32)  # the same for all of them
-    return lambda params: None if params.is_greedy else LlamaSampler(model, ids, params)
+IDLE_AUDIT_S = 1.0
+# An aborted decode of fewer rows would have ended about as soon.
+MIN_ABORTED_ROWS = 16
+AUDIT_EVERY_TICK = os.environ.get("CLLM_AUDIT") == "tick"
 
 
 class InferenceThread:
@@ -108,8 +70,13 @@ class InferenceThread:
         self._outbox = outbox
         self.model: Model | None = None
         self.statistics = EngineStatistics()
-        self._context: Context | None = None
+        self._decoder: LlamaDecoder | None = None
         self._stopping = False
+        self._batch_lock = threading.Lock()
+        self._batch_rows: dict[str, int] = {}
+        self._n_batch_rows = self._n_wanted_rows = 0
+        self._audited_at = float("-inf")
+        self._log: TickLog | None = None
         self._busy_since: float | None = None
         self._thread = threading.Thread(target=self._run, name="cllm-inference", daemon=True)
 
@@ -120,6 +87,7 @@ class InferenceThread:
         self._thread.start()
         # Registered after `weakref`'s own exit handler, and so run before it.
         atexit.register(self._at_exit)
+        self._inbox.on_cancel = functools.partial(_interrupt, weakref.ref(self))
 
     @property
     def is_alive(self) -> bool:
@@ -135,8 +103,8 @@ class InferenceThread:
     def request_stop(self) -> None:
         """Cancel everything, also a load or a decode that is running.  Any thread; returns at once."""
         self._stopping = True
-        if (context := self._context) is not None:
-            context.set_abort(True)
+        if (decoder := self._decoder) is not None:
+            decoder.stop()
         self._inbox.put(Shutdown())
 
     def join(self, timeout: float | None = None) -> None:
@@ -154,7 +122,7 @@ class InferenceThread:
             error = caught
             logger.debug("the inference thread ends", exc_info=True)
         finally:
-            self.model = self._context = self._busy_since = None
+            self.model = self._decoder = self._busy_since = None
             self._outbox.post([Stopped(error)])
 
     def _serve(self, owned: ExitStack) -> None:
@@ -166,7 +134,7 @@ class InferenceThread:
         except BaseException as error:
             core.fail_all(error)  # what the requests hold in the cache goes with the context
             self._publish(core)
-            self._outbox.post(core.events)
+            self._outbox.post(core.take_events())
             raise
 
     def _load(self, owned: ExitStack) -> tuple[EngineCore, ModelInfo]:
@@ -185,64 +153,70 @@ class InferenceThread:
             )
         )
         loras = [(owned.enter_context(LoraAdapter(model, p)), scale) for p, scale in config.lora]
-        n_threads, n_threads_batch = config.compute_threads
-        context = owned.enter_context(
-            Context(
-                model,
-                n_ctx=config.n_ctx,
-                n_batch=config.n_batch,
-                n_ubatch=config.n_ubatch,
-                n_seq_max=config.n_seq_max,
-                n_threads=n_threads,
-                n_threads_batch=n_threads_batch,
-                kv_unified=config.kv_unified,
-                flash_attn=config.flash_attn,
-                type_k=config.type_k,
-                type_v=config.type_v,
-                rope_scaling=config.rope_scaling,
-                rope_freq_base=config.rope_freq_base,
-                rope_freq_scale=config.rope_freq_scale,
-                yarn_ext_factor=config.yarn_ext_factor,
-                yarn_attn_factor=config.yarn_attn_factor,
-                yarn_beta_fast=config.yarn_beta_fast,
-                yarn_beta_slow=config.yarn_beta_slow,
-                yarn_orig_ctx=config.yarn_orig_ctx,
-            )
-        )
-        if loras:
-            context.set_loras(loras)
-        self.model, self._context = model, context
+        decoder = LlamaDecoder(lambda: make_context(model, config, loras), n_batch=config.n_batch)
+        owned.callback(decoder.close)
+        self.model, self._decoder = model, decoder
         if self._stopping:
-            context.set_abort(True)
+            decoder.stop()
+        context = decoder.context
+        has_whole_memory = not (model.is_recurrent or model.is_hybrid)
         kv_cache = KVCache(
             n_cells=context.n_ctx,
-            n_seq_max=context.n_seq_max,
+            n_seq_ids=context.n_seq_max,
             n_ctx_seq=context.n_ctx_seq,
-            has_pos_min=not (model.is_recurrent or model.is_hybrid),
+            kv_unified=config.kv_unified,
+            has_pos_min=has_whole_memory and (config.prefix_cache or model.n_swa == 0),
         )
-        core = EngineCore(LlamaDecoder(context), model.vocab, kv_cache, sampler_factory(model))
+        core = self._make_core(decoder, model, kv_cache, owned)
         return core, _model_info(model, context)
+
+    def _make_core(
+        self, decoder: Decoder, model: Model, kv_cache: KVCache, owned: ExitStack
+    ) -> EngineCore:
+        vocabulary: Vocabulary = model.vocab
+        make_sampler, clock, config = sampler_factory(model), time.perf_counter, self._config
+        if config.tick_log is not None:
+            self._log = log = owned.enter_context(closing(TickLog(config.tick_log)))
+            log.header(config, kv_cache)
+            decoder, vocabulary = LoggedDecoder(decoder, log), LoggedVocabulary(vocabulary, log)
+            make_sampler, clock = logged_samplers(make_sampler, log), log.clock
+        return EngineCore(
+            decoder,
+            vocabulary,
+            kv_cache,
+            make_sampler,
+            config,
+            clock=clock,
+            on_batch=self._on_batch,
+        )
 
     def _loop(self, core: EngineCore) -> None:
         while True:
             self._busy_since = None
+            if not core.has_work:
+                self._audit_when_idle(core)
             commands = self._inbox.drain(wait=not core.has_work, until=core.next_deadline)
             self._busy_since = time.perf_counter()
-            if any(isinstance(command, Shutdown) for command in commands):
+            is_last = any(isinstance(command, Shutdown) for command in commands)
+            if is_last:
                 core.cancel_all()
             else:
                 for command in commands:
                     self._obey(core, command)
                 core.tick()
+                if AUDIT_EVERY_TICK and (found := core.discrepancies()):
+                    raise CllmError(f"the books and llama.cpp disagree: {'; '.join(found)}")
             self._publish(core)
-            events, core.events = core.events, []
+            events = core.take_events()
+            if self._log is not None:
+                self._log.cancel_all() if is_last else self._log.tick(events)
             started = time.perf_counter()
             listened = self._outbox.post(events) if events else True
             core.recorder.deliver_s += time.perf_counter() - started
             if not listened:
                 core.cancel_all()
                 return
-            if any(isinstance(command, Shutdown) for command in commands):
+            if is_last:
                 return
 
     def _obey(self, core: EngineCore, command: Command) -> None:
@@ -251,12 +225,51 @@ class InferenceThread:
                 core.submit(request)
             case Cancel(request_id):
                 core.cancel(request_id)
-            case Pause(request_id):
-                core.set_paused(request_id, True)
-            case Resume(request_id):
-                core.set_paused(request_id, False)
+            case Read(request_id, n_deltas):
+                core.read(request_id, n_deltas)
+            case ResetPrefixCache():
+                core.reset_prefix_cache()
             case Audit(call_id):
-                core.events.append(Audited(call_id, tuple(core.discrepancies())))
+                core.queue.events.append(Audited(call_id, tuple(core.discrepancies())))
+        if self._log is not None:
+            self._log.command(command)
+
+    def _audit_when_idle(self, core: EngineCore) -> None:
+        """Compare the books with llama.cpp's, at most once a second; mend what differs."""
+        now = time.perf_counter()
+        if now - self._audited_at < IDLE_AUDIT_S:
+            return
+        self._audited_at = now
+        if found := core.discrepancies():
+            logger.error("the books and llama.cpp disagree: %s", "; ".join(found))
+            core.manager.fault = CllmError(f"the books and llama.cpp disagree: {found[0]}")
+
+    # --- Cancelling inside a decode ----------------------------------------------------------
+    def _on_batch(self, chunks: list[Chunk]) -> None:
+        """A decode is about to begin."""
+        decoder = self._decoder
+        assert decoder is not None
+        with self._batch_lock:
+            self._batch_rows = {c.sequence.request_id: c.n_tokens for c in chunks}
+            self._n_wanted_rows = self._n_batch_rows = sum(self._batch_rows.values())
+            decoder.allow()
+
+    def interrupt(self, request_id: str) -> None:
+        """A request has been cancelled: do not finish a decode that is mostly its own.
+
+        Any thread; returns at once.  What the others had in the batch is computed again.
+        """
+        with self._batch_lock:
+            n_rows = self._batch_rows.pop(request_id, 0)
+            self._n_wanted_rows -= n_rows
+            n_lost = self._n_batch_rows - self._n_wanted_rows
+            if (
+                n_rows
+                and n_lost >= MIN_ABORTED_ROWS
+                and n_lost > self._n_wanted_rows
+                and self._decoder is not None
+            ):
+                self._decoder.abort()
 
     def _publish(self, core: EngineCore) -> None:
         self.statistics = core.statistics()
@@ -285,3 +298,10 @@ def _stop_at_exit(reference: weakref.ref[InferenceThread]) -> None:
     if thread is not None and thread.is_alive:
         thread.request_stop()
         thread.join(EXIT_TIMEOUT_S)
+
+
+def _interrupt(reference: weakref.ref[InferenceThread], request_id: str) -> None:
+    """A request has been cancelled; does not keep the thread's object alive."""
+    thread = reference()
+    if thread is not None:
+        thread.interrupt(request_id)

@@ -5,10 +5,13 @@ Nothing here calls llama.cpp, reads a clock or knows about threads: same input, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from cllm.engine.sequence import Sequence
+
+# Tokens that everybody has room for before a sequence that was preempted may run again.
+N_AHEAD_AGAIN = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,44 +27,76 @@ class Chunk:
         return self.n_tokens == self.sequence.n_pending
 
 
-def plan(running: Iterable[Sequence], n_rows: int) -> list[Chunk]:
+def plan(
+    running: Iterable[Sequence], n_rows: int, n_prompt_rows: int | None = None, *, now: float
+) -> list[Chunk]:
     """Share `n_rows` rows among the running sequences.
 
     Decoding sequences come first, one row each, so that a prompt never makes them wait.  What is
-    left goes to prompts one after another, most urgent first: computing them all at once would
-    give each its first token as late as the last.  Chunks are in the order of their seq_ids, which
-    lets llama.cpp use its graph again.
+    left, at most `n_prompt_rows`, goes to prompts one after another, most urgent first: computing
+    them all at once would give each its first token as late as the last.  Chunks are in the order
+    of their seq_ids, which lets llama.cpp use its graph again.
     """
-    chunks: list[Chunk] = []
-    active = (s for s in running if not s.is_paused)
-    for sequence in sorted(active, key=lambda s: (s.n_pending > 1, s.urgency)):
-        n_tokens = min(sequence.n_pending, n_rows)
-        if n_tokens <= 0:
-            break
-        chunks.append(Chunk(sequence, n_tokens))
-        n_rows -= n_tokens
+    sequences = list(running)
+    ready = [s for s in sequences if s.is_ready]
+    chunks = [Chunk(s, 1) for s in _by_urgency(ready, now) if s.n_pending == 1][: max(0, n_rows)]
+    n_rows -= len(chunks)
+    if n_prompt_rows is not None:
+        n_rows = min(n_rows, n_prompt_rows)
+    if n_rows > 0:
+        urgencies = _with_followers(sequences, now)
+        prompts = [s for s in ready if s.n_pending > 1]
+        for sequence in sorted(prompts, key=lambda s: urgencies[s.request_id]):
+            n_tokens = min(sequence.n_pending, n_rows)
+            if n_tokens <= 0:
+                break
+            chunks.append(Chunk(sequence, n_tokens))
+            n_rows -= n_tokens
     chunks.sort(key=lambda c: c.sequence.slot.seq_id if c.sequence.slot else -1)
     return chunks
 
 
-def next_admitted(
-    waiting: Iterable[Sequence], running: Iterable[Sequence], n_free_cells: int
-) -> Sequence | None:
-    """The most urgent waiting sequence, if it may start now.
+def _by_urgency(sequences: Iterable[Sequence], now: float) -> list[Sequence]:
+    return sorted(sequences, key=lambda s: s.urgency(now))
 
-    It may when the cells suffice for what it and the running ones have pending, and for one more
-    token of each: a sequence admitted into less would be preempted again at once.
+
+def _with_followers(running: Iterable[Sequence], now: float) -> Mapping[str, tuple[object, ...]]:
+    """How urgent each sequence is, or the most urgent of those that wait for its tokens."""
+    urgencies = {s.request_id: s.urgency(now) for s in running}
+    for follower in running:
+        if follower.leader is not None and not follower.is_paused:
+            leader_id = follower.leader.request_id
+            own = urgencies.get(leader_id)
+            if own is not None:
+                urgencies[leader_id] = min(own, follower.urgency(now))
+    return urgencies
+
+
+def most_urgent(sequences: Iterable[Sequence], now: float) -> Sequence | None:
+    """Who is served first."""
+    return min(sequences, key=lambda s: s.urgency(now), default=None)
+
+
+def next_admitted(waiting: Iterable[Sequence], now: float) -> Sequence | None:
+    """The waiting sequence to start next: the most urgent; nobody overtakes it."""
+    return most_urgent((s for s in waiting if not s.is_paused), now)
+
+
+def has_room(
+    sequence: Sequence, n_new_cells: int, n_available: int, running: Iterable[Sequence]
+) -> bool:
+    """Whether a sequence that needs `n_new_cells` may start now.
+
+    It may when the cells suffice for what it and the running ones have pending, and for some more
+    tokens of each: a sequence admitted into less would be preempted again at once.  One alone may
+    fill every cell.
     """
-    first = min((s for s in waiting if not s.is_paused), key=lambda s: s.urgency, default=None)
-    if first is None:
-        return None
     present = [s for s in running if not s.is_paused]
-    n_promised = sum(s.n_pending + 1 for s in present)
-    if present and n_free_cells < n_promised + first.n_pending + 1:
-        return None
-    if n_free_cells < first.n_pending:
-        return None
-    return first
+    if not present:
+        return n_new_cells <= n_available
+    n_ahead = N_AHEAD_AGAIN if sequence.n_preemptions else 1
+    n_promised = sum(s.n_to_compute + n_ahead for s in present)
+    return n_promised + n_new_cells + n_ahead <= n_available
 
 
 def choose_preempted(running: Iterable[Sequence]) -> Sequence:
@@ -71,4 +106,9 @@ def choose_preempted(running: Iterable[Sequence]) -> Sequence:
 
 def n_rows_needed(running: Iterable[Sequence]) -> int:
     """Cells that this tick needs at least: one for every sequence that is decoding."""
-    return sum(1 for s in running if not s.is_paused and s.n_pending == 1)
+    return sum(1 for s in running if s.is_ready and s.n_pending == 1)
+
+
+def n_rows_wanted(running: Iterable[Sequence], n_rows: int) -> int:
+    """Rows that this tick would compute if there were cells enough."""
+    return min(n_rows, sum(s.n_pending for s in running if s.is_ready))

@@ -6,9 +6,13 @@ output) and `n_computed`, and every tick moves the second towards the first.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cllm.engine.detokenizer import Detokenizer
 from cllm.engine.kv_cache import Slot
@@ -20,6 +24,18 @@ from cllm.engine.request import (
     Usage,
 )
 from cllm.engine.sampling import TokenSampler
+
+# One level of priority is worth so many seconds of waiting: nothing starves.
+AGEING_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class SwappedState:
+    """What the KV cache held for a preempted sequence, in host memory."""
+
+    data: bytes
+    checksum: int
+    n_tokens: int
 
 
 class Sequence:
@@ -33,27 +49,49 @@ class Sequence:
         Its place in the KV cache while it is running; None while it waits.
     sampler : TokenSampler or None
         None for greedy sampling.  Kept when the sequence is preempted.
-    is_paused : bool
-        Its reader has stopped reading.
+    is_placed : bool
+        It computes its own tokens.  Until then it may hold a seq_id, but no cell.
+    leader : Sequence or None
+        Computes the first `n_expected` tokens, which this one waits for rather than computing
+        them twice.
+    swapped : SwappedState or None
+        Its cells, if they were saved when it was preempted.
+    n_cached : int
+        Prompt tokens that were shared and not computed.
+    n_unread : int
+        Deltas that the reader has not taken yet.
     """
 
-    def __init__(self, request: GenerationRequest) -> None:
+    def __init__(self, request: GenerationRequest, *, stream_buffer: int = 64) -> None:
         self.request = request
         self.sampler: TokenSampler | None = None
         self.tokens = list(request.prompt_token_ids)
         self.n_prompt = len(self.tokens)
         self.slot: Slot | None = None
+        self.is_placed = False
+        self.leader: Sequence | None = None
+        self.n_expected = 0
+        self.swapped: SwappedState | None = None
+        self.n_cached = 0
         self.detokenizer = Detokenizer(request.params.stop)
-        self.is_paused = False
+        self.n_unread = 0
+        self._stream_buffer = stream_buffer
         self.n_preemptions = 0
         self._texts: list[str] = []
         self._admitted_at: float | None = None
         self._token_times: list[float] = []
+        self._array: NDArray[np.int32] = np.array(self.tokens, np.int32)
+        self._n_in_array = self.n_prompt
 
     @property
     def request_id(self) -> str:
         """The request's id."""
         return self.request.request_id
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether its reader has fallen so far behind that nothing more may be computed."""
+        return self.n_unread >= self._stream_buffer
 
     @property
     def n_computed(self) -> int:
@@ -66,26 +104,58 @@ class Sequence:
         return len(self.tokens) - self.n_computed
 
     @property
+    def n_to_compute(self) -> int:
+        """Pending tokens without those that a leader computes."""
+        return self.n_pending - (self.n_expected if self.leader else 0)
+
+    @property
     def n_output(self) -> int:
         """Sampled tokens."""
         return len(self.tokens) - self.n_prompt
 
     @property
-    def urgency(self) -> tuple[int, float, int]:
-        """Sort key: the smallest is served first."""
-        deadline = self.request.deadline
-        infinite = float("inf")
-        return (
-            self.request.priority,
-            infinite if deadline is None else deadline,
-            self.request.serial,
-        )
+    def is_ready(self) -> bool:
+        """Whether a tick can compute tokens of it."""
+        return self.is_placed and not self.is_paused
+
+    def urgency(self, now: float) -> tuple[int, float, int]:
+        """Sort key: the smallest is served first.
+
+        Priority, less a level for every `AGEING_S` seconds since submission; then the earliest
+        deadline; then arrival.
+        """
+        request = self.request
+        n_levels = int((now - request.submitted_at) / AGEING_S)
+        deadline = float("inf") if request.deadline is None else request.deadline
+        return (request.priority - n_levels, deadline, request.serial)
+
+    def token_array(self) -> NDArray[np.int32]:
+        """`tokens` as int32, shape `(n_tokens,)`: a view, valid until the next call."""
+        n_tokens = len(self.tokens)
+        if n_tokens > len(self._array):
+            self._array = np.concatenate([self._array, np.zeros(n_tokens, np.int32)])
+        if n_tokens > self._n_in_array:
+            self._array[self._n_in_array : n_tokens] = self.tokens[self._n_in_array :]
+            self._n_in_array = n_tokens
+        return self._array[:n_tokens]
 
     def admit(self, slot: Slot, now: float) -> None:
         """Start running in `slot`."""
         self.slot = slot
         if self._admitted_at is None:
             self._admitted_at = now
+
+    def place(self, n_shared: int) -> int:
+        """Start computing after `n_shared` tokens; return how many of them are prompt tokens."""
+        self.is_placed, self.leader, self.n_expected = True, None, 0
+        n_cached = min(n_shared, self.n_prompt)
+        if not self.n_output and not self.n_preemptions:
+            self.n_cached = n_cached
+        return n_cached
+
+    def leave(self) -> None:
+        """It holds nothing any more."""
+        self.slot, self.leader, self.is_placed, self.n_expected = None, None, False, 0
 
     def append(self, token: int, now: float) -> None:
         """Add a sampled token."""
@@ -109,7 +179,7 @@ class Sequence:
             prompt_token_ids=self.request.prompt_token_ids,
             finish_reason=reason,
             stop_reason=stop_reason,
-            usage=Usage(n_prompt=self.n_prompt, n_cached=0, n_output=self.n_output),
+            usage=Usage(n_prompt=self.n_prompt, n_cached=self.n_cached, n_output=self.n_output),
             timings=self._timings(now),
         )
 

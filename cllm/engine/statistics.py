@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from cllm.engine.kv_cache import KVCache
 from cllm.engine.request import FinishReason
 
 
@@ -31,15 +32,21 @@ class EngineStatistics:
     n_waiting, n_running, n_paused : int
         Requests without a seq_id, with one, and those whose reader has stopped (of either kind).
     n_finished : mapping
-        Requests that ended, by `FinishReason`.
+        Requests that ended, for every `FinishReason`.
     n_ticks, n_decode_rows : int
         Decodes, and the rows in them.
     n_decoding_ticks, n_decoding_rows : int
         Decodes that sampled at least one token, and the tokens they sampled.
     n_prefill_tokens, n_cached_tokens, n_output_tokens : int
         Prompt tokens computed, prompt tokens shared instead, tokens sampled.
+    n_preemptions, n_swaps : int
+        Sequences sent back to the queue, and those of them whose cells were saved.
+    n_evictions, n_rebuilds : int
+        Cached prefixes given up; contexts made anew after a failure.
     n_kv_cells_used, n_kv_cells_cached, n_kv_cells : int
-        Held by live requests, held by the prefix cache, in all.
+        Held by live requests, held by the prefix cache (some may be both), in all.
+    n_seq_ids_used, n_seq_ids_cached : int
+        Held by live requests, held by the prefix cache.
     n_gil_handovers : int
         Calls of a tick that give the GIL away and have to get it back.
     """
@@ -47,7 +54,7 @@ class EngineStatistics:
     n_waiting: int = 0
     n_running: int = 0
     n_paused: int = 0
-    n_finished: Mapping[FinishReason, int] = field(default_factory=dict)
+    n_finished: Mapping[FinishReason, int] = field(default_factory=lambda: _by_reason(Counter()))
     n_ticks: int = 0
     n_decode_rows: int = 0
     n_decoding_ticks: int = 0
@@ -56,10 +63,14 @@ class EngineStatistics:
     n_cached_tokens: int = 0
     n_output_tokens: int = 0
     n_preemptions: int = 0
+    n_swaps: int = 0
+    n_evictions: int = 0
+    n_rebuilds: int = 0
     n_kv_cells_used: int = 0
     n_kv_cells_cached: int = 0
     n_kv_cells: int = 0
     n_seq_ids_used: int = 0
+    n_seq_ids_cached: int = 0
     n_gil_handovers: int = 0
     uptime_s: float = 0.0
     tick_times: TickTimes = field(default_factory=TickTimes)
@@ -76,10 +87,20 @@ class Recorder:
         self.n_decoding_ticks = 0
         self.n_decoding_rows = 0
         self.n_prefill_tokens = 0
+        self.n_cached_tokens = 0
         self.n_output_tokens = 0
-        self.n_preemptions = 0
+        self.n_preemptions = self.n_swaps = self.n_evictions = self.n_rebuilds = 0
         self.n_gil_handovers = 0
         self.plan_s = self.decode_s = self.sample_s = self.detokenize_s = self.deliver_s = 0.0
+
+    def count_tick(self, n_rows: int, n_outputs: int) -> None:
+        """A batch of so many rows was decoded, so many tokens were sampled."""
+        self.n_ticks += 1
+        self.n_decode_rows += n_rows
+        self.n_decoding_ticks += n_outputs > 0
+        self.n_decoding_rows += n_outputs
+        # decode and synchronize; argmax, isfinite and the gather before it
+        self.n_gil_handovers += 2 + 3 * (n_outputs > 0)
 
     def snapshot(
         self,
@@ -87,29 +108,37 @@ class Recorder:
         n_waiting: int,
         n_running: int,
         n_paused: int,
-        n_kv_cells_used: int,
-        n_kv_cells: int,
-        n_seq_ids_used: int,
+        books: KVCache,
     ) -> EngineStatistics:
         """The counters and the given state as one immutable value."""
         return EngineStatistics(
             n_waiting=n_waiting,
             n_running=n_running,
             n_paused=n_paused,
-            n_finished=MappingProxyType(dict(self.n_finished)),
+            n_finished=_by_reason(self.n_finished),
             n_ticks=self.n_ticks,
             n_decode_rows=self.n_decode_rows,
             n_decoding_ticks=self.n_decoding_ticks,
             n_decoding_rows=self.n_decoding_rows,
             n_prefill_tokens=self.n_prefill_tokens,
+            n_cached_tokens=self.n_cached_tokens,
             n_output_tokens=self.n_output_tokens,
             n_preemptions=self.n_preemptions,
-            n_kv_cells_used=n_kv_cells_used,
-            n_kv_cells=n_kv_cells,
-            n_seq_ids_used=n_seq_ids_used,
+            n_swaps=self.n_swaps,
+            n_evictions=self.n_evictions,
+            n_rebuilds=self.n_rebuilds,
+            n_kv_cells_used=books.n_used,
+            n_kv_cells_cached=books.n_cached,
+            n_kv_cells=books.n_cells,
+            n_seq_ids_used=books.n_live_ids,
+            n_seq_ids_cached=books.n_cached_ids,
             n_gil_handovers=self.n_gil_handovers,
             uptime_s=time.perf_counter() - self._started_at,
             tick_times=TickTimes(
                 self.plan_s, self.decode_s, self.sample_s, self.detokenize_s, self.deliver_s
             ),
         )
+
+
+def _by_reason(counts: Mapping[FinishReason, int]) -> Mapping[FinishReason, int]:
+    return MappingProxyType({reason: counts.get(reason, 0) for reason in FinishReason})

@@ -15,7 +15,7 @@ from typing import Self
 import anyio
 import anyio.lowlevel
 
-from cllm.engine.handoff import Cancel, Finished, Inbox, Pause, Resume
+from cllm.engine.handoff import Cancel, Finished, Inbox, Read
 from cllm.engine.request import Completion, TokenDelta
 from cllm.errors import EngineFailedError, GenerationError
 
@@ -23,16 +23,17 @@ from cllm.errors import EngineFailedError, GenerationError
 class Channel:
     """The deltas of one request that its reader has not read yet.  Event loop only.
 
-    At most `capacity` deltas are held: when the reader falls behind, its sequence is paused, and
-    what is still on its way is joined to the last delta held.
+    At most `capacity` deltas and the last one are ever held: the inference thread computes no more
+    than the reader has told it to have read.
     """
 
     def __init__(self, request_id: str, inbox: Inbox, capacity: int) -> None:
         self.request_id = request_id
         self._inbox = inbox
-        self._capacity = capacity
+        # Half of the buffer is read before the thread is told: it goes on computing meanwhile.
+        self._n_told_at_once = max(1, capacity // 2)
+        self._n_read = 0
         self._deltas: deque[TokenDelta] = deque()
-        self._is_paused = False
         self._waiter: anyio.Event | None = None
         self.completion: Completion | None = None
         self.error: GenerationError | EngineFailedError | None = None
@@ -44,21 +45,7 @@ class Channel:
 
     def push(self, delta: TokenDelta) -> None:
         """A delta has arrived."""
-        if len(self._deltas) < self._capacity:
-            self._deltas.append(delta)
-        else:
-            last = self._deltas.pop()
-            self._deltas.append(
-                TokenDelta(
-                    last.text + delta.text,
-                    last.token_ids + delta.token_ids,
-                    delta.finish_reason,
-                    delta.stop_reason,
-                )
-            )
-        if len(self._deltas) == self._capacity and not self._is_paused and not self.is_finished:
-            self._is_paused = True
-            self._inbox.put(Pause(self.request_id))
+        self._deltas.append(delta)
         self.wake()
 
     def finish(self, event: Finished) -> None:
@@ -92,12 +79,12 @@ class Channel:
                 await self._waiter.wait()
             finally:
                 self._waiter = None
-        delta = self._deltas.popleft()
-        if self._is_paused and len(self._deltas) <= self._capacity // 2:
-            self._is_paused = False
+        self._n_read += 1
+        if self._n_read == self._n_told_at_once:
             if not self.is_finished:
-                self._inbox.put(Resume(self.request_id))
-        return delta
+                self._inbox.put(Read(self.request_id, self._n_read))
+            self._n_read = 0
+        return self._deltas.popleft()
 
 
 class TokenStream:

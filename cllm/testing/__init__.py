@@ -1,6 +1,7 @@
-"""What tests of programs that embed cllm can use, and what a `Decoder` promises."""
+"""Public helpers for tests: a decoder without libllama, its conformance suite, tick log replay."""
 
 from cllm.testing.conformance import check_decoder
 from cllm.testing.fake_decoder import FakeDecoder, FakeVocabulary
+from cllm.testing.replay import Difference, Replay, replay
 
-__all__ = ("FakeDecoder", "FakeVocabulary", "check_decoder")
+__all__ = ["Difference", "FakeDecoder", "FakeVocabulary", "Replay", "check_decoder", "replay"]

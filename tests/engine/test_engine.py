@@ -116,21 +116,6 @@ async def test_a_dropped_stream_is_cancelled_with_a_warning(engine: Engine) -> N
     assert engine.statistics().n_kv_cells_used == 0
 
 
-async def test_a_reader_that_stops_pauses_only_itself_and_loses_nothing(
-    anyio_backend: str,
-) -> None:
-    async with Engine(n_ctx=4096, n_seq_max=2, stream_buffer=4, **QUIET) as engine:
-        idle = [engine.stream(LONG, **GREEDY) for _ in range(2)]
-        for stream in idle:
-            await stream.__anext__()
-        # Both seq_ids belong to readers that have stopped; others are served all the same.
-        others = await engine.generate_all([f"{n}+{n}=" for n in range(6)], **GREEDY)
-        assert [c.text for c in others] == [str(2 * n) for n in range(6)]
-        for stream in idle:
-            assert (await stream.completion()).text == " ".join(str(n) for n in range(1, 200))
-        assert await engine.audit() == []
-
-
 async def test_generate_all_keeps_the_order_and_never_overfills_its_own_queue(
     anyio_backend: str,
 ) -> None:

@@ -1,4 +1,4 @@
-"""The books of the KV cache, against a dict, through any mix of what can happen to a seq_id."""
+"""The books of the KV cache, against lists of cells, through any mix of what can happen."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from cllm.engine.kv_cache import KVCache, Slot
 
 DETERMINISTIC = settings(
-    derandomize=True, deadline=None, max_examples=60, stateful_step_count=40, database=None
+    derandomize=True, deadline=None, max_examples=200, stateful_step_count=50, database=None
 )
 
 
-class DictCache:
+class Reader:
     """What llama.cpp would say: how many positions, from 0 on, each seq_id has."""
 
     def __init__(self, held: dict[int, int]) -> None:
@@ -27,7 +27,7 @@ class DictCache:
         return self.held[seq_id] - 1 if self.held.get(seq_id) else None
 
 
-class LastPositionOnly(DictCache):
+class LastPositionOnly(Reader):
     """Recurrent memory: its first position is its last."""
 
     def seq_pos_min(self, seq_id: int) -> int | None:
@@ -35,109 +35,283 @@ class LastPositionOnly(DictCache):
 
 
 class KVCacheMachine(RuleBasedStateMachine):
-    """Any mix of opening, advancing, reading back and releasing keeps the invariants."""
+    """Each seq_id in use has a list of cell numbers; every sum is the size of a set of them."""
 
-    @initialize(n_seq_max=st.integers(1, 5), n_ctx_seq=st.integers(1, 9), share=st.integers(1, 5))
-    def make(self, n_seq_max: int, n_ctx_seq: int, share: int) -> None:
+    @initialize(
+        n_seq_ids=st.integers(2, 6),
+        n_ctx_seq=st.integers(2, 12),
+        n_shares=st.integers(1, 6),
+        kv_unified=st.sampled_from([True, True, True, False]),
+    )
+    def make(self, n_seq_ids: int, n_ctx_seq: int, n_shares: int, kv_unified: bool) -> None:
         self.books = KVCache(
-            n_cells=n_ctx_seq * min(share, n_seq_max), n_seq_max=n_seq_max, n_ctx_seq=n_ctx_seq
+            n_cells=n_ctx_seq * min(n_shares, n_seq_ids),
+            n_seq_ids=n_seq_ids,
+            n_ctx_seq=n_ctx_seq,
+            kv_unified=kv_unified,
         )
         self.slots: dict[int, Slot] = {}
-        self.held: dict[int, int] = {}
+        self.cells: dict[int, list[int]] = {}
+        self.cached: set[int] = set()
+        self.n_cells_made = 0
 
-    @precondition(lambda self: self.books.n_free_ids)
-    @rule()
-    def open(self) -> None:
-        free = min(set(range(self.books.n_seq_max)) - set(self.slots))
-        slot = self.books.open()
-        assert slot.seq_id == free, "the lowest free seq_id comes first"
-        assert slot.n_computed == 0
-        self.slots[slot.seq_id] = slot
-        self.held[slot.seq_id] = 0
+    # --- The model ---------------------------------------------------------------------------
+    def new_cells(self, n_cells: int) -> list[int]:
+        self.n_cells_made += n_cells
+        return list(range(self.n_cells_made - n_cells, self.n_cells_made))
+
+    def held_by(self, seq_ids: set[int]) -> set[int]:
+        return {cell for seq_id in seq_ids for cell in self.cells[seq_id]}
+
+    @property
+    def live(self) -> set[int]:
+        return set(self.slots) - self.cached
+
+    @property
+    def n_free(self) -> int:
+        return self.books.n_cells - len(self.held_by(set(self.slots)))
+
+    @property
+    def free_ids(self) -> list[int]:
+        return sorted(set(range(self.books.n_seq_ids)) - set(self.slots))
+
+    @property
+    def reader(self) -> Reader:
+        return Reader({seq_id: len(cells) for seq_id, cells in self.cells.items()})
+
+    def some(self, data: st.DataObject) -> int:
+        return data.draw(st.sampled_from(sorted(self.slots)))
+
+    # --- What can happen ---------------------------------------------------------------------
+    @precondition(lambda self: self.free_ids)
+    @rule(data=st.data(), is_given=st.booleans(), is_cached=st.booleans())
+    def open(self, data: st.DataObject, is_given: bool, is_cached: bool) -> None:
+        given = data.draw(st.sampled_from(self.free_ids)) if is_given else None
+        seq_id = self.opened(given, is_cached)
+        self.advance_by(data, seq_id)
+
+    def opened(self, given: int | None, is_cached: bool) -> int:
+        """By default the lowest free seq_id, the highest for the prefix cache."""
+        expected = max(self.free_ids) if is_cached else min(self.free_ids)
+        slot = self.books.open(given, is_cached=is_cached)
+        assert slot.seq_id == (expected if given is None else given)
+        self.slots[slot.seq_id], self.cells[slot.seq_id] = slot, []
+        if is_cached:
+            self.cached.add(slot.seq_id)
+        return slot.seq_id
 
     @precondition(lambda self: self.slots)
     @rule(data=st.data())
     def advance(self, data: st.DataObject) -> None:
-        seq_id = data.draw(st.sampled_from(sorted(self.slots)))
-        room = min(self.books.n_ctx_seq - self.held[seq_id], self.books.n_free)
+        self.advance_by(data, self.some(data))
+
+    def advance_by(self, data: st.DataObject, seq_id: int) -> None:
+        room = min(self.books.n_ctx_seq - len(self.cells[seq_id]), self.n_free)
         n_tokens = data.draw(st.integers(0, room))
         self.books.advance(self.slots[seq_id], n_tokens)
-        self.held[seq_id] += n_tokens
+        self.cells[seq_id] += self.new_cells(n_tokens)
+
+    @precondition(lambda self: self.free_ids and any(self.cells.values()))
+    @rule(data=st.data())
+    def keep(self, data: st.DataObject) -> None:
+        self.share_into(data, True)
+
+    @precondition(lambda self: self.free_ids and any(self.cells.values()))
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        self.share_into(data, False)
+
+    def share_into(self, data: st.DataObject, is_cached: bool) -> None:
+        """A seq_id opened just now, from any other, any number of positions."""
+        source = data.draw(st.sampled_from([s for s, cells in self.cells.items() if cells]))
+        n_most = len(self.cells[source])
+        if not self.books.kv_unified:
+            n_most = min(n_most, self.n_free)
+        if not n_most:
+            return
+        n_tokens = data.draw(st.integers(1, n_most))
+        seq_id = self.opened(None, is_cached)
+        self.books.share(self.slots[source], self.slots[seq_id], n_tokens)
+        self.cells[seq_id] = (
+            self.cells[source][:n_tokens] if self.books.kv_unified else self.new_cells(n_tokens)
+        )
+
+    @precondition(lambda self: self.slots)
+    @rule(data=st.data())
+    def truncate(self, data: st.DataObject) -> None:
+        seq_id = self.some(data)
+        n_tokens = data.draw(st.integers(0, len(self.cells[seq_id]) + 1))
+        self.books.truncate(self.slots[seq_id], n_tokens)
+        del self.cells[seq_id][n_tokens:]
+
+    @precondition(lambda self: self.slots)
+    @rule(data=st.data(), is_cached=st.booleans())
+    def set_cached(self, data: st.DataObject, is_cached: bool) -> None:
+        seq_id = self.some(data)
+        self.books.set_cached(self.slots[seq_id], is_cached)
+        (self.cached.add if is_cached else self.cached.discard)(seq_id)
 
     @precondition(lambda self: self.slots)
     @rule(data=st.data())
     def read_back_after_a_failed_decode(self, data: st.DataObject) -> None:
-        seq_id = data.draw(st.sampled_from(sorted(self.slots)))
-        room = min(self.books.n_ctx_seq, self.held[seq_id] + self.books.n_free)
-        self.held[seq_id] = data.draw(st.integers(0, room))
-        self.books.read_back(self.slots[seq_id], DictCache(self.held))
-        assert self.slots[seq_id].n_computed == self.held[seq_id]
+        seq_id = self.some(data)
+        n_held = len(self.cells[seq_id])
+        n_kept = data.draw(st.integers(0, min(self.books.n_ctx_seq, n_held + self.n_free)))
+        self.books.read_back(self.slots[seq_id], Reader({seq_id: n_kept}))
+        del self.cells[seq_id][n_kept:]
+        self.cells[seq_id] += self.new_cells(n_kept - len(self.cells[seq_id]))
 
     @precondition(lambda self: self.slots)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        seq_id = data.draw(st.sampled_from(sorted(self.slots)))
+        seq_id, n_free = self.some(data), self.n_free
         slot = self.slots.pop(seq_id)
-        assert self.books.release(slot) == self.held.pop(seq_id)
+        self.cached.discard(seq_id)
+        del self.cells[seq_id]
+        assert self.books.release(slot) == self.n_free - n_free, "it tells how many cells it freed"
         assert slot.n_computed == 0
 
+    @precondition(lambda self: len(self.slots) > 3)
+    @rule(is_meant=st.sampled_from([False] * 40 + [True]))
+    def clear(self, is_meant: bool) -> None:
+        if is_meant:
+            self.books.clear()
+            self.slots, self.cells, self.cached = {}, {}, set()
+
+    # --- What must hold then -----------------------------------------------------------------
     @invariant()
-    def the_books_agree_with_the_dict(self) -> None:
-        assert self.books.discrepancies(DictCache(self.held)) == []
-        assert self.books.n_used == sum(self.held.values()) <= self.books.n_cells
-        assert self.books.n_free == self.books.n_cells - self.books.n_used
-        assert self.books.n_used_ids == len(self.slots)
-        assert self.books.n_free_ids == self.books.n_seq_max - len(self.slots)
+    def every_sum_is_the_size_of_a_set_of_cells(self) -> None:
+        books = self.books
+        assert books.n_used == len(self.held_by(self.live)) <= books.n_cells
+        assert books.n_cached == len(self.held_by(self.cached))
+        assert books.n_free == self.n_free >= 0
+        assert books.n_available == books.n_cells - len(self.held_by(self.live))
 
     @invariant()
-    def any_other_dict_is_a_discrepancy(self) -> None:
-        for seq_id in range(self.books.n_seq_max):
-            other = {**self.held, seq_id: self.held.get(seq_id, 0) + 1}
-            (found,) = self.books.discrepancies(DictCache(other))
-            assert f"seq_id {seq_id}:" in found
+    def the_seq_ids_are_what_was_opened(self) -> None:
+        books = self.books
+        assert books.free_ids == self.free_ids
+        assert books.live_ids == sorted(self.live)
+        assert (books.n_live_ids, books.n_cached_ids) == (len(self.live), len(self.cached))
+
+    @invariant()
+    def every_slot_knows_what_it_shares(self) -> None:
+        live = self.held_by(self.live)
+        for seq_id, slot in self.slots.items():
+            cells = self.cells[seq_id]
+            assert (slot.seq_id, slot.is_cached) == (seq_id, seq_id in self.cached)
+            assert slot.n_computed == len(cells)
+            assert sum(e.end - e.start for e in slot.extents()) == len(cells)
+            others = self.held_by(set(self.slots) - {seq_id})
+            assert self.books.n_own(slot) == len(set(cells) - others)
+            for n_tokens in range(len(cells) + 2):
+                n_shared = sum(cell in live for cell in cells[:n_tokens])
+                assert self.books.n_shared_live(slot, n_tokens) == n_shared
+
+    @invariant()
+    def the_books_agree_with_this_reader_and_no_other(self) -> None:
+        held = self.reader.held
+        assert self.books.discrepancies(self.reader) == []
+        for seq_id in range(self.books.n_seq_ids):
+            for change in (-1, +1):
+                other = {**held, seq_id: held.get(seq_id, 0) + change}
+                if other[seq_id] >= 0:
+                    (found,) = self.books.discrepancies(Reader(other))
+                    assert found.startswith(f"seq_id {seq_id}:")
 
 
 TestKVCacheMachine = KVCacheMachine.TestCase
 TestKVCacheMachine.settings = DETERMINISTIC
 
 
+def books_of(n_cells: int = 64, *, has_pos_min: bool = True) -> KVCache:
+    return KVCache(n_cells=n_cells, n_seq_ids=4, n_ctx_seq=n_cells, has_pos_min=has_pos_min)
+
+
+def test_a_slot_that_was_shared_at_every_length_does_not_stay_in_pieces() -> None:
+    books = books_of()
+    system_prompt = books.open(is_cached=True)
+    books.advance(system_prompt, 50)
+    for n_tokens in range(1, 51):
+        follower = books.open()
+        books.share(system_prompt, follower, n_tokens)
+        assert len(list(system_prompt.extents())) <= 2
+        books.advance(follower, 3)
+        assert books.release(follower) == 3
+    assert books.n_own(system_prompt) == 50
+    assert (books.n_used, books.n_cached) == (0, 50)
+
+
+def test_a_cut_that_somebody_still_needs_is_kept() -> None:
+    books = books_of()
+    source, short = books.open(), books.open()
+    books.advance(source, 9)
+    books.share(source, short, 3)
+    books.release(_shared(books, source, 6))
+    long = _shared(books, source, 9)
+    assert [(e.start, e.end) for e in source.extents()] == [(3, 9), (0, 3)]
+    assert [(e.start, e.end) for e in long.extents()] == [(3, 9), (0, 3)]
+    books.release(short)
+    _shared(books, source, 9)
+    assert [(e.start, e.end) for e in long.extents()] == [(0, 9)]
+
+
+def _shared(books: KVCache, source: Slot, n_tokens: int) -> Slot:
+    slot = books.open()
+    books.share(source, slot, n_tokens)
+    return slot
+
+
 def test_a_sequence_that_does_not_start_at_0_is_a_discrepancy() -> None:
-    books = KVCache(n_cells=8, n_seq_max=2, n_ctx_seq=8)
+    books = books_of()
     books.advance(books.open(), 3)
     assert books.discrepancies(LastPositionOnly({0: 3})) == [
         "seq_id 0: llama.cpp holds positions (2, 2), the books say (0, 2)"
     ]
 
 
-def test_recurrent_memory_is_compared_by_its_last_position_alone() -> None:
-    books = KVCache(n_cells=8, n_seq_max=2, n_ctx_seq=8, has_pos_min=False)
+def test_memory_that_forgets_is_compared_by_its_last_position_alone() -> None:
+    books = books_of(has_pos_min=False)
     books.advance(books.open(), 3)
     assert books.discrepancies(LastPositionOnly({0: 3})) == []
     assert len(books.discrepancies(LastPositionOnly({0: 2}))) == 1
 
 
 def test_a_wrong_sum_of_cells_is_a_discrepancy() -> None:
-    books = KVCache(n_cells=8, n_seq_max=2, n_ctx_seq=8)
+    books = books_of()
     books.advance(books.open(), 3)
+    books.advance(books.open(is_cached=True), 2)
     books.n_used += 1
-    assert books.discrepancies(DictCache({0: 3})) == ["4 cells in use, but the seq_ids hold 3"]
+    books.n_cached -= 1
+    assert books.discrepancies(Reader({0: 3, 3: 2})) == [
+        "4 cells in use, but the seq_ids hold 3",
+        "1 cells cached, but the seq_ids hold 2",
+    ]
 
 
-def test_more_positions_than_a_sequence_or_the_cache_can_have_are_refused() -> None:
-    books = KVCache(n_cells=6, n_seq_max=2, n_ctx_seq=4)
-    first, second = books.open(), books.open()
+@pytest.mark.parametrize(("n_others", "n_tokens"), [(0, 5), (4, 3)], ids=["of one", "in all"])
+def test_more_positions_than_there_can_be_are_refused(n_others: int, n_tokens: int) -> None:
+    books = KVCache(n_cells=6, n_seq_ids=2, n_ctx_seq=4)
+    books.advance(books.open(), n_others)
+    slot = books.open()
+    books.advance(slot, n_tokens - 1)
     with pytest.raises(AssertionError):
-        books.advance(first, 5)
-    books = KVCache(n_cells=6, n_seq_max=2, n_ctx_seq=4)
-    first, second = books.open(), books.open()
-    books.advance(first, 4)
+        books.advance(slot, 1)
+
+
+@pytest.mark.parametrize("n_tokens", [0, 4])
+def test_only_positions_that_a_slot_has_can_be_shared(n_tokens: int) -> None:
+    books = books_of()
+    source, slot = books.open(), books.open()
+    books.advance(source, 3)
     with pytest.raises(AssertionError):
-        books.advance(second, 3)
+        books.share(source, slot, n_tokens)
 
 
 def test_representations_show_the_state() -> None:
-    books = KVCache(n_cells=6, n_seq_max=2, n_ctx_seq=4)
-    slot = books.open()
-    books.advance(slot, 3)
-    assert repr(slot) == "<Slot seq_id=0 n_computed=3>"
-    assert repr(books) == "<KVCache seqs=1/2 cells=3/6>"
+    books = books_of(6)
+    live, cached = books.open(), books.open(is_cached=True)
+    books.advance(live, 3)
+    books.share(live, cached, 2)
+    assert repr(live) == "<Slot seq_id=0 n_computed=3>"
+    assert repr(books) == "<KVCache seqs=2/4 cells=3+2/6>"

@@ -227,8 +227,8 @@ def test_a_prompt_may_fill_the_context_and_not_exceed_it() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "limit"),
     [
-        ("n_seq_max", 0, "1 to 256"),
-        ("n_seq_max", 257, "1 to 256"),
+        ("n_seq_max", 0, "1 to 255"),
+        ("n_seq_max", 256, "1 to 255"),
         ("n_ctx", -1, "0 to 67108864"),
         ("n_ctx", 2**26 + 1, "0 to 67108864"),
         ("n_ctx", 15, "0 or at least n_seq_max (16)"),
@@ -244,6 +244,11 @@ def test_a_prompt_may_fill_the_context_and_not_exceed_it() -> None:
         ("check_tensors", 0, "True or False"),
         ("flash_attn", 1, "True or False"),
         ("max_queue", -1, "0 to 1048576"),
+        ("prefix_cache", 1, "True or False"),
+        ("prefix_cache_tokens", 0, "1 to 67108864"),
+        ("swap_tokens", -1, "0 to 1073741824"),
+        ("target_itl_ms", 0.0, "0.1 to 1e+06"),
+        ("target_itl_ms", NAN, "finite"),
         ("stream_buffer", 0, "1 to 1048576"),
         ("stall_timeout_s", 0.0, "0.001 to 1e+06"),
         ("stall_timeout_s", NAN, "finite"),
@@ -258,6 +263,29 @@ def test_a_bad_setting_is_refused_by_field_value_and_limit(
     assert (error.field, error.limit) == (field, limit)
     assert error.value is value
     assert str(error) == f"{field} is {value!r}, must be {limit}"
+
+
+@pytest.mark.parametrize(
+    ("n_seq_max", "prefix_cache", "kv_unified", "n_seq_ids"),
+    [
+        (1, True, True, 2), (8, True, True, 16), (64, True, True, 80), (250, True, True, 256),
+        (255, True, True, 256), (255, True, False, 255), (256, False, True, 256),
+    ],
+)  # fmt: skip
+def test_the_prefix_cache_has_seq_ids_of_its_own_within_what_libllama_has(
+    n_seq_max: int, prefix_cache: bool, kv_unified: bool, n_seq_ids: int
+) -> None:
+    config = EngineConfig(
+        n_seq_max=n_seq_max, prefix_cache=prefix_cache, kv_unified=kv_unified, n_ctx=0
+    )
+    assert config.n_seq_ids == n_seq_ids
+
+
+def test_the_prefix_cache_may_fill_half_of_the_context_unless_told_otherwise() -> None:
+    assert EngineConfig().n_prefix_cache_tokens(1000) == 500
+    assert EngineConfig(prefix_cache_tokens=70).n_prefix_cache_tokens(1000) == 70
+    assert EngineConfig(prefix_cache_tokens=70).n_prefix_cache_tokens(50) == 50
+    assert EngineConfig(prefix_cache=False).n_prefix_cache_tokens(1000) == 0
 
 
 def test_a_bad_lora_scale_is_refused_by_its_path() -> None:

@@ -1,113 +1,158 @@
-"""The promises of `plan`, for any mix of arrivals, ticks, cancellations and pauses."""
+"""The promises of `plan`, for any mix of arrivals, ticks, cancellations and pauses; who is next."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cllm.engine import scheduler
 from cllm.engine.kv_cache import KVCache
 from cllm.engine.request import GenerationRequest, SamplingParams
-from cllm.engine.scheduler import Chunk, plan
-from cllm.engine.sequence import Sequence
+from cllm.engine.scheduler import N_AHEAD_AGAIN, Chunk, has_room, next_admitted, plan
+from cllm.engine.sequence import AGEING_S, Sequence
 
 DETERMINISTIC = settings(
-    derandomize=True, deadline=None, max_examples=80, stateful_step_count=40, database=None
+    derandomize=True, deadline=None, max_examples=150, stateful_step_count=40, database=None
 )
+STREAM_BUFFER = 2
 
 
 def sequence_of(
-    n_prompt: int, serial: int = 0, *, priority: int = 0, deadline: float | None = None
+    n_prompt: int,
+    serial: int = 0,
+    *,
+    priority: int = 0,
+    submitted_at: float = 0.0,
+    deadline: float | None = None,
+    is_paused: bool = False,
 ) -> Sequence:
-    return Sequence(
+    sequence = Sequence(
         GenerationRequest(
             request_id=f"r{serial}",
             serial=serial,
             prompt_token_ids=tuple(range(n_prompt)),
             params=SamplingParams(),
             priority=priority,
-            submitted_at=0.0,
+            submitted_at=submitted_at,
             deadline=deadline,
-        )
+        ),
+        stream_buffer=STREAM_BUFFER,
     )
+    sequence.n_unread = STREAM_BUFFER if is_paused else 0
+    return sequence
 
 
 class SchedulerMachine(RuleBasedStateMachine):
     """Sequences come and go; every plan keeps every promise."""
 
-    @initialize(n_seq_max=st.integers(1, 5), data=st.data())
-    def make(self, n_seq_max: int, data: st.DataObject) -> None:
-        self.books = KVCache(n_cells=10_000, n_seq_max=n_seq_max, n_ctx_seq=10_000)
-        self.n_batch = data.draw(st.integers(n_seq_max, 12))
+    @initialize(n_seq_ids=st.integers(2, 6), data=st.data())
+    def make(self, n_seq_ids: int, data: st.DataObject) -> None:
+        self.books = KVCache(n_cells=10_000, n_seq_ids=n_seq_ids, n_ctx_seq=10_000)
+        self.n_batch = data.draw(st.integers(n_seq_ids, 12))
         self.running: list[Sequence] = []
         self.n_arrived = 0
+        self.now = 0.0
 
-    @precondition(lambda self: self.books.n_free_ids)
+    @precondition(lambda self: self.books.free_ids)
     @rule(
-        n_prompt=st.integers(1, 30),
+        n_prompt=st.just(1) | st.integers(2, 30),
         priority=st.integers(-1, 1),
-        deadline=st.sampled_from([None, 1.0, 2.0]),
+        due_in=st.sampled_from([None, 100.0, 200.0]),
+        data=st.data(),
     )
-    def arrive(self, n_prompt: int, priority: int, deadline: float | None) -> None:
+    def arrive(
+        self, n_prompt: int, priority: int, due_in: float | None, data: st.DataObject
+    ) -> None:
+        """Some compute all of their tokens, others wait for a leader."""
         self.n_arrived += 1
-        arrived = sequence_of(n_prompt, self.n_arrived, priority=priority, deadline=deadline)
-        arrived.admit(self.books.open(), 0.0)
+        arrived = sequence_of(
+            n_prompt, self.n_arrived, priority=priority, submitted_at=self.now,
+            deadline=None if due_in is None else self.now + due_in,
+        )  # fmt: skip
+        arrived.admit(self.books.open(), self.now)
+        leaders = [s for s in self.running if s.is_placed and s.n_prompt > 1]
+        if n_prompt > 1 and leaders and data.draw(st.booleans()):
+            arrived.leader = data.draw(st.sampled_from(leaders))
+            arrived.n_expected = min(arrived.leader.n_prompt, n_prompt) - 1
+        else:
+            arrived.place(0)
         self.running.append(arrived)
+
+    @precondition(lambda self: any(s.leader for s in self.running))
+    @rule()
+    def the_followers_have_waited_enough(self) -> None:
+        for sequence in self.running:
+            if not sequence.is_placed:
+                sequence.place(0)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
+        """The followers of one that has ended may still name it when the next tick is planned."""
         sequence = data.draw(st.sampled_from(self.running))
         self.running.remove(sequence)
         assert sequence.slot is not None
         self.books.release(sequence.slot)
+        sequence.leave()
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def pause_or_resume(self, data: st.DataObject) -> None:
-        sequence = data.draw(st.sampled_from(self.running))
-        sequence.is_paused = not sequence.is_paused
+    @rule(data=st.data(), n_unread=st.sampled_from([0, 0, STREAM_BUFFER, STREAM_BUFFER + 1]))
+    def read(self, data: st.DataObject, n_unread: int) -> None:
+        data.draw(st.sampled_from(self.running)).n_unread = n_unread
 
-    @rule()
-    def tick(self) -> None:
-        for chunk in self.check(self.n_batch):
+    @rule(seconds=st.sampled_from([0.1, 1.0, AGEING_S]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(n_prompt_rows=st.none() | st.integers(0, 9))
+    def tick(self, n_prompt_rows: int | None) -> None:
+        for chunk in self.check(self.n_batch, n_prompt_rows):
             sequence, completes = chunk.sequence, chunk.completes
             assert sequence.slot is not None
             self.books.advance(sequence.slot, chunk.n_tokens)
             assert completes == (sequence.n_pending == 0), "only a completed chunk is sampled"
             if completes:
-                sequence.append(7, 0.0)
+                sequence.append(7, self.now)
+                sequence.n_unread += 1
 
-    @rule(n_rows=st.integers(-1, 12))
-    def look_at_a_plan_for_fewer_rows(self, n_rows: int) -> None:
-        self.check(n_rows)
+    @rule(n_rows=st.integers(-1, 5), n_prompt_rows=st.none() | st.integers(-1, 5))
+    def look_at_a_plan_for_fewer_rows(self, n_rows: int, n_prompt_rows: int | None) -> None:
+        self.check(n_rows, n_prompt_rows)
 
-    def check(self, n_rows: int) -> list[Chunk]:
-        """A plan for `n_rows` rows, and whether it keeps its promises."""
-        active = [s for s in self.running if not s.is_paused]
-        decoding = [s for s in active if s.n_pending == 1]
-        chunks = plan(self.running, n_rows)
-        planned = {id(c.sequence): c.n_tokens for c in chunks}
+    def urgency(self, sequence: Sequence) -> tuple[int, float, int]:
+        """A leader's is that of the most urgent sequence that waits for it, if that is more."""
+        followers = [s for s in self.running if s.leader is sequence and not s.is_paused]
+        return min(s.urgency(self.now) for s in (sequence, *followers))
+
+    def check(self, n_rows: int, n_prompt_rows: int | None) -> list[Chunk]:
+        """A plan, and whether it keeps its promises."""
+        ready = [s for s in self.running if s.is_placed and not s.is_paused]
+        decoding = [s for s in ready if s.n_pending == 1]
+        prompts = sorted((s for s in ready if s.n_pending > 1), key=self.urgency)
+        chunks = plan(self.running, n_rows, n_prompt_rows, now=self.now)
+        planned = {c.sequence: c.n_tokens for c in chunks}
         assert len(planned) == len(chunks), "a sequence is planned once"
-        assert set(planned) <= {id(s) for s in active}, "paused ones are never planned"
-        n_wanted = sum(s.n_pending for s in active)
-        n_planned = sum(planned.values())
-        assert n_planned == min(n_wanted, max(0, n_rows)), "the budget is respected, and used"
-        assert all(1 <= c.n_tokens <= c.sequence.n_pending for c in chunks)
-        if n_rows >= len(decoding):
-            assert {id(s) for s in decoding} <= set(planned), "decoding never waits"
-        else:
-            assert set(planned) <= {id(s) for s in decoding}
-        prompts = sorted((s for s in active if s.n_pending > 1), key=lambda s: s.urgency)
-        given = [planned.get(id(s), 0) for s in prompts]
-        is_whole = [planned.get(id(s)) == s.n_pending for s in prompts]
-        for was_whole, n_next in zip(is_whole, given[1:], strict=False):
-            assert was_whole or n_next == 0, "prompts run one after another"
+
+        decoding.sort(key=lambda s: s.urgency(self.now))
+        n_most = max(0, n_rows)
+        expected = dict.fromkeys(decoding[:n_most], 1)  # decoding waits for nothing but rows
+        n_rows_left = n_most - len(expected)
+        if n_prompt_rows is not None:
+            n_rows_left = min(n_rows_left, n_prompt_rows)
+        for sequence in prompts:  # one after another, the most urgent first
+            if n_rows_left > 0:
+                expected[sequence] = min(sequence.n_pending, n_rows_left)
+                n_rows_left -= expected[sequence]
+        assert planned == expected, "all rows are used, by those and only those who may"
+
         seq_ids = [c.sequence.slot.seq_id for c in chunks if c.sequence.slot]
         assert seq_ids == sorted(seq_ids), "chunks are in the order of their seq_ids"
-        assert chunks == plan(reversed(self.running), n_rows), "the order of the list means nothing"
+        turned = plan(reversed(self.running), n_rows, n_prompt_rows, now=self.now)
+        assert chunks == turned, "the order of the list means nothing"
+        n_wanted = scheduler.n_rows_wanted(self.running, n_most)
+        assert n_wanted == sum(c.n_tokens for c in plan(self.running, n_rows, now=self.now))
         return chunks
 
     @invariant()
@@ -120,71 +165,162 @@ TestSchedulerMachine.settings = DETERMINISTIC
 
 
 def running(*sequences: Sequence) -> list[Sequence]:
-    """The sequences with seq_ids from 0 on."""
-    books = KVCache(n_cells=1000, n_seq_max=8, n_ctx_seq=1000)
+    """The sequences with seq_ids from 0 on, each computing its own tokens."""
+    books = KVCache(n_cells=1000, n_seq_ids=8, n_ctx_seq=1000)
     for sequence in sequences:
         sequence.admit(books.open(), 0.0)
+        sequence.place(0)
     return list(sequences)
 
 
+def follow(follower: Sequence, leader: Sequence, n_expected: int) -> None:
+    follower.leader, follower.n_expected, follower.is_placed = leader, n_expected, False
+
+
+# --- plan ------------------------------------------------------------------------------------
 def test_a_long_prompt_never_delays_a_decoding_sequence() -> None:
     long, decoding = sequence_of(500, 1, priority=-5), sequence_of(1, 2, priority=5)
-    chunks = plan(running(long, decoding), 8)
-    assert [(c.sequence, c.n_tokens) for c in chunks] == [(long, 7), (decoding, 1)]
+    present = running(long, decoding)
+    for n_prompt_rows, n_long in ((None, 7), (100, 7), (4, 4)):
+        chunks = plan(present, 8, n_prompt_rows, now=0.0)
+        assert [(c.sequence, c.n_tokens) for c in chunks] == [(long, n_long), (decoding, 1)]
+    for n_prompt_rows in (0, -1):
+        assert plan(present, 8, n_prompt_rows, now=0.0) == [Chunk(decoding, 1)]
 
 
+@pytest.mark.parametrize("n_rows", [0, -1])
+def test_without_rows_nobody_runs(n_rows: int) -> None:
+    assert (
+        plan(running(sequence_of(1, 1), sequence_of(1, 2), sequence_of(9, 3)), n_rows, now=0.0)
+        == []
+    )
+
+
+@pytest.mark.parametrize(("is_paused", "is_first"), [(False, True), (True, False)])
+def test_a_leader_is_as_urgent_as_the_most_urgent_that_waits_for_it(
+    is_paused: bool, is_first: bool
+) -> None:
+    leader, other = sequence_of(9, 1, priority=5), sequence_of(9, 2)
+    urgent, patient = sequence_of(9, 3, priority=-1, is_paused=is_paused), sequence_of(9, 4)
+    present = running(leader, other, urgent, patient)
+    follow(urgent, leader, 8)
+    follow(patient, leader, 8)
+    (chunk,) = plan(present, 9, now=0.0)
+    assert chunk.sequence is (leader if is_first else other)
+
+
+# --- Urgency ---------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "first",
     [
         sequence_of(9, 5, priority=-1),
         sequence_of(9, 5, deadline=1.0),
         sequence_of(9, 0),
+        sequence_of(9, 5, priority=1, submitted_at=-2 * AGEING_S),
     ],
-    ids=["lower priority number", "earlier deadline", "earlier arrival"],
+    ids=["lower priority number", "earlier deadline", "earlier arrival", "longer wait"],
 )
-def test_the_most_urgent_prompt_is_computed_first(first: Sequence) -> None:
-    (chunk,) = plan(running(sequence_of(9, 1, deadline=None), first), 9)
+def test_the_most_urgent_is_computed_and_admitted_first(first: Sequence) -> None:
+    other = sequence_of(9, 1, deadline=2.0 if first.request.deadline else None)
+    (chunk,) = plan(running(other, first), 9, now=0.0)
     assert chunk.sequence is first
-    waiting = [sequence_of(9, 1), first]
-    assert scheduler.next_admitted(waiting, [], 100) is first
+    assert next_admitted([other, first], 0.0) is first
+
+
+@pytest.mark.parametrize("priority", [1, 2, 7])
+def test_one_level_of_priority_is_worth_so_many_seconds(priority: int) -> None:
+    patient = sequence_of(9, 1, priority=priority)
+    for now, is_first in ((priority * AGEING_S - 0.01, False), (priority * AGEING_S, True)):
+        newcomer = sequence_of(9, 2, submitted_at=now)
+        assert next_admitted([newcomer, patient], now) is (patient if is_first else newcomer)
+
+
+# Eighths of seconds are exact.
+EIGHTHS = st.integers(0, 10_000).map(lambda n: n / 8)
+
+
+@DETERMINISTIC
+@given(
+    priority=st.integers(0, 10),
+    newcomers=st.lists(st.tuples(EIGHTHS, st.none() | EIGHTHS), min_size=1, max_size=5),
+    waited=EIGHTHS,
+)
+def test_nobody_that_came_a_level_more_later_goes_first_whatever_it_is(
+    priority: int, newcomers: list[tuple[float, float | None]], waited: float
+) -> None:
+    patient, handicap = sequence_of(9, 99, priority=priority), (priority + 1) * AGEING_S
+    others = [
+        sequence_of(9, serial, submitted_at=handicap + later, deadline=due)
+        for serial, (later, due) in enumerate(newcomers)
+    ]
+    now = max(s.request.submitted_at for s in others) + waited
+    assert next_admitted([*others, patient], now) is patient
+
+
+@pytest.mark.parametrize("priority", [0, 1, 4])
+def test_nothing_starves_although_more_comes_than_can_be_served(priority: int) -> None:
+    waiting, served = [sequence_of(9, 0, priority=priority)], []
+    for second in range(1000):
+        waiting += [
+            sequence_of(9, 1 + 2 * second + i, submitted_at=second, deadline=1.0) for i in (0, 1)
+        ]
+        first = next_admitted(waiting, second)
+        assert first is not None
+        waiting.remove(first)
+        served.append(first.request.serial)
+    assert served.index(0) <= 2 * (priority + 1) * AGEING_S
 
 
 def test_nobody_overtakes_the_most_urgent_waiting_sequence() -> None:
-    big, small = sequence_of(50, 1), sequence_of(2, 2)
-    present = running(sequence_of(1, 0))
-    assert scheduler.next_admitted([small, big], present, 40) is None
-    big.is_paused = True
-    assert scheduler.next_admitted([small, big], present, 40) is small
+    big, small = sequence_of(500, 1), sequence_of(2, 2)
+    assert next_admitted([small, big], 0.0) is big
+    big.n_unread = STREAM_BUFFER
+    assert next_admitted([small, big], 0.0) is small, "unless its reader has stopped"
+    small.n_unread = STREAM_BUFFER
+    assert next_admitted([small, big], 0.0) is None
+    assert next_admitted([], 0.0) is None
 
 
-@pytest.mark.parametrize(("n_free", "admitted"), [(10, True), (9, False)])
-def test_a_sequence_is_admitted_when_it_and_the_others_have_room_to_go_on(
-    n_free: int, admitted: bool
-) -> None:
-    # 3 pending + 1 more, and 5 pending + 1 more.
-    present, waiting = running(sequence_of(3, 0)), sequence_of(5, 1)
-    first = scheduler.next_admitted([waiting], present, n_free)
-    assert (first is waiting) == admitted
+# --- Room ------------------------------------------------------------------------------------
+def least_room(sequence: Sequence, n_new_cells: int, present: list[Sequence]) -> int:
+    """The smallest number of available cells that suffices; more suffice as well."""
+    answers = [has_room(sequence, n_new_cells, n, present) for n in range(200)]
+    assert answers == sorted(answers)
+    return answers.index(True)
 
 
-def test_paused_company_is_promised_nothing() -> None:
-    present, waiting = running(sequence_of(3, 0)), sequence_of(5, 1)
-    present[0].is_paused = True
-    assert scheduler.next_admitted([waiting], present, 5) is waiting
-    assert scheduler.next_admitted([waiting], present, 4) is None
+def test_a_sequence_needs_room_to_go_on_for_itself_and_for_the_others() -> None:
+    # 3 pending and 1 more, 1 pending and 1 more, and 5 of its own and 1 more.
+    present = running(sequence_of(3, 0), sequence_of(1, 1))
+    assert least_room(sequence_of(9, 2), 5, present) == 4 + 2 + 6
 
 
-def test_a_sequence_alone_may_fill_every_cell() -> None:
-    waiting = sequence_of(8, 1)
-    assert scheduler.next_admitted([waiting], [], 8) is waiting
-    assert scheduler.next_admitted([waiting], [], 7) is None
-    assert scheduler.next_admitted([], [], 7) is None
+def test_a_sequence_that_was_preempted_needs_more_room_to_run_again() -> None:
+    again = sequence_of(9, 2)
+    again.n_preemptions = 1
+    present = running(sequence_of(3, 0), sequence_of(1, 1))
+    assert least_room(again, 5, present) == 3 + 1 + 5 + 3 * N_AHEAD_AGAIN
+    assert least_room(again, 5, []) == 5
 
 
+def test_a_follower_is_promised_only_what_its_leader_does_not_compute() -> None:
+    leader, follower = running(sequence_of(20, 0), sequence_of(22, 1))
+    follow(follower, leader, 19)
+    assert least_room(sequence_of(9, 2), 5, [leader, follower]) == 21 + 4 + 6
+
+
+def test_a_sequence_alone_or_in_paused_company_may_fill_every_cell() -> None:
+    paused = running(sequence_of(3, 0, is_paused=True))
+    for present in ([], paused):
+        assert least_room(sequence_of(9, 1), 9, present) == 9
+    active = running(sequence_of(3, 2))
+    assert least_room(sequence_of(9, 1), 9, paused + active) == 4 + 10
+
+
+# --- Preemption ------------------------------------------------------------------------------
 def test_a_paused_sequence_is_preempted_first_then_the_least_urgent_then_the_newest() -> None:
-    paused, least = sequence_of(1, 1, priority=-9), sequence_of(1, 2, priority=3)
+    paused, least = sequence_of(1, 1, priority=-9, is_paused=True), sequence_of(1, 2, priority=3)
     oldest, newest = sequence_of(1, 0), sequence_of(1, 9)
-    paused.is_paused = True
     left = [oldest, newest, least, paused]
     for expected in (paused, least, newest, oldest):
         chosen = scheduler.choose_preempted(left)
@@ -192,7 +328,10 @@ def test_a_paused_sequence_is_preempted_first_then_the_least_urgent_then_the_new
         left.remove(chosen)
 
 
-def test_a_tick_needs_one_cell_for_each_decoding_sequence() -> None:
-    decoding, paused, prompt = sequence_of(1, 0), sequence_of(1, 1), sequence_of(4, 2)
-    paused.is_paused = True
-    assert scheduler.n_rows_needed([decoding, paused, prompt]) == 1
+def test_a_tick_needs_a_cell_for_each_decoding_sequence_and_wants_all_that_is_pending() -> None:
+    present = running(
+        sequence_of(1, 0), sequence_of(1, 1, is_paused=True), sequence_of(4, 2), sequence_of(1, 3)
+    )
+    follow(present[3], present[2], 0)
+    assert scheduler.n_rows_needed(present) == 1
+    assert [scheduler.n_rows_wanted(present, n_rows) for n_rows in (3, 5, 9)] == [3, 5, 5]

@@ -1,0 +1,140 @@
+"""llama.cpp behind the engine's protocols: `Decoder` and `TokenSampler`.  Inference thread only."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cllm.bindings import Batch, Candidates, Context, LoraAdapter, Model, SamplerChain
+from cllm.checks import MAX_SEED
+from cllm.engine.config import EngineConfig
+from cllm.engine.request import SamplingParams
+from cllm.engine.run_queue import SamplerFactory
+
+
+class LlamaDecoder:
+    """A `Decoder` over a context and one batch.
+
+    Parameters
+    ----------
+    make_context : callable
+        Makes the context, now and whenever it has to be made anew.
+    n_batch : int
+        Rows of a tick at the most.
+
+    Attributes
+    ----------
+    context : Context
+        The present one.
+    """
+
+    def __init__(self, make_context: Callable[[], Context], n_batch: int) -> None:
+        self._make_context = make_context
+        self.n_batch = n_batch
+        self._is_stopping = False
+        self._open()
+
+    def _open(self) -> None:
+        self.context = context = self._make_context()
+        self.allow()
+        self._batch = Batch(context.n_batch)
+        self.clear = self._batch.clear
+        self.add = self._batch.add
+        self.seq_rm = context.seq_rm
+        self.seq_cp = context.seq_cp
+        self.seq_pos_min = context.seq_pos_min
+        self.seq_pos_max = context.seq_pos_max
+        self.state_seq_get_data = context.state_seq_get_data
+        self.state_seq_set_data = context.state_seq_set_data
+
+    def decode(self) -> NDArray[np.float32]:
+        """Compute the batch; see `Decoder`."""
+        return self.context.decode(self._batch).rows
+
+    def rebuild(self) -> None:
+        """Throw the context away and make an empty one; see `Decoder`."""
+        self.context.close()  # first: there may not be memory for two
+        self._open()
+
+    def close(self) -> None:
+        """Free the context."""
+        self.context.close()
+
+    # --- Any thread: the flag is memory of ours, and outlives its context ---------------------
+    def abort(self) -> None:
+        """Let the running decode return "aborted"."""
+        self.context.set_abort(True)
+
+    def allow(self) -> None:
+        """Decode again after an `abort`, unless everything is to stop."""
+        self.context.set_abort(False)
+        if self._is_stopping:  # perhaps since a moment ago: looked at last
+            self.context.set_abort(True)
+
+    def stop(self) -> None:
+        """Let the running and every later decode return "aborted"."""
+        self._is_stopping = True
+        self.context.set_abort(True)
+
+
+class LlamaSampler:
+    """A `TokenSampler`: llama.cpp's chain over a whole row."""
+
+    def __init__(self, model: Model, ids: NDArray[np.int32], params: SamplingParams) -> None:
+        seed = secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed
+        chain = SamplerChain(model.vocab)
+        # llama-server's order of samplers.
+        chain.add_top_k(params.top_k).add_top_p(params.top_p).add_min_p(params.min_p)
+        self._chain = chain.add_temp(params.temperature).add_dist(seed)
+        self._ids = ids
+        self.close = chain.close
+
+    def sample(self, logits: NDArray[np.float32]) -> int:
+        """Choose from one row and accept the choice."""
+        token = self._chain.apply(Candidates(self._ids, logits))
+        self._chain.accept(token)
+        return token
+
+
+def sampler_factory(model: Model) -> SamplerFactory:
+    """What makes the sampler of each request: None for a greedy one."""
+    ids = np.arange(model.vocab.n_tokens, dtype=np.int32)  # the same for all of them
+    return lambda params: None if params.is_greedy else LlamaSampler(model, ids, params)
+
+
+def make_context(
+    model: Model, config: EngineConfig, loras: Sequence[tuple[LoraAdapter, float]]
+) -> Context:
+    """The context of an engine, empty."""
+    n_threads, n_threads_batch = config.compute_threads
+    # llama.cpp aborts unless a batch and the cache have room for a row of every seq_id.
+    n_seq_ids = config.n_seq_ids
+    context = Context(
+        model,
+        n_ctx=max(config.n_ctx, n_seq_ids) if config.n_ctx else 0,
+        n_batch=max(config.n_batch, n_seq_ids),
+        n_ubatch=config.n_ubatch,
+        n_seq_max=n_seq_ids,
+        n_threads=n_threads,
+        n_threads_batch=n_threads_batch,
+        kv_unified=config.kv_unified,
+        flash_attn=config.flash_attn,
+        type_k=config.type_k,
+        type_v=config.type_v,
+        # A sliding window forgets what others would share.
+        swa_full=config.prefix_cache,
+        rope_scaling=config.rope_scaling,
+        rope_freq_base=config.rope_freq_base,
+        rope_freq_scale=config.rope_freq_scale,
+        yarn_ext_factor=config.yarn_ext_factor,
+        yarn_attn_factor=config.yarn_attn_factor,
+        yarn_beta_fast=config.yarn_beta_fast,
+        yarn_beta_slow=config.yarn_beta_slow,
+        yarn_orig_ctx=config.yarn_orig_ctx,
+    )
+    if loras:
+        context.set_loras(loras)
+    return context

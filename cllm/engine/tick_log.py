@@ -1,0 +1,242 @@
+"""TickLog: what crossed the borders of `EngineCore`, a JSON object a line.
+
+Commands, times, the batches and what became of them, the tokens: everything that decides what the
+next tick does.  `cllm.testing.replay` puts it into a core without a model and gets the same plans.
+
+The lines: a `header`; `submit`, `cancel`, `read`, `reset_prefix_cache` and `cancel_all` as they are
+obeyed; `tick` with its batches as `[seq_id, p0, n_tokens, n_outputs]`.  Each has the `clock`
+readings that were taken while it lasted.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cllm.engine.config import EngineConfig
+from cllm.engine.decoder import Decoder
+from cllm.engine.handoff import Cancel, Event, Finished, Progressed, Read, ResetPrefixCache, Submit
+from cllm.engine.kv_cache import KVCache
+from cllm.engine.request import SamplingParams
+from cllm.engine.run_queue import SamplerFactory
+from cllm.engine.sampling import TokenSampler
+from cllm.engine.sequence import Vocabulary
+from cllm.errors import InvalidArgumentError, LlamaCallError
+
+BOOKS = ("n_cells", "n_seq_ids", "n_ctx_seq", "kv_unified", "has_pos_min")
+# What of the configuration decides about ticks.
+SETTINGS = (
+    "n_ctx", "n_seq_max", "n_batch", "kv_unified", "flash_attn", "prefix_cache",
+    "prefix_cache_tokens", "swap_tokens", "target_itl_ms", "stream_buffer",
+)  # fmt: skip
+
+
+class TickLog:
+    """One log file, open.  Inference thread only.
+
+    Raises
+    ------
+    InvalidArgumentError
+        The file cannot be written.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        try:
+            self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115  # see `close`
+        except OSError as error:
+            raise InvalidArgumentError(
+                "tick_log", str(path), f"a file to write ({error})"
+            ) from None
+        self._clock: list[float] = []
+        self._batches: list[dict[str, Any]] = []
+        self._faults: list[tuple[str, int, bool | str]] = []
+        self._pieces: dict[int, tuple[str, bool]] = {}
+        self._known: set[int] = set()
+
+    def header(self, config: EngineConfig, books: KVCache) -> None:
+        """The first line."""
+        settings = {name: getattr(config, name) for name in SETTINGS}
+        self._write(header={**settings, "books": {name: getattr(books, name) for name in BOOKS}})
+
+    def clock(self) -> float:
+        """The time, noted."""
+        now = time.perf_counter()
+        self._clock.append(now)
+        return now
+
+    def command(self, command: object) -> None:
+        """A command has been obeyed."""
+        match command:
+            case Submit(request):
+                values = {f.name: getattr(request, f.name) for f in fields(request)}
+                self._write(submit={**values, "params": asdict(request.params)})
+            case Cancel(request_id):
+                self._write(cancel=request_id)
+            case Read(request_id, n_deltas):
+                self._write(read=(request_id, n_deltas))
+            case ResetPrefixCache():
+                self._write(reset_prefix_cache=True)
+
+    def cancel_all(self) -> None:
+        """Everything has been cancelled."""
+        self._write(cancel_all=True)
+
+    def tick(self, events: Sequence[Event]) -> None:
+        """A tick is over; all events since the last one."""
+        self._write(tick={"batches": self._batches, "events": [*map(describe_event, events)]})
+        self._batches = []
+
+    def _write(self, **line: Any) -> None:
+        extra = {"clock": self._clock, "faults": self._faults, "pieces": self._pieces}
+        line.update({name: value for name, value in extra.items() if value})
+        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        self._file.flush()  # the last line before a crash is the one that is wanted
+        self._clock, self._faults, self._pieces = [], [], {}
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    # --- Noted by the wrappers below ---------------------------------------------------------
+    def batch(self, runs: list[tuple[int, int, int, int]]) -> dict[str, Any]:
+        """A decode begins; what becomes of it is added to the returned entry."""
+        entry = {"runs": runs}
+        self._batches.append(entry)
+        return entry
+
+    def fault(self, name: str, n_call: int, outcome: bool | str) -> None:
+        """The `n_call`-th call of a method failed."""
+        self._faults.append((name, n_call, outcome))
+
+    def piece(self, token: int, piece: bytes, is_eog: bool) -> None:
+        """What a token is, the first time it is met."""
+        if token not in self._known:
+            self._known.add(token)
+            self._pieces[token] = (piece.hex(), is_eog)
+
+
+def describe_event(event: Event) -> dict[str, Any] | None:
+    """What of an event a replay has to repeat; None if nothing."""
+    match event:
+        case Progressed(request_id, delta):
+            return {"id": request_id, "tokens": delta.token_ids, "text": delta.text}
+        case Finished(request_id, delta, _, error):
+            return {
+                "id": request_id,
+                "tokens": delta.token_ids,
+                "text": delta.text,
+                "finish_reason": delta.finish_reason,
+                "stop_reason": delta.stop_reason,
+                "error": None if error is None else type(error.__cause__).__name__,
+            }
+    return None
+
+
+class LoggedDecoder:
+    """A `Decoder` whose batches and failures are noted."""
+
+    def __init__(self, decoder: Decoder, log: TickLog) -> None:
+        self._decoder = decoder
+        self._log = log
+        self._runs: list[tuple[int, int, int, int]] = []
+        self._n_calls: Counter[str] = Counter()
+        self.n_batch = decoder.n_batch
+        self.seq_pos_min = decoder.seq_pos_min
+        self.seq_pos_max = decoder.seq_pos_max
+
+    def clear(self) -> None:
+        """See `Decoder`."""
+        self._runs = []
+        self._decoder.clear()
+
+    def add(self, seq_id: int, tokens: list[int], p0: int, *, n_outputs: int) -> range:
+        """See `Decoder`."""
+        self._runs.append((seq_id, p0, len(tokens), n_outputs))
+        return self._decoder.add(seq_id, tokens, p0, n_outputs=n_outputs)
+
+    def decode(self) -> NDArray[np.float32]:
+        """See `Decoder`."""
+        entry = self._log.batch(self._runs)
+        try:
+            return self._decoder.decode()
+        except Exception as error:
+            kept = {run[0]: self._decoder.seq_pos_max(run[0]) for run in self._runs}
+            code = error.code if isinstance(error, LlamaCallError) else None
+            entry.update(error=type(error).__name__, code=code, message=str(error), kept=kept)
+            raise
+
+    def seq_rm(self, seq_id: int, p0: int | None = None, p1: int | None = None) -> bool:
+        """See `Decoder`."""
+        removed: bool = self._call("seq_rm", seq_id, p0, p1)
+        if not removed:
+            self._log.fault("seq_rm", self._n_calls["seq_rm"], False)
+        return removed
+
+    def seq_cp(
+        self, seq_id_src: int, seq_id_dst: int, p0: int | None = None, p1: int | None = None
+    ) -> None:
+        """See `Decoder`."""
+        self._call("seq_cp", seq_id_src, seq_id_dst, p0, p1)
+
+    def state_seq_get_data(self, seq_id: int) -> bytes:
+        """See `Decoder`."""
+        data: bytes = self._call("state_seq_get_data", seq_id)
+        return data
+
+    def state_seq_set_data(self, data: bytes, seq_id: int, *, n_positions: int) -> None:
+        """See `Decoder`."""
+        self._call("state_seq_set_data", data, seq_id, n_positions=n_positions)
+
+    def rebuild(self) -> None:
+        """See `Decoder`."""
+        self._call("rebuild")
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        self._n_calls[name] += 1
+        try:
+            return getattr(self._decoder, name)(*args, **kwargs)
+        except Exception as error:
+            self._log.fault(name, self._n_calls[name], str(error))
+            raise
+
+
+class LoggedVocabulary:
+    """A `Vocabulary` whose answers are noted."""
+
+    def __init__(self, vocabulary: Vocabulary, log: TickLog) -> None:
+        self._vocabulary = vocabulary
+        self._log = log
+
+    def piece(self, token: int) -> bytes:
+        """See `Vocabulary`."""
+        return self._vocabulary.piece(token)
+
+    def is_eog(self, token: int) -> bool:
+        """See `Vocabulary`."""
+        is_eog = self._vocabulary.is_eog(token)
+        self._log.piece(token, self._vocabulary.piece(token), is_eog)
+        return is_eog
+
+
+def logged_samplers(make_sampler: SamplerFactory, log: TickLog) -> SamplerFactory:
+    """A sampler factory whose failures are noted."""
+    n_calls = 0
+
+    def make(params: SamplingParams) -> TokenSampler | None:
+        nonlocal n_calls
+        n_calls += 1
+        try:
+            return make_sampler(params)
+        except Exception as error:
+            log.fault("make_sampler", n_calls, str(error))
+            raise
+
+    return make

@@ -1,0 +1,327 @@
+"""Faults of every call at every moment: who suffers is who caused it, and nothing is left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from cllm.engine.handoff import Finished
+from cllm.engine.request import FinishReason, SamplingParams
+from cllm.engine.sampling import NotFiniteError
+from cllm.errors import (
+    DecodeFailedError,
+    EngineFailedError,
+    GenerationError,
+    InvalidBatchError,
+)
+from cllm.testing import FakeVocabulary
+from cllm.testing.fake_decoder import FakeRun, Fault
+from tests.engine.bench import Bench, WatchedDecoder, endless
+
+N_CALLS = 200
+CULPRIT = b"!"[0]
+
+
+def mixed(**options: object) -> Bench:
+    """Nine requests on three seq_ids: sharing, eviction, preemption, swaps, samplers."""
+    values = {"n_ctx": 64, "n_seq_max": 3, "n_batch": 8, "decode_s": 0.01, "is_checked": False}
+    bench = Bench(answer=endless, **{**values, **options})  # type: ignore[arg-type]
+    for number, letter in enumerate(b"abcdefghi"):
+        bench.submit(
+            b"shared head"[: number % 12] + bytes([letter]) * (3 + number),
+            params=SamplingParams(temperature=float(number % 2), max_tokens=33 + number),
+            priority=number % 2,
+        )
+    return bench
+
+
+def test_the_mix_meets_everything() -> None:
+    bench = mixed(is_checked=True)
+    bench.run(at_most=1000)
+    statistics = bench.core.statistics()
+    assert bench.decoder.n_decodes > N_CALLS
+    assert min(statistics.n_preemptions, statistics.n_swaps, statistics.n_evictions) > 0
+    assert statistics.n_cached_tokens > 0
+    bench.check_outcomes()
+    bench.check_idle()
+
+
+# --- Faults that pass ---------------------------------------------------------------------------
+PASSING: list[Fault] = [1, 2, -1, -2, -3, RuntimeError("scripted"), MemoryError("scripted")]
+
+
+@pytest.mark.parametrize("fault", PASSING, ids=str)
+def test_a_decode_that_fails_once_costs_nobody_anything(fault: Fault) -> None:
+    """At every call: all answers are those of the undisturbed run, the books right."""
+    for n_decode in range(1, N_CALLS + 1):
+        bench = mixed(faults={n_decode: fault})
+        bench.run(at_most=1000)
+        assert bench.failed() == set(), f"decode {n_decode}"
+        bench.check_outcomes()
+        bench.check_idle()
+
+
+def test_nan_in_a_row_ends_only_the_request_of_that_row() -> None:
+    n_failed = 0
+    for n_decode in range(1, N_CALLS + 1):
+        bench = mixed(faults={n_decode: "nan"})
+        owners: list[str] = []
+
+        def look(bench: Bench = bench, owners: list[str] = owners, n: int = n_decode) -> None:
+            bench.now += bench.decode_s
+            if bench.decoder.n_decodes + 1 == n:
+                ids = {s.slot.seq_id: s.request_id for s in bench.core.queue.running if s.slot}
+                owners += [ids[run.seq_id] for run in bench.decoder.runs if run.n_outputs][:1]
+
+        bench.decoder.on_decode = look
+        bench.run(at_most=1000)
+        assert bench.failed() == set(owners), f"decode {n_decode}"
+        for request_id in owners:
+            assert isinstance(bench.finished[request_id].error.__cause__, NotFiniteError)  # type: ignore[union-attr]
+        n_failed += len(owners)
+        bench.check_outcomes()
+        bench.check_idle()
+    assert n_failed > N_CALLS // 2
+
+
+@pytest.mark.parametrize(
+    ("method", "fault"),
+    [
+        ("seq_rm", False), ("seq_rm", RuntimeError("scripted")),
+        ("seq_cp", False), ("seq_cp", RuntimeError("scripted")),
+        ("state_seq_get_data", False), ("state_seq_get_data", RuntimeError("scripted")),
+        ("state_seq_set_data", False), ("state_seq_set_data", RuntimeError("scripted")),
+    ],
+)  # fmt: skip
+def test_a_cache_call_that_fails_costs_nobody_anything(
+    method: str, fault: bool | Exception
+) -> None:
+    bench = mixed()
+    bench.run(at_most=1000)
+    n_calls = bench.decoder.n_calls[method]
+    assert n_calls
+    for n_call in range(1, min(n_calls, N_CALLS) + 1):
+        bench = mixed(call_faults={(method, n_call): fault})
+        bench.run(at_most=1000)
+        assert bench.failed() == set(), f"call {n_call}"
+        bench.check_outcomes()
+        bench.check_idle()
+
+
+def test_a_context_that_cannot_be_made_anew_is_the_end_of_the_engine() -> None:
+    bench = mixed(faults={7: -3}, call_faults={("rebuild", 1): RuntimeError("no memory")})
+    with pytest.raises(EngineFailedError, match="no memory") as caught:
+        bench.run()
+    assert isinstance(caught.value.__cause__, DecodeFailedError)
+
+
+# --- Faults that stay: they belong to a request ---------------------------------------------------
+def poisoned(fault: Fault) -> Callable[[FakeRun], Fault | None]:
+    return lambda run: fault if CULPRIT in run.tokens else None
+
+
+def from_position(p0: int, fault: Fault) -> Callable[[FakeRun], Fault | None]:
+    return lambda run: fault if run.p0 + len(run.tokens) > p0 else None
+
+
+@pytest.mark.parametrize("fault", [-1, -2, -3, RuntimeError("scripted"), "nan"], ids=str)
+@pytest.mark.parametrize("place", range(6))
+@pytest.mark.parametrize("n_culprits", [1, 2])
+def test_only_the_request_whose_rows_fail_alone_ends_with_an_error(
+    fault: Fault, place: int, n_culprits: int
+) -> None:
+    bench = Bench(n_ctx=256, n_seq_max=6, n_batch=16, answer=endless, poison=poisoned(fault))
+    prompts = [bytes([letter]) * 4 for letter in b"abcdef"]
+    culprits = [place, (place + 1) % 6][:n_culprits]
+    for index in culprits:
+        prompts[index] += bytes([CULPRIT])
+    request_ids = [bench.submit(prompt, max_tokens=12) for prompt in prompts]
+    bench.run()
+    assert bench.failed() == {request_ids[index] for index in culprits}
+    for request_id in bench.failed():
+        error = bench.finished[request_id].error
+        assert isinstance(error, GenerationError)
+        assert error.completion is bench.finished[request_id].completion
+        assert isinstance(error.__cause__, Exception)
+    bench.check_outcomes()
+    bench.check_idle()
+
+
+def test_a_poisoned_output_token_ends_its_request_with_what_it_had() -> None:
+    bench = Bench(n_ctx=256, answer=endless, poison=from_position(17, -3))
+    long = bench.submit(b"prompt")
+    bench.submit(b"other", max_tokens=5)
+    bench.run()
+    assert bench.failed() == {long}
+    assert len(bench.tokens[long]) == 17 - 6 + 1
+    bench.check_outcomes()
+    bench.check_idle()
+
+
+@pytest.mark.parametrize("fault", [1, -1, -3])
+@pytest.mark.parametrize("position", [3, 20, 50])
+def test_a_fault_that_stays_ends_where_memory_forgets_too(fault: Fault, position: int) -> None:
+    """A recurrent model gives up all of a sequence after a failure, and computes it again."""
+    bench = Bench(
+        n_ctx=256,
+        answer=endless,
+        has_pos_min=False,
+        poison=lambda run: fault if CULPRIT in run.tokens else None,
+    )
+    culprit = bench.submit(b"x" * position + bytes([CULPRIT]) + b"y" * 9)
+    other = bench.submit(b"z" * 30, max_tokens=9)
+    bench.run()
+    assert bench.outcome(other) == bench.alone(other)
+    outcome = bench.outcome(culprit)
+    assert outcome.reason is (FinishReason.LENGTH if fault == 1 else FinishReason.ERROR)
+    assert bench.decoder.n_rebuilds <= 1
+    bench.check_idle()
+
+
+def test_a_refused_batch_does_not_cost_the_context() -> None:
+    bench = Bench(answer=endless, faults={4: -1})
+    for prompt in (b"x", b"y", b"z"):
+        bench.submit(prompt, max_tokens=9)
+    bench.run()
+    assert bench.decoder.n_rebuilds == 0
+    bench.check_outcomes()
+
+
+def test_when_every_decode_fails_it_is_the_engine() -> None:
+    bench = Bench(answer=endless)
+    request_ids = {bench.submit(bytes([letter]) * 3) for letter in b"abc"}
+    bench.tick(3)
+    bench.decoder.poison = lambda run: -3
+    with pytest.raises(EngineFailedError) as caught:
+        bench.run()
+    assert isinstance(caught.value.__cause__, DecodeFailedError)
+    cells = dict(bench.decoder.cells)
+    bench.core.fail_all(caught.value)
+    assert bench.decoder.cells == cells, "llama.cpp is left alone"
+    ends = [event for event in bench.core.take_events() if isinstance(event, Finished)]
+    assert {event.request_id for event in ends} == request_ids
+    for event in ends:
+        assert isinstance(event.error, EngineFailedError)
+        assert event.error.__cause__ is caught.value
+        assert event.error.completion is event.completion
+
+
+def test_a_cache_that_has_no_room_at_all_ends_a_request_alone_with_length_context() -> None:
+    bench = Bench(n_ctx=64, answer=endless, poison=from_position(20, 1))
+    request_ids = [bench.submit(bytes([letter]) * 4) for letter in b"xyz"]
+    bench.run()
+    for request_id in request_ids:
+        outcome = bench.outcome(request_id)
+        assert (outcome.reason, outcome.stop_reason) == (FinishReason.LENGTH, "context")
+        assert outcome.token_ids == bench.alone(request_id).token_ids[:17]
+    bench.check_idle()
+
+
+# --- Faults of one request's own making -----------------------------------------------------------
+def test_a_sampler_that_cannot_be_made_ends_only_its_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench()
+    refuse = RuntimeError("no such sampler")
+    good = bench.submit()
+
+    def make_sampler(params: SamplingParams) -> None:
+        raise refuse
+
+    monkeypatch.setattr(bench.core.queue, "_make_sampler", make_sampler)
+    bad = bench.submit()
+    bench.hear()
+    error = bench.finished[bad].error
+    assert error is not None
+    assert error.__cause__ is refuse
+    bench.run()
+    assert bench.outcome(good) == bench.alone(good)
+    bench.check_idle()
+
+
+def test_a_sampler_that_fails_ends_only_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(answer=endless)
+    bad, good = bench.submit(params=SamplingParams()), bench.submit(params=SamplingParams())
+
+    def fail(logits: NDArray[np.float32]) -> int:
+        raise RuntimeError("no choice")
+
+    monkeypatch.setattr(bench.samplers[0], "sample", fail)
+    bench.run()
+    error = bench.finished[bad].error
+    assert error is not None
+    assert isinstance(error.__cause__, RuntimeError)
+    assert bench.outcome(good) == bench.alone(good)
+    bench.check_idle()
+
+
+@pytest.mark.parametrize("n_piece", [1, 2, 7])
+def test_a_text_that_fails_ends_only_its_request(
+    n_piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(prefix: Sequence[int]) -> int:
+        is_bad = prefix[0] == b"x"[0] and len(prefix) == 2 + n_piece - 1
+        return CULPRIT if is_bad else endless(prefix)
+
+    def piece(vocabulary: FakeVocabulary, token: int) -> bytes:
+        if token == CULPRIT:
+            raise RuntimeError("no such piece")
+        return bytes([token])
+
+    bench = Bench(answer=answer)
+    bad, good = bench.submit(b"xy"), bench.submit(b"yz")
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeVocabulary, "piece", piece)
+        bench.run()
+    assert bench.failed() == {bad}
+    assert len(bench.tokens[bad]) == n_piece
+    assert bench.outcome(good) == bench.alone(good)
+    bench.check_idle()
+
+
+class _Refusing(WatchedDecoder):
+    """A cache that gives nothing up once it has been told to refuse, until it is made anew."""
+
+    is_refusing = False
+
+    def seq_rm(self, seq_id: int, p0: int | None = None, p1: int | None = None) -> bool:
+        return False if self.is_refusing else super().seq_rm(seq_id, p0, p1)
+
+    def rebuild(self) -> None:
+        self.is_refusing = False
+        super().rebuild()
+
+
+def test_a_sequence_that_does_not_leave_the_cache_costs_a_new_context_and_no_request() -> None:
+    bench = Bench(answer=endless, decoder_type=_Refusing)
+    cancelled, other = bench.submit(b"xy"), bench.submit(b"yz")
+    bench.tick(3)
+    bench.decoder.is_refusing = True  # type: ignore[attr-defined]
+    bench.core.cancel(cancelled)
+    assert bench.core.has_work
+    bench.run()
+    assert bench.core.statistics().n_rebuilds == 1
+    assert bench.outcome(cancelled).reason is FinishReason.CANCELLED
+    assert bench.outcome(other) == bench.alone(other)
+    bench.check_idle()
+
+
+def test_an_abort_that_stored_everything_computes_the_last_row_again() -> None:
+    bench = Bench(answer=endless, faults={3: 2})
+    request_id = bench.submit(b"x", max_tokens=9)
+    bench.run()
+    assert bench.decoder.n_rebuilds == 0
+    assert bench.outcome(request_id) == bench.alone(request_id)
+
+
+def test_a_refused_batch_is_an_error_with_its_cause() -> None:
+    bench = Bench(answer=endless, poison=lambda run: -1)
+    bench.decoder.poison = lambda run: -1 if len(run.tokens) > 1 else None
+    request_id = bench.submit(b"xyz")
+    bench.run()
+    error = bench.finished[request_id].error
+    assert error is not None
+    assert isinstance(error.__cause__, InvalidBatchError)

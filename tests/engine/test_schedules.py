@@ -1,0 +1,144 @@
+"""500 random schedules: whatever the company, an answer is the one computed alone.
+
+Each schedule is a number: the same number is the same requests, arrivals, readers and cancellations.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from cllm import Completion, Engine, FinishReason, SamplingOptions
+from tests.conftest import QUIET
+
+pytestmark = pytest.mark.anyio
+
+N_SCHEDULES = 100  # for each configuration and each event loop
+GREEDY: SamplingOptions = {"temperature": 0.0}
+# Equal heads of every length, short and long answers, more than one byte for a character.
+PROMPTS = [
+    *[f"count:{n}..{n + length}" for n in (3, 10, 11, 120) for length in (2, 12, 25)],
+    *[f"{a}+{b}=" for a, b in ((1, 1), (12, 30), (12, 31), (99, 99))],
+    *[f"repeat:{text}" for text in ("abc", "abcdef", "你好🙂", "Hello, world")],
+    *[f"reverse:{text}" for text in ("abc", "streams")],
+    *["a note\n" * n + "count:5..19" for n in (1, 4, 9)],
+]
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "roomy": {"n_ctx": 4096, "n_seq_max": 4},
+    "tight": {"n_ctx": 256, "n_seq_max": 4, "n_batch": 8},
+    "tight without prefixes": {"n_ctx": 256, "n_seq_max": 4, "n_batch": 8, "prefix_cache": False},
+    "per-sequence": {"n_ctx": 1024, "n_seq_max": 4, "n_batch": 32, "kv_unified": False},
+    "one at a time": {"n_ctx": 256, "n_seq_max": 1, "n_batch": 16},
+}
+
+
+@dataclass
+class Planned:
+    """One request of a schedule."""
+
+    prompt: str
+    arrives_after: int  # deltas that the whole schedule has seen
+    max_tokens: int | None
+    priority: int
+    cancelled_after: int | None
+    stops_reading_after: int | None
+
+
+@dataclass
+class Schedule:
+    """The requests of a number, and what became of them."""
+
+    number: int
+    requests: list[Planned] = field(default_factory=list)
+    completions: dict[int, Completion] = field(default_factory=dict)
+    n_deltas: int = 0
+    n_reading: int = 0
+
+    def __post_init__(self) -> None:
+        choose = random.Random(self.number)
+        for _ in range(choose.randint(2, 7)):
+            self.requests.append(
+                Planned(
+                    prompt=choose.choice(PROMPTS),
+                    arrives_after=choose.choice([0, 0, 1, 5, 20, 50]),
+                    max_tokens=choose.choice([None, None, 1, 9]),
+                    priority=choose.randint(-1, 1),
+                    cancelled_after=choose.choice([None, None, None, 0, 3, 20]),
+                    stops_reading_after=choose.choice([None, None, None, 1, 8]),
+                )
+            )
+
+    async def run(self, engine: Engine) -> None:
+        """All requests, each in a task of its own."""
+        async with anyio.create_task_group() as tasks:
+            for index in range(len(self.requests)):
+                tasks.start_soon(self._run_one, engine, index)
+
+    async def _wait(self, n_deltas: int) -> None:
+        """Until the schedule has seen so many deltas, or nobody is there to make them."""
+        await anyio.lowlevel.checkpoint()
+        while self.n_deltas < n_deltas and self.n_reading:
+            await anyio.lowlevel.checkpoint()
+
+    async def _run_one(self, engine: Engine, index: int) -> None:
+        planned = self.requests[index]
+        await self._wait(planned.arrives_after)
+        stream = engine.stream(
+            planned.prompt, max_tokens=planned.max_tokens, priority=planned.priority, temperature=0
+        )
+        self.n_reading += 1
+        async with stream:
+            n_read = 0
+            while n_read != planned.cancelled_after:
+                if n_read == planned.stops_reading_after:
+                    self.n_reading -= 1
+                    await self._wait(self.n_deltas + 30)
+                    self.n_reading += 1
+                try:
+                    await stream.__anext__()
+                except StopAsyncIteration:
+                    break
+                n_read += 1
+                self.n_deltas += 1
+            await stream.cancel()
+            self.completions[index] = await stream.completion()
+        self.n_reading -= 1
+
+    def check(self, oracle: dict[str, tuple[int, ...]]) -> None:
+        """Who ended by itself gave what it gives alone; the others the beginning of it."""
+        for index, completion in self.completions.items():
+            planned, ids = self.requests[index], completion.token_ids
+            what = f"schedule {self.number}, {planned}"
+            assert ids == oracle[planned.prompt][: len(ids)], what
+            if completion.finish_reason is FinishReason.STOP:
+                assert ids == oracle[planned.prompt], what
+            elif completion.finish_reason is FinishReason.LENGTH:
+                assert len(ids) == planned.max_tokens, what
+            else:
+                assert completion.finish_reason is FinishReason.CANCELLED, what
+                assert planned.cancelled_after is not None, what
+        assert len(self.completions) == len(self.requests)
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+async def test_every_answer_is_the_one_computed_alone(anyio_backend: str, name: str) -> None:
+    async with Engine(n_ctx=512, n_seq_max=1, prefix_cache=False, **QUIET) as engine:
+        oracle = {p: (await engine.generate(p, **GREEDY)).token_ids for p in PROMPTS}
+    async with Engine(stream_buffer=4, **CONFIGURATIONS[name], **QUIET) as engine:
+        for number in range(N_SCHEDULES):
+            schedule = Schedule(number + 1000 * list(CONFIGURATIONS).index(name))
+            with anyio.fail_after(20):
+                await schedule.run(engine)
+            schedule.check(oracle)
+            assert await engine.audit() == []
+            assert engine.statistics().n_kv_cells_used == 0
+        statistics = engine.statistics()
+        assert statistics.n_finished[FinishReason.CANCELLED] > 0
+        assert statistics.n_finished[FinishReason.ERROR] == 0
+        assert statistics.n_preemptions > 0 or "tight" not in name
+        assert (statistics.n_cached_tokens > 0) == (name != "tight without prefixes")
