@@ -90,8 +90,9 @@ class EngineConfig:
         Tokens of preempted sequences whose cells may be kept in host memory, where that is cheaper
         than computing them again; None: as many as `n_ctx`, 0: never.
     target_itl_ms : float, optional
-        Milliseconds between two tokens of a stream that an incoming prompt shall not exceed: its
-        chunks are sized for that.  None: as many rows as fit.
+        Milliseconds between two tokens of a stream while a prompt comes in: its chunks are sized
+        so that the median is near this and hardly a gap 1.2 times as long.  None: as many rows
+        as fit.
     stream_buffer : int
         Deltas held for a reader that does not read, before its sequence pauses.
     stall_timeout_s : float

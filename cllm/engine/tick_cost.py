@@ -17,8 +17,12 @@ from cllm.engine.scheduler import Chunk
 FORGETTING = 0.97
 # In these units the three coefficients are of similar size.
 ROWS, CELLS = 100.0, 100_000.0
-# Rows of a prompt that ride along in every tick, whatever the target: it must not starve.
-MIN_PROMPT_ROWS = 8
+# Gaps scatter by some percent: with their median a little above the target, nearly all stay below
+# 1.2 times the target, and the prompt gets what would be left unused.
+AIM = 1.05
+# This much of the target is a prompt's in every tick, though the streams alone exceed it: it must
+# not starve.
+MIN_PROMPT_SHARE = 0.1
 # Kernels change with the number of rows, so a fit says little about batches much larger than any
 # it has seen lately: grow towards them.
 FIRST_PROMPT_ROWS = 32
@@ -93,14 +97,15 @@ class TickCost:
         """
         cells = list(decoding)
         _, per_row, per_cell = self.coefficients
-        left = target_s - self.seconds(len(cells), sum(cells))
+        left = AIM * target_s - self.seconds(len(cells), sum(cells))
+        left = max(left, MIN_PROMPT_SHARE * target_s)
         # left = per_row·m + per_cell·(n_computed·m + m²/2), solved for m.
         linear, quadratic = per_row + per_cell * n_computed, per_cell / 2
         # In the form without a difference: per_cell may be next to nothing.
-        divisor = linear + math.sqrt(linear**2 + 4 * quadratic * max(left, 0.0))
-        n_rows = 2 * max(left, 0.0) / divisor if divisor > 0.0 else math.inf
+        divisor = linear + math.sqrt(linear**2 + 4 * quadratic * left)
+        n_rows = 2 * left / divisor if divisor > 0.0 else math.inf
         limit = max(FIRST_PROMPT_ROWS, MAX_GROWTH * self._n_rows_max)
-        return max(MIN_PROMPT_ROWS, int(min(n_rows, limit)))
+        return max(1, int(min(n_rows, limit)))
 
 
 def cells_attended(chunks: Iterable[Chunk]) -> int:

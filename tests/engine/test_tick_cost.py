@@ -18,7 +18,6 @@ from cllm.engine.sequence import Sequence
 from cllm.engine.tick_cost import (
     FIRST_PROMPT_ROWS,
     MAX_GROWTH,
-    MIN_PROMPT_ROWS,
     TickCost,
     cells_attended,
 )
@@ -115,7 +114,7 @@ def test_no_coefficient_is_ever_negative(ticks: list[tuple[int, int, float]]) ->
     for n_rows, n_each, seconds in ticks:
         cost.observe(n_rows, n_rows * n_each, seconds)
         assert all(0.0 <= coefficient < float("inf") for coefficient in cost.coefficients)
-        assert cost.n_prompt_rows([n_each], 0, 0.05) >= MIN_PROMPT_ROWS
+        assert cost.n_prompt_rows([n_each], 0, 0.05) >= 1
 
 
 def test_computing_a_sequence_again_costs_its_rows_and_what_they_attend_to() -> None:
@@ -161,16 +160,16 @@ def test_the_rows_are_as_many_as_the_target_allows() -> None:
         def expected(m: int, decoding: list[int] = decoding, start: int = n_computed) -> float:
             return cost.seconds(len(decoding) + m, sum(decoding) + m * start + m * m / 2)
 
-        assert n_rows > MIN_PROMPT_ROWS
+        assert n_rows > 1
         assert expected(n_rows) <= 0.03 < expected(n_rows + 1)
 
 
-def test_a_prompt_gets_some_rows_however_late_the_tick_is() -> None:
-    cost = TickCost()
-    observe(cost, MACHINES[2], 200)
+def test_a_tenth_of_the_target_is_a_prompts_however_late_the_tick_is() -> None:
+    cost, machine = TickCost(), Machine(5e-2, 1e-3, 0.0)
+    observe(cost, machine, 200)
+    assert cost.n_prompt_rows([1000] * 4, 0, 0.04) == pytest.approx(0.1 * 0.04 / 1e-3, abs=1)
     for target_s in (1e-6, 0.0):
-        assert cost.n_prompt_rows([1000] * 4, 0, target_s) == MIN_PROMPT_ROWS
-    assert cost.n_prompt_rows([], 10**7, 0.03) == MIN_PROMPT_ROWS
+        assert cost.n_prompt_rows([1000] * 4, 0, target_s) == 1
 
 
 def test_batches_much_larger_than_any_seen_are_only_grown_towards() -> None:
@@ -189,7 +188,7 @@ def test_after_equal_ticks_alone_the_first_chunk_is_a_small_one(machine: Machine
     cost, rng = TickCost(), random.Random(4)
     for n_each in range(100, 400):
         cost.observe(4, 4 * n_each, machine.tick(4, 4 * n_each, rng))
-    assert MIN_PROMPT_ROWS <= cost.n_prompt_rows([400] * 4, 0, 0.1) <= FIRST_PROMPT_ROWS
+    assert 1 <= cost.n_prompt_rows([400] * 4, 0, 0.1) <= FIRST_PROMPT_ROWS
 
 
 # --- The closed loop -------------------------------------------------------------------------
@@ -203,7 +202,7 @@ def feed(machine: Machine, target_s: float, n_prompt: int, *, n_alone: int) -> l
             n_alone -= 1
         else:
             n_rows = cost.n_prompt_rows(decoding, n_computed, target_s)
-            assert n_rows >= MIN_PROMPT_ROWS
+            assert n_rows >= 1
             n_rows = min(n_rows, n_prompt - n_computed)
         n_cells = sum(decoding) + 4 + n_rows * n_computed + n_rows * (n_rows + 1) // 2
         seconds = machine.tick(4 + n_rows, n_cells, rng)

@@ -1,0 +1,1 @@
+"""Measurements that print their figures.  Run one with `python -m benchmarks.NAME`."""

@@ -1,0 +1,114 @@
+"""The thousandth request against the first.
+
+1,000 sequential requests, identical and distinct, 1 and 16 tokens long, prefix cache on and off:
+decode time of the last hundred over the first hundred (medians, best of three), rows of every
+request, resident memory, cells left.  Then 5,000 tiny cycles on rotating seq_ids, on the context
+itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from itertools import product
+from pathlib import Path
+from statistics import median
+
+import anyio
+
+from benchmarks.measure import machine, rss_mib
+from cllm import Engine
+from cllm.bindings import Batch, Context, Model
+from cllm.engine.config import EMBEDDED_MODEL
+
+
+async def sequential(
+    n_requests: int, *, max_tokens: int, is_distinct: bool, prefix_cache: bool
+) -> tuple[float, set[int], float]:
+    """Last hundred over first hundred, the numbers of rows, growth of memory in MiB."""
+    seconds, n_rows = [], []
+    async with Engine(prefix_cache=prefix_cache, n_threads=1, n_threads_batch=1) as engine:
+
+        async def one(number: int) -> None:
+            before = engine.statistics()
+            letters = f"{number:06d}" if is_distinct else "000000"
+            await engine.generate(f"{letters} and some words", max_tokens=max_tokens, temperature=0)
+            await engine.audit()
+            after = engine.statistics()
+            seconds.append(after.tick_times.decode_s - before.tick_times.decode_s)
+            n_rows.append(after.n_decode_rows - before.n_decode_rows)
+
+        for number in range(50):  # the prefix cache is full, the processor awake
+            await one(number)
+        seconds.clear()
+        n_rows.clear()
+        rss = rss_mib()
+        for number in range(n_requests):
+            await one(50 + number)
+        growth = rss_mib() - rss
+        assert await engine.audit() == []
+        assert engine.statistics().n_kv_cells_used == 0
+    ratio = median(seconds[-100:]) / median(seconds[:100])
+    return ratio, set(n_rows), growth
+
+
+def rotating(n_cycles: int, *, kv_unified: bool) -> tuple[float, float]:
+    """Tiny cycles on eight seq_ids: last tenth over first tenth, growth of memory in MiB."""
+    seconds = []
+    with (
+        Model(EMBEDDED_MODEL) as model,
+        Context(
+            model, n_ctx=2048, n_seq_max=8, n_threads=1, n_threads_batch=1, kv_unified=kv_unified
+        ) as context,
+    ):
+        batch = Batch(8)
+        rss = rss_mib()
+        for cycle in range(n_cycles):
+            seq_id = cycle % 8
+            started = time.perf_counter()
+            batch.clear()
+            batch.add(seq_id, [256, 65, 66, 67], 0, n_outputs=1)
+            context.decode(batch)
+            context.seq_rm(seq_id)
+            seconds.append(time.perf_counter() - started)
+            assert context.seq_pos_max(seq_id) is None
+        growth = rss_mib() - rss
+    tenth = n_cycles // 10
+    return median(seconds[-tenth:]) / median(seconds[:tenth]), growth
+
+
+async def measure(options: argparse.Namespace) -> None:
+    """Everything, printed."""
+    print(f"{Path(EMBEDDED_MODEL).name}, {options.requests} requests each; {machine()}")
+    for max_tokens, is_distinct, prefix_cache in product((1, 16), (False, True), (False, True)):
+        runs = [
+            await sequential(
+                options.requests,
+                max_tokens=max_tokens,
+                is_distinct=is_distinct,
+                prefix_cache=prefix_cache,
+            )
+            for _ in range(options.runs)
+        ]
+        ratio = min(runs)[0]
+        rows = sorted(set().union(*(rows for _, rows, _ in runs)))
+        print(
+            f"max_tokens {max_tokens:2}  {'distinct ' if is_distinct else 'identical'}  "
+            f"prefix cache {'on ' if prefix_cache else 'off'}  last/first hundred {ratio:.3f}  "
+            f"rows {rows}  memory {max(growth for _, _, growth in runs):+.1f} MiB  cells left 0"
+        )
+    for kv_unified in (True, False):
+        cycles = [rotating(options.cycles, kv_unified=kv_unified) for _ in range(options.runs)]
+        print(
+            f"{options.cycles} tiny cycles, 8 rotating seq_ids, "
+            f"{'unified     ' if kv_unified else 'per-sequence'}  last/first tenth "
+            f"{min(cycles)[0]:.3f}  memory {max(growth for _, growth in cycles):+.1f} MiB"
+        )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--cycles", type=int, default=5000)
+    parser.add_argument("--runs", type=int, default=3)
+    anyio.run(measure, parser.parse_args())

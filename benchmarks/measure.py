@@ -1,0 +1,33 @@
+"""What every benchmark needs: order statistics, memory, and a line about the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+
+from cllm import EngineConfig
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The value below or at which so many percent lie (nearest rank)."""
+    ordered = sorted(values)
+    rank = max(1, -(-len(ordered) * percent // 100))
+    return ordered[int(rank) - 1]
+
+
+def rss_mib() -> float:
+    """Resident memory of this process."""
+    n_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return n_pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def machine() -> str:
+    """The processor and how much of it there is."""
+    cpuinfo = Path("/proc/cpuinfo").read_text()
+    model = next((x for x in cpuinfo.splitlines() if x.startswith("model name")), ": unknown")
+    n_threads = EngineConfig().compute_threads[0]
+    return (
+        f"{model.split(': ')[1]}, {n_threads} compute threads, Python {platform.python_version()}"
+    )
