@@ -31,8 +31,9 @@ async def sequential(
 
         async def one(number: int) -> None:
             before = engine.statistics()
-            letters = f"{number:06d}" if is_distinct else "000000"
-            await engine.generate(f"{letters} and some words", max_tokens=max_tokens, temperature=0)
+            first = 100 + number % 800 if is_distinct else 100
+            prompt = f"count:{first}..{first + 40}"  # an answer of 164 tokens
+            await engine.generate(prompt, max_tokens=max_tokens, temperature=0)
             await engine.audit()
             after = engine.statistics()
             seconds.append(after.tick_times.decode_s - before.tick_times.decode_s)

@@ -159,13 +159,14 @@ class InferenceThread:
         if self._stopping:
             decoder.stop()
         context = decoder.context
-        has_whole_memory = not (model.is_recurrent or model.is_hybrid)
+        is_recurrent, is_windowed = model.is_recurrent or model.is_hybrid, model.n_swa > 0
         kv_cache = KVCache(
             n_cells=context.n_ctx,
             n_seq_ids=context.n_seq_max,
             n_ctx_seq=context.n_ctx_seq,
             kv_unified=config.kv_unified,
-            has_pos_min=has_whole_memory and (config.prefix_cache or model.n_swa == 0),
+            has_pos_min=not (is_recurrent or is_windowed),
+            is_windowed=is_windowed and not is_recurrent,
         )
         core = self._make_core(decoder, model, kv_cache, owned)
         return core, _model_info(model, context)

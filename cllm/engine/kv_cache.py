@@ -85,6 +85,9 @@ class KVCache:
         False: nothing is shared, a copied position takes a cell of its own.
     has_pos_min : bool
         False for memory that forgets: recurrent, or a sliding window.
+    is_windowed : bool
+        A sliding window: what is behind it may be gone, in no order.  A sequence can only go on
+        where it ends, and so only all of it can be shared.
 
     Attributes
     ----------
@@ -100,12 +103,14 @@ class KVCache:
         n_ctx_seq: int,
         kv_unified: bool = True,
         has_pos_min: bool = True,
+        is_windowed: bool = False,
     ) -> None:
         self.n_cells = n_cells
         self.n_seq_ids = n_seq_ids
         self.n_ctx_seq = n_ctx_seq
         self.kv_unified = kv_unified
         self.has_pos_min = has_pos_min
+        self.is_windowed = is_windowed
         self.clear()
 
     def clear(self) -> None:

@@ -70,7 +70,8 @@ class KVCacheManager:
         self._n_seq_max = n_seq_max
         # Memory that forgets positions cannot give up a part, nor lend one.
         self._can_truncate = books.has_pos_min
-        self._n_tokens_max = prefix_cache_tokens if books.has_pos_min else 0
+        can_share = books.has_pos_min or books.is_windowed
+        self._n_tokens_max = prefix_cache_tokens if can_share else 0
         self._swap_tokens = swap_tokens
         self._clock = clock
         self.prefixes = PrefixCache()
@@ -110,7 +111,9 @@ class KVCacheManager:
         if not self._n_tokens_max:
             return Match()
         n_min = 1 if self.books.kv_unified else self.books.n_ctx_seq // MIN_STREAM_SHARE
-        return self.prefixes.match(sequence, running, n_min=n_min)
+        return self.prefixes.match(
+            sequence, running, n_min=n_min, whole_only=not self._can_truncate
+        )
 
     def _n_new_cells(self, sequence: Sequence, match: Match) -> int:
         """Cells that a sequence needs and no live request holds yet."""
@@ -197,10 +200,11 @@ class KVCacheManager:
         if is_kept and self._keep(sequence, slot):
             return
         self._remove(slot.seq_id, 0)
+        n_tokens = slot.n_computed
         n_cells = self.books.release(slot)
         logger.debug(
-            "request %s: cleared KV cache, seq_id %d, %d cells",
-            sequence.request_id, slot.seq_id, n_cells,
+            "request %s: cleared KV cache, seq_id %d, %d positions, %d cells freed",
+            sequence.request_id, slot.seq_id, n_tokens, n_cells,
         )  # fmt: skip
 
     def _remove(self, seq_id: int, n_tokens: int) -> None:
@@ -219,6 +223,8 @@ class KVCacheManager:
     def _keep(self, sequence: Sequence, slot: Slot) -> bool:
         """Remember what a finished sequence computed; True if its slot was handed over."""
         n_tokens = min(slot.n_computed, self._n_tokens_max)
+        if n_tokens < slot.n_computed and not self._can_truncate:
+            return False
         tokens = sequence.token_array()[:n_tokens].copy()
         covering = self.prefixes.covering(tokens)
         if covering is not None:
@@ -236,6 +242,10 @@ class KVCacheManager:
             kept = slot
             self._truncate(slot, n_tokens)
             books.set_cached(slot, True)
+            logger.debug(
+                "request %s: seq_id %d handed to the prefix cache, %d positions",
+                sequence.request_id, slot.seq_id, n_tokens,
+            )  # fmt: skip
         self.prefixes.entries.append(CachedPrefix(tokens, kept))
         while books.n_cached > self._n_tokens_max:
             self.evict(self.prefixes.entries[0])

@@ -124,7 +124,8 @@ def make_context(
         flash_attn=config.flash_attn,
         type_k=config.type_k,
         type_v=config.type_v,
-        # A sliding window forgets what others would share.
+        # A shared cell is never used again, though the window of every holder has passed it: the
+        # small cache of the window alone would fill up.
         swa_full=config.prefix_cache,
         rope_scaling=config.rope_scaling,
         rope_freq_base=config.rope_freq_base,

@@ -66,33 +66,40 @@ class PrefixCache:
         """Entries that `tokens` begins with."""
         return [e for e in self.entries if _n_common(e.tokens, tokens) == len(e.tokens)]
 
-    def match(self, sequence: Sequence, running: Iterable[Sequence], *, n_min: int = 1) -> Match:
+    def match(
+        self,
+        sequence: Sequence,
+        running: Iterable[Sequence],
+        *,
+        n_min: int = 1,
+        whole_only: bool = False,
+    ) -> Match:
         """The longest prefix that a sequence shares with others, to the token.
 
-        From a running sequence at least `n_min` tokens.
-
-        At least its last token is left to be computed: its logits are needed.  It waits for a
-        leader when that gives more than a lone first token (most prompts begin with the same one),
-        or all there is to share.
+        From a running sequence at least `n_min` tokens.  With `whole_only`, all that the other has
+        computed or nothing.  At least its last token is left to be computed: its logits are
+        needed.  It waits for a leader when that gives more than a lone first token (most prompts
+        begin with the same one), or all there is to share.
         """
         wanted = sequence.token_array()[:-1]
         source, entry, n_tokens = None, None, 0
         # The most recent of equals, so that the others may grow old.
         for cached in reversed(self.entries):
             n_common = _n_common(cached.tokens, wanted)
-            if n_common > n_tokens:
+            if n_common > n_tokens and not (whole_only and n_common < len(cached.tokens)):
                 source, entry, n_tokens = cached.slot, cached, n_common
         leader, n_expected = None, n_tokens
         for other in running:
             if other is sequence or not other.is_placed or other.slot is None:
                 continue
             n_common = _n_common(other.token_array(), wanted)
-            if n_common < n_min:
+            if n_common < n_min or (whole_only and n_common < other.n_computed):
                 continue
             n_now = min(n_common, other.n_computed)
             if n_now >= n_min and n_now > n_tokens:
                 source, entry, n_tokens = other.slot, None, n_now
-            if n_common > max(n_expected, other.n_computed) and not other.is_paused:
+            is_useful = n_common > max(n_expected, other.n_computed) and not whole_only
+            if is_useful and not other.is_paused:
                 leader, n_expected = other, n_common
         n_gained = n_expected - n_tokens
         if n_gained < 1 or (n_gained == 1 and n_expected < len(wanted)):

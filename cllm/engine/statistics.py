@@ -93,14 +93,14 @@ class Recorder:
         self.n_gil_handovers = 0
         self.plan_s = self.decode_s = self.sample_s = self.detokenize_s = self.deliver_s = 0.0
 
-    def count_tick(self, n_rows: int, n_outputs: int) -> None:
-        """A batch of so many rows was decoded, so many tokens were sampled."""
+    def count_tick(self, n_rows: int, n_outputs: int, n_chains: int) -> None:
+        """A batch of so many rows was decoded, so many tokens sampled, some of them by a chain."""
         self.n_ticks += 1
         self.n_decode_rows += n_rows
         self.n_decoding_ticks += n_outputs > 0
         self.n_decoding_rows += n_outputs
-        # decode and synchronize; argmax, isfinite and the gather before it
-        self.n_gil_handovers += 2 + 3 * (n_outputs > 0)
+        # decode and synchronize; argmax, isfinite and the gather before it; each chain's apply
+        self.n_gil_handovers += 2 + 3 * (n_outputs > 0) + n_chains
 
     def snapshot(
         self,

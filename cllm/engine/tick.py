@@ -176,7 +176,7 @@ class EngineCore:
         ended = self._clock()
         recorder.detokenize_s += ended - sampled
         n_rows = sum(chunk.n_tokens for chunk in chunks)
-        recorder.count_tick(n_rows, len(outputs))
+        recorder.count_tick(n_rows, len(outputs), sum(s.sampler is not None for s in outputs))
         self.tick_cost.observe(n_rows, n_cells, ended - started)
 
     def _plan(self, now: float) -> list[Chunk]:

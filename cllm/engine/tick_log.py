@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from cllm.engine.sampling import TokenSampler
 from cllm.engine.sequence import Vocabulary
 from cllm.errors import InvalidArgumentError, LlamaCallError
 
-BOOKS = ("n_cells", "n_seq_ids", "n_ctx_seq", "kv_unified", "has_pos_min")
+BOOKS = ("n_cells", "n_seq_ids", "n_ctx_seq", "kv_unified", "has_pos_min", "is_windowed")
 # What of the configuration decides about ticks.
 SETTINGS = (
     "n_ctx", "n_seq_max", "n_batch", "kv_unified", "flash_attn", "prefix_cache",
@@ -48,7 +48,8 @@ class TickLog:
         The file cannot be written.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._read_clock = clock
         try:
             self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115  # see `close`
         except OSError as error:
@@ -68,7 +69,7 @@ class TickLog:
 
     def clock(self) -> float:
         """The time, noted."""
-        now = time.perf_counter()
+        now = self._read_clock()
         self._clock.append(now)
         return now
 

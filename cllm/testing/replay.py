@@ -222,7 +222,8 @@ class _ScriptedDecoder:
             error_type = getattr(errors, batch["error"], None)
             if isinstance(error_type, type) and issubclass(error_type, LlamaCallError):
                 raise error_type("llama_decode", batch["code"], batch["message"])
-            raise RuntimeError(batch["message"])
+            # Any other exception is treated alike; its name is all that events tell of it.
+            raise type(batch["error"], (RuntimeError,), {})(batch["message"])
         for seq_id, p0, n_tokens, _ in self._runs:
             self._lengths[seq_id] = p0 + n_tokens
         return np.zeros((sum(run[3] for run in self._runs), 1), np.float32)
@@ -283,10 +284,8 @@ def _tokens(lines: list[dict[str, Any]]) -> dict[str, deque[int | Exception]]:
             if event is None:
                 continue
             choices[event["id"]].extend(event["tokens"])
-            if event.get("error") and not event["tokens"]:
-                is_finite = event["error"] != NotFiniteError.__name__
-                message = "as recorded"
-                choices[event["id"]].append(
-                    RuntimeError(message) if is_finite else NotFiniteError(message)
-                )
+            if (name := event.get("error")) and not event["tokens"]:
+                is_nan = name == NotFiniteError.__name__
+                error_type = NotFiniteError if is_nan else type(name, (RuntimeError,), {})
+                choices[event["id"]].append(error_type("as recorded"))
     return choices

@@ -136,6 +136,7 @@ class Bench:
         decode_s: float = 0.0,
         is_checked: bool = True,
         has_pos_min: bool = True,
+        is_windowed: bool = False,
         **options: Any,
     ) -> None:
         self.config = EngineConfig(
@@ -163,10 +164,20 @@ class Bench:
             n_seq_ids=n_seq_ids,
             n_ctx_seq=self.decoder.n_ctx_seq,
             kv_unified=kv_unified,
-            has_pos_min=has_pos_min,
+            has_pos_min=has_pos_min and not is_windowed,
+            is_windowed=is_windowed,
         )
         self.samplers: list[CountingSampler] = []
-        self.core = EngineCore(
+        self.core = self._make_core()
+        self.requests: dict[str, GenerationRequest] = {}
+        self.stopped: set[str] = set()
+        self.unread: dict[str, int] = defaultdict(int)
+        self.tokens: dict[str, list[int]] = defaultdict(list)
+        self.texts: dict[str, str] = defaultdict(str)
+        self.finished: dict[str, Finished] = {}
+
+    def _make_core(self) -> EngineCore:
+        return EngineCore(
             self.decoder,
             VOCABULARY,
             self.books,
@@ -174,12 +185,6 @@ class Bench:
             self.config,
             clock=lambda: self.now,
         )
-        self.requests: dict[str, GenerationRequest] = {}
-        self.stopped: set[str] = set()
-        self.unread: dict[str, int] = defaultdict(int)
-        self.tokens: dict[str, list[int]] = defaultdict(list)
-        self.texts: dict[str, str] = defaultdict(str)
-        self.finished: dict[str, Finished] = {}
 
     def _take_time(self) -> None:
         self.now += self.decode_s

@@ -131,6 +131,27 @@ def test_nothing_is_shared_where_it_is_off_or_memory_forgets(options: Any) -> No
 
 
 @LAYOUTS
+def test_with_a_sliding_window_a_sequence_is_shared_as_a_whole_or_not_at_all(
+    kv_unified: bool,
+) -> None:
+    """llama.cpp uses cells behind the window again, in any order: the middle may be gone."""
+    bench = Bench(
+        n_ctx=512, n_seq_max=2, n_batch=32, kv_unified=kv_unified, is_windowed=True, answer=endless
+    )  # fmt: skip
+    first = bench.submit(b"p" * 60, max_tokens=9)
+    bench.run()
+    turn = b"p" * 60 + bytes(bench.tokens[first])
+    branch = bench.submit(b"p" * 40 + b"q" * 9, max_tokens=2)
+    bench.run()
+    assert bench.finished[branch].completion.usage.n_cached == 0
+    second = bench.submit(turn + b"and more", max_tokens=2)
+    bench.run()
+    assert bench.finished[second].completion.usage.n_cached == len(turn) - 1
+    bench.check_outcomes()
+    bench.check_idle()
+
+
+@LAYOUTS
 def test_the_least_recently_used_prefix_is_evicted_first(kv_unified: bool) -> None:
     bench = Bench(
         n_ctx=256, n_seq_max=4, n_batch=64, kv_unified=kv_unified, prefix_cache_tokens=50

@@ -248,6 +248,40 @@ async def test_health_follows_the_life_of_the_engine(anyio_backend: str) -> None
     await engine.aclose()
 
 
+async def test_health_says_stalled_while_a_tick_takes_too_long_and_ready_after_it(
+    anyio_backend: str,
+) -> None:
+    async with Engine(
+        n_ctx=8192, n_seq_max=1, n_batch=8192, stall_timeout_s=0.001, **QUIET
+    ) as engine:
+        async with engine.stream([65] * 8000, max_tokens=1, temperature=0) as stream:
+            with anyio.fail_after(30):
+                while (health := engine.health()).status is not EngineStatus.STALLED:
+                    await anyio.sleep(0)
+            assert health.heartbeat_age_s > 0.001
+            assert "in one tick" in health.reason
+            await stream.completion()
+        await wait_idle(engine)
+        assert engine.health().status is EngineStatus.READY
+
+
+async def test_debug_lines_tell_the_life_of_a_request(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", logger="cllm.engine")
+    await engine.generate("1+1=", request_id="mine", **GREEDY)
+    await wait_idle(engine)
+    lines = [r.getMessage() for r in caplog.records if "request mine: " in r.getMessage()]
+    assert [line.removeprefix("request mine: ") for line in lines] == [
+        "new, 5 prompt tokens",
+        "prefill in <Slot seq_id=0 n_computed=0>",
+        "cleared KV cache, seq_id 0, 6 positions, 0 cells freed",
+        "finished, stop (257), 2 output tokens",
+    ]
+    await engine.reset_prefix_cache()
+    assert "cached prefix of 6 tokens: evicted, 6 cells" in caplog.messages
+
+
 async def test_closing_cancels_what_runs(anyio_backend: str) -> None:
     async with Engine(n_ctx=1024, n_seq_max=2, **QUIET) as engine:
         stream = engine.stream(LONG, **GREEDY)

@@ -158,6 +158,29 @@ def test_o10_a_gap_in_positions_is_an_error_that_names_sequence_x_and_y() -> Non
         assert "Y = 0" in str(error)
 
 
+@pytest.mark.parametrize("prefix_cache", [False, True])
+@pytest.mark.parametrize("is_distinct", [False, True])
+async def test_o11_the_thousandth_request_computes_the_rows_of_the_first(
+    anyio_backend: str, is_distinct: bool, prefix_cache: bool
+) -> None:
+    """Latency grew where rows did; `benchmarks/drift.py` has the times and the memory."""
+    async with Engine(n_ctx=1024, n_seq_max=8, prefix_cache=prefix_cache, **QUIET) as engine:
+        n_rows, n_prompt = [], len(await engine.tokenize("100+100="))
+        for number in range(1000):
+            before = engine.statistics().n_decode_rows
+            first = 100 + number % 900 if is_distinct else 100
+            await engine.generate(f"{first}+{1099 - first}=", max_tokens=1, temperature=0)
+            await engine.audit()
+            n_rows.append(engine.statistics().n_decode_rows - before)
+        if not prefix_cache:
+            assert set(n_rows) == {n_prompt}
+        elif not is_distinct:
+            assert n_rows == [n_prompt] + [1] * 999
+        else:
+            assert max(n_rows[1:]) < n_prompt, "at least the first token is shared"
+        await assert_idle_and_clean(engine)
+
+
 async def test_all_ten_thousand_sums_are_right_64_at_once(anyio_backend: str) -> None:
     """And afterwards the proof that bypasses the books holds: the cache has every cell again."""
     n_ctx = 4096

@@ -67,11 +67,27 @@ async def test_every_architecture_stands_pressure_in_every_configuration(
         assert {r.finish_reason for r in results} <= {FinishReason.LENGTH, FinishReason.STOP}
         statistics = engine.statistics()
         may_share = name not in FORGETFUL and options.get("prefix_cache", True)
-        assert (statistics.n_cached_tokens > 0) == may_share
-        assert (statistics.n_kv_cells_cached > 0) == may_share
-        if name in FORGETFUL:
+        if name != "tiny-swa":  # which shares whole sequences only
+            assert (statistics.n_kv_cells_cached > 0) == may_share
+            assert (statistics.n_cached_tokens > 0) == may_share
+        if name in FORGETFUL | {"tiny-swa"}:
             assert statistics.n_swaps == 0
         assert (await engine.audit(), statistics.n_kv_cells_used) == ([], 0)
+
+
+async def test_a_sliding_window_shares_the_whole_of_a_turn_and_no_part_of_it() -> None:
+    """llama.cpp uses the cells behind a window again: a part of a sequence may be gone."""
+    path = make_model.ensure("tiny-swa", "F16")
+    async with Engine(path, n_ctx=512, n_seq_max=2, **QUIET) as engine:
+        first = await engine.generate("some text " * 4, max_tokens=60, temperature=0)
+        turn = [*first.prompt_token_ids, *first.token_ids, 5, 6, 7]
+        second = await engine.generate(turn, max_tokens=4, temperature=0)
+        assert second.usage.n_cached == len(turn) - 4
+        branch = await engine.generate([*turn[:30], 9, 9], max_tokens=4, temperature=0)
+        assert branch.usage.n_cached == 0
+    async with Engine(path, n_ctx=512, n_seq_max=2, prefix_cache=False, **QUIET) as engine:
+        alone = await engine.generate(turn, max_tokens=4, temperature=0)
+        assert second.token_ids == alone.token_ids
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -66,8 +66,9 @@ class World:
         self.running.append(sequence)
         return sequence
 
-    def match(self, tokens: list[int], *, n_min: int = 1) -> Match:
-        return self.cache.match(self.sequence(tokens), self.running, n_min=n_min)
+    def match(self, tokens: list[int], *, n_min: int = 1, whole_only: bool = False) -> Match:
+        wanting = self.sequence(tokens)
+        return self.cache.match(wanting, self.running, n_min=n_min, whole_only=whole_only)
 
 
 # Few tokens, so that much is common.
@@ -246,3 +247,16 @@ def test_less_than_n_min_that_is_computed_now_is_not_shared() -> None:
     world = World()
     world.run([1, 2, 3, 4], 1, is_paused=True)
     assert world.match([1, 2, 3, 9], n_min=3).n_tokens == 0
+
+
+def test_where_only_whole_sequences_can_be_shared_a_part_of_one_is_not() -> None:
+    world = World()
+    world.keep([1, 2, 3, 4])
+    kept = world.keep([1, 2])
+    match = world.match([1, 2, 3, 9], whole_only=True)
+    assert (match.source, match.n_tokens, match.leader) == (kept.slot, 2, None)
+    assert world.match([1, 9], whole_only=True).source is None
+    running = world.run([1, 2, 3, 8], 3)
+    match = world.match([1, 2, 3, 9], whole_only=True)
+    assert (match.source, match.n_tokens, match.leader) == (running.slot, 3, None)
+    assert world.match([1, 2, 5], whole_only=True).source is kept.slot

@@ -16,6 +16,7 @@ from cllm.engine.request import GenerationRequest, SamplingParams
 from cllm.engine.scheduler import Chunk
 from cllm.engine.sequence import Sequence
 from cllm.engine.tick_cost import (
+    AIM,
     FIRST_PROMPT_ROWS,
     MAX_GROWTH,
     TickCost,
@@ -161,7 +162,7 @@ def test_the_rows_are_as_many_as_the_target_allows() -> None:
             return cost.seconds(len(decoding) + m, sum(decoding) + m * start + m * m / 2)
 
         assert n_rows > 1
-        assert expected(n_rows) <= 0.03 < expected(n_rows + 1)
+        assert expected(n_rows) <= AIM * 0.03 < expected(n_rows + 1)
 
 
 def test_a_tenth_of_the_target_is_a_prompts_however_late_the_tick_is() -> None:

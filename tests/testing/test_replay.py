@@ -1,0 +1,177 @@
+"""A tick log is repeated to the batch and the event, faults and all, and a change is found."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cllm import Engine, EngineConfig
+from cllm.engine.handoff import Cancel, Read, ResetPrefixCache, Submit
+from cllm.engine.request import SamplingParams
+from cllm.engine.tick import EngineCore
+from cllm.engine.tick_log import LoggedDecoder, LoggedVocabulary, TickLog, logged_samplers
+from cllm.errors import InvalidArgumentError
+from cllm.testing import replay
+from cllm.testing.fake_decoder import Fault
+from tests.conftest import QUIET
+from tests.engine.bench import VOCABULARY, Bench, babble
+
+
+class LoggedBench(Bench):
+    """A bench whose core is logged the way the inference thread does it."""
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        self.log = TickLog(path, clock=lambda: self.now)
+        super().__init__(answer=babble, **options)
+
+    def _make_core(self) -> EngineCore:
+        self.log.header(self.config, self.books)
+        return EngineCore(
+            LoggedDecoder(self.decoder, self.log),
+            LoggedVocabulary(VOCABULARY, self.log),
+            self.books,
+            logged_samplers(self._make_sampler, self.log),
+            self.config,
+            clock=self.log.clock,
+        )
+
+    def ticks(self, n_ticks: int) -> None:
+        for _ in range(n_ticks):
+            self.core.tick()
+            events = self.core.take_events()
+            self.log.tick(events)
+            self.core.queue.events = events
+            self.hear()
+
+    def obey(self, command: Submit | Cancel | Read | ResetPrefixCache) -> None:
+        self.log.command(command)
+
+
+def log_of(path: Path, number: int, **options: Any) -> LoggedBench:
+    """A random life: requests, cancellations, slow readers, faults."""
+    choose = random.Random(number)
+    bench = LoggedBench(path, **options)
+    kinds: list[Fault] = [1, 2, -1, -3, "nan", RuntimeError("scripted")]
+    for _ in range(12):
+        for _ in range(choose.randint(0, 3)):
+            prompt = b"shared head"[: choose.randint(0, 11)] + choose.randbytes(
+                choose.randint(1, 9)
+            )
+            request_id = bench.submit(
+                prompt[: bench.decoder.n_ctx_seq],
+                params=SamplingParams(
+                    temperature=choose.choice([0.0, 1.0]),
+                    max_tokens=choose.choice([None, 3, 20]),
+                    stop=choose.choice([(), "ab"]),
+                ),
+                priority=choose.randint(-1, 1),
+                timeout=choose.choice([None, None, 4.0]),
+            )
+            bench.obey(Submit(bench.requests[request_id]))
+        if choose.random() < 0.3:
+            alive = sorted(set(bench.requests) - set(bench.finished))
+            for request_id in alive[:1]:
+                bench.core.cancel(request_id)
+                bench.obey(Cancel(request_id))
+        if choose.random() < 0.2:
+            bench.core.reset_prefix_cache()
+            bench.obey(ResetPrefixCache())
+        if choose.random() < 0.5:
+            bench.decoder.faults[bench.decoder.n_decodes + choose.randint(1, 3)] = choose.choice(
+                kinds
+            )
+        if choose.random() < 0.2:
+            n_calls = bench.decoder.n_calls["seq_rm"]
+            bench.decoder.call_faults["seq_rm", n_calls + 1] = False
+        bench.ticks(choose.randint(1, 8))
+    bench.log.close()
+    return bench
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"n_ctx": 48}, {"kv_unified": False}, {"prefix_cache": False, "n_ctx": 48},
+        {"target_itl_ms": 50.0}, {"has_pos_min": False}, {"is_windowed": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_log_is_repeated_batch_by_batch_and_event_by_event(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    n_batches = 0
+    for number in range(30):
+        path = tmp_path / f"{number}.jsonl"
+        bench = log_of(path, number, decode_s=0.01, **options)
+        result = replay(path)
+        assert result.differences == [], number
+        assert result.n_batches == bench.decoder.n_decodes
+        n_batches += result.n_batches
+    assert n_batches > 500
+
+
+def changed(lines: list[dict[str, Any]], what: str) -> None:
+    """Change one thing in the middle of a log."""
+    ticks = [line["tick"] for line in lines if "tick" in line and line["tick"]["batches"]]
+    tick = ticks[len(ticks) // 2]
+    if what == "batch":
+        tick["batches"][0]["runs"][0][1] += 1
+    elif what == "event":
+        next(e for t in ticks for e in t["events"] if e and e["text"])["text"] += "!"
+    else:
+        submit = next(line["submit"] for line in lines if "submit" in line)
+        submit["prompt_token_ids"].append(1)
+
+
+@pytest.mark.parametrize("what", ["batch", "event", "request"])
+def test_a_replay_that_differs_says_where(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "ticks.jsonl"
+    log_of(path, 3)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    changed(lines, what)
+    path.write_text("\n".join(map(json.dumps, lines)))
+    (difference, *_) = replay(path).differences
+    assert difference.line > 1
+    assert difference.recorded != difference.replayed
+
+
+def test_a_file_that_is_no_tick_log_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "other.jsonl"
+    for text in ("", "{}\n", '{"tick": {}}\n'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="no header"):
+            replay(path)
+
+
+@pytest.mark.anyio
+async def test_a_log_that_cannot_be_written_is_refused_by_its_name(
+    anyio_backend: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidArgumentError, match="tick_log") as caught:
+        async with Engine(n_ctx=256, n_seq_max=1, tick_log=tmp_path / "no" / "x", **QUIET):
+            raise AssertionError("it started")
+    assert caught.value.field == "tick_log"
+
+
+@pytest.mark.anyio
+async def test_the_log_of_an_engine_is_repeated_without_a_model(
+    anyio_backend: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "ticks.jsonl"
+    config = EngineConfig(
+        n_ctx=256, n_seq_max=4, n_batch=16, tick_log=path, stream_buffer=3, **QUIET
+    )
+    async with Engine(config=config) as engine:
+        async with engine.stream("count:1..99", temperature=0) as stream:
+            await stream.__anext__()
+        prompts = ["count:1..20", "count:1..21", "repeat:hello", "1+1="] * 3
+        completions = await engine.generate_all(prompts, temperature=0.7, seed=5)
+        n_ticks = engine.statistics().n_ticks
+    result = replay(path)
+    assert result.differences == []
+    assert result.n_batches == n_ticks
+    assert result.n_tokens >= sum(len(c.token_ids) for c in completions)
