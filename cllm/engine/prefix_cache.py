@@ -60,11 +60,11 @@ class PrefixCache:
 
     def covering(self, tokens: Tokens) -> CachedPrefix | None:
         """An entry that begins with all of `tokens`."""
-        return next((e for e in self.entries if _n_common(e.tokens, tokens) == len(tokens)), None)
+        return next((e for e in self.entries if _begins_with(e.tokens, tokens)), None)
 
     def covered_by(self, tokens: Tokens) -> list[CachedPrefix]:
         """Entries that `tokens` begins with."""
-        return [e for e in self.entries if _n_common(e.tokens, tokens) == len(e.tokens)]
+        return [e for e in self.entries if _begins_with(tokens, e.tokens)]
 
     def match(
         self,
@@ -82,15 +82,23 @@ class PrefixCache:
         begin with the same one), or all there is to share.
         """
         wanted = sequence.token_array()[:-1]
+        n_wanted = len(wanted)
         source, entry, n_tokens = None, None, 0
-        # The most recent of equals, so that the others may grow old.
+        # The most recent of equals, so that the others may grow old.  Who has another token where
+        # the longest match so far ends cannot be longer: most need no comparison.
         for cached in reversed(self.entries):
-            n_common = _n_common(cached.tokens, wanted)
-            if n_common > n_tokens and not (whole_only and n_common < len(cached.tokens)):
+            tokens = cached.tokens
+            if n_tokens >= min(n_wanted, len(tokens)) or tokens[n_tokens] != wanted[n_tokens]:
+                continue
+            n_common = _n_common(tokens, wanted)
+            if n_common > n_tokens and not (whole_only and n_common < len(tokens)):
                 source, entry, n_tokens = cached.slot, cached, n_common
         leader, n_expected = None, n_tokens
         for other in running:
             if other is sequence or not other.is_placed or other.slot is None:
+                continue
+            own = other.tokens
+            if n_tokens >= min(n_wanted, len(own)) or own[n_tokens] != wanted[n_tokens]:
                 continue
             n_common = _n_common(other.token_array(), wanted)
             if n_common < n_min or (whole_only and n_common < other.n_computed):
@@ -102,7 +110,7 @@ class PrefixCache:
             if is_useful and not other.is_paused:
                 leader, n_expected = other, n_common
         n_gained = n_expected - n_tokens
-        if n_gained < 1 or (n_gained == 1 and n_expected < len(wanted)):
+        if n_gained < 1 or (n_gained == 1 and n_expected < n_wanted):
             leader, n_expected = None, 0
         return Match(source, n_tokens, entry, leader, n_expected)
 
@@ -110,6 +118,13 @@ class PrefixCache:
 def _n_common(a: Tokens, b: Tokens) -> int:
     """Length of the common prefix."""
     n_tokens = min(len(a), len(b))
-    differs = a[:n_tokens] != b[:n_tokens]
-    first = int(differs.argmax()) if n_tokens else 0
-    return first if n_tokens and differs[first] else n_tokens
+    # `argmax` would give the GIL away, and get it back late.
+    first = (a[:n_tokens] != b[:n_tokens]).tobytes().find(1)
+    return n_tokens if first < 0 else first
+
+
+def _begins_with(tokens: Tokens, head: Tokens) -> bool:
+    n_head = len(head)
+    if n_head > len(tokens) or (n_head and tokens[n_head - 1] != head[-1]):
+        return False
+    return _n_common(tokens, head) == n_head
