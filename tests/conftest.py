@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,12 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
 # One compute thread: the embedded model is too small for two, and a busy neighbour makes llama.cpp's
 # spinning threads many times slower.
 QUIET: dict[str, Any] = {"n_threads": 1, "n_threads_batch": 1}
+
+
+def running_batch(engine: Engine) -> Mapping[str, int]:
+    """Rows of the decode that runs now, by request id."""
+    interrupter = engine._thread.interrupter
+    return {} if interrupter is None else interrupter.batch
 
 
 @pytest.fixture

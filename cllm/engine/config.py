@@ -171,6 +171,8 @@ class EngineConfig:
         check_int("max_queue", self.max_queue, 0, 1 << 20)
         check_int("stream_buffer", self.stream_buffer, 1, 1 << 20)
         check_float("stall_timeout_s", self.stall_timeout_s, 0.001, 1e6)
+        if not isinstance(self.tick_log, str | os.PathLike | None):
+            raise InvalidArgumentError("tick_log", self.tick_log, "a path")
         for path, scale in self.lora:
             check_float(f"scale of {path}", scale, -1e4, 1e4)
 

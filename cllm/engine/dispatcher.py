@@ -32,8 +32,6 @@ class Dispatcher:
     ----------
     model : ModelInfo or None
         Once the thread is ready.
-    failure : BaseException or None
-        Why the thread has stopped, if nobody asked it to.
     answered, stopped : anyio.Event
         The thread is ready or has stopped; the thread has stopped.
     """
@@ -45,7 +43,6 @@ class Dispatcher:
         self._audits: dict[int, Reply[tuple[str, ...]]] = {}
         self._n_audits = 0
         self.model: ModelInfo | None = None
-        self.failure: BaseException | None = None
         self.answered = anyio.Event()
         self.stopped = anyio.Event()
 
@@ -100,13 +97,14 @@ class Dispatcher:
                     self._on_stopped(error)
 
     def _on_stopped(self, error: BaseException | None) -> None:
-        self.failure = error
-        failed = EngineFailedError(f"the engine has stopped: {error!r}")
-        failed.__cause__ = error
+        ended: ClosedError | EngineFailedError = ClosedError("the engine was closed")
+        if error is not None:
+            ended = EngineFailedError(f"the engine has stopped: {error!r}")
+            ended.__cause__ = error
         for channel in self._channels.values():
-            channel.fail(failed)
+            channel.fail(ended)
         for reply in self._audits.values():
-            reply.set(None, ClosedError("the engine was closed") if error is None else failed)
+            reply.set(None, ended)
         self._channels.clear()
         self._gate.wake()
         self.answered.set()

@@ -110,7 +110,7 @@ class Engine:
         except BaseException:
             await self.aclose()
             raise
-        if (failure := self._dispatcher.failure) is not None:
+        if (failure := self._thread.failure) is not None:
             await self.aclose()
             raise failure
         self._status = EngineStatus.READY
@@ -353,7 +353,7 @@ class Engine:
         return health_of(
             self._present_status,
             0.0 if self._status is None else self._thread.heartbeat_age_s,
-            failure=None if self._status is None else self._dispatcher.failure,
+            failure=None if self._status is None else self._thread.failure,
             stall_timeout_s=self.config.stall_timeout_s,
         )
 
@@ -377,7 +377,7 @@ class Engine:
             )
         status = self._present_status
         if status is EngineStatus.FAILED:
-            raise EngineFailedError("the engine has failed") from self._dispatcher.failure
+            raise EngineFailedError("the engine has failed") from self._thread.failure
         if status is EngineStatus.DRAINING and not draining:
             raise ClosedError("the engine is draining: it takes no new requests")
         if status not in (EngineStatus.READY, EngineStatus.DRAINING):
@@ -390,7 +390,7 @@ class Engine:
     @property
     def _present_status(self) -> EngineStatus | None:
         """The status, with what the thread did unasked."""
-        if self._status in (None, EngineStatus.CLOSED) or self._dispatcher.failure is None:
+        if self._status in (None, EngineStatus.CLOSED) or self._thread.failure is None:
             return self._status
         return EngineStatus.FAILED
 

@@ -34,6 +34,7 @@ from cllm.engine.handoff import (
     Stopped,
     Submit,
 )
+from cllm.engine.interrupter import Interrupter
 from cllm.engine.kv_cache import KVCache
 from cllm.engine.llama_decoder import LlamaDecoder, make_context, sampler_factory
 from cllm.engine.request import ModelInfo
@@ -48,8 +49,6 @@ logger = logging.getLogger("cllm.engine")
 
 EXIT_TIMEOUT_S = 5.0
 IDLE_AUDIT_S = 1.0
-# An aborted decode of fewer rows would have ended about as soon.
-MIN_ABORTED_ROWS = 16
 AUDIT_EVERY_TICK = os.environ.get("CLLM_AUDIT") == "tick"
 
 
@@ -62,6 +61,10 @@ class InferenceThread:
         Once loaded; other threads may use its vocabulary until `Shutdown` is sent.
     statistics : EngineStatistics
         Replaced after every tick; safe to read from any thread.
+    failure : BaseException or None
+        Why it has ended, or is about to, if nobody asked it to; any thread.
+    interrupter : Interrupter or None
+        Once loaded: ends a decode that is mostly for cancelled requests; any thread.
     """
 
     def __init__(self, config: EngineConfig, inbox: Inbox, outbox: Outbox[list[Event]]) -> None:
@@ -72,9 +75,8 @@ class InferenceThread:
         self.statistics = EngineStatistics()
         self._decoder: LlamaDecoder | None = None
         self._stopping = False
-        self._batch_lock = threading.Lock()
-        self._batch_rows: dict[str, int] = {}
-        self._n_batch_rows = self._n_wanted_rows = 0
+        self.failure: BaseException | None = None
+        self.interrupter: Interrupter | None = None
         self._audited_at = float("-inf")
         self._log: TickLog | None = None
         self._busy_since: float | None = None
@@ -114,16 +116,15 @@ class InferenceThread:
 
     # --- The thread itself -------------------------------------------------------------------
     def _run(self) -> None:
-        error: BaseException | None = None
         try:
             with ExitStack() as owned:  # freed in reverse order: context, adapters, model
                 self._serve(owned)
-        except BaseException as caught:
-            error = caught
+        except BaseException as error:
+            self.failure = error
             logger.debug("the inference thread ends", exc_info=True)
         finally:
             self.model = self._decoder = self._busy_since = None
-            self._outbox.post([Stopped(error)])
+            self._outbox.post([Stopped(self.failure)])
 
     def _serve(self, owned: ExitStack) -> None:
         core, model_info = self._load(owned)
@@ -132,9 +133,13 @@ class InferenceThread:
         try:
             self._loop(core)
         except BaseException as error:
+            self.failure = error  # before anybody hears of it
             core.fail_all(error)  # what the requests hold in the cache goes with the context
             self._publish(core)
-            self._outbox.post(core.take_events())
+            events = core.take_events()
+            if self._log is not None:
+                self._log.tick(events)
+            self._outbox.post(events)
             raise
 
     def _load(self, owned: ExitStack) -> tuple[EngineCore, ModelInfo]:
@@ -168,6 +173,7 @@ class InferenceThread:
             has_pos_min=not (is_recurrent or is_windowed),
             is_windowed=is_windowed and not is_recurrent,
         )
+        self.interrupter = Interrupter(decoder, can_truncate=kv_cache.has_pos_min)
         core = self._make_core(decoder, model, kv_cache, owned)
         return core, _model_info(model, context)
 
@@ -175,6 +181,7 @@ class InferenceThread:
         self, decoder: Decoder, model: Model, kv_cache: KVCache, owned: ExitStack
     ) -> EngineCore:
         vocabulary: Vocabulary = model.vocab
+        reader = decoder  # audits are no part of what a replay repeats
         make_sampler, clock, config = sampler_factory(model), time.perf_counter, self._config
         if config.tick_log is not None:
             self._log = log = owned.enter_context(closing(TickLog(config.tick_log)))
@@ -187,6 +194,7 @@ class InferenceThread:
             kv_cache,
             make_sampler,
             config,
+            reader=reader,
             clock=clock,
             on_batch=self._on_batch,
         )
@@ -199,11 +207,11 @@ class InferenceThread:
             commands = self._inbox.drain(wait=not core.has_work, until=core.next_deadline)
             self._busy_since = time.perf_counter()
             is_last = any(isinstance(command, Shutdown) for command in commands)
+            for command in commands:
+                self._obey(core, command)
             if is_last:
                 core.cancel_all()
             else:
-                for command in commands:
-                    self._obey(core, command)
                 core.tick()
                 if AUDIT_EVERY_TICK and (found := core.discrepancies()):
                     raise CllmError(f"the books and llama.cpp disagree: {'; '.join(found)}")
@@ -226,12 +234,14 @@ class InferenceThread:
                 core.submit(request)
             case Cancel(request_id):
                 core.cancel(request_id)
+                if self.interrupter is not None:
+                    self.interrupter.obeyed(request_id)
             case Read(request_id, n_deltas):
                 core.read(request_id, n_deltas)
             case ResetPrefixCache():
                 core.reset_prefix_cache()
             case Audit(call_id):
-                core.queue.events.append(Audited(call_id, tuple(core.discrepancies())))
+                core.post(Audited(call_id, tuple(core.discrepancies())))
         if self._log is not None:
             self._log.command(command)
 
@@ -243,34 +253,18 @@ class InferenceThread:
         self._audited_at = now
         if found := core.discrepancies():
             logger.error("the books and llama.cpp disagree: %s", "; ".join(found))
-            core.manager.fault = CllmError(f"the books and llama.cpp disagree: {found[0]}")
+            error = CllmError(f"the books and llama.cpp disagree: {found[0]}")
+            core.distrust(error)
+            if self._log is not None:
+                self._log.distrust(error)
 
-    # --- Cancelling inside a decode ----------------------------------------------------------
     def _on_batch(self, chunks: list[Chunk]) -> None:
-        """A decode is about to begin."""
-        decoder = self._decoder
-        assert decoder is not None
-        with self._batch_lock:
-            self._batch_rows = {c.sequence.request_id: c.n_tokens for c in chunks}
-            self._n_wanted_rows = self._n_batch_rows = sum(self._batch_rows.values())
-            decoder.allow()
-
-    def interrupt(self, request_id: str) -> None:
-        """A request has been cancelled: do not finish a decode that is mostly its own.
-
-        Any thread; returns at once.  What the others had in the batch is computed again.
-        """
-        with self._batch_lock:
-            n_rows = self._batch_rows.pop(request_id, 0)
-            self._n_wanted_rows -= n_rows
-            n_lost = self._n_batch_rows - self._n_wanted_rows
-            if (
-                n_rows
-                and n_lost >= MIN_ABORTED_ROWS
-                and n_lost > self._n_wanted_rows
-                and self._decoder is not None
-            ):
-                self._decoder.abort()
+        """A decode is about to begin, or has ended if there are no chunks."""
+        assert self.interrupter is not None
+        if chunks:
+            self.interrupter.begin({c.sequence.request_id: c.n_tokens for c in chunks})
+        else:
+            self.interrupter.end()
 
     def _publish(self, core: EngineCore) -> None:
         self.statistics = core.statistics()
@@ -304,5 +298,5 @@ def _stop_at_exit(reference: weakref.ref[InferenceThread]) -> None:
 def _interrupt(reference: weakref.ref[InferenceThread], request_id: str) -> None:
     """A request has been cancelled; does not keep the thread's object alive."""
     thread = reference()
-    if thread is not None:
-        thread.interrupt(request_id)
+    if thread is not None and (interrupter := thread.interrupter) is not None:
+        interrupter.cancel(request_id)

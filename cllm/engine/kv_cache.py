@@ -8,15 +8,15 @@ Sequences share cells only from position 0 on, so who shares what is a tree: an 
 stretch of cells with the same holders, and its parent is the stretch before it.  A slot knows the
 extent its last position is in; the way up from there is all it holds.
 
-Invariants: a free seq_id is empty; running sequences take the lowest free seq_id and cached ones
-the highest (gaps are expensive in the per-sequence layout); the cells in use, each counted once,
-never exceed the cells there are.
+Invariants: a free seq_id is empty; the cells in use, each counted once, never exceed the cells
+there are.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 
@@ -161,6 +161,11 @@ class KVCache:
     def n_own(self, slot: Slot) -> int:
         """How many positions of a slot no other holds."""
         return sum(e.end - e.start for e in slot.extents() if e.n_live + e.n_cached == 1)
+
+    def n_freed_by(self, slots: Iterable[Slot]) -> int:
+        """Cells that no live request would hold if these slots were released."""
+        n_holders = Counter(extent for slot in slots for extent in slot.extents())
+        return sum(e.end - e.start for e, n in n_holders.items() if n == e.n_live)
 
     # --- What changes ------------------------------------------------------------------------
     def open(self, seq_id: int | None = None, *, is_cached: bool = False) -> Slot:

@@ -11,7 +11,6 @@ context has been made anew (`reset`).
 from __future__ import annotations
 
 import logging
-import zlib
 from collections.abc import Callable, Iterable
 
 from cllm.engine import scheduler
@@ -19,16 +18,15 @@ from cllm.engine.decoder import CacheMemory
 from cllm.engine.kv_cache import KVCache, Slot
 from cllm.engine.prefix_cache import CachedPrefix, Match, PrefixCache
 from cllm.engine.scheduler import Chunk
-from cllm.engine.sequence import Sequence, SwappedState
+from cllm.engine.sequence import Sequence
 from cllm.engine.statistics import Recorder
+from cllm.engine.swap_store import SwapStore
 from cllm.errors import LlamaCallError
 
 logger = logging.getLogger("cllm.engine")
 
 # Copying a sequence between streams moves the whole stream: not worth it for less of it than this.
-MIN_STREAM_SHARE = 32
-
-
+MIN_STREAM_SHARE = 1 / 32
 # The copy of a sequence that shares cells needs them once more: not worth it for more than a few.
 MIN_OWN_SHARE = 0.9
 
@@ -72,11 +70,8 @@ class KVCacheManager:
         self._can_truncate = books.has_pos_min
         can_share = books.has_pos_min or books.is_windowed
         self._n_tokens_max = prefix_cache_tokens if can_share else 0
-        self._swap_tokens = swap_tokens
-        self._clock = clock
+        self._swap = SwapStore(memory, recorder, n_tokens_max=swap_tokens, clock=clock)
         self.prefixes = PrefixCache()
-        self._n_swapped = 0
-        self._swap_s_per_token: float | None = None
         self.fault: Exception | None = None
 
     # --- In ----------------------------------------------------------------------------------
@@ -94,10 +89,25 @@ class KVCacheManager:
         else:
             sequence.admit(self._open(), now)
         if sequence.swapped:
-            self._swap_in(sequence)
+            self._restore(sequence)
         if not sequence.is_placed:
             self._place(sequence, match)
         return True
+
+    def would_admit(
+        self, sequence: Sequence, active: list[Sequence], paused: list[Sequence]
+    ) -> bool:
+        """Whether there would be room for a sequence if the paused ones stepped aside."""
+        if not self.books.kv_unified:
+            return len(active) < self._n_seq_max
+        match = Match() if sequence.swapped else self._match(sequence, active)
+        n_freed = self.books.n_freed_by([s.slot for s in paused if s.slot is not None])
+        return len(active) < self._n_seq_max and scheduler.has_room(
+            sequence,
+            self._n_new_cells(sequence, match),
+            self.books.n_available + n_freed,
+            active,
+        )
 
     def place_followers(self, running: list[Sequence], now: float) -> None:
         """Give those that wait for a leader what it has computed by now."""
@@ -110,7 +120,7 @@ class KVCacheManager:
     def _match(self, sequence: Sequence, running: Iterable[Sequence]) -> Match:
         if not self._n_tokens_max:
             return Match()
-        n_min = 1 if self.books.kv_unified else self.books.n_ctx_seq // MIN_STREAM_SHARE
+        n_min = 1 if self.books.kv_unified else int(self.books.n_ctx_seq * MIN_STREAM_SHARE)
         return self.prefixes.match(
             sequence, running, n_min=n_min, whole_only=not self._can_truncate
         )
@@ -227,11 +237,12 @@ class KVCacheManager:
             return False
         tokens = sequence.token_array()[:n_tokens].copy()
         covering = self.prefixes.covering(tokens)
-        if covering is not None:
+        if covering is not None and (self._can_truncate or len(covering.tokens) == n_tokens):
             self.prefixes.touch(covering)
             return False
-        for entry in self.prefixes.covered_by(tokens):
-            self.evict(entry)
+        if self._can_truncate:  # a part of the longer one does for the shorter
+            for entry in self.prefixes.covered_by(tokens):
+                self.evict(entry)
         books = self.books
         if books.kv_unified:
             while self.prefixes.entries and books.n_cached_ids >= books.n_seq_ids - self._n_seq_max:
@@ -276,59 +287,31 @@ class KVCacheManager:
         """Take the seq_id and the cells of a sequence that goes back to the queue.
 
         They are saved in host memory where that has been measured to be cheaper than computing
-        them again, and where few of them are shared: what comes back shares nothing.
-        With `keep`, else the prefix cache remembers them, as long as there is room.
+        them again, and where few of them are shared: what comes back shares nothing.  Otherwise,
+        with `keep`, the prefix cache remembers them as long as there is room.
         """
         slot = sequence.slot
         assert slot is not None
-        n_tokens = slot.n_computed
-        is_cheaper = 2 * (self._swap_s_per_token or 0.0) * n_tokens < recompute_s
-        has_room = 0 < n_tokens <= self._swap_tokens - self._n_swapped
-        is_own = self.books.n_own(slot) >= MIN_OWN_SHARE * n_tokens
-        if is_cheaper and has_room and is_own and self._can_truncate:
-            self._swap_out(sequence, slot)
+        is_own = self.books.n_own(slot) >= MIN_OWN_SHARE * slot.n_computed
+        if self._can_truncate and is_own and self._swap.is_worth(slot.n_computed, recompute_s):
+            self._swap.save(sequence, slot)
         self.leave(sequence, keep=keep and sequence.swapped is None)
 
-    def _swap_out(self, sequence: Sequence, slot: Slot) -> None:
-        started = self._clock()
-        try:
-            data = self._memory.state_seq_get_data(slot.seq_id)
-        except Exception as error:
-            logger.warning("request %s is not swapped out: %s", sequence.request_id, error)
-            return
-        if not data:
-            return
-        sequence.swapped = SwappedState(data, zlib.crc32(data), slot.n_computed)
-        self._n_swapped += slot.n_computed
-        self._recorder.n_swaps += 1
-        measured = (self._clock() - started) / slot.n_computed
-        known = self._swap_s_per_token
-        self._swap_s_per_token = measured if known is None else (known + measured) / 2
-        logger.debug("request %s: swapped out, %d bytes", sequence.request_id, len(data))
-
-    def _swap_in(self, sequence: Sequence) -> None:
-        """Restore a sequence's cells; if that fails it computes them again."""
+    def _restore(self, sequence: Sequence) -> None:
+        """Put back a swapped sequence's cells; if that fails it computes them again."""
         swapped, slot = sequence.swapped, sequence.slot
         assert swapped is not None
         assert slot is not None
-        self.forget(sequence)
         self.evict_until(swapped.n_tokens)
-        try:
-            if zlib.crc32(swapped.data) != swapped.checksum:
-                raise LlamaCallError("llama_state_seq_set_data", 0, "checksum differs")
-            self._memory.state_seq_set_data(swapped.data, slot.seq_id, n_positions=swapped.n_tokens)
-        except Exception as error:
-            logger.warning("request %s is computed again: %s", sequence.request_id, error)
+        if self._swap.restore(sequence, slot):
+            self.books.advance(slot, swapped.n_tokens)
+            sequence.place(swapped.n_tokens)
+        else:
             self._remove(slot.seq_id, 0)
-            return
-        self.books.advance(slot, swapped.n_tokens)
-        sequence.place(swapped.n_tokens)
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop what was saved of a sequence."""
-        if sequence.swapped is not None:
-            self._n_swapped -= sequence.swapped.n_tokens
-            sequence.swapped = None
+        """Its request has ended: drop what was saved of it."""
+        self._swap.forget(sequence)
 
     # --- After a failure ---------------------------------------------------------------------
     def read_back(self, chunks: Iterable[Chunk]) -> None:
@@ -336,7 +319,10 @@ class KVCacheManager:
         for chunk in chunks:
             sequence, slot = chunk.sequence, chunk.sequence.slot
             assert slot is not None
+            n_before = min(slot.n_computed, sequence.n_prompt)
             self.books.read_back(slot, self._memory)
+            n_kept = min(slot.n_computed, sequence.n_prompt)
+            self._recorder.n_prefill_tokens += max(0, n_kept - n_before)
             if not self._can_truncate:
                 # The failing part may be in there, and cannot be taken out.
                 self._remove(slot.seq_id, 0)

@@ -41,14 +41,41 @@ class LlamaDecoder:
         self.context = context = self._make_context()
         self.allow()
         self._batch = Batch(context.n_batch)
-        self.clear = self._batch.clear
-        self.add = self._batch.add
-        self.seq_rm = context.seq_rm
-        self.seq_cp = context.seq_cp
-        self.seq_pos_min = context.seq_pos_min
-        self.seq_pos_max = context.seq_pos_max
-        self.state_seq_get_data = context.state_seq_get_data
-        self.state_seq_set_data = context.state_seq_set_data
+
+    # --- The context's own, whichever it is now: see `Decoder` ---------------------------------
+    def clear(self) -> None:
+        """Forget the rows added so far."""
+        self._batch.clear()
+
+    def add(self, seq_id: int, tokens: list[int], p0: int, *, n_outputs: int) -> range:
+        """Add rows."""
+        return self._batch.add(seq_id, tokens, p0, n_outputs=n_outputs)
+
+    def seq_rm(self, seq_id: int, p0: int | None = None, p1: int | None = None) -> bool:
+        """Remove positions."""
+        return self.context.seq_rm(seq_id, p0, p1)
+
+    def seq_cp(
+        self, seq_id_src: int, seq_id_dst: int, p0: int | None = None, p1: int | None = None
+    ) -> None:
+        """Share positions."""
+        self.context.seq_cp(seq_id_src, seq_id_dst, p0, p1)
+
+    def seq_pos_min(self, seq_id: int) -> int | None:
+        """The first position of a sequence."""
+        return self.context.seq_pos_min(seq_id)
+
+    def seq_pos_max(self, seq_id: int) -> int | None:
+        """The last position of a sequence."""
+        return self.context.seq_pos_max(seq_id)
+
+    def state_seq_get_data(self, seq_id: int) -> bytes:
+        """Copy what a sequence holds."""
+        return self.context.state_seq_get_data(seq_id)
+
+    def state_seq_set_data(self, data: bytes, seq_id: int, *, n_positions: int) -> None:
+        """Restore a copy."""
+        self.context.state_seq_set_data(data, seq_id, n_positions=n_positions)
 
     def decode(self) -> NDArray[np.float32]:
         """Compute the batch; see `Decoder`."""
@@ -111,7 +138,9 @@ def make_context(
     """The context of an engine, empty."""
     n_threads, n_threads_batch = config.compute_threads
     # llama.cpp aborts unless a batch and the cache have room for a row of every seq_id.
-    n_seq_ids = config.n_seq_ids
+    # Recurrent memory costs a state for each seq_id, and shares none.
+    is_recurrent = model.is_recurrent or model.is_hybrid
+    n_seq_ids = config.n_seq_max if is_recurrent else config.n_seq_ids
     context = Context(
         model,
         n_ctx=max(config.n_ctx, n_seq_ids) if config.n_ctx else 0,

@@ -76,9 +76,8 @@ class PrefixCache:
     ) -> Match:
         """The longest prefix that a sequence shares with others, to the token.
 
-        From a running sequence at least `n_min` tokens.  With `whole_only`, all that the other has
-        computed or nothing.  At least its last token is left to be computed: its logits are
-        needed.  It waits for a leader when that gives more than a lone first token (most prompts
+        At least `n_min` tokens of it.  With `whole_only`, all that the other has computed or
+        nothing.  At least its last token is left to be computed: its logits are needed.  It waits for a leader when that gives more than a lone first token (most prompts
         begin with the same one), or all there is to share.
         """
         wanted = sequence.token_array()[:-1]
@@ -91,7 +90,9 @@ class PrefixCache:
             if n_tokens >= min(n_wanted, len(tokens)) or tokens[n_tokens] != wanted[n_tokens]:
                 continue
             n_common = _n_common(tokens, wanted)
-            if n_common > n_tokens and not (whole_only and n_common < len(tokens)):
+            if whole_only and n_common < len(tokens):
+                continue
+            if n_common >= n_min and n_common > n_tokens:
                 source, entry, n_tokens = cached.slot, cached, n_common
         leader, n_expected = None, n_tokens
         for other in running:

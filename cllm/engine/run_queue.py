@@ -123,8 +123,7 @@ class RunQueue:
             # Readers that have stopped must not keep the queue waiting.
             paused = [s for s in self.running if s.is_paused]
             active = [s for s in self.running if not s.is_paused]
-            n_cells = self._manager.books.n_available + sum(s.n_computed for s in paused)
-            if not paused or not scheduler.has_room(first, first.n_pending, n_cells, active):
+            if not paused or not self._manager.would_admit(first, active, paused):
                 break
             self.preempt(scheduler.choose_preempted(paused), keep=True)
         self._manager.place_followers(self.running, now)
@@ -201,9 +200,13 @@ class RunQueue:
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         self._manager.forget(sequence)
         self._recovery.forget(sequence)
-        if sequence.sampler is not None:
-            sequence.sampler.close()
-        text += sequence.say(sequence.detokenizer.flush())
+        # What fails now comes too late to change anything but the text.
+        try:
+            text += sequence.say(sequence.detokenizer.flush())
+            if sequence.sampler is not None:
+                sequence.sampler.close()
+        except Exception:
+            logger.exception("request %s: after its end", sequence.request_id)
         completion = sequence.completion(reason, stop_reason, self._clock())
         if error is not None:
             error.completion = completion

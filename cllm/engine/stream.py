@@ -17,7 +17,7 @@ import anyio.lowlevel
 
 from cllm.engine.handoff import Cancel, Finished, Inbox, Read
 from cllm.engine.request import Completion, TokenDelta
-from cllm.errors import EngineFailedError, GenerationError
+from cllm.errors import ClosedError, EngineFailedError, GenerationError
 
 
 class Channel:
@@ -36,7 +36,7 @@ class Channel:
         self._deltas: deque[TokenDelta] = deque()
         self._waiter: anyio.Event | None = None
         self.completion: Completion | None = None
-        self.error: GenerationError | EngineFailedError | None = None
+        self.error: ClosedError | GenerationError | EngineFailedError | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -54,7 +54,7 @@ class Channel:
         self.error = event.error
         self.push(event.delta)
 
-    def fail(self, error: EngineFailedError) -> None:
+    def fail(self, error: ClosedError | EngineFailedError) -> None:
         """Nothing more will arrive."""
         self.error = error
         self.wake()

@@ -15,7 +15,7 @@ from cllm.engine import sampling, scheduler
 from cllm.engine.config import EngineConfig
 from cllm.engine.decoder import Decoder
 from cllm.engine.handoff import Event, Progressed
-from cllm.engine.kv_cache import KVCache
+from cllm.engine.kv_cache import CacheReader, KVCache
 from cllm.engine.kv_cache_manager import KVCacheManager
 from cllm.engine.recovery import Recovery, Verdict
 from cllm.engine.request import FinishReason, GenerationRequest, TokenDelta
@@ -30,6 +30,7 @@ from cllm.errors import DecodeFailedError, EngineFailedError, InvalidBatchError,
 logger = logging.getLogger("cllm.engine")
 
 ABORTED = 2  # llama_decode: the abort flag was set
+MAX_REBUILDS_IN_VAIN = 8  # new contexts without a token from any of them
 PROBE_TOKEN = 0  # belongs to no request; every vocabulary has it
 
 
@@ -49,10 +50,12 @@ class EngineCore:
         Makes the sampler of a request; None for greedy sampling.
     config : EngineConfig
         What concerns scheduling; the decoder has its own limits.
+    reader : CacheReader, optional
+        Whom audits ask; by default the decoder.
     clock : callable
         Seconds; the only source of time.
     on_batch : callable
-        Called with the chunks of a batch just before it is decoded.
+        Called with the chunks of a batch just before it is decoded, and with none just after.
     """
 
     def __init__(
@@ -63,10 +66,12 @@ class EngineCore:
         make_sampler: SamplerFactory,
         config: EngineConfig,
         *,
+        reader: CacheReader | None = None,
         clock: Callable[[], float] = time.perf_counter,
         on_batch: Callable[[list[Chunk]], None] = lambda chunks: None,
     ) -> None:
         self._decoder = decoder
+        self._reader = decoder if reader is None else reader
         self._vocabulary = vocabulary
         self.kv_cache = kv_cache
         self._config = config
@@ -93,6 +98,7 @@ class EngineCore:
             stream_buffer=config.stream_buffer,
             clock=clock,
         )
+        self._n_rebuilds_in_vain = 0
         # Fewer after llama.cpp found no room where the books saw some.
         self._n_rows_max = decoder.n_batch
 
@@ -120,6 +126,14 @@ class EngineCore:
     def reset_prefix_cache(self) -> None:
         """Forget what finished requests have left."""
         self.manager.evict_all()
+
+    def distrust(self, cause: Exception) -> None:
+        """The books and llama.cpp do not agree: make the context anew before the next decode."""
+        self.manager.fault = cause
+
+    def post(self, event: Event) -> None:
+        """Add an event to those of this tick."""
+        self.queue.events.append(event)
 
     def take_events(self) -> list[Event]:
         """What happened since this was last called."""
@@ -156,8 +170,10 @@ class EngineCore:
             self._on_batch(chunks)
             logits = self._decoder.decode()
         except Exception as error:
+            self._on_batch([])
             self._after_failed_decode(chunks, error)
             return
+        self._on_batch([])
         for chunk in chunks:
             sequence = chunk.sequence
             assert sequence.slot is not None
@@ -166,6 +182,8 @@ class EngineCore:
             self.kv_cache.advance(sequence.slot, chunk.n_tokens)
         self.recovery.on_success()
         self._n_rows_max = self._decoder.n_batch
+        if outputs:
+            self._n_rebuilds_in_vain = 0
         decoded = self._clock()
         recorder.decode_s += decoded - planned
         tokens = sampling.sample(logits, [s.sampler for s in outputs]) if outputs else []
@@ -292,16 +310,20 @@ class EngineCore:
                 self._probe()
             except Exception as again:
                 raise EngineFailedError(f"every decode fails: {error}") from again
+        self._n_rebuilds_in_vain = 0
         self.queue.finish(sequence, FinishReason.ERROR, None, cause=error)
 
     def _probe(self) -> None:
-        """Decode one token in a seq_id that nobody holds."""
+        """Decode one token in a seq_id that nobody holds; an abort says nothing."""
         self.manager.evict_all()
         slot = self.kv_cache.open()
         self._decoder.clear()
         self._decoder.add(slot.seq_id, [PROBE_TOKEN], 0, n_outputs=0)
         try:
             self._decoder.decode()
+        except DecodeFailedError as error:
+            if error.code != ABORTED:
+                raise
         finally:
             self.kv_cache.release(slot)
             self._decoder.seq_rm(slot.seq_id)
@@ -312,6 +334,9 @@ class EngineCore:
             self._rebuild(self.manager.fault)
 
     def _rebuild(self, cause: Exception) -> None:
+        self._n_rebuilds_in_vain += 1
+        if self._n_rebuilds_in_vain > MAX_REBUILDS_IN_VAIN:
+            raise EngineFailedError(f"a new context does not help: {cause}") from cause
         logger.warning("making the context anew: %s", cause)
         try:
             self._decoder.rebuild()
@@ -324,7 +349,7 @@ class EngineCore:
     # --- Inspection --------------------------------------------------------------------------
     def discrepancies(self) -> list[str]:
         """Where the books and llama.cpp disagree."""
-        return self.kv_cache.discrepancies(self._decoder)
+        return self.kv_cache.discrepancies(self._reader)
 
     def statistics(self) -> EngineStatistics:
         """A snapshot."""

@@ -4,19 +4,22 @@ Commands, times, the batches and what became of them, the tokens: everything tha
 next tick does.  `cllm.testing.replay` puts it into a core without a model and gets the same plans.
 
 The lines: a `header`; `submit`, `cancel`, `read`, `reset_prefix_cache` and `cancel_all` as they are
-obeyed; `tick` with its batches as `[seq_id, p0, n_tokens, n_outputs]`.  Each has the `clock`
-readings that were taken while it lasted.
+obeyed; `distrust` after an audit; `tick` with its batches as `[seq_id, p0, n_tokens, n_outputs]`.
+Each has what was read while it lasted: the `clock`, the `positions` that llama.cpp answered, the
+`faults` of calls, the `pieces` of tokens met for the first time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,11 +28,12 @@ from cllm.engine.config import EngineConfig
 from cllm.engine.decoder import Decoder
 from cllm.engine.handoff import Cancel, Event, Finished, Progressed, Read, ResetPrefixCache, Submit
 from cllm.engine.kv_cache import KVCache
-from cllm.engine.request import SamplingParams
 from cllm.engine.run_queue import SamplerFactory
-from cllm.engine.sampling import TokenSampler
 from cllm.engine.sequence import Vocabulary
 from cllm.errors import InvalidArgumentError, LlamaCallError
+
+logger = logging.getLogger("cllm.engine")
+T = TypeVar("T")
 
 BOOKS = ("n_cells", "n_seq_ids", "n_ctx_seq", "kv_unified", "has_pos_min", "is_windowed")
 # What of the configuration decides about ticks.
@@ -42,10 +46,12 @@ SETTINGS = (
 class TickLog:
     """One log file, open.  Inference thread only.
 
+    A file that can no longer be written is given up with a warning: the engine goes on.
+
     Raises
     ------
     InvalidArgumentError
-        The file cannot be written.
+        The file cannot be made.
     """
 
     def __init__(self, path: str | Path, *, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -56,9 +62,11 @@ class TickLog:
             raise InvalidArgumentError(
                 "tick_log", str(path), f"a file to write ({error})"
             ) from None
+        self._is_failing = False
         self._clock: list[float] = []
         self._batches: list[dict[str, Any]] = []
         self._faults: list[tuple[str, int, bool | str]] = []
+        self._positions: list[int | None] = []
         self._pieces: dict[int, tuple[str, bool]] = {}
         self._known: set[int] = set()
 
@@ -90,21 +98,37 @@ class TickLog:
         """Everything has been cancelled."""
         self._write(cancel_all=True)
 
+    def distrust(self, error: Exception) -> None:
+        """An audit found that the books and llama.cpp disagree."""
+        self._write(distrust=str(error))
+
     def tick(self, events: Sequence[Event]) -> None:
-        """A tick is over; all events since the last one."""
+        """A tick is over, or has failed; all events since the last one."""
         self._write(tick={"batches": self._batches, "events": [*map(describe_event, events)]})
         self._batches = []
 
     def _write(self, **line: Any) -> None:
-        extra = {"clock": self._clock, "faults": self._faults, "pieces": self._pieces}
+        extra = {
+            "clock": self._clock,
+            "faults": self._faults,
+            "positions": self._positions,
+            "pieces": self._pieces,
+        }
         line.update({name: value for name, value in extra.items() if value})
-        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
-        self._file.flush()  # the last line before a crash is the one that is wanted
-        self._clock, self._faults, self._pieces = [], [], {}
+        self._clock, self._faults, self._positions, self._pieces = [], [], [], {}
+        if self._is_failing:
+            return
+        try:
+            self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+            self._file.flush()  # the last line before a crash is the one that is wanted
+        except OSError as error:
+            logger.warning("the tick log ends here: %s", error)
+            self._is_failing = True
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # what could not be written is tried once more
+            self._file.close()
 
     # --- Noted by the wrappers below ---------------------------------------------------------
     def batch(self, runs: list[tuple[int, int, int, int]]) -> dict[str, Any]:
@@ -114,8 +138,12 @@ class TickLog:
         return entry
 
     def fault(self, name: str, n_call: int, outcome: bool | str) -> None:
-        """The `n_call`-th call of a method failed."""
+        """The `n_call`-th call of a method returned False, or raised this type of exception."""
         self._faults.append((name, n_call, outcome))
+
+    def position(self, position: int | None) -> None:
+        """What llama.cpp said about the end of a sequence."""
+        self._positions.append(position)
 
     def piece(self, token: int, piece: bytes, is_eog: bool) -> None:
         """What a token is, the first time it is met."""
@@ -141,17 +169,34 @@ def describe_event(event: Event) -> dict[str, Any] | None:
     return None
 
 
+class _Calls:
+    """Counts calls, and notes those that fail."""
+
+    def __init__(self, log: TickLog) -> None:
+        self._log = log
+        self._n_calls: Counter[str] = Counter()
+
+    def call(self, name: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        self._n_calls[name] += 1
+        try:
+            result = function(*args, **kwargs)
+        except Exception as error:
+            self._log.fault(name, self._n_calls[name], type(error).__name__)
+            raise
+        if result is False or result == b"":
+            self._log.fault(name, self._n_calls[name], False)
+        return result
+
+
 class LoggedDecoder:
-    """A `Decoder` whose batches and failures are noted."""
+    """A `Decoder` whose batches, answers and failures are noted."""
 
     def __init__(self, decoder: Decoder, log: TickLog) -> None:
         self._decoder = decoder
         self._log = log
+        self._call = _Calls(log).call
         self._runs: list[tuple[int, int, int, int]] = []
-        self._n_calls: Counter[str] = Counter()
         self.n_batch = decoder.n_batch
-        self.seq_pos_min = decoder.seq_pos_min
-        self.seq_pos_max = decoder.seq_pos_max
 
     def clear(self) -> None:
         """See `Decoder`."""
@@ -169,44 +214,42 @@ class LoggedDecoder:
         try:
             return self._decoder.decode()
         except Exception as error:
-            kept = {run[0]: self._decoder.seq_pos_max(run[0]) for run in self._runs}
             code = error.code if isinstance(error, LlamaCallError) else None
-            entry.update(error=type(error).__name__, code=code, message=str(error), kept=kept)
+            entry.update(error=type(error).__name__, code=code)
             raise
+
+    def seq_pos_min(self, seq_id: int) -> int | None:
+        """See `Decoder`.  Nothing is decided by it."""
+        return self._decoder.seq_pos_min(seq_id)
+
+    def seq_pos_max(self, seq_id: int) -> int | None:
+        """See `Decoder`."""
+        position = self._call("seq_pos_max", self._decoder.seq_pos_max, seq_id)
+        self._log.position(position)
+        return position
 
     def seq_rm(self, seq_id: int, p0: int | None = None, p1: int | None = None) -> bool:
         """See `Decoder`."""
-        removed: bool = self._call("seq_rm", seq_id, p0, p1)
-        if not removed:
-            self._log.fault("seq_rm", self._n_calls["seq_rm"], False)
-        return removed
+        return self._call("seq_rm", self._decoder.seq_rm, seq_id, p0, p1)
 
     def seq_cp(
         self, seq_id_src: int, seq_id_dst: int, p0: int | None = None, p1: int | None = None
     ) -> None:
         """See `Decoder`."""
-        self._call("seq_cp", seq_id_src, seq_id_dst, p0, p1)
+        self._call("seq_cp", self._decoder.seq_cp, seq_id_src, seq_id_dst, p0, p1)
 
     def state_seq_get_data(self, seq_id: int) -> bytes:
         """See `Decoder`."""
-        data: bytes = self._call("state_seq_get_data", seq_id)
-        return data
+        return self._call("state_seq_get_data", self._decoder.state_seq_get_data, seq_id)
 
     def state_seq_set_data(self, data: bytes, seq_id: int, *, n_positions: int) -> None:
         """See `Decoder`."""
-        self._call("state_seq_set_data", data, seq_id, n_positions=n_positions)
+        restore = self._decoder.state_seq_set_data
+        self._call("state_seq_set_data", restore, data, seq_id, n_positions=n_positions)
 
     def rebuild(self) -> None:
         """See `Decoder`."""
-        self._call("rebuild")
-
-    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        self._n_calls[name] += 1
-        try:
-            return getattr(self._decoder, name)(*args, **kwargs)
-        except Exception as error:
-            self._log.fault(name, self._n_calls[name], str(error))
-            raise
+        self._call("rebuild", self._decoder.rebuild)
 
 
 class LoggedVocabulary:
@@ -215,29 +258,23 @@ class LoggedVocabulary:
     def __init__(self, vocabulary: Vocabulary, log: TickLog) -> None:
         self._vocabulary = vocabulary
         self._log = log
+        self._call = _Calls(log).call
 
     def piece(self, token: int) -> bytes:
         """See `Vocabulary`."""
-        return self._vocabulary.piece(token)
+        piece = self._call("piece", self._vocabulary.piece, token)
+        self._log.piece(token, piece, False)
+        return piece
 
     def is_eog(self, token: int) -> bool:
         """See `Vocabulary`."""
-        is_eog = self._vocabulary.is_eog(token)
-        self._log.piece(token, self._vocabulary.piece(token), is_eog)
+        is_eog = self._call("is_eog", self._vocabulary.is_eog, token)
+        if is_eog:
+            self._log.piece(token, b"", True)
         return is_eog
 
 
 def logged_samplers(make_sampler: SamplerFactory, log: TickLog) -> SamplerFactory:
     """A sampler factory whose failures are noted."""
-    n_calls = 0
-
-    def make(params: SamplingParams) -> TokenSampler | None:
-        nonlocal n_calls
-        n_calls += 1
-        try:
-            return make_sampler(params)
-        except Exception as error:
-            log.fault("make_sampler", n_calls, str(error))
-            raise
-
-    return make
+    call = _Calls(log).call
+    return lambda params: call("make_sampler", make_sampler, params)

@@ -8,7 +8,7 @@ that went wrong somewhere can be looked at, step by step, anywhere.
 from __future__ import annotations
 
 import json
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,8 +76,8 @@ def replay(path: str | Path) -> Replay:
         script.begin(line)
         try:
             script.repeat(line)
-        except errors.EngineFailedError:
-            script.has_failed = True
+        except Exception as error:  # the end of the engine, as in the inference thread
+            script.core.fail_all(error)
         found = [Difference(number, *rest) for rest in script.differences(line)]
         result.n_ticks += "tick" in line
         if found:
@@ -96,16 +96,15 @@ class _Script:
         header = dict(lines[0]["header"])
         books = KVCache(**header.pop("books"))
         self._times: deque[float] = deque()
-        self.has_failed = False
-        self.decoder = _ScriptedDecoder(header["n_batch"], _faults(lines))
+        self.calls = _Calls(_faults(lines))
+        self.decoder = _ScriptedDecoder(header["n_batch"], self.calls)
         self._pieces = {
             int(token): (bytes.fromhex(piece), is_eog)
             for line in lines
             for token, (piece, is_eog) in line.get("pieces", {}).items()
         }
         self._tokens = _tokens(lines)
-        self._n_samplers = 0
-        self._submitting = ""
+        self._choices: deque[int | Exception] = deque()
         self.core = EngineCore(
             self.decoder, self, books, self._make_sampler, EngineConfig(**header), clock=self._clock
         )
@@ -114,6 +113,7 @@ class _Script:
     def begin(self, line: dict[str, Any]) -> None:
         """Lay out what a line needs."""
         self._times.extend(line.get("clock", ()))
+        self.decoder.positions.extend(line.get("positions", ()))
         self.decoder.script = deque(line["tick"]["batches"] if "tick" in line else ())
         self.decoder.decoded = []
 
@@ -122,7 +122,7 @@ class _Script:
         core = self.core
         match line:
             case {"submit": dict() as values}:
-                self._submitting = values["request_id"]
+                self._choices = self._tokens[values["request_id"]].popleft()
                 params = SamplingParams(**values["params"])
                 values = {**values, "prompt_token_ids": tuple(values["prompt_token_ids"])}
                 core.submit(GenerationRequest(**{**values, "params": params}))
@@ -134,6 +134,8 @@ class _Script:
                 core.reset_prefix_cache()
             case {"cancel_all": True}:
                 core.cancel_all()
+            case {"distrust": str() as message}:
+                core.distrust(RuntimeError(message))
             case {"tick": _}:
                 core.tick()
 
@@ -141,7 +143,7 @@ class _Script:
         """What is not as the line says."""
         if self._times:
             yield "clock readings left", len(self._times), 0
-        if "tick" not in line or self.has_failed:
+        if "tick" not in line:
             return
         batches = [batch["runs"] for batch in line["tick"]["batches"]]
         if batches != self.decoder.decoded:
@@ -158,17 +160,35 @@ class _Script:
     # --- The vocabulary ----------------------------------------------------------------------
     def piece(self, token: int) -> bytes:
         """See `Vocabulary`."""
+        self.calls.count("piece")
         return self._pieces[token][0]
 
     def is_eog(self, token: int) -> bool:
         """See `Vocabulary`."""
-        return bool(self._pieces[token][1])
+        self.calls.count("is_eog")
+        # A token whose piece could not be made has none in the log.
+        return bool(self._pieces.get(token, (b"", False))[1])
 
     # --- The samplers ------------------------------------------------------------------------
     def _make_sampler(self, params: SamplingParams) -> _ScriptedSampler:
-        self._n_samplers += 1
-        self.decoder.fail("make_sampler", self._n_samplers)
-        return _ScriptedSampler(self._tokens[self._submitting])
+        self.calls.count("make_sampler")
+        return _ScriptedSampler(self._choices)
+
+
+class _Calls:
+    """Lets the calls fail that failed."""
+
+    def __init__(self, faults: dict[tuple[str, int], bool | str]) -> None:
+        self._faults = faults
+        self._n_calls: Counter[str] = Counter()
+
+    def count(self, name: str) -> bool:
+        """One more call: whether it worked; raises what it raised."""
+        self._n_calls[name] += 1
+        outcome = self._faults.get((name, self._n_calls[name]), True)
+        if isinstance(outcome, str):
+            raise _exception(outcome)
+        return outcome
 
 
 class _ScriptedSampler:
@@ -188,22 +208,15 @@ class _ScriptedSampler:
 
 
 class _ScriptedDecoder:
-    """Positions without tokens, and failures where the log has them."""
+    """Answers what the log has, and computes nothing."""
 
-    def __init__(self, n_batch: int, faults: dict[tuple[str, int], bool | str]) -> None:
+    def __init__(self, n_batch: int, calls: _Calls) -> None:
         self.n_batch = n_batch
-        self._faults = faults
-        self._n_calls: Counter[str] = Counter()
-        self._lengths: dict[int, int] = {}
+        self._calls = calls
         self._runs: Runs = []
         self.script: deque[dict[str, Any]] = deque()
+        self.positions: deque[int | None] = deque()
         self.decoded: list[Runs] = []
-
-    def fail(self, name: str, n_call: int) -> None:
-        """Raise what the log has for this call."""
-        fault = self._faults.get((name, n_call))
-        if isinstance(fault, str):
-            raise LlamaCallError(name, 0, fault)
 
     def clear(self) -> None:
         self._runs = []
@@ -217,52 +230,43 @@ class _ScriptedDecoder:
         self.decoded.append(self._runs)
         batch = self.script.popleft() if self.script else {}
         if "error" in batch:
-            for seq_id, last in batch["kept"].items():
-                self._lengths[int(seq_id)] = 0 if last is None else last + 1
-            error_type = getattr(errors, batch["error"], None)
-            if isinstance(error_type, type) and issubclass(error_type, LlamaCallError):
-                raise error_type("llama_decode", batch["code"], batch["message"])
-            # Any other exception is treated alike; its name is all that events tell of it.
-            raise type(batch["error"], (RuntimeError,), {})(batch["message"])
-        for seq_id, p0, n_tokens, _ in self._runs:
-            self._lengths[seq_id] = p0 + n_tokens
+            raise _exception(batch["error"], batch["code"])
         return np.zeros((sum(run[3] for run in self._runs), 1), np.float32)
 
     def seq_rm(self, seq_id: int, p0: int | None = None, p1: int | None = None) -> bool:
-        if self._count("seq_rm") is False:
-            return False
-        self._lengths[seq_id] = min(self._lengths.get(seq_id, 0), p0 or 0)
-        return True
+        return self._calls.count("seq_rm")
 
     def seq_cp(
         self, seq_id_src: int, seq_id_dst: int, p0: int | None = None, p1: int | None = None
     ) -> None:
-        self._count("seq_cp")
-        length = self._lengths.get(seq_id_src, 0)
-        self._lengths[seq_id_dst] = length if p1 is None else min(length, p1)
+        self._calls.count("seq_cp")
 
     def state_seq_get_data(self, seq_id: int) -> bytes:
-        self._count("state_seq_get_data")
-        return bytes(self._lengths.get(seq_id, 0))
+        return b"state" if self._calls.count("state_seq_get_data") else b""
 
     def state_seq_set_data(self, data: bytes, seq_id: int, *, n_positions: int) -> None:
-        self._count("state_seq_set_data")
-        self._lengths[seq_id] = n_positions
+        self._calls.count("state_seq_set_data")
 
     def rebuild(self) -> None:
-        self._count("rebuild")
-        self._lengths.clear()
+        self._calls.count("rebuild")
 
     def seq_pos_min(self, seq_id: int) -> int | None:
-        return 0 if self._lengths.get(seq_id) else None
+        return None  # nothing is decided by it
 
     def seq_pos_max(self, seq_id: int) -> int | None:
-        return self._lengths.get(seq_id, 0) - 1 if self._lengths.get(seq_id) else None
+        self._calls.count("seq_pos_max")
+        return self.positions.popleft() if self.positions else None
 
-    def _count(self, name: str) -> bool | str | None:
-        self._n_calls[name] += 1
-        self.fail(name, self._n_calls[name])
-        return self._faults.get((name, self._n_calls[name]))
+
+def _exception(name: str, code: int | None = None) -> Exception:
+    """An exception of this name: one that the core knows, or any."""
+    error_type = getattr(errors, name, None)
+    if isinstance(error_type, type) and issubclass(error_type, LlamaCallError):
+        return error_type("as recorded", code or 0)
+    if name == NotFiniteError.__name__:
+        return NotFiniteError("as recorded")
+    made: type[Exception] = type(name, (Exception,), {})
+    return made("as recorded")
 
 
 def _faults(lines: list[dict[str, Any]]) -> dict[tuple[str, int], bool | str]:
@@ -274,18 +278,17 @@ def _faults(lines: list[dict[str, Any]]) -> dict[tuple[str, int], bool | str]:
     }  # fmt: skip
 
 
-def _tokens(lines: list[dict[str, Any]]) -> dict[str, deque[int | Exception]]:
-    """What was sampled for each request, in order."""
-    choices: dict[str, deque[int | Exception]] = {}
+def _tokens(lines: list[dict[str, Any]]) -> dict[str, deque[deque[int | Exception]]]:
+    """What was sampled for each request, in order; an id may have been used more than once."""
+    choices: dict[str, deque[deque[int | Exception]]] = defaultdict(deque)
     for line in lines:
         if "submit" in line:
-            choices[line["submit"]["request_id"]] = deque()
+            choices[line["submit"]["request_id"]].append(deque())
         for event in line["tick"]["events"] if "tick" in line else ():
-            if event is None:
+            if event is None or not choices[event["id"]]:
                 continue
-            choices[event["id"]].extend(event["tokens"])
+            latest = choices[event["id"]][-1]
+            latest.extend(event["tokens"])
             if (name := event.get("error")) and not event["tokens"]:
-                is_nan = name == NotFiniteError.__name__
-                error_type = NotFiniteError if is_nan else type(name, (RuntimeError,), {})
-                choices[event["id"]].append(error_type("as recorded"))
+                latest.append(_exception(name))
     return choices

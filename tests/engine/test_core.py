@@ -237,11 +237,13 @@ def test_statistics_count_what_was_computed() -> None:
     assert statistics.n_finished == {r: int(r is FinishReason.STOP) for r in FinishReason}
 
 
-def test_an_aborted_decode_counts_no_prompt_token_twice() -> None:
-    bench = Bench(n_batch=4, answer=says(b"abc", n_prompt=6), faults={1: 2})
-    bench.submit(b"prompt")
+@pytest.mark.parametrize("code", [2, -1])
+@pytest.mark.parametrize("n_decode", [1, 2, 3])
+def test_a_failed_decode_counts_every_prompt_token_once(n_decode: int, code: int) -> None:
+    bench = Bench(n_batch=4, answer=says(b"abc", n_prompt=10), faults={n_decode: code})
+    bench.submit(b"ten tokens")
     bench.run(at_most=60)
-    assert bench.core.statistics().n_prefill_tokens <= 6
+    assert bench.core.statistics().n_prefill_tokens == 10
 
 
 def test_timings_are_taken_from_the_clock() -> None:

@@ -111,6 +111,23 @@ def test_a_cache_call_that_fails_costs_nobody_anything(
         bench.check_idle()
 
 
+class _Uncopying(WatchedDecoder):
+    """A cache that never shares."""
+
+    def seq_cp(
+        self, seq_id_src: int, seq_id_dst: int, p0: int | None = None, p1: int | None = None
+    ) -> None:
+        raise RuntimeError("no copies")
+
+
+def test_new_contexts_that_do_not_help_are_the_end_of_the_engine() -> None:
+    bench = Bench(n_ctx=256, n_batch=8, answer=endless, decoder_type=_Uncopying)
+    for letter in b"ab":
+        bench.submit(b"h" * 40 + bytes([letter]), max_tokens=3)
+    with pytest.raises(EngineFailedError, match="a new context does not help: no copies"):
+        bench.run()
+
+
 def test_a_context_that_cannot_be_made_anew_is_the_end_of_the_engine() -> None:
     bench = mixed(faults={7: -3}, call_faults={("rebuild", 1): RuntimeError("no memory")})
     with pytest.raises(EngineFailedError, match="no memory") as caught:
@@ -280,6 +297,21 @@ def test_a_text_that_fails_ends_only_its_request(
     assert len(bench.tokens[bad]) == n_piece
     assert bench.outcome(good) == bench.alone(good)
     bench.check_idle()
+
+
+def test_what_fails_after_the_end_of_a_request_changes_nothing_for_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench(answer=endless)
+    bad, good = bench.submit(b"xy", temperature=1.0, max_tokens=3), bench.submit(b"yz")
+
+    def fail() -> None:
+        raise RuntimeError("cannot be freed")
+
+    monkeypatch.setattr(bench.samplers[0], "close", fail)
+    bench.run()
+    assert bench.finished[bad].completion.finish_reason is FinishReason.LENGTH
+    assert bench.outcome(good) == bench.alone(good)
 
 
 class _Refusing(WatchedDecoder):

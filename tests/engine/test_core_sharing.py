@@ -168,6 +168,30 @@ def test_the_least_recently_used_prefix_is_evicted_first(kv_unified: bool) -> No
     assert bench.core.statistics().n_evictions == 1
 
 
+def test_in_the_per_sequence_layout_an_unrelated_prompt_leaves_a_cached_one_alone() -> None:
+    """Most prompts begin with the same token: it is not worth a whole cached prefix."""
+    bench = Bench(n_ctx=256, n_seq_max=4, n_batch=64, kv_unified=False, answer=endless)
+    prompt = b"^" + b"a" * 40
+    for text in (prompt, b"^" + b"z" * 30):
+        bench.submit(text, max_tokens=1)
+        bench.run()
+    again = bench.submit(prompt, max_tokens=1)
+    bench.run()
+    assert bench.finished[again].completion.usage.n_cached == 40
+
+
+def test_with_a_sliding_window_every_turn_can_be_gone_back_to() -> None:
+    bench = Bench(n_ctx=1024, n_seq_max=4, n_batch=64, is_windowed=True, answer=endless)
+    turns = [b"the first turn"]
+    for _ in range(3):
+        request_id = bench.submit(turns[-1], max_tokens=9)
+        bench.run()
+        turns.append(turns[-1] + bytes(bench.tokens[request_id]) + b" and a question")
+    branch = bench.submit(turns[1][: len(turns[0]) + 8] + b" another question", max_tokens=1)
+    bench.run()
+    assert bench.finished[branch].completion.usage.n_cached == len(turns[0]) + 8
+
+
 # --- Cells under pressure -----------------------------------------------------------------------
 def test_cached_prefixes_give_way_before_anybody_is_preempted() -> None:
     bench = Bench(n_ctx=64, n_seq_max=2, n_batch=64, answer=endless, prefix_cache_tokens=32)
@@ -293,3 +317,26 @@ def test_a_stopped_reader_is_not_preempted_for_what_would_not_fit_anyway() -> No
     bench.read_on(small)
     bench.run()
     bench.check_outcomes()
+
+
+def test_a_stopped_reader_does_not_delay_who_shares_with_others() -> None:
+    """What a newcomer shares takes no cells: with that, it fits beside all but the idle one."""
+    n_ticks = []
+    for has_idle in (False, True):
+        bench = Bench(
+            n_ctx=1000, n_batch=64, answer=endless, stream_buffer=2, prefix_cache_tokens=1
+        )  # fmt: skip
+        if has_idle:
+            idle = bench.submit(b"p" * 200, max_tokens=300)
+            bench.stopped.add(idle)
+            bench.run()
+        active = bench.submit(b"h" * 300, max_tokens=690)
+        while active not in bench.tokens:
+            bench.tick()
+        before = bench.decoder.n_decodes
+        newcomer = bench.submit(b"h" * 300 + b"t" * 500, max_tokens=2)
+        while newcomer not in bench.finished:
+            bench.tick()
+        n_ticks.append(bench.decoder.n_decodes - before)
+        assert bench.finished[newcomer].completion.usage.n_cached == 300
+    assert n_ticks[0] == n_ticks[1]

@@ -9,7 +9,7 @@ import pytest
 
 from cllm import Engine, FinishReason
 from cllm.errors import CllmError, ContextError
-from tests.conftest import QUIET
+from tests.conftest import QUIET, running_batch
 from tools import make_model
 
 pytestmark = pytest.mark.anyio
@@ -100,7 +100,7 @@ async def test_a_cancelled_decode_is_mended_in_every_architecture(name: str) -> 
             long = engine.stream([5] * 8000, request_id="long", temperature=0)
             await long.__aenter__()
             with anyio.fail_after(30):
-                while "long" not in engine._thread._batch_rows:
+                while "long" not in running_batch(engine):
                     await anyio.sleep(0)
             await long.cancel()
             assert (await long.completion()).finish_reason is FinishReason.CANCELLED

@@ -14,7 +14,7 @@ import pytest
 
 from cllm import Completion, Engine, FinishReason, SamplingOptions, TokenStream
 from cllm.testing import replay
-from tests.conftest import QUIET
+from tests.conftest import QUIET, running_batch
 
 pytestmark = pytest.mark.anyio
 
@@ -179,7 +179,7 @@ async def test_cancelling_inside_a_long_decode_aborts_it(
         long = engine.stream([65] * 16000, request_id="long", **GREEDY)
         await long.__aenter__()
         with anyio.fail_after(30):
-            while "long" not in engine._thread._batch_rows:  # its only decode has begun
+            while "long" not in running_batch(engine):  # its only decode has begun
                 await anyio.sleep(0)
         await long.cancel()
         assert (await long.completion()).finish_reason is FinishReason.CANCELLED

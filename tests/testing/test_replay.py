@@ -15,7 +15,7 @@ from cllm.engine.request import SamplingParams
 from cllm.engine.tick import EngineCore
 from cllm.engine.tick_log import LoggedDecoder, LoggedVocabulary, TickLog, logged_samplers
 from cllm.errors import InvalidArgumentError
-from cllm.testing import replay
+from cllm.testing import FakeVocabulary, replay
 from cllm.testing.fake_decoder import Fault
 from tests.conftest import QUIET
 from tests.engine.bench import VOCABULARY, Bench, babble
@@ -36,6 +36,7 @@ class LoggedBench(Bench):
             self.books,
             logged_samplers(self._make_sampler, self.log),
             self.config,
+            reader=self.decoder,
             clock=self.log.clock,
         )
 
@@ -155,6 +156,42 @@ async def test_a_log_that_cannot_be_written_is_refused_by_its_name(
         async with Engine(n_ctx=256, n_seq_max=1, tick_log=tmp_path / "no" / "x", **QUIET):
             raise AssertionError("it started")
     assert caught.value.field == "tick_log"
+
+
+@pytest.mark.anyio
+async def test_a_log_on_a_full_disk_is_given_up_and_the_engine_goes_on(
+    anyio_backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Engine(n_ctx=256, n_seq_max=1, tick_log="/dev/full", **QUIET) as engine:
+        assert (await engine.generate("1+1=", temperature=0)).text == "2"
+    assert sum("the tick log ends here" in message for message in caplog.messages) == 1
+
+
+@pytest.mark.anyio
+async def test_a_request_id_may_be_used_again(anyio_backend: str, tmp_path: Path) -> None:
+    path = tmp_path / "ticks.jsonl"
+    async with Engine(n_ctx=256, n_seq_max=1, tick_log=path, **QUIET) as engine:
+        for question in ("1+1=", "20+30="):
+            await engine.generate(question, temperature=0, request_id="mine")
+            await engine.audit()
+    assert replay(path).differences == []
+
+
+def test_a_text_that_failed_fails_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "ticks.jsonl"
+    bench = LoggedBench(path)
+    request_id = bench.submit(b"xyz", params=SamplingParams(temperature=0, max_tokens=9))
+    bench.obey(Submit(bench.requests[request_id]))
+
+    def piece(vocabulary: FakeVocabulary, token: int) -> bytes:
+        raise OverflowError("no such piece")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeVocabulary, "piece", piece)
+        bench.ticks(3)
+    bench.log.close()
+    assert bench.failed() == {request_id}
+    assert replay(path).differences == []
 
 
 @pytest.mark.anyio
