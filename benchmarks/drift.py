@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -22,10 +23,20 @@ from cllm.bindings import Batch, Context, Model
 from cllm.engine.config import EMBEDDED_MODEL
 
 
+@dataclass(frozen=True)
+class Run:
+    """What one run showed: times, rows of a request, MiB of growth, cells left."""
+
+    ratio: float
+    n_rows: set[int]
+    growth: float
+    n_cells: int
+
+
 async def sequential(
     n_requests: int, *, max_tokens: int, is_distinct: bool, prefix_cache: bool
-) -> tuple[float, set[int], float]:
-    """Last hundred over first hundred, the numbers of rows, growth of memory in MiB."""
+) -> Run:
+    """So many requests, one after the other."""
     seconds, n_rows = [], []
     async with Engine(prefix_cache=prefix_cache, n_threads=1, n_threads_batch=1) as engine:
 
@@ -47,10 +58,15 @@ async def sequential(
         for number in range(n_requests):
             await one(50 + number)
         growth = rss_mib() - rss
+        # No call of llama.cpp counts cells.  If one was still held, exactly n_ctx would not fit.
+        await engine.reset_prefix_cache()
         assert await engine.audit() == []
-        assert engine.statistics().n_kv_cells_used == 0
+        n_ctx = engine.model.n_ctx
+        full = await engine.generate([65] * n_ctx, max_tokens=1, temperature=0)
+        assert full.usage.n_output == 1
+        n_cells = engine.statistics().n_kv_cells_used
     ratio = median(seconds[-100:]) / median(seconds[:100])
-    return ratio, set(n_rows), growth
+    return Run(ratio, set(n_rows), growth, n_cells)
 
 
 def rotating(n_cycles: int, *, kv_unified: bool) -> tuple[float, float]:
@@ -91,12 +107,13 @@ async def measure(options: argparse.Namespace) -> None:
             )
             for _ in range(options.runs)
         ]
-        ratio = min(runs)[0]
-        rows = sorted(set().union(*(rows for _, rows, _ in runs)))
+        ratio = min(run.ratio for run in runs)
+        rows = sorted(set().union(*(run.n_rows for run in runs)))
         print(
             f"max_tokens {max_tokens:2}  {'distinct ' if is_distinct else 'identical'}  "
             f"prefix cache {'on ' if prefix_cache else 'off'}  last/first hundred {ratio:.3f}  "
-            f"rows {rows}  memory {max(growth for _, _, growth in runs):+.1f} MiB  cells left 0"
+            f"rows {rows}  memory {max(run.growth for run in runs):+.1f} MiB  "
+            f"cells left {max(run.n_cells for run in runs)}, then exactly n_ctx fit"
         )
     for kv_unified in (True, False):
         cycles = [rotating(options.cycles, kv_unified=kv_unified) for _ in range(options.runs)]

@@ -65,8 +65,9 @@ class Memory(NativeHandle):
     ) -> None:
         """Let an empty sequence share positions `[p0, p1)` of another.
 
-        In the per-sequence layout only whole sequences can be copied, and llama.cpp does it at the
-        next decode: until then neither sequence may be read, changed or removed.
+        In the per-sequence layout only whole sequences can be copied, and llama.cpp moves the data
+        at the next decode: until then the state of neither sequence may be read or restored.  Both
+        may be shortened, removed and used again: what the next decode stores comes after the copy.
         """
         self._check_seq("seq_id_src", seq_id_src)
         self._check_seq("seq_id_dst", seq_id_dst)

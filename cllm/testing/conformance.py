@@ -11,7 +11,7 @@ from collections.abc import Callable
 from cllm.engine.decoder import Decoder
 from cllm.errors import CllmError, InvalidArgumentError, NoKVSlotError, PositionError
 from cllm.testing import conformance_sharing
-from cllm.testing.conformance_sharing import (
+from cllm.testing.conformance_steps import (
     N_BATCH,
     N_CTX,
     N_SEQ_MAX,

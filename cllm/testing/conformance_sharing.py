@@ -1,110 +1,28 @@
-"""The promises of `Decoder` about copied and saved sequences, and the steps of all promises.
+"""The promises of `Decoder` about copied and saved sequences.
 
 `conformance.check_decoder` checks them with the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import NoReturn
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Callable
 
 from cllm.engine.decoder import Decoder
 from cllm.errors import InvalidArgumentError, LlamaCallError, NoKVSlotError, PositionError
-
-# llama.cpp rounds the context of a sequence up to 256: with these it has nothing to round.
-N_SEQ_MAX = 2
-N_CTX = 512
-N_BATCH = 64
-
-Spans = list[tuple[int | None, int | None]]
-Promise = Callable[[Decoder], None]
-
-
-# --- Small steps ------------------------------------------------------------------------------
-def make_tokens(seed: int, n_tokens: int) -> list[int]:
-    """Tokens that every vocabulary has and that differ by seed."""
-    return [1 + (seed * 31 + 7 * i + i * i) % 60 for i in range(n_tokens)]
-
-
-def decode(decoder: Decoder, seq_id: int, tokens: list[int], p0: int) -> NDArray[np.float32]:
-    """Decode one run alone; a copy of the logits of its last row."""
-    decoder.clear()
-    decoder.add(seq_id, tokens, p0, n_outputs=1)
-    logits = decoder.decode()
-    assert logits.dtype == np.float32, logits.dtype
-    assert logits.ndim == 2, logits.shape
-    assert len(logits) == 1, logits.shape
-    row: NDArray[np.float32] = logits[0].copy()
-    return row
-
-
-def fill(decoder: Decoder, seq_id: int, n_tokens: int) -> None:
-    """Store positions `[0, n_tokens)`."""
-    tokens = make_tokens(seq_id, n_tokens)
-    for p0 in range(0, n_tokens, decoder.n_batch):
-        decode(decoder, seq_id, tokens[p0 : p0 + decoder.n_batch], p0)
-
-
-def spans(decoder: Decoder) -> Spans:
-    """The first and last position of each sequence: all that a decoder tells about its cache."""
-    return [(decoder.seq_pos_min(s), decoder.seq_pos_max(s)) for s in range(N_SEQ_MAX)]
-
-
-def expect(actual: object, expected: object, what: str) -> None:
-    """They are equal."""
-    assert actual == expected, f"{what}: {actual}, expected {expected}"
-
-
-def not_refused(what: str) -> NoReturn:
-    """The promise is broken."""
-    raise AssertionError(f"{what} was not refused")
-
-
-def expect_refused(
-    decoder: Decoder, error: type[Exception], what: str, runs: Iterable[tuple[int, list[int], int]]
-) -> None:
-    """Adding or decoding `runs` raises `error` and changes no sequence."""
-    before = spans(decoder)
-    decoder.clear()
-    try:
-        for seq_id, tokens, p0 in runs:
-            decoder.add(seq_id, tokens, p0, n_outputs=0)
-        decoder.decode()
-    except error:
-        pass
-    else:
-        not_refused(what)
-    expect(spans(decoder), before, f"positions after {what}")
-    decoder.clear()
-
-
-def expect_row_of(row: NDArray[np.float32], own: NDArray[np.float32], *others: object) -> None:
-    """`row` is what `own` was, up to the rounding of another batch size, and none of `others`."""
-    expect(int(row.argmax()), int(own.argmax()), "best token")
-    distance = float(np.abs(row - own).max())
-    for other in others:
-        to_other = float(np.abs(row - np.asarray(other)).max())
-        assert distance < to_other, f"{distance} from its own logits, {to_other} from another's"
-
-
-def expect_calls_refused(
-    decoder: Decoder,
-    calls: Iterable[tuple[str, Callable[[], object]]],
-    error: type[Exception] = InvalidArgumentError,
-) -> None:
-    """Each call raises `error` and changes no sequence."""
-    before = spans(decoder)
-    for what, call in calls:
-        try:
-            call()
-        except error:
-            pass
-        else:
-            not_refused(what)
-        expect(spans(decoder), before, f"positions after {what}")
+from cllm.testing.conformance_steps import (
+    N_BATCH,
+    N_CTX,
+    N_SEQ_MAX,
+    Promise,
+    decode,
+    expect,
+    expect_calls_refused,
+    expect_refused,
+    expect_row_of,
+    fill,
+    make_tokens,
+    spans,
+)
 
 
 # --- Copies -----------------------------------------------------------------------------------
@@ -156,6 +74,24 @@ def _a_copy_and_its_source_go_on_independently(decoder: Decoder) -> None:
             decoder.seq_rm(seq_id, 6)
         expect(spans(decoder), [(0, 5), (0, 5)], "positions without the tails")
         decoder.seq_rm(first)
+
+
+def _a_copy_can_be_shortened_and_its_source_used_again_at_once(decoder: Decoder) -> None:
+    """In the per-sequence layout too, where the data are moved at the next decode."""
+    tokens = make_tokens(3, 9)
+    whole = decode(decoder, 0, tokens, 0)
+    other = decode(decoder, 1, make_tokens(8, 6), 0)
+    decoder.seq_rm(1)
+    decoder.seq_cp(0, 1)
+    decoder.seq_rm(1, 6)
+    decoder.seq_rm(0)
+    decoder.clear()
+    decoder.add(0, make_tokens(8, 6), 0, n_outputs=1)
+    decoder.add(1, tokens[6:], 6, n_outputs=1)
+    logits = decoder.decode().copy()
+    expect_row_of(logits[0], other, whole)
+    expect_row_of(logits[1], whole, other)
+    expect(spans(decoder), [(0, 5), (0, 8)], "positions")
 
 
 def _a_wrong_copy_is_refused(decoder: Decoder) -> None:
@@ -367,6 +303,7 @@ BOTH: tuple[Promise, ...] = (
     _seq_cp_gives_a_sequence_the_positions_of_another,
     _a_copied_prefix_gives_the_logits_of_the_original,
     _a_copy_and_its_source_go_on_independently,
+    _a_copy_can_be_shortened_and_its_source_used_again_at_once,
     _a_wrong_copy_is_refused,
     _a_restored_sequence_goes_on_like_the_saved_one,
     _a_copy_is_saved_like_its_source,
