@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 # Every engine of the suite, those in child processes too, compares its books with llama.cpp's after
 # every tick, and fails where they differ.  Read when cllm is imported.
@@ -15,6 +16,11 @@ os.environ.setdefault("CLLM_AUDIT", "tick")
 
 from cllm import Engine
 from tools import make_model
+
+# The same examples every time; `HYPOTHESIS_PROFILE=search` looks for new ones.
+settings.register_profile("suite", derandomize=True, deadline=None, database=None)
+settings.register_profile("search", deadline=None, max_examples=2000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 
 
 @pytest.fixture(scope="session")

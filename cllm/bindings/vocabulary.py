@@ -98,7 +98,8 @@ class Vocabulary:
     ) -> bytes:
         """The text of `tokens` as bytes: a character may be cut at either end.
 
-        See `llama_detokenize` in llama.h.
+        As llama.cpp makes it: vocabularies of the GPT-2 family lose spaces before punctuation in
+        it.  `join` does not clean up.  See `llama_detokenize` in llama.h.
         """
         if not len(tokens):
             return b""
@@ -112,6 +113,13 @@ class Vocabulary:
             if n_bytes >= 0:
                 return buffer.raw[:n_bytes]
             capacity = -n_bytes
+
+    def join(self, tokens: Sequence[int]) -> bytes:
+        """The text of `tokens` as it is streamed, byte for byte what was tokenized."""
+        if self.kind is h.VocabType.BPE:
+            return b"".join(map(self.piece, tokens))
+        # Other kinds put a space before the first token and take it away again.
+        return self.detokenize(tokens)
 
     def piece(self, token: int) -> bytes:
         """The bytes that `token` adds to a text; none for a control token.  Remembered."""

@@ -331,7 +331,7 @@ class Engine:
         vocabulary = self._check_serving()
 
         def call() -> str:
-            return vocabulary.detokenize(token_ids).decode("utf-8", "replace")
+            return vocabulary.join(token_ids).decode("utf-8", "replace")
 
         return call() if len(token_ids) <= SHORT_TOKENS else await self._tokenizer.run(call)
 

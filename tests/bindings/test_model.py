@@ -128,10 +128,18 @@ def test_text_survives_tokens_and_pieces(vocab: Vocabulary) -> None:
     @settings(deadline=None, max_examples=200)
     def check(text: str) -> None:
         tokens = vocab.tokenize(text, add_special=False)
-        assert vocab.detokenize(tokens) == text.encode()
+        assert vocab.join(tokens) == text.encode()
         assert b"".join(map(vocab.piece, tokens)) == text.encode()
+        # llama.cpp takes away spaces, and nothing else.
+        assert vocab.detokenize(tokens).replace(b" ", b"") == text.replace(" ", "").encode()
 
     check()
+
+
+def test_llama_cpp_cleans_up_spaces_where_join_does_not(vocab: Vocabulary) -> None:
+    tokens = vocab.tokenize("one . two", add_special=False)
+    assert vocab.detokenize(tokens) == b"one. two"
+    assert vocab.join(tokens) == b"one . two"
 
 
 def test_special_text_is_text_unless_asked_for(vocab: Vocabulary) -> None:
