@@ -9,16 +9,8 @@
 from cllm.engine.config import EngineConfig, EngineOptions
 from cllm.engine.engine import Engine
 from cllm.engine.health import EngineStatus, Health
-from cllm.engine.request import (
-    Completion,
-    FinishReason,
-    ModelInfo,
-    SamplingOptions,
-    SamplingParams,
-    Timings,
-    TokenDelta,
-    Usage,
-)
+from cllm.engine.request import Completion, FinishReason, ModelInfo, Timings, TokenDelta, Usage
+from cllm.engine.sampling_params import SamplingOptions, SamplingParams
 from cllm.engine.statistics import EngineStatistics, TickTimes
 from cllm.engine.stream import TokenStream
 from cllm.errors import (

@@ -46,6 +46,7 @@ WITHOUT_ANYIO = {
         "request",
         "run_queue",
         "sampling",
+        "sampling_params",
         "scheduler",
         "sequence",
         "statistics",

@@ -23,13 +23,8 @@ from cllm.engine.fan_out import run_all
 from cllm.engine.handoff import Event, Inbox, Outbox, ResetPrefixCache
 from cllm.engine.health import EngineStatus, Health, health_of
 from cllm.engine.inference_thread import InferenceThread
-from cllm.engine.request import (
-    Completion,
-    GenerationRequest,
-    ModelInfo,
-    SamplingOptions,
-    SamplingParams,
-)
+from cllm.engine.request import Completion, GenerationRequest, ModelInfo
+from cllm.engine.sampling_params import SamplingOptions, SamplingParams
 from cllm.engine.statistics import EngineStatistics
 from cllm.engine.stream import Channel, TokenStream
 from cllm.engine.submission import (

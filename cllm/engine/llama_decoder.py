@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from cllm.bindings import Batch, Candidates, Context, LoraAdapter, Model, SamplerChain
 from cllm.checks import MAX_SEED
 from cllm.engine.config import EngineConfig
-from cllm.engine.request import SamplingParams
 from cllm.engine.run_queue import SamplerFactory
+from cllm.engine.sampling_params import SamplingParams
 
 
 class LlamaDecoder:
@@ -129,7 +129,9 @@ class LlamaSampler:
 def sampler_factory(model: Model) -> SamplerFactory:
     """What makes the sampler of each request: None for a greedy one."""
     ids = np.arange(model.vocab.n_tokens, dtype=np.int32)  # the same for all of them
-    return lambda params: None if params.is_greedy else LlamaSampler(model, ids, params)
+    return lambda request: (
+        None if request.params.is_greedy else LlamaSampler(model, ids, request.params)
+    )
 
 
 def make_context(

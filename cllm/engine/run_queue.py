@@ -13,7 +13,7 @@ from cllm.engine import scheduler
 from cllm.engine.handoff import Event, Finished
 from cllm.engine.kv_cache_manager import KVCacheManager
 from cllm.engine.recovery import Recovery
-from cllm.engine.request import FinishReason, GenerationRequest, SamplingParams, TokenDelta
+from cllm.engine.request import FinishReason, GenerationRequest, TokenDelta
 from cllm.engine.sampling import TokenSampler
 from cllm.engine.sequence import Sequence
 from cllm.engine.statistics import Recorder
@@ -22,7 +22,7 @@ from cllm.errors import EngineFailedError, GenerationError
 
 logger = logging.getLogger("cllm.engine")
 
-SamplerFactory = Callable[[SamplingParams], TokenSampler | None]
+SamplerFactory = Callable[[GenerationRequest], TokenSampler | None]
 
 
 class RunQueue:
@@ -66,7 +66,7 @@ class RunQueue:
         self._by_id[request.request_id] = sequence
         self.waiting.append(sequence)
         try:
-            sequence.sampler = self._make_sampler(request.params)
+            sequence.sampler = self._make_sampler(request)
         except Exception as error:
             self.finish(sequence, FinishReason.ERROR, None, cause=error)
             return

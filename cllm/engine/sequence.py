@@ -16,13 +16,7 @@ from numpy.typing import NDArray
 
 from cllm.engine.detokenizer import Detokenizer
 from cllm.engine.kv_cache import Slot
-from cllm.engine.request import (
-    Completion,
-    FinishReason,
-    GenerationRequest,
-    Timings,
-    Usage,
-)
+from cllm.engine.request import Completion, FinishReason, GenerationRequest, Timings, Usage
 from cllm.engine.sampling import TokenSampler
 
 # One level of priority is worth so many seconds of waiting: nothing starves.

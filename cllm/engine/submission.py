@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from cllm.checks import INT32_MAX, MAX_TEXT_BYTES, check_float, check_int
-from cllm.engine.request import SamplingOptions, SamplingParams
+from cllm.engine.sampling_params import SamplingOptions, SamplingParams
 from cllm.errors import InvalidRequestError, PromptTooLongError
 
 Prompt = str | Sequence[int]

@@ -277,4 +277,4 @@ class LoggedVocabulary:
 def logged_samplers(make_sampler: SamplerFactory, log: TickLog) -> SamplerFactory:
     """A sampler factory whose failures are noted."""
     call = _Calls(log).call
-    return lambda params: call("make_sampler", make_sampler, params)
+    return lambda request: call("make_sampler", make_sampler, request)

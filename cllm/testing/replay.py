@@ -21,8 +21,9 @@ from cllm import errors
 from cllm.engine.config import EngineConfig
 from cllm.engine.handoff import Event
 from cllm.engine.kv_cache import KVCache
-from cllm.engine.request import GenerationRequest, SamplingParams
+from cllm.engine.request import GenerationRequest
 from cllm.engine.sampling import NotFiniteError
+from cllm.engine.sampling_params import SamplingParams
 from cllm.engine.tick import EngineCore
 from cllm.engine.tick_log import describe_event
 from cllm.errors import LlamaCallError
@@ -170,7 +171,7 @@ class _Script:
         return bool(self._pieces.get(token, (b"", False))[1])
 
     # --- The samplers ------------------------------------------------------------------------
-    def _make_sampler(self, params: SamplingParams) -> _ScriptedSampler:
+    def _make_sampler(self, request: GenerationRequest) -> _ScriptedSampler:
         self.calls.count("make_sampler")
         return _ScriptedSampler(self._choices)
 

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from cllm import EngineConfig
 from cllm.engine.handoff import Finished, Progressed
 from cllm.engine.kv_cache import KVCache
-from cllm.engine.request import FinishReason, GenerationRequest, SamplingParams
+from cllm.engine.request import FinishReason, GenerationRequest
+from cllm.engine.sampling_params import SamplingParams
 from cllm.engine.tick import EngineCore
 from cllm.testing import FakeDecoder, FakeVocabulary
 from cllm.testing.fake_decoder import Answer, Fault, Poison
@@ -189,8 +190,8 @@ class Bench:
     def _take_time(self) -> None:
         self.now += self.decode_s
 
-    def _make_sampler(self, params: SamplingParams) -> CountingSampler | None:
-        if params.is_greedy:
+    def _make_sampler(self, request: GenerationRequest) -> CountingSampler | None:
+        if request.params.is_greedy:
             return None
         self.samplers.append(CountingSampler())
         return self.samplers[-1]

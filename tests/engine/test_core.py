@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from cllm.engine.request import FinishReason, SamplingParams
+from cllm.engine.request import FinishReason
+from cllm.engine.sampling_params import SamplingParams
 from cllm.engine.sequence import AGEING_S
 from tests.engine.bench import END, GREEDY, Bench, Outcome, endless, says
 

@@ -9,8 +9,9 @@ import pytest
 from numpy.typing import NDArray
 
 from cllm.engine.handoff import Finished
-from cllm.engine.request import FinishReason, SamplingParams
+from cllm.engine.request import FinishReason, GenerationRequest
 from cllm.engine.sampling import NotFiniteError
+from cllm.engine.sampling_params import SamplingParams
 from cllm.errors import (
     DecodeFailedError,
     EngineFailedError,
@@ -245,7 +246,7 @@ def test_a_sampler_that_cannot_be_made_ends_only_its_request(
     refuse = RuntimeError("no such sampler")
     good = bench.submit()
 
-    def make_sampler(params: SamplingParams) -> None:
+    def make_sampler(request: GenerationRequest) -> None:
         raise refuse
 
     monkeypatch.setattr(bench.core.queue, "_make_sampler", make_sampler)

@@ -6,7 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cllm.engine.request import FinishReason, SamplingParams
+from cllm.engine.request import FinishReason
+from cllm.engine.sampling_params import SamplingParams
 from cllm.testing.fake_decoder import Fault
 from tests.engine.bench import Bench
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from cllm.engine.request import FinishReason, SamplingParams
+from cllm.engine.request import FinishReason
+from cllm.engine.sampling_params import SamplingParams
 from tests.engine.bench import Bench, endless, says
 
 LAYOUTS = pytest.mark.parametrize("kv_unified", [True, False], ids=["unified", "per-sequence"])

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from cllm.engine.kv_cache import KVCache
 from cllm.engine.prefix_cache import CachedPrefix, Match, PrefixCache
-from cllm.engine.request import GenerationRequest, SamplingParams
+from cllm.engine.request import GenerationRequest
+from cllm.engine.sampling_params import SamplingParams
 from cllm.engine.sequence import Sequence
 
 DETERMINISTIC = settings(derandomize=True, deadline=None, max_examples=600, database=None)

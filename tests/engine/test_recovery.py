@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from cllm.engine.kv_cache import KVCache
 from cllm.engine.recovery import Recovery, Verdict
-from cllm.engine.request import GenerationRequest, SamplingParams
+from cllm.engine.request import GenerationRequest
+from cllm.engine.sampling_params import SamplingParams
 from cllm.engine.scheduler import Chunk, plan
 from cllm.engine.sequence import Sequence
 

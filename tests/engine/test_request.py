@@ -9,7 +9,7 @@ import pytest
 
 from cllm.engine import submission
 from cllm.engine.config import EMBEDDED_MODEL, EngineConfig, config_from, n_physical_cores
-from cllm.engine.request import SamplingOptions, SamplingParams
+from cllm.engine.sampling_params import SamplingOptions, SamplingParams
 from cllm.engine.submission import RequestCall
 from cllm.errors import InvalidArgumentError, InvalidRequestError, PromptTooLongError
 

@@ -9,7 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from cllm.engine import scheduler
 from cllm.engine.kv_cache import KVCache
-from cllm.engine.request import GenerationRequest, SamplingParams
+from cllm.engine.request import GenerationRequest
+from cllm.engine.sampling_params import SamplingParams
 from cllm.engine.scheduler import N_AHEAD_AGAIN, Chunk, has_room, next_admitted, plan
 from cllm.engine.sequence import AGEING_S, Sequence
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cllm.engine.kv_cache import KVCache
-from cllm.engine.request import GenerationRequest, SamplingParams
+from cllm.engine.request import GenerationRequest
+from cllm.engine.sampling_params import SamplingParams
 from cllm.engine.scheduler import Chunk
 from cllm.engine.sequence import Sequence
 from cllm.engine.tick_cost import (

@@ -11,7 +11,7 @@ import pytest
 
 from cllm import Engine, EngineConfig
 from cllm.engine.handoff import Cancel, Read, ResetPrefixCache, Submit
-from cllm.engine.request import SamplingParams
+from cllm.engine.sampling_params import SamplingParams
 from cllm.engine.tick import EngineCore
 from cllm.engine.tick_log import LoggedDecoder, LoggedVocabulary, TickLog, logged_samplers
 from cllm.errors import InvalidArgumentError
