@@ -26,6 +26,8 @@ from cllm.errors import InvalidArgumentError
 # Ring buffers of this length are allocated at once; more than a context can hold is useless.
 MAX_LAST_N = 1 << 20
 
+_ARRAY = h.DECLARATIONS.structs["llama_token_data_array"]
+_DATA_POINTER = ctypes.POINTER(h.DECLARATIONS.structs["llama_token_data"])
 CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 
 
@@ -41,17 +43,10 @@ class Candidates:
     def __init__(self, ids: NDArray[np.int32], logits: NDArray[np.float32]) -> None:
         if len(ids) != len(logits) or len(ids) == 0:
             raise InvalidArgumentError("candidates", len(ids), "at least one, ids and logits alike")
-        self.data = np.empty(len(ids), CANDIDATE)
+        self.data = np.zeros(len(ids), CANDIDATE)
         self.data["id"] = ids
         self.data["logit"] = logits
-        self.data["p"] = 0.0
-        token_data = h.DECLARATIONS.structs["llama_token_data"]
-        self.struct = h.DECLARATIONS.structs["llama_token_data_array"](
-            data=self.data.ctypes.data_as(ctypes.POINTER(token_data)),
-            size=len(ids),
-            selected=-1,
-            sorted=False,
-        )
+        self.struct = _ARRAY(ctypes.cast(self.data.ctypes.data, _DATA_POINTER), len(ids), -1, False)
 
     def __len__(self) -> int:
         return int(self.struct.size)
@@ -265,6 +260,14 @@ class SamplerChain(NativeHandle):
         # Without one finite logit llama.cpp answers the last token of the vocabulary.
         if not np.isfinite(candidates.logits.max()):
             raise InvalidArgumentError("logits", candidates.logits.max(), "finite at their maximum")
+        return self.decide(candidates)
+
+    def decide(self, candidates: Candidates) -> int:
+        """`apply` without looking at the candidates first.
+
+        Their ids must be the vocabulary's and their largest logit finite, and the chain must end
+        in a sampler that selects.
+        """
         self._lib.llama_sampler_apply(self._pointer, candidates.struct)
         token = candidates.selected
         if token is None or not np.isfinite(candidates.selected_logit):

@@ -36,8 +36,10 @@ from cllm.engine.handoff import (
 )
 from cllm.engine.interrupter import Interrupter
 from cllm.engine.kv_cache import KVCache
-from cllm.engine.llama_decoder import LlamaDecoder, make_context, sampler_factory
+from cllm.engine.llama_decoder import LlamaDecoder, make_context
+from cllm.engine.llama_sampler import SamplerFactory
 from cllm.engine.request import ModelInfo
+from cllm.engine.run_queue import MakeSampler
 from cllm.engine.scheduler import Chunk
 from cllm.engine.sequence import Vocabulary
 from cllm.engine.statistics import EngineStatistics
@@ -182,7 +184,8 @@ class InferenceThread:
     ) -> EngineCore:
         vocabulary: Vocabulary = model.vocab
         reader = decoder  # audits are no part of what a replay repeats
-        make_sampler, clock, config = sampler_factory(model), time.perf_counter, self._config
+        make_sampler: MakeSampler = SamplerFactory(model, kv_cache.n_ctx_seq)
+        clock, config = time.perf_counter, self._config
         if config.tick_log is not None:
             self._log = log = owned.enter_context(closing(TickLog(config.tick_log)))
             log.header(config, kv_cache)

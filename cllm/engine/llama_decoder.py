@@ -1,18 +1,14 @@
-"""llama.cpp behind the engine's protocols: `Decoder` and `TokenSampler`.  Inference thread only."""
+"""llama.cpp behind the `Decoder` protocol.  Inference thread only."""
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.bindings import Batch, Candidates, Context, LoraAdapter, Model, SamplerChain
-from cllm.checks import MAX_SEED
+from cllm.bindings import Batch, Context, LoraAdapter, Model
 from cllm.engine.config import EngineConfig
-from cllm.engine.run_queue import SamplerFactory
-from cllm.engine.sampling_params import SamplingParams
 
 
 class LlamaDecoder:
@@ -105,33 +101,6 @@ class LlamaDecoder:
         """Let the running and every later decode return "aborted"."""
         self._is_stopping = True
         self.context.set_abort(True)
-
-
-class LlamaSampler:
-    """A `TokenSampler`: llama.cpp's chain over a whole row."""
-
-    def __init__(self, model: Model, ids: NDArray[np.int32], params: SamplingParams) -> None:
-        seed = secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed
-        chain = SamplerChain(model.vocab)
-        # llama-server's order of samplers.
-        chain.add_top_k(params.top_k).add_top_p(params.top_p).add_min_p(params.min_p)
-        self._chain = chain.add_temp(params.temperature).add_dist(seed)
-        self._ids = ids
-        self.close = chain.close
-
-    def sample(self, logits: NDArray[np.float32]) -> int:
-        """Choose from one row and accept the choice."""
-        token = self._chain.apply(Candidates(self._ids, logits))
-        self._chain.accept(token)
-        return token
-
-
-def sampler_factory(model: Model) -> SamplerFactory:
-    """What makes the sampler of each request: None for a greedy one."""
-    ids = np.arange(model.vocab.n_tokens, dtype=np.int32)  # the same for all of them
-    return lambda request: (
-        None if request.params.is_greedy else LlamaSampler(model, ids, request.params)
-    )
 
 
 def make_context(

@@ -22,7 +22,7 @@ from cllm.errors import EngineFailedError, GenerationError
 
 logger = logging.getLogger("cllm.engine")
 
-SamplerFactory = Callable[[GenerationRequest], TokenSampler | None]
+MakeSampler = Callable[[GenerationRequest], TokenSampler | None]
 
 
 class RunQueue:
@@ -42,7 +42,7 @@ class RunQueue:
         recovery: Recovery,
         tick_cost: TickCost,
         recorder: Recorder,
-        make_sampler: SamplerFactory,
+        make_sampler: MakeSampler,
         *,
         stream_buffer: int,
         clock: Callable[[], float],

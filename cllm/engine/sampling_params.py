@@ -2,28 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TypedDict
 
-from cllm.checks import MAX_SEED, check_float, check_int
+from cllm.checks import INT32_MAX, MAX_SEED, check_bool, check_float, check_int
 from cllm.errors import InvalidRequestError
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_BYTES = 1024
 
 
+# llama-server's order and names.
+SAMPLERS = (
+    "penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature",
+)  # fmt: skip
+MAX_LAST_N = 1 << 20
+MAX_BIASES = 1024
+MAX_BREAKERS = 64
+
+
 class SamplingOptions(TypedDict, total=False):
     """The fields of `SamplingParams` as keyword arguments."""
 
     max_tokens: int | None
+    min_tokens: int
     temperature: float
     top_k: int
     top_p: float
     min_p: float
+    typical_p: float
+    top_n_sigma: float
+    xtc_probability: float
+    xtc_threshold: float
+    dynatemp_range: float
+    dynatemp_exponent: float
+    repeat_penalty: float
+    repeat_last_n: int
+    presence_penalty: float
+    frequency_penalty: float
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_penalty_last_n: int
+    dry_sequence_breakers: Sequence[str]
+    mirostat: int
+    mirostat_tau: float
+    mirostat_eta: float
+    logit_bias: Mapping[int, float]
+    samplers: Sequence[str]
+    min_keep: int
     seed: int | None
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
+    ignore_eos: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +67,46 @@ class SamplingParams:
     ----------
     max_tokens : int, optional
         At most so many output tokens; None: until the model ends or the context is full.
+    min_tokens : int
+        Before so many output tokens, none that would end the output is sampled.
     temperature : float
         0 is greedy; otherwise 0.001 to 100.
     top_k : int
         Keep the k most likely tokens; 0 or -1 keeps all.
-    top_p, min_p : float
-        0 to 1; 1 and 0 switch them off.
+    top_p, min_p, typical_p : float
+        0 to 1; 1, 0 and 1 switch them off.
+    top_n_sigma : float
+        Keep what lies within so many standard deviations of the largest logit; -1 is off.
+    xtc_probability, xtc_threshold : float
+        Exclude all but the least of the tokens above the threshold, with this probability.
+    dynatemp_range, dynatemp_exponent : float
+        Temperatures between `temperature` ± range, by the entropy of the candidates; 0 is off.
+    repeat_penalty, presence_penalty, frequency_penalty : float
+        For tokens among the last `repeat_last_n`, prompt included; 1, 0 and 0 switch them off.
+    repeat_last_n : int
+        0 is off, -1 the whole context.
+    dry_multiplier, dry_base, dry_allowed_length, dry_penalty_last_n :
+        DRY: penalize what would continue a repetition; a multiplier of 0 is off.
+    dry_sequence_breakers : sequence of str
+        Where repetitions end.  At most 64.
+    mirostat : int
+        1 or 2; 0 is off.  In place of all samplers but the temperature, penalties and biases.
+    mirostat_tau, mirostat_eta : float
+    logit_bias : mapping of int to float
+        Added to the logits of tokens; -inf bans one.  At most 1,024.
+    samplers : sequence of str
+        Which samplers, in which order: penalties, dry, top_n_sigma, top_k, typ_p, top_p, min_p,
+        xtc, temperature.
+    min_keep : int
+        Candidates that top_p, typical_p, min_p and xtc leave at least.
     seed : int, optional
         0 to 2³² - 2; None draws one.
     stop : str or sequence of str
         Text that ends the output and is not part of it.  At most 64, of at most 1,024 bytes.
     stop_token_ids : sequence of int
         Tokens that end the output like an end-of-generation token.
+    ignore_eos : bool
+        Never sample an end-of-generation token.
 
     Raises
     ------
@@ -54,39 +115,136 @@ class SamplingParams:
     """
 
     max_tokens: int | None = None
+    min_tokens: int = 0
     temperature: float = 0.8
     top_k: int = 40
     top_p: float = 0.95
     min_p: float = 0.05
+    typical_p: float = 1.0
+    top_n_sigma: float = -1.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    dynatemp_range: float = 0.0
+    dynatemp_exponent: float = 1.0
+    repeat_penalty: float = 1.0
+    repeat_last_n: int = 64
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: Sequence[str] = ("\n", ":", '"', "*")
+    mirostat: int = 0
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+    logit_bias: Mapping[int, float] = field(
+        default_factory=lambda: MappingProxyType({}), hash=False
+    )
+    samplers: Sequence[str] = SAMPLERS
+    min_keep: int = 0
     seed: int | None = None
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
 
     def __post_init__(self) -> None:
         error = InvalidRequestError
         if self.max_tokens is not None:
-            check_int("max_tokens", self.max_tokens, 1, 2**31 - 1, error)
-        check_float("temperature", self.temperature, 0.0, 100.0, error)
-        if 0.0 < self.temperature < 1e-3:
-            raise error("temperature", self.temperature, "0 or at least 0.001")
-        check_int("top_k", self.top_k, -1, 2**31 - 1, error)
-        check_float("top_p", self.top_p, 0.0, 1.0, error)
-        check_float("min_p", self.min_p, 0.0, 1.0, error)
+            check_int("max_tokens", self.max_tokens, 1, INT32_MAX, error)
         if self.seed is not None:
             check_int("seed", self.seed, 0, MAX_SEED, error)
-        object.__setattr__(self, "stop", _stop_strings(self.stop))
-        ids_given = self.stop_token_ids
-        if isinstance(ids_given, str | bytes) or not isinstance(ids_given, Iterable):
-            raise error("stop_token_ids", self.stop_token_ids, "a sequence of token ids")
-        ids = tuple(
-            check_int("stop_token_ids", t, 0, 2**31 - 1, error) for t in self.stop_token_ids
-        )
-        object.__setattr__(self, "stop_token_ids", ids)
+        for name, low, high in (
+            ("min_tokens", 0, INT32_MAX), ("top_k", -1, INT32_MAX), ("min_keep", 0, MAX_LAST_N),
+            ("repeat_last_n", -1, MAX_LAST_N), ("dry_penalty_last_n", -1, MAX_LAST_N),
+            ("dry_allowed_length", 0, MAX_LAST_N), ("mirostat", 0, 2),
+        ):  # fmt: skip
+            check_int(name, getattr(self, name), low, high, error)
+        for name, lowest, highest in (
+            ("temperature", 0.0, 100.0), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0),
+            ("typical_p", 0.0, 1.0), ("top_n_sigma", -1.0, 1e4), ("xtc_probability", 0.0, 1.0),
+            ("xtc_threshold", 0.0, 1.0), ("dynatemp_range", 0.0, 100.0),
+            ("dynatemp_exponent", 0.0, 100.0), ("repeat_penalty", 1e-3, 1e3),
+            ("presence_penalty", -100.0, 100.0), ("frequency_penalty", -100.0, 100.0),
+            ("dry_multiplier", 0.0, 100.0), ("dry_base", 0.0, 100.0),
+            ("mirostat_tau", 0.0, 1e4), ("mirostat_eta", 0.0, 1e4),
+        ):  # fmt: skip
+            check_float(name, getattr(self, name), lowest, highest, error)
+        if 0.0 < self.temperature < 1e-3:
+            raise error("temperature", self.temperature, "0 or at least 0.001")
+        check_bool("ignore_eos", self.ignore_eos, error)
+        for name, value in (
+            ("stop", _stop_strings(self.stop)),
+            ("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids)),
+            ("logit_bias", _biases(self.logit_bias)),
+            ("samplers", _samplers(self.samplers)),
+            ("dry_sequence_breakers", _breakers(self.dry_sequence_breakers)),
+        ):
+            object.__setattr__(self, name, value)
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """Whether the most likely token is always taken, after penalties and biases."""
         return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether tokens are penalized for having occurred."""
+        is_off = (self.repeat_penalty, self.presence_penalty, self.frequency_penalty) == (1, 0, 0)
+        return "penalties" in self.samplers and self.repeat_last_n != 0 and not is_off
+
+    @property
+    def has_dry(self) -> bool:
+        """Whether repetitions are penalized."""
+        return "dry" in self.samplers and self.dry_multiplier > 0 and self.dry_penalty_last_n != 0
+
+
+def _token_ids(name: str, given: object) -> tuple[int, ...]:
+    error = InvalidRequestError
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        raise error(name, given, "a sequence of token ids")
+    return tuple(check_int(name, token, 0, INT32_MAX, error) for token in given)
+
+
+def _biases(given: object) -> Mapping[int, float]:
+    error = InvalidRequestError
+    if not isinstance(given, Mapping):
+        raise error("logit_bias", given, "a mapping of token ids to numbers")
+    if len(given) > MAX_BIASES:
+        raise error("logit_bias", len(given), f"at most {MAX_BIASES} tokens")
+    biases = {}
+    for token, bias in given.items():
+        check_int("logit_bias", token, 0, INT32_MAX, error)
+        is_ban = bias == float("-inf")
+        biases[token] = bias if is_ban else check_float("logit_bias", bias, -1e4, 1e4, error)
+    return MappingProxyType(biases)
+
+
+def _samplers(given: object) -> tuple[str, ...]:
+    if isinstance(given, str | bytes) or not isinstance(given, Sequence):
+        raise InvalidRequestError("samplers", given, "a sequence of names")
+    for name in given:
+        if name not in SAMPLERS:
+            raise InvalidRequestError("samplers", name, f"one of {', '.join(SAMPLERS)}")
+    if len(set(given)) < len(given):
+        raise InvalidRequestError("samplers", given, "each at most once")
+    return tuple(given)
+
+
+def _breakers(given: object) -> tuple[str, ...]:
+    error, name = InvalidRequestError, "dry_sequence_breakers"
+    if isinstance(given, str | bytes) or not isinstance(given, Sequence):
+        raise error(name, given, "a sequence of strings")
+    if len(given) > MAX_BREAKERS:
+        raise error(name, len(given), f"at most {MAX_BREAKERS} strings")
+    for text in given:
+        if not isinstance(text, str) or not 0 < len(text) <= 40 or "\0" in text:
+            raise error(name, text, "1 to 40 characters without NUL")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise error(name, text, "text without lone surrogates") from None
+    return tuple(given)
 
 
 def _stop_strings(stop: object) -> tuple[str, ...]:

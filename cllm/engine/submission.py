@@ -77,6 +77,10 @@ def check_tokens(tokens: tuple[int, ...], params: SamplingParams, n_ctx: int, n_
         raise InvalidRequestError("prompt", "", "at least one token")
     if len(tokens) > n_ctx:
         raise PromptTooLongError(len(tokens), n_ctx)
-    for field, ids in (("prompt", tokens), ("stop_token_ids", params.stop_token_ids)):
+    for field, ids in (
+        ("prompt", tokens),
+        ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", tuple(params.logit_bias)),
+    ):
         if ids and max(ids) >= n_vocab:
             raise InvalidRequestError(field, max(ids), f"token ids 0 to {n_vocab - 1}")

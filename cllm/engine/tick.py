@@ -19,7 +19,7 @@ from cllm.engine.kv_cache import CacheReader, KVCache
 from cllm.engine.kv_cache_manager import KVCacheManager
 from cllm.engine.recovery import Recovery, Verdict
 from cllm.engine.request import FinishReason, GenerationRequest, TokenDelta
-from cllm.engine.run_queue import RunQueue, SamplerFactory
+from cllm.engine.run_queue import MakeSampler, RunQueue
 from cllm.engine.sampling import NotFiniteError
 from cllm.engine.scheduler import Chunk
 from cllm.engine.sequence import Sequence, Vocabulary
@@ -63,7 +63,7 @@ class EngineCore:
         decoder: Decoder,
         vocabulary: Vocabulary,
         kv_cache: KVCache,
-        make_sampler: SamplerFactory,
+        make_sampler: MakeSampler,
         config: EngineConfig,
         *,
         reader: CacheReader | None = None,

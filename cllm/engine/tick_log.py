@@ -17,7 +17,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +28,7 @@ from cllm.engine.config import EngineConfig
 from cllm.engine.decoder import Decoder
 from cllm.engine.handoff import Cancel, Event, Finished, Progressed, Read, ResetPrefixCache, Submit
 from cllm.engine.kv_cache import KVCache
-from cllm.engine.run_queue import SamplerFactory
+from cllm.engine.run_queue import MakeSampler
 from cllm.engine.sequence import Vocabulary
 from cllm.errors import InvalidArgumentError, LlamaCallError
 
@@ -86,7 +86,9 @@ class TickLog:
         match command:
             case Submit(request):
                 values = {f.name: getattr(request, f.name) for f in fields(request)}
-                self._write(submit={**values, "params": asdict(request.params)})
+                params = {f.name: getattr(request.params, f.name) for f in fields(request.params)}
+                params["logit_bias"] = dict(request.params.logit_bias)
+                self._write(submit={**values, "params": params})
             case Cancel(request_id):
                 self._write(cancel=request_id)
             case Read(request_id, n_deltas):
@@ -274,7 +276,7 @@ class LoggedVocabulary:
         return is_eog
 
 
-def logged_samplers(make_sampler: SamplerFactory, log: TickLog) -> SamplerFactory:
+def logged_samplers(make_sampler: MakeSampler, log: TickLog) -> MakeSampler:
     """A sampler factory whose failures are noted."""
     call = _Calls(log).call
     return lambda request: call("make_sampler", make_sampler, request)

@@ -124,7 +124,9 @@ class _Script:
         match line:
             case {"submit": dict() as values}:
                 self._choices = self._tokens[values["request_id"]].popleft()
-                params = SamplingParams(**values["params"])
+                biases = values["params"]["logit_bias"]
+                biases = {int(token): bias for token, bias in biases.items()}
+                params = SamplingParams(**{**values["params"], "logit_bias": biases})
                 values = {**values, "prompt_token_ids": tuple(values["prompt_token_ids"])}
                 core.submit(GenerationRequest(**{**values, "params": params}))
             case {"cancel": str() as request_id}:
@@ -198,7 +200,7 @@ class _ScriptedSampler:
     def __init__(self, choices: deque[int | Exception]) -> None:
         self._choices = choices
 
-    def sample(self, logits: NDArray[np.float32]) -> int:
+    def sample(self, logits: NDArray[np.float32], largest: float) -> int:
         choice = self._choices.popleft()
         if isinstance(choice, Exception):
             raise choice

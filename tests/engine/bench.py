@@ -52,7 +52,7 @@ class CountingSampler:
         self.n_chosen = 0
         self.n_closed = 0
 
-    def sample(self, logits: NDArray[np.float32]) -> int:
+    def sample(self, logits: NDArray[np.float32], largest: float) -> int:
         token = shifted(int(logits.argmax()), self.n_chosen)
         self.n_chosen += 1
         return token

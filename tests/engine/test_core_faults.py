@@ -264,7 +264,7 @@ def test_a_sampler_that_fails_ends_only_its_request(monkeypatch: pytest.MonkeyPa
     bench = Bench(answer=endless)
     bad, good = bench.submit(params=SamplingParams()), bench.submit(params=SamplingParams())
 
-    def fail(logits: NDArray[np.float32]) -> int:
+    def fail(logits: NDArray[np.float32], largest: float) -> int:
         raise RuntimeError("no choice")
 
     monkeypatch.setattr(bench.samplers[0], "sample", fail)

@@ -385,3 +385,24 @@ def test_every_public_name_exists_and_is_documented() -> None:
     assert list(cllm.__all__) == sorted(cllm.__all__)
     for name in cllm.__all__:
         assert getattr(cllm, name).__doc__, name
+
+
+async def test_sampling_parameters_reach_the_model(engine: Engine) -> None:
+    """On questions that the embedded model is sure about."""
+    five = (await engine.tokenize("5", add_special=False))[0]
+    plain = await engine.generate("2+3=", **GREEDY)
+    assert plain.text == "5"
+    banned = await engine.generate("2+3=", logit_bias={five: float("-inf")}, temperature=0)
+    assert not banned.text.startswith("5")
+    longer = await engine.generate("2+3=", min_tokens=6, max_tokens=9, temperature=0)
+    assert longer.usage.n_output >= 6
+    endless = await engine.generate("2+3=", ignore_eos=True, max_tokens=20, temperature=0)
+    assert (endless.finish_reason, endless.usage.n_output) == (FinishReason.LENGTH, 20)
+    loop = await engine.generate("repeat:aaaaaaaa", repeat_penalty=5.0, max_tokens=8, temperature=0)
+    assert loop.text != "aaaaaaaa"
+    seeded: list[SamplingOptions] = [
+        {"mirostat": 2}, {"top_k": 0, "min_p": 0.2, "top_p": 1.0}, {"samplers": []},
+    ]  # fmt: skip
+    for options in seeded:
+        again = [await engine.generate("12+30=", SamplingParams(seed=3, **options)) for _ in "ab"]
+        assert again[0].token_ids == again[1].token_ids, "the seed decides"

@@ -40,6 +40,29 @@ NAN, INFINITE = float("nan"), float("inf")
         ("min_p", -0.01, "0 to 1"),
         ("min_p", 1.01, "0 to 1"),
         ("min_p", True, "a number"),
+        ("min_tokens", -1, "0 to 2147483647"),
+        ("typical_p", 1.5, "0 to 1"),
+        ("top_n_sigma", -2.0, "-1 to 10000"),
+        ("xtc_probability", NAN, "finite"),
+        ("xtc_threshold", -0.1, "0 to 1"),
+        ("dynatemp_range", 101.0, "0 to 100"),
+        ("dynatemp_exponent", -1.0, "0 to 100"),
+        ("repeat_penalty", 0.0, "0.001 to 1000"),
+        ("repeat_last_n", -2, "-1 to 1048576"),
+        ("presence_penalty", 101, "-100 to 100"),
+        ("frequency_penalty", INFINITE, "finite"),
+        ("dry_multiplier", -1.0, "0 to 100"),
+        ("dry_base", NAN, "finite"),
+        ("dry_allowed_length", -1, "0 to 1048576"),
+        ("dry_penalty_last_n", 2**31, "-1 to 1048576"),
+        ("dry_sequence_breakers", "abc", "a sequence of strings"),
+        ("mirostat", 3, "0 to 2"),
+        ("mirostat_tau", -1.0, "0 to 10000"),
+        ("mirostat_eta", NAN, "finite"),
+        ("logit_bias", [1], "a mapping of token ids to numbers"),
+        ("samplers", "top_k", "a sequence of names"),
+        ("min_keep", -1, "0 to 1048576"),
+        ("ignore_eos", 1, "True or False"),
         ("seed", -1, "0 to 4294967294"),
         ("seed", 2**32 - 1, "0 to 4294967294"),
         ("seed", "7", "an integer"),
@@ -287,6 +310,31 @@ def test_the_prefix_cache_may_fill_half_of_the_context_unless_told_otherwise() -
     assert EngineConfig(prefix_cache_tokens=70).n_prefix_cache_tokens(1000) == 70
     assert EngineConfig(prefix_cache_tokens=70).n_prefix_cache_tokens(50) == 50
     assert EngineConfig(prefix_cache=False).n_prefix_cache_tokens(1000) == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "given", "value"),
+    [
+        ("logit_bias", {-1: 0.0}, -1),
+        ("logit_bias", {1: 1e5}, 1e5),
+        ("logit_bias", dict.fromkeys(range(1025), 0.0), 1025),
+        ("samplers", ["top_k", "best"], "best"),
+        ("samplers", ["top_k", "top_k"], ["top_k", "top_k"]),
+        ("dry_sequence_breakers", [""], ""),
+        ("dry_sequence_breakers", ["a"] * 65, 65),
+        ("dry_sequence_breakers", ["\ud800"], "\ud800"),
+    ],
+)
+def test_the_bad_part_of_a_collection_is_named(field: str, given: Any, value: object) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(**cast(dict[str, Any], {field: given}))
+    assert (caught.value.field, caught.value.value) == (field, value)
+
+
+def test_a_bias_for_a_token_that_the_model_does_not_have_is_refused() -> None:
+    params = SamplingParams(logit_bias={50: 1.0})
+    with pytest.raises(InvalidRequestError, match="logit_bias"):
+        submission.check_tokens((1,), params, 8, 50)
 
 
 def test_a_bad_lora_scale_is_refused_by_its_path() -> None:
