@@ -401,8 +401,9 @@ async def test_sampling_parameters_reach_the_model(engine: Engine) -> None:
     loop = await engine.generate("repeat:aaaaaaaa", repeat_penalty=5.0, max_tokens=8, temperature=0)
     assert loop.text != "aaaaaaaa"
     seeded: list[SamplingOptions] = [
-        {"mirostat": 2}, {"top_k": 0, "min_p": 0.2, "top_p": 1.0}, {"samplers": []},
+        {"seed": 3, "mirostat": 2}, {"seed": 3, "samplers": []},
+        {"seed": 3, "top_k": 0, "min_p": 0.2, "top_p": 1.0},
     ]  # fmt: skip
     for options in seeded:
-        again = [await engine.generate("12+30=", SamplingParams(seed=3, **options)) for _ in "ab"]
+        again = [await engine.generate("12+30=", **options) for _ in range(2)]
         assert again[0].token_ids == again[1].token_ids, "the seed decides"
