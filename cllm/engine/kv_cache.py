@@ -283,7 +283,7 @@ class KVCache:
 
     def _miscounts(self) -> list[str]:
         """Where the sums of cells are not what the slots hold."""
-        extents = {e: slot for slot in self._slots.values() for e in slot.extents()}
+        extents = {e for slot in self._slots.values() for e in slot.extents()}
         sums = [
             ("held", self._n_held, sum(e.end - e.start for e in extents)),
             ("in use", self.n_used, sum(e.end - e.start for e in extents if e.n_live)),

@@ -79,10 +79,8 @@ class KVCacheManager:
         """Let a waiting sequence run, with what it can share; False if there is no room for it."""
         if len(running) >= self._n_seq_max:
             return False
-        match = Match() if sequence.swapped else self._match(sequence, running)
-        if self.books.kv_unified and not scheduler.has_room(
-            sequence, self._n_new_cells(sequence, match), self.books.n_available, running
-        ):
+        match = self._match(sequence, running)
+        if not self._has_room(sequence, match, running):
             return False
         if not self.books.kv_unified and match.entry and not match.leader:
             sequence.admit(self._take_over(match.entry), now)
@@ -98,15 +96,20 @@ class KVCacheManager:
         self, sequence: Sequence, active: list[Sequence], paused: list[Sequence]
     ) -> bool:
         """Whether there would be room for a sequence if the paused ones stepped aside."""
-        if not self.books.kv_unified:
-            return len(active) < self._n_seq_max
-        match = Match() if sequence.swapped else self._match(sequence, active)
+        if len(active) >= self._n_seq_max:
+            return False
         n_freed = self.books.n_freed_by([s.slot for s in paused if s.slot is not None])
-        return len(active) < self._n_seq_max and scheduler.has_room(
+        return self._has_room(sequence, self._match(sequence, active), active, n_freed)
+
+    def _has_room(
+        self, sequence: Sequence, match: Match, running: list[Sequence], n_freed: int = 0
+    ) -> bool:
+        """In the per-sequence layout a sequence has all the cells that it can need."""
+        return not self.books.kv_unified or scheduler.has_room(
             sequence,
             self._n_new_cells(sequence, match),
             self.books.n_available + n_freed,
-            active,
+            running,
         )
 
     def place_followers(self, running: list[Sequence], now: float) -> None:
@@ -118,7 +121,7 @@ class KVCacheManager:
                 self._place(sequence, self._match(sequence, running))
 
     def _match(self, sequence: Sequence, running: Iterable[Sequence]) -> Match:
-        if not self._n_tokens_max:
+        if not self._n_tokens_max or sequence.swapped:
             return Match()
         n_min = 1 if self.books.kv_unified else int(self.books.n_ctx_seq * MIN_STREAM_SHARE)
         return self.prefixes.match(

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from cllm.bindings import Candidates, Model, SamplerChain
 from cllm.checks import MAX_SEED
 from cllm.engine.request import GenerationRequest
-from cllm.engine.sampling import RowSampler, TokenSampler
-from cllm.engine.sampling_params import SamplingParams
+from cllm.engine.sampling import TOUCHING, RowSampler, TokenSampler
+from cllm.engine.sampling_params import SamplingParams, window
 
 
 class LlamaChain:
@@ -38,11 +38,9 @@ class LlamaChain:
         self.accept = chain.accept
         if params.logit_bias:
             chain.add_logit_bias(params.logit_bias)
-        names = params.samplers
-        if params.is_greedy or params.mirostat:
-            names = [name for name in names if name in ("penalties", "dry")]
-        for name in names:
-            self._add(name, params, seed, n_ctx)
+        for name in params.active_samplers:
+            if name in TOUCHING or not (params.is_greedy or params.mirostat):
+                self._add(name, params, seed, n_ctx)
         if params.is_greedy:
             chain.add_greedy()
         elif params.mirostat:
@@ -60,34 +58,32 @@ class LlamaChain:
     def _add(self, name: str, params: SamplingParams, seed: int, n_ctx: int) -> None:
         chain, min_keep = self._chain, params.min_keep
         match name:
-            case "penalties" if params.has_penalties:
-                last_n = n_ctx if params.repeat_last_n < 0 else params.repeat_last_n
+            case "penalties":
                 chain.add_penalties(
-                    last_n,
+                    window(params.repeat_last_n, n_ctx),
                     params.repeat_penalty,
                     params.frequency_penalty,
                     params.presence_penalty,
                 )
-            case "dry" if params.has_dry:
-                last_n = n_ctx if params.dry_penalty_last_n < 0 else params.dry_penalty_last_n
+            case "dry":
                 chain.add_dry(
                     params.dry_multiplier,
                     params.dry_base,
                     params.dry_allowed_length,
-                    last_n,
+                    window(params.dry_penalty_last_n, n_ctx),
                     params.dry_sequence_breakers,
                 )
-            case "top_n_sigma" if params.top_n_sigma > 0:
+            case "top_n_sigma":
                 chain.add_top_n_sigma(params.top_n_sigma)
-            case "top_k" if params.top_k > 0:
+            case "top_k":
                 chain.add_top_k(params.top_k)
-            case "typ_p" if params.typical_p < 1:
+            case "typ_p":
                 chain.add_typical(params.typical_p, min_keep)
-            case "top_p" if params.top_p < 1:
+            case "top_p":
                 chain.add_top_p(params.top_p, min_keep)
-            case "min_p" if params.min_p > 0:
+            case "min_p":
                 chain.add_min_p(params.min_p, min_keep)
-            case "xtc" if params.xtc_probability > 0:
+            case "xtc":
                 chain.add_xtc(params.xtc_probability, params.xtc_threshold, min_keep, seed)
             case "temperature" if params.dynatemp_range > 0:
                 chain.add_temp_ext(

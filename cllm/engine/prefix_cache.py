@@ -77,8 +77,10 @@ class PrefixCache:
         """The longest prefix that a sequence shares with others, to the token.
 
         At least `n_min` tokens of it.  With `whole_only`, all that the other has computed or
-        nothing.  At least its last token is left to be computed: its logits are needed.  It waits for a leader when that gives more than a lone first token (most prompts
-        begin with the same one), or all there is to share.
+        nothing.  At least its last token is left to be computed: its logits are needed.
+
+        It waits for a leader when that gives more than a lone first token (most prompts begin with
+        the same one), or all there is to share.
         """
         wanted = sequence.token_array()[:-1]
         n_wanted = len(wanted)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from cllm.engine import scheduler
 from cllm.engine.handoff import Event, Finished
@@ -68,14 +69,14 @@ class RunQueue:
         try:
             sequence.sampler = self._make_sampler(request)
         except Exception as error:
-            self.finish(sequence, FinishReason.ERROR, None, cause=error)
+            self.finish(sequence, last_delta(FinishReason.ERROR), cause=error)
             return
         logger.debug("request %s: new, %d prompt tokens", request.request_id, sequence.n_prompt)
 
     def cancel(self, request_id: str) -> None:
         """End a request on its caller's wish."""
         if sequence := self._by_id.get(request_id):
-            self.finish(sequence, FinishReason.CANCELLED, None)
+            self.finish(sequence, last_delta(FinishReason.CANCELLED))
 
     def cancel_all(self) -> None:
         """End every request."""
@@ -110,7 +111,7 @@ class RunQueue:
         deadlines = ((s, s.request.deadline) for s in self._by_id.values())
         due = [s for s, deadline in deadlines if deadline is not None and deadline <= now]
         for sequence in due:
-            self.finish(sequence, FinishReason.DEADLINE, None)
+            self.finish(sequence, last_delta(FinishReason.DEADLINE))
 
     def admit(self, now: float) -> None:
         """Let the most urgent of those that wait run, as long as there is room."""
@@ -161,40 +162,37 @@ class RunQueue:
 
     # --- Endings -----------------------------------------------------------------------------
     def finish(
-        self,
-        sequence: Sequence,
-        reason: FinishReason,
-        stop_reason: str | int | None,
-        *,
-        text: str = "",
-        token_ids: tuple[int, ...] = (),
-        cause: Exception | None = None,
+        self, sequence: Sequence, delta: TokenDelta, *, cause: Exception | None = None
     ) -> None:
-        """The completion callback: clear the cache and the books, then tell the caller."""
+        """The completion callback: clear the cache and the books, then tell the caller.
+
+        Parameters
+        ----------
+        delta : TokenDelta
+            The last one, with its reason; text that was held back is added.
+        cause : Exception, optional
+            Why the request failed.
+        """
         # What a failed request computed is not to be trusted.
         self._manager.leave(sequence, keep=cause is None)
         error = None
         if cause is not None:
             error = GenerationError(f"request {sequence.request_id} failed: {cause}")
             error.__cause__ = cause
-        self._report(sequence, reason, stop_reason, text=text, token_ids=token_ids, error=error)
+        self._report(sequence, delta, error)
 
     def fail_all(self, cause: BaseException) -> None:
         """The engine has failed: end every request, leaving llama.cpp alone."""
         for sequence in list(self._by_id.values()):
             error = EngineFailedError(f"the engine has failed: {cause!r}")
             error.__cause__ = cause
-            self._report(sequence, FinishReason.ERROR, None, error=error)
+            self._report(sequence, last_delta(FinishReason.ERROR), error)
 
     def _report(
         self,
         sequence: Sequence,
-        reason: FinishReason,
-        stop_reason: str | int | None,
-        *,
-        text: str = "",
-        token_ids: tuple[int, ...] = (),
-        error: GenerationError | EngineFailedError | None = None,
+        delta: TokenDelta,
+        error: GenerationError | EngineFailedError | None,
     ) -> None:
         del self._by_id[sequence.request_id]
         (self.running if sequence in self.running else self.waiting).remove(sequence)
@@ -202,18 +200,25 @@ class RunQueue:
         self._recovery.forget(sequence)
         # What fails now comes too late to change anything but the text.
         try:
-            text += sequence.say(sequence.detokenizer.flush())
+            held_back = sequence.say(sequence.detokenizer.flush())
+            delta = replace(delta, text=delta.text + held_back)
             if sequence.sampler is not None:
                 sequence.sampler.close()
         except Exception:
             logger.exception("request %s: after its end", sequence.request_id)
+        reason, stop_reason = delta.finish_reason, delta.stop_reason
+        assert reason is not None
         completion = sequence.completion(reason, stop_reason, self._clock())
         if error is not None:
             error.completion = completion
-        delta = TokenDelta(text, token_ids, reason, stop_reason)
         self.events.append(Finished(sequence.request_id, delta, completion, error))
         self._recorder.n_finished[reason] += 1
         logger.debug(
             "request %s: finished, %s (%s), %d output tokens",
             sequence.request_id, reason, stop_reason, sequence.n_output,
         )  # fmt: skip
+
+
+def last_delta(reason: FinishReason, token_ids: tuple[int, ...] = ()) -> TokenDelta:
+    """An end without text, and without a `stop_reason`."""
+    return TokenDelta("", token_ids, reason)

@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.engine.sampling_params import SamplingParams
+from cllm.engine.sampling_params import SamplingParams, window
 
 # Samplers that change logits of touched tokens alone, and may come before the one that narrows.
 TOUCHING = ("penalties", "dry")
@@ -216,24 +216,15 @@ def _window(params: SamplingParams, n_ctx: int) -> int:
     """How many of the last tokens penalties and DRY look at."""
     lengths = [0]
     if params.has_penalties:
-        lengths.append(n_ctx if params.repeat_last_n < 0 else params.repeat_last_n)
+        lengths.append(window(params.repeat_last_n, n_ctx))
     if params.has_dry:
-        lengths.append(n_ctx if params.dry_penalty_last_n < 0 else params.dry_penalty_last_n)
+        lengths.append(window(params.dry_penalty_last_n, n_ctx))
     return max(lengths)
 
 
 def narrowing(params: SamplingParams) -> list[str]:
     """The samplers that are on, in order, without those that change touched tokens alone."""
-    is_on = {
-        "top_n_sigma": params.top_n_sigma > 0,
-        "top_k": params.top_k > 0,
-        "typ_p": params.typical_p < 1,
-        "top_p": params.top_p < 1,
-        "min_p": params.min_p > 0,
-        "xtc": params.xtc_probability > 0,
-        "temperature": True,
-    }
-    return [name for name in params.samplers if name not in TOUCHING and is_on[name]]
+    return [name for name in params.active_samplers if name not in TOUCHING]
 
 
 def n_largest(params: SamplingParams) -> int:

@@ -198,6 +198,27 @@ class SamplingParams:
         """Whether repetitions are penalized."""
         return "dry" in self.samplers and self.dry_multiplier > 0 and self.dry_penalty_last_n != 0
 
+    @property
+    def active_samplers(self) -> tuple[str, ...]:
+        """Those of `samplers` that change anything, in order."""
+        is_on = {
+            "penalties": self.has_penalties,
+            "dry": self.has_dry,
+            "top_n_sigma": self.top_n_sigma > 0,
+            "top_k": self.top_k > 0,
+            "typ_p": self.typical_p < 1,
+            "top_p": self.top_p < 1,
+            "min_p": self.min_p > 0,
+            "xtc": self.xtc_probability > 0,
+            "temperature": True,
+        }
+        return tuple(name for name in self.samplers if is_on[name])
+
+
+def window(last_n: int, n_ctx: int) -> int:
+    """How many tokens `repeat_last_n` or `dry_penalty_last_n` stand for: -1 is the context."""
+    return n_ctx if last_n < 0 else last_n
+
 
 def _token_ids(name: str, given: object) -> tuple[int, ...]:
     error = InvalidRequestError

@@ -39,13 +39,17 @@ def plan(
     """
     sequences = list(running)
     ready = [s for s in sequences if s.is_ready]
-    chunks = [Chunk(s, 1) for s in _by_urgency(ready, now) if s.n_pending == 1][: max(0, n_rows)]
+    n_rows = max(0, n_rows)
+    decoding = [s for s in ready if s.n_pending == 1]
+    if len(decoding) > n_rows:
+        decoding = sorted(decoding, key=lambda s: s.urgency(now))[:n_rows]
+    chunks = [Chunk(s, 1) for s in decoding]
     n_rows -= len(chunks)
     if n_prompt_rows is not None:
         n_rows = min(n_rows, n_prompt_rows)
-    if n_rows > 0:
+    prompts = [s for s in ready if s.n_pending > 1]
+    if prompts and n_rows > 0:
         urgencies = _with_followers(sequences, now)
-        prompts = [s for s in ready if s.n_pending > 1]
         for sequence in sorted(prompts, key=lambda s: urgencies[s.request_id]):
             n_tokens = min(sequence.n_pending, n_rows)
             if n_tokens <= 0:
@@ -54,10 +58,6 @@ def plan(
             n_rows -= n_tokens
     chunks.sort(key=lambda c: c.sequence.slot.seq_id if c.sequence.slot else -1)
     return chunks
-
-
-def _by_urgency(sequences: Iterable[Sequence], now: float) -> list[Sequence]:
-    return sorted(sequences, key=lambda s: s.urgency(now))
 
 
 def _with_followers(running: Iterable[Sequence], now: float) -> Mapping[str, tuple[object, ...]]:

@@ -19,7 +19,7 @@ from cllm.engine.kv_cache import CacheReader, KVCache
 from cllm.engine.kv_cache_manager import KVCacheManager
 from cllm.engine.recovery import Recovery, Verdict
 from cllm.engine.request import FinishReason, GenerationRequest, TokenDelta
-from cllm.engine.run_queue import MakeSampler, RunQueue
+from cllm.engine.run_queue import MakeSampler, RunQueue, last_delta
 from cllm.engine.sampling import NotFiniteError
 from cllm.engine.scheduler import Chunk
 from cllm.engine.sequence import Sequence, Vocabulary
@@ -228,36 +228,38 @@ class EngineCore:
     def _advance(self, sequence: Sequence, token: int | Exception, now: float) -> None:
         """Add one sampled token to a sequence; what goes wrong with it is its own affair."""
         if isinstance(token, Exception):
-            self.queue.finish(sequence, FinishReason.ERROR, None, cause=token)
+            self.queue.finish(sequence, last_delta(FinishReason.ERROR), cause=token)
             if isinstance(token, NotFiniteError) and self._config.flash_attn is not True:
                 # Without flash attention a stored NaN gets into the logits of other sequences,
                 # even after it was removed: only a cleared buffer is clean.
-                self.manager.fault = token
+                self.distrust(token)
             return
         sequence.append(token, now)
         self.recorder.n_output_tokens += 1
         try:
             self._say(sequence, token)
         except Exception as error:
-            self.queue.finish(sequence, FinishReason.ERROR, None, token_ids=(token,), cause=error)
+            end = last_delta(FinishReason.ERROR, (token,))
+            self.queue.finish(sequence, end, cause=error)
 
     def _say(self, sequence: Sequence, token: int) -> None:
         """Turn a new token into text and an event, the last one where the output ends."""
         finish, params, token_ids = self.queue.finish, sequence.request.params, (token,)
+        stop, length = FinishReason.STOP, FinishReason.LENGTH
         if self._vocabulary.is_eog(token) or token in params.stop_token_ids:
-            finish(sequence, FinishReason.STOP, token, token_ids=token_ids)
+            finish(sequence, TokenDelta("", token_ids, stop, token))
             return
         detokenizer = sequence.detokenizer
         text = sequence.say(detokenizer.push(self._vocabulary.piece(token)))
         if (match := detokenizer.stop_match) is not None:
-            finish(sequence, FinishReason.STOP, match, text=text, token_ids=token_ids)
+            finish(sequence, TokenDelta(text, token_ids, stop, match))
         elif sequence.n_output == params.max_tokens:
-            finish(sequence, FinishReason.LENGTH, "max_tokens", text=text, token_ids=token_ids)
+            finish(sequence, TokenDelta(text, token_ids, length, "max_tokens"))
         elif len(sequence.tokens) > self.kv_cache.n_ctx_seq:
-            finish(sequence, FinishReason.LENGTH, "context", text=text, token_ids=token_ids)
+            finish(sequence, TokenDelta(text, token_ids, length, "context"))
         else:
             sequence.n_unread += 1
-            self.queue.events.append(Progressed(sequence.request_id, TokenDelta(text, token_ids)))
+            self.post(Progressed(sequence.request_id, TokenDelta(text, token_ids)))
 
     # --- Failures ----------------------------------------------------------------------------
     def _after_failed_decode(self, chunks: list[Chunk], error: Exception) -> None:
@@ -274,9 +276,9 @@ class EngineCore:
         try:
             self.manager.read_back(chunks)
         except Exception as unreadable:
-            self.manager.fault = unreadable
+            self.distrust(unreadable)
         if verdict is Verdict.REBUILD:
-            self.manager.fault = error
+            self.distrust(error)
         elif verdict is Verdict.END:
             self._convict(chunks[0].sequence, error)
 
@@ -295,9 +297,10 @@ class EngineCore:
             # One row of the only sequence: if a new context has no room for it either, it ends.
             verdict = self.recovery.on_failure(chunks, is_fatal=True)
             if verdict is Verdict.REBUILD:
-                self.manager.fault = error
+                self.distrust(error)
             elif verdict is Verdict.END:
-                queue.finish(chunks[0].sequence, FinishReason.LENGTH, "context")
+                end = TokenDelta("", (), FinishReason.LENGTH, "context")
+                queue.finish(chunks[0].sequence, end)
 
     def _convict(self, sequence: Sequence, error: Exception) -> None:
         """A sequence failed alone; if a token of no request fails too, it is the engine."""
@@ -311,7 +314,7 @@ class EngineCore:
             except Exception as again:
                 raise EngineFailedError(f"every decode fails: {error}") from again
         self._n_rebuilds_in_vain = 0
-        self.queue.finish(sequence, FinishReason.ERROR, None, cause=error)
+        self.queue.finish(sequence, last_delta(FinishReason.ERROR), cause=error)
 
     def _probe(self) -> None:
         """Decode one token in a seq_id that nobody holds; an abort says nothing."""

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from cllm import errors
 from cllm.engine.config import EngineConfig
-from cllm.engine.handoff import Event
 from cllm.engine.kv_cache import KVCache
 from cllm.engine.request import GenerationRequest
 from cllm.engine.sampling import NotFiniteError
@@ -109,7 +108,6 @@ class _Script:
         self.core = EngineCore(
             self.decoder, self, books, self._make_sampler, EngineConfig(**header), clock=self._clock
         )
-        self._events: list[Event] = []
 
     def begin(self, line: dict[str, Any]) -> None:
         """Lay out what a line needs."""
