@@ -97,6 +97,8 @@ class Model(NativeHandle):
         self.has_decoder = bool(lib.llama_model_has_decoder(pointer))
         self.is_recurrent = bool(lib.llama_model_is_recurrent(pointer))
         self.is_hybrid = bool(lib.llama_model_is_hybrid(pointer))
+        # A state for each sequence instead of, or beside, a cell for each position.
+        self.has_state = self.is_recurrent or self.is_hybrid
         self.is_diffusion = bool(lib.llama_model_is_diffusion(pointer))
 
     @property

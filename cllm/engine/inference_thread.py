@@ -166,14 +166,13 @@ class InferenceThread:
         if self._stopping:
             decoder.stop()
         context = decoder.context
-        is_recurrent, is_windowed = model.is_recurrent or model.is_hybrid, model.n_swa > 0
         kv_cache = KVCache(
             n_cells=context.n_ctx,
             n_seq_ids=context.n_seq_max,
             n_ctx_seq=context.n_ctx_seq,
             kv_unified=config.kv_unified,
-            has_pos_min=not (is_recurrent or is_windowed),
-            is_windowed=is_windowed and not is_recurrent,
+            has_pos_min=not (model.has_state or model.n_swa),
+            is_windowed=bool(model.n_swa) and not model.has_state,
         )
         self.interrupter = Interrupter(decoder, can_truncate=kv_cache.has_pos_min)
         core = self._make_core(decoder, model, kv_cache, owned)

@@ -110,8 +110,7 @@ def make_context(
     n_threads, n_threads_batch = config.compute_threads
     # llama.cpp aborts unless a batch and the cache have room for a row of every seq_id.
     # Recurrent memory costs a state for each seq_id, and shares none.
-    is_recurrent = model.is_recurrent or model.is_hybrid
-    n_seq_ids = config.n_seq_max if is_recurrent else config.n_seq_ids
+    n_seq_ids = config.n_seq_max if model.has_state else config.n_seq_ids
     context = Context(
         model,
         n_ctx=max(config.n_ctx, n_seq_ids) if config.n_ctx else 0,
