@@ -24,6 +24,7 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
     ("cllm.engine.llama_decoder", ("cllm.bindings", *PURE)),
     ("cllm.engine.llama_sampler", ("cllm.bindings", *PURE)),
     ("cllm.engine.engine", ("cllm.bindings", *PURE)),
+    ("cllm.engine.intake", ("cllm.bindings", *PURE)),
     ("cllm.engine", PURE),
     ("cllm.testing", ("cllm", "cllm.testing", *PURE)),
     ("cllm.cli", ("cllm", "cllm.cli")),

@@ -21,7 +21,7 @@ from cllm.engine.handoff import (
 )
 from cllm.engine.request import GenerationRequest, ModelInfo
 from cllm.engine.stream import Channel
-from cllm.engine.tokenizer_thread import Reply
+from cllm.engine.worker_thread import Reply
 from cllm.errors import ClosedError, EngineFailedError
 
 

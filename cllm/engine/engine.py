@@ -7,7 +7,6 @@ through the inbox, and what it did arrives in `_deliver`, once per tick.
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -23,31 +22,23 @@ from cllm.engine.fan_out import run_all
 from cllm.engine.handoff import Event, Inbox, Outbox, ResetPrefixCache
 from cllm.engine.health import EngineStatus, Health, health_of
 from cllm.engine.inference_thread import InferenceThread
-from cllm.engine.request import Completion, GenerationRequest, ModelInfo
+from cllm.engine.intake import Intake
+from cllm.engine.request import Completion, ModelInfo
 from cllm.engine.sampling_params import SamplingOptions, SamplingParams
 from cllm.engine.statistics import EngineStatistics
 from cllm.engine.stream import Channel, TokenStream
 from cllm.engine.submission import (
     Prompt,
     RequestCall,
-    check_length,
     check_prompt,
-    check_tokens,
     params_from,
 )
-from cllm.engine.tokenizer_thread import TokenizerThread
 from cllm.errors import (
     ClosedError,
     EngineFailedError,
-    InvalidRequestError,
     QueueFullError,
     WrongProcessError,
 )
-
-# Texts up to this many characters are tokenized on the event loop, in microseconds; longer ones can
-# recurse deeply or take long and go to the tokenizer's thread.
-SHORT_TEXT = 64
-SHORT_TOKENS = 1024
 
 
 class Engine:
@@ -86,7 +77,6 @@ class Engine:
         self.config = config_from(model, options) if config is None else config
         self._status: EngineStatus | None = None
         self._generation = fork_generation()
-        self._n_serial = 0
         self._gate = QueueGate(n_seq_max=self.config.n_seq_max, max_queue=self.config.max_queue)
 
     # --- Lifecycle ---------------------------------------------------------------------------
@@ -98,7 +88,12 @@ class Engine:
         self._dispatcher = Dispatcher(self._inbox, self._gate)
         outbox: Outbox[list[Event]] = Outbox(self._dispatcher.deliver)
         self._thread = InferenceThread(self.config, self._inbox, outbox)
-        self._tokenizer = TokenizerThread()
+        self._intake = Intake(
+            self._check_serving,
+            self._gate,
+            self._dispatcher,
+            stream_buffer=self.config.stream_buffer,
+        )
         self._thread.start()
         try:
             await self._dispatcher.answered.wait()
@@ -127,7 +122,7 @@ class Engine:
         self._dispatcher.cancel_all()
         with anyio.CancelScope(shield=True):
             # The vocabulary must outlive the tokenizer's last call, so its thread ends first.
-            await self._tokenizer.aclose()
+            await self._intake.aclose()
             self._thread.request_stop()
             await self._dispatcher.stopped.wait()
             self._thread.join()
@@ -194,7 +189,7 @@ class Engine:
         self._check_serving()
 
         async def open_channel() -> Channel:
-            return await self._open(call)
+            return await self._intake.open(call)
 
         return TokenStream(call.request_id, open_channel, self._inbox)
 
@@ -264,36 +259,6 @@ class Engine:
             on_progress=on_progress,
         )
 
-    async def _open(self, call: RequestCall) -> Channel:
-        """Tokenize, check and submit."""
-        vocabulary = self._check_serving()
-        submitted_at = time.perf_counter()
-        self._gate.enter()
-        try:
-            tokens = call.prompt
-            if isinstance(tokens, str):
-                check_length(tokens, self.model.n_ctx)
-                tokens = tuple(await self.tokenize(tokens))
-            self._check_serving()
-            check_tokens(tokens, call.params, self.model.n_ctx, vocabulary.n_tokens)
-            if self._dispatcher.is_open(call.request_id):
-                raise InvalidRequestError("request_id", call.request_id, "not in use")
-        except BaseException:
-            self._gate.leave(is_served=False)
-            raise
-        # Nothing is awaited from here on: a submitted request always has its channel.
-        self._n_serial += 1
-        request = GenerationRequest(
-            request_id=call.request_id,
-            serial=self._n_serial,
-            prompt_token_ids=tokens,
-            params=call.params,
-            priority=call.priority,
-            submitted_at=submitted_at,
-            deadline=None if call.timeout is None else submitted_at + call.timeout,
-        )
-        return self._dispatcher.submit(request, self.config.stream_buffer)
-
     # --- Tokens ------------------------------------------------------------------------------
     async def tokenize(
         self, text: str, *, add_special: bool = True, parse_special: bool = False
@@ -312,23 +277,15 @@ class Engine:
         InvalidArgumentError
             Not a text, longer than 1 MiB, or with a lone surrogate.
         """
-        vocabulary = self._check_serving()
-
-        def call() -> list[int]:
-            return vocabulary.tokenize(text, add_special=add_special, parse_special=parse_special)
-
-        if not isinstance(text, str) or len(text) <= SHORT_TEXT:
-            return call()
-        return await self._tokenizer.run(call)
+        self._check_serving()
+        return await self._intake.tokenize(
+            text, add_special=add_special, parse_special=parse_special
+        )
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`; control tokens have none."""
-        vocabulary = self._check_serving()
-
-        def call() -> str:
-            return vocabulary.join(token_ids).decode("utf-8", "replace")
-
-        return call() if len(token_ids) <= SHORT_TOKENS else await self._tokenizer.run(call)
+        self._check_serving()
+        return await self._intake.detokenize(token_ids)
 
     # --- Inspection --------------------------------------------------------------------------
     @property

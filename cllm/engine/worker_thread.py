@@ -1,4 +1,4 @@
-"""TokenizerThread: calls that may need a large stack or a long time, off the event loop.
+"""WorkerThread: calls that may need a large stack or a long time, off the event loop.
 
 Some vocabularies recurse once per character of a run, which overflows a usual stack after a few
 hundred characters, and some take seconds for a long text.
@@ -41,15 +41,15 @@ class Reply(Generic[T]):
         return self._result  # type: ignore[return-value]  # set to a T together with the event
 
 
-class TokenizerThread:
+class WorkerThread:
     """Runs calls one after another and answers on the event loop it was made in."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         self._outbox: Outbox[tuple[Reply[Any], Any, Exception | None]] = Outbox(_deliver)
         self._queue: queue.SimpleQueue[tuple[Callable[[], Any], Reply[Any]] | None] = (
             queue.SimpleQueue()
         )
-        self._thread = threading.Thread(target=self._run, name="cllm-tokenizer", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         # The size is a setting of the process: put it back for everyone else's threads.
         previous = threading.stack_size(STACK_BYTES)
         try:
