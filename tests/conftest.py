@@ -29,6 +29,15 @@ def tiny_model_path() -> Path:
     return make_model.ensure("tiny-llama", "F16")
 
 
+@pytest.fixture(scope="session")
+def llama_cpp_source() -> Path:
+    """The source of llama.cpp, with its vocabularies and templates."""
+    try:
+        return make_model.llama_cpp_source()
+    except make_model.MakeModelError as error:
+        pytest.skip(str(error))
+
+
 @pytest.fixture(params=["asyncio", "trio"])
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     """Both event loops."""

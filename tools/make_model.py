@@ -33,7 +33,15 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ("MODELS", "FileType", "MakeModelError", "Model", "ensure", "models_directory")
+__all__ = (
+    "MODELS",
+    "FileType",
+    "MakeModelError",
+    "Model",
+    "ensure",
+    "llama_cpp_source",
+    "models_directory",
+)
 
 GENERATOR = 1
 SEED = 20261120
@@ -274,12 +282,13 @@ def _add_qwen2_vocabulary(writer: gguf.GGUFWriter, n_vocab: int, path: Path) -> 
         writer.add_key_value(key, value, fields[key].types[0])
 
 
-def _find_vocabulary() -> Path:
+def llama_cpp_source() -> Path:
+    """The source that ./build_llama.sh keeps, with its vocabularies and templates."""
     src = models_directory().parent / "src"
     found = sorted(src.glob(f"**/models/{VOCABULARY_NAME}"))
     if not found:
         raise MakeModelError(f"no {VOCABULARY_NAME} in {src}: run ./build_llama.sh or use --vocab")
-    return found[-1]
+    return found[-1].parent.parent
 
 
 def models_directory() -> Path:
@@ -315,7 +324,11 @@ def _write(path: Path, name: str, file_type: FileType, vocab: Path | None) -> No
         if name.startswith("tiny-"):
             _add_tiny_vocabulary(writer)
         else:
-            _add_qwen2_vocabulary(writer, model.shape.n_vocab, vocab or _find_vocabulary())
+            _add_qwen2_vocabulary(
+                writer,
+                model.shape.n_vocab,
+                vocab or llama_cpp_source() / "models" / VOCABULARY_NAME,
+            )
         for tensor in model.tensors():
             writer.add_tensor_info(tensor.name, tensor.shape, np.dtype("f4"), *noise.place(tensor))
         writer.write_header_to_file()
