@@ -1,14 +1,14 @@
 """Sampling 16 rows of 151,936 logits: the cut rows against llama.cpp's sampling of whole rows.
 
 The same logits, of one decode of the random-weight qwen3-0.6b, by turns (A B A B …): each row
-through `llama_sampler_sample`, then all rows through `cllm.engine.sampling.sample`.
+through `llama_sampler_sample`, then all rows through `cllm.engine.sampling.BatchSampler`.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import numpy as np
@@ -17,7 +17,7 @@ from benchmarks.measure import machine
 from cllm.bindings import Batch, Context, Model, SamplerChain
 from cllm.engine.llama_sampler import SamplerFactory
 from cllm.engine.request import GenerationRequest
-from cllm.engine.sampling import sample
+from cllm.engine.sampling import BatchSampler, TokenSampler
 from cllm.engine.sampling_params import SamplingParams
 from tools import make_model
 
@@ -62,7 +62,7 @@ def measure(options: argparse.Namespace) -> None:
         for seq_id in range(N_ROWS):
             batch.add(seq_id, [1000 + seq_id], 0, n_outputs=1)
         logits = context.decode(batch).rows
-        factory = SamplerFactory(model, 512)
+        factory, batch_sampler = SamplerFactory(model, 512), BatchSampler(context.n_vocab)
         prompt = tuple(range(2000, 2064))
         for name, params in CASES.items():
             request = GenerationRequest("r", 0, prompt, params, 0, 0.0, None)
@@ -73,10 +73,13 @@ def measure(options: argparse.Namespace) -> None:
                 for row, chain in enumerate(chains):
                     chain.sample(context, row)
 
+            def cut(samplers: Sequence[TokenSampler | None] = samplers) -> None:
+                batch_sampler.sample(logits, range(N_ROWS), samplers)
+
             ratios = []
             for _ in range(options.turns):
                 whole_s = timed(whole, options.calls)
-                cut_s = timed(lambda s=samplers: sample(logits, s), options.calls)  # type: ignore[misc]
+                cut_s = timed(cut, options.calls)
                 ratios.append(whole_s / cut_s)
             print(
                 f"{name:26} whole {whole_s * 1e3:6.2f} ms  cut {cut_s * 1e3:6.2f} ms  "

@@ -9,7 +9,16 @@
 from cllm.engine.config import EngineConfig, EngineOptions
 from cllm.engine.engine import Engine
 from cllm.engine.health import EngineStatus, Health
-from cllm.engine.request import Completion, FinishReason, ModelInfo, Timings, TokenDelta, Usage
+from cllm.engine.request import (
+    Completion,
+    FinishReason,
+    ModelInfo,
+    Score,
+    Timings,
+    TokenDelta,
+    TokenLogprob,
+    Usage,
+)
 from cllm.engine.sampling_params import SamplingOptions, SamplingParams
 from cllm.engine.statistics import EngineStatistics, TickTimes
 from cllm.engine.stream import TokenStream
@@ -50,9 +59,11 @@ __all__ = (
     "RequestError",
     "SamplingOptions",
     "SamplingParams",
+    "Score",
     "TickTimes",
     "Timings",
     "TokenDelta",
+    "TokenLogprob",
     "TokenStream",
     "Usage",
 )

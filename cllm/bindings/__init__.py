@@ -9,10 +9,11 @@ from cllm.bindings._library import library
 from cllm.bindings.batch import Batch, Run
 from cllm.bindings.context import Context, Logits, PerfCounters, system_info
 from cllm.bindings.model import LoraAdapter, Model
-from cllm.bindings.sampler import Candidates, Grammar, SamplerChain
+from cllm.bindings.sampler import CANDIDATE, Candidates, Grammar, SamplerChain
 from cllm.bindings.vocabulary import Vocabulary
 
 __all__ = (
+    "CANDIDATE",
     "Batch",
     "Candidates",
     "Context",

@@ -34,19 +34,33 @@ CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)
 class Candidates:
     """A `llama_token_data_array` over numpy memory.
 
+    Parameters
+    ----------
+    ids, logits : ndarray
+        Alike in length, at least one.
+    memory : ndarray, optional
+        To be used in place of new memory: of `CANDIDATE`, at least as long.
+
     Attributes
     ----------
     data : ndarray
         Structured, fields `id`, `logit`, `p`; samplers sort and shorten it in place.
     """
 
-    def __init__(self, ids: NDArray[np.int32], logits: NDArray[np.float32]) -> None:
-        if len(ids) != len(logits) or len(ids) == 0:
-            raise InvalidArgumentError("candidates", len(ids), "at least one, ids and logits alike")
-        self.data = np.zeros(len(ids), CANDIDATE)
-        self.data["id"] = ids
-        self.data["logit"] = logits
-        self.struct = _ARRAY(ctypes.cast(self.data.ctypes.data, _DATA_POINTER), len(ids), -1, False)
+    def __init__(
+        self,
+        ids: NDArray[np.integer],
+        logits: NDArray[np.float32],
+        memory: NDArray[np.void] | None = None,
+    ) -> None:
+        n = len(ids)
+        if n != len(logits) or n == 0:
+            raise InvalidArgumentError("candidates", n, "at least one, ids and logits alike")
+        self.data = data = np.empty(n, CANDIDATE) if memory is None else memory[:n]
+        data["id"] = ids
+        data["logit"] = logits
+        data["p"] = 0.0
+        self.struct = _ARRAY(ctypes.cast(data.ctypes.data, _DATA_POINTER), n, -1, False)
 
     def __len__(self) -> int:
         return int(self.struct.size)

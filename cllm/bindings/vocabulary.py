@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from cllm.bindings import _llama_h as h
@@ -50,9 +51,16 @@ class Vocabulary:
         self.suppressed = tuple(suppressed[i] for i in range(n_suppressed.value))
 
     @property
+    def path(self) -> str:
+        """The file of the model."""
+        return self._model.path
+
+    @property
     def _pointer(self) -> Any:
         # The vocabulary handle of a freed model answers garbage instead of failing: ask the model.
         self._model._shared_pointer  # noqa: B018  # raises ClosedError, WrongProcessError
+        if self.kind is h.VocabType.NONE:  # any question about a token aborts
+            raise InvalidArgumentError("model", self.path, "one with a vocabulary")
         return self._vocab
 
     def check_token(self, token: int) -> int:
@@ -116,10 +124,15 @@ class Vocabulary:
 
     def join(self, tokens: Sequence[int]) -> bytes:
         """The text of `tokens` as it is streamed, byte for byte what was tokenized."""
-        if self.kind is h.VocabType.BPE:
-            return b"".join(map(self.piece, tokens))
-        # Other kinds put a space before the first token and take it away again.
-        return self.detokenize(tokens)
+        text = b"".join(map(self.piece, tokens))
+        return text.removeprefix(b" ") if self.prefixes_space else text
+
+    @cached_property
+    def prefixes_space(self) -> bool:
+        """Whether `tokenize` puts a space before a text, which is no part of it."""
+        # A vocabulary may have no "a"; one that puts a space there has that at least.
+        first = self.tokenize("a", add_special=False)[:1]
+        return b"".join(map(self.piece, first)).startswith(b" ")
 
     def piece(self, token: int) -> bytes:
         """The bytes that `token` adds to a text; none for a control token.  Remembered."""
@@ -127,6 +140,10 @@ class Vocabulary:
         if piece is None:
             piece = self._pieces[token] = self.token_to_piece(token)
         return piece
+
+    def spelling(self, token: int) -> bytes:
+        """The bytes of `token`, and of a control token its name."""
+        return self.piece(token) or self.token_to_piece(token, special=True)
 
     def token_to_piece(self, token: int, *, special: bool = False) -> bytes:
         """The bytes of one token; with `special`, control tokens are rendered too.
@@ -153,6 +170,12 @@ class Vocabulary:
         """Whether `token` is a control token, which has no text."""
         self.check_token(token)
         return bool(library().llama_vocab_is_control(self._pointer, token))
+
+    def control_names(self) -> list[str]:
+        """What `tokenize(parse_special=True)` reads as a control token, and as text otherwise."""
+        wanted = h.TokenAttr.CONTROL | h.TokenAttr.UNKNOWN
+        tokens = range(self.n_tokens)
+        return [self.text(token) for token in tokens if self.attributes(token) & wanted]
 
     def text(self, token: int) -> str:
         """The vocabulary's own spelling of `token`."""

@@ -25,9 +25,18 @@ class Decoder(CacheMemory, Protocol):
     """A context and its batch.  Raises the errors of `Context`.
 
     `testing.conformance.check_decoder` says how one behaves.
+
+    Attributes
+    ----------
+    n_batch, n_outputs_max : int
+        Rows, and output rows, that one decode takes.
+    n_vocab : int
+        Logits of a row.
     """
 
     n_batch: int
+    n_outputs_max: int
+    n_vocab: int
 
     def clear(self) -> None:
         """Forget the rows added so far."""

@@ -14,13 +14,21 @@ from collections.abc import Sequence
 class Detokenizer:
     """The text of one output.
 
+    Parameters
+    ----------
+    stop : sequence of str
+    strips_space : bool
+        Leave out a space at the very beginning: some vocabularies put one before every text, which
+        is not part of it.
+
     Attributes
     ----------
     stop_match : str or None
         The stop string that ended the text; the first to be complete wins.
     """
 
-    def __init__(self, stop: Sequence[str] = ()) -> None:
+    def __init__(self, stop: Sequence[str] = (), *, strips_space: bool = False) -> None:
+        self._strips_space = strips_space
         self._stop = tuple(stop)
         self._longest_stop = max(map(len, self._stop), default=0)
         # Invalid bytes become U+FFFD exactly as `bytes.decode(errors="replace")` makes them.
@@ -30,6 +38,8 @@ class Detokenizer:
 
     def push(self, piece: bytes) -> str:
         """Add one piece and return the text that can no longer change."""
+        if self._strips_space and piece:
+            piece, self._strips_space = piece.removeprefix(b" "), False
         return self._take(self._decoder.decode(piece), final=False)
 
     def flush(self) -> str:

@@ -1,47 +1,21 @@
-"""Engine: one model as a service of this event loop.
-
-Everything here runs on the event loop and never blocks it.  The inference thread is told what to do
-through the inbox, and what it did arrives in `_deliver`, once per tick.
-"""
+"""Engine: one model as a service of this event loop."""
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from types import TracebackType
-from typing import Self, Unpack
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Unpack
 
-import anyio
-
-from cllm.bindings import Vocabulary, fork_generation
-from cllm.engine.admission import QueueGate
-from cllm.engine.config import EngineConfig, EngineOptions, config_from
-from cllm.engine.dispatcher import Dispatcher
+from cllm.engine.chat import ChatPrompt
 from cllm.engine.fan_out import run_all
-from cllm.engine.handoff import Event, Inbox, Outbox, ResetPrefixCache
-from cllm.engine.health import EngineStatus, Health, health_of
-from cllm.engine.inference_thread import InferenceThread
-from cllm.engine.intake import Intake
-from cllm.engine.request import Completion, ModelInfo
+from cllm.engine.lifecycle import Lifecycle
+from cllm.engine.request import Completion, Score
 from cllm.engine.sampling_params import SamplingOptions, SamplingParams
-from cllm.engine.statistics import EngineStatistics
 from cllm.engine.stream import Channel, TokenStream
-from cllm.engine.submission import (
-    Prompt,
-    RequestCall,
-    check_prompt,
-    params_from,
-)
-from cllm.errors import (
-    ClosedError,
-    EngineFailedError,
-    QueueFullError,
-    WrongProcessError,
-)
+from cllm.engine.submission import Prompt, RequestCall, call_of, check_prompt
+from cllm.errors import QueueFullError
 
 
-class Engine:
+class Engine(Lifecycle):
     """One llama.cpp model, many requests at once.
 
     Use it with `async with`: that loads the model, off the event loop, and frees everything at the
@@ -64,87 +38,6 @@ class Engine:
     InvalidArgumentError
         An option with a value that cannot be used.
     """
-
-    def __init__(
-        self,
-        model: str | Path | None = None,
-        *,
-        config: EngineConfig | None = None,
-        **options: Unpack[EngineOptions],
-    ) -> None:
-        if config is not None and (model is not None or options):
-            raise TypeError("config cannot be combined with model or other options")
-        self.config = config_from(model, options) if config is None else config
-        self._status: EngineStatus | None = None
-        self._generation = fork_generation()
-        self._gate = QueueGate(n_seq_max=self.config.n_seq_max, max_queue=self.config.max_queue)
-
-    # --- Lifecycle ---------------------------------------------------------------------------
-    async def __aenter__(self) -> Self:
-        if self._status is not None:
-            raise ClosedError("an engine can be entered once")
-        self._status = EngineStatus.STARTING
-        self._inbox = Inbox()
-        self._dispatcher = Dispatcher(self._inbox, self._gate)
-        outbox: Outbox[list[Event]] = Outbox(self._dispatcher.deliver)
-        self._thread = InferenceThread(self.config, self._inbox, outbox)
-        self._intake = Intake(
-            self._check_serving,
-            self._gate,
-            self._dispatcher,
-            stream_buffer=self.config.stream_buffer,
-        )
-        self._thread.start()
-        try:
-            await self._dispatcher.answered.wait()
-        except BaseException:
-            await self.aclose()
-            raise
-        if (failure := self._thread.failure) is not None:
-            await self.aclose()
-            raise failure
-        self._status = EngineStatus.READY
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.aclose()
-
-    async def aclose(self) -> None:
-        """Cancel what runs, free everything, join the threads.  Closing twice is allowed."""
-        was, self._status = self._status, EngineStatus.CLOSED
-        if was in (None, EngineStatus.CLOSED):
-            return
-        self._dispatcher.cancel_all()
-        with anyio.CancelScope(shield=True):
-            # The vocabulary must outlive the tokenizer's last call, so its thread ends first.
-            await self._intake.aclose()
-            self._thread.request_stop()
-            await self._dispatcher.stopped.wait()
-            self._thread.join()
-
-    async def drain(self, timeout: float | None = None) -> None:
-        """Refuse new requests and wait until the present ones have ended.
-
-        Parameters
-        ----------
-        timeout : float, optional
-            Seconds; what has not ended by then is cancelled.
-        """
-        self._check_serving()
-        self._status = EngineStatus.DRAINING
-        with anyio.move_on_after(timeout):
-            await self._wait_idle()
-        self._dispatcher.cancel_all()
-        await self._wait_idle()
-
-    async def _wait_idle(self) -> None:
-        while self._dispatcher.n_channels:
-            await self._gate.wait_left()
 
     # --- Requests ----------------------------------------------------------------------------
     def stream(
@@ -177,21 +70,20 @@ class Engine:
             Names the field, the value and the limit.  What needs the model to be known is raised
             when the stream is entered.
         """
-        if params is not None and sampling:
-            raise TypeError("params cannot be combined with single sampling fields")
-        call = RequestCall(
-            prompt=check_prompt(prompt),
-            params=params_from(sampling) if params is None else params,
-            priority=priority,
-            timeout=timeout,
-            request_id=secrets.token_hex(8) if request_id is None else request_id,
-        )
+        prompt = check_prompt(prompt)
+        return self._stream(call_of(prompt, params, sampling, priority, timeout, request_id))
+
+    def _stream(self, call: RequestCall) -> TokenStream:
         self._check_serving()
 
         async def open_channel() -> Channel:
             return await self._intake.open(call)
 
         return TokenStream(call.request_id, open_channel, self._inbox)
+
+    async def _complete(self, call: RequestCall) -> Completion:
+        async with self._stream(call) as stream:
+            return await stream.completion()
 
     async def generate(
         self,
@@ -212,11 +104,10 @@ class Engine:
         ClosedError, EngineFailedError
             The engine does not serve requests.
         """
-        stream = self.stream(
-            prompt, params, priority=priority, timeout=timeout, request_id=request_id, **sampling
+        prompt = check_prompt(prompt)
+        return await self._complete(
+            call_of(prompt, params, sampling, priority, timeout, request_id)
         )
-        async with stream:
-            return await stream.completion()
 
     async def generate_all(
         self,
@@ -259,6 +150,81 @@ class Engine:
             on_progress=on_progress,
         )
 
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        request_id: str | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> TokenStream:
+        """The answer to a chat, token by token, by the model's own chat template.
+
+        Parameters
+        ----------
+        messages : sequence of mapping
+            As OpenAI has them: `{"role": "user", "content": "Hello"}`.  Control tokens that they
+            spell out stay text.
+        tools : sequence of mapping, optional
+            For the template; what the model makes of them is in the text of its answer.
+        add_generation_prompt : bool
+            End the prompt with the beginning of an answer.
+        chat_template_kwargs : mapping, optional
+            More variables for the template, such as `{"enable_thinking": False}`.
+
+        Raises
+        ------
+        InvalidRequestError
+            Names the message and the field.  Other arguments and errors as for `stream`; what the
+            template does not like is raised when the stream is entered.
+        """
+        prompt = ChatPrompt.of(messages, tools, add_generation_prompt, chat_template_kwargs)
+        return self._stream(call_of(prompt, params, sampling, priority, timeout, request_id))
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        request_id: str | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> Completion:
+        """The whole answer to a chat; arguments as for `stream_chat`, errors as for `generate`."""
+        prompt = ChatPrompt.of(messages, tools, add_generation_prompt, chat_template_kwargs)
+        return await self._complete(
+            call_of(prompt, params, sampling, priority, timeout, request_id)
+        )
+
+    async def score(self, prompt: Prompt, continuation: Prompt) -> Score:
+        """How likely the model holds a continuation to be, before any sampler.
+
+        The prompt is shared as that of any request; to compare continuations costs one prompt.
+
+        Parameters
+        ----------
+        prompt, continuation : str or sequence of int
+            Text, or token ids.  Where the texts run into one token, the continuation is tokenized
+            by itself.
+
+        Raises
+        ------
+        RequestError
+            Names what is wrong with the request.
+        """
+        self._check_serving()
+        call = await self._intake.score_call(prompt, continuation)
+        return Score.of(await self._complete(call))
+
     # --- Tokens ------------------------------------------------------------------------------
     async def tokenize(
         self, text: str, *, add_special: bool = True, parse_special: bool = False
@@ -286,66 +252,3 @@ class Engine:
         """The text of `token_ids`; control tokens have none."""
         self._check_serving()
         return await self._intake.detokenize(token_ids)
-
-    # --- Inspection --------------------------------------------------------------------------
-    @property
-    def model(self) -> ModelInfo:
-        """The loaded model."""
-        model = None if self._status is None else self._dispatcher.model
-        if model is None:
-            raise ClosedError("the engine has not been entered")
-        return model
-
-    def statistics(self) -> EngineStatistics:
-        """A snapshot of the last tick.  Any thread, at any time."""
-        return EngineStatistics() if self._status is None else self._thread.statistics
-
-    def health(self) -> Health:
-        """Whether requests are served.  Any thread, at any time."""
-        return health_of(
-            self._present_status,
-            0.0 if self._status is None else self._thread.heartbeat_age_s,
-            failure=None if self._status is None else self._thread.failure,
-            stall_timeout_s=self.config.stall_timeout_s,
-        )
-
-    async def reset_prefix_cache(self) -> None:
-        """Forget what finished requests have left in the KV cache."""
-        self._check_serving(draining=True)
-        self._inbox.put(ResetPrefixCache())
-        await self._dispatcher.audit()  # answered after it
-
-    async def audit(self) -> list[str]:
-        """Discrepancies between the books and llama.cpp's own; empty means they agree."""
-        self._check_serving(draining=True)
-        return await self._dispatcher.audit()
-
-    # --- Helpers -----------------------------------------------------------------------------
-    def _check_serving(self, *, draining: bool = False) -> Vocabulary:
-        """The vocabulary, if requests are served."""
-        if self._generation != fork_generation():
-            raise WrongProcessError(
-                "the engine was made before a fork; make one in this process instead"
-            )
-        status = self._present_status
-        if status is EngineStatus.FAILED:
-            raise EngineFailedError("the engine has failed") from self._thread.failure
-        if status is EngineStatus.DRAINING and not draining:
-            raise ClosedError("the engine is draining: it takes no new requests")
-        if status not in (EngineStatus.READY, EngineStatus.DRAINING):
-            raise ClosedError("the engine is closed, or was not entered with `async with`")
-        model = self._thread.model
-        if model is None:  # it has failed, and its last event is on its way
-            raise EngineFailedError("the engine has failed")
-        return model.vocab
-
-    @property
-    def _present_status(self) -> EngineStatus | None:
-        """The status, with what the thread did unasked."""
-        if self._status in (None, EngineStatus.CLOSED) or self._thread.failure is None:
-            return self._status
-        return EngineStatus.FAILED
-
-    def __repr__(self) -> str:
-        status = "new" if self._status is None else self._status.value
-        return f"<Engine {self.config.model_path.name} {status} open={self._gate.n_open}>"

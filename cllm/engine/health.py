@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from cllm.errors import ClosedError, EngineFailedError
+
 
 class EngineStatus(StrEnum):
     """The state of an engine, as `health()` tells it."""
@@ -50,3 +52,15 @@ def health_of(
         reason = f"in one tick for {heartbeat_age_s:.1f} s"
         return Health(EngineStatus.STALLED, heartbeat_age_s, reason)
     return Health(status, heartbeat_age_s, "" if status is EngineStatus.READY else status)
+
+
+def check_serving(
+    status: EngineStatus | None, failure: BaseException | None, *, draining: bool
+) -> None:
+    """Raise unless requests are served; with `draining`, the last ones are enough."""
+    if status is EngineStatus.FAILED:
+        raise EngineFailedError("the engine has failed") from failure
+    if status is EngineStatus.DRAINING and not draining:
+        raise ClosedError("the engine is draining: it takes no new requests")
+    if status not in (EngineStatus.READY, EngineStatus.DRAINING):
+        raise ClosedError("the engine is closed, or was not entered with `async with`")

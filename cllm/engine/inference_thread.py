@@ -38,13 +38,15 @@ from cllm.engine.interrupter import Interrupter
 from cllm.engine.kv_cache import KVCache
 from cllm.engine.llama_decoder import LlamaDecoder, make_context
 from cllm.engine.llama_sampler import SamplerFactory
+from cllm.engine.logprobs import LogprobReader
+from cllm.engine.output_processor import ReadLogprob
 from cllm.engine.request import ModelInfo
 from cllm.engine.run_queue import MakeSampler
 from cllm.engine.scheduler import Chunk
 from cllm.engine.sequence import Vocabulary
 from cllm.engine.statistics import EngineStatistics
 from cllm.engine.tick import EngineCore
-from cllm.engine.tick_log import LoggedDecoder, LoggedVocabulary, TickLog, logged_samplers
+from cllm.engine.tick_log import LoggedDecoder, LoggedVocabulary, TickLog
 from cllm.errors import CllmError, ModelLoadError
 
 logger = logging.getLogger("cllm.engine")
@@ -184,17 +186,20 @@ class InferenceThread:
         vocabulary: Vocabulary = model.vocab
         reader = decoder  # audits are no part of what a replay repeats
         make_sampler: MakeSampler = SamplerFactory(model, kv_cache.n_ctx_seq)
+        read_logprob: ReadLogprob = LogprobReader(model.vocab, decoder.n_vocab).read
         clock, config = time.perf_counter, self._config
         if config.tick_log is not None:
             self._log = log = owned.enter_context(closing(TickLog(config.tick_log)))
             log.header(config, kv_cache)
             decoder, vocabulary = LoggedDecoder(decoder, log), LoggedVocabulary(vocabulary, log)
-            make_sampler, clock = logged_samplers(make_sampler, log), log.clock
+            make_sampler, clock = log.calls("make_sampler", make_sampler), log.clock
+            read_logprob = log.calls("read_logprob", read_logprob)
         return EngineCore(
             decoder,
             vocabulary,
             kv_cache,
             make_sampler,
+            read_logprob,
             config,
             reader=reader,
             clock=clock,
@@ -285,6 +290,7 @@ def _model_info(model: Model, context: Context) -> ModelInfo:
         n_embd=model.n_embd,
         n_layer=model.n_layer,
         chat_template=model.chat_template(),
+        tool_chat_template=model.chat_template("tool_use"),
         n_ctx=context.n_ctx_seq,
     )
 

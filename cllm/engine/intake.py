@@ -11,10 +11,20 @@ from collections.abc import Callable, Sequence
 
 from cllm.bindings import Vocabulary
 from cllm.engine.admission import QueueGate
+from cllm.engine.chat import ChatPrompt, ChatTokenizer
+from cllm.engine.constraint_compiler import ConstraintCompiler
 from cllm.engine.dispatcher import Dispatcher
 from cllm.engine.request import GenerationRequest
+from cllm.engine.sampling_params import SamplingParams
 from cllm.engine.stream import Channel
-from cllm.engine.submission import RequestCall, check_length, check_tokens
+from cllm.engine.submission import (
+    Prompt,
+    RequestCall,
+    check_length,
+    check_prompt,
+    check_tokens,
+    new_request_id,
+)
 from cllm.engine.worker_thread import WorkerThread
 from cllm.errors import InvalidRequestError
 
@@ -31,6 +41,8 @@ class Intake:
     ----------
     check_serving : callable
         The vocabulary, or why requests are not served.
+    n_threads : int
+        That compute the masks of constraints.
     """
 
     def __init__(
@@ -40,16 +52,20 @@ class Intake:
         dispatcher: Dispatcher,
         *,
         stream_buffer: int,
+        n_threads: int,
     ) -> None:
         self._check_serving = check_serving
         self._gate = gate
         self._dispatcher = dispatcher
         self._stream_buffer = stream_buffer
         self._n_serial = 0
+        self._chat: ChatTokenizer | None = None
         self._tokenizer = WorkerThread("cllm-tokenizer")
+        self._constraints = ConstraintCompiler(check_serving, n_threads=n_threads)
 
     async def aclose(self) -> None:
         """Wait for the calls that were begun, and end the threads."""
+        await self._constraints.aclose()
         await self._tokenizer.aclose()
 
     @property
@@ -65,16 +81,21 @@ class Intake:
         submitted_at = time.perf_counter()
         self._gate.enter()
         try:
-            tokens = await self._tokens(call)
+            tokens = await self._tokens(call.prompt)
+            constraint = await self._constraints.compile(call.params)
             self._check_serving()
             check_tokens(tokens, call.params, self._n_ctx, vocabulary.n_tokens)
             if self._dispatcher.is_open(call.request_id):
                 raise InvalidRequestError("request_id", call.request_id, "not in use")
+            strips_space = vocabulary.prefixes_space and _begins_text(call.prompt, vocabulary)
         except BaseException:
             self._gate.leave(is_served=False)
             raise
         # Nothing is awaited from here on: a submitted request always has its channel.
         self._n_serial += 1
+        first_scored = call.first_scored
+        if first_scored is None and call.params.prompt_logprobs is not None:
+            first_scored = 1
         request = GenerationRequest(
             request_id=call.request_id,
             serial=self._n_serial,
@@ -83,15 +104,65 @@ class Intake:
             priority=call.priority,
             submitted_at=submitted_at,
             deadline=None if call.timeout is None else submitted_at + call.timeout,
+            first_scored=first_scored,
+            strips_space=strips_space,
+            constraint=constraint,
         )
         return self._dispatcher.submit(request, self._stream_buffer)
 
-    async def _tokens(self, call: RequestCall) -> tuple[int, ...]:
-        prompt = call.prompt
+    async def score_call(self, prompt: Prompt, continuation: Prompt) -> RequestCall:
+        """The request that gives the log probabilities of a continuation."""
+        prompt = check_prompt(prompt)
+        continuation = check_prompt(continuation, "continuation")
+        before = await self._tokens(prompt)
+        after = await self._continuation(prompt, before, continuation)
+        for field, tokens in (("prompt", before), ("continuation", after)):
+            if not tokens:
+                raise InvalidRequestError(field, "", "at least one token")
+        return RequestCall(
+            prompt=(*before, *after),
+            params=SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0),
+            priority=0,
+            timeout=None,
+            request_id=new_request_id(),
+            first_scored=len(before),
+        )
+
+    async def _continuation(
+        self,
+        prompt: str | tuple[int, ...],
+        before: tuple[int, ...],
+        continuation: str | tuple[int, ...],
+    ) -> tuple[int, ...]:
+        """The tokens of a continuation as it would be generated: after those of the prompt."""
+        if not isinstance(continuation, str):
+            return continuation
+        check_length(continuation, self._n_ctx, "continuation")
+        if isinstance(prompt, str):
+            both = await self._tokens(prompt + continuation)
+            if both[: len(before)] == before:
+                return both[len(before) :]
+        return tuple(await self.tokenize(continuation, add_special=False))
+
+    async def _tokens(self, prompt: str | tuple[int, ...] | ChatPrompt) -> tuple[int, ...]:
+        if isinstance(prompt, ChatPrompt):
+            return await self._chat_tokens(prompt)
         if not isinstance(prompt, str):
             return prompt
         check_length(prompt, self._n_ctx)
         return tuple(await self.tokenize(prompt))
+
+    async def _chat_tokens(self, prompt: ChatPrompt) -> tuple[int, ...]:
+        model = self._dispatcher.model
+        assert model is not None
+        if self._chat is None:
+            vocabulary = self._check_serving()
+            self._chat = ChatTokenizer(vocabulary, model.chat_template, model.tool_chat_template)
+        chat = self._chat
+        pieces = await self._tokenizer.run(lambda: chat.render(prompt))
+        check_length("".join(piece.text for piece in pieces), self._n_ctx, "messages")
+        self._check_serving()
+        return tuple(await self._tokenizer.run(lambda: chat.tokenize(pieces)))
 
     async def tokenize(
         self, text: str, *, add_special: bool = True, parse_special: bool = False
@@ -114,3 +185,10 @@ class Intake:
             return vocabulary.join(token_ids).decode("utf-8", "replace")
 
         return call() if len(token_ids) <= SHORT_TOKENS else await self._tokenizer.run(call)
+
+
+def _begins_text(prompt: str | tuple[int, ...] | ChatPrompt, vocabulary: Vocabulary) -> bool:
+    """Whether an output stands for itself: an answer in a chat, or what follows no text."""
+    if isinstance(prompt, tuple):
+        return not any(map(vocabulary.piece, prompt))
+    return isinstance(prompt, ChatPrompt) or not prompt

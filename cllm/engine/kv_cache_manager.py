@@ -330,9 +330,9 @@ class KVCacheManager:
                 # The failing part may be in there, and cannot be taken out.
                 self._remove(slot.seq_id, 0)
                 self.books.truncate(slot, 0)
-            elif sequence.n_pending == 0:
-                # All of it was stored, but the logits of its last row are lost: compute it again.
-                self._truncate(slot, slot.n_computed - 1)
+            else:
+                # Rows that were stored though their logits are lost: compute them again.
+                self._truncate(slot, sequence.n_settled)
 
     def reset(self) -> None:
         """The context is new and empty."""

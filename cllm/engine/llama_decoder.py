@@ -35,6 +35,7 @@ class LlamaDecoder:
 
     def _open(self) -> None:
         self.context = context = self._make_context()
+        self.n_outputs_max, self.n_vocab = context.n_outputs_max, context.n_vocab
         self.allow()
         self._batch = Batch(context.n_batch)
 

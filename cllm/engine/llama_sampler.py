@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.bindings import Candidates, Model, SamplerChain
+from cllm.bindings import CANDIDATE, Candidates, Grammar, Model, SamplerChain
 from cllm.checks import MAX_SEED
+from cllm.engine.constraint import TokenConstraint
 from cllm.engine.request import GenerationRequest
-from cllm.engine.sampling import TOUCHING, RowSampler, TokenSampler
+from cllm.engine.sampling import TOUCHING, Mask, RowSampler, TokenSampler
 from cllm.engine.sampling_params import SamplingParams, window
+from cllm.errors import CllmError
+
+A = TypeVar("A")
+R = TypeVar("R")
+
+MAX_GRAMMAR_STEP_S = 1.0
 
 
 class LlamaChain:
@@ -28,11 +37,21 @@ class LlamaChain:
         Penalties and DRY see it.
     n_ctx : int
         What -1 means for how far they look back.
+    memory : RowMemory, optional
+        For candidates of whole rows; shared by all chains of the thread.
     """
 
     def __init__(
-        self, model: Model, params: SamplingParams, *, seed: int, prompt: Sequence[int], n_ctx: int
+        self,
+        model: Model,
+        params: SamplingParams,
+        *,
+        seed: int,
+        prompt: Sequence[int],
+        n_ctx: int,
+        memory: RowMemory | None = None,
     ) -> None:
+        self._memory = RowMemory(model.vocab.n_tokens) if memory is None else memory
         self._chain = chain = SamplerChain(model.vocab)
         self.close = chain.close
         self.accept = chain.accept
@@ -92,14 +111,98 @@ class LlamaChain:
             case "temperature":
                 chain.add_temp(params.temperature)
 
-    def choose(self, ids: NDArray[np.int32], logits: NDArray[np.float32]) -> int:
+    def choose(self, ids: NDArray[np.integer], logits: NDArray[np.float32]) -> int:
         """One of the candidates; not accepted yet."""
-        candidates = Candidates(ids, logits)
+        return self._decide(Candidates(ids, logits), float(logits.max(initial=-math.inf)))
+
+    def choose_from_row(self, row: NDArray[np.float32], banned: NDArray[np.integer]) -> int:
+        """One of all tokens but the banned ones; not accepted yet."""
+        candidates = self._memory.candidates(row, banned)
+        return self._decide(candidates, float(candidates.logits.max()))
+
+    def _decide(self, candidates: Candidates, largest: float) -> int:
         # The largest of the row may be banned, and nothing finite left: `apply` says so.  The ids
         # are a row's own and need no look.
-        if math.isfinite(float(logits.max())):
+        if math.isfinite(largest):
             return self._chain.decide(candidates)
         return self._chain.apply(candidates)
+
+
+class RowMemory:
+    """Memory for the candidates of one whole row, allocated once it is wanted."""
+
+    def __init__(self, n_vocab: int) -> None:
+        self._n_vocab = n_vocab
+        self._ids: NDArray[np.int32] | None = None
+
+    def all_alike(self) -> Candidates:
+        """Every token, with the same logit; valid until the next call."""
+        row = np.zeros(self._n_vocab, np.float32)
+        return self.candidates(row, np.empty(0, np.int32))
+
+    def candidates(self, row: NDArray[np.float32], banned: NDArray[np.integer]) -> Candidates:
+        """Every token of a row but the banned ones, valid until the next call."""
+        if self._ids is None:
+            self._ids = np.arange(self._n_vocab, dtype=np.int32)
+            self._kept_ids, self._kept_row = np.empty_like(self._ids), np.empty_like(row)
+            self._candidates = np.empty(self._n_vocab, CANDIDATE)
+        ids, logits = self._ids, row
+        if len(banned):
+            n_kept, start = 0, 0
+            for end in [*banned.tolist(), self._n_vocab]:
+                n = end - start
+                self._kept_ids[n_kept : n_kept + n] = self._ids[start:end]
+                self._kept_row[n_kept : n_kept + n] = row[start:end]
+                n_kept, start = n_kept + n, end + 1
+            ids, logits = self._kept_ids[:n_kept], self._kept_row[:n_kept]
+        return Candidates(ids, logits, self._candidates)
+
+
+class LlamaGrammars:
+    """The constraint family of llama.cpp's own grammars."""
+
+    def __init__(self, memory: RowMemory) -> None:
+        self._memory = memory
+
+    def masks(self, constraints: Sequence[LlamaGrammar]) -> list[Mask]:
+        """See `ConstraintFamily`: one after another, llama.cpp has no other way."""
+        masks = []
+        for constraint in constraints:
+            candidates = self._memory.all_alike()
+            constraint.timed(constraint.grammar.apply, candidates)
+            masks.append(np.isfinite(candidates.logits))
+        return masks
+
+
+class LlamaGrammar:
+    """A GBNF grammar as a `TokenConstraint`.
+
+    Some become slower with every token, and nothing can interrupt llama.cpp: one that has become
+    too slow is given up before it takes the thread away from everybody else.
+    """
+
+    def __init__(self, family: LlamaGrammars, grammar: Grammar) -> None:
+        self.family = family
+        self.grammar = grammar
+        self.close = grammar.close
+        self._slowest_s = 0.0
+
+    def allows(self, token: int) -> bool:
+        """Whether the output may go on, or end, with this token."""
+        if self._slowest_s > MAX_GRAMMAR_STEP_S:
+            raise CllmError(f"a token took the grammar {self._slowest_s:.1f} s: it is given up")
+        return self.timed(self.grammar.allows, token)
+
+    def accept(self, token: int) -> None:
+        """The output goes on with this token, which it allows."""
+        self.timed(self.grammar.accept, token)
+
+    def timed(self, call: Callable[[A], R], argument: A) -> R:
+        """The result of a call, whose time is noted: that of this thread, not of its neighbours."""
+        started = time.thread_time()
+        result = call(argument)
+        self._slowest_s = max(self._slowest_s, time.thread_time() - started)
+        return result
 
 
 class SamplerFactory:
@@ -114,27 +217,36 @@ class SamplerFactory:
     def __init__(self, model: Model, n_ctx: int) -> None:
         self._model = model
         self._n_ctx = n_ctx
-        self._scratch: NDArray[np.bool_] = np.empty(model.vocab.n_tokens, np.bool_)
+        self._memory = RowMemory(model.vocab.n_tokens)
+        self._grammars = LlamaGrammars(self._memory)
 
     def __call__(self, request: GenerationRequest) -> TokenSampler | None:
         """None if the most likely token is always the choice."""
-        params, vocab = request.params, self._model.vocab
-        banned = [*vocab.suppressed, *(self._eog_tokens if params.ignore_eos else ())]
+        params, suppressed = request.params, self._model.vocab.suppressed
+        constraint = self._constraint(request)
         is_touched = params.logit_bias or params.has_penalties or params.has_dry
-        if params.is_greedy and not (is_touched or banned or params.min_tokens):
+        may_end = not (params.ignore_eos or params.min_tokens)
+        if params.is_greedy and may_end and not (is_touched or suppressed or constraint):
             return None
         prompt = request.prompt_token_ids
         seed = secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed
-        chain = LlamaChain(self._model, params, seed=seed, prompt=prompt, n_ctx=self._n_ctx)
+        chain = LlamaChain(
+            self._model, params, seed=seed, prompt=prompt, n_ctx=self._n_ctx, memory=self._memory
+        )
         return RowSampler(
             chain,
             params,
             prompt=prompt,
-            banned=banned,
-            ends=[*self._eog_tokens, *params.stop_token_ids] if params.min_tokens else (),
+            banned=suppressed,
+            ends=() if may_end else self._eog_tokens,
             n_ctx=self._n_ctx,
-            scratch=self._scratch,
+            constraint=constraint,
         )
+
+    def _constraint(self, request: GenerationRequest) -> TokenConstraint | None:
+        if request.params.grammar is not None:
+            return LlamaGrammar(self._grammars, Grammar(self._model.vocab, request.params.grammar))
+        return None if request.constraint is None else request.constraint.start()
 
     @cached_property
     def _eog_tokens(self) -> tuple[int, ...]:

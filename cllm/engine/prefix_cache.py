@@ -77,12 +77,12 @@ class PrefixCache:
         """The longest prefix that a sequence shares with others, to the token.
 
         At least `n_min` tokens of it.  With `whole_only`, all that the other has computed or
-        nothing.  At least its last token is left to be computed: its logits are needed.
+        nothing.  What logits are needed of is left to be computed: at least its last token.
 
         It waits for a leader when that gives more than a lone first token (most prompts begin with
         the same one), or all there is to share.
         """
-        wanted = sequence.token_array()[:-1]
+        wanted = sequence.token_array()[: sequence.n_settled]
         n_wanted = len(wanted)
         source, entry, n_tokens = None, None, 0
         # The most recent of equals, so that the others may grow old.  Who has another token where
@@ -109,9 +109,12 @@ class PrefixCache:
             n_now = min(n_common, other.n_computed)
             if n_now >= n_min and n_now > n_tokens:
                 source, entry, n_tokens = other.slot, None, n_now
-            is_useful = n_common > max(n_expected, other.n_computed) and not whole_only
+            n_coming = n_common
+            if not other.is_scored:  # such rows come few at a time: not worth waiting for
+                n_coming = min(n_common, max(other.n_settled, other.n_computed))
+            is_useful = n_coming > max(n_expected, other.n_computed) and not whole_only
             if is_useful and not other.is_paused:
-                leader, n_expected = other, n_common
+                leader, n_expected = other, n_coming
         n_gained = n_expected - n_tokens
         if n_gained < 1 or (n_gained == 1 and n_expected < n_wanted):
             leader, n_expected = None, 0

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from cllm.engine.constraint import CompiledConstraint
 from cllm.engine.sampling_params import SamplingParams
+from cllm.errors import ClosedError
 
 
 class FinishReason(StrEnum):
@@ -30,6 +32,12 @@ class GenerationRequest:
         Seconds of `time.perf_counter`; the deadline may be None.
     priority : int
         Lower is more urgent.
+    first_scored : int or None
+        The first prompt token whose log probability is wanted, counted from 1 on; None: of none.
+    strips_space : bool
+        Whether the output begins a text, in a vocabulary that puts a space before a text.
+    constraint : CompiledConstraint or None
+        What `params.json_schema` or `params.regex` was compiled to.
     """
 
     request_id: str
@@ -39,6 +47,32 @@ class GenerationRequest:
     priority: int
     submitted_at: float
     deadline: float | None
+    first_scored: int | None = None
+    strips_space: bool = False
+    constraint: CompiledConstraint | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How likely the model held a token to be, before any sampler.
+
+    Attributes
+    ----------
+    text : str
+        As the vocabulary spells it: a control token by its name, U+FFFD for a part of a character.
+    bytes : bytes
+        What it adds to a text that it stands in; nothing for a control token.
+    logprob : float
+        Natural logarithm of its probability; -inf if it had none.
+    top : tuple of TokenLogprob
+        The most likely tokens in its place, itself among them if it was one, most likely first.
+    """
+
+    token_id: int
+    text: str
+    bytes: bytes
+    logprob: float
+    top: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +89,15 @@ class TokenDelta:
         None until the last delta.
     stop_reason : str, int or None
         For `stop`: the stop string or the token id; for `length`: "max_tokens" or "context".
+    logprobs : tuple of TokenLogprob or None
+        One for each of `token_ids`; None unless asked for.
     """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +136,16 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """All of one output; for a request that ended early, what there was of it."""
+    """All of one output; for a request that ended early, what there was of it.
+
+    Attributes
+    ----------
+    logprobs : tuple of TokenLogprob or None
+        One for each of `token_ids`; None unless asked for.
+    prompt_logprobs : tuple or None
+        One for each of `prompt_token_ids`, None for the first, which follows nothing; None unless
+        asked for.  What there is of it, if the request ended before its prompt was computed.
+    """
 
     request_id: str
     text: str
@@ -109,6 +155,42 @@ class Completion:
     stop_reason: str | int | None
     usage: Usage
     timings: Timings
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How likely a continuation is, token by token.
+
+    Attributes
+    ----------
+    token_ids : tuple of int
+        Of the continuation.
+    logprobs : tuple of float
+        Of each, after the prompt and those before it.
+    total : float
+        Their sum.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    total: float
+
+    @classmethod
+    def of(cls, completion: Completion) -> Score:
+        """The score of a request that was made to be scored.
+
+        Raises
+        ------
+        ClosedError
+            It ended before it was.
+        """
+        scored = [score for score in completion.prompt_logprobs or () if score is not None]
+        if len(completion.prompt_logprobs or ()) < len(completion.prompt_token_ids):
+            raise ClosedError("the engine was closed")
+        logprobs = tuple(score.logprob for score in scored)
+        return cls(tuple(score.token_id for score in scored), logprobs, sum(logprobs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +201,8 @@ class ModelInfo:
     ----------
     size_bytes : int
         Of all tensors.
+    chat_template, tool_chat_template : str or None
+        Jinja; the second for chats with tools, if the model has another for them.
     n_ctx : int
         Positions that one sequence can have in this engine.
     """
@@ -134,4 +218,5 @@ class ModelInfo:
     n_embd: int
     n_layer: int
     chat_template: str | None
+    tool_chat_template: str | None
     n_ctx: int

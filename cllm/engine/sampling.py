@@ -7,44 +7,60 @@ over the whole row.  Greedy rows that nothing touches are decided together by on
 What can matter.  *Touched* are tokens whose logit a bias, a penalty or DRY changes: they are always
 candidates.  If the first sampler that narrows is top_k, then so are the k largest of the others; if
 only min_p narrows, those it could leave.  Anything else wants the whole row.
+
+A constrained output: sample first and ask for that one token; only where it is refused is the whole
+row masked, for all such rows of the tick together, and sampled again.  With p the probability that
+the first is allowed, each allowed token gets its share of p at first and of 1 - p then: the
+distribution is that of the masked row.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cllm.engine.constraint import ConstraintFamily, TokenConstraint
+from cllm.engine.row_scan import RowScan
 from cllm.engine.sampling_params import SamplingParams, window
 
 # Samplers that change logits of touched tokens alone, and may come before the one that narrows.
 TOUCHING = ("penalties", "dry")
-# A first guess at how far below the largest logit the k-th is; it follows the rows afterwards.
-FIRST_GAP = 8.0
-GROW, SHRINK, MAX_EXCESS = 1.2, 0.8, 4
-WHOLE_GAP = 1e4
 NOT_FINITE = "the model computed logits that are not finite"
+
+Mask = NDArray[np.bool_]
+Ids = TypeVar("Ids", bound="np.integer[Any]")
 
 
 class TokenSampler(Protocol):
     """The sampler of one sequence, with its random state.  Inference thread only."""
 
-    def sample(self, logits: NDArray[np.float32], largest: float) -> int:
-        """Choose from one row, float32 of shape `(n_vocab,)`, and remember the choice."""
+    @property
+    def constraint(self) -> TokenConstraint | None:
+        """What the output has to keep to, if anything."""
+
+    def choose(self, scan: RowScan, allowed: Mask | None = None) -> int:
+        """Choose from the row that was scanned; with `allowed`, from these tokens of it."""
+
+    def accept(self, token: int) -> None:
+        """Remember what was chosen in the end."""
 
     def close(self) -> None:
         """Free what it holds."""
 
 
 class Chain(Protocol):
-    """Samplers that decide over a handful of candidates, and remember what was chosen."""
+    """Samplers that decide over some candidates, and remember what was chosen."""
 
-    def choose(self, ids: NDArray[np.int32], logits: NDArray[np.float32]) -> int:
+    def choose(self, ids: NDArray[np.integer], logits: NDArray[np.float32]) -> int:
         """One of `ids`, which are in ascending order."""
+
+    def choose_from_row(self, row: NDArray[np.float32], banned: NDArray[np.integer]) -> int:
+        """One of a row's tokens, but none of `banned`, which are in ascending order."""
 
     def accept(self, token: int) -> None: ...
     def close(self) -> None: ...
@@ -54,41 +70,126 @@ class NotFiniteError(ArithmeticError):
     """A row of logits has no finite maximum: the model computed NaN or infinity."""
 
 
-def sample(
-    logits: NDArray[np.float32], samplers: Sequence[TokenSampler | None]
-) -> list[int | Exception]:
-    """One token, or the exception that its row met, for each row.
+class BatchSampler:
+    """One token for each output row of a tick, or the exception that its row met.
 
     Parameters
     ----------
-    logits : ndarray
-        float32, shape `(n_rows, n_vocab)`.
-    samplers : sequence
-        One for each row; None means greedy.
+    n_vocab : int
     """
-    # The largest value of a row is NaN if any is, and so tells about all of it.
-    if not any(samplers):
-        best = logits.argmax(axis=1)
-        largest = logits[np.arange(len(best)), best].tolist()
-        return [
-            token if math.isfinite(value) else NotFiniteError(NOT_FINITE)
-            for token, value in zip(best.tolist(), largest, strict=True)
+
+    def __init__(self, n_vocab: int) -> None:
+        self._scan = RowScan(n_vocab)
+        self._masked: NDArray[np.float32] | None = None
+
+    def sample(
+        self,
+        logits: NDArray[np.float32],
+        rows: Sequence[int],
+        samplers: Sequence[TokenSampler | None],
+    ) -> list[int | Exception]:
+        """Sample, and let the samplers remember it.
+
+        Parameters
+        ----------
+        logits : ndarray
+            float32, shape `(n_rows, n_vocab)`.
+        rows : sequence of int
+            Those to sample from, in ascending order.
+        samplers : sequence
+            One for each of `rows`; None means greedy.
+        """
+        if len(rows) == len(logits) and not any(samplers):
+            return _argmax(logits)
+        results = [
+            self._attempt(logits[row], sampler) for row, sampler in zip(rows, samplers, strict=True)
         ]
-    return [_sample_row(row, sampler) for row, sampler in zip(logits, samplers, strict=True)]
+        refused = []
+        for index, sampler in enumerate(samplers):
+            try:
+                if sampler is not None and _is_refused(results[index], sampler.constraint):
+                    refused.append(index)
+            except Exception as error:
+                results[index] = error
+        for index, mask in self._masks(refused, samplers):
+            sampler = samplers[index]
+            assert sampler is not None
+            results[index] = (
+                mask
+                if isinstance(mask, Exception)
+                else self._attempt(self._mask(logits[rows[index]], mask), sampler, mask)
+            )
+        return [_accept(token, sampler) for token, sampler in zip(results, samplers, strict=True)]
 
-
-def _sample_row(logits: NDArray[np.float32], sampler: TokenSampler | None) -> int | Exception:
-    try:
+    def _attempt(
+        self,
+        row: NDArray[np.float32],
+        sampler: TokenSampler | None,
+        allowed: Mask | None = None,
+    ) -> int | Exception:
         if sampler is None:
-            token = int(logits.argmax())
-            largest = float(logits[token])
-        else:
-            largest = float(logits.max())
-        if not math.isfinite(largest):
-            return NotFiniteError(NOT_FINITE)
-        return token if sampler is None else sampler.sample(logits, largest)
+            # The largest value of a row is NaN if any is, and so tells about all of it.
+            token = int(row.argmax())
+            return token if math.isfinite(row[token]) else NotFiniteError(NOT_FINITE)
+        try:
+            if not math.isfinite(self._scan.read(row)) and allowed is None:
+                return NotFiniteError(NOT_FINITE)
+            return sampler.choose(self._scan, allowed)
+        except Exception as error:
+            return error
+
+    def _masks(
+        self, refused: Sequence[int], samplers: Sequence[TokenSampler | None]
+    ) -> Iterable[tuple[int, Mask | Exception]]:
+        """The masks of these samplers' constraints, each family's computed together."""
+        families: dict[ConstraintFamily, list[tuple[int, TokenConstraint]]] = defaultdict(list)
+        for index in refused:
+            sampler = samplers[index]
+            assert sampler is not None
+            assert sampler.constraint is not None
+            families[sampler.constraint.family].append((index, sampler.constraint))
+        for family, members in families.items():
+            masks: Sequence[Mask | Exception]
+            try:
+                masks = family.masks([constraint for _, constraint in members])
+            except Exception as error:
+                masks = [error] * len(members)
+            yield from ((index, mask) for (index, _), mask in zip(members, masks, strict=True))
+
+    def _mask(self, row: NDArray[np.float32], mask: Mask) -> NDArray[np.float32]:
+        """A copy of a row, -inf where the mask has no token; valid until the next call."""
+        if self._masked is None:
+            self._masked = np.empty(self._scan.n_vocab, np.float32)
+        self._masked.fill(-np.inf)
+        np.copyto(self._masked, row, where=mask)
+        return self._masked
+
+
+def _argmax(logits: NDArray[np.float32]) -> list[int | Exception]:
+    best = logits.argmax(axis=1)
+    largest = logits[np.arange(len(best)), best].tolist()
+    return [
+        token if math.isfinite(value) else NotFiniteError(NOT_FINITE)
+        for token, value in zip(best.tolist(), largest, strict=True)
+    ]
+
+
+def _is_refused(token: int | Exception, constraint: TokenConstraint | None) -> bool:
+    """Whether a constraint has to say what else there is."""
+    if constraint is None or isinstance(token, NotFiniteError):
+        return False
+    # An exception: perhaps nothing was left, and the constraint brings back what was banned.
+    return isinstance(token, Exception) or not constraint.allows(token)
+
+
+def _accept(token: int | Exception, sampler: TokenSampler | None) -> int | Exception:
+    if sampler is None or isinstance(token, Exception):
+        return token
+    try:
+        sampler.accept(token)
     except Exception as error:
         return error
+    return token
 
 
 class RowSampler:
@@ -104,9 +205,9 @@ class RowSampler:
     banned : iterable of int
         Tokens that are never sampled.
     ends : iterable of int
-        Tokens that are not sampled before `min_tokens`.
-    scratch : ndarray
-        bool, shape `(n_vocab,)`, shared by all samplers of the thread.
+        Those that end the output: not sampled before `min_tokens`, nor ever with `ignore_eos`,
+        unless a constraint leaves nothing else.
+    constraint : TokenConstraint, optional
     """
 
     def __init__(
@@ -118,72 +219,86 @@ class RowSampler:
         banned: Iterable[int],
         ends: Iterable[int],
         n_ctx: int,
-        scratch: NDArray[np.bool_],
+        constraint: TokenConstraint | None = None,
     ) -> None:
         self._chain = chain
-        self.close = chain.close
-        self._scratch = scratch
+        self.constraint = constraint
+        self._banned = _ids(banned)
+        ends = tuple(ends)
+        self._ignored = _ids([*self._banned, *ends]) if params.ignore_eos else self._banned
+        self._early = _ids([*self._banned, *ends, *params.stop_token_ids])
         self._n_until_end = params.min_tokens
-        self._banned = np.unique(np.fromiter(banned, np.int32))
-        self._ends = np.union1d(self._banned, np.fromiter(ends, np.int32)).astype(np.int32)
-        self._biased = np.fromiter(sorted(params.logit_bias), np.int32)
+        self._biased = _ids(params.logit_bias)
         self._recent = _Recent(prompt, _window(params, n_ctx))
         self._k = n_largest(params)
         self._below = math.inf if self._k else n_below(params)
-        self._gap = FIRST_GAP
 
-    def sample(self, logits: NDArray[np.float32], largest: float) -> int:
-        """Choose from one row, float32 of shape `(n_vocab,)`, and remember the choice."""
-        banned = self._ends if self._n_until_end > 0 else self._banned
+    def choose(self, scan: RowScan, allowed: Mask | None = None) -> int:
+        """Choose from the row that was scanned; with `allowed`, from these tokens of it."""
+        banned = self._early if self._n_until_end > 0 else self._ignored
+        if allowed is not None and np.count_nonzero(allowed) == np.count_nonzero(allowed[banned]):
+            banned = self._banned
         touched = self._recent.tokens(self._biased)
-        ids = self._candidates(logits, largest, touched, banned)
-        if len(touched):
-            ids = np.union1d(ids, touched)
+        ids = self._candidates(scan, touched, banned)
+        if allowed is None:
+            if ids is None:
+                return self._chain.choose_from_row(scan.row, banned)
+            ids = _union(ids, touched)
+        elif ids is None:
+            (ids,) = allowed.nonzero()
+        else:
+            ids = _union(ids, touched)
+            ids = ids[allowed[ids]]
         if len(banned):
             ids = np.setdiff1d(ids, banned, assume_unique=True)
-        token = self._chain.choose(ids.astype(np.int32, copy=False), logits[ids])
+        return self._chain.choose(ids, scan.row[ids])
+
+    def accept(self, token: int) -> None:
+        """Remember what was chosen in the end."""
+        if self.constraint is not None:
+            self.constraint.accept(token)
         self._chain.accept(token)
         self._recent.append(token)
         self._n_until_end -= 1
-        return token
+
+    def close(self) -> None:
+        """Free what it holds."""
+        self._chain.close()
+        if self.constraint is not None:
+            self.constraint.close()
 
     def _candidates(
-        self,
-        logits: NDArray[np.float32],
-        largest: float,
-        touched: NDArray[np.int32],
-        banned: NDArray[np.int32],
-    ) -> NDArray[np.intp]:
-        """Ids in ascending order: all that can matter of the tokens that nothing touches."""
-        n_vocab = len(logits)
+        self, scan: RowScan, touched: NDArray[np.int32], banned: NDArray[np.int32]
+    ) -> NDArray[np.intp] | None:
+        """Ids, ascending: all that can matter of the tokens that nothing touches; None: the row."""
+        n_changed = len(touched) + len(banned)
         if self._k:
             # So many survivors that k are left, were all touched and banned ones among them.
-            n_wanted = self._k + len(touched) + len(banned)
-            if n_wanted >= n_vocab:
-                return np.arange(n_vocab)
-            gap = self._gap
-            while gap < WHOLE_GAP:
-                ids = self._above(logits, largest - gap)
-                if len(ids) >= n_wanted:
-                    # The next row is like this one: towards a cut that leaves a few times more.
-                    self._gap = gap * SHRINK if len(ids) > MAX_EXCESS * n_wanted else gap
-                    return ids
-                gap *= GROW
-            self._gap = FIRST_GAP
-            return np.arange(n_vocab)
-        if self._below < math.inf:
-            changed = np.concatenate([touched, banned])
-            # In place, and put back: a copy would be as large as the vocabulary.
-            kept = logits[changed]
-            logits[changed] = -np.inf
-            largest = float(logits.max())
-            logits[changed] = kept
-            return self._above(logits, largest - self._below)
-        return np.arange(n_vocab)
+            return scan.at_least(self._k + n_changed)
+        if self._below == math.inf:
+            return None
+        ids = scan.at_least(1 + n_changed)
+        if ids is None:
+            return None
+        unchanged = np.setdiff1d(ids, np.concatenate([touched, banned]), assume_unique=True)
+        return scan.above(float(scan.row[unchanged].max()) - self._below)
 
-    def _above(self, logits: NDArray[np.float32], cut: float) -> NDArray[np.intp]:
-        np.greater_equal(logits, np.float32(cut), out=self._scratch)
-        return np.flatnonzero(self._scratch)
+
+def _ids(tokens: Iterable[int]) -> NDArray[np.int32]:
+    """Distinct token ids, ascending."""
+    return np.unique(np.fromiter(tokens, np.int32))
+
+
+def _union(a: NDArray[Ids], b: NDArray[np.int32]) -> NDArray[Ids]:
+    """The distinct ids of both, which are ascending and distinct already."""
+    if not len(b):
+        return a
+    # numpy's own goes through a hash table, which costs more than the rest of a row.
+    both: NDArray[Ids] = np.concatenate([a, b], dtype=a.dtype)
+    both.sort(kind="stable")
+    is_first = np.ones(len(both), np.bool_)
+    np.not_equal(both[1:], both[:-1], out=is_first[1:])
+    return both[is_first]
 
 
 class _Recent:
@@ -209,7 +324,7 @@ class _Recent:
         """They and `others`, ascending."""
         if not self._counts:
             return others
-        return np.union1d(np.fromiter(self._counts, np.int32, len(self._counts)), others)
+        return _union(np.sort(np.fromiter(self._counts, np.int32, len(self._counts))), others)
 
 
 def _window(params: SamplingParams, n_ctx: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -21,6 +22,10 @@ SAMPLERS = (
 MAX_LAST_N = 1 << 20
 MAX_BIASES = 1024
 MAX_BREAKERS = 64
+MAX_LOGPROBS = 256
+CONSTRAINTS = ("grammar", "json_schema", "regex")
+MAX_GRAMMAR_BYTES, MAX_SCHEMA_BYTES, MAX_REGEX_BYTES = 64 << 10, 256 << 10, 16 << 10
+MAX_SCHEMA_DEPTH = 64
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -57,6 +62,11 @@ class SamplingOptions(TypedDict, total=False):
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool
+    logprobs: int | None
+    prompt_logprobs: int | None
+    grammar: str | None
+    json_schema: Mapping[str, object] | str | None
+    regex: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +78,8 @@ class SamplingParams:
     max_tokens : int, optional
         At most so many output tokens; None: until the model ends or the context is full.
     min_tokens : int
-        Before so many output tokens, none that would end the output is sampled.
+        Before so many output tokens, none that would end the output is sampled; stop strings end
+        it nevertheless.
     temperature : float
         0 is greedy; otherwise 0.001 to 100.
     top_k : int
@@ -106,7 +117,18 @@ class SamplingParams:
     stop_token_ids : sequence of int
         Tokens that end the output like an end-of-generation token.
     ignore_eos : bool
-        Never sample an end-of-generation token.
+        Never sample an end-of-generation token, unless a constraint leaves nothing else.
+    logprobs, prompt_logprobs : int, optional
+        For each output token, or prompt token, its log probability and those of so many most likely
+        ones, at most 256, before any sampler; None is off.  A prompt that is scored shares no
+        prefix.
+    grammar : str, optional
+        GBNF, at most 64 KiB: the output follows it.  At most one of these three.
+    json_schema : mapping or str, optional
+        The output is JSON of this schema, given as a value or as JSON text; `{"type": "object"}`
+        for any object.  At most 256 KiB, 64 levels deep.
+    regex : str, optional
+        The whole output matches it.  At most 16 KiB.
 
     Raises
     ------
@@ -147,6 +169,11 @@ class SamplingParams:
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    grammar: str | None = None
+    json_schema: Mapping[str, object] | str | None = None
+    regex: str | None = None
 
     def __post_init__(self) -> None:
         error = InvalidRequestError
@@ -154,6 +181,9 @@ class SamplingParams:
             check_int("max_tokens", self.max_tokens, 1, INT32_MAX, error)
         if self.seed is not None:
             check_int("seed", self.seed, 0, MAX_SEED, error)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (n_top := getattr(self, name)) is not None:
+                check_int(name, n_top, 0, MAX_LOGPROBS, error)
         for name, low, high in (
             ("min_tokens", 0, INT32_MAX), ("top_k", -1, INT32_MAX), ("min_keep", 0, MAX_LAST_N),
             ("repeat_last_n", -1, MAX_LAST_N), ("dry_penalty_last_n", -1, MAX_LAST_N),
@@ -179,8 +209,14 @@ class SamplingParams:
             ("logit_bias", _biases(self.logit_bias)),
             ("samplers", _samplers(self.samplers)),
             ("dry_sequence_breakers", _breakers(self.dry_sequence_breakers)),
+            ("json_schema", _schema(self.json_schema)),
         ):
             object.__setattr__(self, name, value)
+        _check_text("grammar", self.grammar, MAX_GRAMMAR_BYTES)
+        _check_text("regex", self.regex, MAX_REGEX_BYTES)
+        given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise error(given[1], getattr(self, given[1]), f"left out beside {given[0]}")
 
     @property
     def is_greedy(self) -> bool:
@@ -280,3 +316,49 @@ def _stop_strings(stop: object) -> tuple[str, ...]:
         if len(text.encode("utf-8", "surrogatepass")) > MAX_STOP_BYTES:
             raise InvalidRequestError("stop", text, f"at most {MAX_STOP_BYTES} bytes long")
     return tuple(strings)
+
+
+def _check_text(name: str, text: object, n_bytes_max: int) -> None:
+    if text is None:
+        return
+    error = InvalidRequestError
+    if not isinstance(text, str) or not text:
+        raise error(name, text, "text that is not empty")
+    try:
+        n_bytes = len(text.encode())
+    except UnicodeEncodeError:
+        raise error(name, text, "text without lone surrogates") from None
+    if n_bytes > n_bytes_max:
+        raise error(name, f"{n_bytes} bytes", f"at most {n_bytes_max} bytes")
+
+
+def _schema(given: object) -> str | None:
+    """A schema as JSON text, which is immutable."""
+    if given is None:
+        return None
+    error = InvalidRequestError
+    try:
+        if isinstance(given, str):
+            _check_text("json_schema", given, MAX_SCHEMA_BYTES)
+            schema = json.loads(given)
+        elif isinstance(given, Mapping):
+            schema = dict(given)
+        else:
+            raise error("json_schema", given, "a mapping, or one as JSON text")
+        text, depth = json.dumps(schema, allow_nan=False), _depth(schema)
+    except (ValueError, TypeError, RecursionError) as cause:
+        if isinstance(cause, InvalidRequestError):
+            raise
+        raise error("json_schema", given, f"JSON ({str(cause) or type(cause).__name__})") from None
+    if not isinstance(schema, dict):
+        raise error("json_schema", given, "an object")
+    if depth > MAX_SCHEMA_DEPTH:
+        raise error("json_schema", given, f"at most {MAX_SCHEMA_DEPTH} levels deep")
+    _check_text("json_schema", text, MAX_SCHEMA_BYTES)
+    return text
+
+
+def _depth(value: object) -> int:
+    """Levels of a JSON value."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(_depth, inner), default=0)

@@ -26,16 +26,27 @@ class Chunk:
         """Whether nothing is pending after this chunk, so that its last row is sampled."""
         return self.n_tokens == self.sequence.n_pending
 
+    @property
+    def n_outputs(self) -> int:
+        """Output rows among its rows, the last of them."""
+        return self.sequence.n_outputs(self.n_tokens)
+
 
 def plan(
-    running: Iterable[Sequence], n_rows: int, n_prompt_rows: int | None = None, *, now: float
+    running: Iterable[Sequence],
+    n_rows: int,
+    n_prompt_rows: int | None = None,
+    *,
+    n_outputs_max: int,
+    now: float,
 ) -> list[Chunk]:
-    """Share `n_rows` rows among the running sequences.
+    """Share `n_rows` rows, and `n_outputs_max` output rows, among the running sequences.
 
     Decoding sequences come first, one row each, so that a prompt never makes them wait.  What is
     left, at most `n_prompt_rows`, goes to prompts one after another, most urgent first: computing
-    them all at once would give each its first token as late as the last.  Chunks are in the order
-    of their seq_ids, which lets llama.cpp use its graph again.
+    them all at once would give each its first token as late as the last.  A prompt that is scored
+    takes the output rows that nobody else may need.  Chunks are in the order of their seq_ids,
+    which lets llama.cpp use its graph again.
     """
     sequences = list(running)
     ready = [s for s in sequences if s.is_ready]
@@ -50,14 +61,22 @@ def plan(
     prompts = [s for s in ready if s.n_pending > 1]
     if prompts and n_rows > 0:
         urgencies = _with_followers(sequences, now)
+        n_spare = n_outputs_max - len(ready)
         for sequence in sorted(prompts, key=lambda s: urgencies[s.request_id]):
-            n_tokens = min(sequence.n_pending, n_rows)
+            # One output row is every sequence's own.
+            n_tokens = min(sequence.n_pending, n_rows, _n_tokens_for(sequence, 1 + n_spare))
             if n_tokens <= 0:
                 break
             chunks.append(Chunk(sequence, n_tokens))
             n_rows -= n_tokens
+            n_spare -= max(0, chunks[-1].n_outputs - 1)
     chunks.sort(key=lambda c: c.sequence.slot.seq_id if c.sequence.slot else -1)
     return chunks
+
+
+def _n_tokens_for(sequence: Sequence, n_outputs: int) -> int:
+    """The longest chunk with at most so many output rows."""
+    return sequence.n_pending - max(0, sequence.n_outputs(sequence.n_pending) - n_outputs)
 
 
 def _with_followers(running: Iterable[Sequence], now: float) -> Mapping[str, tuple[object, ...]]:

@@ -16,7 +16,14 @@ from numpy.typing import NDArray
 
 from cllm.engine.detokenizer import Detokenizer
 from cllm.engine.kv_cache import Slot
-from cllm.engine.request import Completion, FinishReason, GenerationRequest, Timings, Usage
+from cllm.engine.request import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
 from cllm.engine.sampling import TokenSampler
 
 # One level of priority is worth so many seconds of waiting: nothing starves.
@@ -54,6 +61,9 @@ class Sequence:
         Prompt tokens that were shared and not computed.
     n_unread : int
         Deltas that the reader has not taken yet.
+    n_scored : int
+        Prompt tokens whose log probability is known, or never wanted; the row before the next of
+        them is an output row.
     """
 
     def __init__(self, request: GenerationRequest, *, stream_buffer: int = 64) -> None:
@@ -67,7 +77,11 @@ class Sequence:
         self.n_expected = 0
         self.swapped: SwappedState | None = None
         self.n_cached = 0
-        self.detokenizer = Detokenizer(request.params.stop)
+        self.detokenizer = Detokenizer(request.params.stop, strips_space=request.strips_space)
+        first_scored = request.first_scored
+        self.n_scored = self.n_prompt if first_scored is None else first_scored
+        self._prompt_logprobs: list[TokenLogprob] = []
+        self._logprobs: list[TokenLogprob] = []
         self.n_unread = 0
         self._stream_buffer = stream_buffer
         self.n_preemptions = 0
@@ -101,6 +115,23 @@ class Sequence:
     def n_to_compute(self) -> int:
         """Pending tokens without those that a leader computes."""
         return self.n_pending - (self.n_expected if self.leader else 0)
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether no log probability of the prompt is wanted any more."""
+        return self.n_scored >= self.n_prompt
+
+    @property
+    def n_settled(self) -> int:
+        """Tokens whose logits nobody needs: what was computed of others may stand for them."""
+        return (len(self.tokens) if self.is_scored else self.n_scored) - 1
+
+    def n_outputs(self, n_tokens: int) -> int:
+        """How many of the next `n_tokens` rows are output rows: always the last ones."""
+        end = self.n_computed + n_tokens
+        if self.is_scored:
+            return int(end == len(self.tokens))
+        return max(0, end - max(self.n_computed, self.n_settled))
 
     @property
     def n_output(self) -> int:
@@ -156,6 +187,16 @@ class Sequence:
         self.tokens.append(token)
         self._token_times.append(now)
 
+    def score(self, logprob: TokenLogprob) -> None:
+        """Add the log probability of the next prompt token."""
+        self._prompt_logprobs.append(logprob)
+        self.n_scored += 1
+
+    def note(self, logprob: TokenLogprob) -> tuple[TokenLogprob]:
+        """Add the log probability of a sampled token."""
+        self._logprobs.append(logprob)
+        return (logprob,)
+
     def say(self, text: str) -> str:
         """Record text on its way to the caller."""
         if text:
@@ -175,6 +216,12 @@ class Sequence:
             stop_reason=stop_reason,
             usage=Usage(n_prompt=self.n_prompt, n_cached=self.n_cached, n_output=self.n_output),
             timings=self._timings(now),
+            logprobs=None if self.request.params.logprobs is None else tuple(self._logprobs),
+            prompt_logprobs=(
+                None
+                if self.request.first_scored is None
+                else (*[None] * self.request.first_scored, *self._prompt_logprobs)
+            ),
         )
 
     def _timings(self, now: float) -> Timings:

@@ -11,16 +11,16 @@ import logging
 import time
 from collections.abc import Callable
 
-from cllm.engine import sampling, scheduler
+from cllm.engine import scheduler
 from cllm.engine.config import EngineConfig
 from cllm.engine.decoder import Decoder
-from cllm.engine.handoff import Event, Progressed
+from cllm.engine.handoff import Event
 from cllm.engine.kv_cache import CacheReader, KVCache
 from cllm.engine.kv_cache_manager import KVCacheManager
+from cllm.engine.output_processor import OutputProcessor, ReadLogprob
 from cllm.engine.recovery import Recovery, Verdict
 from cllm.engine.request import FinishReason, GenerationRequest, TokenDelta
 from cllm.engine.run_queue import MakeSampler, RunQueue, last_delta
-from cllm.engine.sampling import NotFiniteError
 from cllm.engine.scheduler import Chunk
 from cllm.engine.sequence import Sequence, Vocabulary
 from cllm.engine.statistics import EngineStatistics, Recorder
@@ -48,6 +48,8 @@ class EngineCore:
         The books of the decoder's context.
     make_sampler : callable
         Makes the sampler of a request; None for greedy sampling.
+    read_logprob : callable
+        The log probability of a token in a row, and of so many alternatives.
     config : EngineConfig
         What concerns scheduling; the decoder has its own limits.
     reader : CacheReader, optional
@@ -64,6 +66,7 @@ class EngineCore:
         vocabulary: Vocabulary,
         kv_cache: KVCache,
         make_sampler: MakeSampler,
+        read_logprob: ReadLogprob,
         config: EngineConfig,
         *,
         reader: CacheReader | None = None,
@@ -72,7 +75,6 @@ class EngineCore:
     ) -> None:
         self._decoder = decoder
         self._reader = decoder if reader is None else reader
-        self._vocabulary = vocabulary
         self.kv_cache = kv_cache
         self._config = config
         self._clock = clock
@@ -96,6 +98,18 @@ class EngineCore:
             self.recorder,
             make_sampler,
             stream_buffer=config.stream_buffer,
+            clock=clock,
+        )
+        self._processor = OutputProcessor(
+            vocabulary,
+            kv_cache,
+            self.manager,
+            self.queue,
+            self.recorder,
+            read_logprob,
+            n_vocab=decoder.n_vocab,
+            # With flash attention it has not been seen to.
+            nan_spreads=config.flash_attn is not True,
             clock=clock,
         )
         self._n_rebuilds_in_vain = 0
@@ -166,7 +180,7 @@ class EngineCore:
         planned = self._clock()
         recorder.plan_s += planned - started
         try:
-            outputs = self._fill_batch(chunks)
+            self._fill_batch(chunks)
             self._on_batch(chunks)
             logits = self._decoder.decode()
         except Exception as error:
@@ -174,28 +188,16 @@ class EngineCore:
             self._after_failed_decode(chunks, error)
             return
         self._on_batch([])
-        for chunk in chunks:
-            sequence = chunk.sequence
-            assert sequence.slot is not None
-            n_prompt_left = max(0, sequence.n_prompt - sequence.n_computed)
-            recorder.n_prefill_tokens += min(chunk.n_tokens, n_prompt_left)
-            self.kv_cache.advance(sequence.slot, chunk.n_tokens)
+        recorder.decode_s += self._clock() - planned
+        n_rows = sum(chunk.n_tokens for chunk in chunks)
+        outputs = self._processor.book(chunks, logits)
+        recorder.count_tick(n_rows, len(outputs), sum(s.sampler is not None for _, s in outputs))
         self.recovery.on_success()
         self._n_rows_max = self._decoder.n_batch
         if outputs:
             self._n_rebuilds_in_vain = 0
-        decoded = self._clock()
-        recorder.decode_s += decoded - planned
-        tokens = sampling.sample(logits, [s.sampler for s in outputs]) if outputs else []
-        sampled = self._clock()
-        recorder.sample_s += sampled - decoded
-        for sequence, token in zip(outputs, tokens, strict=True):
-            self._advance(sequence, token, sampled)
-        ended = self._clock()
-        recorder.detokenize_s += ended - sampled
-        n_rows = sum(chunk.n_tokens for chunk in chunks)
-        recorder.count_tick(n_rows, len(outputs), sum(s.sampler is not None for s in outputs))
-        self.tick_cost.observe(n_rows, n_cells, ended - started)
+            self._processor.sample(outputs, logits)
+        self.tick_cost.observe(n_rows, n_cells, self._clock() - started)
 
     def _plan(self, now: float) -> list[Chunk]:
         """The chunks of this tick; with `target_itl_ms`, prompts keep out of the others' way."""
@@ -208,58 +210,22 @@ class EngineCore:
             # Any prompt will do: what a chunk attends to costs less than its rows.
             n_computed = max((s.n_computed for s in ready if s.n_pending > 1), default=0)
             n_prompt_rows = self.tick_cost.n_prompt_rows(decoding, n_computed, target_ms / 1000.0)
-        return scheduler.plan(running, n_rows, n_prompt_rows, now=now)
+        return scheduler.plan(
+            running,
+            n_rows,
+            n_prompt_rows,
+            n_outputs_max=self._decoder.n_outputs_max,
+            now=now,
+        )
 
-    def _fill_batch(self, chunks: list[Chunk]) -> list[Sequence]:
-        """Put the chunks into the batch; the sequences whose last row is sampled, in row order."""
+    def _fill_batch(self, chunks: list[Chunk]) -> None:
+        """Put the chunks into the batch."""
         self._decoder.clear()
-        outputs = []
         for chunk in chunks:
             sequence, start = chunk.sequence, chunk.sequence.n_computed
             assert sequence.slot is not None
             tokens = sequence.tokens[start : start + chunk.n_tokens]
-            self._decoder.add(
-                sequence.slot.seq_id, tokens, start, n_outputs=1 if chunk.completes else 0
-            )
-            if chunk.completes:
-                outputs.append(sequence)
-        return outputs
-
-    def _advance(self, sequence: Sequence, token: int | Exception, now: float) -> None:
-        """Add one sampled token to a sequence; what goes wrong with it is its own affair."""
-        if isinstance(token, Exception):
-            self.queue.finish(sequence, last_delta(FinishReason.ERROR), cause=token)
-            if isinstance(token, NotFiniteError) and self._config.flash_attn is not True:
-                # Without flash attention a stored NaN gets into the logits of other sequences,
-                # even after it was removed: only a cleared buffer is clean.
-                self.distrust(token)
-            return
-        sequence.append(token, now)
-        self.recorder.n_output_tokens += 1
-        try:
-            self._say(sequence, token)
-        except Exception as error:
-            end = last_delta(FinishReason.ERROR, (token,))
-            self.queue.finish(sequence, end, cause=error)
-
-    def _say(self, sequence: Sequence, token: int) -> None:
-        """Turn a new token into text and an event, the last one where the output ends."""
-        finish, params, token_ids = self.queue.finish, sequence.request.params, (token,)
-        stop, length = FinishReason.STOP, FinishReason.LENGTH
-        if self._vocabulary.is_eog(token) or token in params.stop_token_ids:
-            finish(sequence, TokenDelta("", token_ids, stop, token))
-            return
-        detokenizer = sequence.detokenizer
-        text = sequence.say(detokenizer.push(self._vocabulary.piece(token)))
-        if (match := detokenizer.stop_match) is not None:
-            finish(sequence, TokenDelta(text, token_ids, stop, match))
-        elif sequence.n_output == params.max_tokens:
-            finish(sequence, TokenDelta(text, token_ids, length, "max_tokens"))
-        elif len(sequence.tokens) > self.kv_cache.n_ctx_seq:
-            finish(sequence, TokenDelta(text, token_ids, length, "context"))
-        else:
-            sequence.n_unread += 1
-            self.post(Progressed(sequence.request_id, TokenDelta(text, token_ids)))
+            self._decoder.add(sequence.slot.seq_id, tokens, start, n_outputs=chunk.n_outputs)
 
     # --- Failures ----------------------------------------------------------------------------
     def _after_failed_decode(self, chunks: list[Chunk], error: Exception) -> None:

@@ -28,7 +28,6 @@ from cllm.engine.config import EngineConfig
 from cllm.engine.decoder import Decoder
 from cllm.engine.handoff import Cancel, Event, Finished, Progressed, Read, ResetPrefixCache, Submit
 from cllm.engine.kv_cache import KVCache
-from cllm.engine.run_queue import MakeSampler
 from cllm.engine.sequence import Vocabulary
 from cllm.errors import InvalidArgumentError, LlamaCallError
 
@@ -86,6 +85,7 @@ class TickLog:
         match command:
             case Submit(request):
                 values = {f.name: getattr(request, f.name) for f in fields(request)}
+                del values["constraint"]  # it has decided about the tokens, which are noted
                 params = {f.name: getattr(request.params, f.name) for f in fields(request.params)}
                 params["logit_bias"] = dict(request.params.logit_bias)
                 self._write(submit={**values, "params": params})
@@ -138,6 +138,11 @@ class TickLog:
         entry = {"runs": runs}
         self._batches.append(entry)
         return entry
+
+    def calls(self, name: str, function: Callable[..., T]) -> Callable[..., T]:
+        """A function whose failures are noted under this name."""
+        call = _Calls(self).call
+        return lambda *args: call(name, function, *args)
 
     def fault(self, name: str, n_call: int, outcome: bool | str) -> None:
         """The `n_call`-th call of a method returned False, or raised this type of exception."""
@@ -198,7 +203,8 @@ class LoggedDecoder:
         self._log = log
         self._call = _Calls(log).call
         self._runs: list[tuple[int, int, int, int]] = []
-        self.n_batch = decoder.n_batch
+        self.n_batch, self.n_vocab = decoder.n_batch, decoder.n_vocab
+        self.n_outputs_max = decoder.n_outputs_max
 
     def clear(self) -> None:
         """See `Decoder`."""
@@ -274,9 +280,3 @@ class LoggedVocabulary:
         if is_eog:
             self._log.piece(token, b"", True)
         return is_eog
-
-
-def logged_samplers(make_sampler: MakeSampler, log: TickLog) -> MakeSampler:
-    """A sampler factory whose failures are noted."""
-    call = _Calls(log).call
-    return lambda request: call("make_sampler", make_sampler, request)

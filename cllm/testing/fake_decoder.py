@@ -54,6 +54,10 @@ class FakeVocabulary:
         check_int("token", token, 0, self.n_tokens - 1)
         return bytes([token]) if token < self.BEGIN else b""
 
+    def spelling(self, token: int) -> bytes:
+        """The bytes of a token; of a control token, its name."""
+        return self.piece(token) or (b"<begin>", b"<end>")[token - self.BEGIN]
+
     def is_eog(self, token: int) -> bool:
         """Whether `token` ends a generation."""
         return token == self.END
@@ -142,9 +146,8 @@ class FakeDecoder:
         self.n_batch = check_int("n_batch", n_batch, n_seq_max, INT32_MAX)
         self.kv_unified = kv_unified
         self.n_ctx_seq = n_ctx if kv_unified else n_ctx // n_seq_max
-        if n_outputs_max is None:
-            n_outputs_max = n_seq_max
-        self.n_outputs_max = check_int("n_outputs_max", n_outputs_max, n_seq_max, n_batch)
+        n_outputs = n_seq_max if n_outputs_max is None else n_outputs_max
+        self.n_outputs_max = check_int("n_outputs_max", n_outputs, n_seq_max, n_batch)
         self.answer: Answer = self._hash if answer is None else answer
         self.faults: dict[int, Fault] = dict(faults or {})
         self.poison = poison

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from cllm import errors
 from cllm.engine.config import EngineConfig
 from cllm.engine.kv_cache import KVCache
-from cllm.engine.request import GenerationRequest
-from cllm.engine.sampling import NotFiniteError
+from cllm.engine.request import GenerationRequest, TokenLogprob
+from cllm.engine.row_scan import RowScan
+from cllm.engine.sampling import Mask, NotFiniteError
 from cllm.engine.sampling_params import SamplingParams
 from cllm.engine.tick import EngineCore
 from cllm.engine.tick_log import describe_event
@@ -97,7 +98,7 @@ class _Script:
         books = KVCache(**header.pop("books"))
         self._times: deque[float] = deque()
         self.calls = _Calls(_faults(lines))
-        self.decoder = _ScriptedDecoder(header["n_batch"], self.calls)
+        self.decoder = _ScriptedDecoder(header["n_batch"], books.n_seq_ids, self.calls)
         self._pieces = {
             int(token): (bytes.fromhex(piece), is_eog)
             for line in lines
@@ -106,7 +107,13 @@ class _Script:
         self._tokens = _tokens(lines)
         self._choices: deque[int | Exception] = deque()
         self.core = EngineCore(
-            self.decoder, self, books, self._make_sampler, EngineConfig(**header), clock=self._clock
+            self.decoder,
+            self,
+            books,
+            self._make_sampler,
+            self._read_logprob,
+            EngineConfig(**header),
+            clock=self._clock,
         )
 
     def begin(self, line: dict[str, Any]) -> None:
@@ -175,6 +182,10 @@ class _Script:
         self.calls.count("make_sampler")
         return _ScriptedSampler(self._choices)
 
+    def _read_logprob(self, row: NDArray[np.float32], token: int, n_top: int) -> TokenLogprob:
+        self.calls.count("read_logprob")
+        return TokenLogprob(token, "", b"", 0.0)
+
 
 class _Calls:
     """Lets the calls fail that failed."""
@@ -195,14 +206,19 @@ class _Calls:
 class _ScriptedSampler:
     """Says the tokens of one request again."""
 
+    constraint = None
+
     def __init__(self, choices: deque[int | Exception]) -> None:
         self._choices = choices
 
-    def sample(self, logits: NDArray[np.float32], largest: float) -> int:
+    def choose(self, scan: RowScan, allowed: Mask | None = None) -> int:
         choice = self._choices.popleft()
         if isinstance(choice, Exception):
             raise choice
         return choice
+
+    def accept(self, token: int) -> None:
+        """Nothing to remember."""
 
     def close(self) -> None:
         """Nothing to free."""
@@ -211,8 +227,11 @@ class _ScriptedSampler:
 class _ScriptedDecoder:
     """Answers what the log has, and computes nothing."""
 
-    def __init__(self, n_batch: int, calls: _Calls) -> None:
+    n_vocab = 1
+
+    def __init__(self, n_batch: int, n_outputs_max: int, calls: _Calls) -> None:
         self.n_batch = n_batch
+        self.n_outputs_max = n_outputs_max
         self._calls = calls
         self._runs: Runs = []
         self.script: deque[dict[str, Any]] = deque()

@@ -15,7 +15,10 @@ from numpy.typing import NDArray
 from cllm import EngineConfig
 from cllm.engine.handoff import Finished, Progressed
 from cllm.engine.kv_cache import KVCache
+from cllm.engine.logprobs import LogprobReader
 from cllm.engine.request import FinishReason, GenerationRequest
+from cllm.engine.row_scan import RowScan
+from cllm.engine.sampling import Mask
 from cllm.engine.sampling_params import SamplingParams
 from cllm.engine.tick import EngineCore
 from cllm.testing import FakeDecoder, FakeVocabulary
@@ -48,14 +51,17 @@ def says(text: bytes, *, n_prompt: int) -> Answer:
 class CountingSampler:
     """A sampler with a state: its n-th choice is n letters after the best one."""
 
+    constraint = None
+
     def __init__(self) -> None:
         self.n_chosen = 0
         self.n_closed = 0
 
-    def sample(self, logits: NDArray[np.float32], largest: float) -> int:
-        token = shifted(int(logits.argmax()), self.n_chosen)
+    def choose(self, scan: RowScan, allowed: Mask | None = None) -> int:
+        return shifted(int(scan.row.argmax()), self.n_chosen)
+
+    def accept(self, token: int) -> None:
         self.n_chosen += 1
-        return token
 
     def close(self) -> None:
         self.n_closed += 1
@@ -183,6 +189,7 @@ class Bench:
             VOCABULARY,
             self.books,
             self._make_sampler,
+            LogprobReader(VOCABULARY, self.decoder.n_vocab).read,
             self.config,
             clock=lambda: self.now,
         )

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from cllm.engine.handoff import Finished
 from cllm.engine.request import FinishReason, GenerationRequest
-from cllm.engine.sampling import NotFiniteError
+from cllm.engine.row_scan import RowScan
+from cllm.engine.sampling import Mask, NotFiniteError
 from cllm.engine.sampling_params import SamplingParams
 from cllm.errors import (
     DecodeFailedError,
@@ -264,10 +263,10 @@ def test_a_sampler_that_fails_ends_only_its_request(monkeypatch: pytest.MonkeyPa
     bench = Bench(answer=endless)
     bad, good = bench.submit(params=SamplingParams()), bench.submit(params=SamplingParams())
 
-    def fail(logits: NDArray[np.float32], largest: float) -> int:
+    def fail(scan: RowScan, allowed: Mask | None = None) -> int:
         raise RuntimeError("no choice")
 
-    monkeypatch.setattr(bench.samplers[0], "sample", fail)
+    monkeypatch.setattr(bench.samplers[0], "choose", fail)
     bench.run()
     error = bench.finished[bad].error
     assert error is not None

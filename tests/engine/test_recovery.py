@@ -56,7 +56,7 @@ class World:
         return sequence
 
     def plan(self) -> list[Chunk]:
-        return plan(self.recovery.restrict(self.running), self.n_rows, now=0.0)
+        return plan(self.recovery.restrict(self.running), self.n_rows, n_outputs_max=256, now=0.0)
 
     def batch(self, *, fails: bool = False) -> list[int]:
         """The serials of those that are in the next decode."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import tracemalloc
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +18,15 @@ from cllm.bindings import Candidates, Model
 from cllm.engine.config import EMBEDDED_MODEL
 from cllm.engine.llama_sampler import LlamaChain, SamplerFactory
 from cllm.engine.request import GenerationRequest
-from cllm.engine.sampling import NotFiniteError, RowSampler, n_below, n_largest, sample
+from cllm.engine.row_scan import RowScan
+from cllm.engine.sampling import (
+    BatchSampler,
+    Mask,
+    NotFiniteError,
+    RowSampler,
+    n_below,
+    n_largest,
+)
 from cllm.engine.sampling_params import SAMPLERS, SamplingParams
 
 N_VOCAB = 260
@@ -36,25 +47,79 @@ def request_of(params: SamplingParams, prompt: tuple[int, ...] = PROMPT) -> Gene
 class WholeRow:
     """The definition: every token a candidate that is not banned."""
 
-    def __init__(self, model: Model, params: SamplingParams) -> None:
+    def __init__(self, model: Model, params: SamplingParams, mask_seed: int | None) -> None:
         self._params = params
         self._chain = LlamaChain(
             model, params, seed=params.seed or 0, prompt=PROMPT, n_ctx=N_CTX
         )  # fmt: skip
-        self._vocab = model.vocab
+        vocab = model.vocab
+        self._suppressed = set(vocab.suppressed)
+        self._eog = {t for t in range(N_VOCAB) if vocab.is_eog(t)}
         self.close = self._chain.close
         self.n_sampled = 0
+        self._mask_seed = mask_seed
 
-    def sample(self, logits: NDArray[np.float32], largest: float) -> int:
-        ends = [t for t in range(N_VOCAB) if self._vocab.is_eog(t)]
-        banned = {*self._vocab.suppressed, *(ends if self._params.ignore_eos else ())}
-        if self.n_sampled < self._params.min_tokens:
-            banned |= {*ends, *self._params.stop_token_ids}
-        ids = np.array([t for t in range(N_VOCAB) if t not in banned], np.int32)
-        token = self._chain.choose(ids, logits[ids])
+    def sample(self, logits: NDArray[np.float32]) -> int:
+        token = self._choose(logits)
         self._chain.accept(token)
         self.n_sampled += 1
         return token
+
+    def _choose(self, logits: NDArray[np.float32]) -> int:
+        banned = {*self._suppressed, *(self._eog if self._params.ignore_eos else ())}
+        if self.n_sampled < self._params.min_tokens:
+            banned |= {*self._eog, *self._params.stop_token_ids}
+        everything = set(range(N_VOCAB))
+        if self._mask_seed is None:
+            return self._of(everything - banned, logits)
+        allowed = set(np.flatnonzero(mask_of(self._mask_seed, self.n_sampled)).tolist())
+        try:
+            token = self._of(everything - banned, logits)
+            if token in allowed:
+                return token
+        except ValueError:
+            pass
+        return self._of(allowed - banned or allowed - self._suppressed, logits)
+
+    def _of(self, tokens: set[int], logits: NDArray[np.float32]) -> int:
+        ids = np.array(sorted(tokens), np.int32)
+        return self._chain.choose(ids, logits[ids])
+
+
+def mask_of(seed: int, n_sampled: int) -> NDArray[np.bool_]:
+    """Few tokens or many, or only such as end the output."""
+    rng = np.random.default_rng([seed, n_sampled])
+    mask: NDArray[np.bool_] = rng.random(N_VOCAB) < rng.choice([0.02, 0.3, 0.9])
+    mask[rng.integers(N_VOCAB)] = True
+    if rng.random() < 0.2:
+        mask[: N_VOCAB - 3] = False
+        mask[N_VOCAB - 3 :] = True
+    return mask
+
+
+class RandomConstraint:
+    """Allows other tokens at every step.  Its own family."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._n_accepted = 0
+        self.family = self
+
+    def allows(self, token: int) -> bool:
+        return bool(mask_of(self._seed, self._n_accepted)[token])
+
+    def accept(self, token: int) -> None:
+        assert self.allows(token)
+        self._n_accepted += 1
+
+    def masks(self, constraints: Sequence[RandomConstraint]) -> list[Mask]:
+        return [mask_of(c._seed, c._n_accepted) for c in constraints]
+
+    def start(self) -> RandomConstraint:
+        return self
+
+    def close(self) -> None:
+        """Nothing to free."""
 
 
 # No two logits are equal: where they are, llama.cpp's partial sort may keep either.
@@ -102,35 +167,78 @@ def _row(seed: int, scale: float, n_banned: int) -> NDArray[np.float32]:
 
 
 @settings(max_examples=1500)
-@given(params=PARAMS, rows=st.lists(ROWS, min_size=6, max_size=6))
+@given(
+    params=PARAMS,
+    rows=st.lists(ROWS, min_size=6, max_size=6),
+    mask_seed=st.none() | st.integers(0, 1000),
+)
 def test_the_cut_row_gives_the_tokens_of_the_whole_row(
-    model: Model, params: SamplingParams, rows: list[NDArray[np.float32]]
+    model: Model,
+    params: SamplingParams,
+    rows: list[NDArray[np.float32]],
+    mask_seed: int | None,
 ) -> None:
-    factory = SamplerFactory(model, N_CTX)
-    cut = factory(request_of(params))
+    batch, constraint = BatchSampler(N_VOCAB), None
+    if mask_seed is not None:
+        constraint = RandomConstraint(mask_seed)
+    cut = SamplerFactory(model, N_CTX)(replace(request_of(params), constraint=constraint))
     if cut is None:
         assert params.is_greedy
-        assert [sample(row[None], [None]) for row in rows] == [[int(row.argmax())] for row in rows]
+        best = [int(row.argmax()) for row in rows]
+        assert batch.sample(np.stack(rows), range(len(rows)), [None] * len(rows)) == best
         return
-    whole = WholeRow(model, params)
+    whole = WholeRow(model, params, mask_seed)
     try:
         for row in rows:
-            expected, before = outcome(whole, row), row.copy()
-            assert outcome(cut, row) == expected
-            assert np.array_equal(row, before), "the row is as it was"
-            if expected is None:
-                return  # what was to be chosen from is over: the request ends
+            before = row.copy()
+            (token,) = batch.sample(row[None], [0], [cut])
+            try:
+                assert token == whole.sample(row)
+            except ValueError:  # there is nothing to choose from: the request ends
+                assert isinstance(token, ValueError)
+                return
+            finally:
+                assert np.array_equal(row, before), "the row is as it was"
     finally:
         cut.close()
         whole.close()
 
 
-def outcome(sampler: Any, row: NDArray[np.float32]) -> int | None:
-    """A token, or None if there was nothing to choose from."""
-    try:
-        return int(sampler.sample(row, float(row.max())))
-    except ValueError:
-        return None
+def test_rows_that_are_not_sampled_from_are_passed_over(model: Model) -> None:
+    factory = SamplerFactory(model, N_CTX)
+    logits = np.stack([_row(seed, 3.0, 0) for seed in range(6)])
+    biased = factory(request_of(SamplingParams(temperature=0, logit_bias={7: 99.0})))
+    assert biased is not None
+    tokens = BatchSampler(N_VOCAB).sample(logits, [0, 3, 5], [None, biased, None])
+    biased.close()
+    assert tokens == [int(logits[0].argmax()), 7, int(logits[5].argmax())]
+
+
+def test_sampling_allocates_nothing_of_the_size_of_the_vocabulary(llama_cpp_source: Path) -> None:
+    path = llama_cpp_source / "models" / "ggml-vocab-qwen2.gguf"
+    with Model(path, vocab_only=True) as model:
+        n_vocab = model.vocab.n_tokens
+        assert n_vocab > 150_000
+        logits = 4 * np.random.default_rng(1).standard_normal((4, n_vocab)).astype(np.float32)
+        factory, batch = SamplerFactory(model, N_CTX), BatchSampler(n_vocab)
+        for params in (
+            SamplingParams(temperature=0),
+            SamplingParams(repeat_penalty=1.2, logit_bias=dict.fromkeys(range(64), 1.0)),
+            SamplingParams(top_k=0, top_p=1.0, min_p=0.05, ignore_eos=True),
+            SamplingParams(top_k=0, top_p=0.9, ignore_eos=True),
+        ):
+            samplers = [factory(request_of(params)) for _ in logits]
+            batch.sample(logits, range(4), samplers)  # memory that is kept
+            tracemalloc.start()
+            try:
+                batch.sample(logits, range(4), samplers)
+                peak = tracemalloc.get_traced_memory()[1]
+            finally:
+                tracemalloc.stop()
+            assert peak < n_vocab, params
+            for sampler in samplers:
+                if sampler is not None:
+                    sampler.close()
 
 
 @pytest.mark.parametrize(
@@ -162,10 +270,13 @@ class Watched:
     def __init__(self) -> None:
         self.n_candidates: list[int] = []
 
-    def choose(self, ids: NDArray[np.int32], logits: NDArray[np.float32]) -> int:
+    def choose(self, ids: NDArray[np.integer], logits: NDArray[np.float32]) -> int:
         assert (np.diff(ids) > 0).all(), "ascending"
         self.n_candidates.append(len(ids))
         return int(ids[logits.argmax()])
+
+    def choose_from_row(self, row: NDArray[np.float32], banned: NDArray[np.integer]) -> int:
+        raise AssertionError("a large row is cut")
 
     def accept(self, token: int) -> None:
         """Nothing to remember."""
@@ -174,7 +285,7 @@ class Watched:
         """Nothing to free."""
 
 
-def test_a_large_row_is_cut_to_a_handful() -> None:
+def test_a_large_row_is_cut_to_little_more_than_what_is_wanted() -> None:
     chain, n_vocab = Watched(), 150_000
     sampler = RowSampler(
         chain,
@@ -183,22 +294,25 @@ def test_a_large_row_is_cut_to_a_handful() -> None:
         banned=(7,),
         ends=(),
         n_ctx=4096,
-        scratch=np.empty(n_vocab, np.bool_),
     )
-    rng = np.random.default_rng(1)
+    rng, scan = np.random.default_rng(1), RowScan(n_vocab)
     for _ in range(30):
-        row = rng.standard_normal(n_vocab).astype(np.float32) * 3
-        sampler.sample(row, float(row.max()))
+        scan.read(rng.standard_normal(n_vocab).astype(np.float32) * 3)
+        sampler.accept(sampler.choose(scan))
     n_wanted = 40 + 64 + 64 + 1
-    assert np.median(chain.n_candidates[15:]) < 4 * n_wanted * 1.5
-    assert max(chain.n_candidates[15:]) < n_vocab / 30
+    assert max(chain.n_candidates) < 2 * n_wanted + 64 + 64
 
 
 class CannotHappen:
     """A sampler that is never asked."""
 
-    def sample(self, logits: NDArray[np.float32], largest: float) -> int:
+    constraint = None
+
+    def choose(self, scan: RowScan, allowed: Mask | None = None) -> int:
         raise AssertionError("a row without a finite maximum")
+
+    def accept(self, token: int) -> None:
+        raise AssertionError("nothing was chosen")
 
     def close(self) -> None:
         """Nothing to free."""
@@ -210,10 +324,50 @@ def test_a_row_without_a_finite_maximum_fails_alone() -> None:
     rows[1, 4] = 1.0
     rows[2, 5] = np.inf
     for samplers in ([None, None, None], [None, None, CannotHappen()]):
-        first, second, third = sample(rows, samplers)
+        first, second, third = BatchSampler(10).sample(rows, range(3), samplers)
         assert isinstance(first, NotFiniteError)
         assert second == 4
         assert isinstance(third, NotFiniteError)
+
+
+class Broken(RandomConstraint):
+    """Fails where it is told to."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(1)
+        self._where = where
+
+    def _fail(self, where: str) -> None:
+        if where == self._where:
+            raise RuntimeError("scripted")
+
+    def allows(self, token: int) -> bool:
+        self._fail("allows")
+        return False
+
+    def accept(self, token: int) -> None:
+        self._fail("accept")
+
+    def masks(self, constraints: Sequence[RandomConstraint]) -> list[Mask]:
+        self._fail("masks")
+        return super().masks(constraints)
+
+
+@pytest.mark.parametrize("where", ["allows", "masks", "accept"])
+def test_a_constraint_that_fails_ends_its_own_output_only(model: Model, where: str) -> None:
+    factory = SamplerFactory(model, N_CTX)
+    params = SamplingParams(seed=1)
+    broken = factory(replace(request_of(params), constraint=Broken(where)))
+    fine = factory(replace(request_of(params), constraint=RandomConstraint(5)))
+    logits = np.stack([_row(seed, 3.0, 0) for seed in range(3)])
+    first, second, third = BatchSampler(N_VOCAB).sample(logits, range(3), [broken, fine, None])
+    assert isinstance(first, RuntimeError)
+    assert isinstance(second, int)
+    assert mask_of(5, 0)[second]
+    assert third == int(logits[2].argmax())
+    for sampler in (broken, fine):
+        assert sampler is not None
+        sampler.close()
 
 
 def test_candidates_of_the_whole_row_and_of_a_part_are_one_kind(model: Model) -> None:

@@ -132,7 +132,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ready = [s for s in self.running if s.is_placed and not s.is_paused]
         decoding = [s for s in ready if s.n_pending == 1]
         prompts = sorted((s for s in ready if s.n_pending > 1), key=self.urgency)
-        chunks = plan(self.running, n_rows, n_prompt_rows, now=self.now)
+        chunks = plan(self.running, n_rows, n_prompt_rows, n_outputs_max=256, now=self.now)
         planned = {c.sequence: c.n_tokens for c in chunks}
         assert len(planned) == len(chunks), "a sequence is planned once"
 
@@ -150,10 +150,14 @@ class SchedulerMachine(RuleBasedStateMachine):
 
         seq_ids = [c.sequence.slot.seq_id for c in chunks if c.sequence.slot]
         assert seq_ids == sorted(seq_ids), "chunks are in the order of their seq_ids"
-        turned = plan(reversed(self.running), n_rows, n_prompt_rows, now=self.now)
+        turned = plan(
+            reversed(self.running), n_rows, n_prompt_rows, n_outputs_max=256, now=self.now
+        )
         assert chunks == turned, "the order of the list means nothing"
         n_wanted = scheduler.n_rows_wanted(self.running, n_most)
-        assert n_wanted == sum(c.n_tokens for c in plan(self.running, n_rows, now=self.now))
+        assert n_wanted == sum(
+            c.n_tokens for c in plan(self.running, n_rows, n_outputs_max=256, now=self.now)
+        )
         return chunks
 
     @invariant()
@@ -183,16 +187,21 @@ def test_a_long_prompt_never_delays_a_decoding_sequence() -> None:
     long, decoding = sequence_of(500, 1, priority=-5), sequence_of(1, 2, priority=5)
     present = running(long, decoding)
     for n_prompt_rows, n_long in ((None, 7), (100, 7), (4, 4)):
-        chunks = plan(present, 8, n_prompt_rows, now=0.0)
+        chunks = plan(present, 8, n_prompt_rows, n_outputs_max=256, now=0.0)
         assert [(c.sequence, c.n_tokens) for c in chunks] == [(long, n_long), (decoding, 1)]
     for n_prompt_rows in (0, -1):
-        assert plan(present, 8, n_prompt_rows, now=0.0) == [Chunk(decoding, 1)]
+        assert plan(present, 8, n_prompt_rows, n_outputs_max=256, now=0.0) == [Chunk(decoding, 1)]
 
 
 @pytest.mark.parametrize("n_rows", [0, -1])
 def test_without_rows_nobody_runs(n_rows: int) -> None:
     assert (
-        plan(running(sequence_of(1, 1), sequence_of(1, 2), sequence_of(9, 3)), n_rows, now=0.0)
+        plan(
+            running(sequence_of(1, 1), sequence_of(1, 2), sequence_of(9, 3)),
+            n_rows,
+            n_outputs_max=256,
+            now=0.0,
+        )
         == []
     )
 
@@ -206,7 +215,7 @@ def test_a_leader_is_as_urgent_as_the_most_urgent_that_waits_for_it(
     present = running(leader, other, urgent, patient)
     follow(urgent, leader, 8)
     follow(patient, leader, 8)
-    (chunk,) = plan(present, 9, now=0.0)
+    (chunk,) = plan(present, 9, n_outputs_max=256, now=0.0)
     assert chunk.sequence is (leader if is_first else other)
 
 
@@ -223,7 +232,7 @@ def test_a_leader_is_as_urgent_as_the_most_urgent_that_waits_for_it(
 )
 def test_the_most_urgent_is_computed_and_admitted_first(first: Sequence) -> None:
     other = sequence_of(9, 1, deadline=2.0 if first.request.deadline else None)
-    (chunk,) = plan(running(other, first), 9, now=0.0)
+    (chunk,) = plan(running(other, first), 9, n_outputs_max=256, now=0.0)
     assert chunk.sequence is first
     assert next_admitted([other, first], 0.0) is first
 

@@ -11,9 +11,10 @@ import pytest
 
 from cllm import Engine, EngineConfig
 from cllm.engine.handoff import Cancel, Read, ResetPrefixCache, Submit
+from cllm.engine.logprobs import LogprobReader
 from cllm.engine.sampling_params import SamplingParams
 from cllm.engine.tick import EngineCore
-from cllm.engine.tick_log import LoggedDecoder, LoggedVocabulary, TickLog, logged_samplers
+from cllm.engine.tick_log import LoggedDecoder, LoggedVocabulary, TickLog
 from cllm.errors import InvalidArgumentError
 from cllm.testing import FakeVocabulary, replay
 from cllm.testing.fake_decoder import Fault
@@ -34,7 +35,8 @@ class LoggedBench(Bench):
             LoggedDecoder(self.decoder, self.log),
             LoggedVocabulary(VOCABULARY, self.log),
             self.books,
-            logged_samplers(self._make_sampler, self.log),
+            self.log.calls("make_sampler", self._make_sampler),
+            self.log.calls("read_logprob", LogprobReader(VOCABULARY, self.decoder.n_vocab).read),
             self.config,
             reader=self.decoder,
             clock=self.log.clock,

@@ -1,0 +1,44 @@
+"""What the engine needs of a constraint on an output: a grammar, a schema, a regular expression."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class ConstraintFamily(Protocol):
+    """Constraints of one kind, which compute their masks together."""
+
+    def masks(self, constraints: Sequence[Any]) -> Sequence[NDArray[np.bool_] | Exception]:
+        """For each constraint, which tokens may come next, bool of shape `(n_vocab,)`.
+
+        Valid until the next call.  A token that ends the output is among them where the output is
+        complete.  An exception in place of the mask of one that cannot go on.
+        """
+
+
+class TokenConstraint(Protocol):
+    """Which tokens one output may go on with.  Inference thread only."""
+
+    @property
+    def family(self) -> ConstraintFamily:
+        """Those it computes its masks with."""
+
+    def allows(self, token: int) -> bool:
+        """Whether the output may go on, or end, with this token."""
+
+    def accept(self, token: int) -> None:
+        """The output goes on with this token, which it allows."""
+
+    def close(self) -> None:
+        """Free what it holds."""
+
+
+class CompiledConstraint(Protocol):
+    """A constraint that was compiled off the inference thread, for any number of outputs."""
+
+    def start(self) -> TokenConstraint:
+        """At the beginning of an output."""
