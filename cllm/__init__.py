@@ -20,6 +20,7 @@ from cllm.engine.request import (
     Usage,
 )
 from cllm.engine.sampling_params import SamplingOptions, SamplingParams
+from cllm.engine.slots import SlotInfo, SlotState
 from cllm.engine.statistics import EngineStatistics, TickTimes
 from cllm.engine.stream import TokenStream
 from cllm.errors import (
@@ -35,6 +36,8 @@ from cllm.errors import (
     QueueFullError,
     RequestError,
 )
+
+__version__ = "0.1.0"  # that of pyproject.toml; a test compares them
 
 __all__ = (
     "CllmError",
@@ -60,6 +63,8 @@ __all__ = (
     "SamplingOptions",
     "SamplingParams",
     "Score",
+    "SlotInfo",
+    "SlotState",
     "TickTimes",
     "Timings",
     "TokenDelta",

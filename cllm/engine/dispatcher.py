@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import anyio
 
@@ -14,12 +15,15 @@ from cllm.engine.handoff import (
     Event,
     Finished,
     Inbox,
+    Inspect,
+    Inspected,
     Progressed,
     Ready,
     Stopped,
     Submit,
 )
 from cllm.engine.request import GenerationRequest, ModelInfo
+from cllm.engine.slots import SlotInfo
 from cllm.engine.stream import Channel
 from cllm.engine.worker_thread import Reply
 from cllm.errors import ClosedError, EngineFailedError
@@ -40,8 +44,8 @@ class Dispatcher:
         self._inbox = inbox
         self._gate = gate
         self._channels: dict[str, Channel] = {}
-        self._audits: dict[int, Reply[tuple[str, ...]]] = {}
-        self._n_audits = 0
+        self._questions: dict[int, Reply[Any]] = {}
+        self._n_questions = 0
         self.model: ModelInfo | None = None
         self.answered = anyio.Event()
         self.stopped = anyio.Event()
@@ -69,14 +73,22 @@ class Dispatcher:
 
     async def audit(self) -> list[str]:
         """Ask the thread to compare its books with llama.cpp's."""
-        self._n_audits += 1
-        call_id, reply = self._n_audits, Reply[tuple[str, ...]]()
-        self._audits[call_id] = reply
-        self._inbox.put(Audit(call_id))
+        return list(await self._ask(Audit))
+
+    async def slots(self) -> tuple[SlotInfo, ...]:
+        """Ask the thread who holds which seq_id."""
+        slots: tuple[SlotInfo, ...] = await self._ask(Inspect)
+        return slots
+
+    async def _ask(self, question: type[Audit | Inspect]) -> Any:
+        self._n_questions += 1
+        call_id, reply = self._n_questions, Reply[Any]()
+        self._questions[call_id] = reply
+        self._inbox.put(question(call_id))
         try:
-            return list(await reply.wait())
+            return await reply.wait()
         finally:
-            del self._audits[call_id]
+            del self._questions[call_id]
 
     def deliver(self, events: Sequence[Event]) -> None:
         """Take the events of one tick."""
@@ -87,9 +99,9 @@ class Dispatcher:
                 case Finished(request_id):
                     self._channels.pop(request_id).finish(event)
                     self._gate.leave()
-                case Audited(call_id, discrepancies):
-                    if reply := self._audits.get(call_id):
-                        reply.set(discrepancies)
+                case Audited(call_id, answer) | Inspected(call_id, answer):
+                    if reply := self._questions.get(call_id):
+                        reply.set(answer)
                 case Ready(model):
                     self.model = model
                     self.answered.set()
@@ -103,7 +115,7 @@ class Dispatcher:
             ended.__cause__ = error
         for channel in self._channels.values():
             channel.fail(ended)
-        for reply in self._audits.values():
+        for reply in self._questions.values():
             reply.set(None, ended)
         self._channels.clear()
         self._gate.wake()

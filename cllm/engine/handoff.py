@@ -10,13 +10,16 @@ import queue
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import anyio.lowlevel
 
 from cllm.engine.request import Completion, GenerationRequest, ModelInfo, TokenDelta
 from cllm.engine.statistics import EngineStatistics
 from cllm.errors import EngineFailedError, GenerationError
+
+if TYPE_CHECKING:
+    from cllm.engine.slots import SlotInfo
 
 
 # --- Commands: event loop → inference thread --------------------------------------------------
@@ -55,11 +58,18 @@ class Audit:
 
 
 @dataclass(frozen=True, slots=True)
+class Inspect:
+    """Say who holds which seq_id.  Answered by `Inspected` with the same `call_id`."""
+
+    call_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class Shutdown:
     """Cancel everything and end the thread.  Answered by `Stopped`."""
 
 
-Command = Submit | Cancel | Read | ResetPrefixCache | Audit | Shutdown
+Command = Submit | Cancel | Read | ResetPrefixCache | Audit | Inspect | Shutdown
 
 
 # --- Events: inference thread → event loop ----------------------------------------------------
@@ -98,13 +108,21 @@ class Audited:
 
 
 @dataclass(frozen=True, slots=True)
+class Inspected:
+    """The answer to `Inspect`."""
+
+    call_id: int
+    slots: tuple[SlotInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Stopped:
     """The thread has freed everything and ends.  With an error: it failed, or never started."""
 
     error: BaseException | None
 
 
-Event = Ready | Progressed | Finished | Audited | Stopped
+Event = Ready | Progressed | Finished | Audited | Inspected | Stopped
 
 T = TypeVar("T")
 

@@ -26,6 +26,8 @@ from cllm.engine.handoff import (
     Command,
     Event,
     Inbox,
+    Inspect,
+    Inspected,
     Outbox,
     Read,
     Ready,
@@ -249,6 +251,8 @@ class InferenceThread:
                 core.reset_prefix_cache()
             case Audit(call_id):
                 core.post(Audited(call_id, tuple(core.discrepancies())))
+            case Inspect(call_id):
+                core.post(Inspected(call_id, core.slots()))
         if self._log is not None:
             self._log.command(command)
 

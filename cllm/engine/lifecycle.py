@@ -21,6 +21,7 @@ from cllm.engine.health import EngineStatus, Health, check_serving, health_of
 from cllm.engine.inference_thread import InferenceThread
 from cllm.engine.intake import Intake
 from cllm.engine.request import ModelInfo
+from cllm.engine.slots import SlotInfo
 from cllm.engine.statistics import EngineStatistics
 from cllm.errors import ClosedError, EngineFailedError, WrongProcessError
 
@@ -137,6 +138,11 @@ class Lifecycle:
         self._check_serving(draining=True)
         self._inbox.put(ResetPrefixCache())
         await self._dispatcher.audit()  # answered after it
+
+    async def slots(self) -> tuple[SlotInfo, ...]:
+        """Every seq_id, and who holds it."""
+        self._check_serving(draining=True)
+        return await self._dispatcher.slots()
 
     async def audit(self) -> list[str]:
         """Discrepancies between the books and llama.cpp's own; empty means they agree."""

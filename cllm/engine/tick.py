@@ -23,6 +23,7 @@ from cllm.engine.request import FinishReason, GenerationRequest, TokenDelta
 from cllm.engine.run_queue import MakeSampler, RunQueue, last_delta
 from cllm.engine.scheduler import Chunk
 from cllm.engine.sequence import Sequence, Vocabulary
+from cllm.engine.slots import SlotInfo, slots_of
 from cllm.engine.statistics import EngineStatistics, Recorder
 from cllm.engine.tick_cost import TickCost, cells_attended
 from cllm.errors import DecodeFailedError, EngineFailedError, InvalidBatchError, NoKVSlotError
@@ -319,6 +320,11 @@ class EngineCore:
     def discrepancies(self) -> list[str]:
         """Where the books and llama.cpp disagree."""
         return self.kv_cache.discrepancies(self._reader)
+
+    def slots(self) -> tuple[SlotInfo, ...]:
+        """Who holds which seq_id."""
+        # Not the clock of the ticks: a look changes nothing that a replay would repeat.
+        return slots_of(self.queue, self.manager, time.perf_counter())
 
     def statistics(self) -> EngineStatistics:
         """A snapshot."""
