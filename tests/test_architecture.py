@@ -30,10 +30,22 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
     ("cllm.engine.grammar_helper", ("cllm.bindings", *PURE)),
     ("cllm.engine", PURE),
     ("cllm.testing", ("cllm", "cllm.testing", *PURE)),
+    ("cllm.server", ("cllm", "cllm.server")),
+    ("cllm.cli.serve", ("cllm", "cllm.cli", "cllm.server")),
     ("cllm.cli", ("cllm", "cllm.cli")),
     ("cllm.__main__", ("cllm.cli.app",)),
     ("cllm", PURE),
 ]
+# What the extra `server` brings.
+SERVER = {
+    "fastapi",
+    "h11",
+    "prometheus_client",
+    "pydantic",
+    "pydantic_core",
+    "starlette",
+    "uvicorn",
+}
 # Those that import the extra `chat`, when they are first used.
 CHAT = {"cllm.engine.template_sandbox", "cllm.engine.template_meter"}
 # Modules that run without an event loop and without libllama.
@@ -67,6 +79,7 @@ WITHOUT_ANYIO = {
         "sampling_params",
         "scheduler",
         "sequence",
+        "slots",
         "statistics",
         "submission",
         "template_meter",
@@ -132,6 +145,8 @@ def test_modules_import_the_libraries_their_room_may(path: Path) -> None:
     allowed = {"numpy", "anyio"}
     if is_inside(module, "cllm.cli"):
         allowed |= {"typer", "rich"}
+    if is_inside(module, "cllm.server"):
+        allowed |= SERVER
     if module in CHAT:
         allowed |= {"jinja2", "markupsafe"}
     if is_inside(module, "cllm.bindings") or module in WITHOUT_ANYIO:

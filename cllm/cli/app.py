@@ -11,6 +11,7 @@ import typer
 
 from cllm import CllmError
 from cllm.cli.demo import demo
+from cllm.cli.serve import serve
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -22,6 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(demo)
+app.command()(serve)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,9 @@
+"""One engine behind HTTP: OpenAI's endpoints, `/generate`, health, metrics.  Extra `server`.
+
+`create_app` gives an ASGI application; `cllm serve` runs it under a supervisor.
+"""
+
+from cllm.server.app import create_app
+from cllm.server.config import ServerConfig
+
+__all__ = ("ServerConfig", "create_app")

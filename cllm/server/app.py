@@ -1,0 +1,92 @@
+"""The application: one engine, its routes, and what stands around them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import anyio
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+
+from cllm import CllmError, Engine, EngineConfig, __version__
+from cllm.server import generate, info, openai
+from cllm.server.config import ServerConfig
+from cllm.server.limits import Limits
+from cllm.server.metrics import AnswerCounter
+from cllm.server.problems import Problem, answer_problem
+from cllm.server.state import ServerState
+
+logger = logging.getLogger("cllm.server")
+
+
+def create_app(
+    engine: EngineConfig | None = None,
+    config: ServerConfig | None = None,
+    *,
+    on_failed: Callable[[], None] = lambda: None,
+) -> FastAPI:
+    """An ASGI application that serves one model.
+
+    It answers from the start on: 503 until the model is loaded.
+
+    Parameters
+    ----------
+    engine : EngineConfig, optional
+        None: the embedded model.
+    config : ServerConfig, optional
+    on_failed : callable
+        Called when the model cannot be loaded.
+    """
+    config = ServerConfig() if config is None else config
+    state = ServerState(config)
+
+    async def serve(stopping: anyio.Event, *, engine: Engine) -> None:
+        try:
+            async with engine:
+                state.metrics.watch(engine.statistics)
+                state.engine = engine
+                logger.info("serving %s", engine.config.model_path.name)
+                await stopping.wait()
+                await engine.drain(config.drain_timeout_s)
+        except CllmError as error:
+            state.failure = error
+            logger.error("%s", error)
+            on_failed()
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        stopping = anyio.Event()
+        made = Engine(config=EngineConfig() if engine is None else engine)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lambda: serve(stopping, engine=made))
+            try:
+                yield
+            finally:
+                state.is_draining = True
+                stopping.set()
+
+    app = FastAPI(
+        title="cllm",
+        version=__version__,
+        summary="One llama.cpp model behind HTTP",
+        lifespan=lifespan,
+    )
+    app.state.server = state
+    for routes in (generate, openai, info):
+        app.include_router(routes.router)
+    for error in (CllmError, Problem, HTTPException, RequestValidationError):
+        app.add_exception_handler(error, answer_problem)
+    if config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(config.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type", "X-Request-ID"],
+        )
+    app.add_middleware(Limits, config=config)
+    app.add_middleware(AnswerCounter, metrics=state.metrics)
+    return app

@@ -1,0 +1,59 @@
+"""ServerConfig: everything about the server that is settled before it starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The settings of a server; those of its engine are an `EngineConfig`.
+
+    Parameters
+    ----------
+    host : str
+        On a loopback address only requests that name a loopback host are answered: a web page
+        cannot reach the server under a name of its own.
+    port : int
+        0 takes a free one.
+    api_key : str, optional
+        Asked for as `Authorization: Bearer …`, except by `/health`.
+    model_name : str, optional
+        What `/v1/models` says; by default the name of the file.
+    allow_grammar : bool
+        Take raw GBNF: see SECURITY.md.
+    cors_origins : tuple of str
+        Web pages that may use the server; none by default.
+    log_prompts : bool
+        Put prompts and answers into the log.
+    max_body_bytes, max_header_bytes : int
+    header_timeout_s, body_timeout_s : float
+        For a client to send all of its headers, all of its body.
+    write_timeout_s : float
+        For a client to take what was sent to it; then it is cut off.
+    keep_alive_s : float
+        An idle connection is closed after it.
+    drain_timeout_s : float
+        After SIGTERM, for what runs to finish.
+    max_n, max_prompts, max_logprobs, max_messages : int
+        Caps for one request.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 18081
+    api_key: str | None = None
+    model_name: str | None = None
+    allow_grammar: bool = False
+    cors_origins: tuple[str, ...] = ()
+    log_prompts: bool = False
+    max_body_bytes: int = 4 << 20
+    max_header_bytes: int = 32 << 10
+    header_timeout_s: float = 10.0
+    body_timeout_s: float = 30.0
+    write_timeout_s: float = 30.0
+    keep_alive_s: float = 30.0
+    drain_timeout_s: float = 30.0
+    max_n: int = 16
+    max_prompts: int = 64
+    max_logprobs: int = 20
+    max_messages: int = 1024

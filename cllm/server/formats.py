@@ -1,0 +1,188 @@
+"""Completions and deltas in the shapes of OpenAI's API.  Pure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from cllm import Completion, FinishReason, TokenDelta, TokenLogprob
+
+LOWEST = -9999.0  # OpenAI's stand-in for a probability of 0: JSON has no infinity
+
+
+class Format(Protocol):
+    """The shape of one endpoint's answers."""
+
+    def chunks(self, index: int, delta: TokenDelta) -> Iterator[dict[str, Any]]:
+        """The events for one delta of the choice `index`."""
+
+    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """The event before the last, if usage is wanted."""
+
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """The whole answer."""
+
+
+def finish_reason_of(reason: FinishReason | None) -> str | None:
+    """OpenAI knows `stop` and `length`: a deadline is a length in time."""
+    if reason is None:
+        return None
+    return "stop" if reason is FinishReason.STOP else "length"
+
+
+def usage_of(completions: Sequence[Completion]) -> dict[str, Any]:
+    """Tokens of all choices; a prompt counts once, however many choices it has."""
+    prompts = {c.prompt_token_ids: c.usage for c in reversed(completions)}
+    n_prompt = sum(usage.n_prompt for usage in prompts.values())
+    n_output = sum(c.usage.n_output for c in completions)
+    return {
+        "prompt_tokens": n_prompt,
+        "completion_tokens": n_output,
+        "total_tokens": n_prompt + n_output,
+        "prompt_tokens_details": {"cached_tokens": sum(u.n_cached for u in prompts.values())},
+    }
+
+
+class _Common:
+    def __init__(self, prefix: str, kind: str, request_id: str, model: str) -> None:
+        self._head = {
+            "id": f"{prefix}-{request_id}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
+        return {**self._chunk_head, "choices": [], "usage": usage}
+
+    @property
+    def _chunk_head(self) -> dict[str, Any]:
+        return self._head
+
+
+class CompletionFormat(_Common):
+    """`text_completion`.
+
+    Parameters
+    ----------
+    echoes : sequence of str
+        What comes before the text of each choice.
+    """
+
+    def __init__(self, request_id: str, model: str, echoes: Sequence[str]) -> None:
+        super().__init__("cmpl", "text_completion", request_id, model)
+        self._echoes = list(echoes)
+        self._offsets = [len(echo) for echo in echoes]
+
+    def chunks(self, index: int, delta: TokenDelta) -> Iterator[dict[str, Any]]:
+        """See `Format`."""
+        text, self._echoes[index] = self._echoes[index] + delta.text, ""
+        reason = finish_reason_of(delta.finish_reason)
+        yield {**self._head, "choices": [self._choice(index, text, delta.logprobs, reason)]}
+
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """See `Format`."""
+        choices = [
+            self._choice(i, self._echoes[i] + c.text, c.logprobs, finish_reason_of(c.finish_reason))
+            for i, c in enumerate(completions)
+        ]
+        return {**self._head, "choices": choices, "usage": usage_of(completions)}
+
+    def _choice(
+        self,
+        index: int,
+        text: str,
+        logprobs: Sequence[TokenLogprob] | None,
+        reason: str | None,
+    ) -> dict[str, Any]:
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": None if logprobs is None else self._logprobs(index, logprobs),
+            "finish_reason": reason,
+        }
+
+    def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        offsets = []
+        for logprob in logprobs:
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(logprob.bytes.decode("utf-8", "replace"))
+        return {
+            "tokens": [p.text for p in logprobs],
+            "token_logprobs": [_finite(p) for p in logprobs],
+            "top_logprobs": [{t.text: _finite(t) for t in p.top} for p in logprobs],
+            "text_offset": offsets,
+        }
+
+
+class ChatFormat(_Common):
+    """`chat.completion`, and `chat.completion.chunk` for its parts."""
+
+    def __init__(self, request_id: str, model: str) -> None:
+        super().__init__("chatcmpl", "chat.completion", request_id, model)
+        self._begun: set[int] = set()
+
+    @property
+    def _chunk_head(self) -> dict[str, Any]:
+        return {**self._head, "object": "chat.completion.chunk"}
+
+    def chunks(self, index: int, delta: TokenDelta) -> Iterator[dict[str, Any]]:
+        """See `Format`."""
+        if index not in self._begun:
+            self._begun.add(index)
+            yield self._chunk(index, {"role": "assistant", "content": ""})
+        reason = finish_reason_of(delta.finish_reason)
+        if delta.text or delta.logprobs:
+            yield self._chunk(index, {"content": delta.text}, delta.logprobs)
+        if reason is not None:
+            yield self._chunk(index, {}, reason=reason)
+
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        logprobs: Sequence[TokenLogprob] | None = None,
+        reason: str | None = None,
+    ) -> dict[str, Any]:
+        choice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": _chat_logprobs(logprobs),
+            "finish_reason": reason,
+        }
+        return {**self._chunk_head, "choices": [choice]}
+
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """See `Format`."""
+        choices = [
+            {
+                "index": i,
+                "message": {"role": "assistant", "content": c.text, "refusal": None},
+                "logprobs": _chat_logprobs(c.logprobs),
+                "finish_reason": finish_reason_of(c.finish_reason),
+            }
+            for i, c in enumerate(completions)
+        ]
+        return {**self._head, "choices": choices, "usage": usage_of(completions)}
+
+
+def _chat_logprobs(logprobs: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
+    if logprobs is None:
+        return None
+    content = [
+        {**_chat_logprob(p), "top_logprobs": [_chat_logprob(t) for t in p.top]} for p in logprobs
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _chat_logprob(logprob: TokenLogprob) -> dict[str, Any]:
+    return {
+        "token": logprob.text,
+        "logprob": _finite(logprob),
+        "bytes": list(logprob.bytes),
+    }
+
+
+def _finite(logprob: TokenLogprob) -> float:
+    return max(logprob.logprob, LOWEST)

@@ -1,0 +1,50 @@
+"""`/health`, `/metrics`, `/slots`: for operators."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import APIRouter, Request
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import JSONResponse, Response
+
+from cllm import EngineStatus
+from cllm.server.problems import RETRY_AFTER_S
+from cllm.server.state import state_of
+
+router = APIRouter(tags=["operation"])
+
+
+@router.get("/health", summary="Whether requests are served")
+async def health(request: Request) -> JSONResponse:
+    """200 only while requests are served and the inference thread's heart beats."""
+    state = state_of(request)
+    answer: dict[str, Any]
+    if state.engine is None:
+        failure = state.failure
+        reason = "the model is being loaded" if failure is None else str(failure)
+        status = EngineStatus.STARTING if failure is None else EngineStatus.FAILED
+        answer = {"status": status, "reason": reason}
+    else:
+        now = state.engine.health()
+        answer = {"status": now.status, "heartbeat_age_s": round(now.heartbeat_age_s, 3)}
+        if now.reason:
+            answer["reason"] = now.reason
+        if state.is_draining:
+            answer = {"status": EngineStatus.DRAINING, "reason": "the server is shutting down"}
+    if answer["status"] == EngineStatus.READY:
+        return JSONResponse({**answer, "status": "ok"})
+    return JSONResponse(answer, 503, headers={"Retry-After": str(RETRY_AFTER_S)})
+
+
+@router.get("/metrics", summary="Prometheus metrics")
+async def metrics(request: Request) -> Response:
+    """Prometheus' text format."""
+    return Response(state_of(request).metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/slots", summary="Every seq_id and who holds it")
+async def slots(request: Request) -> list[dict[str, Any]]:
+    """Sequences with their requests, positions and cells."""
+    return [asdict(slot) for slot in await state_of(request).serving.slots()]

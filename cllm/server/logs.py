@@ -1,0 +1,42 @@
+"""Logging of a server, for people or for programs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+
+LEVELS = ("critical", "error", "warning", "info", "debug")
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter`."""
+        line = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+def configure_logging() -> None:
+    """Log to stderr, by `CLLM_LOG_LEVEL` and `CLLM_LOG_FORMAT` (`console` or `json`)."""
+    level = os.environ.get("CLLM_LOG_LEVEL", "info").lower()
+    handler = logging.StreamHandler(sys.stderr)
+    if os.environ.get("CLLM_LOG_FORMAT") == "json":
+        handler.setFormatter(JsonFormatter())
+    else:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s"))
+    logging.basicConfig(
+        level=level.upper() if level in LEVELS else "INFO", handlers=[handler], force=True
+    )
+    # What llama.cpp, the loop and connections say at these levels would bury the requests.
+    for name in ("asyncio", "cllm.llama", "uvicorn.error"):
+        logging.getLogger(name).setLevel(logging.WARNING)

@@ -1,0 +1,121 @@
+"""Prometheus metrics: histograms of requests, and the engine's own statistics when asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cllm import Completion, EngineStatistics
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+GAP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+
+GAUGES = {
+    "requests_waiting": ("n_waiting", "Requests without a place in the batch"),
+    "requests_running": ("n_running", "Requests in the batch"),
+    "requests_paused": ("n_paused", "Requests whose reader has stopped"),
+    "kv_cells": ("n_kv_cells", "KV cells in all"),
+    "kv_cells_used": ("n_kv_cells_used", "KV cells of live requests"),
+    "kv_cells_cached": ("n_kv_cells_cached", "KV cells of cached prefixes"),
+    "sequences_used": ("n_seq_ids_used", "seq_ids of live requests"),
+    "uptime_seconds": ("uptime_s", "Since the engine was started"),
+}
+COUNTERS = {
+    "ticks": ("n_ticks", "Decodes"),
+    "prompt_tokens": ("n_prefill_tokens", "Prompt tokens computed"),
+    "prompt_tokens_cached": ("n_cached_tokens", "Prompt tokens shared instead of computed"),
+    "output_tokens": ("n_output_tokens", "Tokens sampled"),
+    "preemptions": ("n_preemptions", "Sequences sent back to the queue"),
+    "swaps": ("n_swaps", "Preempted sequences whose cells were saved"),
+    "evictions": ("n_evictions", "Cached prefixes given up"),
+    "rebuilds": ("n_rebuilds", "Contexts made anew after a failure"),
+    "gil_handovers": ("n_gil_handovers", "Calls that gave the GIL away"),
+}
+
+
+class Metrics:
+    """The metrics of one server.  Event loop only."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._statistics: Callable[[], EngineStatistics] | None = None
+        self._registry.register(self)
+
+        def histogram(name: str, what: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
+            return Histogram(f"cllm_{name}_seconds", what, buckets=buckets, registry=self._registry)
+
+        self._ttft = histogram("time_to_first_token", "Submission to first token")
+        self._itl = histogram("inter_token_latency", "Between two tokens", GAP_SECONDS)
+        self._queue = histogram("queue_time", "Submission to admission")
+        self._total = histogram("request_duration", "Submission to the last token")
+        self._http = Counter(
+            "cllm_http_responses", "Answers", ("route", "status"), registry=self._registry
+        )
+
+    def watch(self, statistics: Callable[[], EngineStatistics]) -> None:
+        """Report these statistics from now on."""
+        self._statistics = statistics
+
+    def gap(self, seconds: float) -> None:
+        """A token came so long after the one before."""
+        self._itl.observe(seconds)
+
+    def finished(self, completion: Completion) -> None:
+        """A request has ended."""
+        timings = completion.timings
+        self._queue.observe(timings.queued_s)
+        self._total.observe(timings.total_s)
+        if timings.ttft_s is not None:
+            self._ttft.observe(timings.ttft_s)
+
+    def answered(self, route: str, status: int) -> None:
+        """An answer has been begun."""
+        self._http.labels(route, str(status)).inc()
+
+    def text(self) -> bytes:
+        """All of it, in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """What the engine counts, as it is now; called by the registry."""
+        if self._statistics is None:
+            return
+        now = self._statistics()
+        for name, (field, what) in GAUGES.items():
+            yield GaugeMetricFamily(f"cllm_{name}", what, value=getattr(now, field))
+        for name, (field, what) in COUNTERS.items():
+            yield CounterMetricFamily(f"cllm_{name}", what, value=getattr(now, field))
+        finished = CounterMetricFamily("cllm_requests_finished", "By reason", labels=("reason",))
+        for reason, n_requests in now.n_finished.items():
+            finished.add_metric([reason.value], n_requests)
+        yield finished
+        stages = CounterMetricFamily("cllm_tick_seconds", "Time of ticks", labels=("stage",))
+        for stage in ("plan", "decode", "sample", "detokenize", "deliver"):
+            stages.add_metric([stage], getattr(now.tick_times, f"{stage}_s"))
+        yield stages
+
+
+class AnswerCounter:
+    """ASGI middleware: counts answers by route and status."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def counting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                # The path of the route, not of the request: strangers must not make labels.
+                route = getattr(scope.get("route"), "path", "none")
+                self._metrics.answered(route, message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counting)

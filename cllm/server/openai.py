@@ -1,0 +1,187 @@
+"""OpenAI's endpoints: completions, chat completions, models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from cllm import Engine, SamplingParams, TokenDelta, TokenStream
+from cllm.server.body import SafeRoute
+from cllm.server.formats import ChatFormat, CompletionFormat, Format, usage_of
+from cllm.server.generate import check_logprobs
+from cllm.server.problems import invalid
+from cllm.server.replies import Writer
+from cllm.server.running import run_streams
+from cllm.server.schemas import (
+    ChatBody,
+    ChatFields,
+    CompletionBody,
+    CompletionFields,
+    apply_response_format,
+    sampling_of,
+)
+from cllm.server.state import ServerState, log_request, request_id_of, state_of
+
+router = APIRouter(prefix="/v1", route_class=SafeRoute, tags=["OpenAI"])
+
+Prompt = str | Sequence[int]
+MAX_SEED = 2**32 - 2
+# OpenAI's default for completions; chats go on until the model ends them.
+COMPLETION_MAX_TOKENS = 16
+
+
+@router.get("/models", summary="The model")
+async def models(request: Request) -> dict[str, Any]:
+    """The one model that is served."""
+    state = state_of(request)
+    info = state.serving.model
+    model = {
+        "id": state.model_name,
+        "object": "model",
+        "created": state.started_at,
+        "owned_by": "cllm",
+        "meta": {
+            "n_params": info.n_params,
+            "n_vocab": info.n_vocab,
+            "n_ctx": info.n_ctx,
+            "n_ctx_train": info.n_ctx_train,
+            "size_bytes": info.size_bytes,
+        },
+    }
+    return {"object": "list", "data": [model]}
+
+
+@router.post("/completions", summary="Complete prompts")
+async def completions(body: CompletionBody, request: Request) -> Response:
+    """OpenAI's completions: `n` of each prompt, which is computed once."""
+    state, request_id = state_of(request), request_id_of(request)
+    engine = state.serving
+    prompts = _prompts(body, state)
+    params = _params(body, state, default_max_tokens=COMPLETION_MAX_TOKENS)
+    if body.echo and params.logprobs is not None:
+        raise invalid("echo", "cannot be combined with logprobs; use prompt_logprobs of /generate")
+    streams = [
+        engine.stream(prompt, _seeded(params, i), **_options(body, request_id, number, i))
+        for number, prompt in enumerate(prompts)
+        for i in range(body.n)
+    ]
+    log_request(state, request_id, body.prompt)
+    echoes = [await _echo(engine, prompt) if body.echo else "" for prompt in prompts]
+    form = CompletionFormat(
+        request_id, state.model_name, [echo for echo in echoes for _ in range(body.n)]
+    )
+    return _answer(state, body, streams, form)
+
+
+@router.post("/chat/completions", summary="Answer a chat")
+async def chat_completions(body: ChatBody, request: Request) -> Response:
+    """OpenAI's chat completions, by the model's own template."""
+    state, request_id = state_of(request), request_id_of(request)
+    engine = state.serving
+    if len(body.messages) > state.config.max_messages:
+        raise invalid("messages", f"at most {state.config.max_messages}")
+    if body.tool_choice not in (None, "auto", "none"):
+        raise invalid("tool_choice", 'must be "auto" or "none": calls are not parsed yet')
+    n_top = (body.top_logprobs or 0) if body.logprobs else None
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("top_logprobs", "needs logprobs to be true")
+    params = _params(body, state, logprobs=n_top)
+    tools = None if body.tool_choice == "none" else body.tools
+    streams = [
+        engine.stream_chat(
+            body.messages,
+            _seeded(params, i),
+            tools=tools,
+            add_generation_prompt=body.add_generation_prompt,
+            chat_template_kwargs=body.chat_template_kwargs,
+            **_options(body, request_id, 0, i),
+        )
+        for i in range(_n(body, state))
+    ]
+    log_request(state, request_id, body.messages)
+    return _answer(state, body, streams, ChatFormat(request_id, state.model_name))
+
+
+def _answer(
+    state: ServerState,
+    body: CompletionFields | ChatFields,
+    streams: Sequence[TokenStream],
+    form: Format,
+) -> Response:
+    wants_usage = body.stream_options is not None and body.stream_options.include_usage
+
+    async def produce(writer: Writer) -> None:
+        async def on_delta(index: int, delta: TokenDelta) -> None:
+            for chunk in form.chunks(index, delta):
+                await writer.event(chunk)
+
+        done = await run_streams(streams, state.metrics, on_delta if body.stream else None)
+        if not body.stream:
+            await writer.json(form.whole(done))
+            return
+        if wants_usage:
+            await writer.event(form.usage_chunk(usage_of(done)))
+        await writer.end()
+
+    return state.reply(produce)
+
+
+def _params(
+    body: CompletionFields | ChatFields,
+    state: ServerState,
+    *,
+    default_max_tokens: int | None = None,
+    **changes: Any,
+) -> SamplingParams:
+    changes.update(apply_response_format(body.response_format))
+    if body.max_completion_tokens is not None:
+        changes["max_tokens"] = body.max_completion_tokens
+    elif "max_tokens" not in body.model_fields_set and default_max_tokens is not None:
+        changes["max_tokens"] = default_max_tokens
+    params = sampling_of(body, allow_grammar=state.config.allow_grammar, **changes)
+    check_logprobs(state, params)
+    return params
+
+
+def _seeded(params: SamplingParams, index: int) -> SamplingParams:
+    """The parameters of the i-th of n: each draws its own numbers."""
+    if params.seed is None or index == 0:
+        return params
+    return replace(params, seed=(params.seed + index) % (MAX_SEED + 1))
+
+
+def _n(body: CompletionFields | ChatFields, state: ServerState) -> int:
+    if not 1 <= body.n <= state.config.max_n:
+        raise invalid("n", f"is {body.n}, must be 1 to {state.config.max_n}")
+    return body.n
+
+
+def _prompts(body: CompletionFields, state: ServerState) -> list[Prompt]:
+    """One prompt, or several."""
+    _n(body, state)
+    given: Any = body.prompt
+    is_list = isinstance(given, list) and given and not isinstance(given[0], int)
+    prompts: list[Prompt] = given if is_list else [given]
+    if len(prompts) * body.n > state.config.max_prompts:
+        limit = f"prompts times n must be at most {state.config.max_prompts}"
+        raise invalid("prompt", limit)
+    return prompts
+
+
+def _options(
+    body: CompletionFields | ChatFields, request_id: str, number: int, index: int
+) -> dict[str, Any]:
+    is_first = not (number or index)
+    return {
+        "priority": body.priority,
+        "timeout": body.timeout,
+        "request_id": request_id if is_first else f"{request_id}-{number}-{index}",
+    }
+
+
+async def _echo(engine: Engine, prompt: Prompt) -> str:
+    return prompt if isinstance(prompt, str) else await engine.detokenize(prompt)

@@ -1,0 +1,121 @@
+"""What went wrong, as OpenAI's clients read it: `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from cllm import (
+    CllmError,
+    ClosedError,
+    EngineFailedError,
+    GenerationError,
+    InvalidArgumentError,
+    InvalidRequestError,
+    PromptTooLongError,
+    QueueFullError,
+)
+
+RETRY_AFTER_S = 1
+KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class Problem(Exception):
+    """An answer that is an error.
+
+    Attributes
+    ----------
+    status : int
+    param : str or None
+        The field that is wrong.
+    code : str or None
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, object]:
+        """The object that is sent."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {
+            "error": {
+                "message": str(self),
+                "type": KINDS.get(self.status, kind),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    @property
+    def response(self) -> JSONResponse:
+        """As a whole answer."""
+        return JSONResponse(self.body, self.status, headers=self.headers)
+
+
+def invalid(param: str, message: str) -> Problem:
+    """What a client sent is wrong, in this field."""
+    return Problem(400, f"{param}: {message}", param=param)
+
+
+def problem_of(error: BaseException) -> Problem:
+    """The answer to any exception.  Never a 5xx for what a client sent."""
+    retry = {"Retry-After": str(RETRY_AFTER_S)}
+    match error:
+        case Problem():
+            return error
+        case PromptTooLongError():
+            return Problem(400, str(error), param="prompt", code="context_length_exceeded")
+        case InvalidRequestError() | InvalidArgumentError():
+            return Problem(400, str(error), param=error.field)
+        case QueueFullError(retry_after_s=seconds):
+            return Problem(
+                429, str(error), code="queue_full", headers={"Retry-After": f"{math.ceil(seconds)}"}
+            )
+        case ClosedError() | EngineFailedError():
+            return Problem(503, str(error), code="unavailable", headers=retry)
+        case GenerationError():
+            cause = error.__cause__
+            if isinstance(cause, CllmError | ValueError):
+                # What was asked for cannot be followed: a constraint, a ban of every token.
+                return Problem(400, str(cause), code="generation_failed")
+            return Problem(500, str(error), code="generation_failed")
+        case HTTPException():
+            headers = error.headers
+            return Problem(error.status_code, str(error.detail), headers=headers)
+        case RequestValidationError():
+            return _of_validation(error)
+        case CllmError():
+            return Problem(500, str(error))
+    return Problem(500, "internal error")
+
+
+def _of_validation(error: RequestValidationError) -> Problem:
+    first = error.errors()[0]
+    place = [str(part) for part in first["loc"] if part != "body"]
+    # A union is tried member by member, and each adds its own name: the field comes first.
+    param = place[0] if place else None
+    message = str(first["msg"])
+    return Problem(400, f"{'.'.join(place)}: {message}" if place else message, param=param)
+
+
+async def answer_problem(request: Request, error: Exception) -> JSONResponse:
+    """The exception handler of the application."""
+    return problem_of(error).response

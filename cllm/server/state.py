@@ -1,0 +1,85 @@
+"""What the routes of one server share."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from starlette.requests import Request
+
+from cllm import Engine
+from cllm.server.config import ServerConfig
+from cllm.server.metrics import Metrics
+from cllm.server.problems import RETRY_AFTER_S, Problem
+from cllm.server.replies import Reply, Writer
+
+logger = logging.getLogger("cllm.server")
+
+
+class ServerState:
+    """The engine, once it is loaded, and everything about the server.
+
+    Attributes
+    ----------
+    engine : Engine or None
+    failure : BaseException or None
+        Why it was not loaded.
+    is_draining : bool
+        The server is shutting down: what runs may finish.
+    started_at : int
+        Unix time.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.config = config
+        self.metrics = Metrics()
+        self.engine: Engine | None = None
+        self.failure: BaseException | None = None
+        self.is_draining = False
+        self.started_at = int(time.time())
+
+    @property
+    def serving(self) -> Engine:
+        """The engine.
+
+        Raises
+        ------
+        Problem
+            503: it is loading, draining, or has failed to load.
+        """
+        if self.engine is not None and not self.is_draining:
+            return self.engine
+        reason = "the server is shutting down" if self.is_draining else "the model is being loaded"
+        if self.failure is not None:
+            reason = f"the model was not loaded: {self.failure}"
+        raise Problem(503, reason, code="unavailable", headers={"Retry-After": str(RETRY_AFTER_S)})
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model."""
+        if self.config.model_name is not None:
+            return self.config.model_name
+        return self.serving.config.model_path.stem
+
+    def reply(self, produce: Callable[[Writer], Awaitable[None]]) -> Reply:
+        """An answer that is given up when its client leaves."""
+        return Reply(produce, write_timeout_s=self.config.write_timeout_s)
+
+
+def state_of(request: Request) -> ServerState:
+    """The state of the server that got this request."""
+    state: ServerState = request.app.state.server
+    return state
+
+
+def request_id_of(request: Request) -> str:
+    """The id that the client gave, or got."""
+    request_id: str = request.state.request_id
+    return request_id
+
+
+def log_request(state: ServerState, request_id: str, prompt: object) -> None:
+    """A request has come in; what it says is nobody's business unless asked for."""
+    if state.config.log_prompts:
+        logger.info("request %s: %r", request_id, prompt)

@@ -1,0 +1,108 @@
+"""The process that serves: uvicorn, the application, the engine.
+
+`python -m cllm.server.worker FD` reads its settings as one JSON line from standard input (an API
+key on the command line could be read by everybody) and serves on the listening socket FD.  When
+standard input ends, so does the process: nobody supervises it any more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from typing import Any
+
+import uvicorn
+
+from cllm import EngineConfig
+from cllm.server.app import create_app
+from cllm.server.config import ServerConfig
+from cllm.server.logs import configure_logging
+from cllm.server.protocol import protocol_with
+
+STDIN = 0
+
+
+def serve(engine: EngineConfig, config: ServerConfig, listener: socket.socket) -> int:
+    """Serve until SIGTERM or SIGINT; the exit code.
+
+    SIGTERM and the first SIGINT let what runs finish; the second SIGINT is at once.
+    """
+
+    def on_failed() -> None:
+        server.should_exit = True
+
+    app = create_app(engine, config, on_failed=on_failed)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            http=protocol_with(config.header_timeout_s),
+            h11_max_incomplete_event_size=config.max_header_bytes,
+            timeout_keep_alive=int(config.keep_alive_s),
+            timeout_graceful_shutdown=max(1, int(config.drain_timeout_s)),
+            lifespan="on",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+        )
+    )
+    # uvicorn raises the signal that ended it once more: SIGTERM has been heard then.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    server.run(sockets=[listener])
+    return 1 if app.state.server.failure is not None else 0
+
+
+def settings_line(engine: EngineConfig, config: ServerConfig) -> bytes:
+    """The settings as the worker reads them."""
+    values = {
+        "engine": {f.name: getattr(engine, f.name) for f in dataclasses.fields(engine)},
+        "server": dataclasses.asdict(config),
+    }
+    return json.dumps(values, default=str).encode() + b"\n"
+
+
+def read_settings(line: bytes) -> tuple[EngineConfig, ServerConfig]:
+    """What `settings_line` wrote."""
+    values: dict[str, dict[str, Any]] = json.loads(line)
+    server = values["server"]
+    server["cors_origins"] = tuple(server["cors_origins"])
+    return EngineConfig(**values["engine"]), ServerConfig(**server)
+
+
+def _stop_with_the_supervisor() -> None:
+    """Ask this process to stop when nobody holds the other end of standard input."""
+    while os.read(STDIN, 1):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _read_line() -> bytes:
+    """The first line of standard input.  Unbuffered: Python ends badly while a thread reads."""
+    line = b""
+    while not line.endswith(b"\n"):
+        if not (data := os.read(STDIN, 1 << 16)):
+            raise EOFError("no settings")
+        line += data
+    return line
+
+
+def main() -> int:
+    """The worker's main function."""
+    configure_logging()
+    engine, config = read_settings(_read_line())
+    threading.Thread(target=_stop_with_the_supervisor, name="cllm-supervised", daemon=True).start()
+    logging.getLogger("cllm.server").debug("worker %d", os.getpid())
+    try:
+        return serve(engine, config, socket.socket(fileno=int(sys.argv[1])))
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
