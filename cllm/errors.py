@@ -138,7 +138,10 @@ class _FieldError(CllmError, ValueError):
     """
 
     def __init__(self, field: str, value: object, limit: str) -> None:
-        shown = repr(value)
+        try:
+            shown = repr(value)
+        except (RecursionError, ValueError):  # too deep, too many digits
+            shown = f"a {type(value).__name__}"
         if len(shown) > 80:
             shown = shown[:77] + "..."
         super().__init__(f"{field} is {shown}, must be {limit}")

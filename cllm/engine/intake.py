@@ -119,6 +119,9 @@ class Intake:
         for field, tokens in (("prompt", before), ("continuation", after)):
             if not tokens:
                 raise InvalidRequestError(field, "", "at least one token")
+        n_vocab = self._check_serving().n_tokens
+        if max(after) >= n_vocab:
+            raise InvalidRequestError("continuation", max(after), f"token ids 0 to {n_vocab - 1}")
         return RequestCall(
             prompt=(*before, *after),
             params=SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0),

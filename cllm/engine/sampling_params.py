@@ -345,7 +345,9 @@ def _schema(given: object) -> str | None:
             schema = dict(given)
         else:
             raise error("json_schema", given, "a mapping, or one as JSON text")
-        text, depth = json.dumps(schema, allow_nan=False), _depth(schema)
+        # Hardly ever longer than it was given.
+        text = json.dumps(schema, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+        depth = _depth(schema)
     except (ValueError, TypeError, RecursionError) as cause:
         if isinstance(cause, InvalidRequestError):
             raise
@@ -360,5 +362,6 @@ def _schema(given: object) -> str | None:
 
 def _depth(value: object) -> int:
     """Levels of a JSON value."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return 1 + max(map(_depth, inner), default=0)
+    if isinstance(value, dict):
+        value = list(value.values())
+    return 1 + max(map(_depth, value), default=0) if isinstance(value, list | tuple) else 1
