@@ -15,7 +15,7 @@ from cllm.engine.grammar_trial import GrammarTrial
 from cllm.engine.guidance import Guidance
 from cllm.engine.sampling_params import SamplingParams
 from cllm.engine.worker_thread import WorkerThread
-from cllm.errors import CllmError, InvalidRequestError, RequestError
+from cllm.errors import InvalidRequestError, RequestError
 
 
 class ConstraintCompiler:
@@ -80,5 +80,5 @@ class ConstraintCompiler:
             return await self._worker.run(call)
         except RequestError:
             raise
-        except CllmError as error:
+        except Exception as error:  # llguidance is not installed, or has a bug
             raise InvalidRequestError(field, text, f"left out: {error}") from error

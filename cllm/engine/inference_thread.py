@@ -124,13 +124,24 @@ class InferenceThread:
     def _run(self) -> None:
         try:
             with ExitStack() as owned:  # freed in reverse order: context, adapters, model
-                self._serve(owned)
-        except BaseException as error:
-            self.failure = error
-            logger.debug("the inference thread ends", exc_info=True)
+                try:
+                    self._serve(owned)
+                except BaseException as error:
+                    self.failure = error
+                    logger.debug("the inference thread ends", exc_info=True)
+                    self._outbox.post([Stopped(error)])
+                    # Another thread may be inside a call of the vocabulary: free nothing before
+                    # everybody has been told and asks for it.
+                    self._await_shutdown()
         finally:
             self.model = self._decoder = self._busy_since = None
-            self._outbox.post([Stopped(self.failure)])
+            if self.failure is None:
+                self._outbox.post([Stopped(None)])
+
+    def _await_shutdown(self) -> None:
+        self._busy_since = None
+        while not self._stopping:
+            self._inbox.drain(wait=True)
 
     def _serve(self, owned: ExitStack) -> None:
         core, model_info = self._load(owned)

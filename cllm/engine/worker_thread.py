@@ -77,6 +77,8 @@ class WorkerThread:
                 result = call()
             except Exception as caught:
                 error = caught
+            except BaseException as caught:  # a panic of a Rust library, a SystemExit
+                error = RuntimeError(f"{type(caught).__name__}: {caught}")
             self._outbox.post((reply, result, error))
 
 
