@@ -1,7 +1,7 @@
 """ConstraintCompiler: what a request may be constrained by, checked and compiled off the event loop.
 
-Event loop only.  A grammar is a text until the inference thread makes a sampler of it, for that is
-llama.cpp's own: here it is looked through, and tried in a process of its own.
+Event loop only.  Everything is tried in another process first.  A grammar stays a text until the
+inference thread makes a sampler of it, for that is llama.cpp's own.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 from cllm.bindings import Vocabulary
 from cllm.engine.constraint import CompiledConstraint
+from cllm.engine.constraint_trial import ConstraintTrial
 from cllm.engine.gbnf import check_gbnf
-from cllm.engine.grammar_trial import GrammarTrial
 from cllm.engine.guidance import Guidance
 from cllm.engine.sampling_params import SamplingParams
 from cllm.engine.worker_thread import WorkerThread
-from cllm.errors import InvalidRequestError, RequestError
+from cllm.errors import ClosedError, InvalidRequestError, RequestError
 
 
 class ConstraintCompiler:
@@ -32,14 +32,14 @@ class ConstraintCompiler:
     def __init__(self, check_serving: Callable[[], Vocabulary], *, n_threads: int) -> None:
         self._check_serving = check_serving
         self._n_threads = n_threads
-        self._trial: GrammarTrial | None = None
+        self._trials: dict[str, ConstraintTrial] = {}
         self._worker: WorkerThread | None = None
         self._guidance: Guidance | None = None
 
     async def aclose(self) -> None:
         """End what was begun."""
-        if self._trial is not None:
-            await self._trial.aclose()
+        for trial in self._trials.values():
+            await trial.aclose()
         if self._worker is not None:
             await self._worker.aclose()
 
@@ -52,33 +52,34 @@ class ConstraintCompiler:
             A constraint that cannot be used, or would cost too much.
         """
         if params.grammar is not None:
-            await self._try(params.grammar)
+            check_gbnf(params.grammar, self._check_serving().n_tokens)
+            await self._trial("llama.cpp").run(params.grammar)
         for field, text in (("json_schema", params.json_schema), ("regex", params.regex)):
             if text is not None:
                 assert isinstance(text, str)
                 return await self._compile(field, text)
         return None
 
-    async def _try(self, grammar: str) -> None:
-        vocabulary = self._check_serving()
-        check_gbnf(grammar, vocabulary.n_tokens)
-        if self._trial is None:
-            self._trial = GrammarTrial(vocabulary.path)
-        await self._trial.run(grammar)
+    def _trial(self, kind: str) -> ConstraintTrial:
+        if kind not in self._trials:
+            self._trials[kind] = ConstraintTrial(self._check_serving().path, kind)
+        return self._trials[kind]
 
     async def _compile(self, field: str, text: str) -> CompiledConstraint:
         vocabulary = self._check_serving()
         if self._worker is None:
             self._worker = WorkerThread("cllm-compiler")
 
-        def call() -> CompiledConstraint:
+        def prepare() -> Guidance:
             if self._guidance is None:
                 self._guidance = Guidance(vocabulary, self._n_threads)
-            return self._guidance.compile(field, text)
+            return self._guidance
 
         try:
-            return await self._worker.run(call)
-        except RequestError:
+            await self._worker.run(prepare)  # says what is missing before a process is started
+            await self._trial("llguidance").run(text, field)
+            return await self._worker.run(lambda: prepare().compile(field, text))
+        except (ClosedError, RequestError):
             raise
         except Exception as error:  # llguidance is not installed, or has a bug
             raise InvalidRequestError(field, text, f"left out: {error}") from error

@@ -1,9 +1,9 @@
-"""The process that tries grammars for `grammar_trial`, so that a bad one ends this process alone.
+"""The process of `constraint_trial`: a bad constraint ends this process alone.
 
-`python -m cllm.engine.grammar_helper MODEL_PATH MEMORY_BYTES` loads the vocabulary, says that it is
-ready, and answers each line of standard input with one of standard output, in JSON:
-`{"grammar": text}` with `{"error": null}` or with what the grammar should have been.  It may then
-take so much more memory, and it ends when standard input does.
+`python -m cllm.engine.constraint_helper KIND MODEL_PATH MEMORY_BYTES` loads the vocabulary, says that
+it is ready, and answers each line of standard input with one of standard output, in JSON:
+`{"field": …, "text": …}` with `{"error": null}` or with what the constraint should have been.  It may
+then take so much more memory, and it ends when standard input does.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from cllm.bindings import Candidates, Grammar, Model, Vocabulary
+from cllm.engine.guidance import Guidance
 from cllm.errors import CllmError, InvalidArgumentError
 
 N_STEPS = 32
@@ -30,7 +31,7 @@ STEP_S = 0.25
 START_ALARM_S, TRIAL_ALARM_S = 90, 10
 
 
-def main(model_path: str, memory_bytes: int) -> None:
+def main(kind: str, model_path: str, memory_bytes: int) -> None:
     """Answer until the input ends."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.alarm(START_ALARM_S)
@@ -43,8 +44,13 @@ def main(model_path: str, memory_bytes: int) -> None:
         print(json.dumps({"error": str(error)}), file=answers, flush=True)
         return
     with answers, model:
-        follower = GrammarFollower(model.vocab)
-        follower.fault("root ::= .*")  # the first walk is several times slower than the others
+        follower: GrammarFollower | GuidanceFollower
+        if kind == "llguidance":
+            follower = GuidanceFollower(model.vocab)
+        else:
+            follower = GrammarFollower(model.vocab)
+            # The first walk is several times slower than the others.
+            follower.fault("grammar", "root ::= .*")
         limit_memory(memory_bytes)
         reply: dict[str, str | None] = {"error": None}
         while True:
@@ -54,7 +60,7 @@ def main(model_path: str, memory_bytes: int) -> None:
             if not request:
                 return
             signal.alarm(TRIAL_ALARM_S)
-            reply = {"error": follower.fault(json.loads(request)["grammar"])}
+            reply = {"error": follower.fault(**json.loads(request))}
 
 
 def limit_memory(n_bytes: int) -> None:
@@ -81,7 +87,7 @@ class GrammarFollower:
         self._ends = np.array([vocabulary.is_eog(token) for token in range(n_vocab)])
         self._step_s = STEP_S * max(1.0, n_vocab / 100_000)
 
-    def fault(self, text: str) -> str | None:
+    def fault(self, field: str, text: str) -> str | None:
         """What the grammar should have been, if it is not."""
         try:
             grammar = Grammar(self._vocabulary, text)
@@ -115,5 +121,33 @@ class GrammarFollower:
         return None
 
 
+class GuidanceFollower:
+    """Follows schemas and regular expressions a while.  Their errors are told where they are used.
+
+    What it must not do is take for ever, or all memory: llguidance limits most of that by itself.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._guidance = Guidance(vocabulary, 1)
+
+    def fault(self, field: str, text: str) -> str | None:
+        """Nothing, if it comes back at all."""
+        deadline = time.monotonic() + WALK_S
+        try:
+            constraint = self._guidance.compile(field, text).start()
+            for n_tokens in range(N_STEPS):
+                (mask,) = self._guidance.masks([constraint])
+                if isinstance(mask, Exception) or time.monotonic() > deadline:
+                    break
+                mask[list(self._guidance.ends)] = False
+                (tokens,) = mask.nonzero()
+                if not len(tokens):
+                    break
+                constraint.accept(int(tokens[(7 * n_tokens + len(tokens) // 2) % len(tokens)]))
+        except CllmError:
+            pass
+        return None
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

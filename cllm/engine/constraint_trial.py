@@ -1,7 +1,8 @@
-"""GrammarTrial: grammars are compiled and followed a while in another process before they are used.
+"""ConstraintTrial: constraints are compiled and followed a while in another process first.
 
-A few bytes of GBNF can hang llama.cpp, exhaust the memory or end the process.  `gbnf` refuses what
-can be seen in the text; the rest is seen here, by `grammar_helper`, at the cost of that process.
+A few bytes of GBNF can hang llama.cpp, exhaust the memory or end the process, and `multipleOf` a
+large number does that to llguidance.  `gbnf` refuses what can be seen in a grammar; the rest is seen
+here, by `constraint_helper`, at the cost of that process.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 
 from cllm.errors import CllmError, ClosedError, InvalidRequestError
 
-HELPER = "cllm.engine.grammar_helper"
+HELPER = "cllm.engine.constraint_helper"
 START_S = 60.0
 TRIAL_S = 2.0
 EXIT_S = 1.0
@@ -29,10 +30,8 @@ MEMORY_BYTES = 512 << 20
 MAX_VERDICTS = 256
 MAX_ANSWER_BYTES = 1 << 16
 
-TOO_SLOW = f"one that llama.cpp can follow a while within {TRIAL_S:g} s"
-FATAL = (
-    f"one that llama.cpp can follow within {MEMORY_BYTES >> 20} MiB and without ending the process"
-)
+TOO_SLOW = f"one that can be followed a while within {TRIAL_S:g} s"
+FATAL = f"one that can be followed within {MEMORY_BYTES >> 20} MiB and without ending the process"
 
 # What reading from and writing to a process that has ended can raise, on either event loop.
 _GONE = (
@@ -44,8 +43,8 @@ _GONE = (
 )
 
 
-class GrammarTrial:
-    """Tries grammars, one at a time, in a process that is started when it is first needed.
+class ConstraintTrial:
+    """Tries constraints, one at a time, in a process that is started when it is first needed.
 
     Event loop only.  A verdict is remembered.
 
@@ -53,9 +52,12 @@ class GrammarTrial:
     ----------
     model_path : str
         Whose vocabulary counts.
+    kind : str
+        Who follows them: "llama.cpp" (`grammar`) or "llguidance" (`json_schema`, `regex`).
     """
 
-    def __init__(self, model_path: str) -> None:
+    def __init__(self, model_path: str, kind: str = "llama.cpp") -> None:
+        self._kind = kind
         self._model_path = str(Path(model_path).absolute())
         self._lock = anyio.Lock()
         self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()
@@ -64,8 +66,8 @@ class GrammarTrial:
         self._is_killed = False
         self._closed = False
 
-    async def run(self, text: str) -> None:
-        """Return if the grammar can be used.
+    async def run(self, text: str, field: str = "grammar") -> None:
+        """Return if the constraint can be used.
 
         The two seconds that a trial may take begin when the process is ready for it.  If the
         caller is cancelled, the process is ended and the next caller starts another.
@@ -78,19 +80,19 @@ class GrammarTrial:
             The process did not start.
         ClosedError
         """
-        key = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+        key = hashlib.sha256(f"{field} {text}".encode("utf-8", "surrogatepass")).digest()
         if key not in self._verdicts:
             async with self._lock:
                 if self._closed:
                     raise ClosedError("the engine is closed")
                 if key not in self._verdicts:
-                    self._verdicts[key] = await self._try(text)
+                    self._verdicts[key] = await self._try(field, text)
         self._verdicts.move_to_end(key)
         verdict = self._verdicts[key]
         while len(self._verdicts) > MAX_VERDICTS:
             self._verdicts.popitem(last=False)
         if verdict is not None:
-            raise InvalidRequestError("grammar", text[:60], verdict)
+            raise InvalidRequestError(field, text[:60], verdict)
 
     async def aclose(self) -> None:
         """End the process and wait for that; a trial that runs raises `ClosedError`."""
@@ -100,7 +102,7 @@ class GrammarTrial:
             async with self._lock:
                 await self._end()
 
-    async def _try(self, text: str) -> str | None:
+    async def _try(self, field: str, text: str) -> str | None:
         """The verdict of the process, or of its end."""
         if self._process is not None and self._process.returncode is not None:
             await self._end()
@@ -109,7 +111,7 @@ class GrammarTrial:
         answer = None
         try:
             with anyio.move_on_after(TRIAL_S):
-                answer = await self._ask(json.dumps({"grammar": text}))
+                answer = await self._ask(json.dumps({"field": field, "text": text}))
             return TOO_SLOW if answer is None else answer["error"]
         except _GONE:
             await self._see_its_end()
@@ -130,7 +132,10 @@ class GrammarTrial:
             # A process that was begun but not returned could not be ended.
             with anyio.CancelScope(shield=True):
                 process = self._process = await anyio.open_process(
-                    [sys.executable, "-P", "-m", HELPER, self._model_path, str(MEMORY_BYTES)],
+                    [
+                        *(sys.executable, "-P", "-m", HELPER),
+                        *(self._kind, self._model_path, str(MEMORY_BYTES)),
+                    ],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
@@ -153,7 +158,7 @@ class GrammarTrial:
         if self._closed:
             raise ClosedError("the engine was closed")
         if not is_ready:
-            raise CllmError(f"cannot start the process that tries grammars: {reason}")
+            raise CllmError(f"cannot start the process that tries constraints: {reason}")
 
     async def _ask(self, request: str) -> dict[str, str | None]:
         assert self._process is not None

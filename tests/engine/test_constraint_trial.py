@@ -1,4 +1,4 @@
-"""GrammarTrial finds what a grammar does to llama.cpp, in a process that may end by it."""
+"""ConstraintTrial finds what a grammar does to llama.cpp, in a process that may end by it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from cllm import CllmError, ClosedError, InvalidRequestError
 from cllm.bindings import Model
-from cllm.engine import grammar_trial
+from cllm.engine import constraint_trial
 from cllm.engine.config import EMBEDDED_MODEL
+from cllm.engine.constraint_helper import GrammarFollower
+from cllm.engine.constraint_trial import FATAL, TOO_SLOW, ConstraintTrial
 from cllm.engine.gbnf import check_gbnf
-from cllm.engine.grammar_helper import GrammarFollower
-from cllm.engine.grammar_trial import FATAL, TOO_SLOW, GrammarTrial
 from tests.engine.test_gbnf import GOOD, HAZARDS, chain, llama_cpp_grammars, refusal, rules
 
 __all__ = ("llama_cpp_grammars",)  # a fixture
@@ -53,9 +53,9 @@ ACCEPTED_TEXTS = {
 
 
 @pytest.fixture
-async def trial(anyio_backend: str) -> AsyncIterator[GrammarTrial]:
+async def trial(anyio_backend: str) -> AsyncIterator[ConstraintTrial]:
     """Of the embedded model."""
-    trial = GrammarTrial(str(EMBEDDED_MODEL))
+    trial = ConstraintTrial(str(EMBEDDED_MODEL))
     yield trial
     await trial.aclose()
     assert trial._process is None
@@ -68,7 +68,7 @@ def follower() -> Iterator[GrammarFollower]:
         yield GrammarFollower(model.vocab)
 
 
-async def verdict(trial: GrammarTrial, text: str) -> str | None:
+async def verdict(trial: ConstraintTrial, text: str) -> str | None:
     """What a grammar should have been, or None if it may be used."""
     with anyio.fail_after(30):
         try:
@@ -81,7 +81,7 @@ async def verdict(trial: GrammarTrial, text: str) -> str | None:
 class Asked:
     """Counts what the process is asked, and says when."""
 
-    def __init__(self, trial: GrammarTrial, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, trial: ConstraintTrial, monkeypatch: pytest.MonkeyPatch) -> None:
         self.n = 0
         self.event = anyio.Event()
         self.pids: list[int] = []
@@ -109,7 +109,7 @@ def is_there(pid: int) -> bool:
 # --- Verdicts --------------------------------------------------------------------------------
 @pytest.mark.anyio
 async def test_good_grammars_pass_in_one_process(
-    trial: GrammarTrial, monkeypatch: pytest.MonkeyPatch
+    trial: ConstraintTrial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = Asked(trial, monkeypatch)
     for name, text in GOOD.items():
@@ -120,7 +120,7 @@ async def test_good_grammars_pass_in_one_process(
 
 @pytest.mark.anyio
 async def test_the_grammars_of_llama_cpp_pass(
-    trial: GrammarTrial, llama_cpp_grammars: list[str]
+    trial: ConstraintTrial, llama_cpp_grammars: list[str]
 ) -> None:
     for text in llama_cpp_grammars:
         assert await verdict(trial, text) is None
@@ -129,16 +129,18 @@ async def test_the_grammars_of_llama_cpp_pass(
 @pytest.mark.anyio
 @pytest.mark.parametrize("name", RAW)
 async def test_what_llama_cpp_cannot_stand_is_refused_and_the_next_is_tried(
-    trial: GrammarTrial, name: str, monkeypatch: pytest.MonkeyPatch
+    trial: ConstraintTrial, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(grammar_trial, "TRIAL_S", 0.7)  # an endless call is not worth the two seconds
+        patch.setattr(
+            constraint_trial, "TRIAL_S", 0.7
+        )  # an endless call is not worth the two seconds
         assert await verdict(trial, RAW[name])
     assert await verdict(trial, 'root ::= "ok"') is None
 
 
 @pytest.mark.anyio
-async def test_what_no_text_shows_is_refused_and_the_next_is_tried(trial: GrammarTrial) -> None:
+async def test_what_no_text_shows_is_refused_and_the_next_is_tried(trial: ConstraintTrial) -> None:
     for name, (text, limit) in ACCEPTED_TEXTS.items():
         check_gbnf(text, N_VOCAB)
         assert limit in (await verdict(trial, text) or "accepted"), name
@@ -147,19 +149,19 @@ async def test_what_no_text_shows_is_refused_and_the_next_is_tried(trial: Gramma
 
 @pytest.mark.anyio
 async def test_a_grammar_that_takes_the_memory_is_fatal(
-    trial: GrammarTrial, monkeypatch: pytest.MonkeyPatch
+    trial: ConstraintTrial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not Path("/proc/self/statm").exists():
         pytest.skip("the memory is limited where /proc says how much is in use")
-    monkeypatch.setattr(grammar_trial, "MEMORY_BYTES", 16 << 20)
-    monkeypatch.setattr(grammar_trial, "TRIAL_S", 30.0)
+    monkeypatch.setattr(constraint_trial, "MEMORY_BYTES", 16 << 20)
+    monkeypatch.setattr(constraint_trial, "TRIAL_S", 30.0)
     assert await verdict(trial, RAW["fewer at most than at least"]) == FATAL
     assert await verdict(trial, 'root ::= "ok"') is None
 
 
 @pytest.mark.anyio
 async def test_a_verdict_is_remembered(
-    trial: GrammarTrial, monkeypatch: pytest.MonkeyPatch
+    trial: ConstraintTrial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = Asked(trial, monkeypatch)
     for _ in range(3):
@@ -171,9 +173,9 @@ async def test_a_verdict_is_remembered(
 
 @pytest.mark.anyio
 async def test_the_least_recently_used_verdict_is_forgotten(
-    trial: GrammarTrial, monkeypatch: pytest.MonkeyPatch
+    trial: ConstraintTrial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar_trial, "MAX_VERDICTS", 2)
+    monkeypatch.setattr(constraint_trial, "MAX_VERDICTS", 2)
     asked = Asked(trial, monkeypatch)
     for letter in "abaca":
         assert await verdict(trial, f'root ::= "{letter}"') is None
@@ -184,7 +186,7 @@ async def test_the_least_recently_used_verdict_is_forgotten(
 
 @pytest.mark.anyio
 async def test_callers_with_the_same_grammar_wait_for_one_trial(
-    trial: GrammarTrial, monkeypatch: pytest.MonkeyPatch
+    trial: ConstraintTrial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = Asked(trial, monkeypatch)
     async with anyio.create_task_group() as group:
@@ -195,7 +197,7 @@ async def test_callers_with_the_same_grammar_wait_for_one_trial(
 
 
 @pytest.mark.anyio
-async def test_the_error_shows_how_the_grammar_begins(trial: GrammarTrial) -> None:
+async def test_the_error_shows_how_the_grammar_begins(trial: ConstraintTrial) -> None:
     with pytest.raises(InvalidRequestError, match=r"grammar is 'root ::= .z-a.") as caught:
         await trial.run("root ::= [z-a]" + " " * 1000)
     assert len(str(caught.value.value)) <= 60
@@ -204,9 +206,9 @@ async def test_the_error_shows_how_the_grammar_begins(trial: GrammarTrial) -> No
 # --- The process -----------------------------------------------------------------------------
 @pytest.mark.anyio
 async def test_a_cancelled_trial_ends_its_process_and_the_next_starts_another(
-    trial: GrammarTrial, monkeypatch: pytest.MonkeyPatch
+    trial: ConstraintTrial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar_trial, "TRIAL_S", 60.0)
+    monkeypatch.setattr(constraint_trial, "TRIAL_S", 60.0)
     asked = Asked(trial, monkeypatch)
     with anyio.fail_after(30):
         async with anyio.create_task_group() as group:
@@ -220,7 +222,7 @@ async def test_a_cancelled_trial_ends_its_process_and_the_next_starts_another(
 
 
 @pytest.mark.anyio
-async def test_a_start_that_is_cancelled_leaves_no_process(trial: GrammarTrial) -> None:
+async def test_a_start_that_is_cancelled_leaves_no_process(trial: ConstraintTrial) -> None:
     with anyio.CancelScope() as scope:
         scope.cancel()
         await trial.run('root ::= "a"')
@@ -232,7 +234,7 @@ async def test_a_start_that_is_cancelled_leaves_no_process(trial: GrammarTrial) 
 
 @pytest.mark.anyio
 async def test_a_process_that_was_killed_is_replaced(
-    trial: GrammarTrial, monkeypatch: pytest.MonkeyPatch
+    trial: ConstraintTrial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = Asked(trial, monkeypatch)
     assert await verdict(trial, 'root ::= "a"') is None
@@ -245,9 +247,9 @@ async def test_a_process_that_was_killed_is_replaced(
 
 @pytest.mark.anyio
 async def test_closing_ends_a_trial_and_the_process(
-    trial: GrammarTrial, monkeypatch: pytest.MonkeyPatch
+    trial: ConstraintTrial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar_trial, "TRIAL_S", 60.0)
+    monkeypatch.setattr(constraint_trial, "TRIAL_S", 60.0)
     asked = Asked(trial, monkeypatch)
     raised: list[Exception] = []
 
@@ -272,7 +274,7 @@ async def test_closing_ends_a_trial_and_the_process(
 
 
 @pytest.mark.anyio
-async def test_closing_during_the_start_ends_the_process(trial: GrammarTrial) -> None:
+async def test_closing_during_the_start_ends_the_process(trial: ConstraintTrial) -> None:
     with anyio.fail_after(30):
         async with anyio.create_task_group() as group:
 
@@ -289,7 +291,7 @@ async def test_closing_during_the_start_ends_the_process(trial: GrammarTrial) ->
 @pytest.mark.anyio
 @pytest.mark.parametrize("shield", [True, False])
 async def test_closing_waits_for_the_end_in_a_cancelled_scope(
-    trial: GrammarTrial, shield: bool
+    trial: ConstraintTrial, shield: bool
 ) -> None:
     assert await verdict(trial, 'root ::= "a"') is None
     assert trial._process is not None
@@ -304,7 +306,7 @@ async def test_closing_waits_for_the_end_in_a_cancelled_scope(
 
 @pytest.mark.anyio
 async def test_closing_before_the_first_trial_does_nothing() -> None:
-    trial = GrammarTrial(str(EMBEDDED_MODEL))
+    trial = ConstraintTrial(str(EMBEDDED_MODEL))
     await trial.aclose()
     with pytest.raises(ClosedError):
         await trial.run('root ::= "a"')
@@ -314,7 +316,7 @@ async def test_closing_before_the_first_trial_does_nothing() -> None:
 async def test_a_process_that_cannot_start_is_no_fault_of_the_grammar(
     anyio_backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def error_of(trial: GrammarTrial) -> str:
+    async def error_of(trial: ConstraintTrial) -> str:
         with pytest.raises(CllmError) as caught:
             await trial.run('root ::= "a"')
         assert not isinstance(caught.value, InvalidRequestError)
@@ -323,25 +325,25 @@ async def test_a_process_that_cannot_start_is_no_fault_of_the_grammar(
         return str(caught.value)
 
     path = tmp_path / "model.gguf"
-    assert "No such file" in await error_of(GrammarTrial(str(path)))
+    assert "No such file" in await error_of(ConstraintTrial(str(path)))
     path.write_bytes(b"GGUF")
-    assert "cannot load" in await error_of(GrammarTrial(str(path)))
+    assert "cannot load" in await error_of(ConstraintTrial(str(path)))
     with monkeypatch.context() as patch:
-        patch.setattr(grammar_trial, "START_S", 0.0)
-        assert "not ready within 0 s" in await error_of(GrammarTrial(str(EMBEDDED_MODEL)))
+        patch.setattr(constraint_trial, "START_S", 0.0)
+        assert "not ready within 0 s" in await error_of(ConstraintTrial(str(EMBEDDED_MODEL)))
     with monkeypatch.context() as patch:
-        patch.setattr(grammar_trial, "HELPER", "cllm.no_such_module")
-        assert "it ended" in await error_of(GrammarTrial(str(EMBEDDED_MODEL)))
+        patch.setattr(constraint_trial, "HELPER", "cllm.no_such_module")
+        assert "it ended" in await error_of(ConstraintTrial(str(EMBEDDED_MODEL)))
     with monkeypatch.context() as patch:
         patch.setattr("sys.executable", str(tmp_path / "python"))
-        assert "No such file" in await error_of(GrammarTrial(str(EMBEDDED_MODEL)))
+        assert "No such file" in await error_of(ConstraintTrial(str(EMBEDDED_MODEL)))
 
 
 # --- What is tried ---------------------------------------------------------------------------
 def test_a_step_that_takes_long_is_refused(follower: GrammarFollower) -> None:
-    assert follower.fault("root ::= .*") is None
+    assert follower.fault("grammar", "root ::= .*") is None
     follower._step_s = 0.0
-    assert "faster to follow" in (follower.fault("root ::= .*") or "")
+    assert "faster to follow" in (follower.fault("grammar", "root ::= .*") or "")
 
 
 def test_a_grammar_is_followed_the_same_way_every_time(
@@ -359,15 +361,15 @@ def test_a_grammar_is_followed_the_same_way_every_time(
     monkeypatch.setattr(Grammar, "accept", recorded)
     for _ in range(2):
         walks.append([])
-        assert follower.fault("root ::= [a-z]{8} [0-9]+") is None
+        assert follower.fault("grammar", "root ::= [a-z]{8} [0-9]+") is None
     assert walks[0] == walks[1]
     assert len(walks[0]) == 32
     assert bytes(walks[0][:8]).isalpha()
 
 
 def test_the_end_of_the_output_is_no_dead_end(follower: GrammarFollower) -> None:
-    assert follower.fault('root ::= "abc"') is None
-    assert follower.fault("root ::=") is None
+    assert follower.fault("grammar", 'root ::= "abc"') is None
+    assert follower.fault("grammar", "root ::=") is None
 
 
 NAMES = ["root", "x", "y", "z"]
@@ -393,7 +395,7 @@ GRAMMARS = st.tuples(*map(definitions, NAMES)).map("\n".join)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much])
 @given(text=GRAMMARS.filter(lambda text: refusal(text) is None))
 async def test_what_is_accepted_neither_hangs_nor_ends_llama_cpp(
-    trial: GrammarTrial, text: str
+    trial: ConstraintTrial, text: str
 ) -> None:
     outcome: Any = await verdict(trial, text)
     assert outcome is None or "no other may come" in outcome or "faster" in outcome
