@@ -11,6 +11,7 @@ import typer
 
 from cllm import CllmError
 from cllm.cli.demo import demo
+from cllm.cli.doctor import doctor
 from cllm.cli.serve import serve
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(serve)
+app.command()(doctor)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,186 @@
+"""`cllm doctor`: whether this installation is sound, and latency grows over identical requests."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from cllm import EngineConfig
+from cllm.doctor import (
+    PLOT_FORMATS,
+    Check,
+    Conclusion,
+    Experiment,
+    Finding,
+    Measurement,
+    Plan,
+    Report,
+    Status,
+    examine,
+    growth,
+    has_matplotlib,
+    save_plot,
+)
+
+N_FIRST, N_LAST = 6, 2  # requests of a table; those between them follow the same pattern
+_STYLE = {Status.OK: "green", Status.WARNING: "yellow", Status.FAILED: "bold red"}
+
+
+def _check_plot(path: Path | None) -> Path | None:
+    """A wrong name is an error at once, not after the experiments."""
+    if path is None:
+        return None
+    if path.suffix not in PLOT_FORMATS:
+        raise typer.BadParameter(f"{path} must end with one of {', '.join(PLOT_FORMATS)}")
+    if not path.absolute().parent.is_dir():
+        raise typer.BadParameter(f"there is no directory {path.absolute().parent}")
+    return path
+
+
+def _show_check(console: Console, check: Check) -> None:
+    line = Text.assemble(
+        (f"{check.status:8}", _STYLE[check.status]), (f"{check.name:14}", "bold"), check.text
+    )
+    console.print(line, soft_wrap=True)
+
+
+def _show_plan(console: Console, plan: Plan) -> None:
+    shape = plan.shape
+    console.print(
+        f"\n{plan.n_requests} identical requests for each experiment: {shape.n_prompt} prompt tokens "
+        f"and {shape.n_output} output tokens, {shape.n_rows} rows; about {max(1, plan.estimated_s):.0f} s",
+        soft_wrap=True,
+    )
+
+
+def _row(number: int, request: Measurement) -> list[str]:
+    ends = [-1 if pos is None else pos for pos in (request.pos_max, request.pos_left)]
+    return [
+        str(number),
+        str(request.seq_id),
+        str(request.n_rows),
+        str(ends[0]),
+        str(ends[1]),
+        str(request.n_cells),
+        str(request.n_cells_left),
+        f"{request.decode_s * 1000:.1f}",
+        f"{request.latency_s * 1000:.1f}",
+    ]
+
+
+def _show_experiment(console: Console, experiment: Experiment) -> None:
+    console.print()
+    console.print(
+        Text.assemble((experiment.name, "bold"), f": {experiment.question}"), soft_wrap=True
+    )
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    for column in (
+        "#", "seq_id", "rows", "pos_max", "left", "cells", "left", "decode ms", "latency ms",
+    ):  # fmt: skip
+        table.add_column(column, justify="right")
+    rows = [_row(number, request) for number, request in enumerate(experiment.requests, start=1)]
+    if len(rows) > N_FIRST + N_LAST + 1:
+        rows = [*rows[:N_FIRST], ["…"] * len(rows[0]), *rows[-N_LAST:]]
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    if experiment.refusal is not None:
+        console.print(f"cllm: {experiment.refusal.error}", markup=False, soft_wrap=True)
+        for line in experiment.refusal.message.splitlines():
+            console.print(f"llama.cpp: {line.strip()}", markup=False, soft_wrap=True, style="dim")
+    style = "green" if experiment.is_expected else "bold red"
+    verdict = f"→ {experiment.diagnosis.cause}: {experiment.diagnosis.text}"
+    console.print(verdict, markup=False, soft_wrap=True, style=style)
+
+
+def _summary(experiments: list[Experiment]) -> Table:
+    """One line for each experiment, first → last; times as last quarter ÷ first."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table.add_column("experiment", no_wrap=True)
+    for column in ("rows", "pos_max", "cells", "decode ×", "latency ×"):
+        table.add_column(column, justify="right")
+    for experiment in experiments:
+        requests = experiment.requests
+        first, last = requests[0], requests[-1]
+        table.add_row(
+            experiment.name,
+            f"{first.n_rows} → {last.n_rows}",
+            f"{first.pos_max} → {last.pos_max}",
+            f"{first.n_cells} → {last.n_cells}",
+            f"{growth([request.decode_s for request in requests]):.2f}",
+            f"{growth([request.latency_s for request in requests]):.2f}",
+        )
+    return table
+
+
+def _show(console: Console, finding: Finding, experiments: list[Experiment]) -> None:
+    match finding:
+        case Check():
+            _show_check(console, finding)
+        case Plan():
+            _show_plan(console, finding)
+        case Experiment():
+            _show_experiment(console, finding)
+            experiments.append(finding)
+        case Conclusion():
+            console.print()
+            console.print(_summary(experiments))
+            question = ("Does latency grow over identical requests here? ", "bold")
+            console.print(Text.assemble(question, finding.text), soft_wrap=True)
+
+
+def _n_threads(config: EngineConfig) -> int:
+    if config.model is None and config.n_threads is None:
+        return 1  # the embedded model is too small to share between threads
+    return config.compute_threads[0]
+
+
+def _examine(config: EngineConfig, *, is_quick: bool, as_json: bool) -> Report:
+    findings: list[Finding] = []
+    console = Console(highlight=False, quiet=as_json)
+    experiments: list[Experiment] = []
+    n_threads = _n_threads(config)
+    with console.status("examining") as status:
+        for finding in examine(config.model_path, n_threads=n_threads, is_quick=is_quick):
+            if isinstance(finding, Plan):
+                status.stop()  # its thread takes the GIL now and then, which the times would show
+            findings.append(finding)
+            _show(console, finding, experiments)
+    return Report(tuple(findings))
+
+
+def doctor(
+    model: Annotated[
+        Path | None,
+        typer.Option("--model", "-m", metavar="MODEL", help="A GGUF file; the embedded model."),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer requests: under 20 s.")] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(callback=_check_plot, metavar="FILE", help="Save a picture (extra `plot`)."),
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option("--threads", "-t", min=1, max=512, help="The physical cores.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+) -> int:
+    """Check library, build, CPU, model and KV cache, and find out whether latency grows."""
+    if plot is not None and not has_matplotlib():
+        print("cllm: no picture without the extra plot: pip install 'cllm[plot]'", file=sys.stderr)
+        plot = None
+    config = EngineConfig(model=model, n_threads=threads)
+    report = _examine(config, is_quick=quick, as_json=as_json)
+    if as_json:
+        typer.echo(json.dumps(report.as_dict()))
+    if plot is not None and report.experiments:
+        save_plot(report, plot, title=f"Identical requests on {config.model_path.name}")
+        print(f"picture: {plot}", file=sys.stderr)
+    return 0 if report.is_healthy else 1

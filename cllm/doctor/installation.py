@@ -1,0 +1,147 @@
+"""Checks of what is installed: the library, how it was built, and this machine."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from cllm.bindings import library, system_info
+from cllm.doctor.findings import Check, Status
+from cllm.errors import AbiMismatchError, LibraryError
+
+MIB = 1 << 20
+# What `build_llama.sh` records of Intel's matrix tiles, and what it made of it.
+_AMX_TEXT = {
+    "absent": "this CPU has none",
+    "disabled": "left out: the build is portable",
+    "works": "works, and is used",
+    "faults": "listed by the CPU but faults here, so it was built without",
+}
+_NO_AMX = "-mno-amx-tile"
+
+
+def installation_checks() -> Iterator[Check]:
+    """Check the library and the machine; the last is a failure if there is no library to use."""
+    try:
+        loaded = library()
+    except AbiMismatchError as error:
+        yield Check("declarations", Status.FAILED, str(error))
+        return
+    except (LibraryError, OSError) as error:
+        yield Check("library", Status.FAILED, str(error))
+        return
+    record = loaded.record
+    yield Check("library", Status.OK, str(loaded.path))
+    # A library whose llama.h is another one does not load: see `AbiMismatchError`.
+    yield Check(
+        "declarations",
+        Status.OK,
+        f"llama.cpp {record.get('commit')} ({loaded.llama_version().decode()}), its llama.h is the "
+        "one that the bindings describe",
+    )
+    yield check_build(record)
+    yield check_cpu(record, _cpu_name(), system_info())
+    if "amx" in record:
+        yield check_amx(record)
+
+
+def check_build(record: dict[str, Any]) -> Check:
+    """How the library was built; sanitizers and debug builds are slow."""
+    flags = [str(flag) for flag in record.get("flags", [])]
+    kind = next(
+        (f.partition("=")[2] for f in flags if f.startswith("-DCMAKE_BUILD_TYPE=")), "unknown"
+    )
+    parts = [
+        kind,
+        "portable" if record.get("portable") else "native",
+        f"backends {', '.join(record.get('backends', ['unknown']))}",
+        str(record.get("compiler", "unknown compiler")),
+        f"of {record.get('built_at', 'an unknown date')}",
+    ]
+    if record.get("sanitize"):
+        return Check("build", Status.WARNING, "with sanitizers (slow): " + ", ".join(parts))
+    if kind == "Debug":
+        return Check("build", Status.WARNING, "without optimization (slow): " + ", ".join(parts))
+    return Check("build", Status.OK, ", ".join(parts))
+
+
+def check_cpu(record: dict[str, Any], cpu: str, features: str) -> Check:
+    """What the library uses of the CPU, and whether it was built for this one.
+
+    Parameters
+    ----------
+    record : dict
+        What `build_llama.sh` wrote.
+    cpu : str
+        The name of this machine's; empty if it has none.
+    features : str
+        From `system_info`.
+    """
+    pairs = (part.rpartition(":")[2].partition("=") for part in features.split("|"))
+    used = " ".join(name.strip() for name, _, value in pairs if value.strip() == "1")
+    built_for = str(record.get("cpu", ""))
+    if cpu and built_for and cpu not in built_for and not record.get("portable"):
+        return Check(
+            "CPU",
+            Status.WARNING,
+            f"the library was built for {built_for}, this is {cpu}: an instruction may be missing "
+            f"({used})",
+        )
+    return Check("CPU", Status.OK, f"{cpu or 'unknown'}: {used or 'no features named'}")
+
+
+def check_amx(record: dict[str, Any]) -> Check:
+    """What the build found out about Intel's matrix tiles."""
+    verdict = str(record["amx"])
+    text = _AMX_TEXT.get(verdict, verdict)
+    if verdict == "faults" and not any(_NO_AMX in str(f) for f in record.get("flags", [])):
+        return Check("AMX", Status.FAILED, "faults here, and the library was built with it")
+    return Check("AMX", Status.OK, text)
+
+
+def memory_check(model_bytes: int) -> Check:
+    """Whether the weights fit the memory that is free, and how much of it may be locked.
+
+    Parameters
+    ----------
+    model_bytes : int
+        Size of the weights.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    may_lock = "all" if soft == resource.RLIM_INFINITY else f"{soft / MIB:,.0f} MiB"
+    return check_memory(model_bytes, _available_bytes(), may_lock)
+
+
+def check_memory(model_bytes: int, available_bytes: int | None, may_lock: str) -> Check:
+    """Compare the weights with the free memory; None stands for "the system does not say"."""
+    text = f"{model_bytes / MIB:,.1f} MiB of weights"
+    if available_bytes is None:
+        return Check("memory", Status.OK, f"{text}; {may_lock} may be locked (use_mlock)")
+    text += f", {available_bytes / MIB:,.0f} MiB available; {may_lock} may be locked (use_mlock)"
+    if model_bytes > available_bytes:
+        return Check("memory", Status.WARNING, f"{text}: weights will be read again and again")
+    return Check("memory", Status.OK, text)
+
+
+def _available_bytes() -> int | None:
+    for line in _lines("/proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _cpu_name() -> str:
+    """As `build_llama.sh` reads it; empty where there is no /proc/cpuinfo."""
+    for line in _lines("/proc/cpuinfo"):
+        if line.startswith(("model name", "CPU part")):
+            return line.partition(":")[2].strip()
+    return ""
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,87 @@
+"""The experiments as a picture: what of a request grows, and what does not.  Needs matplotlib."""
+
+from __future__ import annotations
+
+import importlib.util
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cllm.doctor.findings import Experiment, Measurement, Report
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PLOT_FORMATS = (".png", ".pdf", ".svg")
+N_MIN = 3  # requests that make a line
+# Okabe and Ito's colours, which colour-blind eyes tell apart; equal lines lie over each other, so
+# that markers and dashes differ as well.
+_STYLES: tuple[dict[str, Any], ...] = (
+    {"color": "#000000", "marker": "o", "linewidth": 2.4},
+    {"color": "#d55e00", "marker": "s"},
+    {"color": "#e69f00", "marker": "x", "linestyle": "--"},
+    {"color": "#0072b2", "marker": "^"},
+    {"color": "#009e73", "marker": "D"},
+    {"color": "#cc79a7", "marker": "v", "linestyle": ":"},
+)
+_PANELS: tuple[tuple[str, Callable[[Measurement], float]], ...] = (
+    ("rows decoded", lambda request: request.n_rows),
+    ("seq_pos_max", lambda request: -1 if request.pos_max is None else request.pos_max),
+    ("cells in use", lambda request: request.n_cells),
+    ("decode time, ms", lambda request: request.decode_s * 1000),
+    ("latency of the client, ms", lambda request: request.latency_s * 1000),
+)
+
+
+def has_matplotlib() -> bool:
+    """Whether `save_plot` can work."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def save_plot(report: Report, path: Path, *, title: str) -> None:
+    """Draw rows, positions, cells and times over the requests of each experiment.
+
+    Parameters
+    ----------
+    report : Report
+    path : Path
+        A file name that ends with one of `PLOT_FORMATS`.
+    title : str
+
+    Raises
+    ------
+    ImportError
+        There is no matplotlib.
+    OSError
+        The file cannot be written.
+    """
+    # An extra, and slow to import: only those who want a picture pay for it.
+    from matplotlib.figure import Figure
+
+    experiments = [e for e in report.experiments if len(e.requests) >= N_MIN]
+    figure = Figure(figsize=(14, 7.5), layout="constrained")
+    *panels, key = figure.subplots(2, 3).flat
+    for axes, (label, value) in zip(panels, _PANELS, strict=True):
+        _draw(axes, experiments, label, value)
+    key.axis("off")
+    handles, names = panels[0].get_legend_handles_labels()
+    key.legend(handles, names, loc="upper left", frameon=False, fontsize=11)
+    if report.conclusion is not None:
+        answer = textwrap.fill(report.conclusion.text, 58)
+        key.text(0.02, 0.0, answer, va="bottom", fontsize=9, transform=key.transAxes)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+
+
+def _draw(
+    axes: Axes, experiments: list[Experiment], label: str, value: Callable[[Measurement], float]
+) -> None:
+    for experiment, style in zip(experiments, _STYLES, strict=False):
+        numbers = range(1, len(experiment.requests) + 1)
+        values = [value(request) for request in experiment.requests]
+        axes.plot(numbers, values, label=experiment.name, markersize=4, alpha=0.85, **style)
+    axes.set_title(label)
+    axes.set_xlabel("request")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)

@@ -1,0 +1,194 @@
+"""Checks that find what is wrong, and say it on one line, without dying of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cllm import EngineConfig
+from cllm.bindings import Context, Model, library
+from cllm.doctor import Check, Finding, Status, examine
+from cllm.doctor.installation import (
+    check_amx,
+    check_build,
+    check_cpu,
+    check_memory,
+    installation_checks,
+    memory_check,
+)
+from cllm.doctor.model_checks import model_checks
+from cllm.doctor.preflight import preflight_check
+from cllm.errors import AbiMismatchError, LibraryNotFoundError, NoKVSlotError
+from tools import make_model
+
+RECORD: dict[str, Any] = {
+    "commit": "0c1e57098", "compiler": "c++ 12", "cpu": "A CPU (x86_64)", "amx": "absent",
+    "portable": False, "sanitize": False, "backends": ["cpu"], "built_at": "2026-11-20",
+    "flags": ["-DCMAKE_BUILD_TYPE=Release"],
+}  # fmt: skip
+
+
+def by_name(findings: Iterator[Finding] | Iterator[Check]) -> dict[str, Check]:
+    """The checks among these findings."""
+    return {check.name: check for check in findings if isinstance(check, Check)}
+
+
+# --- The installation ------------------------------------------------------------------------
+def test_the_installed_library_passes_with_its_path_and_commit() -> None:
+    checks = by_name(installation_checks())
+    assert Status.FAILED not in {check.status for check in checks.values()}
+    assert checks["library"].text == str(library().path)
+    assert str(library().record["commit"]) in checks["declarations"].text
+    assert all("\n" not in check.text for check in checks.values())
+
+
+@pytest.mark.parametrize(
+    ("error", "name"),
+    [
+        (LibraryNotFoundError("no libllama found"), "library"),
+        (OSError("undefined symbol: llama_decode"), "library"),
+        (AbiMismatchError("another llama.h"), "declarations"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
+)
+def test_without_a_usable_library_that_is_the_only_finding(
+    error: Exception, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> None:
+        raise error
+
+    monkeypatch.setattr("cllm.doctor.installation.library", broken)
+    found = list(examine(EngineConfig().model_path, n_threads=1))
+    assert found == [Check(name, Status.FAILED, str(error))]
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "word"),
+    [
+        ({}, Status.OK, "Release, native, backends cpu, c++ 12"),
+        ({"portable": True}, Status.OK, "portable"),
+        ({"sanitize": True}, Status.WARNING, "sanitizers"),
+        ({"flags": ["-DCMAKE_BUILD_TYPE=Debug"]}, Status.WARNING, "without optimization"),
+        ({"flags": []}, Status.OK, "unknown"),
+    ],
+    ids=str,
+)
+def test_a_build_that_is_slow_by_nature_is_a_warning(
+    change: dict[str, Any], status: Status, word: str
+) -> None:
+    check = check_build(RECORD | change)
+    assert check.status is status
+    assert word in check.text
+
+
+def test_a_native_build_for_another_cpu_is_a_warning() -> None:
+    features = "CPU : SSE3 = 1 | AVX2 = 1 | AVX512 = 0 | "
+    assert check_cpu(RECORD, "A CPU", features) == Check("CPU", Status.OK, "A CPU: SSE3 AVX2")
+    assert check_cpu(RECORD, "B CPU", features).status is Status.WARNING
+    assert check_cpu(RECORD | {"portable": True}, "B CPU", features).status is Status.OK
+    assert check_cpu(RECORD, "", "").status is Status.OK
+
+
+@pytest.mark.parametrize(
+    ("amx", "flags", "status"),
+    [
+        ("absent", [], Status.OK),
+        ("disabled", [], Status.OK),
+        ("works", [], Status.OK),
+        ("faults", ["-DCMAKE_C_FLAGS= -mno-amx-tile"], Status.OK),
+        ("faults", [], Status.FAILED),
+    ],
+)
+def test_matrix_tiles_that_fault_must_have_been_left_out(
+    amx: str, flags: list[str], status: Status
+) -> None:
+    assert check_amx({"amx": amx, "flags": flags}).status is status
+
+
+def test_weights_beyond_the_free_memory_are_a_warning() -> None:
+    assert check_memory(2 << 30, 1 << 30, "8 MiB").status is Status.WARNING
+    assert check_memory(1 << 30, 2 << 30, "8 MiB").status is Status.OK
+    assert check_memory(1 << 30, None, "all").status is Status.OK
+    assert "weights" in memory_check(1 << 20).text
+
+
+# --- The model -------------------------------------------------------------------------------
+def test_the_embedded_model_passes_every_check(model: Model) -> None:
+    checks = by_name(model_checks(model, n_threads=1))
+    assert {check.status for check in checks.values()} == {Status.OK}
+    assert [*checks] == ["model", "vocabulary", "chat template", "decode", "seq_rm", "KV cells"]
+    assert "<|im_end|>" in checks["vocabulary"].text
+    assert "seq_pos_max 15, seq_rm returned True" in checks["seq_rm"].text
+    assert "256 of 256 used; 128 freed" in checks["KV cells"].text
+
+
+@pytest.mark.parametrize("name", ["tiny-swa", "tiny-recurrent", "tiny-hybrid"])
+def test_models_that_remember_otherwise_pass_too(name: str) -> None:
+    with Model(make_model.ensure(name, "F16")) as model:
+        checks = by_name(model_checks(model, n_threads=1))
+    assert {check.status for check in checks.values()} == {Status.OK}
+
+
+def test_an_seq_rm_that_removes_nothing_fails(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = Context.seq_rm, []
+
+    def only_once(context: Context, seq_id: int) -> bool:
+        calls.append(seq_id)
+        return len(calls) > 1 or real(context, seq_id)
+
+    monkeypatch.setattr(Context, "seq_rm", only_once)
+    check = by_name(model_checks(model, n_threads=1))["seq_rm"]
+    assert check == Check("seq_rm", Status.FAILED, "returned True, then seq_pos_max is 15")
+
+
+def test_cells_that_cannot_be_used_again_fail(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_arguments: object) -> None:
+        raise NoKVSlotError("llama_decode", 1, "no room in the KV cache")
+
+    monkeypatch.setattr("cllm.doctor.model_checks._is_full", lambda context: True)
+    real = Context.decode
+    monkeypatch.setattr(
+        Context,
+        "decode",
+        lambda context, batch: full() if batch.runs[0].seq_id == 2 else real(context, batch),
+    )
+    check = by_name(model_checks(model, n_threads=1))["KV cells"]
+    assert check.status is Status.FAILED
+    assert "128 cells" in check.text
+
+
+# --- The preflight ---------------------------------------------------------------------------
+@pytest.fixture
+def deadly_model(tiny_model_path: Path, tmp_path: Path) -> Path:
+    """A model whose vocabulary has a token twice: llama.cpp aborts the process that loads it."""
+    one, other = b"\x01\0\0\0\0\0\0\0a", b"\x01\0\0\0\0\0\0\0b"
+    data = tiny_model_path.read_bytes()
+    assert data.count(one + other) == 1
+    path = tmp_path / "deadly.gguf"
+    path.write_bytes(data.replace(one + other, one + one))
+    return path
+
+
+def test_a_model_that_ends_its_process_ends_a_child_and_is_reported(deadly_model: Path) -> None:
+    check = preflight_check(deadly_model)
+    assert (check.name, check.status) == ("preflight", Status.FAILED)
+    assert check.text.startswith("SIGABRT ends a process with it: ")
+    assert "GGML_ASSERT" in check.text
+    assert by_name(examine(deadly_model, n_threads=1))["preflight"] == check
+
+
+def test_a_model_that_is_none_is_one_line(tmp_path: Path) -> None:
+    missing = tmp_path / "missing.gguf"
+    check = preflight_check(missing)
+    assert check.status is Status.FAILED
+    assert check.text == f"cannot load {str(missing)!r}: No such file or directory"
+    encoder = preflight_check(make_model.ensure("tiny-encoder", "F16"))
+    assert encoder.status is Status.FAILED
+    assert "cannot generate text" in encoder.text
