@@ -101,6 +101,15 @@ class Vocabulary:
                 return tokens[:n_tokens]
             capacity = -n_tokens
 
+    def tokenize_inside(self, text: str, *, parse_special: bool = False) -> list[int]:
+        """Token ids of a text that stands behind another: without the space that some put before."""
+        if not self.prefixes_space:
+            return self.tokenize(text, add_special=False, parse_special=parse_special)
+        # Nothing is joined with a newline before it.
+        prefix = self.tokenize("\n", add_special=False)
+        tokens = self.tokenize("\n" + text, add_special=False, parse_special=parse_special)
+        return tokens[len(prefix) :]
+
     def detokenize(
         self, tokens: Sequence[int], *, remove_special: bool = False, unparse_special: bool = False
     ) -> bytes:

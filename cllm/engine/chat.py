@@ -11,12 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
+from cllm.checks import check_bool
 from cllm.engine.chat_template import ChatTemplate, Piece, check_messages, check_tools
 from cllm.errors import InvalidRequestError
-
-# A text that no vocabulary joins with what follows it: llama.cpp puts a space before the first text
-# only, and this takes its place.
-NEWLINE = "\n"
 
 
 class ChatVocabulary(Protocol):
@@ -26,13 +23,12 @@ class ChatVocabulary(Protocol):
     eos: int | None
     adds_bos: bool
 
-    @property
-    def prefixes_space(self) -> bool: ...
     def text(self, token: int) -> str: ...
     def control_names(self) -> list[str]: ...
     def tokenize(
         self, text: str, *, add_special: bool = True, parse_special: bool = False
     ) -> list[int]: ...
+    def tokenize_inside(self, text: str, *, parse_special: bool = False) -> list[int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +55,7 @@ class ChatPrompt:
         cls,
         messages: object,
         tools: object,
-        add_generation_prompt: bool,
+        add_generation_prompt: object,
         template_kwargs: Mapping[str, Any] | None,
     ) -> ChatPrompt:
         """Checked, and copied so that nobody changes it any more.
@@ -74,7 +70,7 @@ class ChatPrompt:
         return cls(
             check_messages(messages),
             check_tools(tools),
-            bool(add_generation_prompt),
+            check_bool("add_generation_prompt", add_generation_prompt, InvalidRequestError),
             dict(template_kwargs or {}),
         )
 
@@ -117,12 +113,9 @@ class ChatTokenizer:
         return tokens
 
     def _tokenize(self, text: str, parse_special: bool, *, is_first: bool) -> list[int]:
-        tokenize = self._vocabulary.tokenize
-        if is_first or not self._vocabulary.prefixes_space:
-            return tokenize(text, add_special=False, parse_special=parse_special)
-        prefix = tokenize(NEWLINE, add_special=False)
-        tokens = tokenize(NEWLINE + text, add_special=False, parse_special=parse_special)
-        return tokens[len(prefix) :]
+        if is_first:
+            return self._vocabulary.tokenize(text, add_special=False, parse_special=parse_special)
+        return self._vocabulary.tokenize_inside(text, parse_special=parse_special)
 
     @cached_property
     def _template(self) -> ChatTemplate:

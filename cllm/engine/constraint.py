@@ -8,6 +8,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from cllm.errors import CllmError
+
+
+class NotAvailableError(CllmError):
+    """What constraints of this kind need is not there."""
+
 
 class ConstraintFamily(Protocol):
     """Constraints of one kind, which compute their masks together."""

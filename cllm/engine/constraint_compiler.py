@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cllm.bindings import Vocabulary
-from cllm.engine.constraint import CompiledConstraint
+from cllm.engine.constraint import CompiledConstraint, NotAvailableError
 from cllm.engine.constraint_trial import ConstraintTrial
 from cllm.engine.gbnf import check_gbnf
 from cllm.engine.guidance import Guidance
 from cllm.engine.sampling_params import SamplingParams
 from cllm.engine.worker_thread import WorkerThread
-from cllm.errors import ClosedError, InvalidRequestError, RequestError
+from cllm.errors import InvalidRequestError
 
 
 class ConstraintCompiler:
@@ -52,8 +52,10 @@ class ConstraintCompiler:
             A constraint that cannot be used, or would cost too much.
         """
         if params.grammar is not None:
-            check_gbnf(params.grammar, self._check_serving().n_tokens)
-            await self._trial("llama.cpp").run(params.grammar)
+            trial = self._trial("llama.cpp")
+            if not trial.knows(params.grammar):
+                check_gbnf(params.grammar, self._check_serving().n_tokens)
+            await self._tried(trial, "grammar", params.grammar)
         for field, text in (("json_schema", params.json_schema), ("regex", params.regex)):
             if text is not None:
                 assert isinstance(text, str)
@@ -77,9 +79,13 @@ class ConstraintCompiler:
 
         try:
             await self._worker.run(prepare)  # says what is missing before a process is started
-            await self._trial("llguidance").run(text, field)
+            await self._tried(self._trial("llguidance"), field, text)
             return await self._worker.run(lambda: prepare().compile(field, text))
-        except (ClosedError, RequestError):
-            raise
-        except Exception as error:  # llguidance is not installed, or has a bug
+        except (NotAvailableError, RuntimeError) as error:  # or a panic in llguidance
+            raise InvalidRequestError(field, text, f"left out: {error}") from error
+
+    async def _tried(self, trial: ConstraintTrial, field: str, text: str) -> None:
+        try:
+            await trial.run(text, field)
+        except NotAvailableError as error:
             raise InvalidRequestError(field, text, f"left out: {error}") from error

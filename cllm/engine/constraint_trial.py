@@ -20,7 +20,8 @@ import anyio
 from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from cllm.errors import CllmError, ClosedError, InvalidRequestError
+from cllm.engine.constraint import NotAvailableError
+from cllm.errors import ClosedError, InvalidRequestError
 
 HELPER = "cllm.engine.constraint_helper"
 START_S = 60.0
@@ -76,23 +77,31 @@ class ConstraintTrial:
         ------
         InvalidRequestError
             It cannot; the limit says why.
-        CllmError
+        NotAvailableError
             The process did not start.
         ClosedError
         """
-        key = hashlib.sha256(f"{field} {text}".encode("utf-8", "surrogatepass")).digest()
+        key = _key(text, field)
         if key not in self._verdicts:
             async with self._lock:
                 if self._closed:
                     raise ClosedError("the engine is closed")
                 if key not in self._verdicts:
-                    self._verdicts[key] = await self._try(field, text)
+                    verdict = await self._try(field, text)
+                    if verdict in (TOO_SLOW, FATAL):
+                        # Perhaps this process was busy, or another one short of memory: not for ever.
+                        raise InvalidRequestError(field, text[:60], verdict)
+                    self._verdicts[key] = verdict
         self._verdicts.move_to_end(key)
         verdict = self._verdicts[key]
         while len(self._verdicts) > MAX_VERDICTS:
             self._verdicts.popitem(last=False)
         if verdict is not None:
             raise InvalidRequestError(field, text[:60], verdict)
+
+    def knows(self, text: str, field: str = "grammar") -> bool:
+        """Whether the verdict is remembered."""
+        return _key(text, field) in self._verdicts
 
     async def aclose(self) -> None:
         """End the process and wait for that; a trial that runs raises `ClosedError`."""
@@ -158,7 +167,7 @@ class ConstraintTrial:
         if self._closed:
             raise ClosedError("the engine was closed")
         if not is_ready:
-            raise CllmError(f"cannot start the process that tries constraints: {reason}")
+            raise NotAvailableError(f"cannot start the process that tries constraints: {reason}")
 
     async def _ask(self, request: str) -> dict[str, str | None]:
         assert self._process is not None
@@ -193,3 +202,7 @@ class ConstraintTrial:
         if process is not None:
             with anyio.CancelScope(shield=True):
                 await process.aclose()
+
+
+def _key(text: str, field: str) -> bytes:
+    return hashlib.sha256(f"{field} {text}".encode("utf-8", "surrogatepass")).digest()

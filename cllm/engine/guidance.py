@@ -15,11 +15,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from cllm.engine.constraint import NotAvailableError
 from cllm.errors import CllmError, InvalidRequestError
 
 Mask = NDArray[np.bool_]
 
-N_COMPILED_MAX = 64  # remembered; each may hold some MiB
+N_COMPILED_MAX = 16  # remembered; one may hold tens of MiB
+MAX_PART = 256
 # Any amount of whitespace would be JSON too, and a model that is lost in it never ends.
 WHITESPACE = r"[ \t\r\n]{0,40}"
 
@@ -32,7 +34,7 @@ class GuidanceVocabulary(Protocol):
     def piece(self, token: int) -> bytes: ...
     def spelling(self, token: int) -> bytes: ...
     def is_eog(self, token: int) -> bool: ...
-    def tokenize(self, text: str, *, add_special: bool = True) -> list[int]: ...
+    def tokenize_inside(self, text: str) -> list[int]: ...
 
 
 class Guidance:
@@ -46,7 +48,7 @@ class Guidance:
 
     Raises
     ------
-    CllmError
+    NotAvailableError
         llguidance is not installed, or the vocabulary has no token that ends an output.
     """
 
@@ -55,11 +57,12 @@ class Guidance:
             # Not `import`: the extra has no part in type checking without it.
             self._llguidance: Any = importlib.import_module("llguidance")
         except ImportError:
-            raise CllmError("llguidance is not installed: pip install 'cllm[structured]'") from None
+            missing = "llguidance is not installed: pip install 'cllm[structured]'"
+            raise NotAvailableError(missing) from None
         self.n_vocab = n_vocab = vocabulary.n_tokens
         self.ends = tuple(token for token in range(n_vocab) if vocabulary.is_eog(token))
         if not self.ends:
-            raise CllmError("the vocabulary has no token that ends an output")
+            raise NotAvailableError("the vocabulary has no token that ends an output")
         self._tokenizer = self._llguidance.LLTokenizer(
             self._llguidance.TokenizerWrapper(_Tokens(vocabulary, self.ends[0])),
             eos_token=list(self.ends),
@@ -180,7 +183,11 @@ class _Tokens:
         self.tokens, self.special_token_ids = _spelled(vocabulary)
 
     def __call__(self, text: bytes) -> list[int]:
-        return self._vocabulary.tokenize(text.decode("utf-8", "replace"), add_special=False)
+        # On threads of llguidance's own, whose stacks are small: some tokenizers recurse for every
+        # character.  Where the cuts are does not matter to what is allowed.
+        whole = text.decode("utf-8", "replace")
+        parts = [whole[i : i + MAX_PART] for i in range(0, len(whole), MAX_PART)]
+        return [token for part in parts for token in self._vocabulary.tokenize_inside(part)]
 
 
 def _spelled(vocabulary: GuidanceVocabulary) -> tuple[list[bytes], list[int]]:
@@ -196,5 +203,5 @@ def _reason(matcher: Any) -> str:
     """Its error, without llguidance's own state behind it."""
     lines: Iterable[str] = str(matcher.get_error()).strip().splitlines()
     reason = " ".join(line.strip() for line in lines if line.strip())
-    reason = reason.split("<state>")[0].strip()
+    reason = reason.split("<state>")[0].split("<backtrace>")[0].strip()
     return "nothing satisfies it" if reason.startswith("NoExtension") else reason[:300]

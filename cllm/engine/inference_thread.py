@@ -129,10 +129,10 @@ class InferenceThread:
                 except BaseException as error:
                     self.failure = error
                     logger.debug("the inference thread ends", exc_info=True)
-                    self._outbox.post([Stopped(error)])
                     # Another thread may be inside a call of the vocabulary: free nothing before
-                    # everybody has been told and asks for it.
-                    self._await_shutdown()
+                    # everybody has been told and asks for it, if there is anybody left.
+                    if self._outbox.post([Stopped(error)]):
+                        self._await_shutdown()
         finally:
             self.model = self._decoder = self._busy_since = None
             if self.failure is None:

@@ -40,14 +40,14 @@ class Intake:
     Parameters
     ----------
     check_serving : callable
-        The vocabulary, or why requests are not served.
+        The vocabulary, or why requests are not served; with `draining`, the last ones are enough.
     n_threads : int
         That compute the masks of constraints.
     """
 
     def __init__(
         self,
-        check_serving: Callable[[], Vocabulary],
+        check_serving: Callable[..., Vocabulary],
         gate: QueueGate,
         dispatcher: Dispatcher,
         *,
@@ -61,7 +61,9 @@ class Intake:
         self._n_serial = 0
         self._chat: ChatTokenizer | None = None
         self._tokenizer = WorkerThread("cllm-tokenizer")
-        self._constraints = ConstraintCompiler(check_serving, n_threads=n_threads)
+        self._constraints = ConstraintCompiler(
+            lambda: check_serving(draining=True), n_threads=n_threads
+        )
 
     async def aclose(self) -> None:
         """Wait for the calls that were begun, and end the threads."""
@@ -82,9 +84,9 @@ class Intake:
         self._gate.enter()
         try:
             tokens = await self._tokens(call.prompt)
-            constraint = await self._constraints.compile(call.params)
-            self._check_serving()
             check_tokens(tokens, call.params, self._n_ctx, vocabulary.n_tokens)
+            constraint = await self._constraints.compile(call.params)
+            self._check_serving(draining=True)
             if self._dispatcher.is_open(call.request_id):
                 raise InvalidRequestError("request_id", call.request_id, "not in use")
             strips_space = vocabulary.prefixes_space and _begins_text(call.prompt, vocabulary)
@@ -119,7 +121,7 @@ class Intake:
         for field, tokens in (("prompt", before), ("continuation", after)):
             if not tokens:
                 raise InvalidRequestError(field, "", "at least one token")
-        n_vocab = self._check_serving().n_tokens
+        n_vocab = self._check_serving(draining=True).n_tokens
         if max(after) >= n_vocab:
             raise InvalidRequestError("continuation", max(after), f"token ids 0 to {n_vocab - 1}")
         return RequestCall(
@@ -159,19 +161,19 @@ class Intake:
         model = self._dispatcher.model
         assert model is not None
         if self._chat is None:
-            vocabulary = self._check_serving()
+            vocabulary = self._check_serving(draining=True)
             self._chat = ChatTokenizer(vocabulary, model.chat_template, model.tool_chat_template)
         chat = self._chat
         pieces = await self._tokenizer.run(lambda: chat.render(prompt))
         check_length("".join(piece.text for piece in pieces), self._n_ctx, "messages")
-        self._check_serving()
+        self._check_serving(draining=True)
         return tuple(await self._tokenizer.run(lambda: chat.tokenize(pieces)))
 
     async def tokenize(
         self, text: str, *, add_special: bool = True, parse_special: bool = False
     ) -> list[int]:
         """See `Engine.tokenize`."""
-        vocabulary = self._check_serving()
+        vocabulary = self._check_serving(draining=True)
 
         def call() -> list[int]:
             return vocabulary.tokenize(text, add_special=add_special, parse_special=parse_special)
@@ -182,7 +184,7 @@ class Intake:
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """See `Engine.detokenize`."""
-        vocabulary = self._check_serving()
+        vocabulary = self._check_serving(draining=True)
 
         def call() -> str:
             return vocabulary.join(token_ids).decode("utf-8", "replace")

@@ -108,7 +108,7 @@ class Lifecycle:
         await self._wait_idle()
 
     async def _wait_idle(self) -> None:
-        while self._dispatcher.n_channels:
+        while self._gate.n_open:  # those that are still tokenized or compiled too
             await self._gate.wait_left()
 
     # --- Inspection --------------------------------------------------------------------------

@@ -202,6 +202,8 @@ class RunQueue:
         try:
             held_back = sequence.say(sequence.detokenizer.flush())
             delta = replace(delta, text=delta.text + held_back)
+            if delta.logprobs is None and sequence.request.params.logprobs is not None:
+                delta = replace(delta, logprobs=())
             if sequence.sampler is not None:
                 sequence.sampler.close()
         except Exception:

@@ -9,9 +9,10 @@ candidates.  If the first sampler that narrows is top_k, then so are the k large
 only min_p narrows, those it could leave.  Anything else wants the whole row.
 
 A constrained output: sample first and ask for that one token; only where it is refused is the whole
-row masked, for all such rows of the tick together, and sampled again.  With p the probability that
-the first is allowed, each allowed token gets its share of p at first and of 1 - p then: the
-distribution is that of the masked row.
+row masked, for all such rows of the tick together, and sampled again, as llama-server does.  With p
+the probability that the first is allowed, each allowed token gets its share of p at first and of
+1 - p then: without samplers that narrow, the distribution is that of the masked row.  With them, what
+is likely in the whole row is preferred.
 """
 
 from __future__ import annotations

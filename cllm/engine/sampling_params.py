@@ -348,9 +348,9 @@ def _schema(given: object) -> str | None:
         # Hardly ever longer than it was given.
         text = json.dumps(schema, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
         depth = _depth(schema)
-    except (ValueError, TypeError, RecursionError) as cause:
-        if isinstance(cause, InvalidRequestError):
-            raise
+    except InvalidRequestError:
+        raise
+    except Exception as cause:  # a mapping of the caller's may raise anything
         raise error("json_schema", given, f"JSON ({str(cause) or type(cause).__name__})") from None
     if not isinstance(schema, dict):
         raise error("json_schema", given, "an object")

@@ -25,6 +25,7 @@ class Reply(Generic[T]):
 
     def __init__(self) -> None:
         self._arrived = anyio.Event()
+        self.is_wanted = True
         self._result: T | None = None
         self._error: Exception | None = None
 
@@ -61,7 +62,10 @@ class WorkerThread:
         """What `call` returns or raises on the thread."""
         reply: Reply[T] = Reply()
         self._queue.put((call, reply))
-        return await reply.wait()
+        try:
+            return await reply.wait()
+        finally:
+            reply.is_wanted = False  # not begun yet: its caller has given up
 
     async def aclose(self) -> None:
         """Wait for the calls that were begun, and end the thread."""
@@ -74,7 +78,7 @@ class WorkerThread:
             call, reply = item
             result, error = None, None
             try:
-                result = call()
+                result = call() if reply.is_wanted else None
             except Exception as caught:
                 error = caught
             except BaseException as caught:  # a panic of a Rust library, a SystemExit

@@ -167,8 +167,10 @@ async def test_a_verdict_is_remembered(
     for _ in range(3):
         assert await verdict(trial, 'root ::= "a"') is None
         assert await verdict(trial, RAW["range downwards"])
+    assert asked.n == 2
+    for _ in range(2):  # perhaps it was not the grammar's fault: asked again
         assert await verdict(trial, RAW["50,000 brackets"]) == FATAL
-    assert asked.n == 3
+    assert asked.n == 4
 
 
 @pytest.mark.anyio

@@ -202,6 +202,8 @@ MALICIOUS: dict[str, dict[str, Any]] = {
     "expression that is none": {"regex": "(("},
     "look-around": {"regex": "(?=a)b"},
     "lookup of too many states": {"json_schema": {"type": "string", "pattern": "^([ab]*a[ab]{15}){3}$", "maxLength": 30}},
+    "an integer that llguidance overflows its stack with": {"json_schema": {"const": -(2**63) + 1}},
+    "another": {"json_schema": {"type": "integer", "minimum": -1e308, "maximum": -1e308}},
     "states without number": {"json_schema": {"type": "integer", "multipleOf": 2**31}},
     "states without number, of two": {"json_schema": {"allOf": [{"type": "integer", "multipleOf": 99991}, {"multipleOf": 99989}]}},
     "grammar that hangs llama.cpp": {"grammar": 'root ::= "a"{5,2}'},
