@@ -162,10 +162,10 @@ class ChatTemplate:
         return guard.pieces(self._run(variables, [message["role"] for message in chat], guard))
 
     def _check_kwargs(self, template_kwargs: object) -> dict[str, Any]:
-        kwargs = _Copier("template_kwargs").mapping("template_kwargs", template_kwargs)
+        kwargs = _Copier("chat_template_kwargs").mapping("chat_template_kwargs", template_kwargs)
         for name in ("messages", "tools", "add_generation_prompt", *self._tokens):
             if name in kwargs:
-                field = f"template_kwargs.{name}"
+                field = f"chat_template_kwargs.{name}"
                 raise InvalidRequestError(field, kwargs[name], "an argument of its own")
         return kwargs
 

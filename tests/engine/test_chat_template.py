@@ -282,7 +282,7 @@ def test_template_kwargs_reach_the_template_and_cannot_replace_an_argument() -> 
     for name in ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token"):
         with pytest.raises(InvalidRequestError) as caught:
             ours.render([user("")], template_kwargs={name: "x"})
-        assert caught.value.field == f"template_kwargs.{name}"
+        assert caught.value.field == f"chat_template_kwargs.{name}"
     bad: Any = ["x"]
     with pytest.raises(InvalidRequestError, match=r"^template_kwargs is"):
         ours.render([user("")], template_kwargs=bad)
