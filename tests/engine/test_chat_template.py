@@ -284,7 +284,7 @@ def test_template_kwargs_reach_the_template_and_cannot_replace_an_argument() -> 
             ours.render([user("")], template_kwargs={name: "x"})
         assert caught.value.field == f"chat_template_kwargs.{name}"
     bad: Any = ["x"]
-    with pytest.raises(InvalidRequestError, match=r"^template_kwargs is"):
+    with pytest.raises(InvalidRequestError, match=r"^chat_template_kwargs is"):
         ours.render([user("")], template_kwargs=bad)
     with pytest.raises(InvalidRequestError, match=r"^add_generation_prompt is"):
         ours.render([user("")], add_generation_prompt=bad)
