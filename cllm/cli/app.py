@@ -10,8 +10,11 @@ from typing import Annotated
 import typer
 
 from cllm import CllmError
+from cllm.cli.bench import bench
+from cllm.cli.chat import chat
 from cllm.cli.demo import demo
 from cllm.cli.doctor import doctor
+from cllm.cli.generate import generate
 from cllm.cli.serve import serve
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
@@ -24,8 +27,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(demo)
+app.command()(generate)
+app.command()(chat)
 app.command()(serve)
 app.command()(doctor)
+app.command()(bench)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,282 @@
+"""`cllm chat`: talk to a model.
+
+Standard output has the answers and nothing else, so that a script can talk as well; what is said
+about the chat goes to standard error.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from io import TextIOWrapper
+from typing import Annotated
+
+import anyio
+import typer
+
+from cllm import (
+    CllmError,
+    Completion,
+    Engine,
+    EngineConfig,
+    FinishReason,
+    PromptTooLongError,
+    RequestError,
+    SamplingParams,
+    TokenStream,
+)
+from cllm.cli.history import History, Messages, Turn
+from cllm.cli.options import EngineFlags, SamplingFlags, text_or_file, with_flags
+from cllm.cli.terminal import (
+    BOLD,
+    StandardOutput,
+    complain,
+    is_terminal,
+    loaded,
+    note,
+    run,
+    styled,
+)
+
+with suppress(ImportError):  # Python may be built without; then `input` has no editing
+    import readline  # noqa: F401
+
+ALL_CELLS = 1 << 26
+
+HELP = """\
+/reset   forget the whole chat
+/undo    take back the last message and its answer
+/stats   how long the chat is, and how fast it goes
+/help    this
+//text   say "/text"
+Ctrl-C   stop the answer; at the prompt, leave
+Ctrl-D   leave"""
+
+
+class Chat:
+    """Asks for messages and answers them.  Event loop only.
+
+    Attributes
+    ----------
+    history : History
+    has_failed : bool
+        Whether a message could not be answered.
+    """
+
+    def __init__(
+        self, engine: Engine, params: SamplingParams, system: str | None, out: StandardOutput
+    ) -> None:
+        # Beyond the context of its training a model goes on, but not sensibly.
+        n_ctx = min(engine.model.n_ctx, engine.model.n_ctx_train)
+        self._engine = engine
+        self._params = params
+        self.history = History(system, n_ctx=n_ctx, n_answer_max=params.max_tokens)
+        self._out = out
+        self._last: Completion | None = None
+        self._stream: TokenStream | None = None
+        self._is_stopped = False
+        self.has_failed = False
+
+    async def run(self) -> None:
+        """Talk until the input ends, or Ctrl-C at the prompt."""
+        if is_terminal(sys.stdin):
+            note(f"{_name(self._engine)}, {self.history.n_ctx:,} tokens of context, /help for help")
+        with anyio.open_signal_receiver(signal.SIGINT) as interrupts:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._obey, interrupts)
+                while (line := _ask()) is not None:
+                    await self._take(line.strip())
+                tasks.cancel_scope.cancel()
+
+    async def _obey(self, interrupts: AsyncIterator[signal.Signals]) -> None:
+        """Stop the answer on Ctrl-C.  At the prompt it does not come here, see `_ask`."""
+        async for _ in interrupts:
+            await self.stop()
+
+    async def stop(self) -> None:
+        """End the answer where it is."""
+        self._is_stopped = True
+        if self._stream is not None:
+            await self._stream.cancel()
+
+    async def _take(self, line: str) -> None:
+        """Do what a line says."""
+        if not line.startswith("/") or line.startswith("//"):
+            if line:
+                await self.answer(line.removeprefix("/"))
+        elif line == "/reset":
+            self.history.reset()
+            note("A new chat.")
+        elif line == "/undo":
+            turn = self.history.undo()
+            note("There is nothing to undo." if turn is None else f"Taken back: {turn.message}")
+        elif line == "/stats":
+            note(self._statistics())
+        elif line == "/help":
+            note(HELP)
+        else:
+            complain(f"there is no command {line.split()[0]}, see /help")
+
+    # --- Answers -----------------------------------------------------------------------------
+    async def answer(self, message: str) -> None:
+        """Answer a message, with as much of the chat as there is room for."""
+        self._is_stopped = False
+        try:
+            turns = await self.history.fitting(
+                message, count=self._count, count_prompt=self._count_prompt
+            )
+            while not await self._answer_after(turns, message):
+                turns = turns[1:]
+        except RequestError as error:
+            self.has_failed = True
+            complain(str(error))
+
+    async def _answer_after(self, turns: list[Turn], message: str) -> bool:
+        """Print an answer as it comes and remember it; False if the prompt is too long."""
+        messages = self.history.messages(turns, message)
+        text = ""
+        try:
+            async with self._opened(self._engine.stream_chat(messages, self._params)) as stream:
+                if n_dropped := self.history.keep(turns):
+                    note(f"The context is full: the first {_turns(n_dropped)} were dropped.")
+                async for delta in stream:
+                    text += delta.text
+                    if delta.text:
+                        await self._out.write(delta.text)
+                completion = await stream.completion()
+        except PromptTooLongError:
+            if not turns:
+                raise
+            return False
+        finally:
+            if text and not text.endswith("\n"):
+                await self._out.write("\n")
+        self._remember(message, completion)
+        return True
+
+    def _remember(self, message: str, completion: Completion) -> None:
+        """Keep what there is of an answer, and say how it went."""
+        usage = completion.usage
+        is_stopped = completion.finish_reason is FinishReason.CANCELLED
+        if is_stopped and not completion.text:
+            note("Stopped before there was an answer; the message is taken back.")
+            return
+        self._last = completion
+        self.history.turns.append(
+            Turn(message, completion.text, n_tokens=usage.n_prompt + usage.n_output)
+        )
+        if completion.stop_reason == "context":
+            note("The context is full: the answer ends here.")
+        if is_stopped or self._out.is_terminal:
+            note(("stopped: " if is_stopped else "") + _pace(completion))
+
+    @asynccontextmanager
+    async def _opened(self, stream: TokenStream) -> AsyncIterator[TokenStream]:
+        """A stream that Ctrl-C cancels, though it be pressed before there was one."""
+        try:
+            async with stream:
+                self._stream = stream
+                if self._is_stopped:
+                    await stream.cancel()
+                yield stream
+        finally:
+            self._stream = None
+
+    async def _count(self, text: str) -> int:
+        return len(await self._engine.tokenize(text, add_special=False))
+
+    async def _count_prompt(self, messages: Messages) -> int:
+        """Tokens of a prompt.  It gets computed, which is not lost: the next one begins with it."""
+        try:
+            async with self._opened(self._engine.stream_chat(messages, max_tokens=1)) as stream:
+                return (await stream.completion()).usage.n_prompt
+        except PromptTooLongError as error:
+            return error.n_prompt
+
+    def _statistics(self) -> str:
+        history = self.history
+        # The last token of an answer that fills the context has no cell any more.
+        n_tokens = min(history.n_tokens, history.n_ctx)
+        lines = [f"{_turns(len(history.turns))}, {n_tokens:,} of {history.n_ctx:,} tokens"]
+        if self._last is not None:
+            usage = self._last.usage
+            lines.append(f"last answer: {_pace(self._last)}")
+            n_computed = usage.n_prompt - usage.n_cached
+            lines.append(f"last prompt: {n_computed:,} of {usage.n_prompt:,} tokens computed")
+        return "\n".join(lines)
+
+
+def _name(engine: Engine) -> str:
+    return engine.model.name or engine.config.model_path.name
+
+
+def _turns(n: int) -> str:
+    return f"{n} turn" if n == 1 else f"{n} turns"
+
+
+def _pace(completion: Completion) -> str:
+    """How long an answer is, and how fast it came."""
+    timings, n_output = completion.timings, completion.usage.n_output
+    parts = [f"{n_output} tokens"]
+    if n_output > 1 and timings.decode_s > 0:
+        parts.append(f"{(n_output - 1) / timings.decode_s:,.0f} tokens/s")
+    if timings.ttft_s is not None:
+        parts.append(f"first after {timings.ttft_s * 1000:,.0f} ms")
+    return ", ".join(parts)
+
+
+def _ask() -> str | None:
+    """The next line, or None at the end of the input or on Ctrl-C.
+
+    Blocks the event loop, which has nothing else to do: an answer has ended before this is called,
+    and `input` with its editing can be interrupted on the main thread only.
+    """
+    if sys.stdin is None:
+        return None
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        if not is_terminal(sys.stdin):
+            return input()
+        if not is_terminal(sys.stdout):
+            print("> ", end="", file=sys.stderr, flush=True)
+            return input()
+        prompt = styled("> ", BOLD, sys.stdout)
+        if "readline" in sys.modules:  # it has to know what takes no room
+            prompt = re.sub("(\x1b.*?m)", "\x01\\1\x02", prompt)
+        return input(prompt)
+    except (EOFError, KeyboardInterrupt):
+        if is_terminal(sys.stdin):
+            print(file=sys.stderr)
+        return None
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+async def _chat(config: EngineConfig, params: SamplingParams, system: str | None) -> int:
+    is_script = not is_terminal(sys.stdin)
+    async with loaded(config) as engine:
+        if engine.model.chat_template is None:
+            raise CllmError(f"{_name(engine)} has no chat template; try cllm generate")
+        chat = Chat(engine, params, system, StandardOutput())
+        await chat.run()
+    return 1 if is_script and chat.has_failed else 0
+
+
+@with_flags
+def chat(
+    engine: EngineFlags,
+    sampling: SamplingFlags,
+    system: Annotated[
+        str | None, typer.Option(help="What the model is told first; text or @FILE.")
+    ] = None,
+) -> int:
+    """Talk to the model: it streams, remembers, and stops on Ctrl-C."""
+    told = None if system is None else text_or_file(system, "--system")
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    # One sequence that may leave all of its cells to the next turn, which begins with them.
+    config = engine.config(n_seq_max=1, prefix_cache_tokens=ALL_CELLS)
+    return run(_chat, config, sampling.params(), told)

@@ -1,0 +1,264 @@
+"""`cllm generate`: the outputs of many prompts, computed at once, printed in order.
+
+Each prompt has a reader that takes its text as it comes; the printer goes through them in order and
+prints the first that is not finished as it grows.  How far the readers are ahead of it is bounded,
+and prompts are taken from standard input only as there is room.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+import anyio
+import typer
+from anyio.abc import TaskGroup
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+from rich.cells import set_cell_size
+
+from cllm import (
+    Completion,
+    Engine,
+    EngineConfig,
+    FinishReason,
+    GenerationError,
+    RequestError,
+    SamplingParams,
+    TokenStream,
+)
+from cllm.cli.options import EngineFlags, SamplingFlags, with_flags
+from cllm.cli.terminal import (
+    BOLD,
+    StandardOutput,
+    complain,
+    input_lines,
+    is_terminal,
+    loaded,
+    progress_bar,
+    run,
+)
+
+# Finished outputs that wait for their turn: a slow one holds up the others only behind so many.
+MAX_AHEAD = 1024
+
+STANDARD_INPUT = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How prompts are read and outputs printed."""
+
+    as_chat: bool
+    as_json: bool
+    has_headings: bool
+    has_progress_bar: bool
+
+
+class Submitted:
+    """One prompt, and what there is of its output.  Filled by its reader, emptied by the printer.
+
+    Attributes
+    ----------
+    completion : Completion or None
+        Once the output has ended; None if the request was refused.
+    error : RequestError or None
+        Why there is no more.
+    """
+
+    def __init__(self, index: int, prompt: str) -> None:
+        self.index = index
+        self.prompt = prompt
+        self.completion: Completion | None = None
+        self.error: RequestError | None = None
+        self._texts: list[str] = []
+        self._has_ended = False
+        self._changed = anyio.Event()
+
+    def push(self, text: str) -> None:
+        """Some more text."""
+        self._texts.append(text)
+        self._changed.set()
+
+    def end(self) -> None:
+        """No more text."""
+        self._has_ended = True
+        self._changed.set()
+
+    async def texts(self) -> AsyncIterator[str]:
+        """The text as it comes; what was read is forgotten."""
+        while self._texts or not self._has_ended:
+            if not self._texts:
+                self._changed = anyio.Event()
+                await self._changed.wait()
+            text, self._texts = "".join(self._texts), []
+            if text:
+                yield text
+
+    def as_json(self) -> str:
+        """All about it as a line of JSON."""
+        completion = self.completion
+        values: dict[str, object] = {
+            "index": self.index,
+            "prompt": self.prompt,
+            "text": "" if completion is None else completion.text,
+            "finish_reason": FinishReason.ERROR if completion is None else completion.finish_reason,
+            "stop_reason": None if completion is None else completion.stop_reason,
+            "usage": None if completion is None else asdict(completion.usage),
+            "timings": None if completion is None else asdict(completion.timings),
+        }
+        if self.error is not None:
+            values["error"] = str(self.error)
+        return json.dumps(values, ensure_ascii=False) + "\n"
+
+
+class Generation:
+    """Every prompt from where it is read to where its output is printed."""
+
+    def __init__(
+        self, engine: Engine, params: SamplingParams, form: Form, out: StandardOutput
+    ) -> None:
+        self._engine = engine
+        self._params = params
+        self._form = form
+        self._out = out
+        # One that ends leaves a prompt behind that can start at once; the queue takes them all.
+        n_seq_max = engine.config.n_seq_max
+        self._room = anyio.Semaphore(n_seq_max + min(n_seq_max, engine.config.max_queue))
+        self._n_submitted = self._n_ended = self._n_tokens = 0
+        self._is_all_submitted = False
+
+    async def run(self, prompts: AsyncIterator[str]) -> bool:
+        """Print the outputs; whether there is one for every prompt."""
+        is_right = True
+        send, receive = anyio.create_memory_object_stream[Submitted](MAX_AHEAD)
+        with send, receive, progress_bar(self._form.has_progress_bar) as self._show:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._submit_all, prompts, send, tasks)
+                is_right = await self._print_all(receive)
+        return is_right
+
+    async def _submit_all(
+        self,
+        prompts: AsyncIterator[str],
+        send: MemoryObjectSendStream[Submitted],
+        tasks: TaskGroup,
+    ) -> None:
+        async for prompt in prompts:
+            submitted = Submitted(self._n_submitted, prompt)
+            self._n_submitted += 1
+            await self._room.acquire()
+            tasks.start_soon(self._read, submitted)
+            await send.send(submitted)
+        self._is_all_submitted = True
+        send.close()
+        self._show_progress()
+
+    async def _read(self, submitted: Submitted) -> None:
+        """Take the output as fast as it comes: who waits for its turn need not wait to be computed."""
+        try:
+            async with self._stream(submitted.prompt) as stream:
+                async for delta in stream:
+                    submitted.push(delta.text)
+                submitted.completion = await stream.completion()
+        except RequestError as error:
+            submitted.error = error
+            if isinstance(error, GenerationError):
+                submitted.completion = error.completion
+        submitted.end()
+        self._room.release()
+        self._n_ended += 1
+        if submitted.completion is not None:
+            self._n_tokens += submitted.completion.usage.n_output
+        self._show_progress()
+
+    def _stream(self, prompt: str) -> TokenStream:
+        if self._form.as_chat:
+            return self._engine.stream_chat([{"role": "user", "content": prompt}], self._params)
+        return self._engine.stream(prompt, self._params)
+
+    async def _print_all(self, receive: MemoryObjectReceiveStream[Submitted]) -> bool:
+        is_right = True
+        async for submitted in receive:
+            if self._form.as_json:
+                async for _ in submitted.texts():
+                    pass
+                await self._out.write(submitted.as_json())
+            else:
+                await self._print(submitted)
+            if submitted.error is not None:
+                is_right = False
+                complain(f"prompt {submitted.index + 1}: {submitted.error}")
+        return is_right
+
+    async def _print(self, submitted: Submitted) -> None:
+        """Print one output as it comes, and end its last line."""
+        if self._form.has_headings:
+            await self._out.write_styled(_heading(submitted), BOLD)
+        last = ""
+        async for last in submitted.texts():
+            await self._out.write(last)
+        if not last.endswith("\n") and (last or submitted.error is None):
+            await self._out.write("\n")
+
+    def _show_progress(self) -> None:
+        n_total = self._n_submitted if self._is_all_submitted else None
+        self._show(self._n_ended, n_total, f"{self._n_tokens:,} tokens")
+
+
+def _heading(submitted: Submitted) -> str:
+    """One line that says which prompt this is."""
+    width = shutil.get_terminal_size().columns
+    line = f"{submitted.index + 1} ▸ " + " ".join(submitted.prompt.split())
+    fitting = set_cell_size(line, width - 1).rstrip()
+    return ("\n" if submitted.index else "") + fitting + "\n"
+
+
+async def _prompts(arguments: Iterable[str]) -> AsyncIterator[str]:
+    """The prompts; a `-` is replaced by the lines of standard input that are not empty."""
+    for argument in arguments:
+        if argument != STANDARD_INPUT:
+            yield argument
+            continue
+        async for line in input_lines():
+            if line:
+                yield line
+
+
+async def _generate(
+    arguments: list[str], config: EngineConfig, params: SamplingParams, form: Form
+) -> int:
+    async with loaded(config) as engine:
+        is_right = await Generation(engine, params, form, StandardOutput()).run(_prompts(arguments))
+    return 0 if is_right else 1
+
+
+@with_flags
+def generate(
+    prompts: Annotated[
+        list[str],
+        typer.Argument(metavar="PROMPT", help="Text; - is standard input, one prompt a line."),
+    ],
+    engine: EngineFlags,
+    sampling: SamplingFlags,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Each prompt is a user's message, by the chat template.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object a line, with usage and timings.")
+    ] = False,
+) -> int:
+    """Print what the model makes of one or more prompts: all computed at once, printed in order."""
+    are_several = len(prompts) > 1 or STANDARD_INPUT in prompts
+    is_screen = is_terminal(sys.stdout)
+    form = Form(
+        as_chat=chat,
+        as_json=as_json,
+        has_headings=are_several and is_screen and not as_json,
+        # Outputs that grow on the same screen say as much, and the two would write over each other.
+        has_progress_bar=are_several and not is_screen,
+    )
+    return run(_generate, prompts, engine.config(), sampling.params(), form)

@@ -1,0 +1,113 @@
+"""What was said in a chat, and how much of it fits the context.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+Messages = list[dict[str, str]]
+
+# What a template puts around a message, in tokens; only a guess is needed.
+N_AROUND = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A message and its answer.
+
+    Attributes
+    ----------
+    n_tokens : int
+        Of the prompt that ended with the message, and of the answer.
+    """
+
+    message: str
+    answer: str
+    n_tokens: int
+
+
+class History:
+    """The turns of a chat.
+
+    Parameters
+    ----------
+    system : str or None
+        Goes before everything else, and is never dropped.
+    n_ctx : int
+        Tokens of the context.
+    n_answer_max : int or None
+        Tokens of an answer at the most.
+
+    Attributes
+    ----------
+    turns : list of Turn
+    """
+
+    def __init__(self, system: str | None, *, n_ctx: int, n_answer_max: int | None) -> None:
+        self.turns: list[Turn] = []
+        self.n_ctx = n_ctx
+        self._system = system
+        n_spare = max(1, n_ctx // 4)
+        self._n_for_answer = n_spare if n_answer_max is None else min(n_spare, n_answer_max)
+
+    @property
+    def n_tokens(self) -> int:
+        """What the chat takes of the context at the most.
+
+        Less where the template leaves something out, such as the thoughts before an answer.
+        """
+        return self.turns[-1].n_tokens if self.turns else 0
+
+    def messages(self, turns: Sequence[Turn], message: str) -> Messages:
+        """These turns and one more message, as the engine takes them."""
+        messages = [] if self._system is None else [{"role": "system", "content": self._system}]
+        for turn in turns:
+            messages.append({"role": "user", "content": turn.message})
+            messages.append({"role": "assistant", "content": turn.answer})
+        return [*messages, {"role": "user", "content": message}]
+
+    async def fitting(
+        self,
+        message: str,
+        *,
+        count: Callable[[str], Awaitable[int]],
+        count_prompt: Callable[[Messages], Awaitable[int]],
+    ) -> list[Turn]:
+        """The turns that leave room for a message and its answer: all, or the last of them.
+
+        Nothing is dropped yet: the message may turn out not to be answerable at all.
+
+        Parameters
+        ----------
+        count : callable
+            Tokens of a text.
+        count_prompt : callable
+            Tokens of a whole prompt, exactly.  May be slow: called only where it may not fit.
+        """
+        n_room = self.n_ctx - self._n_for_answer
+        if not self.turns or self.n_tokens + await count(message) + N_AROUND <= n_room:
+            return list(self.turns)
+        n_prompt = await count_prompt(self.messages(self.turns, message))
+        if n_prompt <= n_room:
+            return list(self.turns)
+        # Every dropping makes the rest of the chat be computed again, so it is done seldom.
+        n_wanted = self.n_ctx // 2
+        kept = list(self.turns)
+        while kept and n_prompt > n_wanted:
+            dropped = kept.pop(0)
+            n_prompt -= await count(dropped.message) + await count(dropped.answer)
+        return kept
+
+    def keep(self, turns: list[Turn]) -> int:
+        """Drop all others; how many those were."""
+        n_dropped = len(self.turns) - len(turns)
+        self.turns = turns
+        return n_dropped
+
+    def undo(self) -> Turn | None:
+        """Take back the last turn, if there is one."""
+        return self.turns.pop() if self.turns else None
+
+    def reset(self) -> None:
+        """Forget everything but the system message."""
+        self.turns.clear()

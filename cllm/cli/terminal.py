@@ -1,0 +1,193 @@
+"""The standard streams as the commands use them, and the event loop around a command.
+
+Standard output has what was asked for and nothing else; notes and errors go to standard error.
+Neither reading nor writing blocks the event loop, so that Ctrl-C works while a pager takes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
+from typing import TextIO, TypeVarTuple
+
+import anyio
+import anyio.lowlevel
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from cllm import Engine, EngineConfig
+
+BOLD, DIM, RED = "1", "2", "31"
+
+# Longer than the engine takes: it refuses such a line, and the rest of it need not be kept.
+MAX_LINE_BYTES = 2 << 20
+
+# What a model says may move the cursor, or worse: a terminal gets a picture of it.
+_PICTURES = {
+    code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\t\n"
+} | dict.fromkeys(range(0x7F, 0xA0), "\N{REPLACEMENT CHARACTER}")
+
+Arguments = TypeVarTuple("Arguments")
+
+
+def visible(text: str) -> str:
+    """The text without the control characters that a terminal would obey."""
+    return text.translate(_PICTURES)
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether somebody looks at it; a stream that was closed before the start is None."""
+    return stream is not None and stream.isatty()
+
+
+def styled(text: str, style: str, stream: TextIO | None) -> str:
+    """The text in bold or dim on a terminal that may show it."""
+    if not is_terminal(stream) or "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb":
+        return text
+    return f"\x1b[{style}m{text}\x1b[0m"
+
+
+def note(text: str) -> None:
+    """One line about what happens, on standard error: dim on a terminal."""
+    if sys.stderr is not None:
+        print(styled(visible(text), DIM, sys.stderr), file=sys.stderr, flush=True)
+
+
+def complain(text: str) -> None:
+    """One line about what went wrong, on standard error."""
+    if sys.stderr is not None:
+        line = " ".join(visible(text).split("\n"))
+        print(styled(f"cllm: {line}", RED, sys.stderr), file=sys.stderr, flush=True)
+
+
+class StandardOutput:
+    """Standard output in UTF-8, unbuffered.  Event loop only.
+
+    Raises
+    ------
+    BrokenPipeError
+        When writing: nobody reads any more, or it was closed before the start.
+    """
+
+    def __init__(self) -> None:
+        self.is_terminal = is_terminal(sys.stdout)
+        # Python leaves None where the descriptor was closed: 1 may by now be any file of ours.
+        self._descriptor = None if sys.stdout is None else _Descriptor(1)
+
+    async def write(self, text: str) -> None:
+        """Write all of it, waiting for room."""
+        if self._descriptor is None:
+            raise BrokenPipeError
+        # A lone surrogate comes from an argument that is not UTF-8; in JSON this is its escape.
+        data = (visible(text) if self.is_terminal else text).encode("utf-8", "backslashreplace")
+        while data:
+            await self._descriptor.wait(anyio.wait_writable)
+            try:
+                # A pipe that can be written to takes at least so many bytes without blocking.
+                data = data[os.write(1, data[: select.PIPE_BUF]) :]
+            except BlockingIOError:  # another program has made the pipe non-blocking
+                continue
+
+    async def write_styled(self, text: str, style: str) -> None:
+        """Write a line of our own, not of the model's."""
+        if self._descriptor is None:
+            raise BrokenPipeError
+        await self._descriptor.wait(anyio.wait_writable)
+        os.write(1, styled(visible(text), style, sys.stdout).encode("utf-8", "backslashreplace"))
+
+
+class _Descriptor:
+    """Waits until a descriptor is ready."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._is_file = False
+
+    async def wait(self, ready: Callable[[int], Awaitable[None]]) -> None:
+        """Wait with `anyio.wait_readable` or `wait_writable`."""
+        if not self._is_file:
+            try:
+                await ready(self._number)
+            except PermissionError:  # from epoll: files are always ready
+                self._is_file = True
+        if self._is_file:
+            await anyio.lowlevel.checkpoint()
+
+
+async def input_lines() -> AsyncIterator[str]:
+    """Lines of standard input without their ends, read only as they are asked for.
+
+    Bytes that are not UTF-8 become lone surrogates, as in arguments: the engine refuses them.
+    """
+    if sys.stdin is None:
+        return
+    descriptor, rest = _Descriptor(0), b""
+    while True:
+        await descriptor.wait(anyio.wait_readable)
+        chunk = os.read(0, 1 << 16)
+        *lines, rest = (rest + chunk).split(b"\n")
+        if not chunk and rest:
+            lines, rest = [rest], b""
+        for line in lines:
+            yield line.removesuffix(b"\r").decode("utf-8", "surrogateescape")
+        if not chunk:
+            return
+        rest = rest[:MAX_LINE_BYTES]
+
+
+@contextmanager
+def progress_bar(is_wanted: bool) -> Iterator[Callable[[int, int | None, str], None]]:
+    """Give a function that shows `(n_done, n_total or None, remark)` on standard error."""
+    if not (is_wanted and is_terminal(sys.stderr)):
+        yield lambda n_done, n_total, remark: None
+        return
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[remark]}"),
+        TimeElapsedColumn(),
+    )
+    console = Console(file=sys.stderr)
+    with Progress(*columns, console=console, transient=True, redirect_stdout=False) as progress:
+        task = progress.add_task("", total=None, remark="")
+        yield lambda n_done, n_total, remark: progress.update(
+            task, completed=n_done, total=n_total, remark=remark
+        )
+
+
+@asynccontextmanager
+async def loaded(config: EngineConfig) -> AsyncIterator[Engine]:
+    """An engine that serves; somebody who looks is told that the model is being loaded."""
+    is_shown = config.model is not None and is_terminal(sys.stderr)
+    console = Console(file=sys.stderr)
+    loading = console.status(f"loading {config.model_path.name}") if is_shown else nullcontext()
+    async with AsyncExitStack() as stack:
+        with loading:
+            engine = await stack.enter_async_context(Engine(config=config))
+        yield engine
+
+
+def run(command: Callable[[*Arguments], Awaitable[int]], *arguments: *Arguments) -> int:
+    """Run a command on an event loop and return its exit code.
+
+    An error inside of a task group comes out as it is, not in a group.  When nobody reads the
+    output any more there is nothing left to do, and nothing has failed.
+    """
+    try:
+        return anyio.run(command, *arguments)
+    except BrokenPipeError:
+        return 0
+    except KeyboardInterrupt:
+        if is_terminal(sys.stdout):
+            print(file=sys.stderr)  # the shell goes on below the line that was being written
+        raise
+    except BaseExceptionGroup as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        if isinstance(error, BrokenPipeError):
+            return 0
+        raise error from None

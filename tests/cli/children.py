@@ -1,0 +1,127 @@
+"""`cllm` in a child process: with pipes, or on a terminal of its own.
+
+Run as a program it is the command line with every command.
+"""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+import termios
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+ROOT = Path(__file__).parents[2]
+CLLM = [sys.executable, "-W", "error", "-m", "tests.cli.children"]
+
+CTRL_C, CTRL_D, BACKSPACE = "\x03", "\x04", "\x7f"
+
+# An answer that has not ended when it is stopped.
+ENDLESS = ("--temperature", "0", "--ignore-eos", "--n-ctx", "16384")
+
+
+def run_cllm(
+    *arguments: str | bytes, input: str | bytes = "", **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run it to its end."""
+    given = input.encode() if isinstance(input, str) else input
+    done = subprocess.run(
+        [*CLLM, *arguments], input=given, capture_output=True, timeout=100, check=False,
+        cwd=ROOT, env={**os.environ, **environment},
+    )  # fmt: skip
+    return subprocess.CompletedProcess(
+        done.args, done.returncode, done.stdout.decode(), done.stderr.decode()
+    )
+
+
+def start_cllm(*arguments: str, **streams: Any) -> subprocess.Popen[bytes]:
+    """Start it; standard streams as for `subprocess.Popen`, pipes by default."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([*CLLM, *arguments], cwd=ROOT, bufsize=0, **{**pipes, **streams})
+
+
+class Terminal:
+    """A terminal, and `cllm` on it; killed at the end of its `with` if it has not ended."""
+
+    def __init__(self, *arguments: str, environment: dict[str, str] | None = None) -> None:
+        self._master, slave = pty.openpty()
+        termios.tcsetwinsize(slave, (24, 500))  # no line is broken in two
+        self.child = start_cllm(
+            *arguments,
+            stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
+            env={**os.environ, "TERM": "dumb", **(environment or {})},
+        )  # fmt: skip
+        os.close(slave)
+        self._bytes = b""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.child.kill()
+        self.child.wait()
+        os.close(self._master)
+
+    def until(self, text: str) -> str:
+        """Read until it stands there, and return everything up to it."""
+        wanted = text.encode()
+        while wanted not in self._bytes:
+            if not (chunk := self._read()):
+                raise AssertionError(f"{text!r} did not appear after {self._bytes!r}")
+            self._bytes += chunk
+        before, found, self._bytes = self._bytes.partition(wanted)
+        return (before + found).decode()
+
+    def rest(self) -> str:
+        """Everything up to the end."""
+        while chunk := self._read():
+            self._bytes += chunk
+        return self._bytes.decode()
+
+    def send(self, text: str) -> None:
+        """Type it."""
+        os.write(self._master, text.encode())
+
+    def until_asleep(self) -> None:
+        """Wait until the child waits for something: a signal while `input` works on a key is not
+        noticed before the next key."""
+        status = Path(f"/proc/{self.child.pid}/stat")
+        while status.exists() and status.read_text().rpartition(") ")[2][0] == "R":
+            os.sched_yield()
+
+    def exit_code(self) -> int:
+        """Wait until the child has ended."""
+        self.rest()
+        return self.child.wait()
+
+    def _read(self) -> bytes:
+        try:
+            return os.read(self._master, 1 << 16)
+        except OSError:  # the child has ended
+            return b""
+
+
+def main() -> int:
+    """Run the command line."""
+    import fcntl
+
+    from cllm.cli import app
+    from cllm.cli.bench import bench
+    from cllm.cli.chat import chat
+    from cllm.cli.generate import generate
+
+    if os.isatty(0) and os.getsid(0) == os.getpid():
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # Ctrl-C comes to whose terminal it is
+    commands: list[Callable[..., int]] = [generate, chat, bench]
+    known = {command.callback for command in app.app.registered_commands}
+    for command in commands:
+        if command not in known:
+            app.app.command()(command)
+    return app.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

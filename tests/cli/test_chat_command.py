@@ -1,0 +1,246 @@
+"""`cllm chat`: it remembers, it stops when told to, and it forgets the oldest when it has to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cllm import Engine, EngineConfig, SamplingParams
+from cllm.cli.chat import Chat
+from cllm.cli.history import History, Messages, Turn
+from cllm.cli.terminal import StandardOutput
+from tests.cli.children import BACKSPACE, CTRL_C, CTRL_D, ENDLESS, Terminal, run_cllm
+from tests.conftest import QUIET
+
+GREEDY = ("--temperature", "0")
+FIVE = "5 6 7 8"
+
+
+# --- As a script -----------------------------------------------------------------------------
+def test_lines_are_messages_and_standard_output_has_the_answers_alone() -> None:
+    done = run_cllm("chat", *GREEDY, input="1+1=\n\nrepeat:你好 🙂\n  count:1..5")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2\n你好 🙂\n1 2 3 4 5\n", "")
+
+
+def test_commands_look_at_the_chat_and_change_it() -> None:
+    lines = ("1+1=", "2+2=", "/stats", "/undo", "/stats", "/reset", "/stats", "/undo")
+    done = run_cllm("chat", *GREEDY, input="\n".join(lines))
+    assert done.stdout == "2\n4\n"
+    notes = done.stderr.splitlines()
+    assert [note.split(",")[0] for note in notes if "turn" in note] == [
+        "2 turns", "1 turn", "0 turns",
+    ]  # fmt: skip
+    assert "Taken back: 2+2=" in notes
+    assert notes[-1] == "There is nothing to undo."
+
+
+def test_help_names_every_command() -> None:
+    done = run_cllm("chat", input="/help")
+    assert all(f"/{name}" in done.stderr for name in ("reset", "undo", "stats", "help"))
+    assert done.stdout == ""
+
+
+def test_a_command_that_does_not_exist_is_said_and_the_chat_goes_on() -> None:
+    done = run_cllm("chat", *GREEDY, input="/nope nope\n1+1=")
+    assert done.stdout == "2\n"
+    assert done.stderr == "cllm: there is no command /nope, see /help\n"
+
+
+def test_two_slashes_say_one() -> None:
+    done = run_cllm("chat", *GREEDY, input="//undo\n/undo")
+    assert "Taken back: /undo" in done.stderr
+
+
+def test_a_message_that_does_not_fit_is_said_and_the_chat_goes_on_as_it_was() -> None:
+    long = "repeat:" + "x" * 600
+    done = run_cllm("chat", *GREEDY, "--n-ctx", "512", input=f"1+1=\n{long}\n/stats\n2+2=\n")
+    assert done.stdout == "2\n4\n"
+    assert "tokens, n_ctx is 512\n" in done.stderr
+    assert "1 turn," in done.stderr
+    assert done.returncode == 1
+
+
+def test_input_that_is_not_utf_8_does_not_end_the_chat() -> None:
+    done = run_cllm("chat", *GREEDY, "--max-tokens", "20", input=b"\xff\xfe\n1+1=\n")
+    assert done.stdout.endswith("2\n")
+    assert done.returncode == 0
+
+
+def test_when_the_context_is_full_the_first_turns_are_dropped_and_that_is_said() -> None:
+    lines = [f"count:{n}01..{n}10" for n in range(1, 8)]
+    done = run_cllm(
+        "chat", *GREEDY, "--n-ctx", "256", "--system", "Count.", input="\n".join([*lines, "/stats"])
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        " ".join(str(100 * n + i) for i in range(1, 11)) for n in range(1, 8)
+    ]
+    notes = done.stderr.splitlines()
+    said = [note for note in notes if note.startswith("The context is full: the first ")]
+    assert 1 <= len(said) < 5
+    n_dropped = sum(int(note.split()[6]) for note in said)
+    assert any(note.startswith(f"{7 - n_dropped} turn") for note in notes)
+
+
+def test_an_answer_that_the_context_cuts_off_says_so() -> None:
+    done = run_cllm("chat", *GREEDY, "--n-ctx", "256", input="count:1..200\n1+1=")
+    assert "The context is full: the answer ends here." in done.stderr
+    assert done.stdout.splitlines()[-1] == "2"
+
+
+def test_a_model_without_a_template_is_one_line(tmp_path: Path) -> None:
+    key = b"tokenizer.chat_template"
+    model = EngineConfig().model_path.read_bytes()
+    assert model.count(key) == 1
+    path = tmp_path / "model.gguf"
+    path.write_bytes(model.replace(key, key.upper()))
+    done = run_cllm("chat", "-m", str(path), "--threads", "1")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "cllm: cllm-tiny has no chat template; try cllm generate\n"
+
+
+@pytest.mark.parametrize("arguments", [["--system", "@/nowhere"], ["--top-p", "2"]])
+def test_wrong_usage_is_one_line_and_exit_code_2(arguments: list[str]) -> None:
+    done = run_cllm("chat", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1
+
+
+# --- On a terminal ---------------------------------------------------------------------------
+def test_ctrl_c_stops_the_answer_and_keeps_the_chat() -> None:
+    with Terminal("chat", *ENDLESS) as terminal:
+        terminal.until("> ")
+        terminal.send("count:1..900\n")
+        terminal.until(FIVE)
+        terminal.send(CTRL_C)
+        terminal.until("\r\nstopped: ")
+        terminal.until("> ")
+        terminal.send("/stats\n")
+        terminal.until("1 turn,")
+        terminal.until("> ")
+        terminal.send("count:1..800\n")
+        terminal.until(FIVE)
+        terminal.send(CTRL_C)
+        terminal.until("\r\nstopped: ")
+        terminal.until("> ")
+        terminal.send(CTRL_D)
+        assert terminal.exit_code() == 0
+
+
+def test_ctrl_c_at_the_prompt_ends_the_chat() -> None:
+    for typed in ("h", "half a mess"):
+        with Terminal("chat") as terminal:
+            terminal.until("> ")
+            terminal.send(typed)
+            terminal.until(typed)
+            terminal.until_asleep()
+            terminal.send(CTRL_C)
+            assert "Traceback" not in terminal.rest()
+            assert terminal.exit_code() == 0
+
+
+def test_an_answer_on_a_terminal_ends_with_its_pace() -> None:
+    with Terminal("chat", *GREEDY, environment={"TERM": "xterm"}) as terminal:
+        terminal.until("> ")
+        terminal.send("count:1..20\n")
+        terminal.until("19 20\r\n")
+        terminal.until("\x1b[2m")
+        assert "tokens/s" in terminal.until("\x1b[0m")
+        terminal.until("> ")
+        terminal.send(CTRL_D)
+        assert terminal.exit_code() == 0
+
+
+def test_backspace_takes_a_whole_character() -> None:
+    with Terminal("chat", *GREEDY) as terminal:
+        terminal.until("> ")
+        terminal.send(f"repeat:你好🙂{BACKSPACE}{BACKSPACE}!\n")
+        terminal.until("\r\n你!\r\n")
+        terminal.until("> ")
+        terminal.send(CTRL_D)
+        assert terminal.exit_code() == 0
+
+
+# --- The partial answer ----------------------------------------------------------------------
+class StopsAt(StandardOutput):
+    """Stops an answer as soon as a text has been printed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.chat: Chat | None = None
+        self.printed = ""
+        self._text = text
+
+    async def write(self, text: str) -> None:
+        self.printed += text
+        if self._text in self.printed and self.chat is not None:
+            await self.chat.stop()
+
+
+@pytest.mark.anyio
+async def test_what_there_is_of_a_stopped_answer_stays_in_the_history() -> None:
+    out = StopsAt(FIVE)
+    async with Engine(n_ctx=2048, n_seq_max=1, **QUIET) as engine:
+        chat = Chat(engine, SamplingParams(temperature=0, ignore_eos=True), None, out)
+        out.chat = chat
+        await chat.answer("count:1..900")
+        (turn,) = chat.history.turns
+        assert turn.message == "count:1..900"
+        assert turn.answer.startswith("1 2 3 4 5 6 7 8")
+        assert out.printed == turn.answer + "\n"
+        assert chat.history.messages(chat.history.turns, "next")[1] == {
+            "role": "assistant", "content": turn.answer,
+        }  # fmt: skip
+        assert engine.statistics().n_running == 0
+
+
+# --- What fits -------------------------------------------------------------------------------
+def history_of(n_turns: int, n_tokens: int) -> History:
+    """Turns of eight characters, in a context of 400 tokens of which an answer may want 100."""
+    history = History("system", n_ctx=400, n_answer_max=None)
+    history.turns += [Turn(f"ask{n}", f"say{n}", n_tokens) for n in range(n_turns)]
+    return history
+
+
+async def count(text: str) -> int:
+    """Of these turns, each message and each answer has ten tokens."""
+    return 10
+
+
+async def not_asked(messages: Messages) -> int:
+    """To count a whole prompt may be slow."""
+    raise AssertionError("it was clear that it fits")
+
+
+@pytest.mark.anyio
+async def test_a_chat_that_fits_is_kept_whole_without_counting_it() -> None:
+    history = history_of(20, n_tokens=300 - 10 - 16)
+    kept = await history.fitting("next", count=count, count_prompt=not_asked)
+    assert kept == history.turns
+
+
+@pytest.mark.anyio
+async def test_a_chat_is_dropped_only_if_it_really_does_not_fit() -> None:
+    async def count_prompt(messages: Messages) -> int:
+        return 300  # thoughts were left out by the template
+
+    history = history_of(20, n_tokens=390)
+    assert await history.fitting("n", count=count, count_prompt=count_prompt) == history.turns
+
+
+@pytest.mark.anyio
+async def test_the_oldest_turns_are_dropped_until_half_of_the_context_is_free() -> None:
+    async def count_prompt(messages: Messages) -> int:
+        return 400
+
+    history = history_of(20, n_tokens=400)
+    kept = await history.fitting("next", count=count, count_prompt=count_prompt)
+    assert kept == history.turns[10:]
+    messages = history.messages(kept, "next")
+    assert messages[0] == {"role": "system", "content": "system"}
+    assert [message["content"] for message in messages[1:3]] == ["ask10", "say10"]
+    assert messages[-1] == {"role": "user", "content": "next"}
+    assert len(history.turns) == 20, "nothing is dropped before it is known to be of use"
+    assert history.keep(kept) == 10
+    assert history.turns == kept

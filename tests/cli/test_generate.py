@@ -1,0 +1,301 @@
+"""`cllm generate`: outputs in order, whatever order they end in, and streams that behave."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import AsyncIterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, cast
+
+import anyio
+import pytest
+
+from cllm import Engine, EngineConfig, SamplingParams, TokenDelta, TokenStream
+from cllm.cli import generate as generate_module
+from cllm.cli.generate import Form, Generation
+from cllm.cli.options import EngineFlags, SamplingFlags
+from cllm.cli.terminal import StandardOutput, visible
+from tests.cli.children import CLLM, CTRL_C, ENDLESS, ROOT, Terminal, run_cllm, start_cllm
+from tests.conftest import QUIET
+
+GREEDY = ("--temperature", "0")
+PLAIN = Form(as_chat=False, as_json=False, has_headings=False, has_progress_bar=False)
+FIVE = "5 6 7 8"
+
+
+# --- What is printed -------------------------------------------------------------------------
+def test_one_prompt_prints_its_output_and_nothing_else() -> None:
+    done = run_cllm("generate", "repeat:你好 🙂", *GREEDY)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "你好 🙂\n", "")
+
+
+def test_outputs_come_in_the_order_of_the_prompts_not_of_their_ends() -> None:
+    done = run_cllm("generate", "count:1..60", "1+1=", "reverse:streams", *GREEDY)
+    numbers = " ".join(map(str, range(1, 61)))
+    assert done.stdout == f"{numbers}\n2\nsmaerts\n"
+    assert done.stderr == ""
+
+
+def test_standard_input_has_one_prompt_a_line_among_other_prompts() -> None:
+    done = run_cllm("generate", "1+1=", "-", "5+5=", *GREEDY, input="2+2=\r\n\n3+3=\n4+4=")
+    assert done.stdout.split() == ["2", "4", "6", "8", "10"]
+
+
+def test_a_line_is_answered_before_the_next_one_comes() -> None:
+    with start_cllm("generate", "-", *GREEDY) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        for n in range(1, 4):
+            child.stdin.write(f"{n}+{n}=\n".encode())
+            assert child.stdout.readline() == f"{n + n}\n".encode()
+        child.stdin.close()
+        assert child.wait() == 0
+
+
+def test_a_file_of_prompts_gives_an_output_for_each(tmp_path: Path) -> None:
+    pairs = [(a, b) for a in range(20) for b in range(20)]
+    path = tmp_path / "prompts"
+    path.write_text("".join(f"{a}+{b}=\n" for a, b in pairs))
+    with path.open() as prompts, start_cllm("generate", "-", *GREEDY, stdin=prompts) as child:
+        out, err = child.communicate()
+    assert [int(line) for line in out.split()] == [a + b for a, b in pairs]
+    assert err == b""
+
+
+def test_json_has_a_line_for_each_prompt_with_all_there_is_to_know() -> None:
+    done = run_cllm("generate", "count:1..30", "1+1=", "--json", *GREEDY)
+    first, second = map(json.loads, done.stdout.splitlines())
+    assert (first["index"], first["prompt"]) == (0, "count:1..30")
+    assert set(second) == {
+        "index", "prompt", "text", "finish_reason", "stop_reason", "usage", "timings",
+    }  # fmt: skip
+    assert (second["index"], second["text"], second["finish_reason"]) == (1, "2", "stop")
+    assert set(second["usage"]) == {"n_prompt", "n_cached", "n_output"}
+    assert (second["usage"]["n_prompt"], second["usage"]["n_output"]) == (5, 2)
+    assert second["timings"]["ttft_s"] > 0
+
+
+def test_chat_puts_each_prompt_into_the_template_as_a_message() -> None:
+    done = run_cllm("generate", "--chat", "--json", "1+1=", "2+2=", *GREEDY)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["text"] for line in lines] == ["2", "4"]
+    assert all(line["usage"]["n_prompt"] > len("1+1=") + 10 for line in lines)
+
+
+def test_constraints_are_given_as_text_or_as_files(tmp_path: Path) -> None:
+    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.gbnf"
+    schema.write_text('{"type": "object", "additionalProperties": false}')
+    grammar.write_text('root ::= "yes" | "no"')
+    asked = ("generate", "1+1=", *GREEDY)
+    assert run_cllm(*asked, "--json-schema", f"@{schema}").stdout.split() in (["{}"], ["{", "}"])
+    assert run_cllm(*asked, "--grammar", f"@{grammar}").stdout in ("yes\n", "no\n")
+    assert run_cllm(*asked, "--regex", "[a-c]{3}").stdout.strip("abc") == "\n"
+    assert run_cllm("generate", "count:1..9", *GREEDY, "--stop", " 4").stdout == "1 2 3\n"
+
+
+# --- What goes wrong -------------------------------------------------------------------------
+def test_a_request_that_fails_is_a_line_on_stderr_and_the_others_go_on() -> None:
+    done = run_cllm("generate", "-", *GREEDY, input=b"1+1=\nbroken \xff\n2+2=\n")
+    assert (done.returncode, done.stdout) == (1, "2\n4\n")
+    assert done.stderr.startswith("cllm: prompt 2: prompt is '\\udcff'")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_request_that_fails_has_its_line_of_json_too() -> None:
+    done = run_cllm("generate", "--json", b"broken \xff", "x" * 500, "1+1=", "--n-ctx", "256")
+    broken, long, right = map(json.loads, done.stdout.splitlines())
+    assert done.returncode == 1
+    assert (broken["prompt"], broken["finish_reason"]) == ("broken \udcff", "error")
+    assert long["error"] == "prompt has 501 tokens, n_ctx is 256"
+    assert "error" not in right
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "PROMPT"),
+        (["1+1=", "--temperature", "1000"], "temperature is 1000.0, must be 0 to 100"),
+        (["1+1=", "--n-seq-max", "0"], "n_seq_max is 0"),
+        (["1+1=", "--json-schema", "@/nowhere"], "--json-schema: cannot read /nowhere"),
+        (["1+1=", "--json-schema", "{"], "json_schema is '{', must be JSON"),
+        (["1+1=", "--regex", "a", "--grammar", 'root ::= "a"'], "grammar"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:
+    done = run_cllm("generate", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_model_that_cannot_be_loaded_is_one_line_and_exit_code_1() -> None:
+    for option in ("-m", "--model", "--model-path"):
+        done = run_cllm("generate", "1+1=", option, "/nowhere.gguf")
+        assert done.returncode == 1
+        assert done.stderr == "cllm: cannot load '/nowhere.gguf': No such file or directory\n"
+
+
+def test_a_reader_that_has_enough_ends_it_quietly() -> None:
+    with start_cllm("generate", "count:1..9", "1+1=", *ENDLESS) as child:
+        assert child.stdout is not None
+        child.stdout.read(4)
+        child.stdout.close()
+        assert child.stderr is not None
+        assert child.stderr.read() == b""
+        assert child.wait() == 0
+
+
+def test_standard_output_that_was_closed_before_the_start_ends_it_quietly() -> None:
+    done = subprocess.run(
+        ["sh", "-c", '"$@" >&-', "sh", *CLLM, "generate", "1+1="],
+        capture_output=True, check=False, cwd=ROOT,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_full_disk_is_one_line_and_exit_code_1() -> None:
+    with Path("/dev/full").open("wb") as full, start_cllm("generate", "1+1=", stdout=full) as child:
+        _, err = child.communicate()
+    assert child.returncode == 1
+    assert b"No space left" in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("prompts", [["count:1..900"], ["count:1..900", "-"]])
+def test_ctrl_c_ends_it_with_130(prompts: list[str]) -> None:
+    with start_cllm("generate", *prompts, *ENDLESS) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        child.stdout.read(20)
+        child.send_signal(signal.SIGINT)
+        assert child.stderr.read() == b""
+        assert child.wait() == 130
+
+
+# --- On a terminal ---------------------------------------------------------------------------
+def test_on_a_terminal_every_prompt_is_a_heading_and_ctrl_c_leaves_a_new_line() -> None:
+    with Terminal("generate", "1+1=", "count:1..900", *GREEDY) as terminal:
+        assert terminal.until("2 ▸ count:1..900\r\n") == (
+            "1 ▸ 1+1=\r\n2\r\n\r\n2 ▸ count:1..900\r\n"
+        )  # fmt: skip
+        terminal.exit_code()
+    with Terminal("generate", "count:1..9", *ENDLESS) as terminal:
+        assert FIVE in terminal.until(FIVE)
+        terminal.send(CTRL_C)
+        assert terminal.rest().endswith("\r\n")
+        assert terminal.exit_code() == 130
+
+
+def test_a_progress_bar_is_shown_only_on_a_terminal_and_for_several_prompts() -> None:
+    for prompts, is_shown in ((["1+1=", "2+2="], True), (["1+1="], False)):
+        master, slave = os.openpty()
+        with start_cllm("generate", *prompts, *GREEDY, stderr=slave) as child:
+            os.close(slave)
+            assert child.stdout is not None
+            assert child.stdout.read().split() == [b"2", b"4"][: len(prompts)]
+        shown = b""
+        try:
+            while chunk := os.read(master, 1 << 16):
+                shown += chunk
+        except OSError:  # the child has ended
+            os.close(master)
+        assert (b"2/2" in shown) is is_shown
+
+
+def test_a_terminal_obeys_nothing_that_a_model_says() -> None:
+    assert visible("a\x1b[2J\r\x07\x7f\x9b1m\tb\n") == "a␛[2J␍␇��1m\tb\n"
+
+
+# --- How far it reads ahead ------------------------------------------------------------------
+class Recorded(StandardOutput):
+    """What would be printed, with a gate before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = ""
+        self.gate = anyio.Event()
+
+    async def write(self, text: str) -> None:
+        await self.gate.wait()
+        self.text += text
+
+
+class Echo:
+    """An engine whose output is its prompt, at once."""
+
+    config = EngineConfig(n_seq_max=4)
+
+    def stream(self, prompt: str, params: SamplingParams) -> TokenStream:
+        class Stream:
+            async def __aenter__(self) -> Any:
+                return self
+
+            async def __aexit__(self, *exc: object) -> None:
+                pass
+
+            async def __aiter__(self) -> AsyncIterator[TokenDelta]:
+                yield TokenDelta(prompt, ())
+
+            async def completion(self) -> None:
+                return None
+
+        return cast(TokenStream, Stream())
+
+
+@pytest.mark.anyio
+async def test_prompts_are_read_only_so_far_ahead_of_what_is_printed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(generate_module, "MAX_AHEAD", 10)
+    n_read = 0
+
+    async def prompts() -> AsyncIterator[str]:
+        nonlocal n_read
+        for n_read in range(1, 201):
+            yield f"{n_read}\n"
+
+    out = Recorded()
+    generation = Generation(cast(Engine, Echo()), SamplingParams(), PLAIN, out)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(generation.run, prompts())
+        await anyio.wait_all_tasks_blocked()
+        # One is being printed, ten wait, and one more has been read that finds no place.
+        assert n_read <= 12
+        out.gate.set()
+    assert out.text.split() == [str(n) for n in range(1, 201)]
+
+
+@pytest.mark.anyio
+async def test_all_prompts_share_their_ticks() -> None:
+    async def prompts() -> AsyncIterator[str]:
+        for n in range(1, 9):
+            yield f"count:{n}1..{n}9"
+
+    out = Recorded()
+    out.gate.set()
+    async with Engine(n_ctx=2048, n_seq_max=8, **QUIET) as engine:
+        assert await Generation(engine, SamplingParams(temperature=0), PLAIN, out).run(prompts())
+        statistics = engine.statistics()
+    assert statistics.n_decoding_rows / statistics.n_decoding_ticks >= 6
+    assert out.text.splitlines() == [
+        " ".join(str(n) for n in range(10 * i + 1, 10 * i + 10)) for i in range(1, 9)
+    ]
+
+
+# --- Options ---------------------------------------------------------------------------------
+def test_every_option_is_a_field_of_what_it_becomes() -> None:
+    sampling = {field.name for field in fields(SamplingFlags)}
+    engine = {field.name for field in fields(EngineFlags)} - {"threads"}
+    assert sampling <= {field.name for field in fields(SamplingParams)}
+    assert engine <= {field.name for field in fields(EngineConfig)}
+
+
+def test_what_is_not_given_is_left_to_the_engine() -> None:
+    assert SamplingFlags().params() == SamplingParams()
+    assert EngineFlags(model=Path("m")).config() == EngineConfig(model=Path("m"))
+    given = EngineFlags(n_ctx=512, threads=3).config(n_ctx=64, n_seq_max=2)
+    assert given == EngineConfig(n_ctx=512, n_seq_max=2, n_threads=3, n_threads_batch=3)
