@@ -298,7 +298,7 @@ async def opened(vocab: object, prompt: str | tuple[int, ...], gate: QueueGate) 
         model=SimpleNamespace(n_ctx=64), is_open=lambda request_id: False, submit=submit
     )
     intake = Intake(
-        lambda: cast(Vocabulary, vocab),
+        lambda **_: cast(Vocabulary, vocab),
         gate,
         cast(Dispatcher, dispatcher),
         stream_buffer=64,
