@@ -158,7 +158,7 @@ class Generation:
         self._show_progress()
 
     async def _read(self, submitted: Submitted) -> None:
-        """Take the output as fast as it comes: who waits for its turn need not wait to be computed."""
+        """Take the output as fast as it comes: what is printed later is computed now."""
         try:
             async with self._stream(submitted.prompt) as stream:
                 async for delta in stream:

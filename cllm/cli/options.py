@@ -1,7 +1,7 @@
 """Options that several commands share: each is written down once and becomes a checked value.
 
-A command takes `EngineFlags` or `SamplingFlags` as a parameter; `with_flags` shows typer their fields
-as options in its place.  An option that is not given leaves the engine's own default.
+A command takes `EngineFlags` or `SamplingFlags` as a parameter; `with_flags` shows typer their
+fields as options in its place.  An option that is not given leaves the engine's own default.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`cllm` in a child process: with pipes, or on a terminal of its own.
 
-Run as a program it is the command line with every command.
+Run as a program it is `cllm`, after it has taken the terminal that it was started on.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import pty
 import subprocess
 import sys
 import termios
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -105,22 +104,14 @@ class Terminal:
 
 
 def main() -> int:
-    """Run the command line."""
+    """Run the command line on the terminal that it was started on."""
     import fcntl
 
-    from cllm.cli import app
-    from cllm.cli.bench import bench
-    from cllm.cli.chat import chat
-    from cllm.cli.generate import generate
+    from cllm.cli.app import run
 
     if os.isatty(0) and os.getsid(0) == os.getpid():
-        fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # Ctrl-C comes to whose terminal it is
-    commands: list[Callable[..., int]] = [generate, chat, bench]
-    known = {command.callback for command in app.app.registered_commands}
-    for command in commands:
-        if command not in known:
-            app.app.command()(command)
-    return app.run()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # or Ctrl-C would be a byte like any other
+    return run()
 
 
 if __name__ == "__main__":
