@@ -252,3 +252,8 @@ class Engine(Lifecycle):
         """The text of `token_ids`; control tokens have none."""
         self._check_serving()
         return await self._intake.detokenize(token_ids)
+
+    async def pieces(self, token_ids: Sequence[int]) -> list[bytes]:
+        """The bytes that each of `token_ids` adds to a text; one may be part of a character."""
+        self._check_serving()
+        return await self._intake.pieces(token_ids)

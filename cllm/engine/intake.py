@@ -191,6 +191,15 @@ class Intake:
 
         return call() if len(token_ids) <= SHORT_TOKENS else await self._tokenizer.run(call)
 
+    async def pieces(self, token_ids: Sequence[int]) -> list[bytes]:
+        """See `Engine.pieces`."""
+        vocabulary = self._check_serving(draining=True)
+
+        def call() -> list[bytes]:
+            return [vocabulary.piece(token) for token in token_ids]
+
+        return call() if len(token_ids) <= SHORT_TOKENS else await self._tokenizer.run(call)
+
 
 def _begins_text(prompt: str | tuple[int, ...] | ChatPrompt, vocabulary: Vocabulary) -> bool:
     """Whether an output stands for itself: an answer in a chat, or what follows no text."""

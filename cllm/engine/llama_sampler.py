@@ -52,6 +52,7 @@ class LlamaChain:
         memory: RowMemory | None = None,
     ) -> None:
         self._memory = RowMemory(model.vocab.n_tokens) if memory is None else memory
+        self._n_vocab = model.vocab.n_tokens
         self._chain = chain = SamplerChain(model.vocab)
         self.close = chain.close
         self.accept = chain.accept
@@ -75,7 +76,7 @@ class LlamaChain:
                 chain.accept(token)
 
     def _add(self, name: str, params: SamplingParams, seed: int, n_ctx: int) -> None:
-        chain, min_keep = self._chain, params.min_keep
+        chain, min_keep = self._chain, min(params.min_keep, self._n_vocab)
         match name:
             case "penalties":
                 chain.add_penalties(

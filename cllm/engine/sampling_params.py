@@ -26,6 +26,38 @@ MAX_LOGPROBS = 256
 CONSTRAINTS = ("grammar", "json_schema", "regex")
 MAX_GRAMMAR_BYTES, MAX_SCHEMA_BYTES, MAX_REGEX_BYTES = 64 << 10, 256 << 10, 16 << 10
 MAX_SCHEMA_DEPTH = 64
+INTEGER_RANGES = {
+    "max_tokens": (1, INT32_MAX),
+    "min_tokens": (0, INT32_MAX),
+    "top_k": (-1, INT32_MAX),
+    "repeat_last_n": (-1, MAX_LAST_N),
+    "dry_allowed_length": (0, MAX_LAST_N),
+    "dry_penalty_last_n": (-1, MAX_LAST_N),
+    "mirostat": (0, 2),
+    "min_keep": (0, MAX_LAST_N),
+    "seed": (0, MAX_SEED),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}
+MAY_BE_NONE = frozenset(("max_tokens", "seed", "logprobs", "prompt_logprobs"))
+FLOAT_RANGES = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "typical_p": (0.0, 1.0),
+    "top_n_sigma": (-1.0, 1e4),
+    "xtc_probability": (0.0, 1.0),
+    "xtc_threshold": (0.0, 1.0),
+    "dynatemp_range": (0.0, 100.0),
+    "dynatemp_exponent": (0.0, 100.0),
+    "repeat_penalty": (1e-3, 1e3),
+    "presence_penalty": (-100.0, 100.0),
+    "frequency_penalty": (-100.0, 100.0),
+    "dry_multiplier": (0.0, 100.0),
+    "dry_base": (0.0, 100.0),
+    "mirostat_tau": (0.0, 1e4),
+    "mirostat_eta": (0.0, 1e4),
+}
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -177,28 +209,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         error = InvalidRequestError
-        if self.max_tokens is not None:
-            check_int("max_tokens", self.max_tokens, 1, INT32_MAX, error)
-        if self.seed is not None:
-            check_int("seed", self.seed, 0, MAX_SEED, error)
-        for name in ("logprobs", "prompt_logprobs"):
-            if (n_top := getattr(self, name)) is not None:
-                check_int(name, n_top, 0, MAX_LOGPROBS, error)
-        for name, low, high in (
-            ("min_tokens", 0, INT32_MAX), ("top_k", -1, INT32_MAX), ("min_keep", 0, MAX_LAST_N),
-            ("repeat_last_n", -1, MAX_LAST_N), ("dry_penalty_last_n", -1, MAX_LAST_N),
-            ("dry_allowed_length", 0, MAX_LAST_N), ("mirostat", 0, 2),
-        ):  # fmt: skip
-            check_int(name, getattr(self, name), low, high, error)
-        for name, lowest, highest in (
-            ("temperature", 0.0, 100.0), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0),
-            ("typical_p", 0.0, 1.0), ("top_n_sigma", -1.0, 1e4), ("xtc_probability", 0.0, 1.0),
-            ("xtc_threshold", 0.0, 1.0), ("dynatemp_range", 0.0, 100.0),
-            ("dynatemp_exponent", 0.0, 100.0), ("repeat_penalty", 1e-3, 1e3),
-            ("presence_penalty", -100.0, 100.0), ("frequency_penalty", -100.0, 100.0),
-            ("dry_multiplier", 0.0, 100.0), ("dry_base", 0.0, 100.0),
-            ("mirostat_tau", 0.0, 1e4), ("mirostat_eta", 0.0, 1e4),
-        ):  # fmt: skip
+        for name, (low, high) in INTEGER_RANGES.items():
+            if (number := getattr(self, name)) is not None or name not in MAY_BE_NONE:
+                check_int(name, number, low, high, error)
+        for name, (lowest, highest) in FLOAT_RANGES.items():
             check_float(name, getattr(self, name), lowest, highest, error)
         if 0.0 < self.temperature < 1e-3:
             raise error("temperature", self.temperature, "0 or at least 0.001")

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from cllm import CllmError, Engine, EngineConfig, __version__
-from cllm.server import generate, info, openai
+from cllm.server import generate, info, openai, tokens
 from cllm.server.config import ServerConfig
 from cllm.server.limits import Limits
 from cllm.server.metrics import AnswerCounter
@@ -61,8 +61,8 @@ def create_app(
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         stopping = anyio.Event()
         made = Engine(config=EngineConfig() if engine is None else engine)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(lambda: serve(stopping, engine=made))
+        async with anyio.create_task_group() as group:
+            group.start_soon(lambda: serve(stopping, engine=made))
             try:
                 yield
             finally:
@@ -76,17 +76,19 @@ def create_app(
         lifespan=lifespan,
     )
     app.state.server = state
-    for routes in (generate, openai, info):
+    for routes in (generate, openai, tokens, info):
         app.include_router(routes.router)
     for error in (CllmError, Problem, HTTPException, RequestValidationError):
         app.add_exception_handler(error, answer_problem)
+    app.add_middleware(Limits, config=config)
     if config.cors_origins:
+        # Around the limits: browsers send no key with a preflight, and pages may read refusals.
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(config.cors_origins),
             allow_methods=["GET", "POST"],
             allow_headers=["Authorization", "Content-Type", "X-Request-ID"],
+            expose_headers=["Retry-After", "X-Request-ID"],
         )
-    app.add_middleware(Limits, config=config)
     app.add_middleware(AnswerCounter, metrics=state.metrics)
     return app

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from cllm.server.problems import Problem
@@ -43,7 +44,13 @@ class SafeRoute(APIRoute):
             headers = [pair for pair in request.scope["headers"] if pair[0] != b"content-type"]
             # curl says that it is a form unless told otherwise, and every server takes that.
             headers.append((b"content-type", b"application/json"))
-            scope = {**request.scope, "headers": headers}
-            return await handler(SafeRequest(scope, request.receive))
+            safe = SafeRequest({**request.scope, "headers": headers}, request.receive)
+            # Read here: FastAPI calls whatever is raised while it reads an error of parsing.
+            try:
+                if await safe.body():
+                    await safe.json()
+            except ClientDisconnect:
+                raise Problem(400, "the client left before its body was complete") from None
+            return await handler(safe)
 
         return handle

@@ -1,4 +1,4 @@
-"""`POST /generate`, and llama-server's `/tokenize` and `/detokenize`."""
+"""`POST /generate`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from starlette.responses import Response
 from cllm import Completion, SamplingParams, TokenDelta, TokenLogprob
 from cllm.server.body import SafeRoute
 from cllm.server.problems import Problem
-from cllm.server.replies import Writer
+from cllm.server.replies import Reply, Writer
 from cllm.server.running import run_streams
-from cllm.server.schemas import DetokenizeBody, GenerateBody, TokenizeBody, sampling_of
+from cllm.server.schemas import GenerateBody, sampling_of
 from cllm.server.state import ServerState, log_request, request_id_of, state_of
 
 router = APIRouter(route_class=SafeRoute)
@@ -45,7 +45,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
         else:
             await writer.json(_completion_of(completion))
 
-    return state.reply(produce)
+    return Reply(produce)
 
 
 def check_logprobs(state: ServerState, params: SamplingParams) -> None:
@@ -114,22 +114,3 @@ def logprob_of(logprob: TokenLogprob) -> dict[str, Any]:
         "logprob": max(logprob.logprob, -9999.0),
         "top": [logprob_of(other) for other in logprob.top],
     }
-
-
-@router.post("/tokenize", tags=["llama-server"], summary="Text to token ids")
-async def tokenize(body: TokenizeBody, request: Request) -> dict[str, Any]:
-    """The tokens of a text; with `with_pieces`, what each stands for."""
-    engine = state_of(request).serving
-    tokens = await engine.tokenize(
-        body.content, add_special=body.add_special, parse_special=body.parse_special
-    )
-    if not body.with_pieces:
-        return {"tokens": tokens}
-    pieces = [await engine.detokenize([token]) for token in tokens]
-    return {"tokens": [{"id": t, "piece": p} for t, p in zip(tokens, pieces, strict=True)]}
-
-
-@router.post("/detokenize", tags=["llama-server"], summary="Token ids to text")
-async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, str]:
-    """The text of some tokens."""
-    return {"content": await state_of(request).serving.detokenize(body.tokens)}

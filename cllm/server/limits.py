@@ -46,9 +46,10 @@ class Limits:
         send = _with_header(send, HEADER, request_id)
         try:
             self._check(scope, headers)
-            await self._app(scope, self._bounded(headers, receive), send)
         except Problem as problem:
             await problem.response(scope, receive, send)
+        else:
+            await self._app(scope, self._bounded(receive), send)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         if self._hosts is not None:
@@ -66,6 +67,10 @@ class Limits:
         encoding = headers.get("content-encoding", "identity").lower()
         if encoding != "identity":
             raise Problem(400, f"content-encoding: {encoding[:40]!r} is not taken")
+        n_bytes = sum(len(name) + len(value) + 4 for name, value in headers.raw)  # ": " and CRLF
+        if n_bytes + len(scope["path"]) > self._config.max_header_bytes:
+            limit = f"the headers have more than {self._config.max_header_bytes} bytes"
+            raise Problem(431, limit, headers={"Connection": "close"})
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length[:20]) > self._config.max_body_bytes:
             raise self._too_large()
@@ -75,7 +80,7 @@ class Limits:
         limit = f"the body has more than {self._config.max_body_bytes} bytes"
         return Problem(413, limit, headers={"Connection": "close"})
 
-    def _bounded(self, headers: Headers, receive: Receive) -> Receive:
+    def _bounded(self, receive: Receive) -> Receive:
         """`receive`, which gives up on a body that is too large, or too slow."""
         n_bytes, is_complete = 0, False
         deadline = anyio.current_time() + self._config.body_timeout_s

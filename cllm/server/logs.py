@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -26,6 +27,13 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False)
 
 
+def _is_fault(record: logging.LogRecord) -> bool:
+    """Requests that are given up when the server ends are none, and no reason for a traceback."""
+    if record.exc_info is not None:
+        return not isinstance(record.exc_info[1], asyncio.CancelledError)
+    return not record.getMessage().rstrip().endswith("CancelledError")  # of the lifespan, as text
+
+
 def configure_logging() -> None:
     """Log to stderr, by `CLLM_LOG_LEVEL` and `CLLM_LOG_FORMAT` (`console` or `json`)."""
     level = os.environ.get("CLLM_LOG_LEVEL", "info").lower()
@@ -40,3 +48,4 @@ def configure_logging() -> None:
     # What llama.cpp, the loop and connections say at these levels would bury the requests.
     for name in ("asyncio", "cllm.llama", "uvicorn.error"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("uvicorn.error").addFilter(_is_fault)

@@ -9,12 +9,12 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from cllm import Engine, SamplingParams, TokenDelta, TokenStream
+from cllm import Engine, PromptTooLongError, SamplingParams, TokenDelta, TokenStream
 from cllm.server.body import SafeRoute
 from cllm.server.formats import ChatFormat, CompletionFormat, Format, usage_of
 from cllm.server.generate import check_logprobs
-from cllm.server.problems import invalid
-from cllm.server.replies import Writer
+from cllm.server.problems import invalid, too_long
+from cllm.server.replies import Reply, Writer
 from cllm.server.running import run_streams
 from cllm.server.schemas import (
     ChatBody,
@@ -89,6 +89,8 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     n_top = (body.top_logprobs or 0) if body.logprobs else None
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs", "needs logprobs to be true")
+    if n_top is not None and not 0 <= n_top <= state.config.max_logprobs:
+        raise invalid("top_logprobs", f"is {n_top}, must be 0 to {state.config.max_logprobs}")
     params = _params(body, state, logprobs=n_top)
     tools = None if body.tool_choice == "none" else body.tools
     streams = [
@@ -103,7 +105,8 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
         for i in range(_n(body, state))
     ]
     log_request(state, request_id, body.messages)
-    return _answer(state, body, streams, ChatFormat(request_id, state.model_name))
+    form = ChatFormat(request_id, state.model_name)
+    return _answer(state, body, streams, form, prompt_field="messages")
 
 
 def _answer(
@@ -111,6 +114,8 @@ def _answer(
     body: CompletionFields | ChatFields,
     streams: Sequence[TokenStream],
     form: Format,
+    *,
+    prompt_field: str = "prompt",
 ) -> Response:
     wants_usage = body.stream_options is not None and body.stream_options.include_usage
 
@@ -119,7 +124,10 @@ def _answer(
             for chunk in form.chunks(index, delta):
                 await writer.event(chunk)
 
-        done = await run_streams(streams, state.metrics, on_delta if body.stream else None)
+        try:
+            done = await run_streams(streams, state.metrics, on_delta if body.stream else None)
+        except PromptTooLongError as error:
+            raise too_long(error, prompt_field) from None
         if not body.stream:
             await writer.json(form.whole(done))
             return
@@ -127,7 +135,7 @@ def _answer(
             await writer.event(form.usage_chunk(usage_of(done)))
         await writer.end()
 
-    return state.reply(produce)
+    return Reply(produce)
 
 
 def _params(

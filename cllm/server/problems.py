@@ -75,6 +75,11 @@ def invalid(param: str, message: str) -> Problem:
     return Problem(400, f"{param}: {message}", param=param)
 
 
+def too_long(error: PromptTooLongError, param: str = "prompt") -> Problem:
+    """The context has no room for this field; `code` is what OpenAI calls that."""
+    return Problem(400, str(error), param=param, code="context_length_exceeded")
+
+
 def problem_of(error: BaseException) -> Problem:
     """The answer to any exception.  Never a 5xx for what a client sent."""
     retry = {"Retry-After": str(RETRY_AFTER_S)}
@@ -82,7 +87,7 @@ def problem_of(error: BaseException) -> Problem:
         case Problem():
             return error
         case PromptTooLongError():
-            return Problem(400, str(error), param="prompt", code="context_length_exceeded")
+            return too_long(error)
         case InvalidRequestError() | InvalidArgumentError():
             return Problem(400, str(error), param=error.field)
         case QueueFullError(retry_after_s=seconds):

@@ -12,7 +12,7 @@ from typing import Any
 
 import anyio
 from starlette.responses import JSONResponse, Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from cllm.server.problems import problem_of
 
@@ -28,11 +28,10 @@ class Writer:
         Whether the first event has been sent: a status can be chosen no more.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, write_timeout_s: float) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope = scope
         self._receive = receive
-        self._asgi_send = send
-        self._write_timeout_s = write_timeout_s
+        self._send = send
         self.is_streaming = False
 
     async def json(self, value: object) -> None:
@@ -59,12 +58,8 @@ class Writer:
         await self._body(b"", more=False)
 
     async def _body(self, data: bytes, *, more: bool) -> None:
+        # Waits for a client that does not read, which pauses its own sequence and no other.
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
-
-    async def _send(self, message: Message) -> None:
-        # A client that does not read pauses its own sequence; one that never reads is cut off.
-        with anyio.fail_after(self._write_timeout_s):
-            await self._asgi_send(message)
 
 
 class Reply(Response):
@@ -74,20 +69,16 @@ class Reply(Response):
     ----------
     produce : callable
         Called with a `Writer`.  What it raises before the first event becomes an error response.
-    write_timeout_s : float
     """
 
-    def __init__(
-        self, produce: Callable[[Writer], Awaitable[None]], *, write_timeout_s: float
-    ) -> None:
+    def __init__(self, produce: Callable[[Writer], Awaitable[None]]) -> None:
         self._produce = produce
-        self._write_timeout_s = write_timeout_s
         self.background = None
         self.status_code = 200
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        writer = Writer(scope, receive, send, self._write_timeout_s)
+        writer = Writer(scope, receive, send)
         failure: Exception | None = None
 
         async def leave_with_the_client() -> None:
@@ -106,9 +97,5 @@ class Reply(Response):
             return
         if not writer.is_streaming:
             raise failure
-        if not isinstance(failure, TimeoutError):
-            await writer.event(problem_of(failure).body)
-            await writer.end()
-            return
-        # A body that is never ended: uvicorn closes the connection.
-        raise failure
+        await writer.event(problem_of(failure).body)
+        await writer.end()

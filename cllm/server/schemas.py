@@ -7,40 +7,26 @@ besides, and what changes nothing here, is taken and left aside.  Any other name
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
-from cllm import SamplingOptions, SamplingParams
+from cllm import SamplingParams
+from cllm.server.fields import (
+    SAMPLING_FIELDS,
+    Flag,
+    Integer,
+    Messages,
+    Number,
+    Objects,
+    ResponseFormat,
+    Text,
+    Texts,
+    TokenLists,
+    Tokens,
+    sampling_fields,
+)
 from cllm.server.problems import invalid
-
-Number = Annotated[float, Field(strict=True)]
-Integer = Annotated[int, Field(strict=True)]
-Text = Annotated[str, Field(strict=True)]
-Flag = Annotated[bool, Field(strict=True)]
-
-# As JSON has them; `grammar` only where the server allows it, `logprobs` means different things.
-_TYPES: dict[str, Any] = {
-    **dict.fromkeys(("max_tokens", "seed", "prompt_logprobs"), Integer | None),
-    **dict.fromkeys(
-        (
-            "min_tokens", "top_k", "repeat_last_n", "dry_allowed_length", "dry_penalty_last_n",
-            "mirostat", "min_keep",
-        ),
-        Integer,
-    ),
-    "dry_sequence_breakers": list[Text],
-    "samplers": list[Text],
-    "logit_bias": dict[int, float | Literal[False]],
-    "stop": Text | list[Text] | None,
-    "stop_token_ids": list[Integer],
-    "ignore_eos": Flag,
-    "logprobs": Integer | None,
-    "grammar": Text | None,
-    "json_schema": dict[str, Any] | Text | None,
-    "regex": Text | None,
-}  # fmt: skip
-SAMPLING_FIELDS = tuple(SamplingOptions.__annotations__)
 
 # Names that others know and that change nothing here.
 HARMLESS = frozenset(
@@ -85,18 +71,13 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _leave_aside(cls, data: object) -> object:
-        """Drop what changes nothing."""
+        """Drop what changes nothing, and name the first that is not known."""
         if not isinstance(data, Mapping):
             return data
+        for name in data:
+            if name not in cls.model_fields and name not in HARMLESS:
+                raise invalid(str(name)[:80], "is not known")
         return {name: value for name, value in data.items() if name not in HARMLESS}
-
-
-def _sampling_fields(without: tuple[str, ...] = ()) -> dict[str, Any]:
-    return {
-        name: (_TYPES.get(name, Number) | None, None)
-        for name in SAMPLING_FIELDS
-        if name not in without
-    }
 
 
 class _Request(Body):
@@ -108,11 +89,11 @@ class _Request(Body):
 class GenerateFields(_Request):
     """`POST /generate`."""
 
-    prompt: Text | list[Integer] = Field(description="Text, or token ids", examples=["1+1="])
+    prompt: Text | Tokens = Field(description="Text, or token ids", examples=["1+1="])
 
 
 GenerateBody: Any = create_model(
-    "GenerateBody", __base__=GenerateFields, __doc__="A request.", **_sampling_fields()
+    "GenerateBody", __base__=GenerateFields, __doc__="A request.", **sampling_fields()
 )
 
 
@@ -123,20 +104,23 @@ class StreamOptions(Body):
     include_obfuscation: Flag = False
 
 
+Choices = Annotated[Integer, Field(json_schema_extra={"minimum": 1}, examples=[1])]
+
+
 class CompletionFields(_Request):
     """`POST /v1/completions`."""
 
     model: Text | None = None
-    prompt: Text | list[Integer] | list[Text] | list[list[Integer]]
-    n: Integer = 1
+    prompt: Text | Tokens | Texts | TokenLists
+    n: Choices = 1
     echo: Flag = False
     stream_options: StreamOptions | None = None
     max_completion_tokens: Integer | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
 
 
 CompletionBody: Any = create_model(
-    "CompletionBody", __base__=CompletionFields, __doc__="A completion.", **_sampling_fields()
+    "CompletionBody", __base__=CompletionFields, __doc__="A completion.", **sampling_fields()
 )
 
 
@@ -144,14 +128,14 @@ class ChatFields(_Request):
     """`POST /v1/chat/completions`."""
 
     model: Text | None = None
-    messages: list[dict[str, Any]]
-    n: Integer = 1
+    messages: Messages
+    n: Choices = 1
     stream_options: StreamOptions | None = None
     max_completion_tokens: Integer | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
     logprobs: Flag | None = None
     top_logprobs: Integer | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: Text | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: Flag = True
@@ -161,7 +145,7 @@ ChatBody: Any = create_model(
     "ChatBody",
     __base__=ChatFields,
     __doc__="A chat.",
-    **_sampling_fields(without=("logprobs", "prompt_logprobs")),
+    **sampling_fields(without=("logprobs", "prompt_logprobs")),
 )
 
 
@@ -177,7 +161,7 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """`POST /detokenize`, as llama-server has it."""
 
-    tokens: list[Integer] = Field(max_length=1 << 20)
+    tokens: Tokens = Field(max_length=1 << 20)
 
 
 def sampling_of(body: BaseModel, *, allow_grammar: bool, **changes: Any) -> SamplingParams:

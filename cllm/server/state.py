@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
 
 from starlette.requests import Request
 
@@ -12,7 +11,6 @@ from cllm import Engine
 from cllm.server.config import ServerConfig
 from cllm.server.metrics import Metrics
 from cllm.server.problems import RETRY_AFTER_S, Problem
-from cllm.server.replies import Reply, Writer
 
 logger = logging.getLogger("cllm.server")
 
@@ -61,10 +59,6 @@ class ServerState:
         if self.config.model_name is not None:
             return self.config.model_name
         return self.serving.config.model_path.stem
-
-    def reply(self, produce: Callable[[Writer], Awaitable[None]]) -> Reply:
-        """An answer that is given up when its client leaves."""
-        return Reply(produce, write_timeout_s=self.config.write_timeout_s)
 
 
 def state_of(request: Request) -> ServerState:

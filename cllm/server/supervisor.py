@@ -13,7 +13,8 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 
 from cllm import EngineConfig
@@ -74,11 +75,15 @@ class Supervisor:
         previous = {number: signal.signal(number, self._forward) for number in SIGNALS}
         try:
             while True:
-                code = self._run_worker()
-                if code >= 0 or self._is_stopping:
-                    return max(code, 0) if self._is_stopping and code < 0 else code
-                self._deaths.append(self._clock())
+                worker = self._start_worker()
+                code = 0 if worker is None else self._wait_for(worker)
+                if code >= 0:
+                    return code
                 name = signal.Signals(-code).name
+                if self._is_stopping:
+                    logger.error("the worker was killed by %s while it was shutting down", name)
+                    return 1
+                self._deaths.append(self._clock())
                 if self._is_looping():
                     logger.error(
                         "the worker was killed %d times within %.0f s, last by %s: giving up",
@@ -94,15 +99,25 @@ class Supervisor:
         is_full = len(self._deaths) == self._deaths.maxlen
         return is_full and self._deaths[-1] - self._deaths[0] < WINDOW_S
 
-    def _run_worker(self) -> int:
-        # A session of its own: Ctrl-C reaches the worker once, through this process.
-        with subprocess.Popen(
-            self._command,
-            stdin=subprocess.PIPE,
-            pass_fds=[self._listener.fileno()],
-            start_new_session=True,
-        ) as worker:
-            self._worker = worker
+    def _start_worker(self) -> subprocess.Popen[bytes] | None:
+        """A worker; none if this process was asked to stop."""
+        # What comes meanwhile is forwarded when there is a worker to have it.  The worker inherits
+        # the block and lifts it when it listens to signals itself: none can end it before.
+        with _blocked(SIGNALS):
+            if self._is_stopping:
+                return None
+            # A session of its own: Ctrl-C reaches the worker once, through this process.
+            self._worker = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                pass_fds=[self._listener.fileno()],
+                start_new_session=True,
+            )
+        return self._worker
+
+    def _wait_for(self, worker: subprocess.Popen[bytes]) -> int:
+        """The exit code of a worker; below 0 the signal that killed it."""
+        with worker:
             assert worker.stdin is not None
             try:
                 worker.stdin.write(self._settings)
@@ -111,13 +126,25 @@ class Supervisor:
                 pass  # it has ended already: its exit code says why
             # Standard input stays open: its end tells the worker that its supervisor is gone.
             code = worker.wait()
-            self._worker = None
-            return code
+        self._worker = None
+        return code
 
     def _forward(self, number: int, _: FrameType | None) -> None:
         self._is_stopping = True
+        # The worker stops to listen; a socket that stays open here would keep new clients waiting.
+        self._listener.close()
         if self._worker is not None:
             self._worker.send_signal(number)
+
+
+@contextmanager
+def _blocked(signals: Iterable[signal.Signals]) -> Iterator[None]:
+    """Put off these signals."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def supervise(engine: EngineConfig, config: ServerConfig, listener: socket.socket) -> int:

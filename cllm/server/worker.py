@@ -15,6 +15,8 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
@@ -28,6 +30,15 @@ from cllm.server.protocol import protocol_with
 STDIN = 0
 
 
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        with super().capture_signals():
+            # The supervisor has blocked them until there is somebody who listens.
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
+            yield
+
+
 def serve(engine: EngineConfig, config: ServerConfig, listener: socket.socket) -> int:
     """Serve until SIGTERM or SIGINT; the exit code.
 
@@ -38,10 +49,12 @@ def serve(engine: EngineConfig, config: ServerConfig, listener: socket.socket) -
         server.should_exit = True
 
     app = create_app(engine, config, on_failed=on_failed)
-    server = uvicorn.Server(
+    server = _Server(
         uvicorn.Config(
             app,
-            http=protocol_with(config.header_timeout_s),
+            http=protocol_with(
+                header_timeout_s=config.header_timeout_s, write_timeout_s=config.write_timeout_s
+            ),
             h11_max_incomplete_event_size=config.max_header_bytes,
             timeout_keep_alive=int(config.keep_alive_s),
             timeout_graceful_shutdown=max(1, int(config.drain_timeout_s)),

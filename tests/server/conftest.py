@@ -1,0 +1,272 @@
+"""A real `cllm serve` in a process of its own, and what tests read from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import anyio.to_thread
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+T = TypeVar("T")
+ROOT = Path(__file__).parents[2]
+COMMAND = (sys.executable, "-m", "cllm", "serve")
+QUIET_OPTIONS = ("--port", "0", "--n-threads", "1")
+# Rows of a tick, so that a long prompt takes many of them and can be met on its way.
+SLOW_PREFILL = ("--n-batch", "16")
+LONG = "count:1..199"
+LONG_ANSWER = " ".join(str(n) for n in range(1, 200))
+# Goes on until the context is full: seconds, and 4,000 tokens.
+ENDLESS = {"prompt": LONG, "temperature": 0, "ignore_eos": True}
+TIMEOUT_S = 30.0
+# What httpx would load anew for every client, though none of ours speaks TLS.
+OPTIONS: dict[str, Any] = {"timeout": TIMEOUT_S, "verify": ssl.create_default_context()}
+
+
+def wait_until(condition: Callable[[], T], what: str, timeout_s: float = TIMEOUT_S) -> T:
+    """Ask again and again until the answer is true, and return it."""
+    deadline = time.monotonic() + timeout_s
+    while not (answer := condition()):
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
+        time.sleep(0.005)
+    return answer
+
+
+async def wait_for(condition: Callable[[], T], what: str, timeout_s: float = TIMEOUT_S) -> T:
+    """`wait_until` beside an event loop."""
+    return await anyio.to_thread.run_sync(wait_until, condition, what, timeout_s)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that only waits to be reaped does not."""
+    state = subprocess.run(
+        ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False
+    )
+    return bool(state.stdout.strip()) and not state.stdout.strip().startswith("Z")
+
+
+class Server:
+    """A server process: where it listens, what it says, how it ends.
+
+    Parameters
+    ----------
+    log_path : Path
+        Takes its standard error.
+    command : sequence of str
+        By default `cllm serve` on a free port, with one compute thread.
+    """
+
+    def __init__(
+        self,
+        log_path: Path,
+        *options: str,
+        command: Sequence[str] = (*COMMAND, *QUIET_OPTIONS),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.log_path = log_path
+        with log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*command, *options],
+                cwd=ROOT,
+                stderr=log,
+                # Lines that tell the worker's pid, and what becomes of each request.
+                env={**os.environ, "CLLM_LOG_LEVEL": "debug", **(environment or {})},
+                start_new_session=True,
+            )
+        self.url: str = ""
+
+    def __enter__(self) -> Server:
+        """Wait for the address, not for the model."""
+        try:
+            self.url = wait_until(self._find_url, "an address on stderr") or ""
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is not None or self.process.poll() is not None:
+            self.kill()
+            return
+        try:
+            assert self.stop() == 0, self.log[-4000:]
+        finally:
+            self.kill()
+        assert "Traceback" not in self.log, self.log[-4000:]
+
+    def _find_url(self) -> str | None:
+        found = re.search(r"^cllm: .* at (http://\S+) ", self.log, re.MULTILINE)
+        if found is None:
+            assert self.process.poll() is None, self.log
+        return found and found[1]
+
+    @property
+    def log(self) -> str:
+        """What it has written to standard error."""
+        return self.log_path.read_text(errors="replace")
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """Those of all workers so far."""
+        return [int(pid) for pid in re.findall(r" worker (\d+)$", self.log, re.MULTILINE)]
+
+    @property
+    def worker_pid(self) -> int:
+        """That of the worker that runs now."""
+        return wait_until(lambda: self.worker_pids, "a worker")[-1]
+
+    def client(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, **{**OPTIONS, **options})
+
+    def async_client(self, **options: Any) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self.url, **{**OPTIONS, **options})
+
+    def get(self, path: str) -> httpx.Response:
+        """One request on a connection of its own."""
+        return httpx.get(self.url + path, **OPTIONS)
+
+    def generate(self, prompt: str, **fields: Any) -> httpx.Response:
+        """One request on a connection of its own, greedy."""
+        body = {"prompt": prompt, "temperature": 0, **fields}
+        return httpx.post(self.url + "/generate", json=body, **OPTIONS)
+
+    def is_ready(self) -> bool:
+        """Whether /health is 200."""
+        try:
+            return self.get("/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def wait_ready(self) -> None:
+        wait_until(self.is_ready, "/health is 200")
+
+    def metrics(self) -> dict[str, float]:
+        """Samples by name, with their labels as Prometheus writes them."""
+        return samples_of(self.get("/metrics").text)
+
+    def n_in_flight(self) -> int:
+        """Requests that the engine holds."""
+        now = self.metrics()
+        return int(now["cllm_requests_running"] + now["cllm_requests_waiting"])
+
+    def wait_idle(self, timeout_s: float = TIMEOUT_S) -> None:
+        """Wait until the engine holds no request, and no sequence of one."""
+        wait_until(lambda: self.n_in_flight() == 0, "no request is left", timeout_s)
+        states = {slot["state"] for slot in self.get("/slots").json()}
+        assert states <= {"free", "cached"}, states
+
+    def stop(self, number: int = signal.SIGTERM, timeout_s: float = 40.0) -> int:
+        """Ask it to end; its exit code."""
+        self.process.send_signal(number)
+        return self.process.wait(timeout_s)
+
+    def kill(self) -> None:
+        """End it and its worker, however they are."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        for pid in self.worker_pids[-1:]:  # one at a time
+            if is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def samples_of(text: str) -> dict[str, float]:
+    """Prometheus' text format, parsed by its own client."""
+    samples: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
+            samples[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+    return samples
+
+
+def ask(client: httpx.Client, prompt: Any = "1+1=", **fields: Any) -> httpx.Response:
+    """One greedy request."""
+    return client.post("/generate", json={"prompt": prompt, "temperature": 0, **fields})
+
+
+def refusal_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
+    """What an error says, in the shape of the contract."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+def events_of(response: httpx.Response) -> list[Any]:
+    """The events of a stream, all of them JSON but the last."""
+    assert response.status_code == 200, response.text
+    *lines, end = response.text.split("\n\n")
+    assert end == ""
+    assert all(line.startswith("data: ") for line in lines), lines
+    assert lines.pop() == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+@contextmanager
+def streaming(client: httpx.Client, **fields: Any) -> Iterator[Iterator[str]]:
+    """The lines of an endless stream that has begun; leaving it closes the connection."""
+    with client.stream("POST", "/generate", json={**ENDLESS, "stream": True, **fields}) as response:
+        assert response.status_code == 200
+        lines = response.iter_lines()  # if dropped, it would close the connection
+        next(lines)
+        yield lines
+
+
+@contextmanager
+def running(path: Path, *options: str, **settings: Any) -> Iterator[Server]:
+    """A server that is ready; ended by SIGTERM, with exit code 0 and without a traceback."""
+    with Server(path, *options, **settings) as server:
+        server.wait_ready()
+        yield server
+
+
+@contextmanager
+def hasty(path: Path, **settings: Any) -> Iterator[Server]:
+    """A server without a supervisor, with fields of `ServerConfig`: see `tests.server.hasty`."""
+    command = (sys.executable, "-m", "tests.server.hasty", json.dumps(settings))
+    with running(path, command=command) as server:
+        yield server
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """The clients run on one loop; the server has its own."""
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The embedded model with the defaults of `cllm serve`; for tests that leave it as it was."""
+    with running(tmp_path_factory.mktemp("server") / "log") as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[httpx.Client]:
+    """Speaks to the session's server."""
+    with server.client() as client:
+        yield client

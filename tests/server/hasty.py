@@ -1,0 +1,35 @@
+"""A server with settings that the command line does not have: `python -m tests.server.hasty JSON`."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from typing import Any
+
+from cllm import EngineConfig
+from cllm.server.config import ServerConfig
+from cllm.server.logs import configure_logging
+from cllm.server.supervisor import listen
+from cllm.server.worker import serve
+
+
+def main() -> int:
+    """Serve in this process, and say where in the words of `cllm serve`."""
+    settings: dict[str, Any] = json.loads(sys.argv[1])
+    # Accepted connections inherit it: a client that does not read is felt soon.
+    n_send_buffer = settings.pop("send_buffer", None)
+    engine: dict[str, Any] = settings.pop("engine", {})
+    config = ServerConfig(port=0, **settings)
+    configure_logging()
+    with listen(config.host, config.port) as listener:
+        if n_send_buffer is not None:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, n_send_buffer)
+        url = f"http://{config.host}:{listener.getsockname()[1]}"
+        sys.stderr.write(f"cllm: hasty at {url} \ncllm: worker {os.getpid()}\n")
+        return serve(EngineConfig(n_threads=1, **engine), config, listener)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

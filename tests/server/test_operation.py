@@ -1,0 +1,124 @@
+"""What operators and tools ask: tokens, slots, metrics, health, documentation, request ids, logs."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import httpx
+import pytest
+
+from cllm import SamplingOptions
+from tests.server.conftest import Server, ask, refusal_of, samples_of, streaming, wait_until
+
+
+def test_texts_and_tokens_go_both_ways(client: httpx.Client) -> None:
+    tokens = client.post("/tokenize", json={"content": "é🙂"}).json()["tokens"]
+    assert tokens == list("é🙂".encode())
+    assert client.post("/detokenize", json={"tokens": tokens}).json() == {"content": "é🙂"}
+    special = client.post("/tokenize", json={"content": "a", "add_special": True}).json()
+    assert special["tokens"][1:] == [97]
+
+
+def test_pieces_are_text_or_the_bytes_that_are_none(client: httpx.Client) -> None:
+    """As in llama-server."""
+    pieces = client.post("/tokenize", json={"content": "aé", "with_pieces": True}).json()
+    assert pieces["tokens"][0] == {"id": 97, "piece": "a"}
+
+    assert pieces["tokens"][1:] == [{"id": 195, "piece": [195]}, {"id": 169, "piece": [169]}]
+
+
+@pytest.mark.parametrize("tokens", [[-1], [260], [2**31], [2**63], ["a"], "a", None])
+def test_what_is_no_token_is_not_detokenized(client: httpx.Client, tokens: Any) -> None:
+    error = refusal_of(client.post("/detokenize", json={"tokens": tokens}))
+    assert error["param"] == "tokens"
+
+
+def test_slots_show_every_seq_id_and_who_holds_it(server: Server) -> None:
+    with server.client(headers={"X-Request-ID": "watched"}) as client, streaming(client):
+        slots = server.get("/slots").json()
+    assert [slot["seq_id"] for slot in slots] == list(range(len(slots)))
+    assert len(slots) >= 16
+    (slot,) = [slot for slot in slots if slot["request_id"] == "watched"]
+    assert slot["state"] == "decode"
+    assert slot["n_computed"] >= slot["n_prompt"]
+    server.wait_idle()
+
+
+def test_metrics_move_with_the_requests(client: httpx.Client) -> None:
+    before = samples_of(client.get("/metrics").text)
+    ask(client, "repeat:metrics")
+    client.post("/generate", json={})
+    after = samples_of(client.get("/metrics").text)
+    moved = {name: after[name] - before.get(name, 0) for name in after}
+    assert moved["cllm_requests_finished_total{reason=stop}"] == 1
+    assert moved["cllm_output_tokens_total"] == len("metrics") + 2
+    assert moved["cllm_time_to_first_token_seconds_count"] == 1
+    assert moved["cllm_queue_time_seconds_count"] == 1
+    assert moved["cllm_request_duration_seconds_count"] == 1
+    assert moved["cllm_inter_token_latency_seconds_count"] >= 1
+    assert moved["cllm_tick_seconds_total{stage=decode}"] > 0
+    assert moved["cllm_http_responses_total{route=/generate,status=200}"] == 1
+    assert moved["cllm_http_responses_total{route=/generate,status=400}"] == 1
+
+
+def test_health_is_ok_while_the_heart_beats(client: httpx.Client) -> None:
+    response = client.get("/health")
+    assert response.status_code == 200
+    assert response.json()["status"] == "ok"
+    assert response.json()["heartbeat_age_s"] >= 0
+
+
+def test_the_documentation_names_every_route_and_sampling_field(client: httpx.Client) -> None:
+    assert client.get("/docs").status_code == 200
+    document = client.get("/openapi.json").json()
+    assert set(document["paths"]) == {
+        "/generate", "/tokenize", "/detokenize", "/health", "/metrics", "/slots",
+        "/v1/completions", "/v1/chat/completions", "/v1/models",
+    }  # fmt: skip
+    fields = document["components"]["schemas"]["GenerateBody"]["properties"]
+    assert {*SamplingOptions.__annotations__, "prompt", "stream", "timeout", "priority"} == set(
+        fields
+    )
+
+
+def test_a_request_id_goes_in_and_out(client: httpx.Client) -> None:
+    response = client.post(
+        "/generate", json={"prompt": "1+1="}, headers={"X-Request-ID": "mine:1.a-b_c"}
+    )
+    assert response.headers["X-Request-ID"] == response.json()["id"] == "mine:1.a-b_c"
+    assert client.get("/health", headers={"X-Request-ID": "h"}).headers["X-Request-ID"] == "h"
+    made = [client.get("/nowhere").headers["X-Request-ID"] for _ in range(2)]
+    assert made[0] != made[1]
+
+
+@pytest.mark.parametrize("given", ["a b", "x" * 129, "é", '"', ""])
+def test_a_request_id_that_could_hurt_a_log_is_replaced(client: httpx.Client, given: str) -> None:
+    sent = {b"X-Request-ID": given.encode("latin-1")}
+    response = client.get("/health", headers=sent)
+    assert response.status_code == 200
+    assert re.fullmatch("[0-9a-f]{16}", response.headers["X-Request-ID"])
+
+
+def test_a_request_id_in_use_is_refused_and_free_afterwards(server: Server) -> None:
+    with server.client(headers={"X-Request-ID": "twice"}) as client:
+        with streaming(client):
+            refused = refusal_of(ask(client))
+        assert "twice" in refused["message"]
+        server.wait_idle()
+        assert ask(client).json()["text"] == "2"
+
+
+def test_the_log_tells_the_life_of_each_request_but_no_prompt(server: Server) -> None:
+    with server.client(headers={"X-Request-ID": "told"}) as client:
+        ask(client, "repeat:private")
+    wait_until(lambda: "told: cleared KV cache" in server.log, "the last line of the request")
+    life = [line for line in server.log.splitlines() if "request told: " in line]
+    said = [re.sub(r".*request told: ", "", line) for line in life]
+    for first, later in [("new", "prefill"), ("prefill", "finished"), ("prefill", "cleared")]:
+        at = [
+            next(i for i, line in enumerate(said) if line.startswith(word))
+            for word in (first, later)
+        ]
+        assert at == sorted(at), said
+    assert "private" not in server.log

@@ -1,0 +1,74 @@
+"""What the OpenAPI document allows, and what it does not, never makes a server error."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+
+from tests.server.conftest import Server
+
+# Requests by route; those without a body have little to vary.
+N_GENERATED = {
+    "/generate": 600,
+    "/v1/completions": 500,
+    "/v1/chat/completions": 500,
+    "/tokenize": 200,
+    "/detokenize": 200,
+}
+N_PLAIN = 10
+N_IN_ALL = 2000
+EXPECTED = {200, 307, 400, 401, 404, 405, 406, 408, 413, 415, 422, 429, 431}
+
+
+def keep_small(body: Any) -> None:
+    """What is generated must end soon: few tokens, in little time."""
+    if not isinstance(body, dict) or not body.keys() & {"prompt", "messages"}:
+        return
+    for name in ("max_tokens", "max_completion_tokens"):
+        value: Any = body.get(name)
+        is_many = type(value) in (int, float) and value > 4
+        if is_many or (value is None and name == "max_tokens"):
+            body[name] = 4
+    if type(body.get("timeout")) in (int, float) and body["timeout"] > 2:
+        body["timeout"] = 2
+
+
+def send_all(server: Server, operation: Any, mode: Any, n_examples: int) -> Counter[int]:
+    """The statuses of so many generated requests."""
+    statuses: Counter[int] = Counter()
+
+    @given(case=operation.as_strategy(generation_mode=mode))
+    @settings(max_examples=n_examples, suppress_health_check=list(HealthCheck), print_blob=False)
+    def send(case: Any) -> None:
+        keep_small(case.body)
+        response = case.call(base_url=server.url, timeout=30)
+        statuses[response.status_code] += 1
+        assert response.status_code in EXPECTED, (case.as_curl_command(), response.text)
+
+    send()
+    return statuses
+
+
+def test_two_thousand_generated_requests_make_no_server_error(server: Server) -> None:
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    modes = schemathesis.GenerationMode
+    statuses: Counter[int] = Counter()
+    operations: Iterable[Any] = schema.get_all_operations()
+    for result in operations:
+        operation = result.ok()
+        n_examples = N_GENERATED.get(operation.path)
+        if n_examples is None:  # nothing in it can be wrong
+            statuses += send_all(server, operation, modes.POSITIVE, N_PLAIN)
+            continue
+        for mode in (modes.POSITIVE, modes.NEGATIVE):
+            statuses += send_all(server, operation, mode, n_examples // 2)
+    assert statuses.total() >= N_IN_ALL, statuses
+    assert statuses[200] > N_IN_ALL / 10, statuses
+    assert statuses[400] > N_IN_ALL / 10, statuses
+    server.wait_idle()
+    assert server.generate("1+1=").json()["text"] == "2"
+    assert server.worker_pids == server.worker_pids[:1]  # the one it began with
