@@ -29,6 +29,17 @@ def tiny_model_path() -> Path:
     return make_model.ensure("tiny-llama", "F16")
 
 
+@pytest.fixture
+def deadly_model(tiny_model_path: Path, tmp_path: Path) -> Path:
+    """A model whose vocabulary has a token twice: llama.cpp aborts the process that loads it."""
+    one, other = b"\x01\0\0\0\0\0\0\0a", b"\x01\0\0\0\0\0\0\0b"
+    data = tiny_model_path.read_bytes()
+    assert data.count(one + other) == 1
+    path = tmp_path / "deadly.gguf"
+    path.write_bytes(data.replace(one + other, one + one))
+    return path
+
+
 @pytest.fixture(scope="session")
 def llama_cpp_source() -> Path:
     """The source of llama.cpp, with its vocabularies and templates."""

@@ -5,7 +5,7 @@ libllama abort, hang or lie is refused with a typed error before the call.
 """
 
 from cllm.bindings._handle import NativeHandle, fork_generation
-from cllm.bindings._library import library
+from cllm.bindings._library import find_library, library
 from cllm.bindings.batch import Batch, Run
 from cllm.bindings.context import Context, Logits, PerfCounters, system_info
 from cllm.bindings.model import LoraAdapter, Model
@@ -26,6 +26,7 @@ __all__ = (
     "Run",
     "SamplerChain",
     "Vocabulary",
+    "find_library",
     "fork_generation",
     "library",
     "system_info",

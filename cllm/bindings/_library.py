@@ -93,15 +93,27 @@ def library() -> Library:
     global _library
     if _library is None:
         _configure_logging()
-        path = _find()
-        record = _read_record(path)
-        _check_abi(path, record)
+        path, record = find_library()
         # An abort would otherwise fork a debugger onto this process to print a backtrace.
         os.environ.setdefault("GGML_NO_BACKTRACE", "1")
         loaded = Library(path, record)
         loaded.start()
         _library = loaded
     return _library
+
+
+def find_library() -> tuple[Path, dict[str, Any]]:
+    """The file that `library()` loads, and its build record: checked, and not loaded.
+
+    Raises
+    ------
+    LibraryNotFoundError
+    AbiMismatchError
+    """
+    path = _find()
+    record = _read_record(path)
+    _check_abi(path, record)
+    return path, record
 
 
 def forward_log() -> str:

@@ -28,6 +28,13 @@ def serve(
         int | None, typer.Option(help="Compute threads; by default the physical cores.")
     ] = None,
     n_gpu_layers: Annotated[int, typer.Option(help="-1: all that fit.")] = -1,
+    preflight: Annotated[
+        bool | None,
+        typer.Option(
+            "--preflight/--no-preflight",
+            help="Load the model in another process first; by default files not seen before.",
+        ),
+    ] = None,
     max_queue: Annotated[int, typer.Option(help="Requests that may wait; then 429.")] = 256,
     target_itl_ms: Annotated[
         float | None, typer.Option(help="Pace that prompts keep for the streams.")
@@ -45,6 +52,13 @@ def serve(
     log_prompts: Annotated[
         bool, typer.Option("--log-prompts", help="Put prompts into the log.")
     ] = False,
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            envvar="OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+            help="Takes a span for each request, as OTLP over HTTP (extra tracing).",
+        ),
+    ] = None,
     drain_timeout: Annotated[
         float, typer.Option(min=0, help="Seconds for what runs to finish after SIGTERM.")
     ] = 30.0,
@@ -70,6 +84,9 @@ def serve(
         n_gpu_layers=n_gpu_layers,
         max_queue=max_queue,
         target_itl_ms=target_itl_ms,
+        # Made by the engine of the worker, not here: the worker answers 503 meanwhile, it alone
+        # knows when the model is in use, and one that is started again finds it remembered.
+        preflight="unseen" if preflight is None else preflight,
     )
     config = ServerConfig(
         host=host,
@@ -79,6 +96,7 @@ def serve(
         cors_origins=tuple(cors_origin or ()),
         allow_grammar=allow_grammar,
         log_prompts=log_prompts,
+        otlp_traces_endpoint=otlp_traces_endpoint,
         drain_timeout_s=drain_timeout,
     )
     configure_logging()

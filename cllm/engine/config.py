@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TypedDict
+from typing import Final, Literal, TypedDict
 
 from cllm.checks import MAX_THREADS, check_bool, check_float, check_int
 from cllm.errors import InvalidArgumentError
@@ -14,6 +14,7 @@ from cllm.errors import InvalidArgumentError
 N_SEQ_IDS = 256  # LLAMA_MAX_SEQ: all that libllama has
 N_CACHED_IDS = 16  # of the prefix cache, at the most
 
+UNSEEN: Final = "unseen"
 EMBEDDED_MODEL = Path(__file__).parent.parent / "models" / "cllm-tiny.gguf"
 
 
@@ -42,6 +43,7 @@ class EngineOptions(TypedDict, total=False):
     stream_buffer: int
     stall_timeout_s: float
     tick_log: str | Path | None
+    preflight: bool | Literal["unseen"]
     rope_scaling: str | None
     rope_freq_base: float
     rope_freq_scale: float
@@ -100,6 +102,11 @@ class EngineConfig:
     tick_log : str or Path, optional
         Write every command and every tick's plan and outcome to this file, a JSON object a line;
         `cllm.testing.replay` repeats them without a model.  Holds prompts and answers.
+    preflight : bool or "unseen"
+        Load the model and decode a few tokens in a child process first: a damaged file, which can
+        end or hang the process that loads it, is a `ModelLoadError` then.  "unseen": not for files
+        that have passed before with this library, as the cache directory remembers, nor for the
+        embedded model.
     rope_scaling, rope_freq_base, rope_freq_scale, yarn_* :
         RoPE; None and 0 take the model's.
     lora : sequence of (path, scale)
@@ -134,6 +141,7 @@ class EngineConfig:
     stream_buffer: int = 64
     stall_timeout_s: float = 30.0
     tick_log: str | Path | None = None
+    preflight: bool | Literal["unseen"] = False
     rope_scaling: str | None = None
     rope_freq_base: float = 0.0
     rope_freq_scale: float = 0.0
@@ -173,6 +181,8 @@ class EngineConfig:
         check_float("stall_timeout_s", self.stall_timeout_s, 0.001, 1e6)
         if not isinstance(self.tick_log, str | os.PathLike | None):
             raise InvalidArgumentError("tick_log", self.tick_log, "a path")
+        if self.preflight != UNSEEN and not isinstance(self.preflight, bool):
+            raise InvalidArgumentError("preflight", self.preflight, f"True, False or {UNSEEN!r}")
         for path, scale in self.lora:
             check_float(f"scale of {path}", scale, -1e4, 1e4)
 

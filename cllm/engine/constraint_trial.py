@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import subprocess
-import sys
 from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +19,7 @@ from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from cllm.engine.constraint import NotAvailableError
+from cllm.engine.helper_process import helper_command, helper_environment
 from cllm.errors import ClosedError, InvalidRequestError
 
 HELPER = "cllm.engine.constraint_helper"
@@ -136,20 +135,15 @@ class ConstraintTrial:
         """A process that is ready."""
         reason, is_ready = f"not ready within {START_S:g} s", False
         try:
-            # As this process would import it, and nothing from the working directory.
-            path = [*filter(None, sys.path), str(Path(__file__).parents[2])]
             # A process that was begun but not returned could not be ended.
             with anyio.CancelScope(shield=True):
                 process = self._process = await anyio.open_process(
-                    [
-                        *(sys.executable, "-P", "-m", HELPER),
-                        *(self._kind, self._model_path, str(MEMORY_BYTES)),
-                    ],
+                    helper_command(HELPER, self._kind, self._model_path, str(MEMORY_BYTES)),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
-                    env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
-                    start_new_session=True,  # Ctrl-C is for the parent
+                    env=helper_environment(),
+                    start_new_session=True,
                 )
             self._is_killed = False
             assert process.stdout is not None

@@ -42,6 +42,7 @@ from cllm.engine.llama_decoder import LlamaDecoder, make_context
 from cllm.engine.llama_sampler import SamplerFactory
 from cllm.engine.logprobs import LogprobReader
 from cllm.engine.output_processor import ReadLogprob
+from cllm.engine.preflight import Preflight
 from cllm.engine.request import ModelInfo
 from cllm.engine.run_queue import MakeSampler
 from cllm.engine.scheduler import Chunk
@@ -83,6 +84,7 @@ class InferenceThread:
         self._stopping = False
         self.failure: BaseException | None = None
         self.interrupter: Interrupter | None = None
+        self._preflight = Preflight(config)
         self._audited_at = float("-inf")
         self._log: TickLog | None = None
         self._busy_since: float | None = None
@@ -111,6 +113,7 @@ class InferenceThread:
     def request_stop(self) -> None:
         """Cancel everything, also a load or a decode that is running.  Any thread; returns at once."""
         self._stopping = True
+        self._preflight.stop()
         if (decoder := self._decoder) is not None:
             decoder.stop()
         self._inbox.put(Shutdown())
@@ -144,7 +147,9 @@ class InferenceThread:
             self._inbox.drain(wait=True)
 
     def _serve(self, owned: ExitStack) -> None:
+        self._preflight.run()
         core, model_info = self._load(owned)
+        self._preflight.passed()
         self._publish(core)
         self._outbox.post([Ready(model_info, self.statistics)])
         try:
