@@ -216,8 +216,8 @@ class KVCacheManager:
         n_tokens = slot.n_computed
         n_cells = self.books.release(slot)
         logger.debug(
-            "request %s: cleared KV cache, seq_id %d, %d positions, %d cells freed",
-            sequence.request_id, slot.seq_id, n_tokens, n_cells,
+            "request %s: cleared KV cache, seq_id %d, %d positions, %d cells freed, %d shared",
+            sequence.request_id, slot.seq_id, n_tokens, n_cells, n_tokens - n_cells,
         )  # fmt: skip
 
     def _remove(self, seq_id: int, n_tokens: int) -> None:

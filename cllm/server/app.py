@@ -68,6 +68,9 @@ def create_app(
             finally:
                 state.is_draining = True
                 stopping.set()
+                if state.engine is None:  # nobody is to wait for a model that is still loaded
+                    group.cancel_scope.cancel()
+        await state.tracing.aclose()
 
     app = FastAPI(
         title="cllm",

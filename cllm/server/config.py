@@ -26,6 +26,8 @@ class ServerConfig:
         Web pages that may use the server; none by default.
     log_prompts : bool
         Put prompts and answers into the log.
+    otlp_traces_endpoint : str, optional
+        Sends a span for each request there, as OTLP over HTTP; needs the extra `tracing`.
     max_body_bytes, max_header_bytes : int
     header_timeout_s, body_timeout_s : float
         For a client to send all of its headers, all of its body.
@@ -46,6 +48,7 @@ class ServerConfig:
     allow_grammar: bool = False
     cors_origins: tuple[str, ...] = ()
     log_prompts: bool = False
+    otlp_traces_endpoint: str | None = None
     max_body_bytes: int = 4 << 20
     max_header_bytes: int = 32 << 10
     header_timeout_s: float = 10.0

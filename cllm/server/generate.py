@@ -33,13 +33,14 @@ async def generate(body: GenerateBody, request: Request) -> Response:
         request_id=request_id,
     )
     log_request(state, request_id, body.prompt)
+    observation = state.observation(request, "text_completion", params)
 
     async def produce(writer: Writer) -> None:
         async def on_delta(_: int, delta: TokenDelta) -> None:
             await writer.event(_event_of(delta))
 
         on_each = on_delta if body.stream else None
-        (completion,) = await run_streams([stream], state.metrics, on_each)
+        (completion,) = await run_streams([stream], observation, on_each)
         if body.stream:
             await writer.end()
         else:

@@ -46,6 +46,6 @@ def configure_logging() -> None:
         level=level.upper() if level in LEVELS else "INFO", handlers=[handler], force=True
     )
     # What llama.cpp, the loop and connections say at these levels would bury the requests.
-    for name in ("asyncio", "cllm.llama", "uvicorn.error"):
+    for name in ("asyncio", "cllm.llama", "urllib3", "uvicorn.error"):
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.getLogger("uvicorn.error").addFilter(_is_fault)

@@ -15,7 +15,7 @@ from cllm.server.formats import ChatFormat, CompletionFormat, Format, usage_of
 from cllm.server.generate import check_logprobs
 from cllm.server.problems import invalid, too_long
 from cllm.server.replies import Reply, Writer
-from cllm.server.running import run_streams
+from cllm.server.running import Observation, run_streams
 from cllm.server.schemas import (
     ChatBody,
     ChatFields,
@@ -74,7 +74,8 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     form = CompletionFormat(
         request_id, state.model_name, [echo for echo in echoes for _ in range(body.n)]
     )
-    return _answer(state, body, streams, form)
+    observation = state.observation(request, "text_completion", params)
+    return _answer(body, streams, form, observation)
 
 
 @router.post("/chat/completions", summary="Answer a chat")
@@ -106,14 +107,15 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     ]
     log_request(state, request_id, body.messages)
     form = ChatFormat(request_id, state.model_name)
-    return _answer(state, body, streams, form, prompt_field="messages")
+    observation = state.observation(request, "chat", params)
+    return _answer(body, streams, form, observation, prompt_field="messages")
 
 
 def _answer(
-    state: ServerState,
     body: CompletionFields | ChatFields,
     streams: Sequence[TokenStream],
     form: Format,
+    observation: Observation,
     *,
     prompt_field: str = "prompt",
 ) -> Response:
@@ -125,7 +127,7 @@ def _answer(
                 await writer.event(chunk)
 
         try:
-            done = await run_streams(streams, state.metrics, on_delta if body.stream else None)
+            done = await run_streams(streams, observation, on_delta if body.stream else None)
         except PromptTooLongError as error:
             raise too_long(error, prompt_field) from None
         if not body.stream:

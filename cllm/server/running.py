@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import anyio
 
-from cllm import Completion, TokenDelta, TokenStream
+from cllm import Completion, SamplingParams, TokenDelta, TokenStream
 from cllm.server.metrics import Metrics
+from cllm.server.tracing import Tracing
 
 logger = logging.getLogger("cllm.server")
 
@@ -19,8 +21,39 @@ logger = logging.getLogger("cllm.server")
 OnDelta = Callable[[int, TokenDelta], Awaitable[None]]
 
 
+@dataclass(frozen=True)
+class Observation:
+    """What the operator is told of one HTTP request."""
+
+    metrics: Metrics
+    tracing: Tracing
+    headers: Mapping[str, str]
+    operation: str
+    model: str
+    params: SamplingParams
+
+    @contextmanager
+    def of(self, stream: TokenStream, started_ns: int) -> Iterator[Callable[[Completion], None]]:
+        """What to call when the stream has ended, within its span."""
+        with self.tracing.request(
+            stream.request_id,
+            self.headers,
+            operation=self.operation,
+            model=self.model,
+            params=self.params,
+            started_ns=started_ns,
+        ) as trace:
+
+            def finished(completion: Completion) -> None:
+                self.metrics.finished(completion)
+                if trace is not None:
+                    trace.finished(completion)
+
+            yield finished
+
+
 async def run_streams(
-    streams: Sequence[TokenStream], metrics: Metrics, on_delta: OnDelta | None = None
+    streams: Sequence[TokenStream], observation: Observation, on_delta: OnDelta | None = None
 ) -> list[Completion]:
     """Read all streams to their ends, in step; the completions in their order.
 
@@ -33,11 +66,15 @@ async def run_streams(
     async def read(index: int, stream: TokenStream) -> None:
         nonlocal failure
         try:
-            completions[index] = await _read(stream, metrics, on_delta and partial(on_delta, index))
+            with observation.of(stream, started_ns) as finished:
+                on_each = on_delta and partial(on_delta, index)
+                completions[index] = await _read(stream, observation.metrics, on_each)
+                finished(completions[index])
         except Exception as error:
             failure = failure or error
             tasks.cancel_scope.cancel()
 
+    started_ns = time.time_ns()
     async with AsyncExitStack() as opened:
         for stream in streams:
             await opened.enter_async_context(stream)
@@ -62,6 +99,4 @@ async def _read(
         last = now
         if on_delta is not None:
             await on_delta(delta)
-    completion = await stream.completion()
-    metrics.finished(completion)
-    return completion
+    return await stream.completion()

@@ -7,10 +7,12 @@ import time
 
 from starlette.requests import Request
 
-from cllm import Engine
+from cllm import Engine, SamplingParams
 from cllm.server.config import ServerConfig
 from cllm.server.metrics import Metrics
 from cllm.server.problems import RETRY_AFTER_S, Problem
+from cllm.server.running import Observation
+from cllm.server.tracing import Tracing
 
 logger = logging.getLogger("cllm.server")
 
@@ -32,6 +34,7 @@ class ServerState:
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
         self.metrics = Metrics()
+        self.tracing = Tracing(config.otlp_traces_endpoint)
         self.engine: Engine | None = None
         self.failure: BaseException | None = None
         self.is_draining = False
@@ -59,6 +62,17 @@ class ServerState:
         if self.config.model_name is not None:
             return self.config.model_name
         return self.serving.config.model_path.stem
+
+    def observation(self, request: Request, operation: str, params: SamplingParams) -> Observation:
+        """What is told of a request, which was asked for with these parameters."""
+        return Observation(
+            metrics=self.metrics,
+            tracing=self.tracing,
+            headers=request.headers,
+            operation=operation,
+            model=self.model_name,
+            params=params,
+        )
 
 
 def state_of(request: Request) -> ServerState:

@@ -21,7 +21,7 @@ from typing import Any
 
 import uvicorn
 
-from cllm import EngineConfig
+from cllm import CllmError, EngineConfig
 from cllm.server.app import create_app
 from cllm.server.config import ServerConfig
 from cllm.server.logs import configure_logging
@@ -113,6 +113,9 @@ def main() -> int:
     logging.getLogger("cllm.server").debug("worker %d", os.getpid())
     try:
         return serve(engine, config, socket.socket(fileno=int(sys.argv[1])))
+    except CllmError as error:
+        logging.getLogger("cllm.server").error("%s", error)
+        return 1
     except KeyboardInterrupt:
         return 130
 

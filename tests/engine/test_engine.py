@@ -280,7 +280,7 @@ async def test_debug_lines_tell_the_life_of_a_request(
     assert [line.removeprefix("request mine: ") for line in lines] == [
         "new, 5 prompt tokens",
         "prefill in <Slot seq_id=0 n_computed=0>",
-        "cleared KV cache, seq_id 0, 6 positions, 0 cells freed",
+        "cleared KV cache, seq_id 0, 6 positions, 0 cells freed, 6 shared",
         "finished, stop (257), 2 output tokens",
     ]
     await engine.reset_prefix_cache()

@@ -1,0 +1,164 @@
+"""OpenTelemetry: a span for each request, with its time in the queue, the prefill and the decode.
+
+Nothing is traced unless somebody asks: with an endpoint for this server's own exporter, or with a
+global tracer provider in a program that embeds the application.  What callers wrote is in no span.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import anyio.to_thread
+
+from cllm import CllmError, Completion, FinishReason, SamplingParams, __version__
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span, Tracer
+
+CLOSE_S = 3.0
+NS = 1_000_000_000
+FINISH_REASONS = "gen_ai.response.finish_reasons"
+
+
+class Trace:
+    """The span of one request while it runs."""
+
+    def __init__(self, tracer: Tracer, span: Span, started_ns: int) -> None:
+        self._tracer = tracer
+        self._span = span
+        self._started_ns = started_ns
+
+    def finished(self, completion: Completion) -> None:
+        """The request has ended."""
+        usage, timings = completion.usage, completion.timings
+        latencies = {
+            "gen_ai.latency.time_in_queue": timings.queued_s,
+            "gen_ai.latency.time_to_first_token": timings.ttft_s,
+            "gen_ai.latency.e2e": timings.total_s,
+        }
+        self._span.set_attributes(
+            {
+                FINISH_REASONS: [str(completion.finish_reason)],
+                "gen_ai.usage.input_tokens": usage.n_prompt,
+                "gen_ai.usage.output_tokens": usage.n_output,
+                "cllm.usage.cached_tokens": usage.n_cached,
+                "cllm.n_preemptions": timings.n_preemptions,
+                **{name: seconds for name, seconds in latencies.items() if seconds is not None},
+            }
+        )
+        self._parts(queued=timings.queued_s, prefill=timings.prefill_s, decode=timings.decode_s)
+
+    def _parts(self, **seconds: float | None) -> None:
+        """Spans for what the time was spent on, one after another."""
+        from opentelemetry.trace import set_span_in_context
+
+        parent, at_ns = set_span_in_context(self._span), self._started_ns
+        for name, took_s in seconds.items():
+            if took_s is not None:
+                part = self._tracer.start_span(name, parent, start_time=at_ns)
+                at_ns += int(took_s * NS)
+                part.end(at_ns)
+
+
+class Tracing:
+    """Where spans come from.
+
+    Parameters
+    ----------
+    endpoint : str, optional
+        Takes OTLP over HTTP; None leaves it to the program's own tracer provider, if it has one.
+
+    Raises
+    ------
+    CllmError
+        An endpoint, but no OpenTelemetry: the extra `tracing` is not installed.
+    """
+
+    def __init__(self, endpoint: str | None = None) -> None:
+        self._provider: Any = None
+        self._exporter: Any = None
+        if endpoint is not None:
+            self._provider, self._exporter = _exporting_to(endpoint)
+        self._tracer: Tracer | None = None
+        try:
+            from opentelemetry import trace
+        except ModuleNotFoundError:
+            return
+        self._tracer = trace.get_tracer("cllm", __version__, self._provider)
+
+    @contextmanager
+    def request(
+        self,
+        request_id: str,
+        headers: Mapping[str, str],
+        *,
+        operation: str,
+        model: str,
+        params: SamplingParams,
+        started_ns: int,
+    ) -> Iterator[Trace | None]:
+        """The span of a request, a part of the trace that its headers tell of.
+
+        Ends with the block; what the block raises is its status.
+        """
+        if self._tracer is None:
+            yield None
+            return
+        from opentelemetry.propagate import extract
+        from opentelemetry.trace import SpanKind, StatusCode
+
+        asked: dict[str, Any] = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "cllm",
+            "gen_ai.request.model": model,
+            "gen_ai.request.temperature": params.temperature,
+            "gen_ai.request.top_p": params.top_p,
+            "gen_ai.response.id": request_id,
+        }
+        if params.max_tokens is not None:
+            asked["gen_ai.request.max_tokens"] = params.max_tokens
+        with self._tracer.start_as_current_span(
+            f"{operation} {model}",
+            extract(headers),
+            kind=SpanKind.SERVER,
+            attributes=asked,
+            start_time=started_ns,
+            record_exception=False,  # its message may quote what the caller wrote
+            set_status_on_exception=False,
+        ) as span:
+            try:
+                yield Trace(self._tracer, span, started_ns)
+            except Exception as error:
+                span.set_status(StatusCode.ERROR, type(error).__name__)
+                raise
+            except BaseException:  # the client has left
+                span.set_attribute(FINISH_REASONS, [str(FinishReason.CANCELLED)])
+                raise
+
+    async def aclose(self) -> None:
+        """Send what has not been sent, if the collector takes it soon."""
+        if self._provider is not None:
+            with anyio.move_on_after(CLOSE_S, shield=True):
+                await anyio.to_thread.run_sync(self._provider.shutdown, abandon_on_cancel=True)
+            self._exporter.shutdown()  # it tries again and again otherwise
+
+
+def _exporting_to(endpoint: str) -> tuple[Any, Any]:
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ModuleNotFoundError as error:
+        raise CllmError(f"{error.name} is not installed: pip install 'cllm[tracing]'") from None
+    # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES are heeded, and win.
+    provider = TracerProvider(
+        resource=Resource.create({"service.version": __version__}),
+        shutdown_on_exit=False,  # `aclose` has done it, or given up
+    )
+    exporter = OTLPSpanExporter(endpoint)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return provider, exporter
