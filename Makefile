@@ -10,7 +10,7 @@ help:
 	@echo "make clean   remove .venv and build results (cached libraries stay)"
 
 demo:
-	@PYTHON=$(PYTHON) tools/setup.sh cli
+	@PYTHON=$(PYTHON) tools/setup.sh server
 	@.venv/bin/cllm demo
 
 test:

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Set up this checkout: .venv with the package and one of its extras, and libllama.
 #
-#   tools/setup.sh cli    what `cllm demo` needs
-#   tools/setup.sh dev    and what the tests and the linters need
+#   tools/setup.sh server    what every command of `cllm` needs
+#   tools/setup.sh dev       and what the tests and the linters need
 #
 # Idempotent: the second run only looks at a stamp and asks build_llama.sh, which has its own.
 set -euo pipefail
 
-extra=${1:?usage: tools/setup.sh cli|dev}
+extra=${1:?usage: tools/setup.sh server|dev}
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 
@@ -28,10 +28,10 @@ if [ ${#missing[@]} -gt 0 ]; then
     exit 1
 fi
 
-# The stamp of `dev` serves `cli` too.
+# The stamp of `dev` serves `server` too.
 wanted=$(cat pyproject.toml setup.py | sha256sum | cut -c1-16)
 installed() { [ "$(cat ".venv/.installed-$1" 2>/dev/null)" = "$wanted" ] && [ -x .venv/bin/cllm ]; }
-if ! installed dev && ! { [ "$extra" = cli ] && installed cli; }; then
+if ! installed dev && ! installed "$extra"; then
     echo "installing cllm[$extra] into .venv"
     [ -x .venv/bin/python ] || "$python" -m venv .venv
     .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[$extra]"
