@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import cllm
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "cllm"
 MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "_native" not in p.parts)
@@ -188,3 +190,11 @@ def test_no_source_file_holds_what_the_house_forbids() -> None:
         text = path.read_text()
         for word in ("TODO", "FIXME", "XXX", "pickle", "eval(", "def __del__", "import *"):
             assert word not in text, f"{word} in {path}"
+
+
+def test_the_version_and_the_packages_are_those_of_the_project() -> None:
+    """A wheel without one of the packages works in the checkout, and nowhere else."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert cllm.__version__ == project["project"]["version"]
+    packages = {name_of(path) for path in (ROOT / "cllm").rglob("__init__.py")}
+    assert set(project["tool"]["setuptools"]["packages"]) == packages
