@@ -46,6 +46,7 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
 # What the extra `server` brings.
 SERVER = {
     "fastapi",
+    "fastapi_offline",
     "h11",
     "prometheus_client",
     "pydantic",

@@ -7,15 +7,17 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import anyio
-from fastapi import FastAPI
+from fastapi import FastAPI, Security
 from fastapi.exceptions import RequestValidationError
+from fastapi.security import HTTPBearer
+from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from cllm import CllmError, Engine, EngineConfig, __version__
 from cllm.server import generate, info, openai, tokens
 from cllm.server.config import ServerConfig
-from cllm.server.limits import Limits
+from cllm.server.limits import STATIC_URL, Limits
 from cllm.server.metrics import AnswerCounter
 from cllm.server.problems import Problem, answer_problem
 from cllm.server.state import ServerState
@@ -72,10 +74,15 @@ def create_app(
                     group.cancel_scope.cancel()
         await state.tracing.aclose()
 
-    app = FastAPI(
+    # Checked by `Limits`, before a body is read; here for the button on the page.
+    has_key = config.api_key is not None
+    app = FastAPIOffline(
         title="cllm",
         version=__version__,
         summary="One llama.cpp model behind HTTP",
+        redoc_url=None,
+        static_url=STATIC_URL,
+        dependencies=[Security(HTTPBearer(auto_error=False))] if has_key else [],
         lifespan=lifespan,
     )
     app.state.server = state

@@ -17,7 +17,7 @@ class ServerConfig:
     port : int
         0 takes a free one.
     api_key : str, optional
-        Asked for as `Authorization: Bearer …`, except by `/health`.
+        Asked for as `Authorization: Bearer …`, except by `/health` and `/docs`.
     model_name : str, optional
         What `/v1/models` says; by default the name of the file.
     allow_grammar : bool

@@ -14,7 +14,9 @@ from cllm.server.config import ServerConfig
 from cllm.server.problems import Problem
 
 LOOPBACK = frozenset(("localhost", "127.0.0.1", "::1", "[::1]"))
-OPEN_PATHS = frozenset(("/health",))
+STATIC_URL = "/static"
+# Documentation is no secret, and a browser cannot send a key with its first request.
+OPEN_PATHS = frozenset(("/health", "/docs", "/openapi.json"))
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 HEADER = "x-request-id"
 
@@ -57,7 +59,7 @@ class Limits:
             name = host if host.endswith("]") else host.rsplit(":", 1)[0]
             if name.lower() not in self._hosts:
                 raise Problem(400, f"host: {host[:80]!r} is not a loopback host", param="host")
-        if self._key is not None and scope["path"] not in OPEN_PATHS:
+        if self._key is not None and not is_open(scope["path"]):
             scheme, _, token = headers.get("authorization", "").partition(" ")
             # Bytes: `compare_digest` refuses text that is not ASCII.
             is_right = hmac.compare_digest(token.strip().encode("utf-8", "replace"), self._key)
@@ -102,6 +104,11 @@ class Limits:
             return message
 
         return bounded
+
+
+def is_open(path: str) -> bool:
+    """Whether a path is answered without the API key."""
+    return path in OPEN_PATHS or path.startswith(STATIC_URL + "/")
 
 
 def _with_header(send: Send, name: str, value: str) -> Send:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import re
 import socket
 import threading
 import time
@@ -105,14 +106,26 @@ AUTHORIZATION = [
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("given", AUTHORIZATION)
-@pytest.mark.parametrize("path", ["/metrics", "/docs", "/openapi.json", "/v1/models", "/nowhere"])
-async def test_without_the_key_everything_but_health_is_401(path: str, given: bytes | None) -> None:
+@pytest.mark.parametrize("path", ["/metrics", "/v1/models", "/nowhere", "/static", "/docs/"])
+async def test_without_the_key_what_matters_is_401(path: str, given: bytes | None) -> None:
     headers = {} if given is None else {b"Authorization": given}
     config = ServerConfig(api_key="right")
     response = await asgi(config, "GET", path, headers=headers)
     assert refusal_of(response, 401)["type"] == "authentication_error"
     assert response.headers["WWW-Authenticate"] == "Bearer"
     assert (await asgi(config, "GET", "/health", headers=headers)).status_code == 503
+
+
+@pytest.mark.anyio
+async def test_the_documentation_is_open_and_asks_for_the_key() -> None:
+    config = ServerConfig(api_key="right")
+    page = await asgi(config, "GET", "/docs")
+    assert page.status_code == 200
+    for source in re.findall(r'(?:src|href)="([^"]+)"', page.text):
+        assert source.startswith("/static/"), source  # nothing comes from another host
+        assert (await asgi(config, "GET", source)).status_code == 200
+    document = (await asgi(config, "GET", "/openapi.json")).json()
+    assert document["paths"]["/generate"]["post"]["security"] == [{"HTTPBearer": []}]
 
 
 @pytest.mark.anyio
