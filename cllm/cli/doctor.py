@@ -49,7 +49,7 @@ def _show_check(console: Console, check: Check) -> None:
     line = Text.assemble(
         (f"{check.status:8}", _STYLE[check.status]), (f"{check.name:14}", "bold"), check.text
     )
-    console.print(line, soft_wrap=True)
+    console.print(line, soft_wrap=not console.is_terminal)
 
 
 def _show_plan(console: Console, plan: Plan) -> None:
@@ -57,7 +57,7 @@ def _show_plan(console: Console, plan: Plan) -> None:
     console.print(
         f"\n{plan.n_requests} identical requests for each experiment: {shape.n_prompt} prompt tokens "
         f"and {shape.n_output} output tokens, {shape.n_rows} rows; about {max(1, plan.estimated_s):.0f} s",
-        soft_wrap=True,
+        soft_wrap=not console.is_terminal,
     )
 
 
@@ -79,7 +79,8 @@ def _row(number: int, request: Measurement) -> list[str]:
 def _show_experiment(console: Console, experiment: Experiment) -> None:
     console.print()
     console.print(
-        Text.assemble((experiment.name, "bold"), f": {experiment.question}"), soft_wrap=True
+        Text.assemble((experiment.name, "bold"), f": {experiment.question}"),
+        soft_wrap=not console.is_terminal,
     )
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for column in (
@@ -93,12 +94,19 @@ def _show_experiment(console: Console, experiment: Experiment) -> None:
         table.add_row(*row)
     console.print(table)
     if experiment.refusal is not None:
-        console.print(f"cllm: {experiment.refusal.error}", markup=False, soft_wrap=True)
+        console.print(
+            f"cllm: {experiment.refusal.error}", markup=False, soft_wrap=not console.is_terminal
+        )
         for line in experiment.refusal.message.splitlines():
-            console.print(f"llama.cpp: {line.strip()}", markup=False, soft_wrap=True, style="dim")
+            console.print(
+                f"llama.cpp: {line.strip()}",
+                markup=False,
+                soft_wrap=not console.is_terminal,
+                style="dim",
+            )
     style = "green" if experiment.is_expected else "bold red"
     verdict = f"→ {experiment.diagnosis.cause}: {experiment.diagnosis.text}"
-    console.print(verdict, markup=False, soft_wrap=True, style=style)
+    console.print(verdict, markup=False, soft_wrap=not console.is_terminal, style=style)
 
 
 def _summary(experiments: list[Experiment]) -> Table:
@@ -134,7 +142,7 @@ def _show(console: Console, finding: Finding, experiments: list[Experiment]) -> 
             console.print()
             console.print(_summary(experiments))
             question = ("Does latency grow over identical requests here? ", "bold")
-            console.print(Text.assemble(question, finding.text), soft_wrap=True)
+            console.print(Text.assemble(question, finding.text), soft_wrap=not console.is_terminal)
 
 
 def _n_threads(config: EngineConfig) -> int:
