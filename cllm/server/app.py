@@ -19,7 +19,7 @@ from cllm.server import generate, info, openai, tokens
 from cllm.server.config import ServerConfig
 from cllm.server.limits import STATIC_URL, Limits
 from cllm.server.metrics import AnswerCounter
-from cllm.server.problems import Problem, answer_problem
+from cllm.server.problems import RESPONSES, Problem, answer_problem
 from cllm.server.state import ServerState
 
 logger = logging.getLogger("cllm.server")
@@ -87,7 +87,7 @@ def create_app(
     )
     app.state.server = state
     for routes in (generate, openai, tokens, info):
-        app.include_router(routes.router)
+        app.include_router(routes.router, responses=RESPONSES)
     for error in (CllmError, Problem, HTTPException, RequestValidationError):
         app.add_exception_handler(error, answer_problem)
     app.add_middleware(Limits, config=config)

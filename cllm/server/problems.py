@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
@@ -21,6 +23,27 @@ from cllm import (
     QueueFullError,
 )
 
+
+class Error(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None = Field(description="The field that is wrong")
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The answer to what cannot be served."""
+
+    error: Error
+
+
+# For the OpenAPI document.
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorBody, "description": "Something is wrong with the request"},
+    503: {"model": ErrorBody, "description": "Starting, shutting down, or failed: try again later"},
+}
 RETRY_AFTER_S = 1
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 

@@ -76,6 +76,9 @@ def test_the_documentation_names_every_route_and_sampling_field(client: httpx.Cl
         "/generate", "/tokenize", "/detokenize", "/health", "/metrics", "/slots",
         "/v1/completions", "/v1/chat/completions", "/v1/models",
     }  # fmt: skip
+    for path in document["paths"].values():
+        for operation in path.values():
+            assert set(operation["responses"]) == {"200", "4XX", "503"}
     fields = document["components"]["schemas"]["GenerateBody"]["properties"]
     assert {*SamplingOptions.__annotations__, "prompt", "stream", "timeout", "priority"} == set(
         fields
