@@ -9,9 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+import anyio
+
 from cllm.bindings import Vocabulary
 from cllm.engine.admission import QueueGate
 from cllm.engine.chat import ChatPrompt, ChatTokenizer
+from cllm.engine.constraint import CompiledConstraint
 from cllm.engine.constraint_compiler import ConstraintCompiler
 from cllm.engine.dispatcher import Dispatcher
 from cllm.engine.request import GenerationRequest
@@ -81,11 +84,15 @@ class Intake:
         """Tokenize, check and submit; see `TokenStream` for what it raises."""
         vocabulary = self._check_serving()
         submitted_at = time.perf_counter()
+        tokens: tuple[int, ...] = ()
+        constraint: CompiledConstraint | None = None
         self._gate.enter()
         try:
-            tokens = await self._tokens(call.prompt)
-            check_tokens(tokens, call.params, self._n_ctx, vocabulary.n_tokens)
-            constraint = await self._constraints.compile(call.params)
+            # What expires here is submitted all the same: it ends as every other that expires.
+            with anyio.move_on_after(call.timeout) as scope:
+                tokens = await self._tokens(call.prompt)
+                check_tokens(tokens, call.params, self._n_ctx, vocabulary.n_tokens)
+                constraint = await self._constraints.compile(call.params)
             self._check_serving(draining=True)
             if self._dispatcher.is_open(call.request_id):
                 raise InvalidRequestError("request_id", call.request_id, "not in use")
@@ -98,6 +105,9 @@ class Intake:
         first_scored = call.first_scored
         if first_scored is None and call.params.prompt_logprobs is not None:
             first_scored = 1
+        deadline = None if call.timeout is None else submitted_at + call.timeout
+        if scope.cancelled_caught:  # without its constraint, it must not compute a token
+            deadline = submitted_at
         request = GenerationRequest(
             request_id=call.request_id,
             serial=self._n_serial,
@@ -105,7 +115,7 @@ class Intake:
             params=call.params,
             priority=call.priority,
             submitted_at=submitted_at,
-            deadline=None if call.timeout is None else submitted_at + call.timeout,
+            deadline=deadline,
             first_scored=first_scored,
             strips_space=strips_space,
             constraint=constraint,

@@ -256,3 +256,43 @@ async def test_an_output_ends_where_its_constraint_leaves_nothing_else(engine: E
         completion = await engine.generate("1+1=", regex="[0-9]{3}", max_tokens=90, **options)
         assert completion.finish_reason is FinishReason.STOP
         assert re.fullmatch("[0-9]{3}", completion.text)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"regex": "[0-9]{3}"},
+        {"grammar": 'root ::= "9"+', "logprobs": 1},
+        {"json_schema": {"type": "integer"}, "prompt_logprobs": 1},
+    ],
+    ids=lambda sampling: next(iter(sampling)),
+)
+async def test_a_deadline_holds_while_a_constraint_is_compiled(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any]
+) -> None:
+    """It ends as every other request that expires, and never without its constraint."""
+
+    async def never(*_: Any) -> None:
+        await anyio.sleep_forever()
+
+    monkeypatch.setattr(engine._intake._constraints, "compile", never)
+    before = engine.statistics().n_output_tokens
+    done = await engine.generate("1+1=", timeout=0.05, **sampling)
+    assert (done.finish_reason, done.text, done.token_ids) == (FinishReason.DEADLINE, "", ())
+    assert len(done.prompt_token_ids) == 5
+    assert engine.statistics().n_output_tokens == before
+    assert await engine.audit() == []
+
+
+async def test_a_deadline_holds_while_a_text_is_tokenized(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(*_: Any, **__: Any) -> list[int]:
+        await anyio.sleep_forever()
+        return []
+
+    monkeypatch.setattr(engine._intake, "tokenize", never)
+    done = await engine.generate("1+1=", timeout=0.05, prompt_logprobs=0)
+    assert (done.finish_reason, done.prompt_token_ids) == (FinishReason.DEADLINE, ())
+    monkeypatch.undo()
+    assert (await engine.generate("1+1=", temperature=0)).text == "2"
