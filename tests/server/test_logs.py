@@ -1,0 +1,61 @@
+"""What a server writes to its log, for people and for programs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+
+from cllm.server.logs import JsonFormatter, _is_fault
+from tests.server.conftest import running
+
+
+def test_every_line_is_an_object_where_programs_read_them(tmp_path: Path) -> None:
+    """But for the address, which is there before any worker."""
+    with running(tmp_path / "log", environment={"CLLM_LOG_FORMAT": "json"}) as server:
+        assert server.generate("1+1=").json()["text"] == "2"
+        assert server.stop() == 0
+        address, *lines = server.log.splitlines()
+    assert address.startswith("cllm: ")
+    said = [json.loads(line) for line in lines]
+    assert {"time", "level", "logger", "message"} == set(said[0])
+    assert any(line["message"] == "serving cllm-tiny.gguf" for line in said)
+    assert any(": cleared KV cache" in line["message"] for line in said)
+
+
+def record_of(error: BaseException) -> logging.LogRecord:
+    """The record of an exception that was caught."""
+    try:
+        raise error
+    except BaseException:
+        return logging.LogRecord("n", logging.ERROR, "f", 1, "a\n%s", ("b",), sys.exc_info())
+
+
+def test_an_exception_is_a_part_of_its_line() -> None:
+    line = JsonFormatter().format(record_of(ValueError("é")))
+    assert "\n" not in line
+    said = json.loads(line)
+    assert said["message"] == "a\nb"
+    assert said["exception"].endswith("ValueError: é")
+
+
+@pytest.mark.parametrize(
+    ("record", "is_fault"),
+    [
+        (record_of(ValueError()), True),
+        (record_of(asyncio.CancelledError()), False),
+        (
+            logging.LogRecord("n", 40, "f", 1, "Traceback\nasyncio.CancelledError\n", (), None),
+            False,
+        ),
+        (logging.LogRecord("n", 40, "f", 1, "Traceback\nValueError\n", (), None), True),
+    ],
+)
+def test_what_is_given_up_when_the_server_ends_is_no_fault(
+    record: logging.LogRecord, is_fault: bool
+) -> None:
+    assert _is_fault(record) is is_fault
