@@ -6,6 +6,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from typing import TypeVar
 
@@ -56,6 +57,14 @@ class LlamaChain:
         self._chain = chain = SamplerChain(model.vocab)
         self.close = chain.close
         self.accept = chain.accept
+        try:
+            self._fill(params, seed, prompt, n_ctx)
+        except BaseException:
+            chain.close()  # or it would keep the model from being freed
+            raise
+
+    def _fill(self, params: SamplingParams, seed: int, prompt: Sequence[int], n_ctx: int) -> None:
+        chain = self._chain
         if params.logit_bias:
             chain.add_logit_bias(params.logit_bias)
         for name in params.active_samplers:
@@ -224,25 +233,37 @@ class SamplerFactory:
     def __call__(self, request: GenerationRequest) -> TokenSampler | None:
         """None if the most likely token is always the choice."""
         params, suppressed = request.params, self._model.vocab.suppressed
-        constraint = self._constraint(request)
         is_touched = params.logit_bias or params.has_penalties or params.has_dry
+        is_constrained = params.grammar is not None or request.constraint is not None
         may_end = not (params.ignore_eos or params.min_tokens)
-        if params.is_greedy and may_end and not (is_touched or suppressed or constraint):
+        if params.is_greedy and may_end and not (is_touched or suppressed or is_constrained):
             return None
         prompt = request.prompt_token_ids
         seed = secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed
-        chain = LlamaChain(
-            self._model, params, seed=seed, prompt=prompt, n_ctx=self._n_ctx, memory=self._memory
-        )
-        return RowSampler(
-            chain,
-            params,
-            prompt=prompt,
-            banned=suppressed,
-            ends=() if may_end else self._eog_tokens,
-            n_ctx=self._n_ctx,
-            constraint=constraint,
-        )
+        with ExitStack() as unfinished:  # what refuses its arguments leaves nothing open
+            constraint = self._constraint(request)
+            if constraint is not None:
+                unfinished.callback(constraint.close)
+            chain = LlamaChain(
+                self._model,
+                params,
+                seed=seed,
+                prompt=prompt,
+                n_ctx=self._n_ctx,
+                memory=self._memory,
+            )
+            unfinished.callback(chain.close)
+            sampler = RowSampler(
+                chain,
+                params,
+                prompt=prompt,
+                banned=suppressed,
+                ends=() if may_end else self._eog_tokens,
+                n_ctx=self._n_ctx,
+                constraint=constraint,
+            )
+            unfinished.pop_all()
+        return sampler
 
     def _constraint(self, request: GenerationRequest) -> TokenConstraint | None:
         if request.params.grammar is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TypedDict
@@ -22,6 +22,7 @@ SAMPLERS = (
 MAX_LAST_N = 1 << 20
 MAX_BIASES = 1024
 MAX_BREAKERS = 64
+MAX_STOP_TOKENS = 1024
 MAX_LOGPROBS = 256
 CONSTRAINTS = ("grammar", "json_schema", "regex")
 MAX_GRAMMAR_BYTES, MAX_SCHEMA_BYTES, MAX_REGEX_BYTES = 64 << 10, 256 << 10, 16 << 10
@@ -274,6 +275,8 @@ def _token_ids(name: str, given: object) -> tuple[int, ...]:
     error = InvalidRequestError
     if isinstance(given, str | bytes) or not isinstance(given, Iterable):
         raise error(name, given, "a sequence of token ids")
+    if isinstance(given, Sized) and len(given) > MAX_STOP_TOKENS:
+        raise error(name, len(given), f"at most {MAX_STOP_TOKENS} tokens")
     return tuple(check_int(name, token, 0, INT32_MAX, error) for token in given)
 
 

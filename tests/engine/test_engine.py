@@ -15,6 +15,7 @@ from cllm import (
     EngineFailedError,
     EngineStatus,
     FinishReason,
+    GenerationError,
     InvalidArgumentError,
     InvalidRequestError,
     ModelLoadError,
@@ -407,3 +408,15 @@ async def test_sampling_parameters_reach_the_model(engine: Engine) -> None:
     for options in seeded:
         again = [await engine.generate("12+30=", **options) for _ in range(2)]
         assert again[0].token_ids == again[1].token_ids, "the seed decides"
+
+
+async def test_a_sampler_that_is_refused_leaves_nothing_open(anyio_backend: str) -> None:
+    """One that did kept the model from being freed, and the thread died of it at the end."""
+    failures = []
+    async with Engine(n_ctx=256, n_seq_max=1, **QUIET) as engine:
+        ban = dict.fromkeys(range(engine.model.n_vocab), float("-inf"))
+        for sampling in ({}, {"temperature": 0}, {"grammar": 'root ::= "2"'}):
+            with pytest.raises(GenerationError) as caught:
+                await engine.generate("1+1=", logit_bias=ban, **sampling)  # type: ignore[arg-type]
+            failures.append(caught.value)  # alive, with all that its traceback holds
+    assert len(failures) == 3
