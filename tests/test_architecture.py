@@ -34,7 +34,7 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
     ("cllm.engine", PURE),
     ("cllm.testing", ("cllm", "cllm.testing", *PURE)),
     ("cllm.server.fields", ("cllm", "cllm.server", "cllm.engine.sampling_params")),
-    ("cllm.server", ("cllm", "cllm.server")),
+    ("cllm.server", ("cllm", "cllm.server", "cllm.errors")),
     ("cllm.doctor.preflight", ("cllm", "cllm.doctor", "cllm.engine.preflight")),
     ("cllm.doctor", ("cllm.doctor", "cllm.bindings", "cllm.checks", "cllm.errors")),
     ("cllm.cli.doctor", ("cllm", "cllm.cli", "cllm.doctor")),

@@ -107,9 +107,13 @@ def serve(
     with listener:
         shown = f"[{host}]" if ":" in host else host
         address = f"http://{shown}:{listener.getsockname()[1]}"
-        print(
-            f"cllm: {engine.model_path.name} at {address} (docs at {address}/docs)", file=sys.stderr
-        )
-        sys.stderr.flush()
+
+        def announce() -> None:
+            name = engine.model_path.name
+            print(
+                f"cllm: {name} at {address} (docs at {address}/docs)", file=sys.stderr, flush=True
+            )
+
         os.environ.pop("CLLM_API_KEY", None)
-        raise typer.Exit((supervise if supervised else serve_here)(engine, config, listener))
+        run = supervise if supervised else serve_here
+        raise typer.Exit(run(engine, config, listener, announce))

@@ -46,7 +46,7 @@ def create_app(
     config = ServerConfig() if config is None else config
     state = ServerState(config)
 
-    async def serve(stopping: anyio.Event, *, engine: Engine) -> None:
+    async def serve(stopping: anyio.Event, finished: anyio.Event, engine: Engine) -> None:
         try:
             async with engine:
                 state.metrics.watch(engine.statistics)
@@ -54,22 +54,24 @@ def create_app(
                 logger.info("serving %s", engine.config.model_path.name)
                 await stopping.wait()
                 await engine.drain(config.drain_timeout_s)
-        except CllmError as error:
+                await finished.wait()
+        except Exception as error:
             state.failure = error
-            logger.error("%s", error)
+            is_told = isinstance(error, CllmError)
+            logger.error("%s", error if is_told else "the engine has failed", exc_info=not is_told)
             on_failed()
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        stopping = anyio.Event()
+        state.stopping, finished = anyio.Event(), anyio.Event()
         made = Engine(config=EngineConfig() if engine is None else engine)
         async with anyio.create_task_group() as group:
-            group.start_soon(lambda: serve(stopping, engine=made))
+            group.start_soon(serve, state.stopping, finished, made)
             try:
                 yield
             finally:
-                state.is_draining = True
-                stopping.set()
+                state.stop()
+                finished.set()
                 if state.engine is None:  # nobody is to wait for a model that is still loaded
                     group.cancel_scope.cancel()
         await state.tracing.aclose()

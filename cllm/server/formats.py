@@ -25,8 +25,11 @@ class Format(Protocol):
 
 
 def finish_reason_of(reason: FinishReason | None) -> str | None:
-    """OpenAI knows `stop` and `length`: a deadline is a length in time."""
-    if reason is None:
+    """OpenAI knows `stop` and `length`: a deadline is a length in time.
+
+    An end that is an error is told as one, after the last chunk.
+    """
+    if reason in (None, FinishReason.ERROR, FinishReason.CANCELLED):
         return None
     return "stop" if reason is FinishReason.STOP else "length"
 
@@ -79,7 +82,8 @@ class CompletionFormat(_Common):
         """See `Format`."""
         text, self._echoes[index] = self._echoes[index] + delta.text, ""
         reason = finish_reason_of(delta.finish_reason)
-        yield {**self._head, "choices": [self._choice(index, text, delta.logprobs, reason)]}
+        if text or delta.token_ids or reason is not None:
+            yield {**self._head, "choices": [self._choice(index, text, delta.logprobs, reason)]}
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """See `Format`."""

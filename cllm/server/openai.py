@@ -9,11 +9,11 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from cllm import Engine, PromptTooLongError, SamplingParams, TokenDelta, TokenStream
+from cllm import Engine, FinishReason, PromptTooLongError, SamplingParams, TokenDelta, TokenStream
 from cllm.server.body import SafeRoute
 from cllm.server.formats import ChatFormat, CompletionFormat, Format, usage_of
 from cllm.server.generate import check_logprobs
-from cllm.server.problems import invalid, too_long
+from cllm.server.problems import invalid, shutting_down, too_long
 from cllm.server.replies import Reply, Writer
 from cllm.server.running import Observation, run_streams
 from cllm.server.schemas import (
@@ -130,6 +130,8 @@ def _answer(
             done = await run_streams(streams, observation, on_delta if body.stream else None)
         except PromptTooLongError as error:
             raise too_long(error, prompt_field) from None
+        if any(one.finish_reason is FinishReason.CANCELLED for one in done):
+            raise shutting_down()
         if not body.stream:
             await writer.json(form.whole(done))
             return

@@ -22,6 +22,7 @@ from cllm import (
     PromptTooLongError,
     QueueFullError,
 )
+from cllm.errors import ContextError, LibraryError, LlamaCallError
 
 
 class Error(BaseModel):
@@ -98,6 +99,17 @@ def invalid(param: str, message: str) -> Problem:
     return Problem(400, f"{param}: {message}", param=param)
 
 
+def unavailable(reason: str) -> Problem:
+    """Requests are not served now, but soon."""
+    retry = {"Retry-After": str(RETRY_AFTER_S)}
+    return Problem(503, reason, code="unavailable", headers=retry)
+
+
+def shutting_down() -> Problem:
+    """The answer to what is not served, or not finished, since the server ends."""
+    return unavailable("the server is shutting down")
+
+
 def too_long(error: PromptTooLongError, param: str = "prompt") -> Problem:
     """The context has no room for this field; `code` is what OpenAI calls that."""
     return Problem(400, str(error), param=param, code="context_length_exceeded")
@@ -105,7 +117,6 @@ def too_long(error: PromptTooLongError, param: str = "prompt") -> Problem:
 
 def problem_of(error: BaseException) -> Problem:
     """The answer to any exception.  Never a 5xx for what a client sent."""
-    retry = {"Retry-After": str(RETRY_AFTER_S)}
     match error:
         case Problem():
             return error
@@ -118,10 +129,11 @@ def problem_of(error: BaseException) -> Problem:
                 429, str(error), code="queue_full", headers={"Retry-After": f"{math.ceil(seconds)}"}
             )
         case ClosedError() | EngineFailedError():
-            return Problem(503, str(error), code="unavailable", headers=retry)
+            return unavailable(str(error))
         case GenerationError():
             cause = error.__cause__
-            if isinstance(cause, CllmError | ValueError):
+            is_fault = isinstance(cause, LlamaCallError | ContextError | LibraryError)
+            if isinstance(cause, CllmError | ValueError) and not is_fault:
                 # What was asked for cannot be followed: a constraint, a ban of every token.
                 return Problem(400, str(cause), code="generation_failed")
             return Problem(500, str(error), code="generation_failed")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 
+import anyio
 from starlette.requests import Request
 
 from cllm import Engine, SamplingParams
 from cllm.server.config import ServerConfig
 from cllm.server.metrics import Metrics
-from cllm.server.problems import RETRY_AFTER_S, Problem
+from cllm.server.problems import shutting_down, unavailable
 from cllm.server.running import Observation
 from cllm.server.tracing import Tracing
 
@@ -39,6 +40,13 @@ class ServerState:
         self.failure: BaseException | None = None
         self.is_draining = False
         self.started_at = int(time.time())
+        self.stopping: anyio.Event | None = None
+
+    def stop(self) -> None:
+        """Take no more requests and let the engine finish those it has."""
+        self.is_draining = True
+        if self.stopping is not None:
+            self.stopping.set()
 
     @property
     def serving(self) -> Engine:
@@ -49,12 +57,11 @@ class ServerState:
         Problem
             503: it is loading, draining, or has failed to load.
         """
-        if self.engine is not None and not self.is_draining:
+        if self.engine is not None and not self.is_draining and self.failure is None:
             return self.engine
-        reason = "the server is shutting down" if self.is_draining else "the model is being loaded"
         if self.failure is not None:
-            reason = f"the model was not loaded: {self.failure}"
-        raise Problem(503, reason, code="unavailable", headers={"Retry-After": str(RETRY_AFTER_S)})
+            raise unavailable(f"the engine has failed: {self.failure}")
+        raise shutting_down() if self.is_draining else unavailable("the model is being loaded")
 
     @property
     def model_name(self) -> str:

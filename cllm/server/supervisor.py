@@ -68,12 +68,20 @@ class Supervisor:
         self._clock = clock
         self._deaths: deque[float] = deque(maxlen=MAX_RESTARTS + 1)
         self._worker: subprocess.Popen[bytes] | None = None
+        self._unsent: list[int] = []  # signals for a worker that is being started
         self._is_stopping = False
 
-    def run(self) -> int:
-        """Supervise; the exit code."""
+    def run(self, announce: Callable[[], None] = lambda: None) -> int:
+        """Supervise; the exit code.
+
+        Parameters
+        ----------
+        announce : callable
+            Called when signals are heard.
+        """
         previous = {number: signal.signal(number, self._forward) for number in SIGNALS}
         try:
+            announce()
             while True:
                 worker = self._start_worker()
                 code = 0 if worker is None else self._wait_for(worker)
@@ -101,19 +109,22 @@ class Supervisor:
 
     def _start_worker(self) -> subprocess.Popen[bytes] | None:
         """A worker; none if this process was asked to stop."""
-        # What comes meanwhile is forwarded when there is a worker to have it.  The worker inherits
-        # the block and lifts it when it listens to signals itself: none can end it before.
+        if self._is_stopping:
+            return None
+        # The worker inherits the block and lifts it when it listens to signals itself: none can end
+        # it before.  Here it stops nothing: the kernel hands a signal to any thread that takes it,
+        # numpy's among them, and Python then calls the handler between any two steps of this.
         with _blocked(SIGNALS):
-            if self._is_stopping:
-                return None
             # A session of its own: Ctrl-C reaches the worker once, through this process.
-            self._worker = subprocess.Popen(
+            worker = subprocess.Popen(
                 self._command,
                 stdin=subprocess.PIPE,
                 pass_fds=[self._listener.fileno()],
                 start_new_session=True,
             )
-        return self._worker
+        self._worker = worker
+        self._send()
+        return worker
 
     def _wait_for(self, worker: subprocess.Popen[bytes]) -> int:
         """The exit code of a worker; below 0 the signal that killed it."""
@@ -131,10 +142,17 @@ class Supervisor:
 
     def _forward(self, number: int, _: FrameType | None) -> None:
         self._is_stopping = True
+        self._unsent.append(number)
+        self._send()
+
+    def _send(self) -> None:
+        """Forward what was heard, if there is a worker to have it."""
+        if self._worker is None or not self._is_stopping:
+            return
         # The worker stops to listen; a socket that stays open here would keep new clients waiting.
         self._listener.close()
-        if self._worker is not None:
-            self._worker.send_signal(number)
+        while self._unsent:
+            self._worker.send_signal(self._unsent.pop(0))
 
 
 @contextmanager
@@ -147,7 +165,12 @@ def _blocked(signals: Iterable[signal.Signals]) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def supervise(engine: EngineConfig, config: ServerConfig, listener: socket.socket) -> int:
-    """Serve under a supervisor; the exit code."""
+def supervise(
+    engine: EngineConfig,
+    config: ServerConfig,
+    listener: socket.socket,
+    announce: Callable[[], None] = lambda: None,
+) -> int:
+    """Serve under a supervisor; the exit code.  `announce` is called when signals are heard."""
     command = [sys.executable, "-m", "cllm.server.worker", str(listener.fileno())]
-    return Supervisor(command, settings_line(engine, config), listener).run()
+    return Supervisor(command, settings_line(engine, config), listener).run(announce)

@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,20 +30,48 @@ from cllm.server.protocol import protocol_with
 STDIN = 0
 
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# A drain ends what does not end in time; uvicorn's own limit, which tears answers, is for the rest.
+MARGIN_S = 5
+
+
 class _Server(uvicorn.Server):
+    heard: list[int]
+    on_shutdown: Callable[[], None]
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         with super().capture_signals():
+            for number in self.heard:  # before there was anybody to act on them
+                self.handle_exit(number, None)
             # The supervisor has blocked them until there is somebody who listens.
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
             yield
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.on_shutdown()
+        await super().shutdown(sockets)
 
-def serve(engine: EngineConfig, config: ServerConfig, listener: socket.socket) -> int:
+
+def serve(
+    engine: EngineConfig,
+    config: ServerConfig,
+    listener: socket.socket,
+    announce: Callable[[], None] = lambda: None,
+) -> int:
     """Serve until SIGTERM or SIGINT; the exit code.
 
     SIGTERM and the first SIGINT let what runs finish; the second SIGINT is at once.
+
+    Parameters
+    ----------
+    announce : callable
+        Called when signals are heard.
     """
+    heard: list[int] = []
+    for number in SIGNALS:
+        signal.signal(number, lambda number, _: heard.append(number))
+    announce()
 
     def on_failed() -> None:
         server.should_exit = True
@@ -57,7 +85,7 @@ def serve(engine: EngineConfig, config: ServerConfig, listener: socket.socket) -
             ),
             h11_max_incomplete_event_size=config.max_header_bytes,
             timeout_keep_alive=int(config.keep_alive_s),
-            timeout_graceful_shutdown=max(1, int(config.drain_timeout_s)),
+            timeout_graceful_shutdown=int(config.drain_timeout_s) + MARGIN_S,
             lifespan="on",
             ws="none",
             log_config=None,
@@ -65,10 +93,12 @@ def serve(engine: EngineConfig, config: ServerConfig, listener: socket.socket) -
             server_header=False,
         )
     )
-    # uvicorn raises the signal that ended it once more: SIGTERM has been heard then.
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    server.heard, server.on_shutdown = heard, app.state.server.stop
     server.run(sockets=[listener])
-    return 1 if app.state.server.failure is not None else 0
+    if app.state.server.failure is not None:
+        return 1
+    # uvicorn raises the signals that ended it once more.
+    return 130 if signal.SIGINT in heard else 0
 
 
 def settings_line(engine: EngineConfig, config: ServerConfig) -> bytes:
@@ -116,8 +146,6 @@ def main() -> int:
     except CllmError as error:
         logging.getLogger("cllm.server").error("%s", error)
         return 1
-    except KeyboardInterrupt:
-        return 130
 
 
 if __name__ == "__main__":

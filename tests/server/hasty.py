@@ -27,8 +27,11 @@ def main() -> int:
         if n_send_buffer is not None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, n_send_buffer)
         url = f"http://{config.host}:{listener.getsockname()[1]}"
-        sys.stderr.write(f"cllm: hasty at {url} \ncllm: worker {os.getpid()}\n")
-        return serve(EngineConfig(n_threads=1, **engine), config, listener)
+
+        def announce() -> None:
+            sys.stderr.write(f"cllm: hasty at {url} \ncllm: worker {os.getpid()}\n")
+
+        return serve(EngineConfig(n_threads=1, **engine), config, listener, announce)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,13 +116,28 @@ def test_a_signal_between_two_workers_starts_no_other(
     assert n_births(births) == 1
 
 
+@pytest.mark.parametrize("before", [True, False])
 def test_a_signal_while_a_worker_is_started_reaches_it(
-    listener: socket.socket, births: Path, monkeypatch: pytest.MonkeyPatch
+    listener: socket.socket, births: Path, monkeypatch: pytest.MonkeyPatch, before: bool
 ) -> None:
+    """It may come to any thread, and then the main thread's mask does not put it off."""
+
+    def take_it() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+    def interrupt() -> None:
+        thread = threading.Thread(target=take_it)
+        thread.start()
+        thread.join()
+
     class Interrupted(subprocess.Popen[bytes]):
         def __init__(self, *args: Any, **options: Any) -> None:
+            if before:
+                interrupt()
             super().__init__(*args, **options)
-            os.kill(os.getpid(), signal.SIGTERM)
+            if not before:
+                interrupt()
 
     monkeypatch.setattr(subprocess, "Popen", Interrupted)
     stop = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
