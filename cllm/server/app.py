@@ -90,7 +90,7 @@ def create_app(
     app.state.server = state
     for routes in (generate, openai, tokens, info):
         app.include_router(routes.router, responses=RESPONSES)
-    for error in (CllmError, Problem, HTTPException, RequestValidationError):
+    for error in (CllmError, Problem, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(error, answer_problem)
     app.add_middleware(Limits, config=config)
     if config.cors_origins:
@@ -99,7 +99,7 @@ def create_app(
             CORSMiddleware,
             allow_origins=list(config.cors_origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type", "X-Request-ID"],
+            allow_headers=["*"],
             expose_headers=["Retry-After", "X-Request-ID"],
         )
     app.add_middleware(AnswerCounter, metrics=state.metrics)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cllm import InvalidArgumentError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
@@ -23,7 +25,8 @@ class ServerConfig:
     allow_grammar : bool
         Take raw GBNF: see SECURITY.md.
     cors_origins : tuple of str
-        Web pages that may use the server; none by default.
+        Web pages of other hosts that may use the server, as `https://host`; `*` is all, none is the
+        default.
     log_prompts : bool
         Put prompts and answers into the log.
     otlp_traces_endpoint : str, optional
@@ -60,3 +63,7 @@ class ServerConfig:
     max_prompts: int = 64
     max_logprobs: int = 20
     max_messages: int = 1024
+
+    def __post_init__(self) -> None:
+        if self.api_key is not None and not self.api_key.strip():
+            raise InvalidArgumentError("api_key", self.api_key, "text that is not blank")

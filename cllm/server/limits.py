@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import re
 import secrets
 
@@ -13,7 +14,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cllm.server.config import ServerConfig
 from cllm.server.problems import Problem
 
-LOOPBACK = frozenset(("localhost", "127.0.0.1", "::1", "[::1]"))
 STATIC_URL = "/static"
 # Documentation is no secret, and a browser cannot send a key with its first request.
 OPEN_PATHS = frozenset(("/health", "/docs", "/openapi.json"))
@@ -33,7 +33,7 @@ class Limits:
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._app = app
         self._config = config
-        self._hosts = LOOPBACK if config.host in LOOPBACK else None
+        self._is_loopback = is_loopback(config.host)
         self._key = None if config.api_key is None else config.api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -54,15 +54,18 @@ class Limits:
             await self._app(scope, self._bounded(receive), send)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
-        if self._hosts is not None:
-            host = headers.get("host", "")
-            name = host if host.endswith("]") else host.rsplit(":", 1)[0]
-            if name.lower() not in self._hosts:
-                raise Problem(400, f"host: {host[:80]!r} is not a loopback host", param="host")
+        host = headers.get("host", "")
+        if self._is_loopback and not is_loopback(_without_port(host)):
+            raise Problem(400, f"host: {host[:80]!r} is not a loopback host", param="host")
+        origin = headers.get("origin")
+        if origin is not None and not self._is_allowed(origin, host):
+            # Browsers let a page send any request; only the answer is kept from it.
+            message = f"origin: {origin[:80]!r} may not use this server; see --cors-origin"
+            raise Problem(403, message, param="origin")
         if self._key is not None and not is_open(scope["path"]):
+            # As the bytes that came: `compare_digest` refuses text that is not ASCII.
             scheme, _, token = headers.get("authorization", "").partition(" ")
-            # Bytes: `compare_digest` refuses text that is not ASCII.
-            is_right = hmac.compare_digest(token.strip().encode("utf-8", "replace"), self._key)
+            is_right = hmac.compare_digest(token.strip().encode("latin-1"), self._key)
             if scheme.lower() != "bearer" or not is_right:
                 headers_out = {"WWW-Authenticate": "Bearer"}
                 raise Problem(401, "the API key is missing or wrong", headers=headers_out)
@@ -70,12 +73,19 @@ class Limits:
         if encoding != "identity":
             raise Problem(400, f"content-encoding: {encoding[:40]!r} is not taken")
         n_bytes = sum(len(name) + len(value) + 4 for name, value in headers.raw)  # ": " and CRLF
-        if n_bytes + len(scope["path"]) > self._config.max_header_bytes:
+        if (
+            n_bytes + len(scope["path"]) + len(scope["query_string"])
+            > self._config.max_header_bytes
+        ):
             limit = f"the headers have more than {self._config.max_header_bytes} bytes"
             raise Problem(431, limit, headers={"Connection": "close"})
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length[:20]) > self._config.max_body_bytes:
             raise self._too_large()
+
+    def _is_allowed(self, origin: str, host: str) -> bool:
+        allowed = self._config.cors_origins
+        return origin in allowed or "*" in allowed or origin.partition("://")[2] == host
 
     def _too_large(self) -> Problem:
         # The rest of the body is still under way: this connection is of no more use.
@@ -109,6 +119,20 @@ class Limits:
 def is_open(path: str) -> bool:
     """Whether a path is answered without the API key."""
     return path in OPEN_PATHS or path.startswith(STATIC_URL + "/")
+
+
+def is_loopback(name: str) -> bool:
+    """Whether a name or an address is this machine's own, seen from itself."""
+    if name.lower() in ("localhost", "ip6-localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name.removeprefix("[").removesuffix("]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _without_port(host: str) -> str:
+    return host if host.endswith("]") else host.rsplit(":", 1)[0]
 
 
 def _with_header(send: Send, name: str, value: str) -> Send:

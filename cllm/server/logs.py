@@ -46,6 +46,8 @@ def configure_logging() -> None:
         level=level.upper() if level in LEVELS else "INFO", handlers=[handler], force=True
     )
     # What llama.cpp, the loop and connections say at these levels would bury the requests.
-    for name in ("asyncio", "cllm.llama", "urllib3", "uvicorn.error"):
+    for name in ("asyncio", "cllm.llama", "urllib3"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    # It warns of every request that is not HTTP: anybody could fill the log.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     logging.getLogger("uvicorn.error").addFilter(_is_fault)

@@ -111,11 +111,22 @@ class AnswerCounter:
             await self._app(scope, receive, send)
             return
 
+        has_begun = False
+
+        def count(status: int) -> None:
+            # The path of the route, not of the request: strangers must not make labels.
+            self._metrics.answered(getattr(scope.get("route"), "path", "none"), status)
+
         async def counting(message: Message) -> None:
+            nonlocal has_begun
             if message["type"] == "http.response.start":
-                # The path of the route, not of the request: strangers must not make labels.
-                route = getattr(scope.get("route"), "path", "none")
-                self._metrics.answered(route, message["status"])
+                has_begun = True
+                count(message["status"])
             await send(message)
 
-        await self._app(scope, receive, counting)
+        try:
+            await self._app(scope, receive, counting)
+        except Exception:  # answered further out
+            if not has_begun:
+                count(500)
+            raise

@@ -46,7 +46,12 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
     503: {"model": ErrorBody, "description": "Starting, shutting down, or failed: try again later"},
 }
 RETRY_AFTER_S = 1
-KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
 
 
 class Problem(Exception):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Callable
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -12,8 +13,19 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from cllm.server.problems import Problem
 
 
-def protocol_with(*, header_timeout_s: float, write_timeout_s: float) -> type[H11Protocol]:
-    """Uvicorn's protocol class, for clients that send and read within so many seconds."""
+def protocol_with(
+    *,
+    header_timeout_s: float,
+    write_timeout_s: float,
+    on_refused: Callable[[int], None] = lambda _: None,
+) -> type[H11Protocol]:
+    """Uvicorn's protocol class, for clients that send and read within so many seconds.
+
+    Parameters
+    ----------
+    on_refused : callable
+        Called with the status of an answer that no application has given.
+    """
 
     class PunctualProtocol(H11Protocol):
         _header_timer: asyncio.TimerHandle | None = None
@@ -27,8 +39,11 @@ def protocol_with(*, header_timeout_s: float, write_timeout_s: float) -> type[H1
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            if self.conn.their_state is h11.IDLE:
-                self._await_headers()
+            is_answered = self.cycle is not None and self.cycle.response_complete
+            if self.conn.their_state is h11.IDLE or (
+                is_answered and self.conn.their_state is h11.SEND_BODY
+            ):
+                self._await_headers()  # of the next request, after what is left of this one
             else:
                 self._stop_header_timer()
 
@@ -85,6 +100,10 @@ def protocol_with(*, header_timeout_s: float, write_timeout_s: float) -> type[H1
                 self.transport.abort()
 
         def _refuse(self, problem: Problem) -> None:
+            if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+                self.transport.close()  # an answer has been given, or begun
+                return
+            on_refused(problem.status)
             body = json.dumps(problem.body).encode()
             headers = [
                 (b"content-type", b"application/json"),

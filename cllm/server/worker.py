@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -81,7 +82,9 @@ def serve(
         uvicorn.Config(
             app,
             http=protocol_with(
-                header_timeout_s=config.header_timeout_s, write_timeout_s=config.write_timeout_s
+                header_timeout_s=config.header_timeout_s,
+                write_timeout_s=config.write_timeout_s,
+                on_refused=partial(app.state.server.metrics.answered, "none"),
             ),
             h11_max_incomplete_event_size=config.max_header_bytes,
             timeout_keep_alive=int(config.keep_alive_s),

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from cllm import InvalidArgumentError
 from cllm.server.app import create_app
 from cllm.server.config import ServerConfig
 from tests.server.conftest import TIMEOUT_S, Server, ask, hasty, refusal_of
@@ -188,6 +189,40 @@ def test_headers_past_the_limit_are_431(server: Server, lines: bytes) -> None:
         assert wire.read_status() == 431
 
 
+def test_a_query_counts_as_a_header(client: httpx.Client) -> None:
+    refusal_of(client.get("/health?" + "x" * (40 << 10)), 431)
+
+
+def test_a_body_that_goes_on_after_its_answer_ends_the_connection(impatient: Server) -> None:
+    with Wire(impatient) as wire:
+        wire.send(b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n")
+        wire.read_until(b"}")
+        wire.send(b" ")  # uvicorn stops its own clock here
+        assert wire.read() == b""
+
+
+def test_nonsense_after_an_answer_ends_the_connection(server: Server) -> None:
+    head = b"GET /health HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with Wire(server) as wire:
+        wire.send(head)
+        wire.read_until(b"}")
+        assert wire.send(b"zz\r\n").read() == b""
+    assert "Traceback" not in server.log
+
+
+@pytest.mark.parametrize("key", ["", " "])
+def test_a_key_that_is_blank_is_none(key: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="api_key"):
+        ServerConfig(api_key=key)
+
+
+@pytest.mark.anyio
+async def test_a_key_is_compared_as_the_bytes_that_come() -> None:
+    headers = {b"Authorization": "Bearer clé".encode()}
+    response = await asgi(ServerConfig(api_key="clé"), "GET", "/metrics", headers=headers)
+    assert response.status_code == 200
+
+
 def test_headers_that_never_end_are_431(server: Server) -> None:
     with Wire(server) as wire:
         wire.send(b"GET /health HTTP/1.1\r\nX-Long: " + b"x" * (33 << 10))
@@ -291,6 +326,18 @@ def test_loopback_hosts_are_answered_by_any_name(client: httpx.Client, host: str
     assert client.get("/health", headers={"Host": host}).status_code == 200
 
 
+@pytest.mark.parametrize("host", ["127.0.0.2", "127.1.2.3", "::1", "LOCALHOST"])
+@pytest.mark.anyio
+async def test_every_loopback_address_is_one(host: str) -> None:
+    config = ServerConfig(host=host)
+    for name in ("evil.example", "127.0.0.1.evil.example", "10.0.0.1"):
+        refused = await asgi(config, "GET", "/metrics", headers={"Host": name})
+        assert refusal_of(refused)["param"] == "host"
+    for name in ("127.0.0.2:80", "[::1]:80", "localhost"):
+        answered = await asgi(config, "GET", "/metrics", headers={"Host": name})
+        assert answered.status_code == 200
+
+
 @pytest.mark.anyio
 async def test_elsewhere_any_host_is_answered() -> None:
     config = ServerConfig(host="0.0.0.0")
@@ -316,8 +363,38 @@ async def test_no_web_page_may_use_the_server_by_default() -> None:
     config = ServerConfig()
     assert cors_of(await asgi(config, "GET", "/metrics", headers=ORIGIN)) == {}
     response = await asgi(config, "OPTIONS", "/generate", headers=PREFLIGHT)
-    assert response.status_code == 405
+    assert refusal_of(response, 403)["param"] == "origin"
     assert cors_of(response) == {}
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [
+        ("http://evil.example", 403),
+        ("null", 403),
+        ("http://localhost:1234", 403),  # another server's page
+        ("http://localhost.evil", 403),
+        ("http://localhost", 503),
+        ("https://localhost", 503),
+        (None, 503),
+    ],
+)
+@pytest.mark.anyio
+async def test_pages_of_other_hosts_cannot_even_send(origin: str | None, status: int) -> None:
+    """A browser sends a `text/plain` of any page, and only keeps the answer from it."""
+    headers = {"Content-Type": "text/plain"} | ({} if origin is None else {"Origin": origin})
+    response = await asgi(
+        ServerConfig(), "POST", "/generate", headers=headers, content='{"prompt": "1"}'
+    )
+    assert response.status_code == status
+
+
+@pytest.mark.anyio
+async def test_every_page_may_use_the_server_if_asked() -> None:
+    config = ServerConfig(cors_origins=("*",))
+    response = await asgi(config, "GET", "/metrics", headers={"Origin": "null"})
+    assert response.status_code == 200
+    assert response.headers["access-control-allow-origin"] == "*"
 
 
 @pytest.mark.anyio
