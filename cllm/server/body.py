@@ -13,6 +13,9 @@ from starlette.responses import Response
 
 from cllm.server.problems import Problem
 
+MAX_CONTAINERS = 1 << 14
+MAX_BRACKETS = 1 << 18  # of which some may be text
+
 
 class SafeRequest(Request):
     """A request whose JSON is parsed with limits."""
@@ -23,14 +26,31 @@ class SafeRequest(Request):
         Raises
         ------
         Problem
-            400: not JSON, nested too deep, or with NaN or infinity.
+            400: not JSON, nested too deep, with too many parts, NaN or infinity.
         """
         if not hasattr(self, "_json"):
+            body = await self.body()
+            _check_size(body)
             try:
-                self._json = from_json(await self.body(), allow_inf_nan=False)
+                self._json = from_json(body, allow_inf_nan=False)
             except ValueError as error:
                 raise Problem(400, f"the body is not JSON: {error}") from None
         return self._json
+
+
+def _check_size(body: bytes) -> None:
+    """Refuse what would take long to make, and to look at: the event loop does both."""
+    n_containers = _n_containers(body)
+    if MAX_CONTAINERS < n_containers <= MAX_BRACKETS:
+        # Perhaps they are in strings: of what is between quotation marks, every second is none.
+        outside = body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2]
+        n_containers = _n_containers(b"".join(outside))
+    if n_containers > MAX_CONTAINERS:
+        raise Problem(400, f"the body has more than {MAX_CONTAINERS} arrays and objects")
+
+
+def _n_containers(text: bytes) -> int:
+    return text.count(b"[") + text.count(b"{")
 
 
 class SafeRoute(APIRoute):

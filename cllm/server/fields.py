@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from cllm import SamplingOptions, SamplingParams
 from cllm.engine.sampling_params import (
@@ -17,7 +17,9 @@ from cllm.engine.sampling_params import (
     INTEGER_RANGES,
     MAX_BIASES,
     MAX_BREAKERS,
+    MAX_SCHEMA_BYTES,
     MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
     SAMPLERS,
 )
 from cllm.server.problems import invalid
@@ -31,6 +33,54 @@ def _integral(data: object) -> object:
 def _integral_all(data: object) -> object:
     if isinstance(data, list) and any(type(item) is float for item in data):
         return list(map(_integral, data))
+    return data
+
+
+def _tokens(data: object) -> object:
+    """Token ids.  Looked at as a whole, since there may be a million."""
+    if isinstance(data, list):
+        kinds = set(map(type, data))
+        if float in kinds and kinds <= {int, float}:
+            data = list(map(_integral, data))
+            kinds = set(map(type, data))
+        if kinds <= {int}:
+            return data
+    raise ValueError("must be token ids")
+
+
+def _prompt(data: object) -> object:
+    """One prompt: a text, or token ids."""
+    return data if isinstance(data, str) else _tokens(data)
+
+
+def _prompts(data: object) -> object:
+    """One prompt, or several."""
+    if not isinstance(data, list) or set(map(type, data)) <= {int, float}:
+        return _prompt(data)
+    return [_prompt(one) for one in data]
+
+
+def _check_schema(data: object) -> object:
+    if _has_parts(data, MAX_SCHEMA_BYTES // 2):  # each of which is two bytes at least
+        raise invalid("json_schema", f"must be at most {MAX_SCHEMA_BYTES} bytes")
+    return data
+
+
+def _has_parts(data: object, n_parts: int) -> bool:
+    """Whether a value has more parts than this, without looking at all of them."""
+    left: list[object] = [data]
+    while left and n_parts >= 0:
+        part = left.pop()
+        inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        n_parts -= len(inner)
+        if n_parts >= 0:
+            left.extend(inner)
+    return n_parts < 0
+
+
+def _check_stop_tokens(data: object) -> object:
+    if isinstance(data, list) and len(data) > MAX_STOP_TOKENS:
+        raise invalid("stop_token_ids", f"has {len(data)}, must have at most {MAX_STOP_TOKENS}")
     return data
 
 
@@ -48,7 +98,38 @@ Flag = Annotated[bool, Field(strict=True)]
 Token = Annotated[int, Field(strict=True, json_schema_extra={"minimum": 0})]
 # The first wrong item is enough: a body has room for a million, and each would be described.
 Tokens = Annotated[list[Token], Field(fail_fast=True), BeforeValidator(_integral_all)]
-TokenLists = Annotated[list[Tokens], Field(fail_fast=True)]
+ManyTokens = Annotated[
+    Any,
+    BeforeValidator(_tokens),
+    WithJsonSchema({"type": "array", "items": {"type": "integer", "minimum": 0}}),
+]
+_TEXT, _TOKENS = (
+    {"type": "string", "minLength": 1},
+    {
+        "type": "array",
+        "items": {"type": "integer", "minimum": 0},
+        "minItems": 1,
+    },
+)
+Prompt = Annotated[
+    Any,
+    BeforeValidator(_prompt),
+    WithJsonSchema({"anyOf": [_TEXT, _TOKENS]}),
+]
+Prompts = Annotated[
+    Any,
+    BeforeValidator(_prompts),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                _TEXT,
+                _TOKENS,
+                {"type": "array", "items": _TEXT, "minItems": 1},
+                {"type": "array", "items": _TOKENS, "minItems": 1},
+            ]
+        }
+    ),
+]
 Texts = Annotated[list[Text], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 Biases = Annotated[dict[int, Number | Literal[False]], BeforeValidator(_check_biases)]
@@ -85,16 +166,17 @@ _TYPES: dict[str, Any] = {
     "samplers": Texts,
     "logit_bias": Biases,
     "stop": Text | Texts,
-    "stop_token_ids": Tokens,
+    "stop_token_ids": Annotated[Tokens, BeforeValidator(_check_stop_tokens)],
     "ignore_eos": Flag,
     "grammar": Text,
-    "json_schema": dict[str, Any] | Text,
+    "json_schema": Annotated[dict[str, Any] | Text, BeforeValidator(_check_schema)],
     "regex": Text,
 }
 _LIMITS: dict[str, dict[str, Any]] = {
     "samplers": {"items": {"enum": list(SAMPLERS)}, "uniqueItems": True},
     "stop": {"minLength": 1, "maxItems": MAX_STOP_STRINGS},
     "dry_sequence_breakers": {"maxItems": MAX_BREAKERS},
+    "stop_token_ids": {"maxItems": MAX_STOP_TOKENS},
     "logit_bias": {"maxProperties": MAX_BIASES, "propertyNames": {"pattern": "^[0-9]{1,6}$"}},
     "regex": {"minLength": 1},
     "grammar": {"description": "GBNF; only with --allow-grammar"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
@@ -17,7 +18,9 @@ class Format(Protocol):
     def chunks(self, index: int, delta: TokenDelta) -> Iterator[dict[str, Any]]:
         """The events for one delta of the choice `index`."""
 
-    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
+    request_id: str
+
+    def usage_chunk(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """The event before the last, if usage is wanted."""
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
@@ -34,21 +37,12 @@ def finish_reason_of(reason: FinishReason | None) -> str | None:
     return "stop" if reason is FinishReason.STOP else "length"
 
 
-def usage_of(completions: Sequence[Completion]) -> dict[str, Any]:
-    """Tokens of all choices; a prompt counts once, however many choices it has."""
-    prompts = {c.prompt_token_ids: c.usage for c in reversed(completions)}
-    n_prompt = sum(usage.n_prompt for usage in prompts.values())
-    n_output = sum(c.usage.n_output for c in completions)
-    return {
-        "prompt_tokens": n_prompt,
-        "completion_tokens": n_output,
-        "total_tokens": n_prompt + n_output,
-        "prompt_tokens_details": {"cached_tokens": sum(u.n_cached for u in prompts.values())},
-    }
-
-
 class _Common:
-    def __init__(self, prefix: str, kind: str, request_id: str, model: str) -> None:
+    def __init__(
+        self, prefix: str, kind: str, request_id: str, model: str, *, n_choices: int
+    ) -> None:
+        self.request_id = request_id
+        self._n_choices = n_choices
         self._head = {
             "id": f"{prefix}-{request_id}",
             "object": kind,
@@ -56,8 +50,20 @@ class _Common:
             "model": model,
         }
 
-    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
-        return {**self._chunk_head, "choices": [], "usage": usage}
+    def usage_chunk(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        return {**self._chunk_head, "choices": [], "usage": self._usage(completions)}
+
+    def _usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """Tokens of all choices; a prompt counts once, however many choices it has."""
+        prompts = [one.usage for one in completions[:: self._n_choices]]
+        n_prompt = sum(usage.n_prompt for usage in prompts)
+        n_output = sum(one.usage.n_output for one in completions)
+        return {
+            "prompt_tokens": n_prompt,
+            "completion_tokens": n_output,
+            "total_tokens": n_prompt + n_output,
+            "prompt_tokens_details": {"cached_tokens": sum(usage.n_cached for usage in prompts)},
+        }
 
     @property
     def _chunk_head(self) -> dict[str, Any]:
@@ -73,10 +79,14 @@ class CompletionFormat(_Common):
         What comes before the text of each choice.
     """
 
-    def __init__(self, request_id: str, model: str, echoes: Sequence[str]) -> None:
-        super().__init__("cmpl", "text_completion", request_id, model)
+    def __init__(
+        self, request_id: str, model: str, echoes: Sequence[str], *, n_choices: int
+    ) -> None:
+        super().__init__("cmpl", "text_completion", request_id, model, n_choices=n_choices)
         self._echoes = list(echoes)
         self._offsets = [len(echo) for echo in echoes]
+        # A character may be spelled by several tokens: it counts for the last of them.
+        self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in echoes]
 
     def chunks(self, index: int, delta: TokenDelta) -> Iterator[dict[str, Any]]:
         """See `Format`."""
@@ -91,7 +101,7 @@ class CompletionFormat(_Common):
             self._choice(i, self._echoes[i] + c.text, c.logprobs, finish_reason_of(c.finish_reason))
             for i, c in enumerate(completions)
         ]
-        return {**self._head, "choices": choices, "usage": usage_of(completions)}
+        return {**self._head, "choices": choices, "usage": self._usage(completions)}
 
     def _choice(
         self,
@@ -111,11 +121,11 @@ class CompletionFormat(_Common):
         offsets = []
         for logprob in logprobs:
             offsets.append(self._offsets[index])
-            self._offsets[index] += len(logprob.bytes.decode("utf-8", "replace"))
+            self._offsets[index] += len(self._decoders[index].decode(logprob.bytes))
         return {
-            "tokens": [p.text for p in logprobs],
+            "tokens": [_name(p) for p in logprobs],
             "token_logprobs": [_finite(p) for p in logprobs],
-            "top_logprobs": [{t.text: _finite(t) for t in p.top} for p in logprobs],
+            "top_logprobs": [{_name(t): _finite(t) for t in p.top} for p in logprobs],
             "text_offset": offsets,
         }
 
@@ -123,8 +133,8 @@ class CompletionFormat(_Common):
 class ChatFormat(_Common):
     """`chat.completion`, and `chat.completion.chunk` for its parts."""
 
-    def __init__(self, request_id: str, model: str) -> None:
-        super().__init__("chatcmpl", "chat.completion", request_id, model)
+    def __init__(self, request_id: str, model: str, *, n_choices: int) -> None:
+        super().__init__("chatcmpl", "chat.completion", request_id, model, n_choices=n_choices)
         self._begun: set[int] = set()
 
     @property
@@ -168,7 +178,7 @@ class ChatFormat(_Common):
             }
             for i, c in enumerate(completions)
         ]
-        return {**self._head, "choices": choices, "usage": usage_of(completions)}
+        return {**self._head, "choices": choices, "usage": self._usage(completions)}
 
 
 def _chat_logprobs(logprobs: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
@@ -186,6 +196,15 @@ def _chat_logprob(logprob: TokenLogprob) -> dict[str, Any]:
         "logprob": _finite(logprob),
         "bytes": list(logprob.bytes),
     }
+
+
+def _name(logprob: TokenLogprob) -> str:
+    """The text of a token; OpenAI spells out the bytes of one that is part of a character."""
+    try:
+        logprob.bytes.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in logprob.bytes)
+    return logprob.text
 
 
 def _finite(logprob: TokenLogprob) -> float:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from cllm import Completion, SamplingParams, TokenDelta, TokenLogprob
+from cllm import Completion, Engine, PromptTooLongError, SamplingParams, TokenDelta, TokenLogprob
 from cllm.server.body import SafeRoute
-from cllm.server.problems import Problem
+from cllm.server.problems import Problem, invalid
 from cllm.server.replies import Reply, Writer
 from cllm.server.running import run_streams
 from cllm.server.schemas import GenerateBody, sampling_of
@@ -25,13 +26,9 @@ async def generate(body: GenerateBody, request: Request) -> Response:
     engine = state.serving
     params = sampling_of(body, allow_grammar=state.config.allow_grammar)
     check_logprobs(state, params)
-    stream = engine.stream(
-        body.prompt,
-        params,
-        priority=body.priority,
-        timeout=body.timeout,
-        request_id=request_id,
-    )
+    check_length(engine, body.prompt)
+    if body.stream and params.prompt_logprobs is not None:
+        raise invalid("prompt_logprobs", "is for answers that are not streamed")
     log_request(state, request_id, body.prompt)
     observation = state.observation(request, "text_completion", params)
 
@@ -39,14 +36,29 @@ async def generate(body: GenerateBody, request: Request) -> Response:
         async def on_delta(_: int, delta: TokenDelta) -> None:
             await writer.event(_event_of(delta))
 
-        on_each = on_delta if body.stream else None
-        (completion,) = await run_streams([stream], observation, on_each)
+        with state.unique(request_id) as engine_id:
+            stream = engine.stream(
+                body.prompt,
+                params,
+                priority=body.priority,
+                timeout=body.timeout,
+                request_id=engine_id,
+            )
+            on_each = on_delta if body.stream else None
+            (completion,) = await run_streams([stream], observation, on_each)
         if body.stream:
             await writer.end()
         else:
-            await writer.json(_completion_of(completion))
+            is_long = bool(completion.logprobs or completion.prompt_logprobs)
+            await writer.json(lambda: _completion_of(request_id, completion), is_long=is_long)
 
     return Reply(produce)
+
+
+def check_length(engine: Engine, prompt: str | Sequence[int]) -> None:
+    """Refuse token ids that cannot fit before each of them is looked at."""
+    if not isinstance(prompt, str) and len(prompt) > engine.model.n_ctx:
+        raise PromptTooLongError(len(prompt), engine.model.n_ctx)
 
 
 def check_logprobs(state: ServerState, params: SamplingParams) -> None:
@@ -71,10 +83,10 @@ def _event_of(delta: TokenDelta) -> dict[str, Any]:
     return event
 
 
-def _completion_of(completion: Completion) -> dict[str, Any]:
+def _completion_of(request_id: str, completion: Completion) -> dict[str, Any]:
     usage, timings = completion.usage, completion.timings
     answer: dict[str, Any] = {
-        "id": completion.request_id,
+        "id": request_id,
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,

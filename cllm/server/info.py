@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+import anyio
 from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
 from cllm import EngineStatus
-from cllm.server.problems import RETRY_AFTER_S
+from cllm.server.problems import RETRY_AFTER_S, unavailable
 from cllm.server.state import state_of
+
+SLOTS_S = 5.0
 
 router = APIRouter(tags=["operation"])
 
@@ -47,4 +50,9 @@ async def metrics(request: Request) -> Response:
 @router.get("/slots", summary="Every seq_id and who holds it")
 async def slots(request: Request) -> list[dict[str, Any]]:
     """Sequences with their requests, positions and cells."""
-    return [asdict(slot) for slot in await state_of(request).serving.slots()]
+    slots = None
+    with anyio.move_on_after(SLOTS_S):
+        slots = await state_of(request).serving.slots()
+    if slots is None:
+        raise unavailable(f"the inference thread has not answered within {SLOTS_S:g} s")
+    return [asdict(slot) for slot in slots]

@@ -71,6 +71,10 @@ class Metrics:
         if timings.ttft_s is not None:
             self._ttft.observe(timings.ttft_s)
 
+    def given_up(self, seconds: float) -> None:
+        """A request has ended without a completion: its client has left, or it failed."""
+        self._total.observe(seconds)
+
     def answered(self, route: str, status: int) -> None:
         """An answer has been begun."""
         self._http.labels(route, str(status)).inc()

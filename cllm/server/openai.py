@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +11,9 @@ from starlette.responses import Response
 
 from cllm import Engine, FinishReason, PromptTooLongError, SamplingParams, TokenDelta, TokenStream
 from cllm.server.body import SafeRoute
-from cllm.server.formats import ChatFormat, CompletionFormat, Format, usage_of
-from cllm.server.generate import check_logprobs
-from cllm.server.problems import invalid, shutting_down, too_long
+from cllm.server.formats import ChatFormat, CompletionFormat, Format
+from cllm.server.generate import check_length, check_logprobs
+from cllm.server.problems import Problem, invalid, shutting_down, too_long
 from cllm.server.replies import Reply, Writer
 from cllm.server.running import Observation, run_streams
 from cllm.server.schemas import (
@@ -55,27 +55,39 @@ async def models(request: Request) -> dict[str, Any]:
     return {"object": "list", "data": [model]}
 
 
+@router.get("/models/{model}", summary="The model, by its name")
+async def model(model: str, request: Request) -> dict[str, Any]:
+    """The one model that is served."""
+    (only,) = (await models(request))["data"]
+    if model != only["id"]:
+        raise Problem(404, f"there is no model {model[:80]!r}, only {only['id']!r}", param="model")
+    served: dict[str, Any] = only
+    return served
+
+
 @router.post("/completions", summary="Complete prompts")
 async def completions(body: CompletionBody, request: Request) -> Response:
     """OpenAI's completions: `n` of each prompt, which is computed once."""
     state, request_id = state_of(request), request_id_of(request)
     engine = state.serving
-    prompts = _prompts(body, state)
+    n, prompts = _n(body, state), _prompts(body, state)
     params = _params(body, state, default_max_tokens=COMPLETION_MAX_TOKENS)
     if body.echo and params.logprobs is not None:
         raise invalid("echo", "cannot be combined with logprobs; use prompt_logprobs of /generate")
-    streams = [
-        engine.stream(prompt, _seeded(params, i), **_options(body, request_id, number, i))
-        for number, prompt in enumerate(prompts)
-        for i in range(body.n)
-    ]
+
+    def streams(engine_id: str) -> list[TokenStream]:
+        return [
+            engine.stream(prompt, _seeded(params, i), **_options(body, engine_id, number, i))
+            for number, prompt in enumerate(prompts)
+            for i in range(n)
+        ]
+
     log_request(state, request_id, body.prompt)
     echoes = [await _echo(engine, prompt) if body.echo else "" for prompt in prompts]
-    form = CompletionFormat(
-        request_id, state.model_name, [echo for echo in echoes for _ in range(body.n)]
-    )
+    all_echoes = [echo for echo in echoes for _ in range(n)]
+    form = CompletionFormat(request_id, state.model_name, all_echoes, n_choices=n)
     observation = state.observation(request, "text_completion", params)
-    return _answer(body, streams, form, observation)
+    return _answer(state, body, streams, form, observation)
 
 
 @router.post("/chat/completions", summary="Answer a chat")
@@ -94,26 +106,31 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
         raise invalid("top_logprobs", f"is {n_top}, must be 0 to {state.config.max_logprobs}")
     params = _params(body, state, logprobs=n_top)
     tools = None if body.tool_choice == "none" else body.tools
-    streams = [
-        engine.stream_chat(
-            body.messages,
-            _seeded(params, i),
-            tools=tools,
-            add_generation_prompt=body.add_generation_prompt,
-            chat_template_kwargs=body.chat_template_kwargs,
-            **_options(body, request_id, 0, i),
-        )
-        for i in range(_n(body, state))
-    ]
+    n = _n(body, state)
+
+    def streams(engine_id: str) -> list[TokenStream]:
+        return [
+            engine.stream_chat(
+                body.messages,
+                _seeded(params, i),
+                tools=tools,
+                add_generation_prompt=body.add_generation_prompt,
+                chat_template_kwargs=body.chat_template_kwargs,
+                **_options(body, engine_id, 0, i),
+            )
+            for i in range(n)
+        ]
+
     log_request(state, request_id, body.messages)
-    form = ChatFormat(request_id, state.model_name)
+    form = ChatFormat(request_id, state.model_name, n_choices=n)
     observation = state.observation(request, "chat", params)
-    return _answer(body, streams, form, observation, prompt_field="messages")
+    return _answer(state, body, streams, form, observation, prompt_field="messages")
 
 
 def _answer(
+    state: ServerState,
     body: CompletionFields | ChatFields,
-    streams: Sequence[TokenStream],
+    streams: Callable[[str], list[TokenStream]],
     form: Format,
     observation: Observation,
     *,
@@ -127,16 +144,20 @@ def _answer(
                 await writer.event(chunk)
 
         try:
-            done = await run_streams(streams, observation, on_delta if body.stream else None)
+            with state.unique(form.request_id) as engine_id:
+                done = await run_streams(
+                    streams(engine_id), observation, on_delta if body.stream else None
+                )
         except PromptTooLongError as error:
             raise too_long(error, prompt_field) from None
         if any(one.finish_reason is FinishReason.CANCELLED for one in done):
             raise shutting_down()
         if not body.stream:
-            await writer.json(form.whole(done))
+            is_long = any(one.logprobs is not None for one in done)
+            await writer.json(lambda: form.whole(done), is_long=is_long)
             return
         if wants_usage:
-            await writer.event(form.usage_chunk(usage_of(done)))
+            await writer.event(form.usage_chunk(done))
         await writer.end()
 
     return Reply(produce)
@@ -149,7 +170,9 @@ def _params(
     default_max_tokens: int | None = None,
     **changes: Any,
 ) -> SamplingParams:
-    changes.update(apply_response_format(body.response_format))
+    changes.update(apply_response_format(body))
+    if (seed := getattr(body, "seed", None)) is not None:  # OpenAI has 64 bits of it
+        changes["seed"] = seed % (MAX_SEED + 1)
     if body.max_completion_tokens is not None:
         changes["max_tokens"] = body.max_completion_tokens
     elif "max_tokens" not in body.model_fields_set and default_max_tokens is not None:
@@ -167,20 +190,23 @@ def _seeded(params: SamplingParams, index: int) -> SamplingParams:
 
 
 def _n(body: CompletionFields | ChatFields, state: ServerState) -> int:
-    if not 1 <= body.n <= state.config.max_n:
-        raise invalid("n", f"is {body.n}, must be 1 to {state.config.max_n}")
-    return body.n
+    n = 1 if body.n is None else body.n
+    if not 1 <= n <= state.config.max_n:
+        raise invalid("n", f"is {n}, must be 1 to {state.config.max_n}")
+    return n
 
 
 def _prompts(body: CompletionFields, state: ServerState) -> list[Prompt]:
     """One prompt, or several."""
-    _n(body, state)
+    n = _n(body, state)
     given: Any = body.prompt
     is_list = isinstance(given, list) and given and not isinstance(given[0], int)
     prompts: list[Prompt] = given if is_list else [given]
-    if len(prompts) * body.n > state.config.max_prompts:
+    if len(prompts) * n > state.config.max_prompts:
         limit = f"prompts times n must be at most {state.config.max_prompts}"
         raise invalid("prompt", limit)
+    for prompt in prompts:
+        check_length(state.serving, prompt)
     return prompts
 
 

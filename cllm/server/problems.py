@@ -104,6 +104,12 @@ def invalid(param: str, message: str) -> Problem:
     return Problem(400, f"{param}: {message}", param=param)
 
 
+def too_many(reason: str, *, retry_after_s: float = RETRY_AFTER_S) -> Problem:
+    """There is no room for one more."""
+    retry = {"Retry-After": f"{math.ceil(retry_after_s)}"}
+    return Problem(429, reason, code="queue_full", headers=retry)
+
+
 def unavailable(reason: str) -> Problem:
     """Requests are not served now, but soon."""
     retry = {"Retry-After": str(RETRY_AFTER_S)}
@@ -130,9 +136,7 @@ def problem_of(error: BaseException) -> Problem:
         case InvalidRequestError() | InvalidArgumentError():
             return Problem(400, str(error), param=error.field)
         case QueueFullError(retry_after_s=seconds):
-            return Problem(
-                429, str(error), code="queue_full", headers={"Retry-After": f"{math.ceil(seconds)}"}
-            )
+            return too_many(str(error), retry_after_s=seconds)
         case ClosedError() | EngineFailedError():
             return unavailable(str(error))
         case GenerationError():
@@ -157,6 +161,7 @@ def _of_validation(error: RequestValidationError) -> Problem:
     place = [str(part) for part in first["loc"] if part != "body"]
     # A union is tried member by member, and each adds its own name: the field comes first.
     param = place[0] if place else None
+    place = [part[:80] for part in place]  # a name may have come from the client
     message = str(first["msg"])
     return Problem(400, f"{'.'.join(place)}: {message}" if place else message, param=param)
 

@@ -7,16 +7,20 @@ second task listens for the client's departure, in the queue, in the prefill and
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 import anyio
-from starlette.responses import JSONResponse, Response
+import anyio.to_thread
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cllm.server.problems import problem_of
 
 DONE = "[DONE]"
+# How deep an answer is taken apart: choices, their log probabilities, the tokens of those.
+DEPTH = 5
+N_AT_ONCE = 64
 
 
 class Writer:
@@ -34,9 +38,16 @@ class Writer:
         self._send = send
         self.is_streaming = False
 
-    async def json(self, value: object) -> None:
-        """The whole answer."""
-        await JSONResponse(value)(self._scope, self._receive, self._send)
+    async def json(self, make: Callable[[], Mapping[str, Any]], *, is_long: bool = False) -> None:
+        """The whole answer; one that may be megabytes is made in a thread."""
+        await self.whole(
+            await anyio.to_thread.run_sync(_encoded, make) if is_long else _encoded(make)
+        )
+
+    async def whole(self, content: bytes) -> None:
+        """The whole answer, which is JSON."""
+        response = Response(content, media_type="application/json")
+        await response(self._scope, self._receive, self._send)
 
     async def event(self, value: Mapping[str, Any] | str) -> None:
         """One event."""
@@ -49,8 +60,8 @@ class Writer:
             ]
             start = {"type": "http.response.start", "status": 200, "headers": headers}
             await self._send(start)
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        await self._body(f"data: {text}\n\n".encode(), more=True)
+        data = value.encode() if isinstance(value, str) else _dumped(value)
+        await self._body(b"data: " + data + b"\n\n", more=True)
 
     async def end(self) -> None:
         """No more events."""
@@ -60,6 +71,35 @@ class Writer:
     async def _body(self, data: bytes, *, more: bool) -> None:
         # Waits for a client that does not read, which pauses its own sequence and no other.
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+def _encoded(make: Callable[[], Mapping[str, Any]]) -> bytes:
+    return b"".join(_parts(make(), DEPTH))
+
+
+def _parts(value: object, depth: int) -> Iterator[bytes]:
+    """JSON in pieces: the encoder keeps the GIL, and with it every stream, until it is done."""
+    if depth and isinstance(value, Mapping) and value:
+        for index, (name, inner) in enumerate(value.items()):
+            yield (b"," if index else b"{") + _dumped(name) + b":"
+            yield from _parts(inner, depth - 1)
+        yield b"}"
+    elif depth and isinstance(value, list | tuple) and value:
+        # A few choices, or many tokens.
+        is_few = len(value) <= N_AT_ONCE
+        for at in range(0, len(value), 1 if is_few else N_AT_ONCE):
+            yield b"," if at else b"["
+            if is_few:
+                yield from _parts(value[at], depth - 1)
+            else:
+                yield _dumped(value[at : at + N_AT_ONCE])[1:-1]
+        yield b"]"
+    else:
+        yield _dumped(value)
+
+
+def _dumped(value: object) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
 class Reply(Response):

@@ -17,6 +17,8 @@ from cllm.server.tracing import Tracing
 
 logger = logging.getLogger("cllm.server")
 
+SLOW_WRITE_S = 0.005
+
 # Called with the index of the stream and what it brought.
 OnDelta = Callable[[int, TokenDelta], Awaitable[None]]
 
@@ -43,13 +45,20 @@ class Observation:
             params=self.params,
             started_ns=started_ns,
         ) as trace:
+            is_finished = False
 
             def finished(completion: Completion) -> None:
+                nonlocal is_finished
+                is_finished = True
                 self.metrics.finished(completion)
                 if trace is not None:
                     trace.finished(completion)
 
-            yield finished
+            try:
+                yield finished
+            finally:
+                if not is_finished:
+                    self.metrics.given_up((time.time_ns() - started_ns) / 1e9)
 
 
 async def run_streams(
@@ -99,4 +108,6 @@ async def _read(
         last = now
         if on_delta is not None:
             await on_delta(delta)
+            if time.perf_counter() - now > SLOW_WRITE_S:
+                last = None  # the client's time, not the model's
     return await stream.completion()

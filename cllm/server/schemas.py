@@ -16,17 +16,19 @@ from cllm.server.fields import (
     SAMPLING_FIELDS,
     Flag,
     Integer,
+    ManyTokens,
     Messages,
     Number,
     Objects,
+    Prompt,
+    Prompts,
     ResponseFormat,
     Text,
-    Texts,
-    TokenLists,
-    Tokens,
     sampling_fields,
 )
 from cllm.server.problems import invalid
+
+CONSTRAINTS = ("grammar", "json_schema", "regex")
 
 # Names that others know and that change nothing here.
 HARMLESS = frozenset(
@@ -42,25 +44,28 @@ HARMLESS = frozenset(
         "verbosity",
         "parallel_tool_calls",
         "prediction",
-        "modalities",
-        "suffix",
-        "best_of",
         "cache_prompt",
         "id_slot",
         "return_tokens",
         "timings_per_token",
         "n_keep",
-        "n_indent",
         "n_cache_reuse",
-        "t_max_predict_ms",
         "return_progress",
         "reasoning_format",
-        "thinking_forced_open",
-        "skip_special_tokens",
         "spaces_between_special_tokens",
-        "include_stop_str_in_output",
     ]
 )
+# Names that change an answer elsewhere, with the values that leave it as it is here.
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "suffix": (None, ""),
+    "best_of": (None, 1),
+    "modalities": (None, ["text"]),
+    "n_indent": (None, 0),
+    "t_max_predict_ms": (None, 0, -1),
+    "thinking_forced_open": (None, False),
+    "skip_special_tokens": (None, True),
+    "include_stop_str_in_output": (None, False),
+}
 
 
 class Body(BaseModel):
@@ -75,13 +80,17 @@ class Body(BaseModel):
         if not isinstance(data, Mapping):
             return data
         for name in data:
-            if name not in cls.model_fields and name not in HARMLESS:
+            if name in cls.model_fields or name in HARMLESS:
+                continue
+            if name not in NEUTRAL:
                 raise invalid(str(name)[:80], "is not known")
-        return {name: value for name, value in data.items() if name not in HARMLESS}
+            if data[name] not in NEUTRAL[name]:
+                raise invalid(name, "is not there yet")
+        return {name: value for name, value in data.items() if name in cls.model_fields}
 
 
 class _Request(Body):
-    stream: Flag = False
+    stream: Flag | None = False
     timeout: Number | None = Field(None, description="Seconds from submission")
     priority: Integer = Field(0, description="Lower is more urgent")
 
@@ -89,7 +98,7 @@ class _Request(Body):
 class GenerateFields(_Request):
     """`POST /generate`."""
 
-    prompt: Text | Tokens = Field(description="Text, or token ids", examples=["1+1="])
+    prompt: Prompt = Field(description="Text, or token ids", examples=["1+1="])
 
 
 GenerateBody: Any = create_model(
@@ -111,16 +120,19 @@ class CompletionFields(_Request):
     """`POST /v1/completions`."""
 
     model: Text | None = None
-    prompt: Text | Tokens | Texts | TokenLists
-    n: Choices = 1
-    echo: Flag = False
+    prompt: Prompts
+    n: Choices | None = 1
+    echo: Flag | None = False
     stream_options: StreamOptions | None = None
     max_completion_tokens: Integer | None = None
     response_format: ResponseFormat | None = None
 
 
 CompletionBody: Any = create_model(
-    "CompletionBody", __base__=CompletionFields, __doc__="A completion.", **sampling_fields()
+    "CompletionBody",
+    __base__=CompletionFields,
+    __doc__="A completion.",
+    **sampling_fields(without=("prompt_logprobs",)),
 )
 
 
@@ -129,7 +141,7 @@ class ChatFields(_Request):
 
     model: Text | None = None
     messages: Messages
-    n: Choices = 1
+    n: Choices | None = 1
     stream_options: StreamOptions | None = None
     max_completion_tokens: Integer | None = None
     response_format: ResponseFormat | None = None
@@ -161,7 +173,7 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """`POST /detokenize`, as llama-server has it."""
 
-    tokens: Tokens = Field(max_length=1 << 20)
+    tokens: ManyTokens
 
 
 def sampling_of(body: BaseModel, *, allow_grammar: bool, **changes: Any) -> SamplingParams:
@@ -188,13 +200,15 @@ def sampling_of(body: BaseModel, *, allow_grammar: bool, **changes: Any) -> Samp
     return SamplingParams(**values)
 
 
-def apply_response_format(response_format: Mapping[str, Any] | None) -> dict[str, Any]:
+def apply_response_format(body: CompletionFields | ChatFields) -> dict[str, Any]:
     """OpenAI's `response_format` as sampling parameters."""
-    if response_format is None:
+    response_format = body.response_format
+    kind = "text" if response_format is None else response_format.get("type")
+    if response_format is None or kind == "text":
         return {}
-    kind = response_format.get("type")
-    if kind == "text":
-        return {}
+    for name in CONSTRAINTS:
+        if getattr(body, name, None) is not None:
+            raise invalid(name, "must be left out beside response_format")
     if kind == "json_object":
         return {"json_schema": response_format.get("schema") or {"type": "object"}}
     if kind == "json_schema":

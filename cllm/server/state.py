@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import anyio
 from starlette.requests import Request
@@ -41,6 +44,24 @@ class ServerState:
         self.is_draining = False
         self.started_at = int(time.time())
         self.stopping: anyio.Event | None = None
+        # Texts that are tokenized for their own sake must not keep prompts waiting.
+        self.tokenizing = anyio.CapacityLimiter(2)
+        self._ids: set[str] = set()
+
+    @contextmanager
+    def unique(self, request_id: str) -> Iterator[str]:
+        """An id for the engine: the given one, with something behind it while that is in use.
+
+        A gateway gives all requests of one of its own the same id.
+        """
+        unique = request_id
+        while unique in self._ids:
+            unique = f"{request_id}.{secrets.token_hex(4)}"
+        self._ids.add(unique)
+        try:
+            yield unique
+        finally:
+            self._ids.discard(unique)
 
     def stop(self) -> None:
         """Take no more requests and let the engine finish those it has."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 
 import anyio.to_thread
 from fastapi import APIRouter, Request
@@ -11,26 +12,45 @@ from starlette.responses import Response
 
 from cllm import Engine
 from cllm.server.body import SafeRoute
-from cllm.server.problems import invalid
+from cllm.server.problems import invalid, too_many
+from cllm.server.replies import Reply, Writer
 from cllm.server.schemas import DetokenizeBody, TokenizeBody
-from cllm.server.state import state_of
+from cllm.server.state import ServerState, state_of
 
 router = APIRouter(route_class=SafeRoute, tags=["llama-server"])
 
 # Tokens written at once: the encoder keeps the GIL, and with it every stream, until it is done.
 N_AT_ONCE = 4096
+MAX_WAITING = 64
+MAX_TOKENS = 1 << 20
 
 
 @router.post("/tokenize", summary="Text to token ids")
 async def tokenize(body: TokenizeBody, request: Request) -> Response:
     """The tokens of a text; with `with_pieces`, what each stands for."""
-    engine = state_of(request).serving
-    tokens = await engine.tokenize(
-        body.content, add_special=body.add_special, parse_special=body.parse_special
-    )
-    pieces = await engine.pieces(tokens) if body.with_pieces else None
-    content = await anyio.to_thread.run_sync(_written, tokens, pieces)
-    return Response(content, media_type="application/json")
+    state = state_of(request)
+    engine = state.serving
+
+    async def produce(writer: Writer) -> None:
+        async with _turn(state):
+            tokens = await engine.tokenize(
+                body.content, add_special=body.add_special, parse_special=body.parse_special
+            )
+            pieces = await engine.pieces(tokens) if body.with_pieces else None
+            content = await anyio.to_thread.run_sync(_written, tokens, pieces)
+        await writer.whole(content)
+
+    return Reply(produce)
+
+
+@asynccontextmanager
+async def _turn(state: ServerState) -> AsyncIterator[None]:
+    """One of few: the engine has one thread for this, and prompts need it too."""
+    n_waiting = state.tokenizing.statistics().tasks_waiting
+    if n_waiting >= MAX_WAITING:
+        raise too_many(f"{n_waiting} requests wait for the tokenizer")
+    async with state.tokenizing:
+        yield
 
 
 def _written(tokens: Sequence[int], pieces: Sequence[bytes] | None) -> bytes:
@@ -54,15 +74,24 @@ def _piece(piece: bytes) -> str | list[int]:
 
 
 @router.post("/detokenize", summary="Token ids to text")
-async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, str]:
+async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     """The text of some tokens."""
-    engine = state_of(request).serving
+    state = state_of(request)
+    engine = state.serving
     _check_tokens(engine, body.tokens)
-    return {"content": await engine.detokenize(body.tokens)}
+
+    async def produce(writer: Writer) -> None:
+        async with _turn(state):
+            content = await engine.detokenize(body.tokens)
+        await writer.json(lambda: {"content": content})
+
+    return Reply(produce)
 
 
 def _check_tokens(engine: Engine, tokens: Sequence[int]) -> None:
+    if len(tokens) > MAX_TOKENS:
+        raise invalid("tokens", f"has {len(tokens)}, must have at most {MAX_TOKENS}")
     n_vocab = engine.model.n_vocab
-    for token in tokens:
+    for token in (min(tokens, default=0), max(tokens, default=0)):
         if not 0 <= token < n_vocab:
             raise invalid("tokens", f"{token} is no token: they are 0 to {n_vocab - 1}")

@@ -141,9 +141,10 @@ class Tracing:
     async def aclose(self) -> None:
         """Send what has not been sent, if the collector takes it soon."""
         if self._provider is not None:
-            with anyio.move_on_after(CLOSE_S, shield=True):
+            with anyio.move_on_after(CLOSE_S, shield=True) as scope:
                 await anyio.to_thread.run_sync(self._provider.shutdown, abandon_on_cancel=True)
-            self._exporter.shutdown()  # it tries again and again otherwise
+            if scope.cancelled_caught:
+                self._exporter.shutdown()  # it tries again and again otherwise
 
 
 def _exporting_to(endpoint: str) -> tuple[Any, Any]:

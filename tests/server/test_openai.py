@@ -222,6 +222,79 @@ def test_log_probabilities_of_chats(api: openai.OpenAI, stream: bool) -> None:
     assert tokens[0].top_logprobs[0].logprob == tokens[0].logprob
 
 
+def test_offsets_count_characters_and_their_bytes_have_names(api: openai.OpenAI) -> None:
+    done = api.completions.create(
+        model=MODEL, prompt="repeat:é🙂!", temperature=0, logprobs=1, max_tokens=20
+    )
+    logprobs = done.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens is not None
+    assert logprobs.text_offset is not None
+    by_name = dict(zip(logprobs.tokens, logprobs.text_offset, strict=True))
+    assert {r"bytes:\xc3", r"bytes:\xa9", r"bytes:\xf0", "!"} <= set(by_name)
+    assert by_name["!"] == done.choices[0].text.index("!")
+
+
+def test_every_prompt_counts_once_in_the_usage(api: openai.OpenAI) -> None:
+    done = api.completions.create(model=MODEL, prompt=["1+1=", "1+1="], n=2, temperature=0)
+    assert done.usage is not None
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (10, 8)
+
+
+def test_null_is_the_default_as_openai_has_it(api: openai.OpenAI) -> None:
+    fields: Any = dict.fromkeys(("n", "stream", "seed", "stop", "logit_bias", "max_tokens"), None)
+    done = api.completions.create(model=MODEL, prompt="1+1=", temperature=0, extra_body=fields)
+    assert done.choices[0].text == "2"
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32 - 1, 2**63 - 1])
+def test_seeds_have_64_bits(api: openai.OpenAI, seed: int) -> None:
+    texts = [
+        api.completions.create(model=MODEL, prompt=LONG, seed=seed, **HOT).choices[0].text
+        for _ in range(2)
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_the_model_can_be_asked_for_by_name(api: openai.OpenAI) -> None:
+    assert api.models.retrieve(MODEL).owned_by == "cllm"
+    with pytest.raises(openai.NotFoundError, match="there is no model 'other'"):
+        api.models.retrieve("other")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("suffix", "x"), ("best_of", 3), ("t_max_predict_ms", 5), ("include_stop_str_in_output", True),
+     ("prompt_logprobs", 1)],
+)  # fmt: skip
+def test_what_would_change_the_answer_elsewhere_is_refused(
+    api: openai.OpenAI, name: str, value: Any
+) -> None:
+    fields = {name: value}
+    error = refused(openai.BadRequestError, api.completions.create, prompt="x", extra_body=fields)
+    assert error.param == name
+    neutral = {"suffix": None, "best_of": 1, "t_max_predict_ms": -1, "modalities": ["text"]}
+    done = api.completions.create(model=MODEL, prompt="1+1=", temperature=0, extra_body=neutral)
+    assert done.choices[0].text == "2"
+
+
+def test_a_format_beside_a_schema_is_refused(api: openai.OpenAI) -> None:
+    error = refused(
+        openai.BadRequestError, api.chat.completions.create, messages=ASK,
+        response_format={"type": "json_object"}, extra_body={"json_schema": {}},
+    )  # fmt: skip
+    assert error.param == "json_schema"
+
+
+def test_a_stream_that_fails_ends_with_its_error_alone(api: openai.OpenAI) -> None:
+    ban = {str(token): -100.0 for token in range(260)}
+    options: Any = {"extra_body": {"logit_bias": dict.fromkeys(ban, False)}, "stream": True}
+    chunks: list[Any] = []
+    with pytest.raises(openai.APIError):
+        chunks.extend(api.completions.create(model=MODEL, prompt="1+1=", **options))
+    assert all(chunk.choices[0].finish_reason is None for chunk in chunks)
+
+
 def test_stop_strings_end_the_text_before_them(api: openai.OpenAI) -> None:
     done = api.completions.create(
         model=MODEL, prompt=LONG, temperature=0, stop=["never", " 5 "], max_tokens=99

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
+import socket
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -74,7 +78,7 @@ def test_the_documentation_names_every_route_and_sampling_field(client: httpx.Cl
     document = client.get("/openapi.json").json()
     assert set(document["paths"]) == {
         "/generate", "/tokenize", "/detokenize", "/health", "/metrics", "/slots",
-        "/v1/completions", "/v1/chat/completions", "/v1/models",
+        "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model}",
     }  # fmt: skip
     for path in document["paths"].values():
         for operation in path.values():
@@ -103,13 +107,51 @@ def test_a_request_id_that_could_hurt_a_log_is_replaced(client: httpx.Client, gi
     assert re.fullmatch("[0-9a-f]{16}", response.headers["X-Request-ID"])
 
 
-def test_a_request_id_in_use_is_refused_and_free_afterwards(server: Server) -> None:
-    with server.client(headers={"X-Request-ID": "twice"}) as client:
-        with streaming(client):
-            refused = refusal_of(ask(client))
-        assert "twice" in refused["message"]
-        server.wait_idle()
-        assert ask(client).json()["text"] == "2"
+def test_requests_may_have_one_request_id_at_once(server: Server) -> None:
+    """A gateway gives everything that one of its own requests causes the same."""
+    with server.client(headers={"X-Request-ID": "twice"}) as client, streaming(client):
+        answer = server.get("/slots").json()
+        assert [slot["request_id"] for slot in answer if slot["state"] == "decode"] == ["twice"]
+        again = ask(client)
+        assert (again.json()["text"], again.json()["id"]) == ("2", "twice")
+        assert again.headers["X-Request-ID"] == "twice"
+    server.wait_idle()
+
+
+def test_who_leaves_counts_in_the_durations(server: Server) -> None:
+    """Or the slowest would be the ones that nobody sees."""
+    before = server.metrics()
+    with server.client() as client, streaming(client):
+        pass
+    server.wait_idle()
+    name = "cllm_request_duration_seconds_count"
+    wait_until(lambda: server.metrics()[name] == before[name] + 1, "it is counted")
+
+
+def test_those_who_want_tokens_do_not_keep_prompts_waiting(server: Server) -> None:
+    """Forty texts of a megabyte: whoever leaves is given up, and the others take turns."""
+    body = json.dumps({"content": "x" * (1 << 20)}).encode()
+    head = f"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    for _ in range(40):
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.sendall(head.encode() + body)
+    answer = server.generate("repeat:" + "a" * 100, max_tokens=1)
+    assert answer.json()["timings"]["total_ms"] < 2000  # each takes 140 ms or more
+    statuses = [
+        response.status_code
+        for response in _at_once(
+            [
+                lambda: httpx.post(server.url + "/tokenize", content=body, timeout=60)
+                for _ in range(3)
+            ]
+        )
+    ]
+    assert statuses == [200] * 3
+
+
+def _at_once(calls: Sequence[Callable[[], httpx.Response]]) -> list[httpx.Response]:
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(lambda call: call(), calls))
 
 
 def test_the_log_tells_the_life_of_each_request_but_no_prompt(server: Server) -> None:
