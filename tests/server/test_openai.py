@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import openai
@@ -12,14 +11,10 @@ import pytest
 from openai.types.chat import ChatCompletionMessageParam
 from pydantic import BaseModel
 
-from tests.server.conftest import LONG, LONG_ANSWER, Server, running, streaming
+from tests.server.conftest import LONG, LONG_ANSWER, Server
 
 MODEL = "cllm-tiny"
 ASK: list[ChatCompletionMessageParam] = [{"role": "user", "content": "12+34="}]
-TOOL: Any = {
-    "type": "function",
-    "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
-}
 # The embedded model would fill any JSON with blanks.
 NO_BLANKS = dict.fromkeys(("9", "10", "13", "32"), -100)
 HOT: Any = {"temperature": 2.0, "extra_body": {"top_k": 0, "min_p": 0.0, "top_p": 1.0}}
@@ -29,13 +24,6 @@ HOT: Any = {"temperature": 2.0, "extra_body": {"top_k": 0, "min_p": 0.0, "top_p"
 def api(server: Server) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as api:
         yield api
-
-
-def refused(kind: type[openai.APIStatusError], call: Any, **fields: Any) -> openai.APIStatusError:
-    """The error that the client raises for this call."""
-    with pytest.raises(kind) as caught:
-        call(model=MODEL, **fields)
-    return caught.value
 
 
 def test_the_model_is_listed_under_its_name(api: openai.OpenAI) -> None:
@@ -262,39 +250,6 @@ def test_the_model_can_be_asked_for_by_name(api: openai.OpenAI) -> None:
         api.models.retrieve("other")
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("suffix", "x"), ("best_of", 3), ("t_max_predict_ms", 5), ("include_stop_str_in_output", True),
-     ("prompt_logprobs", 1)],
-)  # fmt: skip
-def test_what_would_change_the_answer_elsewhere_is_refused(
-    api: openai.OpenAI, name: str, value: Any
-) -> None:
-    fields = {name: value}
-    error = refused(openai.BadRequestError, api.completions.create, prompt="x", extra_body=fields)
-    assert error.param == name
-    neutral = {"suffix": None, "best_of": 1, "t_max_predict_ms": -1, "modalities": ["text"]}
-    done = api.completions.create(model=MODEL, prompt="1+1=", temperature=0, extra_body=neutral)
-    assert done.choices[0].text == "2"
-
-
-def test_a_format_beside_a_schema_is_refused(api: openai.OpenAI) -> None:
-    error = refused(
-        openai.BadRequestError, api.chat.completions.create, messages=ASK,
-        response_format={"type": "json_object"}, extra_body={"json_schema": {}},
-    )  # fmt: skip
-    assert error.param == "json_schema"
-
-
-def test_a_stream_that_fails_ends_with_its_error_alone(api: openai.OpenAI) -> None:
-    ban = {str(token): -100.0 for token in range(260)}
-    options: Any = {"extra_body": {"logit_bias": dict.fromkeys(ban, False)}, "stream": True}
-    chunks: list[Any] = []
-    with pytest.raises(openai.APIError):
-        chunks.extend(api.completions.create(model=MODEL, prompt="1+1=", **options))
-    assert all(chunk.choices[0].finish_reason is None for chunk in chunks)
-
-
 def test_stop_strings_end_the_text_before_them(api: openai.OpenAI) -> None:
     done = api.completions.create(
         model=MODEL, prompt=LONG, temperature=0, stop=["never", " 5 "], max_tokens=99
@@ -330,88 +285,3 @@ def test_parse_gives_an_object_of_the_class_asked_for(api: openai.OpenAI) -> Non
     )  # fmt: skip
     assert done.choices[0].finish_reason == "stop"
     assert isinstance(done.choices[0].message.parsed, Verdict)
-
-
-def test_tools_are_taken_and_a_required_call_is_refused_by_name(api: openai.OpenAI) -> None:
-    for choice in ("auto", "none"):
-        done = api.chat.completions.create(
-            model=MODEL, messages=ASK, temperature=0, tools=[TOOL], tool_choice=choice
-        )
-        assert done.choices[0].message.content is not None
-    named = {"type": "function", "function": {"name": "add"}}
-    for wanted in ("required", named):
-        error = refused(
-            openai.BadRequestError, api.chat.completions.create,
-            messages=ASK, tools=[TOOL], tool_choice=wanted,
-        )  # fmt: skip
-        assert error.param == "tool_choice"
-        assert "tool_choice" in error.message
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"n": 0}, "n"),
-        ({"n": 17}, "n"),
-        ({"temperature": -1}, "temperature"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"messages": []}, "messages"),
-        ({"messages": "hello"}, "messages"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content"),
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ({"response_format": {"type": "xml"}}, "response_format.type"),
-        (
-            {"response_format": {"type": "json_schema"}},
-            "response_format.json_schema.schema",
-        ),
-        ({"extra_body": {"temprature": 1}}, "temprature"),
-        (
-            {"extra_body": {"chat_template_kwargs": {"messages": []}}},
-            "chat_template_kwargs.messages",
-        ),
-    ],
-)
-def test_bad_requests_name_their_field(
-    api: openai.OpenAI, fields: dict[str, Any], param: str
-) -> None:
-    fields = {"messages": ASK, **fields}
-    error = refused(openai.BadRequestError, api.chat.completions.create, **fields)
-    assert (error.status_code, error.param, error.type) == (400, param, "invalid_request_error")
-
-
-def test_a_prompt_that_is_too_long_has_openai_s_code(api: openai.OpenAI) -> None:
-    error = refused(openai.BadRequestError, api.completions.create, prompt="x" * 10_000)
-    assert (error.code, error.param) == ("context_length_exceeded", "prompt")
-    messages = [{"role": "user", "content": "x" * 10_000}]
-    error = refused(openai.BadRequestError, api.chat.completions.create, messages=messages)
-    assert (error.code, error.param) == ("context_length_exceeded", "messages")
-
-
-def test_what_is_not_there_is_not_found(api: openai.OpenAI) -> None:
-    error = refused(openai.NotFoundError, api.embeddings.create, input="text")
-    assert error.type == "not_found_error"
-
-
-def test_keys_and_queues_are_the_client_s_errors(tmp_path: Path) -> None:
-    options = ("--api-key", "right", "--n-seq-max", "1", "--max-queue", "1")
-    with running(tmp_path / "log", *options) as server:
-        url = f"{server.url}/v1"
-        with openai.OpenAI(base_url=url, api_key="wrong", max_retries=0) as api:
-            error = refused(openai.AuthenticationError, api.completions.create, prompt="1+1=")
-            assert error.type == "authentication_error"
-        headers = {"Authorization": "Bearer right"}
-        with (
-            openai.OpenAI(base_url=url, api_key="right", max_retries=0) as api,
-            server.client(headers=headers) as first,
-            server.client(headers=headers) as second,
-            streaming(first),
-        ):
-            assert api.models.list().data[0].id == MODEL
-            # Two more: one waits, the other is refused.
-            error = refused(
-                openai.RateLimitError, api.completions.create, prompt="1+1=", n=2, temperature=0
-            )
-            assert error.code == "queue_full"
-            assert int(error.response.headers["Retry-After"]) >= 1
-            assert second.get("/health").status_code == 200
