@@ -28,7 +28,7 @@ def test_the_option_becomes_a_setting_that_reaches_the_worker(
 ) -> None:
     given: list[EngineConfig] = []
 
-    def served(engine: EngineConfig, config: Any, *_: object) -> int:
+    def served(engine: EngineConfig, config: Any, *others: object) -> int:
         told, _ = read_settings(settings_line(engine, config))
         given.append(told)
         return 0
