@@ -44,6 +44,13 @@ class TokenSampler(Protocol):
     def constraint(self) -> TokenConstraint | None:
         """What the output has to keep to, if anything."""
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether it takes the largest logit, changes none, and only bans tokens."""
+
+    def may_be(self, token: int) -> bool:
+        """Whether a token is not banned."""
+
     def choose(self, scan: RowScan, allowed: Mask | None = None) -> int:
         """Choose from the row that was scanned; with `allowed`, from these tokens of it."""
 
@@ -128,11 +135,14 @@ class BatchSampler:
         sampler: TokenSampler | None,
         allowed: Mask | None = None,
     ) -> int | Exception:
-        if sampler is None:
-            # The largest value of a row is NaN if any is, and so tells about all of it.
-            token = int(row.argmax())
-            return token if math.isfinite(row[token]) else NotFiniteError(NOT_FINITE)
         try:
+            if sampler is None or (sampler.is_greedy and allowed is None):
+                # The largest value of a row is NaN if any is, and so tells about all of it.
+                token = int(row.argmax())
+                if not math.isfinite(row[token]):
+                    return NotFiniteError(NOT_FINITE)
+                if sampler is None or sampler.may_be(token):
+                    return token
             if not math.isfinite(self._scan.read(row)) and allowed is None:
                 return NotFiniteError(NOT_FINITE)
             return sampler.choose(self._scan, allowed)
@@ -231,8 +241,17 @@ class RowSampler:
         self._n_until_end = params.min_tokens
         self._biased = _ids(params.logit_bias)
         self._recent = _Recent(prompt, _window(params, n_ctx))
+        self.is_greedy = params.is_greedy and not (
+            len(self._biased) or params.has_penalties or params.has_dry
+        )
+        self._banned_sets = frozenset(self._early.tolist()), frozenset(self._ignored.tolist())
         self._k = n_largest(params)
         self._below = math.inf if self._k else n_below(params)
+
+    def may_be(self, token: int) -> bool:
+        """See `TokenSampler`."""
+        early, ignored = self._banned_sets
+        return token not in (early if self._n_until_end > 0 else ignored)
 
     def choose(self, scan: RowScan, allowed: Mask | None = None) -> int:
         """Choose from the row that was scanned; with `allowed`, from these tokens of it."""

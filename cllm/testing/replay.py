@@ -211,6 +211,11 @@ class _ScriptedSampler:
     def __init__(self, choices: deque[int | Exception]) -> None:
         self._choices = choices
 
+    is_greedy = False
+
+    def may_be(self, token: int) -> bool:
+        raise AssertionError(f"{token}: asked of those that are greedy")
+
     def choose(self, scan: RowScan, allowed: Mask | None = None) -> int:
         choice = self._choices.popleft()
         if isinstance(choice, Exception):

@@ -57,6 +57,11 @@ class CountingSampler:
         self.n_chosen = 0
         self.n_closed = 0
 
+    is_greedy = False
+
+    def may_be(self, token: int) -> bool:
+        raise AssertionError(f"{token}: asked of those that are greedy")
+
     def choose(self, scan: RowScan, allowed: Mask | None = None) -> int:
         return shifted(int(scan.row.argmax()), self.n_chosen)
 

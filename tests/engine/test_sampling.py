@@ -303,10 +303,28 @@ def test_a_large_row_is_cut_to_little_more_than_what_is_wanted() -> None:
     assert max(chain.n_candidates) < 2 * n_wanted + 64 + 64
 
 
+@pytest.mark.parametrize("min_tokens", [0, 3])
+def test_a_greedy_row_is_scanned_only_where_its_largest_token_is_banned(min_tokens: int) -> None:
+    batch, row = BatchSampler(8192), np.full((1, 8192), -1.0, np.float32)
+    params = SamplingParams(temperature=0, ignore_eos=True, min_tokens=min_tokens)
+    sampler = RowSampler(Watched(), params, prompt=(1,), banned=(7,), ends=(9,), n_ctx=64)
+    row[0, [5, 7, 9]] = 1.0, 0.0, 0.5
+    assert batch.sample(row, [0], [sampler]) == [5]
+    assert batch._scan.largest == -np.inf  # nothing was read yet
+    row[0, [7, 9]] = 3.0, 2.0  # both of which are banned
+    assert batch.sample(row, [0], [sampler]) == [5]
+    assert batch._scan.largest == 3.0
+
+
 class CannotHappen:
     """A sampler that is never asked."""
 
     constraint = None
+
+    is_greedy = False
+
+    def may_be(self, token: int) -> bool:
+        raise AssertionError(f"{token}: asked of those that are greedy")
 
     def choose(self, scan: RowScan, allowed: Mask | None = None) -> int:
         raise AssertionError("a row without a finite maximum")
