@@ -23,6 +23,15 @@ settings.register_profile("search", deadline=None, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 
 
+def is_there(pid: int) -> bool:
+    """Whether there is such a process, be it one that has ended and was not waited for."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 @pytest.fixture(scope="session")
 def tiny_model_path() -> Path:
     """A random-weight llama model, F16, written once into the cache directory."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import operator
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Final, Literal, TypedDict
+from typing import Any, Final, Literal, TypedDict
 
 from cllm.checks import MAX_THREADS, check_bool, check_float, check_int
 from cllm.errors import InvalidArgumentError
@@ -186,6 +188,10 @@ class EngineConfig:
         for path, scale in self.lora:
             check_float(f"scale of {path}", scale, -1e4, 1e4)
 
+    def to_json(self) -> str:
+        """All fields, for another process: `EngineConfig(**json.loads(text))` takes them back."""
+        return json.dumps({f.name: getattr(self, f.name) for f in fields(self)}, default=_plain)
+
     @property
     def model_path(self) -> Path:
         """The file to load."""
@@ -214,6 +220,11 @@ class EngineConfig:
         """`(n_threads, n_threads_batch)` with None replaced."""
         n_threads = self.n_threads or n_physical_cores()
         return n_threads, self.n_threads_batch or n_threads
+
+
+def _plain(value: Any) -> str | int:
+    """A path, or an integer that is none of Python's, for JSON."""
+    return os.fspath(value) if isinstance(value, os.PathLike) else operator.index(value)
 
 
 def n_physical_cores() -> int:

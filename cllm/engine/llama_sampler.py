@@ -233,10 +233,13 @@ class SamplerFactory:
     def __call__(self, request: GenerationRequest) -> TokenSampler | None:
         """None if the most likely token is always the choice."""
         params, suppressed = request.params, self._model.vocab.suppressed
-        is_touched = params.logit_bias or params.has_penalties or params.has_dry
         is_constrained = params.grammar is not None or request.constraint is not None
         may_end = not (params.ignore_eos or params.min_tokens)
-        if params.is_greedy and may_end and not (is_touched or suppressed or is_constrained):
+        if (
+            params.is_greedy
+            and may_end
+            and not (params.changes_logits or suppressed or is_constrained)
+        ):
             return None
         prompt = request.prompt_token_ids
         seed = secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed

@@ -16,7 +16,6 @@ import hashlib
 import json
 import logging
 import math
-import operator
 import os
 import re
 import selectors
@@ -25,7 +24,7 @@ import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from cllm.bindings import find_library
 from cllm.engine import seen_models
@@ -174,13 +173,7 @@ def _is_embedded(config: EngineConfig) -> bool:
 def _settings_line(config: EngineConfig) -> bytes:
     """The settings of the engine in the other process: as here, but for one short request."""
     small = dataclasses.replace(config, preflight=False, tick_log=None, n_ctx=N_CTX, n_seq_max=1)
-    values = {field.name: getattr(small, field.name) for field in dataclasses.fields(small)}
-    return json.dumps(values, default=_plain).encode() + b"\n"
-
-
-def _plain(value: Any) -> str | int:
-    """A path, or an integer that is none of Python's, for JSON."""
-    return os.fspath(value) if isinstance(value, os.PathLike) else operator.index(value)
+    return small.to_json().encode() + b"\n"
 
 
 def _read_to_end(stream: IO[bytes], deadline: float) -> bytes | None:

@@ -241,9 +241,7 @@ class RowSampler:
         self._n_until_end = params.min_tokens
         self._biased = _ids(params.logit_bias)
         self._recent = _Recent(prompt, _window(params, n_ctx))
-        self.is_greedy = params.is_greedy and not (
-            len(self._biased) or params.has_penalties or params.has_dry
-        )
+        self.is_greedy = params.is_greedy and not params.changes_logits
         self._banned_sets = frozenset(self._early.tolist()), frozenset(self._ignored.tolist())
         self._k = n_largest(params)
         self._below = math.inf if self._k else n_below(params)

@@ -250,6 +250,11 @@ class SamplingParams:
         return "dry" in self.samplers and self.dry_multiplier > 0 and self.dry_penalty_last_n != 0
 
     @property
+    def changes_logits(self) -> bool:
+        """Whether some tokens are made more or less likely, by a bias or for having occurred."""
+        return bool(self.logit_bias) or self.has_penalties or self.has_dry
+
+    @property
     def active_samplers(self) -> tuple[str, ...]:
         """Those of `samplers` that change anything, in order."""
         is_on = {

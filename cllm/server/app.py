@@ -46,15 +46,15 @@ def create_app(
     config = ServerConfig() if config is None else config
     state = ServerState(config)
 
-    async def serve(stopping: anyio.Event, finished: anyio.Event, engine: Engine) -> None:
+    async def serve(finished: anyio.Event, engine: Engine) -> None:
         try:
             async with engine:
                 state.metrics.watch(engine.statistics)
                 state.engine = engine
                 logger.info("serving %s", engine.config.model_path.name)
-                await stopping.wait()
+                await state.stopping.wait()
                 await engine.drain(config.drain_timeout_s)
-                await finished.wait()
+                await finished.wait()  # what it has said may not have been read yet
         except Exception as error:
             state.failure = error
             is_told = isinstance(error, CllmError)
@@ -63,10 +63,10 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        state.stopping, finished = anyio.Event(), anyio.Event()
+        finished = anyio.Event()
         made = Engine(config=EngineConfig() if engine is None else engine)
         async with anyio.create_task_group() as group:
-            group.start_soon(serve, state.stopping, finished, made)
+            group.start_soon(serve, finished, made)
             try:
                 yield
             finally:

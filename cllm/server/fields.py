@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from cllm import SamplingOptions, SamplingParams
+from cllm.engine.sampling_params import CONSTRAINTS as CONSTRAINTS
 from cllm.engine.sampling_params import (
     FLOAT_RANGES,
     INTEGER_RANGES,
@@ -28,12 +29,6 @@ from cllm.server.problems import invalid
 def _integral(data: object) -> object:
     """JSON has one kind of number: 5.0 is an integer."""
     return int(data) if isinstance(data, float) and data.is_integer() else data
-
-
-def _integral_all(data: object) -> object:
-    if isinstance(data, list) and any(type(item) is float for item in data):
-        return list(map(_integral, data))
-    return data
 
 
 def _tokens(data: object) -> object:
@@ -95,22 +90,9 @@ Number = Annotated[float, Field(strict=True)]
 Integer = Annotated[int, Field(strict=True), BeforeValidator(_integral)]
 Text = Annotated[str, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
-Token = Annotated[int, Field(strict=True, json_schema_extra={"minimum": 0})]
-# The first wrong item is enough: a body has room for a million, and each would be described.
-Tokens = Annotated[list[Token], Field(fail_fast=True), BeforeValidator(_integral_all)]
-ManyTokens = Annotated[
-    Any,
-    BeforeValidator(_tokens),
-    WithJsonSchema({"type": "array", "items": {"type": "integer", "minimum": 0}}),
-]
-_TEXT, _TOKENS = (
-    {"type": "string", "minLength": 1},
-    {
-        "type": "array",
-        "items": {"type": "integer", "minimum": 0},
-        "minItems": 1,
-    },
-)
+_TOKEN_LIST = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_TEXT, _TOKENS = {"type": "string", "minLength": 1}, {**_TOKEN_LIST, "minItems": 1}
+Tokens = Annotated[Any, BeforeValidator(_tokens), WithJsonSchema(_TOKEN_LIST)]
 Prompt = Annotated[
     Any,
     BeforeValidator(_prompt),
@@ -130,6 +112,7 @@ Prompts = Annotated[
         }
     ),
 ]
+# The first wrong item is enough: a body has room for a million, and each would be described.
 Texts = Annotated[list[Text], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 Biases = Annotated[dict[int, Number | Literal[False]], BeforeValidator(_check_biases)]
@@ -159,6 +142,7 @@ ResponseFormat = Annotated[
     ),
 ]
 
+MAX_SEED = INTEGER_RANGES["seed"][1]
 SAMPLING_FIELDS = tuple(SamplingOptions.__annotations__)
 # Those that are not integers or numbers; `grammar` is taken only where the server allows it.
 _TYPES: dict[str, Any] = {

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from cllm import Engine, FinishReason, PromptTooLongError, SamplingParams, TokenDelta, TokenStream
 from cllm.server.body import SafeRoute
+from cllm.server.fields import MAX_SEED
 from cllm.server.formats import ChatFormat, CompletionFormat, Format
 from cllm.server.generate import check_length, check_logprobs
 from cllm.server.problems import Problem, invalid, shutting_down, too_long
@@ -29,7 +30,6 @@ from cllm.server.state import ServerState, log_request, request_id_of, state_of
 router = APIRouter(prefix="/v1", route_class=SafeRoute, tags=["OpenAI"])
 
 Prompt = str | Sequence[int]
-MAX_SEED = 2**32 - 2
 # OpenAI's default for completions; chats go on until the model ends them.
 COMPLETION_MAX_TOKENS = 16
 
@@ -70,7 +70,8 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     """OpenAI's completions: `n` of each prompt, which is computed once."""
     state, request_id = state_of(request), request_id_of(request)
     engine = state.serving
-    n, prompts = _n(body, state), _prompts(body, state)
+    n = _n(body, state)
+    prompts = _prompts(body, n, state)
     params = _params(body, state, default_max_tokens=COMPLETION_MAX_TOKENS)
     if body.echo and params.logprobs is not None:
         raise invalid("echo", "cannot be combined with logprobs; use prompt_logprobs of /generate")
@@ -196,9 +197,8 @@ def _n(body: CompletionFields | ChatFields, state: ServerState) -> int:
     return n
 
 
-def _prompts(body: CompletionFields, state: ServerState) -> list[Prompt]:
+def _prompts(body: CompletionFields, n: int, state: ServerState) -> list[Prompt]:
     """One prompt, or several."""
-    n = _n(body, state)
     given: Any = body.prompt
     is_list = isinstance(given, list) and given and not isinstance(given[0], int)
     prompts: list[Prompt] = given if is_list else [given]

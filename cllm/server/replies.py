@@ -7,7 +7,8 @@ second task listens for the client's departure, in the queue, in the prefill and
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import anyio
@@ -85,17 +86,24 @@ def _parts(value: object, depth: int) -> Iterator[bytes]:
             yield from _parts(inner, depth - 1)
         yield b"}"
     elif depth and isinstance(value, list | tuple) and value:
-        # A few choices, or many tokens.
-        is_few = len(value) <= N_AT_ONCE
-        for at in range(0, len(value), 1 if is_few else N_AT_ONCE):
-            yield b"," if at else b"["
-            if is_few:
-                yield from _parts(value[at], depth - 1)
-            else:
-                yield _dumped(value[at : at + N_AT_ONCE])[1:-1]
+        if len(value) > N_AT_ONCE:  # many tokens, not a few choices
+            yield from list_parts(value)
+            return
+        for index, inner in enumerate(value):
+            yield b"," if index else b"["
+            yield from _parts(inner, depth - 1)
         yield b"]"
     else:
         yield _dumped(value)
+
+
+def list_parts(items: Iterable[object]) -> Iterator[bytes]:
+    """A JSON array in pieces: some items are held and encoded at once, never all of them."""
+    left, before = iter(items), b"["
+    while some := list(islice(left, N_AT_ONCE)):
+        yield before + _dumped(some)[1:-1]
+        before = b","
+    yield b"]" if before == b"," else b"[]"
 
 
 def _dumped(value: object) -> bytes:

@@ -13,10 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 from cllm import SamplingParams
 from cllm.server.fields import (
+    CONSTRAINTS,
     SAMPLING_FIELDS,
     Flag,
     Integer,
-    ManyTokens,
     Messages,
     Number,
     Objects,
@@ -24,11 +24,10 @@ from cllm.server.fields import (
     Prompts,
     ResponseFormat,
     Text,
+    Tokens,
     sampling_fields,
 )
 from cllm.server.problems import invalid
-
-CONSTRAINTS = ("grammar", "json_schema", "regex")
 
 # Names that others know and that change nothing here.
 HARMLESS = frozenset(
@@ -173,7 +172,7 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """`POST /detokenize`, as llama-server has it."""
 
-    tokens: ManyTokens
+    tokens: Tokens
 
 
 def sampling_of(body: BaseModel, *, allow_grammar: bool, **changes: Any) -> SamplingParams:

@@ -29,8 +29,8 @@ class ServerState:
     engine : Engine or None
     failure : BaseException or None
         Why it was not loaded.
-    is_draining : bool
-        The server is shutting down: what runs may finish.
+    stopping : Event
+        The server is to end.
     started_at : int
         Unix time.
     """
@@ -41,9 +41,8 @@ class ServerState:
         self.tracing = Tracing(config.otlp_traces_endpoint)
         self.engine: Engine | None = None
         self.failure: BaseException | None = None
-        self.is_draining = False
         self.started_at = int(time.time())
-        self.stopping: anyio.Event | None = None
+        self.stopping = anyio.Event()
         # Texts that are tokenized for their own sake must not keep prompts waiting.
         self.tokenizing = anyio.CapacityLimiter(2)
         self._ids: set[str] = set()
@@ -65,9 +64,12 @@ class ServerState:
 
     def stop(self) -> None:
         """Take no more requests and let the engine finish those it has."""
-        self.is_draining = True
-        if self.stopping is not None:
-            self.stopping.set()
+        self.stopping.set()
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether the server is shutting down: what runs may finish."""
+        return self.stopping.is_set()
 
     @property
     def serving(self) -> Engine:

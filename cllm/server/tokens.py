@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 import anyio.to_thread
@@ -13,14 +12,12 @@ from starlette.responses import Response
 from cllm import Engine
 from cllm.server.body import SafeRoute
 from cllm.server.problems import invalid, too_many
-from cllm.server.replies import Reply, Writer
+from cllm.server.replies import Reply, Writer, list_parts
 from cllm.server.schemas import DetokenizeBody, TokenizeBody
 from cllm.server.state import ServerState, state_of
 
 router = APIRouter(route_class=SafeRoute, tags=["llama-server"])
 
-# Tokens written at once: the encoder keeps the GIL, and with it every stream, until it is done.
-N_AT_ONCE = 4096
 MAX_WAITING = 64
 MAX_TOKENS = 1 << 20
 
@@ -54,15 +51,11 @@ async def _turn(state: ServerState) -> AsyncIterator[None]:
 
 
 def _written(tokens: Sequence[int], pieces: Sequence[bytes] | None) -> bytes:
-    def items(at: slice) -> Iterator[object]:
-        if pieces is None:
-            return iter(tokens[at])
-        both = zip(tokens[at], pieces[at], strict=True)
-        return ({"id": token, "piece": _piece(piece)} for token, piece in both)
-
-    slices = (slice(i, i + N_AT_ONCE) for i in range(0, len(tokens), N_AT_ONCE))
-    parts = [json.dumps(list(items(at)))[1:-1].encode() for at in slices]
-    return b'{"tokens": [' + b", ".join(parts) + b"]}"
+    items: Iterable[object] = tokens
+    if pieces is not None:
+        both = zip(tokens, pieces, strict=True)
+        items = ({"id": token, "piece": _piece(piece)} for token, piece in both)
+    return b'{"tokens":' + b"".join(list_parts(items)) + b"}"
 
 
 def _piece(piece: bytes) -> str | list[int]:

@@ -106,11 +106,8 @@ def serve(
 
 def settings_line(engine: EngineConfig, config: ServerConfig) -> bytes:
     """The settings as the worker reads them."""
-    values = {
-        "engine": {f.name: getattr(engine, f.name) for f in dataclasses.fields(engine)},
-        "server": dataclasses.asdict(config),
-    }
-    return json.dumps(values, default=str).encode() + b"\n"
+    values = {"engine": json.loads(engine.to_json()), "server": dataclasses.asdict(config)}
+    return json.dumps(values).encode() + b"\n"
 
 
 def read_settings(line: bytes) -> tuple[EngineConfig, ServerConfig]:

@@ -20,6 +20,7 @@ from cllm.engine.config import EMBEDDED_MODEL
 from cllm.engine.constraint_helper import GrammarFollower
 from cllm.engine.constraint_trial import FATAL, TOO_SLOW, ConstraintTrial
 from cllm.engine.gbnf import check_gbnf
+from tests.conftest import is_there
 from tests.engine.test_gbnf import GOOD, HAZARDS, chain, llama_cpp_grammars, refusal, rules
 
 __all__ = ("llama_cpp_grammars",)  # a fixture
@@ -95,15 +96,6 @@ class Asked:
             return await ask(request)
 
         monkeypatch.setattr(trial, "_ask", counted)
-
-
-def is_there(pid: int) -> bool:
-    """Whether there is such a process, be it one that has ended and was not waited for."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 # --- Verdicts --------------------------------------------------------------------------------

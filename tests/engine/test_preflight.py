@@ -28,7 +28,7 @@ from cllm import (
 from cllm.engine import preflight
 from cllm.engine.helper_process import helper_environment
 from cllm.engine.preflight import Preflight, model_files
-from tests.conftest import QUIET
+from tests.conftest import QUIET, is_there
 from tests.engine.test_lifecycle import assert_clean, run_child
 from tools import make_model
 
@@ -81,15 +81,6 @@ async def failure_of(model: Path | None, **options: Any) -> ModelLoadError:
         async with Engine(model, preflight=True, **{**OPTIONS, **options}):
             raise AssertionError
     return caught.value
-
-
-def is_there(pid: int) -> bool:
-    """Whether there is such a process, be it one that has ended and was not waited for."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 # --- Models ----------------------------------------------------------------------------------
