@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import settings
 os.environ.setdefault("CLLM_AUDIT", "tick")
 
 from cllm import Engine
+from cllm.engine.handoff import Command, Submit
 from tools import make_model
 
 # The same examples every time; `HYPOTHESIS_PROFILE=search` looks for new ones.
@@ -74,6 +76,28 @@ def running_batch(engine: Engine) -> Mapping[str, int]:
     """Rows of the decode that runs now, by request id."""
     interrupter = engine._thread.interrupter
     return {} if interrupter is None else interrupter.batch
+
+
+@contextmanager
+def submitted_together(engine: Engine, n_requests: int) -> Iterator[None]:
+    """The inference thread hears of the next so many requests when the last is submitted.
+
+    What they share is then the scheduler's doing, however late a busy machine submits each.
+    """
+    inbox = engine._inbox
+    held: list[Command] = []
+    with pytest.MonkeyPatch.context() as patch:
+
+        def hold(command: Command) -> None:
+            held.append(command)
+            if sum(isinstance(c, Submit) for c in held) == n_requests:
+                patch.undo()
+                for c in held:
+                    inbox.put(c)
+
+        patch.setattr(inbox, "put", hold)
+        yield
+        assert inbox.put != hold, "fewer requests were submitted"
 
 
 @pytest.fixture

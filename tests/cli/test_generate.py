@@ -20,7 +20,7 @@ from cllm.cli.generate import Form, Generation
 from cllm.cli.options import EngineFlags, SamplingFlags
 from cllm.cli.terminal import StandardOutput, visible
 from tests.cli.children import CLLM, CTRL_C, ENDLESS, ROOT, Terminal, run_cllm, start_cllm
-from tests.conftest import QUIET
+from tests.conftest import QUIET, submitted_together
 
 GREEDY = ("--temperature", "0")
 PLAIN = Form(as_chat=False, as_json=False, has_headings=False, has_progress_bar=False)
@@ -278,7 +278,9 @@ async def test_all_prompts_share_their_ticks() -> None:
     out = Recorded()
     out.gate.set()
     async with Engine(n_ctx=2048, n_seq_max=8, **QUIET) as engine:
-        assert await Generation(engine, SamplingParams(temperature=0), PLAIN, out).run(prompts())
+        generation = Generation(engine, SamplingParams(temperature=0), PLAIN, out)
+        with submitted_together(engine, 8):
+            assert await generation.run(prompts())
         statistics = engine.statistics()
     assert statistics.n_decoding_rows / statistics.n_decoding_ticks >= 6
     assert out.text.splitlines() == [

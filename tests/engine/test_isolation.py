@@ -14,7 +14,7 @@ from cllm import Completion, Engine, FinishReason, SamplingOptions
 from cllm.bindings import Batch, Context, Model
 from cllm.engine.config import EMBEDDED_MODEL
 from cllm.errors import PositionError, WrongThreadError
-from tests.conftest import QUIET
+from tests.conftest import QUIET, submitted_together
 
 pytestmark = pytest.mark.anyio
 
@@ -210,7 +210,8 @@ async def test_batched_equals_alone_in_both_kv_layouts(anyio_backend: str) -> No
 async def test_eight_prompts_share_their_ticks(anyio_backend: str) -> None:
     async with Engine(n_ctx=4096, n_seq_max=8, **QUIET) as engine:
         questions = [counting(100 + n, 130 + n) for n in range(8)]
-        completions = await engine.generate_all([q for q, _ in questions], **GREEDY)
+        with submitted_together(engine, 8):
+            completions = await engine.generate_all([q for q, _ in questions], **GREEDY)
         check(completions, [answer for _, answer in questions])
         statistics = engine.statistics()
         assert statistics.n_decoding_rows / statistics.n_decoding_ticks >= 6
