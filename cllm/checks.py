@@ -27,6 +27,8 @@ def check_int(
     field: str, value: object, low: int, high: int, error: ErrorType = InvalidArgumentError
 ) -> int:
     """`value` if it is an integer with `low <= value <= high`."""
+    if type(value) is int and low <= value <= high:  # checked for every row of a batch
+        return value
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise error(field, value, "an integer")
     number: int = value.__index__()

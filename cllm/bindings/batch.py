@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +19,7 @@ from cllm.checks import INT32_MAX, check_int
 from cllm.errors import InvalidArgumentError, PositionError
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """Consecutive rows of one sequence: positions `[p0, p0 + n_tokens)`."""
 
     seq_id: int
@@ -42,6 +41,8 @@ class Batch:
         What was added since `clear`, in order.
     n_rows, n_outputs : int
         Rows, and rows whose logits are wanted.
+    highest_token : int
+        The largest token id of all rows; -1 without any.
     """
 
     def __init__(self, n_rows_max: int) -> None:
@@ -70,6 +71,7 @@ class Batch:
         self.runs: list[Run] = []
         self.n_rows = 0
         self.n_outputs = 0
+        self.highest_token = -1
         self._ends: dict[int, int] = {}
 
     def clear(self) -> None:
@@ -77,6 +79,7 @@ class Batch:
         self.runs.clear()
         self._ends.clear()
         self.n_rows = self.n_outputs = 0
+        self.highest_token = -1
         self.struct.n_tokens = 0
 
     def add(self, seq_id: int, tokens: Sequence[int], p0: int, *, n_outputs: int = 0) -> range:
@@ -114,12 +117,22 @@ class Batch:
         last = self._ends.get(seq_id)
         if last is not None and p0 != last:
             raise PositionError(seq_id, last - 1, p0)
-        values = _check_tokens(tokens)
-        self.tokens[start:end] = values
-        np.add(self._positions_template[:n_tokens], p0, out=self._positions[start:end])
-        self._seq_ids[start:end] = seq_id
-        self._is_output[start : end - n_outputs] = 0
-        self._is_output[end - n_outputs : end] = 1
+        if n_tokens == 1 and type(tokens) is list and type(tokens[0]) is int:
+            # A decoding sequence: as slices, so little would cost four times as much.
+            highest = check_int("token", tokens[0], 0, INT32_MAX)
+            self.tokens[start] = highest
+            self._positions[start] = p0
+            self._seq_ids[start] = seq_id
+            self._is_output[start] = n_outputs
+        else:
+            values = _check_tokens(tokens)
+            highest = int(values.max())
+            self.tokens[start:end] = values
+            np.add(self._positions_template[:n_tokens], p0, out=self._positions[start:end])
+            self._seq_ids[start:end] = seq_id
+            self._is_output[start : end - n_outputs] = 0
+            self._is_output[end - n_outputs : end] = 1
+        self.highest_token = max(self.highest_token, highest)
         self.runs.append(Run(seq_id, p0, n_tokens))
         self._ends[seq_id] = p0 + n_tokens
         self.n_rows = self.struct.n_tokens = end

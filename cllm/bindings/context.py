@@ -266,19 +266,20 @@ class Context(Memory):
         check_int("rows", batch.n_rows, 1, self.n_batch)
         # One too many aborts the process, and only after the buffers were set up.
         check_int("output rows", batch.n_outputs, 0, self.n_outputs_max)
-        highest = int(batch.tokens[: batch.n_rows].max())
-        if highest >= self.n_vocab:
-            raise InvalidArgumentError("token", highest, f"0 to {self.n_vocab - 1}")
+        if batch.highest_token >= self.n_vocab:
+            raise InvalidArgumentError("token", batch.highest_token, f"0 to {self.n_vocab - 1}")
+        pos_max, memory = self._lib.llama_memory_seq_pos_max, self._memory
+        highest_id, highest_position = self.n_seq_max - 1, self.n_ctx_seq - 1
         ends: dict[int, int] = {}
-        for run in batch.runs:
-            check_int("seq_id", run.seq_id, 0, self.n_seq_max - 1)
-            check_int("position", run.p1 - 1, 0, self.n_ctx_seq - 1)
-            last = ends.get(run.seq_id)
+        for seq_id, p0, n_tokens in batch.runs:
+            check_int("seq_id", seq_id, 0, highest_id)
+            check_int("position", p0 + n_tokens - 1, 0, highest_position)
+            last = ends.get(seq_id)
             if last is None:
-                last = self._lib.llama_memory_seq_pos_max(self._memory, run.seq_id)
-            if run.p0 != last + 1:
-                raise PositionError(run.seq_id, last, run.p0)
-            ends[run.seq_id] = run.p1 - 1
+                last = pos_max(memory, seq_id)
+            if p0 != last + 1:
+                raise PositionError(seq_id, last, p0)
+            ends[seq_id] = p0 + n_tokens - 1
 
     def _logit_rows(self, generation: int, n_rows: int) -> NDArray[np.float32]:
         pointer = self._pointer

@@ -37,6 +37,7 @@ class Vocabulary:
         self._model = model
         self._vocab = lib.llama_model_get_vocab(model._shared_pointer)
         self._pieces: dict[int, bytes] = {}
+        self._is_eog: dict[int, bool] = {}
         self.n_tokens = int(lib.llama_vocab_n_tokens(self._vocab))
         self.kind = h.VocabType(lib.llama_vocab_type(self._vocab))
         self.bos = _token_or_none(lib.llama_vocab_bos(self._vocab))
@@ -171,9 +172,13 @@ class Vocabulary:
             capacity = -n_bytes
 
     def is_eog(self, token: int) -> bool:
-        """Whether `token` ends a generation (end of sequence, end of turn, …)."""
-        self.check_token(token)
-        return bool(library().llama_vocab_is_eog(self._pointer, token))
+        """Whether `token` ends a generation (end of sequence, end of turn, …).  Remembered."""
+        is_eog = self._is_eog.get(token)
+        if is_eog is None:
+            self.check_token(token)
+            is_eog = bool(library().llama_vocab_is_eog(self._pointer, token))
+            self._is_eog[token] = is_eog
+        return is_eog
 
     def is_control(self, token: int) -> bool:
         """Whether `token` is a control token, which has no text."""

@@ -47,7 +47,7 @@ from cllm.engine.request import ModelInfo
 from cllm.engine.run_queue import MakeSampler
 from cllm.engine.scheduler import Chunk
 from cllm.engine.sequence import Vocabulary
-from cllm.engine.statistics import EngineStatistics
+from cllm.engine.statistics import EngineStatistics, Readings
 from cllm.engine.tick import EngineCore
 from cllm.engine.tick_log import LoggedDecoder, LoggedVocabulary, TickLog
 from cllm.errors import CllmError, ModelLoadError
@@ -66,8 +66,6 @@ class InferenceThread:
     ----------
     model : Model or None
         Once loaded; other threads may use its vocabulary until `Shutdown` is sent.
-    statistics : EngineStatistics
-        Replaced after every tick; safe to read from any thread.
     failure : BaseException or None
         Why it has ended, or is about to, if nobody asked it to; any thread.
     interrupter : Interrupter or None
@@ -79,7 +77,7 @@ class InferenceThread:
         self._inbox = inbox
         self._outbox = outbox
         self.model: Model | None = None
-        self.statistics = EngineStatistics()
+        self._readings: Readings | None = None  # replaced after every tick
         self._decoder: LlamaDecoder | None = None
         self._stopping = False
         self.failure: BaseException | None = None
@@ -103,6 +101,12 @@ class InferenceThread:
     def is_alive(self) -> bool:
         """Whether the thread still runs."""
         return self._thread.is_alive()
+
+    @property
+    def statistics(self) -> EngineStatistics:
+        """What was so after the last tick; any thread."""
+        readings = self._readings
+        return EngineStatistics() if readings is None else EngineStatistics.of(readings)
 
     @property
     def heartbeat_age_s(self) -> float:
@@ -294,7 +298,7 @@ class InferenceThread:
             self.interrupter.end()
 
     def _publish(self, core: EngineCore) -> None:
-        self.statistics = core.statistics()
+        self._readings = core.readings()
 
 
 def _model_info(model: Model, context: Context) -> ModelInfo:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
+from typing import Any, Self
 
 from cllm.engine.kv_cache import KVCache
 from cllm.engine.request import FinishReason
@@ -21,6 +22,11 @@ class TickTimes:
     sample_s: float = 0.0
     detokenize_s: float = 0.0
     deliver_s: float = 0.0
+
+
+N_TIMES = len(fields(TickTimes))
+# The values of an `EngineStatistics` in its order, with those of its `TickTimes` at the end.
+Readings = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +81,13 @@ class EngineStatistics:
     uptime_s: float = 0.0
     tick_times: TickTimes = field(default_factory=TickTimes)
 
+    @classmethod
+    def of(cls, readings: Readings) -> Self:
+        """What a `Recorder` read."""
+        n_waiting, n_running, n_paused, n_finished, *counters = readings[:-N_TIMES]
+        times = TickTimes(*readings[-N_TIMES:])
+        return cls(n_waiting, n_running, n_paused, _by_reason(n_finished), *counters, times)
+
 
 class Recorder:
     """The counters behind `EngineStatistics`.  Inference thread only."""
@@ -102,41 +115,43 @@ class Recorder:
         # decode and synchronize; argmax, isfinite and the gather before it; each chain's apply
         self.n_gil_handovers += 2 + 3 * (n_outputs > 0) + n_chains
 
-    def snapshot(
+    def readings(
         self,
         *,
         n_waiting: int,
         n_running: int,
         n_paused: int,
         books: KVCache,
-    ) -> EngineStatistics:
-        """The counters and the given state as one immutable value."""
-        return EngineStatistics(
-            n_waiting=n_waiting,
-            n_running=n_running,
-            n_paused=n_paused,
-            n_finished=_by_reason(self.n_finished),
-            n_ticks=self.n_ticks,
-            n_decode_rows=self.n_decode_rows,
-            n_decoding_ticks=self.n_decoding_ticks,
-            n_decoding_rows=self.n_decoding_rows,
-            n_prefill_tokens=self.n_prefill_tokens,
-            n_cached_tokens=self.n_cached_tokens,
-            n_output_tokens=self.n_output_tokens,
-            n_preemptions=self.n_preemptions,
-            n_swaps=self.n_swaps,
-            n_evictions=self.n_evictions,
-            n_rebuilds=self.n_rebuilds,
-            n_kv_cells_used=books.n_used,
-            n_kv_cells_cached=books.n_cached,
-            n_kv_cells=books.n_cells,
-            n_seq_ids_used=books.n_live_ids,
-            n_seq_ids_cached=books.n_cached_ids,
-            n_gil_handovers=self.n_gil_handovers,
-            uptime_s=time.perf_counter() - self._started_at,
-            tick_times=TickTimes(
-                self.plan_s, self.decode_s, self.sample_s, self.detokenize_s, self.deliver_s
-            ),
+    ) -> Readings:
+        """The counters and the given state; a tuple, since it is made after every tick."""
+        return (
+            n_waiting,
+            n_running,
+            n_paused,
+            dict(self.n_finished),
+            self.n_ticks,
+            self.n_decode_rows,
+            self.n_decoding_ticks,
+            self.n_decoding_rows,
+            self.n_prefill_tokens,
+            self.n_cached_tokens,
+            self.n_output_tokens,
+            self.n_preemptions,
+            self.n_swaps,
+            self.n_evictions,
+            self.n_rebuilds,
+            books.n_used,
+            books.n_cached,
+            books.n_cells,
+            books.n_live_ids,
+            books.n_cached_ids,
+            self.n_gil_handovers,
+            time.perf_counter() - self._started_at,
+            self.plan_s,
+            self.decode_s,
+            self.sample_s,
+            self.detokenize_s,
+            self.deliver_s,
         )
 
 

@@ -24,7 +24,7 @@ from cllm.engine.run_queue import MakeSampler, RunQueue, last_delta
 from cllm.engine.scheduler import Chunk
 from cllm.engine.sequence import Sequence, Vocabulary
 from cllm.engine.slots import SlotInfo, slots_of
-from cllm.engine.statistics import EngineStatistics, Recorder
+from cllm.engine.statistics import EngineStatistics, Readings, Recorder
 from cllm.engine.tick_cost import TickCost, cells_attended
 from cllm.errors import DecodeFailedError, EngineFailedError, InvalidBatchError, NoKVSlotError
 
@@ -326,11 +326,15 @@ class EngineCore:
         # Not the clock of the ticks: a look changes nothing that a replay would repeat.
         return slots_of(self.queue, self.manager, time.perf_counter())
 
-    def statistics(self) -> EngineStatistics:
-        """A snapshot."""
-        return self.recorder.snapshot(
+    def readings(self) -> Readings:
+        """What `EngineStatistics.of` makes a snapshot of."""
+        return self.recorder.readings(
             n_waiting=len(self.queue.waiting),
             n_running=len(self.queue.running),
             n_paused=self.queue.n_paused,
             books=self.kv_cache,
         )
+
+    def statistics(self) -> EngineStatistics:
+        """A snapshot."""
+        return EngineStatistics.of(self.readings())

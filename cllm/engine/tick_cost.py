@@ -7,6 +7,7 @@ between two tokens of a decoding stream, at the target.  Pure: times come in as 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable
 
 import numpy as np
@@ -15,6 +16,7 @@ from cllm.engine.scheduler import Chunk
 
 # Older ticks count for less: the fit describes the shapes that are decoded now.
 FORGETTING = 0.97
+N_REMEMBERED = 512  # the weight of older ones is below a millionth
 # In these units the three coefficients are of similar size.
 ROWS, CELLS = 100.0, 100_000.0
 # Gaps scatter by some percent: with their median a little above the target, nearly all stay below
@@ -36,13 +38,16 @@ class TickCost:
         self._moments = [[0.0] * 3 for _ in range(3)]
         self._sums = [0.0] * 3
         self._fit = np.zeros(3)
-        self._is_fitted = True
         self._n_rows_max = 0.0
+        # Not looked at before somebody asks: most ticks nobody does.
+        self._unseen: deque[tuple[int, int, float]] = deque(maxlen=N_REMEMBERED)
 
     def observe(self, n_rows: int, n_cells: int, seconds: float) -> None:
         """A tick of so many rows, which attended to so many cells in all, took `seconds`."""
-        if seconds <= 0.0:
-            return
+        if seconds > 0.0:
+            self._unseen.append((n_rows, n_cells, seconds))
+
+    def _add(self, n_rows: int, n_cells: int, seconds: float) -> None:
         # Divided by the time itself: a short tick says as much about the fit as a long one.
         features = (1.0 / seconds, n_rows / ROWS / seconds, n_cells / CELLS / seconds)
         for i, feature in enumerate(features):
@@ -51,12 +56,13 @@ class TickCost:
             for j in range(3):
                 row[j] = FORGETTING * row[j] + feature * features[j]
         self._n_rows_max = max(FORGETTING * self._n_rows_max, n_rows)
-        self._is_fitted = False
 
     @property
     def coefficients(self) -> tuple[float, float, float]:
         """Seconds of a tick, of a row, of a cell attended to by a row; none is negative."""
-        if not self._is_fitted:
+        if self._unseen:
+            while self._unseen:
+                self._add(*self._unseen.popleft())
             moments, sums = np.array(self._moments), np.array(self._sums)
             # What the latest ticks do not tell stays as it was.
             ridge = 1e-6 * float(np.trace(moments))
@@ -70,7 +76,6 @@ class TickCost:
                 del kept[int(solution.argmin())]
             self._fit = np.zeros(3)
             self._fit[kept] = solution
-            self._is_fitted = True
         fixed, per_row, per_cell = self._fit.tolist()
         return fixed, per_row / ROWS, per_cell / CELLS
 
