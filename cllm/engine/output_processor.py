@@ -74,7 +74,9 @@ class OutputProcessor:
         """Give each of these sequences its next token, from its row."""
         started = self._clock()
         rows, sequences = [row for row, _ in outputs], [sequence for _, sequence in outputs]
+        n_handovers = self._sampler.n_gil_handovers
         tokens = self._sampler.sample(logits, rows, [s.sampler for s in sequences])
+        self._recorder.n_gil_handovers += self._sampler.n_gil_handovers - n_handovers
         sampled = self._clock()
         self._recorder.sample_s += sampled - started
         for row, sequence, token in zip(rows, sequences, tokens, strict=True):

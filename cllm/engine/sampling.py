@@ -31,6 +31,7 @@ from cllm.engine.sampling_params import SamplingParams, window
 
 # Samplers that change logits of touched tokens alone, and may come before the one that narrows.
 TOUCHING = ("penalties", "dry")
+N_HANDOVERS_OF_A_SCAN = 3  # the maxima of the buckets, the largest of them, the cut
 NOT_FINITE = "the model computed logits that are not finite"
 
 Mask = NDArray[np.bool_]
@@ -84,9 +85,15 @@ class BatchSampler:
     Parameters
     ----------
     n_vocab : int
+
+    Attributes
+    ----------
+    n_gil_handovers : int
+        Calls so far that gave the GIL away.
     """
 
     def __init__(self, n_vocab: int) -> None:
+        self.n_gil_handovers = 0
         self._scan = RowScan(n_vocab)
         self._masked: NDArray[np.float32] | None = None
 
@@ -107,8 +114,8 @@ class BatchSampler:
         samplers : sequence
             One for each of `rows`; None means greedy.
         """
-        if len(rows) == len(logits) and not any(samplers):
-            return _argmax(logits)
+        if len(rows) == len(logits) and all(map(_takes_largest, samplers)):
+            return self._largest(logits, samplers)
         results = [
             self._attempt(logits[row], sampler) for row, sampler in zip(rows, samplers, strict=True)
         ]
@@ -129,6 +136,24 @@ class BatchSampler:
             )
         return [_accept(token, sampler) for token, sampler in zip(results, samplers, strict=True)]
 
+    def _largest(
+        self, logits: NDArray[np.float32], samplers: Sequence[TokenSampler | None]
+    ) -> list[int | Exception]:
+        """The largest of each row by one call, which gives the GIL away once."""
+        self.n_gil_handovers += 1
+        results: list[int | Exception] = logits.argmax(axis=1).tolist()
+        for index, sampler in enumerate(samplers):
+            token = results[index]
+            assert isinstance(token, int)
+            # The largest value of a row is NaN if any is, and so tells about all of it.
+            if not math.isfinite(logits[index, token]):
+                results[index] = NotFiniteError(NOT_FINITE)
+            elif sampler is not None:
+                if not sampler.may_be(token):
+                    results[index] = self._attempt(logits[index], sampler)
+                results[index] = _accept(results[index], sampler)
+        return results
+
     def _attempt(
         self,
         row: NDArray[np.float32],
@@ -137,12 +162,13 @@ class BatchSampler:
     ) -> int | Exception:
         try:
             if sampler is None or (sampler.is_greedy and allowed is None):
-                # The largest value of a row is NaN if any is, and so tells about all of it.
+                self.n_gil_handovers += 1
                 token = int(row.argmax())
                 if not math.isfinite(row[token]):
                     return NotFiniteError(NOT_FINITE)
                 if sampler is None or sampler.may_be(token):
                     return token
+            self.n_gil_handovers += N_HANDOVERS_OF_A_SCAN
             if not math.isfinite(self._scan.read(row)) and allowed is None:
                 return NotFiniteError(NOT_FINITE)
             return sampler.choose(self._scan, allowed)
@@ -176,13 +202,9 @@ class BatchSampler:
         return self._masked
 
 
-def _argmax(logits: NDArray[np.float32]) -> list[int | Exception]:
-    best = logits.argmax(axis=1)
-    largest = logits[np.arange(len(best)), best].tolist()
-    return [
-        token if math.isfinite(value) else NotFiniteError(NOT_FINITE)
-        for token, value in zip(best.tolist(), largest, strict=True)
-    ]
+def _takes_largest(sampler: TokenSampler | None) -> bool:
+    """Whether it takes the largest logit wherever that is not banned."""
+    return sampler is None or (sampler.is_greedy and sampler.constraint is None)
 
 
 def _is_refused(token: int | Exception, constraint: TokenConstraint | None) -> bool:

@@ -84,9 +84,10 @@ class EngineStatistics:
     @classmethod
     def of(cls, readings: Readings) -> Self:
         """What a `Recorder` read."""
-        n_waiting, n_running, n_paused, n_finished, *counters = readings[:-N_TIMES]
-        times = TickTimes(*readings[-N_TIMES:])
-        return cls(n_waiting, n_running, n_paused, _by_reason(n_finished), *counters, times)
+        values = list(readings[:-N_TIMES])
+        values[3] = _by_reason(values[3])
+        values.append(TickTimes(*readings[-N_TIMES:]))
+        return cls(*values)
 
 
 class Recorder:
@@ -106,14 +107,13 @@ class Recorder:
         self.n_gil_handovers = 0
         self.plan_s = self.decode_s = self.sample_s = self.detokenize_s = self.deliver_s = 0.0
 
-    def count_tick(self, n_rows: int, n_outputs: int, n_chains: int) -> None:
-        """A batch of so many rows was decoded, so many tokens sampled, some of them by a chain."""
+    def count_tick(self, n_rows: int, n_outputs: int) -> None:
+        """A batch of so many rows was decoded, so many of them to be sampled from."""
         self.n_ticks += 1
         self.n_decode_rows += n_rows
         self.n_decoding_ticks += n_outputs > 0
         self.n_decoding_rows += n_outputs
-        # decode and synchronize; argmax, isfinite and the gather before it; each chain's apply
-        self.n_gil_handovers += 2 + 3 * (n_outputs > 0) + n_chains
+        self.n_gil_handovers += 2  # decode and synchronize; sampling counts its own
 
     def readings(
         self,

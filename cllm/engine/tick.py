@@ -192,7 +192,7 @@ class EngineCore:
         recorder.decode_s += self._clock() - planned
         n_rows = sum(chunk.n_tokens for chunk in chunks)
         outputs = self._processor.book(chunks, logits)
-        recorder.count_tick(n_rows, len(outputs), sum(s.sampler is not None for _, s in outputs))
+        recorder.count_tick(n_rows, len(outputs))
         self.recovery.on_success()
         self._n_rows_max = self._decoder.n_batch
         if outputs:

@@ -20,6 +20,7 @@ from cllm.engine.llama_sampler import LlamaChain, SamplerFactory
 from cllm.engine.request import GenerationRequest
 from cllm.engine.row_scan import RowScan
 from cllm.engine.sampling import (
+    N_HANDOVERS_OF_A_SCAN,
     BatchSampler,
     Mask,
     NotFiniteError,
@@ -269,6 +270,7 @@ class Watched:
 
     def __init__(self) -> None:
         self.n_candidates: list[int] = []
+        self.accepted: list[int] = []
 
     def choose(self, ids: NDArray[np.integer], logits: NDArray[np.float32]) -> int:
         assert (np.diff(ids) > 0).all(), "ascending"
@@ -279,7 +281,7 @@ class Watched:
         raise AssertionError("a large row is cut")
 
     def accept(self, token: int) -> None:
-        """Nothing to remember."""
+        self.accepted.append(token)
 
     def close(self) -> None:
         """Nothing to free."""
@@ -314,6 +316,25 @@ def test_a_greedy_row_is_scanned_only_where_its_largest_token_is_banned(min_toke
     row[0, [7, 9]] = 3.0, 2.0  # both of which are banned
     assert batch.sample(row, [0], [sampler]) == [5]
     assert batch._scan.largest == 3.0
+
+
+def test_greedy_rows_are_decided_by_one_call_but_for_those_whose_largest_is_banned() -> None:
+    batch, rows = BatchSampler(8192), np.full((5, 8192), -1.0, np.float32)
+    params = SamplingParams(temperature=0, ignore_eos=True)
+    watched = [Watched() for _ in range(4)]
+    samplers = [
+        RowSampler(chain, params, prompt=(1,), banned=(7,), ends=(9,), n_ctx=64)
+        for chain in watched
+    ]
+    for row, token in enumerate((5, 9, 5, 5, 9)):
+        rows[row, [3, token]] = 1.0, 2.0
+    rows[3, 8] = np.nan
+    first, second, third, fourth, fifth = batch.sample(rows, range(5), [*samplers, None])
+    assert [first, second, third, fifth] == [5, 3, 5, 9]
+    assert isinstance(fourth, NotFiniteError)
+    assert [chain.accepted for chain in watched] == [[5], [3], [5], []]
+    # One for all rows, and for the second its own and those of the scan.
+    assert batch.n_gil_handovers == 2 + N_HANDOVERS_OF_A_SCAN
 
 
 class CannotHappen:
