@@ -36,6 +36,9 @@ def serve(
         ),
     ] = None,
     max_queue: Annotated[int, typer.Option(help="Requests that may wait; then 429.")] = 256,
+    n_prefill_chunk: Annotated[
+        int | None, typer.Option(help="Rows of a prompt in a tick that others wait for.")
+    ] = None,
     target_itl_ms: Annotated[
         float | None, typer.Option(help="Pace that prompts keep for the streams.")
     ] = None,
@@ -83,6 +86,7 @@ def serve(
         n_threads=n_threads,
         n_gpu_layers=n_gpu_layers,
         max_queue=max_queue,
+        n_prefill_chunk=n_prefill_chunk,
         target_itl_ms=target_itl_ms,
         # Made by the engine of the worker, not here: the worker answers 503 meanwhile, it alone
         # knows when the model is in use, and one that is started again finds it remembered.

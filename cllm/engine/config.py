@@ -41,6 +41,7 @@ class EngineOptions(TypedDict, total=False):
     prefix_cache: bool
     prefix_cache_tokens: int | None
     swap_tokens: int | None
+    n_prefill_chunk: int | None
     target_itl_ms: float | None
     stream_buffer: int
     stall_timeout_s: float
@@ -93,10 +94,13 @@ class EngineConfig:
     swap_tokens : int, optional
         Tokens of preempted sequences whose cells may be kept in host memory, where that is cheaper
         than computing them again; None: as many as `n_ctx`, 0: never.
+    n_prefill_chunk : int, optional
+        Rows of a tick that a prompt may take while others wait for the tick to end; prompts of up
+        to twice as many tokens are not cut, and together take up to four times as many.  None: 128
+        where the CPU computes, `n_batch` where a GPU does.  Not used with `target_itl_ms`.
     target_itl_ms : float, optional
         Milliseconds between two tokens of a stream while a prompt comes in: its chunks are sized
-        so that the median is near this and hardly a gap 1.2 times as long.  None: as many rows
-        as fit.
+        so that the median is near this and hardly a gap 1.2 times as long.
     stream_buffer : int
         Deltas held for a reader that does not read, before its sequence pauses.
     stall_timeout_s : float
@@ -139,6 +143,7 @@ class EngineConfig:
     prefix_cache: bool = True
     prefix_cache_tokens: int | None = None
     swap_tokens: int | None = None
+    n_prefill_chunk: int | None = None
     target_itl_ms: float | None = None
     stream_buffer: int = 64
     stall_timeout_s: float = 30.0
@@ -167,6 +172,7 @@ class EngineConfig:
         for field, low, high in (
             ("n_threads", 1, MAX_THREADS), ("n_threads_batch", 1, MAX_THREADS),
             ("prefix_cache_tokens", 1, 1 << 26), ("swap_tokens", 0, 1 << 30),
+            ("n_prefill_chunk", 1, 1 << 20),
         ):  # fmt: skip
             value = getattr(self, field)
             if value is not None:

@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from contextlib import ExitStack, closing
+from dataclasses import replace
 
 from cllm.bindings import Context, LoraAdapter, Model
 from cllm.engine.config import EngineConfig
@@ -56,6 +57,9 @@ logger = logging.getLogger("cllm.engine")
 
 EXIT_TIMEOUT_S = 5.0
 IDLE_AUDIT_S = 1.0
+# On a CPU.  2,000 tokens beside 4 streams, in batches of 128, 192, 256 and 512: 13.2, 11.9, 11.7 and
+# 11.2 s, while the streams stood still for 1.0, 1.4, 1.9 and 3.3 s (qwen3-0.6b, 2 cores).
+N_PREFILL_CHUNK = 128
 AUDIT_EVERY_TICK = os.environ.get("CLLM_AUDIT") == "tick"
 
 
@@ -210,6 +214,9 @@ class InferenceThread:
         make_sampler: MakeSampler = SamplerFactory(model, kv_cache.n_ctx_seq)
         read_logprob: ReadLogprob = LogprobReader(model.vocab, decoder.n_vocab).read
         clock, config = time.perf_counter, self._config
+        if config.n_prefill_chunk is None:
+            n_rows = config.n_batch if model.is_on_gpu else N_PREFILL_CHUNK
+            config = replace(config, n_prefill_chunk=n_rows)
         if config.tick_log is not None:
             self._log = log = owned.enter_context(closing(TickLog(config.tick_log)))
             log.header(config, kv_cache)

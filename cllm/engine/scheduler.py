@@ -10,6 +10,13 @@ from dataclasses import dataclass
 
 from cllm.engine.sequence import Sequence
 
+# llama.cpp's attention on a CPU computes so many rows together, and what is left over one by one:
+# 2,000 tokens beside 4 streams took 15.0 s in batches of 64, and 18.6 s in batches of 68.
+ATTENTION_TILE = 64
+# A prompt of no more chunks than this is not cut, and whole prompts are computed together up to so
+# many chunks.  Half as many at once give 8 equal clients their first token in 0.5 of the time, and
+# cost them 5 % of their throughput: they come out of step, and rows that ride along cost nothing.
+N_CHUNKS_SHORT, N_CHUNKS_AT_ONCE = 2, 4
 # Tokens that everybody has room for before a sequence that was preempted may run again.
 N_AHEAD_AGAIN = 16
 
@@ -37,6 +44,7 @@ def plan(
     n_rows: int,
     n_prompt_rows: int | None = None,
     *,
+    n_prefill_chunk: int | None = None,
     n_outputs_max: int,
     now: float,
 ) -> list[Chunk]:
@@ -44,9 +52,10 @@ def plan(
 
     Decoding sequences come first, one row each, so that a prompt never makes them wait.  What is
     left, at most `n_prompt_rows`, goes to prompts one after another, most urgent first: computing
-    them all at once would give each its first token as late as the last.  A prompt that is scored
-    takes the output rows that nobody else may need.  Chunks are in the order of their seq_ids,
-    which lets llama.cpp use its graph again.
+    them all at once would give each its first token as late as the last.  With `n_prefill_chunk`,
+    a long prompt gets no more than that of a tick which somebody else waits for.  A prompt that is
+    scored takes the output rows that nobody else may need.  Chunks are in the order of their
+    seq_ids, which lets llama.cpp use its graph again.
     """
     sequences = list(running)
     ready = [s for s in sequences if s.is_ready]
@@ -62,16 +71,37 @@ def plan(
     if prompts and n_rows > 0:
         urgencies = _with_followers(sequences, now)
         n_spare = n_outputs_max - len(ready)
+        n_taken = 0
         for sequence in sorted(prompts, key=lambda s: urgencies[s.request_id]):
             # One output row is every sequence's own.
             n_tokens = min(sequence.n_pending, n_rows, _n_tokens_for(sequence, 1 + n_spare))
+            if n_prefill_chunk is not None and (decoding or n_taken):
+                n_tokens = _n_polite(n_tokens, sequence, n_prefill_chunk, len(decoding), n_taken)
             if n_tokens <= 0:
                 break
             chunks.append(Chunk(sequence, n_tokens))
             n_rows -= n_tokens
+            n_taken += n_tokens
             n_spare -= max(0, chunks[-1].n_outputs - 1)
     chunks.sort(key=lambda c: c.sequence.slot.seq_id if c.sequence.slot else -1)
     return chunks
+
+
+def _n_polite(
+    n_tokens: int, sequence: Sequence, n_prefill_chunk: int, n_decoding: int, n_taken: int
+) -> int:
+    """So many tokens of a prompt that those who wait for the tick do not wait too long."""
+
+    def n_left(n_rows: int) -> int:
+        # However many decode, a prompt goes on: by as many rows as make whole tiles.
+        n_least = -(-(n_decoding + ATTENTION_TILE // 2) // ATTENTION_TILE) * ATTENTION_TILE
+        return max(n_rows, n_least) - n_decoding - n_taken
+
+    n_whole = n_left(N_CHUNKS_AT_ONCE * n_prefill_chunk)
+    is_short = len(sequence.tokens) <= N_CHUNKS_SHORT * n_prefill_chunk
+    if is_short and sequence.n_pending <= min(n_tokens, n_whole):
+        return n_tokens
+    return min(n_tokens, n_left(n_prefill_chunk))
 
 
 def _n_tokens_for(sequence: Sequence, n_outputs: int) -> int:

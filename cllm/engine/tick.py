@@ -215,6 +215,7 @@ class EngineCore:
             running,
             n_rows,
             n_prompt_rows,
+            n_prefill_chunk=self._config.n_prefill_chunk if target_ms is None else None,
             n_outputs_max=self._decoder.n_outputs_max,
             now=now,
         )
