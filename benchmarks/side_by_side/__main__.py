@@ -1,0 +1,75 @@
+"""`make bench`: everything, or some of it, and the page of results.
+
+Run it alone on the machine.  Records are written as they come, so that what was measured before an
+interruption is kept; `--page-only` makes the page of them again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import time
+from pathlib import Path
+
+from benchmarks.side_by_side import page, peers, records
+from benchmarks.side_by_side.suite import MEASUREMENTS, Options
+from cllm import EngineConfig
+
+RESULTS = Path(__file__).parents[1] / "results"
+RECORDS = "records.jsonl"
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="10 minutes instead of an hour")
+    parser.add_argument("--only", default="".join(MEASUREMENTS), help="letters, such as abg")
+    parser.add_argument("--turns", type=int, help="default: 3, with --quick 1")
+    parser.add_argument("--threads", type=int, help="compute threads of every peer")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results, or a quick folder")
+    parser.add_argument("--keep", action="store_true", help="keep records of other measurements")
+    parser.add_argument("--page-only", action="store_true", help="measure nothing")
+    options = parser.parse_args()
+    if unknown := set(options.only) - set(MEASUREMENTS):
+        parser.error(f"--only: there is no measurement {', '.join(sorted(unknown))}")
+    return options
+
+
+def main() -> None:
+    """Measure, save, write the page."""
+    given = parse()
+    started = time.perf_counter()
+
+    def tell(line: str) -> None:
+        print(f"{time.perf_counter() - started:6.0f} s  {line}", flush=True)
+
+    found = peers.find()
+    for peer, why in found.missing.items():
+        if why:
+            tell(f"{peer} is left out: {why}")
+    options = Options(
+        peers=found,
+        n_threads=given.threads or EngineConfig().compute_threads[0],
+        n_turns=given.turns or (1 if given.quick else 3),
+        is_quick=given.quick,
+        tell=tell,
+    )
+    out = given.out or (RESULTS / "quick" if given.quick else RESULTS)
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / RECORDS
+    done = records.load(path) if (given.keep or given.page_only) and path.exists() else []
+    if not given.page_only:
+        done = [r for r in done if r.measurement not in given.only]
+        for letter in given.only:
+            for record in MEASUREMENTS[letter](options):
+                done.append(record)
+                records.save(done, path)
+    size = "quick" if given.quick else "full"
+    where = page.environment(
+        datetime.date.today().isoformat(), f"{size}, {options.n_turns} turns", found
+    )
+    tell(f"wrote {page.write(done, where, out)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""A client that costs next to nothing: on two cores, what it computes the server cannot.
+
+Events are counted, not parsed: by a key that each of them has once.  Generated text cannot look like
+it, because quotes within a JSON string are escaped; pings and the last line, `[DONE]`, have no keys.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+PATH = "/v1/completions"
+TIMEOUT_S = 600.0
+EVENT = b'"choices"'
+ERROR = b'"error"'
+END_OF_HEAD = b"\r\n\r\n"
+END = b"0\r\n\r\n"
+N_TAIL = 4096  # bytes that hold the last event, with its usage
+N_FAILURE = 300  # bytes of a failure that are kept
+USAGE = re.compile(rb'"completion_tokens":\s*(\d+)')
+FINISH_REASON = re.compile(rb'"finish_reason":\s*"(\w+)"')
+
+Clock = Callable[[], float]
+
+
+@dataclass
+class Answer:
+    """One streamed answer; times are seconds of the client's clock.
+
+    Attributes
+    ----------
+    arrivals : list of float
+        When something with events in it came.
+    n_events : int
+        Those with tokens.  Each peer sends one more, which tells the end: it is in no figure.
+    n_tokens : int or None
+        As the server counts them, if it does.
+    failure : str
+        What was wrong, or ended it early.
+    """
+
+    status: int = 0
+    sent_at: float = 0.0
+    arrivals: list[float] = field(default_factory=list)
+    ended_at: float = 0.0
+    n_events: int = 0
+    n_tokens: int | None = None
+    finish_reason: str = ""
+    failure: str = ""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it came to its end."""
+        return bool(self.finish_reason) and not self.failure
+
+    @property
+    def ttft_s(self) -> float:
+        """Until the first event."""
+        return self.arrivals[0] - self.sent_at
+
+    @property
+    def took_s(self) -> float:
+        """Until the last byte."""
+        return self.ended_at - self.sent_at
+
+    def gaps_s(self, since: float = float("-inf"), until: float = float("inf")) -> list[float]:
+        """Between one arrival and the next, where a reader waits: those that overlap a time."""
+        return [b - a for a, b in pairwise(self.arrivals) if b > since and a < until]
+
+
+async def read_answer(reader: asyncio.StreamReader, answer: Answer, clock: Clock) -> None:
+    """Read the body of an answer whose status is 200, as it comes.
+
+    Raises
+    ------
+    EOFError
+        The connection was closed before its end.
+    """
+    tail, n_new = b"", 0
+    while not tail.endswith(END) and (data := await reader.read(1 << 16)):
+        if n_events := (tail[1 - len(EVENT) :] + data).count(EVENT):
+            n_new = n_events
+            answer.arrivals.append(clock())
+            answer.n_events += n_events
+        tail = (tail + data)[-N_TAIL:]
+    if ERROR in tail:
+        line = tail[tail.index(ERROR) :].partition(b"\n")[0]
+        answer.failure = line[:N_FAILURE].decode("utf-8", "replace")
+    elif not tail.endswith(END):
+        raise EOFError("the connection was closed within an answer")
+    elif not (reason := FINISH_REASON.search(tail)):
+        answer.failure = "ended without a reason"
+    else:
+        answer.finish_reason = reason[1].decode()
+        answer.n_tokens = int(usage[1]) if (usage := USAGE.search(tail)) else None
+        answer.n_events -= 1
+        if n_new == 1 and len(answer.arrivals) > 1:
+            answer.arrivals.pop()
+
+
+class Connection:
+    """One connection, kept alive from request to request.
+
+    A server may close one that is idle, or after so many requests.  Its next request then finds it
+    closed, before a byte of an answer, and is sent on another; its time begins with that.
+    """
+
+    def __init__(
+        self, port: int, *, clock: Clock = time.perf_counter, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        self._port = port
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def open(self) -> None:
+        """Connect, unless it is."""
+        if self._streams is None:
+            self._streams = await asyncio.open_connection("127.0.0.1", self._port)
+
+    async def stream(self, body: Mapping[str, Any], answer: Answer | None = None) -> Answer:
+        """Ask, and read the answer to its end.
+
+        Parameters
+        ----------
+        answer : Answer, optional
+            Filled as it comes, for whoever looks on.
+        """
+        answer = Answer() if answer is None else answer
+        data = json.dumps(body).encode()
+        head = (
+            f"POST {PATH} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(data)}\r\n\r\n"
+        )
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                reader = await self._send(head.encode() + data, answer)
+                if answer.status == 200:
+                    await read_answer(reader, answer, self._clock)
+                else:
+                    content = (await reader.read(N_FAILURE)).decode("utf-8", "replace")
+                    answer.failure = f"status {answer.status}: {content}"
+        except (OSError, EOFError) as error:
+            answer.failure = answer.failure or repr(error)
+        finally:
+            answer.ended_at = self._clock()
+            if not answer.is_complete:
+                self.close()
+        return answer
+
+    async def _send(self, request: bytes, answer: Answer) -> asyncio.StreamReader:
+        """Send a request, and read the head of its answer."""
+        while True:
+            is_used = self._streams is not None
+            await self.open()
+            assert self._streams is not None
+            reader, writer = self._streams
+            answer.sent_at = self._clock()
+            writer.write(request)
+            try:
+                head = await reader.readuntil(END_OF_HEAD)
+            except ConnectionError:
+                if not is_used:
+                    raise
+            except asyncio.IncompleteReadError as error:
+                if not is_used or error.partial:
+                    raise
+            else:
+                answer.status = int(head[9:12])
+                return reader
+            self.close()
+
+    def close(self) -> None:
+        """The next request opens another."""
+        if self._streams is not None:
+            self._streams[1].close()
+            self._streams = None

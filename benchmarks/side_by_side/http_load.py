@@ -1,0 +1,112 @@
+"""What the measurements over HTTP share: bodies, connections, and figures from answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.measure import percentile
+from benchmarks.side_by_side.http_client import Answer, Connection
+from benchmarks.side_by_side.records import PYTHON_SERVER
+from benchmarks.side_by_side.workload import prompt_of
+
+# Of Qwen2's vocabulary, which all models here have, what llama.cpp takes for an end of generation.
+END_TOKENS = (128247, 151643, 151645)
+BANNED = -100.0  # the lowest bias of OpenAI's API
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one measurement found.
+
+    Attributes
+    ----------
+    metrics : mapping
+        Name (with its unit) to value; one that nothing is known of is left out.
+    failures : tuple of str
+        What failed requests were told, each text once.
+    """
+
+    metrics: Mapping[str, float]
+    failures: tuple[str, ...]
+
+
+def body_for(peer: str, prompt: Sequence[int], n_output: int) -> dict[str, Any]:
+    """A greedy, streamed request for exactly so many tokens.
+
+    cllm and llama-server know `ignore_eos`, the latter as a bias of minus infinity on the tokens
+    that end a generation; the example server has the bias alone.
+    """
+    body = {
+        "model": "model",
+        "prompt": list(prompt),
+        "max_tokens": n_output,
+        "temperature": 0,
+        "stream": True,
+    }
+    if peer == PYTHON_SERVER:
+        return body | {"logit_bias": {str(token): BANNED for token in END_TOKENS}}
+    return body | {"ignore_eos": True, "stream_options": {"include_usage": True}}
+
+
+def n_tokens_of(answer: Answer, n_output: int) -> int:
+    """How many tokens were generated: what the server says, not what its events look like.
+
+    An event may carry several tokens, or text that waited for the rest of a character.  The example
+    server does not count in streams; one of its answers that ended by length has its full length.
+    """
+    if answer.n_tokens is not None:
+        return answer.n_tokens
+    return n_output if answer.finish_reason == "length" else answer.n_events
+
+
+@asynccontextmanager
+async def connected(port: int, n: int) -> AsyncIterator[list[Connection]]:
+    """Connections that are open before anything is measured."""
+    connections = [Connection(port) for _ in range(n)]
+    try:
+        for connection in connections:
+            await connection.open()
+        yield connections
+    finally:
+        for connection in connections:
+            connection.close()
+
+
+async def ask_together(port: int, bodies: Sequence[Mapping[str, Any]]) -> list[Answer]:
+    """All at once, each on a connection of its own."""
+    async with connected(port, len(bodies)) as connections:
+        pairs = zip(connections, bodies, strict=True)
+        return await asyncio.gather(*(connection.stream(body) for connection, body in pairs))
+
+
+async def warm_up(port: int, peer: str, seed: str) -> None:
+    """Two short requests: what a server does once, it has done."""
+    bodies = [body_for(peer, prompt_of(f"{seed} warm-up {i}", 8), 2) for i in range(2)]
+    await ask_together(port, bodies)
+
+
+def total_s(answers: Iterable[Answer]) -> float:
+    """From the first send to the last end."""
+    known = list(answers)
+    return max(a.ended_at for a in known) - min(a.sent_at for a in known)
+
+
+def ttfts_s(answers: Iterable[Answer]) -> list[float]:
+    """Times to the first token, of those that came to their end."""
+    return [a.ttft_s for a in answers if a.is_complete]
+
+
+def in_ms(name: str, seconds: Sequence[float]) -> dict[str, float]:
+    """Median and 99th percentile as metrics."""
+    if not seconds:
+        return {}
+    return {f"{name}_p{percent}_ms": 1e3 * percentile(seconds, percent) for percent in (50, 99)}
+
+
+def failures_of(answers: Iterable[Answer]) -> tuple[str, ...]:
+    """What went wrong, each text once."""
+    return tuple(dict.fromkeys(a.failure for a in answers if a.failure))

@@ -1,0 +1,91 @@
+"""b: a closed loop of clients, each of which asks again as soon as it is answered."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from benchmarks.side_by_side.http_client import Answer, Connection
+from benchmarks.side_by_side.http_load import (
+    Outcome,
+    body_for,
+    connected,
+    failures_of,
+    in_ms,
+    n_tokens_of,
+    total_s,
+    ttfts_s,
+    warm_up,
+)
+from benchmarks.side_by_side.workload import cells_for, prompt_of
+
+
+@dataclass(frozen=True)
+class LoopSizes:
+    """How many clients, and what each asks.
+
+    Attributes
+    ----------
+    n_each : int
+        Requests of one client.
+    """
+
+    n_clients: int
+    n_each: int
+    n_prompt: int = 64
+    n_output: int = 32
+
+    @property
+    def case(self) -> str:
+        """The same words for every peer."""
+        return f"{self.n_clients} client{'s' * (self.n_clients > 1)}"
+
+    @property
+    def n_seq_max(self) -> int:
+        """So that no client waits for a place."""
+        return self.n_clients
+
+    @property
+    def n_ctx(self) -> int:
+        """So that all fit at once."""
+        return cells_for(self.n_clients, self.n_prompt + self.n_output)
+
+
+FULL = (LoopSizes(1, 8), LoopSizes(8, 4), LoopSizes(32, 2))
+QUICK = (LoopSizes(1, 6), LoopSizes(8, 3), LoopSizes(32, 2))
+
+
+async def measure(port: int, peer: str, sizes: LoopSizes, seed: str = "") -> Outcome:
+    """Throughput and latencies as the clients see them.
+
+    Throughput is tokens by the time from the first send to the last end, warm-up excluded, the
+    burst of the beginning and the last, lone answers included.
+
+    Parameters
+    ----------
+    seed : str
+        Another one for each call to one server, so that no prompt is known to it.
+    """
+    seed = f"{seed} loop {sizes.n_clients}"
+    answers: list[Answer] = []
+
+    async def client(number: int, connection: Connection) -> None:
+        for index in range(sizes.n_each):
+            prompt = prompt_of(f"{seed} {number} {index}", sizes.n_prompt)
+            answers.append(await connection.stream(body_for(peer, prompt, sizes.n_output)))
+
+    await warm_up(port, peer, seed)
+    async with connected(port, sizes.n_clients) as connections, asyncio.TaskGroup() as tasks:
+        for number, connection in enumerate(connections):
+            tasks.create_task(client(number, connection))
+    done = [a for a in answers if a.is_complete]
+    n_tokens = sum(n_tokens_of(a, sizes.n_output) for a in done)
+    metrics = {
+        "tokens_per_s": n_tokens / total_s(answers),
+        **in_ms("ttft", ttfts_s(done)),
+        **in_ms("itl", [gap for a in done for gap in a.gaps_s()]),
+        "n_failed": len(answers) - len(done),
+    }
+    if n_events := sum(a.n_events for a in done):
+        metrics["tokens_per_event"] = n_tokens / n_events
+    return Outcome(metrics, failures_of(answers))

@@ -1,0 +1,260 @@
+"""The page of results: the targets, and a section with tables and a picture for each measurement."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import machine
+from benchmarks.side_by_side import plots
+from benchmarks.side_by_side.peers import ROOT, Peers
+from benchmarks.side_by_side.records import XLLAMACPP, Record, Spread
+from benchmarks.side_by_side.tables import Table, tables
+from benchmarks.side_by_side.targets import TARGETS, Target, Verdict, judge
+from cllm.bindings import find_library
+
+SECTIONS = {
+    "a": "Decode throughput, every token read",
+    "b": "Over HTTP: clients in a closed loop, 64 + 32 tokens",
+    "c": "Requests with a shared head",
+    "d": "A long prompt joins streams",
+    "e": "Requests that need several times the KV cache",
+    "f": "One request after another",
+    "g": "Overhead: a model of two layers",
+    "h": "An event loop half busy with callbacks of 2 ms",
+    "i": "Memory, import, cold start",
+}
+UNITS = {"_per_s": " tokens/s", "_ms": " ms", "_mib": " MiB", "_us": " µs", "_s": " s"}
+SIGNS = {">=": "≥", "<=": "≤"}
+PAGE, NOTES = "README.md", "notes.md"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where and how it was measured.
+
+    Attributes
+    ----------
+    record : mapping
+        What `build_llama.sh` noted about the library.
+    missing : mapping
+        For each peer why it was not measured; "" if it was.
+    """
+
+    date: str
+    options: str
+    machine: str
+    commit: str
+    record: Mapping[str, Any]
+    missing: Mapping[str, str]
+
+
+def environment(date: str, options: str, peers: Peers) -> Environment:
+    """The checkout, the library and the machine of this process."""
+    command = [
+        "git",
+        "-C",
+        str(ROOT),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=9",
+        "--exclude=*",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    commit = done.stdout.strip() or "unknown"
+    return Environment(date, options, machine(), commit, find_library()[1], peers.missing)
+
+
+def write(records: Sequence[Record], where: Environment, directory: Path) -> Path:
+    """Write the page and its pictures; what `notes.md` there says about a target goes into it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    notes_path = directory / NOTES
+    notes = notes_of(notes_path.read_text()) if notes_path.is_file() else {}
+    pictures = {
+        measurement: name
+        for measurement in SECTIONS
+        if plots.draw(tables(records, measurement), directory / (name := f"{measurement}.png"))
+    }
+    path = directory / PAGE
+    path.write_text(page(records, where, notes, pictures))
+    return path
+
+
+def notes_of(text: str) -> dict[str, str]:
+    """What is written below the headings `## KEY, KEY`, by key of a target."""
+    parts = re.split(r"^## (.+)\n", text, flags=re.MULTILINE)
+    return {
+        key.strip(): paragraph.strip()
+        for heading, paragraph in zip(parts[1::2], parts[2::2], strict=True)
+        for key in heading.split(",")
+    }
+
+
+def page(
+    records: Sequence[Record],
+    where: Environment,
+    notes: Mapping[str, str],
+    pictures: Mapping[str, str],
+) -> str:
+    """The page as Markdown.
+
+    Parameters
+    ----------
+    notes : mapping
+        Key of a target to why it is not reached.
+    pictures : mapping
+        Measurement to file name.
+    """
+    verdicts = [judge(target, records) for target in TARGETS]
+    blocks = [
+        "# Side by side",
+        "Peers took turns on one machine.  A figure is the median of the turns, with the smallest "
+        "and the largest in brackets; a ratio is taken within a turn, and then the median of those.",
+        _about(where),
+        "## Targets",
+        _summary(verdicts),
+        _target_table(verdicts),
+        *_explanations(verdicts, notes),
+    ]
+    for measurement, title in SECTIONS.items():
+        if found := tables(records, measurement):
+            blocks.append(f"## {measurement}. {title}")
+            blocks += _section(found)
+            if measurement in pictures:
+                blocks.append(f"![{title}]({pictures[measurement]})")
+    return "\n\n".join(blocks) + "\n"
+
+
+def number(value: float) -> str:
+    """Three digits that say something, or more before the point."""
+    size = abs(value)
+    limits = (100, 0), (10, 1), (0.1, 2), (0, 3)
+    digits = 0 if value == int(value) else next(d for limit, d in limits if size >= limit)
+    return f"{value:,.{digits}f}"
+
+
+def shown(values: Spread | None, text: Callable[[float], str] = number) -> str:
+    """`median [smallest–largest]`, the brackets only where turns differ."""
+    if values is None:
+        return "–"
+    if values.smallest == values.largest:
+        return text(values.median)
+    return f"{text(values.median)} [{text(values.smallest)}–{text(values.largest)}]"
+
+
+def judged(verdict: Verdict) -> str:
+    """What was measured, with so many digits that it is seen on which side of the bound."""
+    if verdict.measured is None:
+        return "–"
+    median, target = verdict.measured.median, verdict.target
+    digits = 3 if target.bound < 10 else 1
+    while target.holds(round(median, digits)) != verdict.is_reached:
+        digits += 1
+    return shown(verdict.measured, lambda value: f"{value:,.{digits}f}")
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table whose columns stand under each other in a terminal too."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = [header, ["-" * width for width in widths], *rows]
+    return "\n".join(
+        "| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |"
+        for line in lines
+    )
+
+
+def _about(where: Environment) -> str:
+    record = where.record
+    lines = [
+        f"- {where.date}, cllm {where.commit}, {where.machine}",
+        f"- options: {where.options}",
+        f"- llama.cpp {record.get('commit', 'unknown')}, {record.get('compiler', 'unknown')}, "
+        f"AMX {record.get('amx', 'unknown')}, `{' '.join(record.get('flags', []))}`",
+    ]
+    if not where.missing.get(XLLAMACPP):
+        lines.append(f"- {XLLAMACPP} runs the llama.cpp of its wheel, which has no AVX-512")
+    lines += [f"- not measured: {peer} ({why})" for peer, why in where.missing.items() if why]
+    return "\n".join(lines)
+
+
+def _summary(verdicts: Sequence[Verdict]) -> str:
+    counts = [
+        (w, sum(_word(v) == w for v in verdicts))
+        for w in ("reached", "not reached", "not measured")
+    ]
+    return f"Of {len(verdicts)}: " + ", ".join(f"{n} {word}" for word, n in counts) + "."
+
+
+def _word(verdict: Verdict) -> str:
+    return {True: "reached", False: "not reached", None: "not measured"}[verdict.is_reached]
+
+
+def _bound(target: Target) -> str:
+    unit = next((u for end, u in UNITS.items() if target.metric.endswith(end)), "")
+    relation = f"{SIGNS[target.relation]} {number(target.bound)}"
+    return f"{relation} × {target.against}" if target.against else relation + unit
+
+
+def _target_table(verdicts: Sequence[Verdict]) -> str:
+    rows = [
+        [
+            verdict.target.key,
+            verdict.target.text,
+            _bound(verdict.target),
+            judged(verdict),
+            str(verdict.measured.n_turns) if verdict.measured else "",
+            _word(verdict),
+        ]
+        for verdict in verdicts
+    ]
+    return markdown(["", "what", "bound", "measured", "turns", ""], rows)
+
+
+def _explanations(verdicts: Sequence[Verdict], notes: Mapping[str, str]) -> list[str]:
+    short = [v.target.key for v in verdicts if v.is_reached is False]
+    if not short:
+        return []
+    by_note: dict[str, list[str]] = {}
+    for key in short:
+        by_note.setdefault(notes.get(key, "Not explained."), []).append(key)
+    return [
+        "### Not reached",
+        *(f"**{', '.join(keys)}**: {note}" for note, keys in by_note.items()),
+    ]
+
+
+def _section(found: Sequence[Table]) -> list[str]:
+    blocks = []
+    for model, of_model in itertools.groupby(found, lambda table: table.model):
+        blocks.append(f"Model: {model}.")
+        for _, alike in itertools.groupby(of_model, lambda table: (table.peers, table.cases)):
+            members = list(alike)
+            if len(members[0].peers) == 1:
+                blocks.append(_of_one_peer(members))
+            else:
+                blocks += [_side_by_side(table) for table in members]
+    return blocks
+
+
+def _of_one_peer(tables: Sequence[Table]) -> str:
+    cases, (peer,) = tables[0].cases, tables[0].peers
+    rows = [[case, *(shown(table.spread(case, peer)) for table in tables)] for case in cases]
+    return markdown([peer, *(table.title for table in tables)], rows)
+
+
+def _side_by_side(table: Table) -> str:
+    rows = [
+        [
+            case,
+            *(shown(table.spread(case, peer)) for peer in table.peers),
+            *(shown(table.ratio(case, rival)) for rival in table.rivals),
+        ]
+        for case in table.cases
+    ]
+    return markdown([table.title, *table.peers, *(f"÷ {rival}" for rival in table.rivals)], rows)

@@ -1,0 +1,109 @@
+"""Which peers there are: what `tools/setup_peers.sh` has made, and why the rest is missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.side_by_side.records import (
+    BATCHED_BENCH,
+    CLLM,
+    CLLM_SERVE,
+    LLAMA_CPP_PYTHON,
+    LLAMA_SERVER,
+    PYTHON_SERVER,
+    XLLAMACPP,
+)
+from cllm.bindings import find_library
+
+ROOT = Path(__file__).parents[2]
+ADVICE = "run tools/setup_peers.sh"
+NOT_INSTALLED = f"not installed: {ADVICE}"
+IMPORT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Peers:
+    """What can be measured here.
+
+    Attributes
+    ----------
+    tools : Path or None
+        Directory of llama.cpp's own programs, built together with the library that cllm loads.
+    python : Path or None
+        Interpreter of the peers in Python.
+    missing : mapping
+        For each peer why it cannot be measured; "" if it can.
+    """
+
+    tools: Path | None
+    python: Path | None
+    missing: Mapping[str, str]
+
+    @property
+    def example_server(self) -> Path | None:
+        """The program that comes with llama-cpp-python."""
+        return self.python and self.python.parents[1] / "server.py"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What makes llama-cpp-python load the library that cllm loads."""
+        return {"LLAMA_CPP_LIB_PATH": str(self.tools.parent / "lib")} if self.tools else {}
+
+
+def find(environ: Mapping[str, str] = os.environ) -> Peers:
+    """Look for all of them; `CLLM_PEERS` names a virtual environment other than .venv-peers."""
+    python = ROOT / environ.get("CLLM_PEERS", ".venv-peers") / "bin" / "python"
+    found = Peers(tools_beside(find_library()[0]), python if python.exists() else None, {})
+    missing = {
+        CLLM: "",
+        CLLM_SERVE: "",
+        BATCHED_BENCH: _why_not_built(found, BATCHED_BENCH),
+        LLAMA_SERVER: _why_not_built(found, LLAMA_SERVER),
+        LLAMA_CPP_PYTHON: _why_not_run(found, "-c", "import llama_cpp"),
+        PYTHON_SERVER: _why_not_served(found),
+        XLLAMACPP: _why_not_run(found, "-c", "import xllamacpp"),
+    }
+    return dataclasses.replace(found, missing=missing)
+
+
+def tools_beside(library: Path) -> Path | None:
+    """The programs of the build that a library is of, or of the same build made with them."""
+    build = library.parents[1]
+    for directory in (build, build.with_name(f"{build.name}-tools")):
+        if (directory / "bin" / BATCHED_BENCH).is_file():
+            return directory / "bin"
+    return None
+
+
+def _why_not_built(found: Peers, program: str) -> str:
+    is_there = found.tools is not None and (found.tools / program).is_file()
+    return "" if is_there else f"not built: {ADVICE}"
+
+
+def _why_not_served(found: Peers) -> str:
+    server = found.example_server
+    if server is None or not server.is_file():
+        return NOT_INSTALLED
+    return _why_not_run(found, str(server), "--help")
+
+
+def _why_not_run(found: Peers, *arguments: str) -> str:
+    if found.tools is None or found.python is None:
+        return NOT_INSTALLED
+    done = subprocess.run(
+        [str(found.python), *arguments],
+        env={**os.environ, **found.environment},
+        capture_output=True,
+        text=True,
+        timeout=IMPORT_S,
+        check=False,
+    )
+    if done.returncode == 0:
+        return ""
+    last = done.stderr.strip().rpartition("\n")[2]
+    return f"{last or f'exit status {done.returncode}'}: {ADVICE}"

@@ -1,0 +1,138 @@
+"""The servers, each with the same model, library, threads and cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.side_by_side.peers import Peers
+from benchmarks.side_by_side.records import CLLM_SERVE, LLAMA_SERVER, PYTHON_SERVER
+from benchmarks.side_by_side.workload import Setup
+
+START_S = 120.0
+
+
+@dataclass(frozen=True)
+class ServerPeer:
+    """How a server is started.
+
+    Attributes
+    ----------
+    missing : str
+        Why it cannot be; "" if it can.
+    """
+
+    name: str
+    health: str
+    missing: str
+    command: tuple[str, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def cllm_serve(setup: Setup, port: int) -> ServerPeer:
+    """`cllm serve`."""
+    command = (
+        *(sys.executable, "-m", "cllm", "serve", "--port", str(port), "-m", str(setup.model)),
+        *("--n-ctx", str(setup.n_ctx), "--n-seq-max", str(setup.n_seq_max)),
+        *("--n-batch", str(setup.n_batch), "--n-threads", str(setup.n_threads)),
+        *("--no-preflight", "--max-queue", "4096"),
+    )
+    return ServerPeer(CLLM_SERVE, "/health", "", command, (("CLLM_LOG_LEVEL", "warning"),))
+
+
+def llama_server(setup: Setup, port: int, peers: Peers) -> ServerPeer:
+    """llama.cpp's own."""
+    health, missing = "/health", peers.missing[LLAMA_SERVER]
+    if missing or peers.tools is None:
+        return ServerPeer(LLAMA_SERVER, health, missing)
+    program = str(peers.tools / LLAMA_SERVER)
+    command = (
+        *(program, "--host", "127.0.0.1", "--port", str(port), "-m", str(setup.model)),
+        *("-c", str(setup.n_ctx), "-np", str(setup.n_seq_max), "--kv-unified"),
+        *("-b", str(setup.n_batch), "-ub", str(setup.n_ubatch), "--no-webui"),
+        *("-t", str(setup.n_threads), "-tb", str(setup.n_threads), "--log-disable"),
+    )
+    return ServerPeer(LLAMA_SERVER, health, "", command)
+
+
+def python_server(setup: Setup, port: int, peers: Peers) -> ServerPeer:
+    """The example server of llama-cpp-python, over the same library."""
+    health, missing = "/healthz", peers.missing[PYTHON_SERVER]
+    if missing:
+        return ServerPeer(PYTHON_SERVER, health, missing)
+    config = {
+        "server": {"host": "127.0.0.1", "port": port},
+        "model": {
+            "alias": "model",
+            "path": str(setup.model),
+            "n_ctx": setup.n_ctx,
+            "n_seq_max": setup.n_seq_max,
+            "n_batch": setup.n_batch,
+            "n_ubatch": setup.n_ubatch,
+            "threads": setup.n_threads,
+            "threads_batch": setup.n_threads,
+            "kv_unified": True,
+        },
+    }
+    file = Path(tempfile.gettempdir()) / f"cllm-peer-{port}.json"
+    file.write_text(json.dumps(config))
+    command = (str(peers.python), str(peers.example_server), "-C", str(file))
+    return ServerPeer(PYTHON_SERVER, health, "", command, tuple(peers.environment.items()))
+
+
+@contextmanager
+def running(peer: ServerPeer, port: int) -> Iterator[int]:
+    """The process id of a server that is ready."""
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            peer.command,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **dict(peer.environment)},
+            start_new_session=True,
+        )
+        try:
+            _wait(f"http://127.0.0.1:{port}{peer.health}", process)
+            yield process.pid
+        except BaseException:
+            log.seek(0)
+            sys.stderr.write(log.read()[-3000:].decode("utf-8", "replace"))
+            raise
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with urllib.request.urlopen(url, timeout=2) as response:
+                if response.status == 200:
+                    return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.05)
+    raise RuntimeError(f"{process.args!r} is not ready at {url}")

@@ -1,0 +1,69 @@
+"""c: requests at once that share a long head, as the users of one system prompt do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmarks.side_by_side.http_load import (
+    Outcome,
+    ask_together,
+    body_for,
+    failures_of,
+    in_ms,
+    total_s,
+    ttfts_s,
+    warm_up,
+)
+from benchmarks.side_by_side.workload import cells_for, prompt_of
+
+
+@dataclass(frozen=True)
+class HeadSizes:
+    """How many requests, and how much of each is shared."""
+
+    n_requests: int
+    n_head: int = 400
+    n_own: int = 8
+    n_output: int = 32
+
+    @property
+    def case(self) -> str:
+        """The same words for every peer."""
+        return f"{self.n_requests} requests, a head of {self.n_head} tokens"
+
+    @property
+    def n_seq_max(self) -> int:
+        """So that no request waits for a place."""
+        return self.n_requests
+
+    @property
+    def n_ctx(self) -> int:
+        """So that all fit at once even where the head is stored for each."""
+        return cells_for(self.n_requests, self.n_head + self.n_own + self.n_output)
+
+
+FULL = (HeadSizes(8), HeadSizes(32))
+QUICK = (HeadSizes(8),)
+
+
+async def measure(port: int, peer: str, sizes: HeadSizes, seed: str = "") -> Outcome:
+    """The time that all take together, the head being unknown to the server before.
+
+    Parameters
+    ----------
+    seed : str
+        Another one for each call to one server, so that its head is another.
+    """
+    seed = f"{seed} head {sizes.n_requests}"
+    head = prompt_of(seed, sizes.n_head)
+    tails = [prompt_of(f"{seed} {i}", sizes.n_own) for i in range(sizes.n_requests)]
+    await warm_up(port, peer, seed)
+    answers = await ask_together(
+        port, [body_for(peer, head + tail, sizes.n_output) for tail in tails]
+    )
+    metrics = {
+        "total_s": total_s(answers),
+        **in_ms("ttft", ttfts_s(answers)),
+        "n_failed": sum(not a.is_complete for a in answers),
+    }
+    return Outcome(metrics, failures_of(answers))

@@ -1,0 +1,256 @@
+"""The measurements a to i: which peers take turns at what, and with which sizes."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from benchmarks.side_by_side import (
+    engine_loop,
+    footprint,
+    http_loop,
+    joining,
+    overflow,
+    sequential,
+    servers,
+    shared_head,
+    single,
+)
+from benchmarks.side_by_side.engine_loop import Decoding
+from benchmarks.side_by_side.http_load import Outcome
+from benchmarks.side_by_side.peers import Peers
+from benchmarks.side_by_side.raw_loop import raw_decode_rate
+from benchmarks.side_by_side.records import (
+    BATCHED_BENCH,
+    CLLM,
+    CLLM_SERVE,
+    LLAMA_CPP_PYTHON,
+    LLAMA_SERVER,
+    PYTHON_SERVER,
+    XLLAMACPP,
+    Record,
+)
+from benchmarks.side_by_side.servers import ServerPeer
+from benchmarks.side_by_side.targets import (
+    DEFAULT_SWITCH,
+    EQUAL_CLIENTS,
+    FRESH_PROCESS,
+    MODEL,
+    QUICK_SWITCH,
+    SMALL_MODEL,
+    SMALL_WIDTHS,
+    WIDTHS,
+    sequences,
+)
+from benchmarks.side_by_side.workload import Setup, cells_for, model_path
+
+N_PROMPT = 64
+QUICK_WIDTHS = (1, 8, 32)
+
+Metrics = Mapping[str, float]
+Task = Callable[[], Metrics]
+
+
+class Sizes(Protocol):
+    """What every measurement over HTTP says of itself."""
+
+    @property
+    def case(self) -> str: ...
+    @property
+    def n_seq_max(self) -> int: ...
+    @property
+    def n_ctx(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Options:
+    """How much is measured, and of whom.
+
+    Attributes
+    ----------
+    n_threads : int
+        Compute threads of every peer.
+    n_turns : int
+    tell : callable
+        Called with a line about each step.
+    """
+
+    peers: Peers
+    n_threads: int
+    n_turns: int
+    is_quick: bool
+    tell: Callable[[str], None]
+
+    def setup(self, model: str, n_ctx: int, n_seq_max: int) -> Setup:
+        """The settings of one case."""
+        return Setup(model_path(model), self.n_threads, n_ctx, n_seq_max)
+
+    def widths(self, widths: Sequence[int]) -> Sequence[int]:
+        """Some of them, or all."""
+        return QUICK_WIDTHS if self.is_quick else widths
+
+
+def in_turns(
+    options: Options, measurement: str, model: str, case: str, tasks: Mapping[str, Task]
+) -> Iterator[Record]:
+    """Every peer once in a turn; every other turn in the opposite order.
+
+    A peer that fails is told of and has no record of that turn: the others have.
+    """
+    for turn in range(options.n_turns):
+        for peer in list(tasks)[:: -1 if turn % 2 else 1]:
+            try:
+                metrics = tasks[peer]()
+            except Exception as error:
+                options.tell(f"{measurement} {case}: {peer} failed: {error!r}")
+                continue
+            shown = ", ".join(f"{k} {v:.4g}" for k, v in metrics.items())
+            options.tell(f"{measurement} {model} {case} turn {turn + 1}: {peer}: {shown}")
+            yield Record(measurement, model, case, peer, turn, metrics)
+
+
+def available(options: Options, tasks: Mapping[str, Task]) -> dict[str, Task]:
+    """Without the peers that are missing."""
+    return {peer: task for peer, task in tasks.items() if not options.peers.missing[peer]}
+
+
+# --- Decoding: a, g, h -----------------------------------------------------------------------
+def _n_output(width: int, *, is_quick: bool) -> int:
+    """Tokens of each sequence: fewer where all together are many."""
+    return max(32, 128 // width) if is_quick else max(48, 192 // width)
+
+
+def _decode(options: Options, measurement: str, model: str, width: int) -> Iterator[Record]:
+    n_output = _n_output(width, is_quick=options.is_quick)
+    setup = options.setup(model, cells_for(width, N_PROMPT + n_output), width)
+    peers, case = options.peers, sequences(width)
+
+    def ours() -> Metrics:
+        return dataclasses.asdict(engine_loop.in_a_process(Decoding(setup, N_PROMPT, n_output)))
+
+    def raw() -> Metrics:
+        assert peers.tools is not None
+        return {"tokens_per_s": raw_decode_rate(peers.tools, setup, N_PROMPT, n_output)}
+
+    tasks: dict[str, Task] = {CLLM: ours, BATCHED_BENCH: raw}
+    if width == 1:
+        arguments = (peers, setup, N_PROMPT, n_output)
+        tasks[LLAMA_CPP_PYTHON] = lambda: {"tokens_per_s": single.llama_cpp_python_rate(*arguments)}
+        tasks[XLLAMACPP] = lambda: {"tokens_per_s": single.xllamacpp_rate(*arguments)}
+    yield from in_turns(options, measurement, model, case, available(options, tasks))
+
+
+def measure_a(options: Options) -> Iterator[Record]:
+    """Decode throughput through the public API."""
+    for width in options.widths(WIDTHS):
+        yield from _decode(options, "a", MODEL, width)
+
+
+def measure_g(options: Options) -> Iterator[Record]:
+    """The same, and HTTP, where a token is cheap and everything around it shows."""
+    for width in options.widths(SMALL_WIDTHS):
+        yield from _decode(options, "g", SMALL_MODEL, width)
+    for width in options.widths(SMALL_WIDTHS):
+        sizes = http_loop.LoopSizes(width, max(3, 32 // width))
+        yield from _over_http(
+            options, "g", SMALL_MODEL, sizes, http_loop.measure, (CLLM_SERVE, LLAMA_SERVER)
+        )
+
+
+def measure_h(options: Options) -> Iterator[Record]:
+    """A half busy event loop, which has a processor of its own where there are two."""
+    n_threads = max(1, min(options.n_threads, (os.cpu_count() or 1) - 1))
+    n_output = 32 if options.is_quick else 64
+    for case, switch_interval_s in ((DEFAULT_SWITCH, None), (QUICK_SWITCH, 1e-4)):
+        setup = dataclasses.replace(
+            options.setup(MODEL, cells_for(EQUAL_CLIENTS, N_PROMPT + n_output), EQUAL_CLIENTS),
+            n_threads=n_threads,
+        )
+        idle = Decoding(setup, N_PROMPT, n_output, switch_interval_s=switch_interval_s)
+
+        def kept(idle: Decoding = idle) -> Metrics:
+            alone = engine_loop.in_a_process(idle)
+            beside = engine_loop.in_a_process(dataclasses.replace(idle, is_busy=True))
+            return {
+                "kept": beside.tokens_per_s / alone.tokens_per_s,
+                "handovers_per_tick": beside.handovers_per_tick,
+            }
+
+        yield from in_turns(options, "h", MODEL, case, {CLLM: kept})
+
+
+# --- Over HTTP: b, c, d, e, f ----------------------------------------------------------------
+def _over_http(
+    options: Options,
+    measurement: str,
+    model: str,
+    sizes: Sizes,
+    measure: Callable[..., Awaitable[Outcome]],
+    peers: Sequence[str] = (CLLM_SERVE, LLAMA_SERVER, PYTHON_SERVER),
+) -> Iterator[Record]:
+    """Each peer on a server of its own, which is as fresh in every turn."""
+    setup = options.setup(model, sizes.n_ctx, sizes.n_seq_max)
+
+    def task(peer: str) -> Task:
+        def run() -> Metrics:
+            port = servers.free_port()
+            with servers.running(_server(peer, setup, port, options.peers), port):
+                outcome = asyncio.run(_awaited(measure(port, peer, sizes)))
+            for failure in outcome.failures:
+                options.tell(f"{measurement} {sizes.case}: {peer}: {failure}")
+            return outcome.metrics
+
+        return run
+
+    tasks = available(options, {peer: task(peer) for peer in peers})
+    yield from in_turns(options, measurement, model, sizes.case, tasks)
+
+
+async def _awaited(outcome: Awaitable[Outcome]) -> Outcome:
+    return await outcome
+
+
+def _server(peer: str, setup: Setup, port: int, peers: Peers) -> ServerPeer:
+    if peer == CLLM_SERVE:
+        return servers.cllm_serve(setup, port)
+    make: Any = servers.llama_server if peer == LLAMA_SERVER else servers.python_server
+    server: ServerPeer = make(setup, port, peers)
+    return server
+
+
+def _http_part(
+    letter: str, module: Any, model: str = MODEL
+) -> Callable[[Options], Iterator[Record]]:
+    """A measurement of a module with `FULL`, `QUICK` and `measure`."""
+
+    def measure(options: Options) -> Iterator[Record]:
+        for sizes in module.QUICK if options.is_quick else module.FULL:
+            yield from _over_http(options, letter, model, sizes, module.measure)
+
+    return measure
+
+
+# --- The process: i --------------------------------------------------------------------------
+def measure_i(options: Options) -> Iterator[Record]:
+    """Memory, import, cold start."""
+    setup = options.setup(MODEL, 1024, 4)
+    task = {CLLM: lambda: footprint.measure(options.peers, setup)}
+    yield from in_turns(options, "i", MODEL, FRESH_PROCESS, task)
+
+
+MEASUREMENTS: Mapping[str, Callable[[Options], Iterator[Record]]] = {
+    "a": measure_a,
+    "b": _http_part("b", http_loop),
+    "c": _http_part("c", shared_head),
+    "d": _http_part("d", joining),
+    "e": _http_part("e", overflow),
+    # What grows with the number of requests shows where one takes little.
+    "f": _http_part("f", sequential, SMALL_MODEL),
+    "g": measure_g,
+    "h": measure_h,
+    "i": measure_i,
+}

@@ -1,0 +1,113 @@
+"""The records as tables: one for each model and metric of a measurement, own peer first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.side_by_side.records import (
+    BATCHED_BENCH,
+    CLLM,
+    CLLM_SERVE,
+    LLAMA_CPP_PYTHON,
+    LLAMA_SERVER,
+    PYTHON_SERVER,
+    XLLAMACPP,
+    Record,
+    Spread,
+    ratios,
+    spread,
+    values_of,
+)
+
+# Peers that are measured in the same way, and so compared: the first is ours.
+FAMILIES = (
+    (CLLM, BATCHED_BENCH, LLAMA_CPP_PYTHON, XLLAMACPP),
+    (CLLM_SERVE, LLAMA_SERVER, PYTHON_SERVER),
+)
+# Shown, and not put in relation to each other.
+COUNTS = {"n_failed", "tokens_per_event"}
+METRICS = {
+    "tokens_per_s": "tokens/s",
+    "ttft_p50_ms": "TTFT p50, ms",
+    "ttft_p99_ms": "TTFT p99, ms",
+    "itl_p50_ms": "ITL p50, ms",
+    "itl_p99_ms": "ITL p99, ms",
+    "itl_alone_p50_ms": "ITL p50 before the prompt, ms",
+    "itl_alone_p99_ms": "ITL p99 before the prompt, ms",
+    "request_p50_ms": "request p50, ms",
+    "request_p99_ms": "request p99, ms",
+    "total_s": "total time, s",
+    "prefill_s": "the prompt's first token, s",
+    "finished_share": "share finished",
+    "last_over_first": "last tenth ÷ first tenth",
+    "outside_us": "outside llama_decode, µs a token",
+    "handovers_per_tick": "GIL hand-overs a tick",
+    "kept": "share of tokens/s kept",
+    "rss_mib": "RSS, MiB",
+    "rss_above_mib": "RSS above model and cache, MiB",
+    "import_s": "import, s",
+    "cold_ttft_s": "first token from a cold start, s",
+    "n_failed": "failed",
+    "tokens_per_event": "tokens an event",
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    """One metric of all peers of a family.
+
+    Attributes
+    ----------
+    peers : tuple of str
+        Those that have records, ours first.
+    values : mapping
+        (case, peer) to the metric by turn.
+    """
+
+    model: str
+    metric: str
+    cases: tuple[str, ...]
+    peers: tuple[str, ...]
+    values: Mapping[tuple[str, str], Mapping[int, float]]
+
+    @property
+    def title(self) -> str:
+        """The metric in words, with its unit."""
+        return METRICS.get(self.metric, self.metric.replace("_", " "))
+
+    @property
+    def rivals(self) -> tuple[str, ...]:
+        """Those that ours is put in relation to."""
+        has_ours = any(self.peers[0] == family[0] for family in FAMILIES)
+        return self.peers[1:] if has_ours and self.metric not in COUNTS else ()
+
+    def spread(self, case: str, peer: str) -> Spread | None:
+        """One cell; None if it was not measured."""
+        return spread(self.values[case, peer].values())
+
+    def ratio(self, case: str, rival: str) -> Spread | None:
+        """Ours by a rival's, in the same turns."""
+        return spread(ratios(self.values[case, self.peers[0]], self.values[case, rival]))
+
+
+def tables(records: Sequence[Record], measurement: str) -> list[Table]:
+    """Everything that one measurement has, failures only where there are some."""
+    mine = [r for r in records if r.measurement == measurement]
+    found = []
+    for model in dict.fromkeys(r.model for r in mine):
+        for family in FAMILIES:
+            rows = [r for r in mine if r.model == model and r.peer in family]
+            for metric in dict.fromkeys(name for r in rows for name in r.metrics):
+                having = [r for r in rows if metric in r.metrics]
+                if metric == "n_failed" and not any(r.metrics[metric] for r in having):
+                    continue
+                peers = tuple(p for p in family if any(r.peer == p for r in having))
+                cases = tuple(dict.fromkeys(r.case for r in having))
+                values = {
+                    (c, p): values_of(having, measurement, model, c, p, metric)
+                    for c in cases
+                    for p in peers
+                }
+                found.append(Table(model, metric, cases, peers, values))
+    return found

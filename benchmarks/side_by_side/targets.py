@@ -1,0 +1,228 @@
+"""The speed to reach: what has to hold between the records, and whether it does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from benchmarks.side_by_side import http_loop, joining, overflow, sequential, shared_head
+from benchmarks.side_by_side.records import (
+    BATCHED_BENCH,
+    CLLM,
+    CLLM_SERVE,
+    LLAMA_SERVER,
+    PYTHON_SERVER,
+    Record,
+    Spread,
+    ratios,
+    spread,
+    values_of,
+)
+
+MODEL = "qwen3-0.6b/Q4_K_M"
+SMALL_MODEL = "two-layer/F16"
+WIDTHS = (1, 4, 8, 16, 32)
+SMALL_WIDTHS = (1, 4, 8, 16, 32, 64)
+EQUAL_CLIENTS = 8
+DEFAULT_SWITCH, QUICK_SWITCH = "default switch interval", "0.1 ms switch interval"
+FRESH_PROCESS = "a fresh process"
+
+
+@dataclass(frozen=True)
+class Target:
+    """One line of the page.
+
+    Attributes
+    ----------
+    key : str
+        What notes refer to it by: "a16".
+    text : str
+        What is measured.
+    against : str or None
+        The bound is for the ratio to this peer in the same turn; None: for the metric itself.
+    """
+
+    key: str
+    text: str
+    measurement: str
+    model: str
+    case: str
+    metric: str
+    peer: str
+    against: str | None
+    relation: Literal[">=", "<="]
+    bound: float
+
+    def holds(self, value: float) -> bool:
+        """Whether a value keeps to the bound."""
+        return value >= self.bound if self.relation == ">=" else value <= self.bound
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A target beside what was measured; None twice if it was not."""
+
+    target: Target
+    measured: Spread | None
+    is_reached: bool | None
+
+
+def judge(target: Target, records: Sequence[Record]) -> Verdict:
+    """Whether the median of the turns keeps to the bound."""
+    t = target
+
+    def of(peer: str) -> dict[int, float]:
+        return values_of(records, t.measurement, t.model, t.case, peer, t.metric)
+
+    own = of(t.peer)
+    measured = spread(own.values() if t.against is None else ratios(own, of(t.against)))
+    if measured is None:
+        return Verdict(t, None, None)
+    return Verdict(t, measured, t.holds(measured.median))
+
+
+def sequences(n: int) -> str:
+    """The case of so many sequences at once."""
+    return f"{n} sequence{'s' * (n > 1)}"
+
+
+def clients(n: int) -> str:
+    """The case of so many clients in a closed loop."""
+    return http_loop.LoopSizes(n, 1).case
+
+
+def _decode() -> Iterator[Target]:
+    rate = partial(Target, metric="tokens_per_s", peer=CLLM, against=BATCHED_BENCH, relation=">=")
+    for n in WIDTHS:
+        yield rate(
+            key=f"a{n}",
+            text=f"decode, {sequences(n)}",
+            measurement="a",
+            model=MODEL,
+            case=sequences(n),
+            bound=0.99 if n == 1 else 0.97,
+        )
+    yield rate(
+        key="g32",
+        text=f"two layers: decode, {sequences(32)}",
+        measurement="g",
+        model=SMALL_MODEL,
+        case=sequences(32),
+        bound=0.75,
+    )
+
+
+def _http() -> Iterator[Target]:
+    served = partial(Target, measurement="b", model=MODEL, peer=CLLM_SERVE)
+    for sizes in http_loop.FULL:
+        for mark, rival, bound in (("", LLAMA_SERVER, 1.0), ("p", PYTHON_SERVER, 1.3)):
+            yield served(
+                key=f"b{sizes.n_clients}{mark}",
+                text=f"throughput over HTTP, {sizes.case}",
+                case=sizes.case,
+                metric="tokens_per_s",
+                against=rival,
+                relation=">=",
+                bound=bound,
+            )
+    yield served(
+        key=f"b{EQUAL_CLIENTS}t",
+        text=f"TTFT p50 over HTTP, {clients(EQUAL_CLIENTS)}",
+        case=clients(EQUAL_CLIENTS),
+        metric="ttft_p50_ms",
+        against=LLAMA_SERVER,
+        relation="<=",
+        bound=0.6,
+    )
+    for n in SMALL_WIDTHS:
+        yield Target(
+            key=f"g{n}h",
+            text=f"two layers: throughput over HTTP, {clients(n)}",
+            measurement="g",
+            model=SMALL_MODEL,
+            case=clients(n),
+            metric="tokens_per_s",
+            peer=CLLM_SERVE,
+            against=LLAMA_SERVER,
+            relation=">=",
+            bound=1.0,
+        )
+
+
+def _load() -> Iterator[Target]:
+    served = partial(Target, model=MODEL, peer=CLLM_SERVE)
+    for head in shared_head.FULL:
+        yield served(
+            key=f"c{head.n_requests}",
+            text=f"total time, {head.case}",
+            measurement="c",
+            case=head.case,
+            metric="total_s",
+            against=LLAMA_SERVER,
+            relation="<=",
+            bound=0.25,
+        )
+    for joined in joining.FULL:
+        yield served(
+            key="d",
+            text=f"ITL p99, {joined.case}",
+            measurement="d",
+            case=joined.case,
+            metric="itl_p99_ms",
+            against=LLAMA_SERVER,
+            relation="<=",
+            bound=0.35,
+        )
+    for flood in overflow.FULL:
+        yield served(
+            key="e",
+            text=f"share finished, {flood.case}",
+            measurement="e",
+            case=flood.case,
+            metric="finished_share",
+            against=None,
+            relation=">=",
+            bound=1.0,
+        )
+    # A step that takes little is where growth would show.
+    for row in sequential.FULL:
+        yield served(
+            model=SMALL_MODEL,
+            key=f"f{row.n_output}",
+            text=f"two layers: last tenth ÷ first, {row.case}",
+            measurement="f",
+            case=row.case,
+            metric="last_over_first",
+            against=None,
+            relation="<=",
+            bound=1.02,
+        )
+
+
+def _process() -> Iterator[Target]:
+    own = partial(Target, model=MODEL, peer=CLLM, against=None)
+    for key, case in (("h", DEFAULT_SWITCH), ("hq", QUICK_SWITCH)):
+        yield own(
+            key=key,
+            text=f"tokens/s kept, {case}",
+            measurement="h",
+            case=case,
+            metric="kept",
+            relation=">=",
+            bound=0.9,
+        )
+    fresh = partial(own, measurement="i", case=FRESH_PROCESS, relation="<=")
+    yield fresh(
+        key="im",
+        text="memory above the model and the cache",
+        metric="rss_above_mib",
+        bound=60e6 / 2**20,
+    )
+    yield fresh(key="ii", text="import of cllm", metric="import_s", bound=0.25)
+
+
+TARGETS = tuple(
+    sorted([*_decode(), *_http(), *_load(), *_process()], key=lambda target: target.measurement)
+)

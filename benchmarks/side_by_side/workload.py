@@ -1,0 +1,40 @@
+"""What is asked of every peer: the models, prompts that no two requests share, the settings."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from tools import make_model
+
+TEXT_TOKENS = range(1000, 9000)  # of every vocabulary in use, and none of them a control token
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Settings that all peers get alike."""
+
+    model: Path
+    n_threads: int
+    n_ctx: int
+    n_seq_max: int
+    n_batch: int = 512
+    n_ubatch: int = 512
+
+
+def model_path(name: str) -> Path:
+    """A random-weight model by name and file type: `qwen3-0.6b/Q4_K_M`."""
+    model, file_type = name.split("/")
+    return make_model.ensure(model, cast(make_model.FileType, file_type))
+
+
+def prompt_of(seed: str, n_tokens: int) -> list[int]:
+    """Token ids that are the same for every peer, and shared by no other seed."""
+    return random.Random(seed).choices(TEXT_TOKENS, k=n_tokens)
+
+
+def cells_for(n_sequences: int, n_tokens: int) -> int:
+    """KV cells for so many sequences, as llama.cpp rounds them."""
+    return -(-n_sequences * n_tokens // 256) * 256
