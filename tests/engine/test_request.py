@@ -272,6 +272,7 @@ def test_a_prompt_may_fill_the_context_and_not_exceed_it() -> None:
         ("prefix_cache_tokens", 0, "1 to 67108864"),
         ("swap_tokens", -1, "0 to 1073741824"),
         ("tick_log", 5.5, "a path"),
+        ("n_prefill_chunk", 0, "1 to 1048576"),
         ("target_itl_ms", 0.0, "0.1 to 1e+06"),
         ("target_itl_ms", NAN, "finite"),
         ("stream_buffer", 0, "1 to 1048576"),

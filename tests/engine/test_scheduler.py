@@ -11,7 +11,14 @@ from cllm.engine import scheduler
 from cllm.engine.kv_cache import KVCache
 from cllm.engine.request import GenerationRequest
 from cllm.engine.sampling_params import SamplingParams
-from cllm.engine.scheduler import N_AHEAD_AGAIN, Chunk, has_room, next_admitted, plan
+from cllm.engine.scheduler import (
+    ATTENTION_TILE,
+    N_AHEAD_AGAIN,
+    Chunk,
+    has_room,
+    next_admitted,
+    plan,
+)
 from cllm.engine.sequence import AGEING_S, Sequence
 
 DETERMINISTIC = settings(
@@ -171,7 +178,7 @@ TestSchedulerMachine.settings = DETERMINISTIC
 
 def running(*sequences: Sequence) -> list[Sequence]:
     """The sequences with seq_ids from 0 on, each computing its own tokens."""
-    books = KVCache(n_cells=1000, n_seq_ids=8, n_ctx_seq=1000)
+    books = KVCache(n_cells=1000, n_seq_ids=max(8, len(sequences)), n_ctx_seq=1000)
     for sequence in sequences:
         sequence.admit(books.open(), 0.0)
         sequence.place(0)
@@ -191,6 +198,57 @@ def test_a_long_prompt_never_delays_a_decoding_sequence() -> None:
         assert [(c.sequence, c.n_tokens) for c in chunks] == [(long, n_long), (decoding, 1)]
     for n_prompt_rows in (0, -1):
         assert plan(present, 8, n_prompt_rows, n_outputs_max=256, now=0.0) == [Chunk(decoding, 1)]
+
+
+def prompt_rows(present: list[Sequence], *, n_rows: int = 512, n_prefill_chunk: int) -> list[int]:
+    """What each prompt gets, in the order of the seq_ids."""
+    chunks = plan(present, n_rows, n_prefill_chunk=n_prefill_chunk, n_outputs_max=512, now=0.0)
+    return [c.n_tokens for c in chunks if c.sequence.n_prompt > 1]
+
+
+def decoding(n: int) -> list[Sequence]:
+    return [sequence_of(1, serial) for serial in range(1, n + 1)]
+
+
+def test_alone_a_long_prompt_takes_the_whole_batch() -> None:
+    assert prompt_rows(running(sequence_of(2000)), n_prefill_chunk=128) == [512]
+
+
+@pytest.mark.parametrize(("n_decoding", "n_taken"), [(4, 124), (1, 127), (33, 95), (96, 32)])
+def test_beside_streams_a_long_prompt_fills_a_chunk_with_them(
+    n_decoding: int, n_taken: int
+) -> None:
+    present = running(sequence_of(2000), *decoding(n_decoding))
+    assert prompt_rows(present, n_prefill_chunk=128) == [n_taken]
+
+
+@DETERMINISTIC
+@given(
+    n_decoding=st.integers(1, 255),
+    n_prompt=st.integers(2, 3000),
+    n_prefill_chunk=st.integers(1, 600),
+)
+def test_a_prompt_goes_on_beside_any_number_of_streams_and_keeps_to_tiles(
+    n_decoding: int, n_prompt: int, n_prefill_chunk: int
+) -> None:
+    present = running(sequence_of(n_prompt), *decoding(n_decoding))
+    (n_taken,) = prompt_rows(present, n_rows=4096, n_prefill_chunk=n_prefill_chunk)
+    assert n_taken >= min(n_prompt, ATTENTION_TILE // 2)
+    n_rows = n_decoding + n_taken
+    if n_prompt > 4 * n_prefill_chunk and n_taken < n_prompt:
+        assert n_rows <= max(n_prefill_chunk, n_decoding + 1.5 * ATTENTION_TILE)
+        assert n_rows == n_prefill_chunk or n_rows % ATTENTION_TILE == 0
+
+
+def test_short_prompts_are_computed_together_and_whole() -> None:
+    present = running(*(sequence_of(64, serial) for serial in range(8)))
+    assert prompt_rows(present, n_prefill_chunk=128) == [64] * 8
+    assert prompt_rows(present, n_prefill_chunk=32) == [64] * 2
+
+
+def test_who_is_computed_with_a_long_prompt_waits_for_no_more_than_a_chunk_of_it() -> None:
+    first, long = sequence_of(50, 1), sequence_of(2000, 2)
+    assert prompt_rows(running(first, long), n_prefill_chunk=128) == [50, 78]
 
 
 @pytest.mark.parametrize("n_rows", [0, -1])
