@@ -7,7 +7,9 @@ interruption is kept; `--page-only` makes the page of them again.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
+import json
 import time
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from benchmarks.side_by_side.suite import MEASUREMENTS, Options
 from cllm import EngineConfig
 
 RESULTS = Path(__file__).parents[1] / "results"
-RECORDS = "records.jsonl"
+RECORDS, ENVIRONMENT = "records.jsonl", "environment.json"
 
 
 def parse() -> argparse.Namespace:
@@ -64,10 +66,11 @@ def main() -> None:
             for record in MEASUREMENTS[letter](options):
                 done.append(record)
                 records.save(done, path)
-    size = "quick" if given.quick else "full"
-    where = page.environment(
-        datetime.date.today().isoformat(), f"{size}, {options.n_turns} turns", found
-    )
+        where = page.environment(
+            datetime.date.today().isoformat(), "quick" if given.quick else "full", found
+        )
+        (out / ENVIRONMENT).write_text(json.dumps(dataclasses.asdict(where), indent=2) + "\n")
+    where = page.Environment(**json.loads((out / ENVIRONMENT).read_text()))
     tell(f"wrote {page.write(done, where, out)}")
 
 

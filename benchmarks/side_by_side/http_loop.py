@@ -52,7 +52,7 @@ class LoopSizes:
 
 
 FULL = (LoopSizes(1, 8), LoopSizes(8, 4), LoopSizes(32, 2))
-QUICK = (LoopSizes(1, 6), LoopSizes(8, 3), LoopSizes(32, 2))
+QUICK = (LoopSizes(1, 4), LoopSizes(8, 2), LoopSizes(32, 1))
 
 
 async def measure(port: int, peer: str, sizes: LoopSizes, seed: str = "") -> Outcome:

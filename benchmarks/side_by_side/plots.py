@@ -78,11 +78,13 @@ def draw(tables: Sequence[Table], path: Path) -> bool:
 
 
 def _is_against_width(table: Table) -> bool:
-    return (
-        table.metric in AGAINST_WIDTH
-        and len(table.cases) > 2
-        and all(case.split()[0].isdecimal() for case in table.cases)
-    )
+    return table.metric in AGAINST_WIDTH and len(table.cases) > 2 and _are_widths(table.cases)
+
+
+def _are_widths(cases: Sequence[str]) -> bool:
+    """Whether they are numbers of one thing: "8 clients"."""
+    words = [case.split() for case in cases]
+    return all(len(case) == 2 and case[0].isdecimal() for case in words)
 
 
 def _reach(values: Spread) -> tuple[float, float]:
@@ -127,6 +129,9 @@ def _draw_bars(axes: Axes, table: Table) -> None:
             yerr=list(zip(*(_reach(values) for _, values in bars), strict=True)),
             color=COLOURS[peer], capsize=2, label=peer,
         )  # fmt: skip
-    axes.set_xticks(
-        range(len(table.cases)), [textwrap.fill(case, 16) for case in table.cases], fontsize="small"
-    )
+    places = range(len(table.cases))
+    if len(table.cases) > 1 and _are_widths(table.cases):
+        axes.set_xticks(places, [case.split()[0] for case in table.cases])
+        axes.set_xlabel(table.cases[-1].split()[1])
+    else:
+        axes.set_xticks(places, [textwrap.fill(c, 16) for c in table.cases], fontsize="small")

@@ -15,7 +15,6 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from benchmarks.side_by_side.peers import Peers
 from benchmarks.side_by_side.records import CLLM_SERVE, LLAMA_SERVER, PYTHON_SERVER
@@ -39,6 +38,7 @@ class ServerPeer:
     missing: str
     command: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
+    stdin: str = ""
 
 
 def free_port() -> int:
@@ -93,18 +93,20 @@ def python_server(setup: Setup, port: int, peers: Peers) -> ServerPeer:
             "kv_unified": True,
         },
     }
-    file = Path(tempfile.gettempdir()) / f"cllm-peer-{port}.json"
-    file.write_text(json.dumps(config))
-    command = (str(peers.python), str(peers.example_server), "-C", str(file))
-    return ServerPeer(PYTHON_SERVER, health, "", command, tuple(peers.environment.items()))
+    command = (str(peers.python), str(peers.example_server), "-C", "/dev/stdin")
+    environment = tuple(peers.environment.items())
+    return ServerPeer(PYTHON_SERVER, health, "", command, environment, json.dumps(config))
 
 
 @contextmanager
 def running(peer: ServerPeer, port: int) -> Iterator[int]:
     """The process id of a server that is ready."""
-    with tempfile.TemporaryFile() as log:
+    with tempfile.TemporaryFile() as log, tempfile.TemporaryFile() as stdin:
+        stdin.write(peer.stdin.encode())
+        stdin.seek(0)
         process = subprocess.Popen(
             peer.command,
+            stdin=stdin,
             stdout=log,
             stderr=log,
             env={**os.environ, **dict(peer.environment)},

@@ -1,0 +1,69 @@
+"""The order of the turns, what a failing or missing peer costs, and one run of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import anyio
+import pytest
+
+from benchmarks.side_by_side import engine_loop, workload
+from benchmarks.side_by_side.engine_loop import Decoding
+from benchmarks.side_by_side.page import SECTIONS
+from benchmarks.side_by_side.peers import Peers
+from benchmarks.side_by_side.suite import MEASUREMENTS, Options, available, in_turns
+from benchmarks.side_by_side.targets import TARGETS
+from benchmarks.side_by_side.workload import Setup
+from cllm.engine.config import EMBEDDED_MODEL
+
+
+def options(n_turns: int, told: list[str], missing: Mapping[str, str] | None = None) -> Options:
+    peers = Peers(None, None, missing or {})
+    return Options(peers, n_threads=1, n_turns=n_turns, is_quick=True, tell=told.append)
+
+
+def test_peers_take_turns_and_every_other_turn_the_last_begins() -> None:
+    calls: list[str] = []
+
+    def task(name: str) -> Mapping[str, float]:
+        calls.append(name)
+        return {"n": len(calls)}
+
+    tasks = {name: lambda name=name: task(name) for name in "ABC"}
+    records = list(in_turns(options(3, []), "a", "model", "case", tasks))
+    assert calls == [*"ABC", *"CBA", *"ABC"]
+    assert [(r.peer, r.turn, r.metrics["n"]) for r in records[:4]] == [
+        ("A", 0, 1), ("B", 0, 2), ("C", 0, 3), ("C", 1, 4),
+    ]  # fmt: skip
+
+
+def test_a_peer_that_fails_is_told_of_and_the_others_are_measured() -> None:
+    def fails() -> Mapping[str, float]:
+        raise RuntimeError("it fell over")
+
+    told: list[str] = []
+    tasks = {"A": fails, "B": lambda: {"n": 1.0}}
+    assert [r.peer for r in in_turns(options(1, told), "a", "model", "case", tasks)] == ["B"]
+    assert "it fell over" in told[0]
+
+
+def test_a_missing_peer_is_not_measured() -> None:
+    there = available(options(1, [], {"A": "", "B": "not built"}), {"A": dict, "B": dict})
+    assert list(there) == ["A"]
+
+
+def test_every_measurement_has_a_section_and_every_target_a_measurement() -> None:
+    assert set(MEASUREMENTS) == set(SECTIONS) == {target.measurement for target in TARGETS}
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_the_engine_is_measured_with_every_token_read(
+    monkeypatch: pytest.MonkeyPatch, *, is_busy: bool
+) -> None:
+    monkeypatch.setattr(workload, "TEXT_TOKENS", range(40, 90))
+    setup = Setup(EMBEDDED_MODEL, n_threads=1, n_ctx=512, n_seq_max=4)
+    call = Decoding(setup, n_prompt=8, n_output=32, is_busy=is_busy)
+    rate = anyio.run(engine_loop.measure, call)
+    assert rate.tokens_per_s > 0
+    assert rate.outside_us > 0
+    assert rate.handovers_per_tick >= 3  # decode, synchronize, argmax
