@@ -99,6 +99,7 @@ class Model(NativeHandle):
         self.is_hybrid = bool(lib.llama_model_is_hybrid(pointer))
         # A state for each sequence instead of, or beside, a cell for each position.
         self.has_state = self.is_recurrent or self.is_hybrid
+        # Whether a GPU computes: what a CPU does for each row of a batch, it does for many at once.
         self.is_on_gpu = params.n_gpu_layers != 0 and bool(lib.llama_supports_gpu_offload())
         self.is_diffusion = bool(lib.llama_model_is_diffusion(pointer))
 
