@@ -9,6 +9,8 @@ from pathlib import Path
 
 from cllm import EngineConfig
 
+TEXT_TOKENS = range(1000, 9000)  # of every vocabulary in use, and none of them a control token
+
 
 def percentile(values: Sequence[float], percent: float) -> float:
     """The value below or at which so many percent lie (nearest rank)."""

@@ -16,12 +16,11 @@ from typing import Any
 
 import anyio
 
-from benchmarks.measure import machine, percentile
+from benchmarks.measure import TEXT_TOKENS, machine, percentile
 from cllm import Engine
 from tools import make_model
 
 N_STREAMS = 4
-TEXT = range(1000, 9000)  # tokens of every vocabulary in use
 
 
 @dataclass
@@ -44,7 +43,7 @@ async def streams_and(engine: Engine, prompt: list[int] | None, seconds: float) 
     is_measuring = False
 
     async def read(seed: int) -> None:
-        tokens = random.Random(seed).choices(TEXT, k=16)
+        tokens = random.Random(seed).choices(TEXT_TOKENS, k=16)
         nonlocal is_measuring
         while True:  # random weights may end an answer at any token
             stream = engine.stream(tokens, temperature=1.0, seed=seed)
@@ -74,7 +73,7 @@ async def streams_and(engine: Engine, prompt: list[int] | None, seconds: float) 
 async def measure(options: argparse.Namespace) -> None:
     """Everything, printed."""
     path = make_model.ensure(options.model, options.file_type)
-    prompt = random.Random(7).choices(TEXT, k=options.prompt)
+    prompt = random.Random(7).choices(TEXT_TOKENS, k=options.prompt)
     settings: dict[str, Any] = {
         "n_ctx": 4096,
         "n_seq_max": N_STREAMS + 1,

@@ -79,16 +79,7 @@ async def measure(call: Decoding) -> DecodingRate:
     if call.switch_interval_s is not None:
         sys.setswitchinterval(call.switch_interval_s)
     # The peer has no prefix cache, and nothing here could be shared.
-    async with Engine(
-        setup.model,
-        n_ctx=setup.n_ctx,
-        n_seq_max=n_streams,
-        n_batch=setup.n_batch,
-        n_ubatch=setup.n_ubatch,
-        n_threads=setup.n_threads,
-        n_threads_batch=setup.n_threads,
-        prefix_cache=False,
-    ) as engine:
+    async with Engine(**setup.engine_options, prefix_cache=False) as engine:
 
         async def read(number: int) -> None:
             tokens = prompt_of(f"{number}", call.n_prompt)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -189,7 +189,7 @@ def _over_http(
     measurement: str,
     model: str,
     sizes: Sizes,
-    measure: Callable[..., Awaitable[Outcome]],
+    measure: Callable[..., Coroutine[Any, Any, Outcome]],
     peers: Sequence[str] = (CLLM_SERVE, LLAMA_SERVER, PYTHON_SERVER),
 ) -> Iterator[Record]:
     """Each peer on a server of its own, which is as fresh in every turn."""
@@ -199,7 +199,7 @@ def _over_http(
         def run() -> Metrics:
             port = servers.free_port()
             with servers.running(_server(peer, setup, port, options.peers), port):
-                outcome = asyncio.run(_awaited(measure(port, peer, sizes)))
+                outcome = asyncio.run(measure(port, peer, sizes))
             for failure in outcome.failures:
                 options.tell(f"{measurement} {sizes.case}: {peer}: {failure}")
             return outcome.metrics
@@ -210,16 +210,11 @@ def _over_http(
     yield from in_turns(options, measurement, model, sizes.case, tasks)
 
 
-async def _awaited(outcome: Awaitable[Outcome]) -> Outcome:
-    return await outcome
-
-
 def _server(peer: str, setup: Setup, port: int, peers: Peers) -> ServerPeer:
     if peer == CLLM_SERVE:
         return servers.cllm_serve(setup, port)
-    make: Any = servers.llama_server if peer == LLAMA_SERVER else servers.python_server
-    server: ServerPeer = make(setup, port, peers)
-    return server
+    make = servers.llama_server if peer == LLAMA_SERVER else servers.python_server
+    return make(setup, port, peers)
 
 
 def _http_part(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
+from benchmarks.measure import TEXT_TOKENS
 from tools import make_model
-
-TEXT_TOKENS = range(1000, 9000)  # of every vocabulary in use, and none of them a control token
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,11 @@ class Setup:
     n_seq_max: int
     n_batch: int = 512
     n_ubatch: int = 512
+
+    @property
+    def engine_options(self) -> dict[str, Any]:
+        """They as options of `cllm.Engine`."""
+        return {**dataclasses.asdict(self), "n_threads_batch": self.n_threads}
 
 
 def model_path(name: str) -> Path:
