@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Write random-weight GGUF models for tests and benchmarks.
 
 Neither the speed of a model nor the way llama.cpp treats its architecture depends on its values, so
@@ -6,13 +5,13 @@ tests and benchmarks need no download.  A file goes into `${XDG_CACHE_HOME:-~/.c
 under a temporary name first, and is the same to the byte whenever it is written again.  Its name
 carries `GENERATOR`, which rises with every change here that changes a file.
 
-    python tools/make_model.py tiny-llama --type Q8_0        # prints the path
-    python tools/make_model.py qwen3-0.6b --type Q4_K_M      # after ./build_llama.sh --tools
+    python -m tools.make_model tiny-llama --type Q8_0        # prints the path
+    python -m tools.make_model qwen3-0.6b --type Q4_K_M      # after ./build_llama.sh --tools
 
-The tiny models share one vocabulary: 256 byte tokens, then four control tokens.  The others have
-Qwen2's, read from the llama.cpp source that ./build_llama.sh keeps.  Logits are finite, about
-normal, and depend on all that stands before; the best two are often close, so a greedy continuation
-can turn on the rounding of another batch layout.
+The tiny models share one vocabulary (`tiny_vocabulary`).  The others have Qwen2's, read from the
+llama.cpp source that ./build_llama.sh keeps.  Logits are finite, about normal, and depend on all
+that stands before; the best two are often close, so a greedy continuation can turn on the rounding
+of another batch layout.
 """
 
 from __future__ import annotations
@@ -33,6 +32,8 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
+from tools.tiny_vocabulary import CHAT_TEMPLATE, add_vocabulary
+
 __all__ = (
     "MODELS",
     "FileType",
@@ -49,12 +50,6 @@ UNIT = 32  # elements per block of Q8_0 and Q4_0, and what `Noise` is cut into
 N_WINDOW_TINY = 16
 QUANTIZE_TOOL = Path(__file__).resolve().parents[1] / "cllm" / "_native" / "bin" / "llama-quantize"
 VOCABULARY_NAME = "ggml-vocab-qwen2.gguf"
-CONTROL_TOKENS = ("<|bos|>", "<|im_end|>", "<|im_start|>", "<|answer|>")
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' "
-    "+ message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 
 Metadata = Mapping[str, int | float | list[int]]
 FileType = Literal["F16", "Q8_0", "Q4_0", "Q4_K_M"]
@@ -243,29 +238,6 @@ class Noise:
         return repeated[first:last].reshape(-1)
 
 
-def _byte_pieces() -> list[str]:
-    """GPT-2's printable stand-in for each byte, the alphabet of byte-level BPE vocabularies."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
-
-
-def _add_tiny_vocabulary(writer: gguf.GGUFWriter) -> None:
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([*_byte_pieces(), *CONTROL_TOKENS])
-    writer.add_token_types([gguf.TokenType.NORMAL] * 256 + [gguf.TokenType.CONTROL] * 4)
-    # llama.cpp insists on merges and gguf drops an empty list.  This one never applies: no merge
-    # makes its left half out of bytes.
-    writer.add_token_merges([f"{CONTROL_TOKENS[0]} {CONTROL_TOKENS[1]}"])
-    writer.add_bos_token_id(256)
-    writer.add_eos_token_id(257)
-    writer.add_pad_token_id(257)
-    writer.add_add_bos_token(True)
-    writer.add_token_type_count(1)  # bert's kind of token types; it does not load without
-    writer.add_chat_template(CHAT_TEMPLATE)
-
-
 def _add_qwen2_vocabulary(writer: gguf.GGUFWriter, n_vocab: int, path: Path) -> None:
     """Copy the vocabulary of `path`, padded to `n_vocab` as llama.cpp's converter pads it."""
     fields = gguf.GGUFReader(path).fields
@@ -322,7 +294,9 @@ def _write(path: Path, name: str, file_type: FileType, vocab: Path | None) -> No
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         _add_metadata(writer, model)
         if name.startswith("tiny-"):
-            _add_tiny_vocabulary(writer)
+            add_vocabulary(writer)
+            writer.add_token_type_count(1)  # bert's kind of token types; it does not load without
+            writer.add_chat_template(CHAT_TEMPLATE)
         else:
             _add_qwen2_vocabulary(
                 writer,

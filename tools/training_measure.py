@@ -1,0 +1,109 @@
+"""How well the embedded model does its tasks: exact answers, and by what margin of the logits."""
+
+from __future__ import annotations
+
+import math
+import random
+import zlib
+from dataclasses import dataclass
+
+import torch
+
+from tools.tiny_vocabulary import END
+from tools.training_network import Transformer
+from tools.training_tasks import (
+    ALL_SUMS,
+    MAKERS,
+    Question,
+    encode_example,
+    held_out_questions,
+    make_count,
+    make_note,
+)
+
+
+@dataclass(slots=True)
+class Tally:
+    """Exact answers and the smallest logit margin over them."""
+
+    n_asked: int = 0
+    n_right: int = 0
+    min_margin: float = math.inf
+
+    def __str__(self) -> str:
+        return f"{self.n_right}/{self.n_asked} (margin {self.min_margin:.1f})"
+
+
+@torch.no_grad()
+def measure(model: Transformer, examples: list[tuple[list[int], list[int]]]) -> Tally:
+    """Greedy accuracy: with every argmax right, greedy decoding reproduces the answer exactly."""
+    tally = Tally()
+    examples = sorted(examples, key=lambda e: len(e[0]))
+    start = 0
+    while start < len(examples):
+        width = len(examples[min(start + 255, len(examples) - 1)][0])
+        count = max(1, min(256, 32768 // width))
+        group = examples[start : start + count]
+        start += count
+        width = max(len(tokens) for tokens, _ in group)
+        ids = torch.full((len(group), width), END)
+        asked = torch.zeros((len(group), width), dtype=torch.bool)
+        for row, (tokens, flags) in enumerate(group):
+            ids[row, : len(tokens)] = torch.tensor(tokens)
+            asked[row, : len(flags)] = torch.tensor(flags, dtype=torch.bool)
+        rows, columns = asked[:, :-1].nonzero(as_tuple=True)
+        logits = model.output(model.hidden(ids)[rows, columns])
+        target = ids[rows, columns + 1]
+        top2 = logits.topk(2, dim=-1)
+        right = top2.indices[:, 0] == target
+        wrong_rows = set(rows[~right].tolist())
+        tally.n_asked += len(group)
+        tally.n_right += len(group) - len(wrong_rows)
+        margins = (top2.values[:, 0] - top2.values[:, 1])[right]
+        if len(margins):
+            tally.min_margin = min(tally.min_margin, margins.min().item())
+    return tally
+
+
+@torch.no_grad()
+def hardest_sums(model: Transformer, n: int) -> list[Question]:
+    """The sums that the model answers wrongly or with the smallest margins."""
+    margins = torch.empty(len(ALL_SUMS))
+    by_length: dict[int, list[int]] = {}
+    examples = [encode_example([question], "", False, None) for question in ALL_SUMS]
+    for index, (tokens, _) in enumerate(examples):
+        by_length.setdefault(len(tokens), []).append(index)
+    for indices in by_length.values():
+        ids = torch.tensor([examples[i][0] for i in indices])
+        asked = torch.tensor([examples[i][1] for i in indices], dtype=torch.bool)[:, :-1]
+        logits = model.output(model.hidden(ids))[:, :-1]
+        target = ids[:, 1:, None]
+        right = logits.gather(-1, target)[..., 0]
+        best_other = logits.scatter(-1, target, -math.inf).amax(-1)
+        margins[indices] = (right - best_other).masked_fill(~asked, math.inf).amin(1)
+    return [ALL_SUMS[index] for index in margins.argsort()[:n].tolist()]
+
+
+def evaluate(model: Transformer, n: int, max_numbers: int, max_note: int) -> dict[str, Tally]:
+    """Accuracy per task on held-out questions: bare, after a note, and through the chat template."""
+    report: dict[str, Tally] = {}
+    rng = random.Random(7)
+    makers = dict(MAKERS)
+    makers["count"] = lambda r: make_count(r, max_numbers)
+    for task, maker in makers.items():
+        questions = held_out_questions(maker, n, seed=zlib.crc32(task.encode()))
+        if task == "sum":
+            questions = ALL_SUMS
+        report[task] = measure(model, [encode_example([q], "", False, None) for q in questions])
+        report[f"{task}, note"] = measure(
+            model,
+            [
+                encode_example([q], make_note(rng, max_note), False, None)
+                for q in random.Random(3).sample(questions, n)
+            ],
+        )
+        report[f"{task}, chat"] = measure(
+            model,
+            [encode_example([q], "", True, None) for q in random.Random(3).sample(questions, n)],
+        )
+    return report
