@@ -6,7 +6,7 @@ Each returns the value it was given, or raises an error that names field, value 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import IntEnum
 from typing import TypeVar
 
@@ -31,7 +31,10 @@ def check_int(
         return value
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise error(field, value, "an integer")
-    number: int = value.__index__()
+    try:
+        number: int = value.__index__()
+    except TypeError:  # an array of several
+        raise error(field, value, "an integer") from None
     if not low <= number <= high:
         raise error(field, value, f"{low} to {high}")
     return number
@@ -64,6 +67,19 @@ def check_bool(field: str, value: object, error: ErrorType = InvalidArgumentErro
     return value
 
 
+def check_several(
+    field: str, value: object, limit: str, error: ErrorType = InvalidArgumentError
+) -> None:
+    """Refuse what has no length and no order; an array will do, a single text will not."""
+    try:
+        n = len(value)  # type: ignore[arg-type]  # the question
+    except TypeError:
+        n = -1
+    is_one = isinstance(value, str | bytes | bytearray | memoryview | Mapping)
+    if n < 0 or is_one or not hasattr(value, "__getitem__"):
+        raise error(field, value, limit)
+
+
 def check_enum(field: str, value: object, kind: type[E]) -> E:
     """`value` as a member of `kind`."""
     try:
@@ -71,3 +87,24 @@ def check_enum(field: str, value: object, kind: type[E]) -> E:
     except ValueError:
         names = ", ".join(f"{member.name} ({member.value})" for member in kind)
         raise InvalidArgumentError(field, value, f"one of {names}") from None
+
+
+def encode_text(field: str, text: str) -> bytes:
+    """UTF-8 of `text`; a lone surrogate, which has none, is refused."""
+    if not isinstance(text, str):
+        raise InvalidArgumentError(field, text, "a str")
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        lone = text[error.start : error.start + 1]
+        raise InvalidArgumentError(field, lone, "text without lone surrogates") from None
+
+
+def encode_prompt(text: str) -> bytes:
+    """UTF-8 of a text that is to be tokenized."""
+    encoded = encode_text("text", text)
+    if len(encoded) > MAX_TEXT_BYTES:
+        raise InvalidArgumentError(
+            "text", f"{len(encoded)} bytes", f"at most {MAX_TEXT_BYTES} bytes"
+        )
+    return encoded

@@ -21,7 +21,7 @@ CllmError
 ├── EngineFailedError                   the engine has stopped; __cause__ says why
 ├── ClosedError                         you closed it
 ├── InUseError                          close what depends on it first
-├── WrongThreadError                    you called it from another thread
+├── WrongThreadError                    you called it from another thread or event loop
 └── WrongProcessError                   you called it in a forked child
 
 Numbers are attributes as well as text.  Cancellation and deadlines are finish reasons, not errors.
@@ -199,7 +199,9 @@ class QueueFullError(RequestError):
     """Too many requests are waiting; try again after `retry_after_s` seconds."""
 
     def __init__(self, n_waiting: int, retry_after_s: float) -> None:
-        super().__init__(f"{n_waiting} requests are waiting, retry after {retry_after_s:.1f} s")
+        super().__init__(
+            f"the queue is full: {n_waiting} requests are waiting, retry after {retry_after_s:.1f} s"
+        )
         self.n_waiting = n_waiting
         self.retry_after_s = retry_after_s
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from threading import get_ident, main_thread
 from types import TracebackType
 from typing import Any, Self
@@ -65,6 +66,15 @@ class NativeHandle:
         # At exit only the main thread's handles are freed: another owner may be inside a call
         # (the engine joins its thread first and lets it free what it owns).
         self._finalizer.atexit = get_ident() == main_thread().ident
+
+    @contextmanager
+    def _closed_on_error(self) -> Iterator[None]:
+        """The rest of a constructor: if it raises, nobody has the object to close it."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def closed(self) -> bool:

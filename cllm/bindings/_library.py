@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,17 @@ _LOGGING_LEVEL = {
 # Enough for a model load at debug level; when full, the oldest lines go.
 _log_lines: collections.deque[tuple[int, str]] = collections.deque(maxlen=10_000)
 _library: Library | None = None
+# Two engines may start at once, each on its own thread, and llama.cpp's initialisation is for one.
+_library_lock = threading.Lock()
+
+
+def _on_fork() -> None:
+    """A child that was forked while the library was loaded could never take the lock."""
+    global _library_lock
+    _library_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_on_fork)
 
 
 class Library:
@@ -90,16 +102,21 @@ def library() -> Library:
     AbiMismatchError
         It was built from headers other than those that `_llama_h` describes.
     """
+    return _library or _load_once()
+
+
+def _load_once() -> Library:
     global _library
-    if _library is None:
-        _configure_logging()
-        path, record = find_library()
-        # An abort would otherwise fork a debugger onto this process to print a backtrace.
-        os.environ.setdefault("GGML_NO_BACKTRACE", "1")
-        loaded = Library(path, record)
-        loaded.start()
-        _library = loaded
-    return _library
+    with _library_lock:
+        if _library is None:
+            _configure_logging()
+            path, record = find_library()
+            # An abort would otherwise fork a debugger onto this process to print a backtrace.
+            os.environ.setdefault("GGML_NO_BACKTRACE", "1")
+            loaded = Library(path, record)
+            loaded.start()
+            _library = loaded
+        return _library
 
 
 def find_library() -> tuple[Path, dict[str, Any]]:

@@ -167,8 +167,7 @@ class Context(Memory):
         if 0 < n_ctx < n_seq_max:
             raise InvalidArgumentError("n_ctx", n_ctx, f"at least n_seq_max ({n_seq_max})")
         check_int("n_batch", n_batch, n_seq_max, 1 << 20)
-        params.n_ctx = n_ctx
-        params.n_batch = n_batch
+        params.n_ctx, params.n_batch = n_ctx, n_batch
         params.n_ubatch = check_int("n_ubatch", n_ubatch, 1, 1 << 20)
         params.n_seq_max = n_seq_max
         if n_outputs_max is None:
@@ -214,9 +213,10 @@ class Context(Memory):
             raise ContextError(reason or "llama.cpp could not create the context")
         super().__init__(pointer, model, kv_unified=bool(kv_unified))
         self._loras: tuple[LoraAdapter, ...] = ()
-        self.n_vocab = model.vocab.n_tokens
-        self.n_batch = int(lib.llama_n_batch(pointer))
-        self.n_ubatch = int(lib.llama_n_ubatch(pointer))
+        with self._closed_on_error():
+            self.n_vocab = model.vocab.n_tokens
+            self.n_batch = int(lib.llama_n_batch(pointer))
+            self.n_ubatch = int(lib.llama_n_ubatch(pointer))
         self.n_outputs_max = n_outputs_max
         self.n_decodes = self._n_output_rows = 0
         self._decoded = False

@@ -7,13 +7,20 @@ not appear outside this file.
 from __future__ import annotations
 
 import ctypes
+import struct
+import zlib
 from typing import Any
 
 from cllm.bindings._handle import NativeHandle
 from cllm.bindings._library import Library, forward_log, library
 from cllm.bindings.model import Model
-from cllm.checks import INT32_MAX, check_int
+from cllm.checks import INT32_MAX, check_bool, check_int
 from cllm.errors import ContextError, InvalidArgumentError, LlamaCallError
+
+# Before llama.cpp's own bytes, which have no checksum: it accepts most damaged copies.
+_COPY_HEADER = struct.Struct("<8sI")  # the name of this format; CRC-32 of what follows
+_COPY_NAME = b"cllmseq1"
+A_COPY = "a copy made by state_seq_get_data"
 
 
 class Memory(NativeHandle):
@@ -29,24 +36,24 @@ class Memory(NativeHandle):
     def __init__(self, pointer: Any, model: Model, *, kv_unified: bool) -> None:
         lib = library()
         self._lib: Library = lib
-        self._memory = lib.llama_get_memory(pointer)
-        if not self._memory:
-            # Encoder-only and diffusion models: some claim to have a decoder, none remembers.
-            lib.llama_free(pointer)
-            raise ContextError("the model has no KV cache: it cannot generate text")
         super().__init__(pointer, lib.llama_free, parent=model)
         self.kv_unified = kv_unified
         # Copies between streams that llama.cpp makes at the next decode.
         self._pending_copies: set[int] = set()
-        self.n_ctx = int(lib.llama_n_ctx(pointer))
-        self.n_ctx_seq = int(lib.llama_n_ctx_seq(pointer))
-        self.n_seq_max = int(lib.llama_n_seq_max(pointer))
+        with self._closed_on_error():
+            self._memory = lib.llama_get_memory(pointer)
+            if not self._memory:
+                # Encoder-only and diffusion models: some claim to have a decoder, none remembers.
+                raise ContextError("the model has no KV cache: it cannot generate text")
+            self.n_ctx = int(lib.llama_n_ctx(pointer))
+            self.n_ctx_seq = int(lib.llama_n_ctx_seq(pointer))
+            self.n_seq_max = int(lib.llama_n_seq_max(pointer))
 
     # --- KV cache ----------------------------------------------------------------------------
     def memory_clear(self, *, data: bool = True) -> None:
         """Empty the KV cache; with `data`, zero its buffers too (cures NaN in stored values)."""
         self._pointer  # noqa: B018  # the thread and lifetime check
-        self._lib.llama_memory_clear(self._memory, data)
+        self._lib.llama_memory_clear(self._memory, check_bool("data", data))
 
     def seq_rm(self, seq_id: int, p0: int | None = None, p1: int | None = None) -> bool:
         """Remove positions `[p0, p1)` of a sequence; by default all of it.
@@ -114,13 +121,16 @@ class Memory(NativeHandle):
         """The first position the cache holds for a sequence; None if it is empty."""
         self._check_seq("seq_id", seq_id)
         pos: int = self._lib.llama_memory_seq_pos_min(self._memory, seq_id)
-        return None if pos < 0 else pos
+        return None if pos == -1 else pos
 
     def seq_pos_max(self, seq_id: int) -> int | None:
-        """The last position the cache holds for a sequence; None if it is empty."""
+        """The last position the cache holds for a sequence; None if it is empty.
+
+        Below -1 where a forged copy was restored: only `memory_clear` removes such cells.
+        """
         self._check_seq("seq_id", seq_id)
         pos: int = self._lib.llama_memory_seq_pos_max(self._memory, seq_id)
-        return None if pos < 0 else pos
+        return None if pos == -1 else pos
 
     @property
     def can_shift(self) -> bool:
@@ -144,18 +154,22 @@ class Memory(NativeHandle):
     def state_seq_get_data(self, seq_id: int) -> bytes:
         """A copy of what the KV cache holds for a sequence; empty if it holds nothing.
 
-        Carries no checksum: whoever stores it adds one (`state_seq_set_data` cannot tell).
+        llama.cpp's own bytes behind a checksum of them.
         """
         self._check_seq("seq_id", seq_id)
         self._check_copied(seq_id)
         if self.seq_pos_max(seq_id) is None:
             return b""
         size = self._lib.llama_state_seq_get_size(self._pointer, seq_id)
-        buffer = (ctypes.c_uint8 * size)()
-        n_bytes = self._lib.llama_state_seq_get_data(self._pointer, buffer, size, seq_id)
+        start = _COPY_HEADER.size
+        buffer = (ctypes.c_uint8 * (start + size))()
+        cells = (ctypes.c_uint8 * size).from_buffer(buffer, start)
+        n_bytes = self._lib.llama_state_seq_get_data(self._pointer, cells, size, seq_id)
         if n_bytes == 0:
             raise LlamaCallError("llama_state_seq_get_data", 0)
-        return bytes(memoryview(buffer)[:n_bytes])
+        copy = memoryview(buffer)[: start + n_bytes]
+        _COPY_HEADER.pack_into(buffer, 0, _COPY_NAME, zlib.crc32(copy[start:]))
+        return bytes(copy)
 
     def state_seq_set_data(self, data: bytes, seq_id: int, *, n_positions: int) -> None:
         """Restore an unchanged copy made by `state_seq_get_data` into an empty sequence.
@@ -170,22 +184,35 @@ class Memory(NativeHandle):
 
         Raises
         ------
+        InvalidArgumentError
+            The copy has been changed; nothing was restored.
         LlamaCallError
-            llama.cpp refused the copy, or restored something else; the sequence is empty.
+            llama.cpp refused the copy, or restored something else: it is another model's, or made
+            with other parameters.  The sequence is empty, unless the checksum was forged: see
+            `seq_pos_max`.
         """
         self._check_seq("seq_id", seq_id)
         check_int("n_positions", n_positions, 1, self.n_ctx_seq)
         self._check_copied(seq_id)
         if not isinstance(data, bytes | bytearray | memoryview) or not data:
-            raise InvalidArgumentError("data", data, "a copy made by state_seq_get_data")
+            raise InvalidArgumentError("data", data, A_COPY)
         if self.seq_pos_max(seq_id) is not None:
             raise InvalidArgumentError("seq_id", seq_id, "an empty sequence")
+        start, size = _COPY_HEADER.size, len(data) - _COPY_HEADER.size
         buffer = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
-        n_bytes = self._lib.llama_state_seq_set_data(self._pointer, buffer, len(data), seq_id)
+        if size <= 0 or not bytes(data[:start]).startswith(_COPY_NAME):
+            raise InvalidArgumentError("data", f"{len(data)} bytes", A_COPY)
+        header = _COPY_NAME, zlib.crc32(memoryview(buffer)[start:])
+        if _COPY_HEADER.unpack_from(buffer) != header:
+            raise InvalidArgumentError(
+                "data", f"{len(data)} bytes", "unchanged: its checksum differs"
+            )
+        cells = (ctypes.c_uint8 * size).from_buffer(buffer, start)
+        n_bytes = self._lib.llama_state_seq_set_data(self._pointer, cells, size, seq_id)
         forward_log()
-        # A damaged copy is often accepted; wrong positions are the trace it leaves.
+        # A copy of another cache is often accepted; wrong positions are the trace it leaves.
         restored = (self.seq_pos_min(seq_id), self.seq_pos_max(seq_id))
-        if n_bytes != len(data) or restored[1] != n_positions - 1:
+        if n_bytes != size or (restored[0] or 0) < 0 or restored[1] != n_positions - 1:
             self._lib.llama_memory_seq_rm(self._memory, seq_id, -1, -1)
             raise LlamaCallError(
                 "llama_state_seq_set_data", n_bytes, f"restored positions {restored}"

@@ -83,13 +83,21 @@ class Model(NativeHandle):
         super().__init__(pointer, lib.llama_model_free)
         self.path = path
         self.vocab_only = bool(vocab_only)
-        self.vocab = Vocabulary(self)
+        with self._closed_on_error():
+            self.vocab = Vocabulary(self)
+            self._describe()
+            # Whether a GPU computes: what a CPU does for each row of a batch, it does for many at once.
+            self.is_on_gpu = params.n_gpu_layers != 0 and bool(lib.llama_supports_gpu_offload())
+
+    def _describe(self) -> None:
+        """Ask llama.cpp for the shape of the model."""
+        lib, pointer = library(), self._pointer
         self.n_ctx_train = int(lib.llama_model_n_ctx_train(pointer))
         self.n_embd = int(lib.llama_model_n_embd(pointer))
         self.n_layer = int(lib.llama_model_n_layer(pointer))
         # Without weights the layers have no shape, and asking for the heads of one aborts.
-        self.n_head = 0 if vocab_only else int(lib.llama_model_n_head(pointer))
-        self.n_head_kv = 0 if vocab_only else int(lib.llama_model_n_head_kv(pointer))
+        self.n_head = 0 if self.vocab_only else int(lib.llama_model_n_head(pointer))
+        self.n_head_kv = 0 if self.vocab_only else int(lib.llama_model_n_head_kv(pointer))
         self.n_swa = int(lib.llama_model_n_swa(pointer))
         self.n_params = int(lib.llama_model_n_params(pointer))
         self.size_bytes = int(lib.llama_model_size(pointer))
@@ -99,8 +107,6 @@ class Model(NativeHandle):
         self.is_hybrid = bool(lib.llama_model_is_hybrid(pointer))
         # A state for each sequence instead of, or beside, a cell for each position.
         self.has_state = self.is_recurrent or self.is_hybrid
-        # Whether a GPU computes: what a CPU does for each row of a batch, it does for many at once.
-        self.is_on_gpu = params.n_gpu_layers != 0 and bool(lib.llama_supports_gpu_offload())
         self.is_diffusion = bool(lib.llama_model_is_diffusion(pointer))
 
     @property

@@ -21,7 +21,7 @@ from cllm.bindings._library import forward_log, library
 from cllm.bindings.context import Context
 from cllm.bindings.vocabulary import Vocabulary, c_string
 from cllm.checks import INT32_MAX, MAX_SEED, check_float, check_int
-from cllm.errors import InvalidArgumentError
+from cllm.errors import InvalidArgumentError, LlamaCallError
 
 # Ring buffers of this length are allocated at once; more than a context can hold is useless.
 MAX_LAST_N = 1 << 20
@@ -105,15 +105,16 @@ class SamplerChain(NativeHandle):
     """
 
     def __init__(self, vocab: Vocabulary) -> None:
-        lib = library()
-        self._lib = lib
+        self._lib = lib = library()
         self._vocab = vocab
         vocab._pointer  # noqa: B018  # raises if the model is closed, or of another process
         params = lib.llama_sampler_chain_default_params()
-        self._adopt(lib.llama_sampler_chain_init(params))
+        self._adopt("llama_sampler_chain_init", lib.llama_sampler_chain_init(params))
         self._selects = False
 
-    def _adopt(self, pointer: Any) -> None:
+    def _adopt(self, function: str, pointer: Any) -> None:
+        if not pointer:
+            raise LlamaCallError(function, 0)
         super().__init__(pointer, self._lib.llama_sampler_free, parent=self._vocab._model)
 
     def _add(self, sampler: Any, *, selects: bool = False) -> Self:
@@ -317,7 +318,7 @@ class SamplerChain(NativeHandle):
         """
         twin = SamplerChain.__new__(SamplerChain)
         twin._lib, twin._vocab, twin._selects = self._lib, self._vocab, self._selects
-        twin._adopt(self._lib.llama_sampler_clone(self._pointer))
+        twin._adopt("llama_sampler_clone", self._lib.llama_sampler_clone(self._pointer))
         return twin
 
     @property

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from cllm.bindings import _llama_h as h
 from cllm.bindings._library import library
-from cllm.checks import MAX_TEXT_BYTES, check_int
-from cllm.errors import InvalidArgumentError
+from cllm.checks import INT32_MAX, check_bool, check_int, encode_prompt, encode_text
+from cllm.errors import InvalidArgumentError, LlamaCallError
 
 if TYPE_CHECKING:
     from cllm.bindings.model import Model
@@ -87,11 +87,9 @@ class Vocabulary:
         Long runs of one character class recurse deeply in some vocabularies: a text of more than a
         few hundred bytes belongs on a thread with a large stack.  See `llama_tokenize` in llama.h.
         """
-        encoded = encode_text("text", text)
-        if len(encoded) > MAX_TEXT_BYTES:
-            raise InvalidArgumentError(
-                "text", f"{len(encoded)} bytes", f"at most {MAX_TEXT_BYTES} bytes"
-            )
+        encoded = encode_prompt(text)
+        check_bool("add_special", add_special)
+        check_bool("parse_special", parse_special)
         capacity = len(encoded) + 8
         while True:
             tokens = (ctypes.c_int32 * capacity)()
@@ -100,6 +98,8 @@ class Vocabulary:
             )
             if n_tokens >= 0:
                 return tokens[:n_tokens]
+            if n_tokens < -INT32_MAX:
+                raise LlamaCallError("llama_tokenize", n_tokens, "more tokens than can be counted")
             capacity = -n_tokens
 
     def tokenize_inside(self, text: str, *, parse_special: bool = False) -> list[int]:
@@ -119,6 +119,8 @@ class Vocabulary:
         As llama.cpp makes it: vocabularies of the GPT-2 family lose spaces before punctuation in
         it.  `join` does not clean up.  See `llama_detokenize` in llama.h.
         """
+        check_bool("remove_special", remove_special)
+        check_bool("unparse_special", unparse_special)
         if not len(tokens):
             return b""
         array = (ctypes.c_int32 * len(tokens))(*map(self.check_token, tokens))
@@ -146,6 +148,8 @@ class Vocabulary:
 
     def piece(self, token: int) -> bytes:
         """The bytes that `token` adds to a text; none for a control token.  Remembered."""
+        if type(token) is not int:  # 2.0 and True would be found in place of 2 and 1
+            token = self.check_token(token)
         piece = self._pieces.get(token)
         if piece is None:
             piece = self._pieces[token] = self.token_to_piece(token)
@@ -161,6 +165,7 @@ class Vocabulary:
         See `llama_token_to_piece` in llama.h.
         """
         self.check_token(token)
+        check_bool("special", special)
         capacity = 64
         while True:
             buffer = ctypes.create_string_buffer(capacity)
@@ -173,6 +178,8 @@ class Vocabulary:
 
     def is_eog(self, token: int) -> bool:
         """Whether `token` ends a generation (end of sequence, end of turn, …).  Remembered."""
+        if type(token) is not int:
+            token = self.check_token(token)
         is_eog = self._is_eog.get(token)
         if is_eog is None:
             self.check_token(token)
@@ -213,17 +220,6 @@ class Vocabulary:
 
 def _token_or_none(token: int) -> int | None:
     return None if token == h.LLAMA_TOKEN_NULL else int(token)
-
-
-def encode_text(field: str, text: str) -> bytes:
-    """UTF-8 of `text`; a lone surrogate, which has none, is refused."""
-    if not isinstance(text, str):
-        raise InvalidArgumentError(field, text, "a str")
-    try:
-        return text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        lone = text[error.start : error.start + 1]
-        raise InvalidArgumentError(field, lone, "text without lone surrogates") from None
 
 
 def c_string(field: str, text: str) -> bytes:
