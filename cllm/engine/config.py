@@ -187,12 +187,12 @@ class EngineConfig:
         check_int("max_queue", self.max_queue, 0, 1 << 20)
         check_int("stream_buffer", self.stream_buffer, 1, 1 << 20)
         check_float("stall_timeout_s", self.stall_timeout_s, 0.001, 1e6)
-        if not isinstance(self.tick_log, str | os.PathLike | None):
-            raise InvalidArgumentError("tick_log", self.tick_log, "a path")
+        for field in ("model", "tick_log"):
+            if (path := getattr(self, field)) is not None:
+                _check_path(field, path)
         if self.preflight != UNSEEN and not isinstance(self.preflight, bool):
             raise InvalidArgumentError("preflight", self.preflight, f"True, False or {UNSEEN!r}")
-        for path, scale in self.lora:
-            check_float(f"scale of {path}", scale, -1e4, 1e4)
+        _check_loras(self.lora)
 
     def to_json(self) -> str:
         """All fields, for another process: `EngineConfig(**json.loads(text))` takes them back."""
@@ -226,6 +226,23 @@ class EngineConfig:
         """`(n_threads, n_threads_batch)` with None replaced."""
         n_threads = self.n_threads or n_physical_cores()
         return n_threads, self.n_threads_batch or n_threads
+
+
+def _check_path(field: str, path: object) -> None:
+    text = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise InvalidArgumentError(field, path, "a path: not empty, without NUL characters")
+
+
+def _check_loras(loras: object) -> None:
+    if not isinstance(loras, Sequence) or isinstance(loras, str | bytes):
+        raise InvalidArgumentError("lora", loras, "a sequence of (path, scale)")
+    for lora in loras:
+        if not isinstance(lora, list | tuple) or len(lora) != 2:
+            raise InvalidArgumentError("lora", lora, "a pair (path, scale)")
+        path, scale = lora
+        _check_path("lora", path)
+        check_float(f"scale of {path}", scale, -1e4, 1e4)
 
 
 def _plain(value: Any) -> str | int:

@@ -6,15 +6,13 @@ inference thread makes a sampler of it, for that is llama.cpp's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from cllm.bindings import Vocabulary
+from cllm.engine.backend import CheckServing
 from cllm.engine.constraint import CompiledConstraint, NotAvailableError
 from cllm.engine.constraint_trial import ConstraintTrial
 from cllm.engine.gbnf import check_gbnf
 from cllm.engine.guidance import Guidance
 from cllm.engine.sampling_params import SamplingParams
-from cllm.engine.worker_thread import WorkerThread
+from cllm.engine.worker_thread import WorkerThread, WorkerThreads
 from cllm.errors import InvalidRequestError
 
 
@@ -25,12 +23,17 @@ class ConstraintCompiler:
     ----------
     check_serving : callable
         The vocabulary, or why requests are not served.
+    workers : WorkerThreads
+        One more is started when it is first wanted.
     n_threads : int
         That compute masks.
     """
 
-    def __init__(self, check_serving: Callable[[], Vocabulary], *, n_threads: int) -> None:
+    def __init__(
+        self, check_serving: CheckServing, workers: WorkerThreads, *, n_threads: int
+    ) -> None:
         self._check_serving = check_serving
+        self._workers = workers
         self._n_threads = n_threads
         self._trials: dict[str, ConstraintTrial] = {}
         self._worker: WorkerThread | None = None
@@ -40,8 +43,6 @@ class ConstraintCompiler:
         """End what was begun."""
         for trial in self._trials.values():
             await trial.aclose()
-        if self._worker is not None:
-            await self._worker.aclose()
 
     async def compile(self, params: SamplingParams) -> CompiledConstraint | None:
         """What llguidance has to do in these parameters, ready to start.
@@ -70,7 +71,7 @@ class ConstraintCompiler:
     async def _compile(self, field: str, text: str) -> CompiledConstraint:
         vocabulary = self._check_serving()
         if self._worker is None:
-            self._worker = WorkerThread("cllm-compiler")
+            self._worker = self._workers.start("cllm-compiler")
 
         def prepare() -> Guidance:
             if self._guidance is None:

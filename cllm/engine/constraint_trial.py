@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import subprocess
+import weakref
 from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path
@@ -146,6 +147,7 @@ class ConstraintTrial:
                     start_new_session=True,
                 )
             self._is_killed = False
+            self._finalizer = weakref.finalize(self, _kill_leaked, process)
             assert process.stdout is not None
             self._answers = BufferedByteReceiveStream(process.stdout)
             if not self._closed:  # since: `aclose` had no process to kill
@@ -194,8 +196,15 @@ class ConstraintTrial:
         self._kill()
         process, self._process, self._answers = self._process, None, None
         if process is not None:
+            self._finalizer.detach()
             with anyio.CancelScope(shield=True):
                 await process.aclose()
+
+
+def _kill_leaked(process: Process) -> None:
+    """Its trial was collected without `aclose`; an event loop may keep its pipes open."""
+    with suppress(ProcessLookupError, RuntimeError):  # the loop may be closed
+        process.kill()
 
 
 def _key(text: str, field: str) -> bytes:

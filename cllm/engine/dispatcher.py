@@ -12,6 +12,7 @@ from cllm.engine.handoff import (
     Audit,
     Audited,
     Cancel,
+    Ended,
     Event,
     Finished,
     Inbox,
@@ -22,6 +23,7 @@ from cllm.engine.handoff import (
     Stopped,
     Submit,
 )
+from cllm.engine.home_loop import HomeLoop
 from cllm.engine.request import GenerationRequest, ModelInfo
 from cllm.engine.slots import SlotInfo
 from cllm.engine.stream import Channel
@@ -36,19 +38,20 @@ class Dispatcher:
     ----------
     model : ModelInfo or None
         Once the thread is ready.
-    answered, stopped : anyio.Event
-        The thread is ready or has stopped; the thread has stopped.
+    answered, ended : anyio.Event
+        The thread is ready or serves no more; it has freed everything.
     """
 
-    def __init__(self, inbox: Inbox, gate: QueueGate) -> None:
+    def __init__(self, inbox: Inbox, gate: QueueGate, home: HomeLoop) -> None:
         self._inbox = inbox
+        self._home = home
         self._gate = gate
         self._channels: dict[str, Channel] = {}
         self._questions: dict[int, Reply[Any]] = {}
         self._n_questions = 0
         self.model: ModelInfo | None = None
         self.answered = anyio.Event()
-        self.stopped = anyio.Event()
+        self.ended = anyio.Event()
 
     @property
     def n_channels(self) -> int:
@@ -61,7 +64,7 @@ class Dispatcher:
 
     def submit(self, request: GenerationRequest, capacity: int) -> Channel:
         """Send a request to the thread; its deltas arrive in the channel."""
-        channel = Channel(request.request_id, self._inbox, capacity)
+        channel = Channel(request.request_id, self._inbox, self._home, capacity)
         self._channels[request.request_id] = channel
         self._inbox.put(Submit(request))
         return channel
@@ -107,6 +110,8 @@ class Dispatcher:
                     self.answered.set()
                 case Stopped(error):
                     self._on_stopped(error)
+                case Ended():
+                    self.ended.set()
 
     def _on_stopped(self, error: BaseException | None) -> None:
         ended: ClosedError | EngineFailedError = ClosedError("the engine was closed")
@@ -120,4 +125,3 @@ class Dispatcher:
         self._channels.clear()
         self._gate.wake()
         self.answered.set()
-        self.stopped.set()

@@ -249,11 +249,23 @@ class Engine(Lifecycle):
         )
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """The text of `token_ids`; control tokens have none."""
+        """The text of `token_ids`; control tokens have none.
+
+        Raises
+        ------
+        InvalidArgumentError
+            Not a sequence of token ids.
+        """
         self._check_serving()
         return await self._intake.detokenize(token_ids)
 
     async def pieces(self, token_ids: Sequence[int]) -> list[bytes]:
-        """The bytes that each of `token_ids` adds to a text; one may be part of a character."""
+        """The bytes that each of `token_ids` adds to a text; one may be part of a character.
+
+        Raises
+        ------
+        InvalidArgumentError
+            Not a sequence of token ids.
+        """
         self._check_serving()
         return await self._intake.pieces(token_ids)

@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 
 import anyio
 
-from cllm.errors import CllmError
+from cllm.checks import check_several
+from cllm.errors import InvalidRequestError
 
 P = TypeVar("P")
 R = TypeVar("R")
@@ -24,28 +25,43 @@ async def run_all(
     """The results of `run` for every prompt, in the order of the prompts.
 
     The first error cancels the others and is raised as it is, not in a group; with
-    `return_exceptions`, errors stand in the list instead.
+    `return_exceptions`, errors stand in the list instead.  An error of `on_progress` is always
+    raised.
+
+    Raises
+    ------
+    InvalidRequestError
+        The prompts are no sequence: a single text, a mapping, an iterator.
     """
+    check_several("prompts", prompts, "a sequence of prompts", InvalidRequestError)
     results: list[Any] = [None] * len(prompts)
     n_done = 0
     failure: Exception | None = None
     limiter = anyio.CapacityLimiter(n_at_once)
 
+    def fail(error: Exception) -> None:
+        nonlocal failure
+        if failure is None:
+            failure = error
+        tasks.cancel_scope.cancel()
+
     async def run_one(index: int) -> None:
-        nonlocal n_done, failure
+        nonlocal n_done
         try:
             results[index] = await run(prompts[index])
-        except (CllmError, TypeError, ValueError) as error:
+        except Exception as error:
             results[index] = error
             if not return_exceptions:
-                failure = failure or error
-                tasks.cancel_scope.cancel()
+                fail(error)
                 return
         finally:
             limiter.release_on_behalf_of(index)
         n_done += 1
         if on_progress is not None:
-            on_progress(n_done, len(prompts))
+            try:
+                on_progress(n_done, len(prompts))
+            except Exception as error:
+                fail(error)
 
     async with anyio.create_task_group() as tasks:
         for index in range(len(prompts)):

@@ -66,7 +66,7 @@ class Inspect:
 
 @dataclass(frozen=True, slots=True)
 class Shutdown:
-    """Cancel everything and end the thread.  Answered by `Stopped`."""
+    """Cancel everything and end the thread.  Answered by `Stopped` and `Ended`."""
 
 
 Command = Submit | Cancel | Read | ResetPrefixCache | Audit | Inspect | Shutdown
@@ -117,12 +117,17 @@ class Inspected:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """The thread has freed everything and ends.  With an error: it failed, or never started."""
+    """Nothing more is served.  With an error: the thread has failed, or never started."""
 
     error: BaseException | None
 
 
-Event = Ready | Progressed | Finished | Audited | Inspected | Stopped
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The thread has freed everything and ends: the last event of all."""
+
+
+Event = Ready | Progressed | Finished | Audited | Inspected | Stopped | Ended
 
 T = TypeVar("T")
 
@@ -187,6 +192,6 @@ class Outbox(Generic[T]):
         """Deliver `value` soon; False if the event loop is gone.  Any thread; never blocks."""
         try:
             self._call_soon(self._deliver, value)
-        except RuntimeError:  # closed loop; trio.RunFinishedError is one too
+        except (RuntimeError, OSError):  # closed; trio.RunFinishedError is a RuntimeError too
             return False
         return True

@@ -1,8 +1,8 @@
-"""InferenceThread: owns Model and Context, runs ticks, and frees what it owns.
+"""InferenceThread: owns what its backend loads, runs ticks, and frees what it owns.
 
-The only module of the engine that touches libllama.  The thread is a daemon so that it cannot keep
-an interpreter alive, and an exit handler stops and joins it first: freeing a context while a decode
-runs crashes, so what a stuck thread holds is leaked instead.
+Whatever ends it, it waits for the worker threads before it frees the vocabulary that they use.  It is
+a daemon so that it cannot keep an interpreter alive, and an exit handler stops and joins it first:
+freeing a context while a decode runs crashes, so what a stuck thread holds is leaked instead.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import weakref
 from contextlib import ExitStack, closing
 from dataclasses import replace
 
-from cllm.bindings import Context, LoraAdapter, Model
+from cllm.engine.backend import Backend, EngineVocabulary, Loaded
 from cllm.engine.config import EngineConfig
 from cllm.engine.decoder import Decoder
 from cllm.engine.handoff import (
@@ -25,6 +25,7 @@ from cllm.engine.handoff import (
     Audited,
     Cancel,
     Command,
+    Ended,
     Event,
     Inbox,
     Inspect,
@@ -38,28 +39,19 @@ from cllm.engine.handoff import (
     Submit,
 )
 from cllm.engine.interrupter import Interrupter
-from cllm.engine.kv_cache import KVCache
-from cllm.engine.llama_decoder import LlamaDecoder, make_context
-from cllm.engine.llama_sampler import SamplerFactory
-from cllm.engine.logprobs import LogprobReader
-from cllm.engine.output_processor import ReadLogprob
-from cllm.engine.preflight import Preflight
 from cllm.engine.request import ModelInfo
-from cllm.engine.run_queue import MakeSampler
 from cllm.engine.scheduler import Chunk
 from cllm.engine.sequence import Vocabulary
 from cllm.engine.statistics import EngineStatistics, Readings
 from cllm.engine.tick import EngineCore
 from cllm.engine.tick_log import LoggedDecoder, LoggedVocabulary, TickLog
-from cllm.errors import CllmError, ModelLoadError
+from cllm.engine.worker_thread import WorkerThreads
+from cllm.errors import CllmError
 
 logger = logging.getLogger("cllm.engine")
 
 EXIT_TIMEOUT_S = 5.0
 IDLE_AUDIT_S = 1.0
-# On a CPU.  2,000 tokens beside 4 streams, in batches of 128, 192, 256 and 512: 13.2, 11.9, 11.7 and
-# 11.2 s, while the streams stood still for 1.0, 1.4, 1.9 and 3.3 s (qwen3-0.6b, 2 cores).
-N_PREFILL_CHUNK = 128
 AUDIT_EVERY_TICK = os.environ.get("CLLM_AUDIT") == "tick"
 
 
@@ -68,25 +60,32 @@ class InferenceThread:
 
     Attributes
     ----------
-    model : Model or None
-        Once loaded; other threads may use its vocabulary until `Shutdown` is sent.
+    vocabulary : EngineVocabulary or None
+        Once loaded; other threads may use it until `Shutdown` is sent.
     failure : BaseException or None
         Why it has ended, or is about to, if nobody asked it to; any thread.
     interrupter : Interrupter or None
         Once loaded: ends a decode that is mostly for cancelled requests; any thread.
     """
 
-    def __init__(self, config: EngineConfig, inbox: Inbox, outbox: Outbox[list[Event]]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        backend: Backend,
+        inbox: Inbox,
+        outbox: Outbox[list[Event]],
+        workers: WorkerThreads,
+    ) -> None:
         self._config = config
+        self._workers = workers
+        self._backend = backend
         self._inbox = inbox
         self._outbox = outbox
-        self.model: Model | None = None
+        self.vocabulary: EngineVocabulary | None = None
         self._readings: Readings | None = None  # replaced after every tick
-        self._decoder: LlamaDecoder | None = None
         self._stopping = False
         self.failure: BaseException | None = None
         self.interrupter: Interrupter | None = None
-        self._preflight = Preflight(config)
         self._audited_at = float("-inf")
         self._log: TickLog | None = None
         self._busy_since: float | None = None
@@ -121,9 +120,7 @@ class InferenceThread:
     def request_stop(self) -> None:
         """Cancel everything, also a load or a decode that is running.  Any thread; returns at once."""
         self._stopping = True
-        self._preflight.stop()
-        if (decoder := self._decoder) is not None:
-            decoder.stop()
+        self._backend.stop()
         self._inbox.put(Shutdown())
 
     def join(self, timeout: float | None = None) -> None:
@@ -134,7 +131,7 @@ class InferenceThread:
     # --- The thread itself -------------------------------------------------------------------
     def _run(self) -> None:
         try:
-            with ExitStack() as owned:  # freed in reverse order: context, adapters, model
+            with ExitStack() as owned:
                 try:
                     self._serve(owned)
                 except BaseException as error:
@@ -144,10 +141,11 @@ class InferenceThread:
                     # everybody has been told and asks for it, if there is anybody left.
                     if self._outbox.post([Stopped(error)]):
                         self._await_shutdown()
+                finally:
+                    self._workers.end()
         finally:
-            self.model = self._decoder = self._busy_since = None
-            if self.failure is None:
-                self._outbox.post([Stopped(None)])
+            self.vocabulary = self._busy_since = None
+            self._outbox.post([Ended()] if self.failure else [Stopped(None), Ended()])
 
     def _await_shutdown(self) -> None:
         self._busy_since = None
@@ -155,9 +153,7 @@ class InferenceThread:
             self._inbox.drain(wait=True)
 
     def _serve(self, owned: ExitStack) -> None:
-        self._preflight.run()
         core, model_info = self._load(owned)
-        self._preflight.passed()
         self._publish(core)
         self._outbox.post([Ready(model_info, self.statistics)])
         try:
@@ -170,67 +166,36 @@ class InferenceThread:
             if self._log is not None:
                 self._log.tick(events)
             self._outbox.post(events)
+            del events  # their errors know the frames of the callers: see `_loop`
             raise
 
     def _load(self, owned: ExitStack) -> tuple[EngineCore, ModelInfo]:
-        config = self._config
-        path = config.model_path
-        if config.model is None and not path.is_file():
-            raise ModelLoadError(str(path), "the embedded model is not installed")
-        model = owned.enter_context(
-            Model(
-                path,
-                n_gpu_layers=config.n_gpu_layers,
-                use_mmap=config.use_mmap,
-                use_mlock=config.use_mlock,
-                check_tensors=config.check_tensors,
-                on_progress=lambda _: not self._stopping,
-            )
-        )
-        loras = [(owned.enter_context(LoraAdapter(model, p)), scale) for p, scale in config.lora]
-        decoder = LlamaDecoder(lambda: make_context(model, config, loras), n_batch=config.n_batch)
-        owned.callback(decoder.close)
-        self.model, self._decoder = model, decoder
-        if self._stopping:
-            decoder.stop()
-        context = decoder.context
-        kv_cache = KVCache(
-            n_cells=context.n_ctx,
-            n_seq_ids=context.n_seq_max,
-            n_ctx_seq=context.n_ctx_seq,
-            kv_unified=config.kv_unified,
-            has_pos_min=not (model.has_state or model.n_swa),
-            is_windowed=bool(model.n_swa) and not model.has_state,
-        )
-        self.interrupter = Interrupter(decoder, can_truncate=kv_cache.has_pos_min)
-        core = self._make_core(decoder, model, kv_cache, owned)
-        return core, _model_info(model, context)
+        loaded = self._backend.load(owned)
+        self.vocabulary = loaded.vocabulary
+        self.interrupter = Interrupter(loaded.decoder, can_truncate=loaded.kv_cache.has_pos_min)
+        return self._make_core(loaded, owned), loaded.model
 
-    def _make_core(
-        self, decoder: Decoder, model: Model, kv_cache: KVCache, owned: ExitStack
-    ) -> EngineCore:
-        vocabulary: Vocabulary = model.vocab
-        reader = decoder  # audits are no part of what a replay repeats
-        make_sampler: MakeSampler = SamplerFactory(model, kv_cache.n_ctx_seq)
-        read_logprob: ReadLogprob = LogprobReader(model.vocab, decoder.n_vocab).read
+    def _make_core(self, loaded: Loaded, owned: ExitStack) -> EngineCore:
+        decoder: Decoder = loaded.decoder
+        vocabulary: Vocabulary = loaded.vocabulary
+        make_sampler, read_logprob = loaded.make_sampler, loaded.read_logprob
         clock, config = time.perf_counter, self._config
         if config.n_prefill_chunk is None:
-            n_rows = config.n_batch if model.is_on_gpu else N_PREFILL_CHUNK
-            config = replace(config, n_prefill_chunk=n_rows)
+            config = replace(config, n_prefill_chunk=loaded.n_prefill_chunk)
         if config.tick_log is not None:
             self._log = log = owned.enter_context(closing(TickLog(config.tick_log)))
-            log.header(config, kv_cache)
+            log.header(config, loaded.kv_cache)
             decoder, vocabulary = LoggedDecoder(decoder, log), LoggedVocabulary(vocabulary, log)
             make_sampler, clock = log.calls("make_sampler", make_sampler), log.clock
             read_logprob = log.calls("read_logprob", read_logprob)
         return EngineCore(
             decoder,
             vocabulary,
-            kv_cache,
+            loaded.kv_cache,
             make_sampler,
             read_logprob,
             config,
-            reader=reader,
+            reader=loaded.decoder,  # audits are no part of what a replay repeats
             clock=clock,
             on_batch=self._on_batch,
         )
@@ -257,6 +222,8 @@ class InferenceThread:
                 self._log.cancel_all() if is_last else self._log.tick(events)
             started = time.perf_counter()
             listened = self._outbox.post(events) if events else True
+            # While this waits, it must not hold what keeps callers, and with them the engine, alive.
+            del events
             core.recorder.deliver_s += time.perf_counter() - started
             if not listened:
                 core.cancel_all()
@@ -277,24 +244,33 @@ class InferenceThread:
             case ResetPrefixCache():
                 core.reset_prefix_cache()
             case Audit(call_id):
-                core.post(Audited(call_id, tuple(core.discrepancies())))
+                core.post(Audited(call_id, tuple(self._audit(core))))
             case Inspect(call_id):
                 core.post(Inspected(call_id, core.slots()))
         if self._log is not None:
             self._log.command(command)
 
     def _audit_when_idle(self, core: EngineCore) -> None:
-        """Compare the books with llama.cpp's, at most once a second; mend what differs."""
+        """Audit, at most once a second."""
         now = time.perf_counter()
-        if now - self._audited_at < IDLE_AUDIT_S:
-            return
-        self._audited_at = now
-        if found := core.discrepancies():
+        if now - self._audited_at >= IDLE_AUDIT_S:
+            self._audited_at = now
+            self._audit(core)
+
+    def _audit(self, core: EngineCore) -> list[str]:
+        """Where the books and llama.cpp's differ; the next tick mends it."""
+        try:
+            found = core.discrepancies()
+        except Exception as error:
+            found = [f"llama.cpp's cannot be read ({error!r})"]
+        if found:
+            core.recorder.n_discrepancies += len(found)
             logger.error("the books and llama.cpp disagree: %s", "; ".join(found))
-            error = CllmError(f"the books and llama.cpp disagree: {found[0]}")
-            core.distrust(error)
+            cause = CllmError(f"the books and llama.cpp disagree: {found[0]}")
+            core.distrust(cause)
             if self._log is not None:
-                self._log.distrust(error)
+                self._log.distrust(cause)
+        return found
 
     def _on_batch(self, chunks: list[Chunk]) -> None:
         """A decode is about to begin, or has ended if there are no chunks."""
@@ -306,24 +282,6 @@ class InferenceThread:
 
     def _publish(self, core: EngineCore) -> None:
         self._readings = core.readings()
-
-
-def _model_info(model: Model, context: Context) -> ModelInfo:
-    return ModelInfo(
-        path=model.path,
-        name=model.metadata_value("general.name") or "",
-        description=model.description,
-        architecture=model.metadata_value("general.architecture") or "",
-        n_params=model.n_params,
-        size_bytes=model.size_bytes,
-        n_vocab=model.vocab.n_tokens,
-        n_ctx_train=model.n_ctx_train,
-        n_embd=model.n_embd,
-        n_layer=model.n_layer,
-        chat_template=model.chat_template(),
-        tool_chat_template=model.chat_template("tool_use"),
-        n_ctx=context.n_ctx_seq,
-    )
 
 
 def _stop_at_exit(reference: weakref.ref[InferenceThread]) -> None:

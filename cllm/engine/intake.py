@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 
 import anyio
 
-from cllm.bindings import Vocabulary
+from cllm.checks import check_bool, check_several
 from cllm.engine.admission import QueueGate
+from cllm.engine.backend import Constraints, EngineVocabulary
 from cllm.engine.chat import ChatPrompt, ChatTokenizer
 from cllm.engine.constraint import CompiledConstraint
-from cllm.engine.constraint_compiler import ConstraintCompiler
 from cllm.engine.dispatcher import Dispatcher
 from cllm.engine.request import GenerationRequest
 from cllm.engine.sampling_params import SamplingParams
@@ -28,7 +28,7 @@ from cllm.engine.submission import (
     check_tokens,
     new_request_id,
 )
-from cllm.engine.worker_thread import WorkerThread
+from cllm.engine.worker_thread import WorkerThreads
 from cllm.errors import InvalidRequestError
 
 # Texts up to this many characters are tokenized on the event loop, in microseconds; longer ones can
@@ -44,18 +44,21 @@ class Intake:
     ----------
     check_serving : callable
         The vocabulary, or why requests are not served; with `draining`, the last ones are enough.
-    n_threads : int
-        That compute the masks of constraints.
+    constraints : Constraints
+        Ended by `aclose`.
+    workers : WorkerThreads
+        One more is started, for texts.
     """
 
     def __init__(
         self,
-        check_serving: Callable[..., Vocabulary],
+        check_serving: Callable[..., EngineVocabulary],
         gate: QueueGate,
         dispatcher: Dispatcher,
         *,
         stream_buffer: int,
-        n_threads: int,
+        constraints: Constraints,
+        workers: WorkerThreads,
     ) -> None:
         self._check_serving = check_serving
         self._gate = gate
@@ -63,15 +66,12 @@ class Intake:
         self._stream_buffer = stream_buffer
         self._n_serial = 0
         self._chat: ChatTokenizer | None = None
-        self._tokenizer = WorkerThread("cllm-tokenizer")
-        self._constraints = ConstraintCompiler(
-            lambda: check_serving(draining=True), n_threads=n_threads
-        )
+        self._tokenizer = workers.start("cllm-tokenizer")
+        self._constraints = constraints
 
     async def aclose(self) -> None:
-        """Wait for the calls that were begun, and end the threads."""
+        """End what tries constraints."""
         await self._constraints.aclose()
-        await self._tokenizer.aclose()
 
     @property
     def _n_ctx(self) -> int:
@@ -184,6 +184,8 @@ class Intake:
     ) -> list[int]:
         """See `Engine.tokenize`."""
         vocabulary = self._check_serving(draining=True)
+        check_bool("add_special", add_special)
+        check_bool("parse_special", parse_special)
 
         def call() -> list[int]:
             return vocabulary.tokenize(text, add_special=add_special, parse_special=parse_special)
@@ -195,6 +197,7 @@ class Intake:
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """See `Engine.detokenize`."""
         vocabulary = self._check_serving(draining=True)
+        check_several("token_ids", token_ids, "a sequence of token ids")
 
         def call() -> str:
             return vocabulary.join(token_ids).decode("utf-8", "replace")
@@ -204,6 +207,7 @@ class Intake:
     async def pieces(self, token_ids: Sequence[int]) -> list[bytes]:
         """See `Engine.pieces`."""
         vocabulary = self._check_serving(draining=True)
+        check_several("token_ids", token_ids, "a sequence of token ids")
 
         def call() -> list[bytes]:
             return [vocabulary.piece(token) for token in token_ids]
@@ -211,7 +215,7 @@ class Intake:
         return call() if len(token_ids) <= SHORT_TOKENS else await self._tokenizer.run(call)
 
 
-def _begins_text(prompt: str | tuple[int, ...] | ChatPrompt, vocabulary: Vocabulary) -> bool:
+def _begins_text(prompt: str | tuple[int, ...] | ChatPrompt, vocabulary: EngineVocabulary) -> bool:
     """Whether an output stands for itself: an answer in a chat, or what follows no text."""
     if isinstance(prompt, tuple):
         return not any(map(vocabulary.piece, prompt))

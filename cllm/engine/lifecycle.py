@@ -6,24 +6,35 @@ through the inbox, and what it did arrives in the dispatcher, once per tick.
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack
 
 import anyio
 
-from cllm.bindings import Vocabulary, fork_generation
+from cllm.bindings import fork_generation
 from cllm.engine.admission import QueueGate
+from cllm.engine.backend import Backend, EngineVocabulary
 from cllm.engine.config import EngineConfig, EngineOptions, config_from
 from cllm.engine.dispatcher import Dispatcher
 from cllm.engine.handoff import Event, Inbox, Outbox, ResetPrefixCache
 from cllm.engine.health import EngineStatus, Health, check_serving, health_of
+from cllm.engine.home_loop import HomeLoop
 from cllm.engine.inference_thread import InferenceThread
 from cllm.engine.intake import Intake
+from cllm.engine.llama_backend import LlamaBackend
 from cllm.engine.request import ModelInfo
 from cllm.engine.slots import SlotInfo
 from cllm.engine.statistics import EngineStatistics
-from cllm.errors import ClosedError, EngineFailedError, WrongProcessError
+from cllm.engine.worker_thread import WorkerThreads
+from cllm.errors import (
+    ClosedError,
+    EngineFailedError,
+    InvalidArgumentError,
+    WrongProcessError,
+)
 
 
 class Lifecycle:
@@ -38,28 +49,27 @@ class Lifecycle:
     ) -> None:
         if config is not None and (model is not None or options):
             raise TypeError("config cannot be combined with model or other options")
+        if not isinstance(config, EngineConfig | None):
+            raise InvalidArgumentError("config", config, "an EngineConfig")
         self.config = config_from(model, options) if config is None else config
         self._status: EngineStatus | None = None
+        self._was_entered = False
         self._generation = fork_generation()
         self._gate = QueueGate(n_seq_max=self.config.n_seq_max, max_queue=self.config.max_queue)
 
     # --- Lifecycle ---------------------------------------------------------------------------
     async def __aenter__(self) -> Self:
         if self._status is not None:
+            self._check_process()
             raise ClosedError("an engine can be entered once")
-        self._status = EngineStatus.STARTING
-        self._inbox = Inbox()
-        self._dispatcher = Dispatcher(self._inbox, self._gate)
-        outbox: Outbox[list[Event]] = Outbox(self._dispatcher.deliver)
-        self._thread = InferenceThread(self.config, self._inbox, outbox)
-        self._intake = Intake(
-            self._check_serving,
-            self._gate,
-            self._dispatcher,
-            stream_buffer=self.config.stream_buffer,
-            n_threads=self.config.compute_threads[1],
-        )
-        self._thread.start()
+        self._status, self._generation = EngineStatus.STARTING, fork_generation()
+        self._workers = WorkerThreads()
+        try:
+            self._start()
+        except BaseException:  # as many threads as the system allows
+            self._status = EngineStatus.CLOSED
+            self._workers.end()
+            raise
         try:
             await self._dispatcher.answered.wait()
         except BaseException:
@@ -68,8 +78,38 @@ class Lifecycle:
         if (failure := self._thread.failure) is not None:
             await self.aclose()
             raise failure
+        if self._is_closed:
+            raise ClosedError("the engine was closed while it was loading")
         self._status = EngineStatus.READY
         return self
+
+    def _start(self) -> None:
+        """Make the parts, and start the threads."""
+        self._home = HomeLoop()
+        self._inbox = Inbox()
+        self._dispatcher = Dispatcher(self._inbox, self._gate, self._home)
+        outbox: Outbox[list[Event]] = Outbox(self._dispatcher.deliver)
+        backend = self._make_backend()
+        self._thread = InferenceThread(self.config, backend, self._inbox, outbox, self._workers)
+        self._intake = Intake(
+            self._check_serving,
+            self._gate,
+            self._dispatcher,
+            stream_buffer=self.config.stream_buffer,
+            constraints=backend.constraints(
+                lambda: self._check_serving(draining=True), self._workers
+            ),
+            workers=self._workers,
+        )
+        self._thread.start()
+        self._was_entered = True
+        self._finalizer = weakref.finalize(
+            self, _stop_leaked, self._thread, repr(self.config.model_path.name), self._generation
+        )
+        self._finalizer.atexit = False  # the thread has an exit handler of its own
+
+    def _make_backend(self) -> Backend:
+        return LlamaBackend(self.config)
 
     async def __aexit__(
         self,
@@ -80,17 +120,28 @@ class Lifecycle:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Cancel what runs, free everything, join the threads.  Closing twice is allowed."""
-        was, self._status = self._status, EngineStatus.CLOSED
-        if was in (None, EngineStatus.CLOSED):
+        """Cancel what runs, free everything, join the threads.  Closing twice is allowed.
+
+        If this is interrupted, the engine ends all the same.  In a forked child, where none of it is,
+        this only ends its use.
+
+        Raises
+        ------
+        WrongThreadError
+            Called from another event loop; nothing has changed.
+        """
+        is_here = self._was_entered and self._generation == fork_generation()
+        if not is_here or self._dispatcher.ended.is_set():
+            self._status = EngineStatus.CLOSED
             return
-        self._dispatcher.cancel_all()
+        self._home.check()
+        self._status = EngineStatus.CLOSED
+        self._thread.request_stop()
+        self._finalizer.detach()
         with anyio.CancelScope(shield=True):
-            # The vocabulary must outlive the tokenizer's last call, so its thread ends first.
             await self._intake.aclose()
-            self._thread.request_stop()
-            await self._dispatcher.stopped.wait()
-            self._thread.join()
+            await self._dispatcher.ended.wait()
+        self._thread.join()
 
     async def drain(self, timeout: float | None = None) -> None:
         """Refuse new requests and wait until the present ones have ended.
@@ -115,20 +166,20 @@ class Lifecycle:
     @property
     def model(self) -> ModelInfo:
         """The loaded model."""
-        model = None if self._status is None else self._dispatcher.model
+        model = self._dispatcher.model if self._was_entered else None
         if model is None:
             raise ClosedError("the engine has not been entered")
         return model
 
     def statistics(self) -> EngineStatistics:
         """A snapshot of the last tick.  Any thread, at any time."""
-        return EngineStatistics() if self._status is None else self._thread.statistics
+        return self._thread.statistics if self._was_entered else EngineStatistics()
 
     def health(self) -> Health:
         """Whether requests are served.  Any thread, at any time."""
         return health_of(
             self._present_status,
-            0.0 if self._status is None else self._thread.heartbeat_age_s,
+            self._thread.heartbeat_age_s if self._was_entered else 0.0,
             failure=self._failure,
             stall_timeout_s=self.config.stall_timeout_s,
         )
@@ -150,29 +201,49 @@ class Lifecycle:
         return await self._dispatcher.audit()
 
     # --- Helpers -----------------------------------------------------------------------------
-    def _check_serving(self, *, draining: bool = False) -> Vocabulary:
-        """The vocabulary, if requests are served."""
+    def _check_serving(self, *, draining: bool = False) -> EngineVocabulary:
+        """The vocabulary, if requests are served, and served to this caller."""
+        self._check_process()
+        check_serving(self._present_status, self._failure, draining=draining)
+        self._home.check()
+        vocabulary = self._thread.vocabulary
+        if vocabulary is None:  # it has failed, and its last event is on its way
+            raise EngineFailedError("the engine has failed")
+        return vocabulary
+
+    def _check_process(self) -> None:
         if self._generation != fork_generation():
             raise WrongProcessError(
                 "the engine was made before a fork; make one in this process instead"
             )
-        check_serving(self._present_status, self._failure, draining=draining)
-        model = self._thread.model
-        if model is None:  # it has failed, and its last event is on its way
-            raise EngineFailedError("the engine has failed")
-        return model.vocab
+
+    @property
+    def _is_closed(self) -> bool:
+        return self._status is EngineStatus.CLOSED
 
     @property
     def _present_status(self) -> EngineStatus | None:
         """The status, with what the thread did unasked."""
-        if self._status in (None, EngineStatus.CLOSED) or self._failure is None:
+        if self._is_closed or not self._was_entered:
             return self._status
-        return EngineStatus.FAILED
+        if self._failure is not None:
+            return EngineStatus.FAILED
+        # It ends when its event loop is gone.
+        return self._status if self._thread.is_alive else EngineStatus.CLOSED
 
     @property
     def _failure(self) -> BaseException | None:
-        return None if self._status is None else self._thread.failure
+        return self._thread.failure if self._was_entered else None
 
     def __repr__(self) -> str:
-        status = "new" if self._status is None else self._status.value
+        present = self._present_status
+        status = "new" if present is None else present.value
         return f"<Engine {self.config.model_path.name} {status} open={self._gate.n_open}>"
+
+
+def _stop_leaked(thread: InferenceThread, name: str, generation: int) -> None:
+    """An engine was collected without being closed: its thread frees what it owns, and ends."""
+    if generation == fork_generation():  # otherwise nothing of it is in this process
+        thread.request_stop()
+        message = f"the engine of {name} was dropped without being closed: use `async with`"
+        warnings.warn(message, ResourceWarning, stacklevel=2)

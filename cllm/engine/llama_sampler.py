@@ -174,14 +174,17 @@ class LlamaGrammars:
     def __init__(self, memory: RowMemory) -> None:
         self._memory = memory
 
-    def masks(self, constraints: Sequence[LlamaGrammar]) -> list[Mask]:
+    def masks(self, constraints: Sequence[LlamaGrammar]) -> list[Mask | Exception]:
         """See `ConstraintFamily`: one after another, llama.cpp has no other way."""
-        masks = []
-        for constraint in constraints:
-            candidates = self._memory.all_alike()
+        return [self._mask(constraint) for constraint in constraints]
+
+    def _mask(self, constraint: LlamaGrammar) -> Mask | Exception:
+        candidates = self._memory.all_alike()
+        try:
             constraint.timed(constraint.grammar.apply, candidates)
-            masks.append(np.isfinite(candidates.logits))
-        return masks
+        except Exception as error:
+            return error
+        return np.isfinite(candidates.logits)
 
 
 class LlamaGrammar:

@@ -102,13 +102,17 @@ class OutputProcessor:
         if isinstance(token, Exception):
             self._fail(sequence, token)
             return
+        n_top, logprob = sequence.request.params.logprobs, None
+        if n_top is not None:
+            try:
+                logprob = self._read_logprob(row, token, n_top)
+            except Exception as error:
+                self._fail(sequence, error)  # without the token: each has its log probability
+                return
         sequence.append(token, now)
         self._recorder.n_output_tokens += 1
-        logprobs: Logprobs = None
+        logprobs = None if logprob is None else sequence.note(logprob)
         try:
-            n_top = sequence.request.params.logprobs
-            if n_top is not None:
-                logprobs = sequence.note(self._read_logprob(row, token, n_top))
             self._say(sequence, token, logprobs)
         except Exception as error:
             end = TokenDelta("", (token,), FinishReason.ERROR, logprobs=logprobs)

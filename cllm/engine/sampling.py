@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from cllm.engine.constraint import ConstraintFamily, TokenConstraint
 from cllm.engine.row_scan import RowScan
 from cllm.engine.sampling_params import SamplingParams, window
+from cllm.errors import InvalidArgumentError
 
 # Samplers that change logits of touched tokens alone, and may come before the one that narrows.
 TOUCHING = ("penalties", "dry")
@@ -209,10 +210,12 @@ def _takes_largest(sampler: TokenSampler | None) -> bool:
 
 def _is_refused(token: int | Exception, constraint: TokenConstraint | None) -> bool:
     """Whether a constraint has to say what else there is."""
-    if constraint is None or isinstance(token, NotFiniteError):
+    if constraint is None:
         return False
-    # An exception: perhaps nothing was left, and the constraint brings back what was banned.
-    return isinstance(token, Exception) or not constraint.allows(token)
+    if isinstance(token, Exception):
+        # Nothing was left to choose from: the constraint may bring back what was banned.
+        return isinstance(token, InvalidArgumentError)
+    return not constraint.allows(token)
 
 
 def _accept(token: int | Exception, sampler: TokenSampler | None) -> int | Exception:
@@ -254,8 +257,7 @@ class RowSampler:
         n_ctx: int,
         constraint: TokenConstraint | None = None,
     ) -> None:
-        self._chain = chain
-        self.constraint = constraint
+        self._chain, self.constraint = chain, constraint
         self._banned = _ids(banned)
         ends = tuple(ends)
         self._ignored = _ids([*self._banned, *ends]) if params.ignore_eos else self._banned
@@ -303,9 +305,11 @@ class RowSampler:
 
     def close(self) -> None:
         """Free what it holds."""
-        self._chain.close()
-        if self.constraint is not None:
-            self.constraint.close()
+        try:
+            self._chain.close()
+        finally:
+            if self.constraint is not None:
+                self.constraint.close()
 
     def _candidates(
         self, scan: RowScan, touched: NDArray[np.int32], banned: NDArray[np.int32]

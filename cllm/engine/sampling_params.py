@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
@@ -280,9 +281,11 @@ def _token_ids(name: str, given: object) -> tuple[int, ...]:
     error = InvalidRequestError
     if isinstance(given, str | bytes) or not isinstance(given, Iterable):
         raise error(name, given, "a sequence of token ids")
-    if isinstance(given, Sized) and len(given) > MAX_STOP_TOKENS:
-        raise error(name, len(given), f"at most {MAX_STOP_TOKENS} tokens")
-    return tuple(check_int(name, token, 0, INT32_MAX, error) for token in given)
+    tokens = tuple(itertools.islice(given, MAX_STOP_TOKENS + 1))  # it may have no end
+    if len(tokens) > MAX_STOP_TOKENS:
+        n_given = len(given) if isinstance(given, Sized) else f"more than {MAX_STOP_TOKENS}"
+        raise error(name, n_given, f"at most {MAX_STOP_TOKENS} tokens")
+    return tuple(check_int(name, token, 0, INT32_MAX, error) for token in tokens)
 
 
 def _biases(given: object) -> Mapping[int, float]:

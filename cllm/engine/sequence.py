@@ -35,7 +35,6 @@ class SwappedState:
     """What the KV cache held for a preempted sequence, in host memory."""
 
     data: bytes
-    checksum: int
     n_tokens: int
 
 

@@ -49,6 +49,8 @@ class EngineStatistics:
         Sequences sent back to the queue, and those of them whose cells were saved.
     n_evictions, n_rebuilds : int
         Cached prefixes given up; contexts made anew after a failure.
+    n_discrepancies : int
+        What audits found, those of an idle engine too; all of it was mended.
     n_kv_cells_used, n_kv_cells_cached, n_kv_cells : int
         Held by live requests, held by the prefix cache (some may be both), in all.
     n_seq_ids_used, n_seq_ids_cached : int
@@ -72,6 +74,7 @@ class EngineStatistics:
     n_swaps: int = 0
     n_evictions: int = 0
     n_rebuilds: int = 0
+    n_discrepancies: int = 0
     n_kv_cells_used: int = 0
     n_kv_cells_cached: int = 0
     n_kv_cells: int = 0
@@ -104,6 +107,7 @@ class Recorder:
         self.n_cached_tokens = 0
         self.n_output_tokens = 0
         self.n_preemptions = self.n_swaps = self.n_evictions = self.n_rebuilds = 0
+        self.n_discrepancies = 0
         self.n_gil_handovers = 0
         self.plan_s = self.decode_s = self.sample_s = self.detokenize_s = self.deliver_s = 0.0
 
@@ -140,6 +144,7 @@ class Recorder:
             self.n_swaps,
             self.n_evictions,
             self.n_rebuilds,
+            self.n_discrepancies,
             books.n_used,
             books.n_cached,
             books.n_cells,

@@ -16,6 +16,7 @@ import anyio
 import anyio.lowlevel
 
 from cllm.engine.handoff import Cancel, Finished, Inbox, Read
+from cllm.engine.home_loop import HomeLoop
 from cllm.engine.request import Completion, TokenDelta
 from cllm.errors import ClosedError, EngineFailedError, GenerationError
 
@@ -27,7 +28,7 @@ class Channel:
     than the reader has told it to have read.
     """
 
-    def __init__(self, request_id: str, inbox: Inbox, capacity: int) -> None:
+    def __init__(self, request_id: str, inbox: Inbox, home: HomeLoop, capacity: int) -> None:
         self.request_id = request_id
         self._inbox = inbox
         # Half of the buffer is read before the thread is told: it goes on computing meanwhile.
@@ -35,6 +36,7 @@ class Channel:
         self._n_read = 0
         self._deltas: deque[TokenDelta] = deque()
         self._waiter: anyio.Event | None = None
+        self._home = home
         self.completion: Completion | None = None
         self.error: ClosedError | GenerationError | EngineFailedError | None = None
 
@@ -66,7 +68,13 @@ class Channel:
             self._waiter = None
 
     async def next(self) -> TokenDelta | None:
-        """The next delta, or None after the last."""
+        """The next delta, or None after the last.
+
+        Raises
+        ------
+        WrongThreadError
+        """
+        self._home.check_thread()
         if self._deltas or self.is_finished:
             await anyio.lowlevel.checkpoint()
         while not self._deltas:
@@ -74,6 +82,7 @@ class Channel:
                 return None
             if self._waiter is not None:
                 raise anyio.BusyResourceError("reading from")
+            self._home.check()  # not for every delta: it costs microseconds
             self._waiter = anyio.Event()
             try:
                 await self._waiter.wait()

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import zlib
 from collections.abc import Callable
 
 from cllm.engine.decoder import CacheMemory
 from cllm.engine.kv_cache import Slot
 from cllm.engine.sequence import Sequence, SwappedState
 from cllm.engine.statistics import Recorder
-from cllm.errors import LlamaCallError
 
 logger = logging.getLogger("cllm.engine")
 
@@ -54,7 +52,7 @@ class SwapStore:
             return
         if not data:
             return
-        sequence.swapped = SwappedState(data, zlib.crc32(data), slot.n_computed)
+        sequence.swapped = SwappedState(data, slot.n_computed)
         self._n_tokens += slot.n_computed
         self._recorder.n_swaps += 1
         measured = (self._clock() - started) / slot.n_computed
@@ -68,8 +66,6 @@ class SwapStore:
         assert swapped is not None
         self.forget(sequence)
         try:
-            if zlib.crc32(swapped.data) != swapped.checksum:
-                raise LlamaCallError("llama_state_seq_set_data", 0, "checksum differs")
             self._memory.state_seq_set_data(swapped.data, slot.seq_id, n_positions=swapped.n_tokens)
         except Exception as error:
             logger.warning("request %s is computed again: %s", sequence.request_id, error)

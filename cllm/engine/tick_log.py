@@ -3,8 +3,9 @@
 Commands, times, the batches and what became of them, the tokens: everything that decides what the
 next tick does.  `cllm.testing.replay` puts it into a core without a model and gets the same plans.
 
-The lines: a `header`; `submit`, `cancel`, `read`, `reset_prefix_cache` and `cancel_all` as they are
-obeyed; `distrust` after an audit; `tick` with its batches as `[seq_id, p0, n_tokens, n_outputs]`.
+The lines: a `header` with the `format`; `submit`, `cancel`, `read`, `reset_prefix_cache` and
+`cancel_all` as they are obeyed; `distrust` after an audit; `tick` with its batches as
+`[seq_id, p0, n_tokens, n_outputs]`.
 Each has what was read while it lasted: the `clock`, the `positions` that llama.cpp answered, the
 `faults` of calls, the `pieces` of tokens met for the first time.
 """
@@ -34,11 +35,13 @@ from cllm.errors import InvalidArgumentError, LlamaCallError
 logger = logging.getLogger("cllm.engine")
 T = TypeVar("T")
 
+# Another one for each change of what a line says: no replay then takes an old log for a wrong one.
+FORMAT = "cllm tick log 1"
 BOOKS = ("n_cells", "n_seq_ids", "n_ctx_seq", "kv_unified", "has_pos_min", "is_windowed")
-# What of the configuration decides about ticks.
+# What of the configuration, with its None replaced, decides about ticks.
 SETTINGS = (
     "n_ctx", "n_seq_max", "n_batch", "kv_unified", "flash_attn", "prefix_cache",
-    "prefix_cache_tokens", "swap_tokens", "target_itl_ms", "stream_buffer",
+    "prefix_cache_tokens", "swap_tokens", "n_prefill_chunk", "target_itl_ms", "stream_buffer",
 )  # fmt: skip
 
 
@@ -70,9 +73,10 @@ class TickLog:
         self._known: set[int] = set()
 
     def header(self, config: EngineConfig, books: KVCache) -> None:
-        """The first line."""
+        """The first line; `config` is the one that the core is made with."""
         settings = {name: getattr(config, name) for name in SETTINGS}
-        self._write(header={**settings, "books": {name: getattr(books, name) for name in BOOKS}})
+        books_of = {name: getattr(books, name) for name in BOOKS}
+        self._write(header={"format": FORMAT, **settings, "books": books_of})
 
     def clock(self) -> float:
         """The time, noted."""

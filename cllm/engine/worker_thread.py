@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 import anyio
 
 from cllm.engine.handoff import Outbox
+from cllm.errors import ClosedError
 
 T = TypeVar("T")
 
@@ -50,6 +51,7 @@ class WorkerThread:
         self._queue: queue.SimpleQueue[tuple[Callable[[], Any], Reply[Any]] | None] = (
             queue.SimpleQueue()
         )
+        self._is_ending = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         # The size is a setting of the process: put it back for everyone else's threads.
         previous = threading.stack_size(STACK_BYTES)
@@ -59,17 +61,24 @@ class WorkerThread:
             threading.stack_size(previous)
 
     async def run(self, call: Callable[[], T]) -> T:
-        """What `call` returns or raises on the thread."""
+        """What `call` returns or raises on the thread.
+
+        Raises
+        ------
+        ClosedError
+        """
         reply: Reply[T] = Reply()
         self._queue.put((call, reply))
+        if self._is_ending:  # looked at last: what was put before it was set is answered
+            raise ClosedError("the engine is closed")
         try:
             return await reply.wait()
         finally:
             reply.is_wanted = False  # not begun yet: its caller has given up
 
-    async def aclose(self) -> None:
-        """Wait for the calls that were begun, and end the thread."""
-        await self.run(lambda: None)
+    def end(self) -> None:
+        """End the thread, and wait for the calls before this one.  Any other thread."""
+        self._is_ending = True
         self._queue.put(None)
         self._thread.join()
 
@@ -84,6 +93,38 @@ class WorkerThread:
             except BaseException as caught:  # a panic of a Rust library, a SystemExit
                 error = RuntimeError(f"{type(caught).__name__}: {caught}")
             self._outbox.post((reply, result, error))
+            del item, call, reply, result, error  # while it waits it holds nothing of the last call
+
+
+class WorkerThreads:
+    """The worker threads of one engine.
+
+    Their calls may be inside a vocabulary: whoever frees it ends them first, and so waits.
+    """
+
+    def __init__(self) -> None:
+        self._workers: list[WorkerThread] = []
+        self._has_ended = False
+
+    def start(self, name: str) -> WorkerThread:
+        """One more.  Event loop only.
+
+        Raises
+        ------
+        ClosedError
+        """
+        worker = WorkerThread(name)
+        self._workers.append(worker)
+        if self._has_ended:  # looked at last: perhaps `end` has passed this one over
+            worker.end()
+            raise ClosedError("the engine is closed")
+        return worker
+
+    def end(self) -> None:
+        """End all of them, and wait for the calls that were begun.  Any other thread."""
+        self._has_ended = True
+        for worker in list(self._workers):
+            worker.end()
 
 
 def _deliver(answer: tuple[Reply[Any], Any, Exception | None]) -> None:

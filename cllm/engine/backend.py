@@ -1,0 +1,95 @@
+"""Backend: what an inference thread serves requests with: a model, however it is computed.
+
+`llama_backend` has llama.cpp; `cllm.testing` has one that computes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Protocol
+
+from cllm.engine.chat import ChatVocabulary
+from cllm.engine.constraint import CompiledConstraint
+from cllm.engine.decoder import Decoder
+from cllm.engine.guidance import GuidanceVocabulary
+from cllm.engine.interrupter import Abortable
+from cllm.engine.kv_cache import KVCache
+from cllm.engine.output_processor import ReadLogprob
+from cllm.engine.request import ModelInfo
+from cllm.engine.run_queue import MakeSampler
+from cllm.engine.sampling_params import SamplingParams
+from cllm.engine.worker_thread import WorkerThreads
+
+
+class EngineVocabulary(ChatVocabulary, GuidanceVocabulary, Protocol):
+    """All that an engine asks about tokens; any thread.  `cllm.bindings.Vocabulary` documents it."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def prefixes_space(self) -> bool: ...
+    def join(self, tokens: Sequence[int]) -> bytes: ...
+
+
+CheckServing = Callable[[], EngineVocabulary]
+
+
+class Constraints(Protocol):
+    """Compiles what a request may be constrained by; event loop only."""
+
+    async def compile(self, params: SamplingParams) -> CompiledConstraint | None: ...
+    async def aclose(self) -> None: ...
+
+
+class AbortableDecoder(Decoder, Abortable, Protocol):
+    """A decoder whose running decode any thread can end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model that is ready.
+
+    Attributes
+    ----------
+    kv_cache : KVCache
+        The books, empty.
+    n_prefill_chunk : int
+        What `EngineConfig.n_prefill_chunk` is if it says nothing.
+    """
+
+    model: ModelInfo
+    vocabulary: EngineVocabulary
+    decoder: AbortableDecoder
+    kv_cache: KVCache
+    make_sampler: MakeSampler
+    read_logprob: ReadLogprob
+    n_prefill_chunk: int
+
+
+class Backend(Protocol):
+    """One model of one engine."""
+
+    def load(self, owned: ExitStack) -> Loaded:
+        """Make it ready; `owned` frees it.  Inference thread, once.
+
+        Raises
+        ------
+        CllmError
+            Says why it cannot be used.
+        """
+
+    def stop(self) -> None:
+        """End a `load`, or every decode.  Any thread; returns at once."""
+
+    def constraints(self, check_serving: CheckServing, workers: WorkerThreads) -> Constraints:
+        """The compiler for one engine.
+
+        Parameters
+        ----------
+        check_serving : callable
+            The vocabulary, or why requests are not served.
+        workers : WorkerThreads
+            For calls that are not for the event loop.
+        """
