@@ -1,7 +1,79 @@
-"""Public helpers for tests: a decoder without libllama, its conformance suite, tick log replay."""
+"""Public helpers for tests: engines without a model, loads, a simulator, what must hold after all."""
 
 from cllm.testing.conformance import check_decoder
-from cllm.testing.fake_decoder import FakeDecoder, FakeVocabulary
+from cllm.testing.fake_decoder import FakeDecoder, FakeRun, Fault, Latency, Poison
+from cllm.testing.fake_engine import FakeEngine
+from cllm.testing.fake_vocabulary import FakeVocabulary
+from cllm.testing.load import Moment, burst, cancel_storm, oracle, poisson, sequential, slow_readers
+from cllm.testing.load_summary import LoadSummary
+from cllm.testing.records import (
+    Oracle,
+    PromptKey,
+    Records,
+    RequestRecord,
+    assert_books_agree,
+    assert_isolated,
+    assert_no_drift,
+)
 from cllm.testing.replay import Difference, Replay, replay
+from cllm.testing.schedules import Schedule, ScheduleError, random_schedule
+from cllm.testing.simulation import SimulationFailure, SimulationReport, simulate
+from cllm.testing.simulator import Simulator
+from cllm.testing.steps import (
+    Cancel,
+    FailCall,
+    FailDecode,
+    ReadOn,
+    ResetPrefixCache,
+    Step,
+    StopReading,
+    Submit,
+    Tick,
+    Wait,
+)
 
-__all__ = ["Difference", "FakeDecoder", "FakeVocabulary", "Replay", "check_decoder", "replay"]
+__all__ = [
+    "Cancel",
+    "Difference",
+    "FailCall",
+    "FailDecode",
+    "FakeDecoder",
+    "FakeEngine",
+    "FakeRun",
+    "FakeVocabulary",
+    "Fault",
+    "Latency",
+    "LoadSummary",
+    "Moment",
+    "Oracle",
+    "Poison",
+    "PromptKey",
+    "ReadOn",
+    "Records",
+    "Replay",
+    "RequestRecord",
+    "ResetPrefixCache",
+    "Schedule",
+    "ScheduleError",
+    "SimulationFailure",
+    "SimulationReport",
+    "Simulator",
+    "Step",
+    "StopReading",
+    "Submit",
+    "Tick",
+    "Wait",
+    "assert_books_agree",
+    "assert_isolated",
+    "assert_no_drift",
+    "burst",
+    "cancel_storm",
+    "check_decoder",
+    "oracle",
+    "poisson",
+    "random_schedule",
+    "replay",
+    "sequential",
+    "simulate",
+    "slow_readers",
+]

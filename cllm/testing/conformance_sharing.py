@@ -15,7 +15,6 @@ from cllm.testing.conformance_steps import (
     N_SEQ_MAX,
     Promise,
     decode,
-    expect,
     expect_calls_refused,
     expect_refused,
     expect_row_of,
@@ -23,6 +22,7 @@ from cllm.testing.conformance_steps import (
     make_tokens,
     spans,
 )
+from cllm.testing.expect import expect
 
 
 # --- Copies -----------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ def _a_truncated_state_is_refused_and_leaves_nothing(decoder: Decoder) -> None:
     n = len(data)
     for n_bytes in (1, 4, 8, n // 4, n // 2, n - 4, n - 1):
         call = (f"a state cut from {n} to {n_bytes} bytes", lambda cut=n_bytes: restore(cut))
-        expect_calls_refused(decoder, [call], LlamaCallError)
+        expect_calls_refused(decoder, [call], InvalidArgumentError)
     for n_positions in (6, 8):
         call = (f"a state of 7 said to be {n_positions}", lambda k=n_positions: restore(n, k))
         expect_calls_refused(decoder, [call], LlamaCallError)

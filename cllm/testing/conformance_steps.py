@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from cllm.engine.decoder import Decoder
 from cllm.errors import InvalidArgumentError
+from cllm.testing.expect import demand, expect
 
 # llama.cpp rounds the context of a sequence up to 256: with these it has nothing to round.
 N_SEQ_MAX = 2
@@ -30,9 +31,8 @@ def decode(decoder: Decoder, seq_id: int, tokens: list[int], p0: int) -> NDArray
     decoder.clear()
     decoder.add(seq_id, tokens, p0, n_outputs=1)
     logits = decoder.decode()
-    assert logits.dtype == np.float32, logits.dtype
-    assert logits.ndim == 2, logits.shape
-    assert len(logits) == 1, logits.shape
+    expect(logits.dtype, np.dtype(np.float32), "type of logits")
+    expect((logits.ndim, len(logits)), (2, 1), "dimensions and rows of logits")
     row: NDArray[np.float32] = logits[0].copy()
     return row
 
@@ -47,11 +47,6 @@ def fill(decoder: Decoder, seq_id: int, n_tokens: int) -> None:
 def spans(decoder: Decoder) -> Spans:
     """The first and last position of each sequence: all that a decoder tells about its cache."""
     return [(decoder.seq_pos_min(s), decoder.seq_pos_max(s)) for s in range(N_SEQ_MAX)]
-
-
-def expect(actual: object, expected: object, what: str) -> None:
-    """They are equal."""
-    assert actual == expected, f"{what}: {actual}, expected {expected}"
 
 
 def not_refused(what: str) -> NoReturn:
@@ -83,7 +78,7 @@ def expect_row_of(row: NDArray[np.float32], own: NDArray[np.float32], *others: o
     distance = float(np.abs(row - own).max())
     for other in others:
         to_other = float(np.abs(row - np.asarray(other)).max())
-        assert distance < to_other, f"{distance} from its own logits, {to_other} from another's"
+        demand(distance < to_other, f"{distance} from its own logits, {to_other} from another's")
 
 
 def expect_calls_refused(

@@ -1,19 +1,19 @@
 """FakeDecoder: a `Decoder` without libllama, for tests of everything above it.
 
-Its KV cache is a dict of lists of cells, and its logits come from a function of *all* the tokens a
-sequence has there: a row in the wrong place, or one too many, changes every later token.  It
-refuses what `Context` refuses, with the same errors, and fails where a test says so.
-
-`conformance.check_decoder` is the authority on how a decoder behaves; the fake passes it.
+Its logits come from a function of *all* the tokens a sequence has in its KV cache: a row in the wrong
+place, or one too many, changes every later token.  It refuses what `Context` refuses, with the same
+errors, and fails where a test says so.  `conformance.check_decoder` says how a decoder behaves.
 """
 
 from __future__ import annotations
 
+import threading
 import zlib
+from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ from cllm.errors import (
     NoKVSlotError,
     PositionError,
 )
+from cllm.testing.fake_vocabulary import FakeVocabulary
 
 LLAMA_MAX_SEQ = 256
 REMOVED = -1
@@ -35,36 +36,7 @@ Answer = Callable[[Sequence[int]], int]
 Fault = int | Exception | Literal["nan"]
 
 
-class FakeVocabulary:
-    """A vocabulary of the 256 bytes, one token each, and two control tokens.
-
-    Attributes
-    ----------
-    BEGIN, END : int
-        256 and 257.  Neither has a piece; END ends a generation.
-    n_tokens : int
-    """
-
-    BEGIN = 256
-    END = 257
-    n_tokens = 258
-
-    def piece(self, token: int) -> bytes:
-        """The bytes of a token; empty for a control token."""
-        check_int("token", token, 0, self.n_tokens - 1)
-        return bytes([token]) if token < self.BEGIN else b""
-
-    def spelling(self, token: int) -> bytes:
-        """The bytes of a token; of a control token, its name."""
-        return self.piece(token) or (b"<begin>", b"<end>")[token - self.BEGIN]
-
-    def is_eog(self, token: int) -> bool:
-        """Whether `token` ends a generation."""
-        return token == self.END
-
-
-@dataclass(frozen=True, slots=True)
-class FakeRun:
+class FakeRun(NamedTuple):
     """Consecutive rows of one sequence in the batch; the last `n_outputs` have logits."""
 
     seq_id: int
@@ -74,6 +46,7 @@ class FakeRun:
 
 
 Poison = Callable[[FakeRun], Fault | None]
+Latency = float | Callable[[Sequence[FakeRun]], float]
 
 
 @dataclass(eq=False, slots=True)
@@ -84,7 +57,7 @@ class _Cell:
 
 
 class FakeDecoder:
-    """A context and its batch, in Python.
+    """A context and its batch, in Python.  What is callable is called by the thread that decodes.
 
     Parameters
     ----------
@@ -93,7 +66,7 @@ class FakeDecoder:
     kv_unified : bool
         False gives each sequence its own share of `n_ctx`.
     n_outputs_max : int, optional
-        Output rows of a batch at the most; None: `n_seq_max`.
+        Output rows of a batch at the most; None: `n_seq_max`, and never fewer.
     answer : callable, optional
         The token that has the highest logit after these tokens of a sequence.  By default a hash
         of all of them.
@@ -103,21 +76,25 @@ class FakeDecoder:
         rounded up.  An exception: raised, nothing is stored.  "nan": the first output row is NaN.
     poison : callable, optional
         Asked for every run of every batch before it is computed: a fault that belongs to a request
-        and happens as often as it is tried.  The first answer that is not None happens; "nan" makes
-        the output rows of the runs it was answered for NaN.  `faults` come first.
+        and happens as often as it is tried.  "nan" makes the run's output rows NaN.  One decode
+        fails in one way: as `faults` say, else as the first run whose fault is not "nan".
     call_faults : mapping, optional
         What happens instead at the k-th call, counted from 1 as in `n_calls`, of a method, by
         `(name, k)`.  An exception: raised, nothing is done.  False: nothing is done; `seq_rm`
         returns False, `state_seq_get_data` returns `b""`, `state_seq_set_data` refuses the data.
+    latency_s : float or callable
+        Seconds that a decode takes, or a function of its runs that says so.
+    wait : callable, optional
+        Lets them pass; None: in real time, which `abort` ends.
 
     Attributes
     ----------
-    runs : list of FakeRun
-        The batch.
+    runs, n_rows, n_outputs : list of FakeRun, int
+        The batch, and how many rows and output rows it has.
     faults, call_faults : dict
-        As given; may be changed, and so may `poison`.
+        As given; may be changed, and so may `poison` and `latency_s`.
     n_decodes : int
-        Batches that passed the checks.
+        Batches that passed the checks, the one that is being decoded and aborted ones too.
     n_calls : Counter of str
         Calls of `seq_rm`, `seq_cp`, `state_seq_get_data`, `state_seq_set_data` and `rebuild`.
     n_rebuilds : int
@@ -139,21 +116,27 @@ class FakeDecoder:
         faults: Mapping[int, Fault] | None = None,
         poison: Poison | None = None,
         call_faults: Mapping[tuple[str, int], bool | Exception] | None = None,
+        latency_s: Latency = 0.0,
+        wait: Callable[[float], None] | None = None,
     ) -> None:
         self.n_vocab = check_int("n_vocab", n_vocab, 1, INT32_MAX)
         self.n_seq_max = check_int("n_seq_max", n_seq_max, 1, LLAMA_MAX_SEQ)
         self.n_ctx = check_int("n_ctx", n_ctx, n_seq_max, INT32_MAX)
-        self.n_batch = check_int("n_batch", n_batch, n_seq_max, INT32_MAX)
+        self.n_batch = check_int("n_batch", n_batch, 1, INT32_MAX)
         self.kv_unified = kv_unified
         self.n_ctx_seq = n_ctx if kv_unified else n_ctx // n_seq_max
         n_outputs = n_seq_max if n_outputs_max is None else n_outputs_max
-        self.n_outputs_max = check_int("n_outputs_max", n_outputs, n_seq_max, n_batch)
+        self.n_outputs_max = check_int("n_outputs_max", n_outputs, n_seq_max, INT32_MAX)
         self.answer: Answer = self._hash if answer is None else answer
         self.faults: dict[int, Fault] = dict(faults or {})
         self.poison = poison
         self.call_faults: dict[tuple[str, int], bool | Exception] = dict(call_faults or {})
+        self.latency_s = latency_s
+        self._aborted, self._is_stopping = threading.Event(), False
+        self._wait = self._wait_in_real_time if wait is None else wait
         self.runs: list[FakeRun] = []
-        self.n_decodes = self.n_rebuilds = 0
+        self._spans: dict[int, range] = {}  # the positions of each sequence in the batch
+        self.n_rows = self.n_outputs = self.n_decodes = self.n_rebuilds = 0
         self.n_calls: Counter[str] = Counter()
         # None where `seq_rm` left a hole; no sequence is empty or ends with one.
         self._held: dict[int, list[_Cell | None]] = {}
@@ -161,19 +144,11 @@ class FakeDecoder:
         self._logits = np.empty((0, n_vocab), np.float32)
 
     # --- The batch ---------------------------------------------------------------------------
-    @property
-    def n_rows(self) -> int:
-        """Rows in the batch."""
-        return sum(len(run.tokens) for run in self.runs)
-
-    @property
-    def n_outputs(self) -> int:
-        """Output rows in the batch."""
-        return sum(run.n_outputs for run in self.runs)
-
     def clear(self) -> None:
         """Forget the rows added so far."""
         self.runs.clear()
+        self._spans.clear()
+        self.n_rows = self.n_outputs = 0
 
     def add(self, seq_id: int, tokens: Sequence[int], p0: int, *, n_outputs: int = 0) -> range:
         """Add consecutive tokens of one sequence, the last `n_outputs` with logits.
@@ -185,13 +160,15 @@ class FakeDecoder:
         check_int("seq_id", seq_id, 0, LLAMA_MAX_SEQ - 1)
         check_int("p0", p0, 0, INT32_MAX - len(tokens))
         check_int("n_outputs", n_outputs, 0, len(tokens))
-        ends = {run.seq_id: run.p0 + len(run.tokens) for run in self.runs}
-        if ends.get(seq_id, p0) != p0:
-            raise PositionError(seq_id, ends[seq_id] - 1, p0)
-        checked = tuple(check_int("token", token, 0, INT32_MAX) for token in tokens)
-        start = self.n_outputs
+        span = self._spans.get(seq_id, range(p0, p0))
+        if span.stop != p0:
+            raise PositionError(seq_id, span.stop - 1, p0)
+        checked = tuple([check_int("token", token, 0, INT32_MAX) for token in tokens])
         self.runs.append(FakeRun(seq_id, p0, checked, n_outputs))
-        return range(start, start + n_outputs)
+        self._spans[seq_id] = range(span.start, p0 + len(checked))
+        self.n_rows += len(checked)
+        self.n_outputs += n_outputs
+        return range(self.n_outputs - n_outputs, self.n_outputs)
 
     # --- Decoding ----------------------------------------------------------------------------
     def decode(self) -> NDArray[np.float32]:
@@ -211,8 +188,10 @@ class FakeDecoder:
         self._check_batch()
         self._logits.fill(np.nan)
         self.n_decodes += 1
-        poison = [None if self.poison is None else self.poison(run) for run in self.runs]
+        poison = [self.poison(run) for run in self.runs] if self.poison else []
         fault = self._fault(poison)
+        latency = self.latency_s
+        self._wait(latency(self.runs) if callable(latency) else latency)
         if isinstance(fault, Exception):
             raise fault
         if fault == 1 or self.n_cells_used + self.n_rows > self.n_ctx:
@@ -224,52 +203,73 @@ class FakeDecoder:
             meaning = "aborted" if fault == 2 else "fatal error"
             raise DecodeFailedError("llama_decode", int(fault), meaning)
         answers = self._store(self.n_rows)
-        self._logits = np.zeros((len(answers), self.n_vocab), np.float32)
-        self._logits[np.arange(len(answers)), answers] = 1.0
+        self._logits = logits = np.zeros((len(answers), self.n_vocab), np.float32)
+        for row, answer in enumerate(answers):  # there are few: an array of indices costs more
+            logits[row, answer] = 1.0
         self._pending_copies.clear()
         if fault == "nan":
-            self._logits[:1] = np.nan
-        is_poisoned = [answer == "nan" for answer in poison]
-        self._logits[np.repeat(is_poisoned, [run.n_outputs for run in self.runs])] = np.nan
-        return self._logits
+            logits[:1] = np.nan
+        if "nan" in poison:
+            is_poisoned = [answer == "nan" for answer in poison]
+            logits[np.repeat(is_poisoned, [run.n_outputs for run in self.runs])] = np.nan
+        return logits
+
+    def _wait_in_real_time(self, seconds: float) -> None:
+        if self._aborted.wait(seconds) if seconds else self._aborted.is_set():
+            raise DecodeFailedError("llama_decode", 2, "aborted")
+
+    def abort(self) -> None:
+        """Let the running decode, and every later one until `allow`, store nothing.  Any thread."""
+        self._aborted.set()
+
+    def allow(self) -> None:
+        """Decode again after an `abort`, but not after a `stop`.  Any thread."""
+        self._aborted.clear()
+        if self._is_stopping:
+            self._aborted.set()
+
+    def stop(self) -> None:
+        """Let the running and every later decode store nothing.  Any thread."""
+        self._is_stopping = True
+        self._aborted.set()
 
     def _fault(self, poison: Sequence[Fault | None]) -> Fault:
         """What happens at this decode; "nan" is only the scripted one, of the first output row."""
         scripted: Fault = self.faults.get(self.n_decodes, 0)
-        first: Fault = next((answer for answer in poison if answer is not None), "nan")
-        return first if scripted in (0, "nan") and first != "nan" else scripted
+        failures = (fault for fault in (scripted, *poison) if fault not in (0, None, "nan"))
+        return next(failures, scripted)
 
     def _check_batch(self) -> None:
         check_int("rows", self.n_rows, 1, self.n_batch)
         check_int("output rows", self.n_outputs, 0, self.n_outputs_max)
-        highest = max(token for run in self.runs for token in run.tokens)
+        highest = max([max(run.tokens) for run in self.runs])
         if highest >= self.n_vocab:
             raise InvalidArgumentError("token", highest, f"0 to {self.n_vocab - 1}")
-        ends: dict[int, int] = {}
-        for run in self.runs:
-            check_int("seq_id", run.seq_id, 0, self.n_seq_max - 1)
-            end = run.p0 + len(run.tokens)
-            check_int("position", end - 1, 0, self.n_ctx_seq - 1)
-            last = ends.get(run.seq_id, len(self._held.get(run.seq_id, ())) - 1)
-            if run.p0 != last + 1:
-                raise PositionError(run.seq_id, last, run.p0)
-            ends[run.seq_id] = end - 1
+        for seq_id, span in self._spans.items():
+            check_int("seq_id", seq_id, 0, self.n_seq_max - 1)
+            check_int("position", span.stop - 1, 0, self.n_ctx_seq - 1)
+            last = len(self._held.get(seq_id, ())) - 1
+            if span.start != last + 1:
+                raise PositionError(seq_id, last, span.start)
 
     def _store(self, n_rows: int) -> list[int]:
         """Store the first `n_rows` rows; the answers of the output rows among them."""
-        answers = []
-        for run in self.runs:
-            first_output = len(run.tokens) - run.n_outputs
-            for index, token in enumerate(run.tokens[:n_rows]):
-                held = self._held.setdefault(run.seq_id, [])
-                held.append(_Cell(token))
-                if index >= first_output:
-                    answers.append(self.answer([cell.token for cell in held if cell is not None]))
-            n_rows = max(0, n_rows - len(run.tokens))
+        answers: list[int] = []
+        for seq_id, _, tokens, n_outputs in self.runs:
+            if n_rows <= 0:
+                break
+            held = self._held.setdefault(seq_id, [])
+            held += map(_Cell, tokens[:n_rows])
+            # The output rows are the last of a run, and each sees what is before it.
+            n_outputs -= max(0, len(tokens) - n_rows)
+            seen = [cell.token for cell in held if cell is not None]
+            ends = range(len(seen) - n_outputs + 1, len(seen) + 1)
+            answers += [self.answer(seen[:end]) for end in ends]
+            n_rows -= len(tokens)
         return answers
 
     def _hash(self, prefix: Sequence[int]) -> int:
-        return zlib.crc32(np.asarray(prefix, np.int32).tobytes()) % self.n_vocab
+        return zlib.crc32(array("i", prefix)) % self.n_vocab
 
     # --- The KV cache ------------------------------------------------------------------------
     @property
@@ -283,7 +283,7 @@ class FakeDecoder:
     @property
     def n_cells_used(self) -> int:
         """Cells that hold a token, however many sequences share them."""
-        return len({cell for held in self._held.values() for cell in held if cell is not None})
+        return len(set().union(*self._held.values()) - {None})
 
     def seq_rm(self, seq_id: int, p0: int | None = None, p1: int | None = None) -> bool:
         """Remove positions `[p0, p1)`; all of the sequence by default.  True unless scripted."""
@@ -319,7 +319,7 @@ class FakeDecoder:
         """The first position the cache holds for a sequence; None if it is empty."""
         self._check_seq("seq_id", seq_id)
         held = self._held.get(seq_id, ())
-        return next((p for p, cell in enumerate(held) if cell is not None), None)
+        return 0 if held and held[0] else next((p for p, cell in enumerate(held) if cell), None)
 
     def seq_pos_max(self, seq_id: int) -> int | None:
         """The last position the cache holds for a sequence; None if it is empty."""
@@ -338,7 +338,7 @@ class FakeDecoder:
         return zlib.crc32(tokens).to_bytes(4, "little") + tokens
 
     def state_seq_set_data(self, data: bytes, seq_id: int, *, n_positions: int) -> None:
-        """Restore a copy into an empty sequence; finds all damage, where llama.cpp finds some."""
+        """Restore an unchanged copy into an empty sequence."""
         is_refused = self._fails("state_seq_set_data")
         self._check_seq("seq_id", seq_id)
         check_int("n_positions", n_positions, 1, self.n_ctx_seq)
@@ -347,8 +347,11 @@ class FakeDecoder:
             raise InvalidArgumentError("data", data, "a copy made by state_seq_get_data")
         self._check_empty("seq_id", seq_id)
         checksum, saved = bytes(data[:4]), bytes(data[4:])
-        is_sound = zlib.crc32(saved).to_bytes(4, "little") == checksum and not is_refused
-        tokens = np.frombuffer(saved, np.int32).tolist() if is_sound else []
+        if not saved or zlib.crc32(saved).to_bytes(4, "little") != checksum:
+            raise InvalidArgumentError(
+                "data", f"{len(data)} bytes", "unchanged: its checksum differs"
+            )
+        tokens = [] if is_refused else np.frombuffer(saved, np.int32).tolist()
         n_cells = len(tokens) - tokens.count(REMOVED)
         if len(tokens) != n_positions or self.n_cells_used + n_cells > self.n_ctx:
             raise LlamaCallError("llama_state_seq_set_data", 0, "restored positions (None, None)")
@@ -394,7 +397,4 @@ class FakeDecoder:
             raise InvalidArgumentError("seq_id", seq_id, "one whose seq_cp a decode has followed")
 
     def __repr__(self) -> str:
-        return (
-            f"<FakeDecoder seqs={len(self._held)}/{self.n_seq_max} "
-            f"cells={self.n_cells_used}/{self.n_ctx} decodes={self.n_decodes}>"
-        )
+        return f"<FakeDecoder cells={self.n_cells_used}/{self.n_ctx} decodes={self.n_decodes}>"

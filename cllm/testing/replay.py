@@ -1,4 +1,4 @@
-"""replay: the ticks of a log again, without a model, from the plans to the events.
+"""replay: what went wrong once, again, without a model: a tick log, or a failing schedule.
 
 An engine with `tick_log=path` writes down what crossed the borders of its core.  `replay` puts the
 same commands, times, tokens and failures into a new core and compares what it plans: a schedule
@@ -8,7 +8,7 @@ that went wrong somewhere can be looked at, step by step, anywhere.
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,28 +17,50 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm import errors
-from cllm.engine.config import EngineConfig
-from cllm.engine.kv_cache import KVCache
+from cllm.engine.handoff import Cancel, Read, ResetPrefixCache, Submit
 from cllm.engine.request import GenerationRequest, TokenLogprob
 from cllm.engine.row_scan import RowScan
-from cllm.engine.sampling import Mask, NotFiniteError
-from cllm.engine.sampling_params import SamplingParams
+from cllm.engine.sampling import Mask
 from cllm.engine.tick import EngineCore
 from cllm.engine.tick_log import describe_event
-from cllm.errors import LlamaCallError
+from cllm.testing.reference import AskedSampler
+from cllm.testing.schedules import Check, MakeSimulator, Schedule, ScheduleError
+from cllm.testing.simulator import Simulator
+from cllm.testing.tick_log_file import (
+    CancelAll,
+    Distrust,
+    LogLine,
+    Ticked,
+    TickLogFile,
+    exception_named,
+    read_objects,
+)
 
 Runs = list[list[int]]
+MAX_SHOWN = 400  # characters of what a difference is about
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a replay left the log."""
+    """Where a replay left the log.
+
+    Attributes
+    ----------
+    line : int
+        Of the log, from 1 on.
+    """
 
     line: int
     what: str
     recorded: object
     replayed: object
+
+    def __str__(self) -> str:
+        recorded, replayed = (
+            text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
+            for text in (repr(self.recorded), repr(self.replayed))
+        )
+        return f"line {self.line}, {self.what}: {recorded} recorded, {replayed} replayed"
 
 
 @dataclass(slots=True)
@@ -51,115 +73,151 @@ class Replay:
         What was repeated.
     differences : list of Difference
         Empty: the core did the same again.  The replay ends at the first.
+    failure : ScheduleError or None
+        What a schedule of `simulate` still does wrong.
     """
 
     n_ticks: int = 0
     n_batches: int = 0
     n_tokens: int = 0
     differences: list[Difference] = field(default_factory=list)
+    failure: ScheduleError | None = None
+
+    def check(self) -> None:
+        """Demand that the core did the same again, and that a schedule holds what it must.
+
+        Raises
+        ------
+        AssertionError
+            The first difference, or what the schedule still does wrong.
+        """
+        if self.failure is not None:
+            raise AssertionError(f"the schedule fails at {self.failure}") from self.failure
+        if self.differences:
+            raise AssertionError(f"the replay differs at {self.differences[0]}")
 
 
-def replay(path: str | Path) -> Replay:
-    """Repeat a log of `EngineConfig.tick_log`.
+def replay(
+    path: str | Path, *, check: Check | None = None, simulator: MakeSimulator = Simulator
+) -> Replay:
+    """Repeat a log of `EngineConfig.tick_log`, or a schedule that `simulate` has found to fail.
+
+    A log may end in the middle of a line, as that of a full disk or of a process that was killed:
+    what is left of this line is not repeated.
+
+    Parameters
+    ----------
+    check, simulator : callable
+        Of a schedule, as they were given to `simulate`.
+
+    Returns
+    -------
+    Replay
+        What was found, and nothing raised for it: in a test, `replay(path).check()`.
 
     Raises
     ------
+    OSError
+        The file cannot be read.
     ValueError
-        The file is not such a log.
+        It is neither, or a log in another format than this version's; names the file and the line.
     """
+    objects = read_objects(path)
+    if objects and "format" in objects[0]:
+        return _replay_schedule(Schedule.load(path), check, simulator)
+    if not objects or "header" not in objects[0]:
+        raise ValueError(f"{path} is neither a tick log nor a schedule: it has no header")
+    return _replay_log(TickLogFile.of(path, objects))
+
+
+def _replay_schedule(schedule: Schedule, check: Check | None, simulator: MakeSimulator) -> Replay:
+    try:
+        sim = schedule.run(check=check, simulator=simulator)
+    except ScheduleError as error:
+        return Replay(failure=error)
+    statistics = sim.core.statistics()
+    return Replay(statistics.n_ticks, len(sim.decoder.batches), statistics.n_output_tokens)
+
+
+def _replay_log(log: TickLogFile) -> Replay:
     result = Replay()
-    with Path(path).open(encoding="utf-8") as file:
-        lines = [json.loads(line) for line in file]
-    if not lines or "header" not in lines[0]:
-        raise ValueError(f"{path} is not a tick log: it has no header")
-    script = _Script(lines)
-    for number, line in enumerate(lines[1:], 2):
+    script = _Script(log)
+    for line in log.lines:
         script.begin(line)
         try:
             script.repeat(line)
         except Exception as error:  # the end of the engine, as in the inference thread
             script.core.fail_all(error)
-        found = [Difference(number, *rest) for rest in script.differences(line)]
-        result.n_ticks += "tick" in line
-        if found:
-            result.differences = found
+        result.differences = [Difference(line.number, *d) for d in script.differences(line)]
+        result.n_ticks += isinstance(line.command, Ticked)
+        if result.differences:
             return result
-        if "tick" in line:
-            result.n_batches += len(line["tick"]["batches"])
-            result.n_tokens += sum(len(e["tokens"]) for e in line["tick"]["events"] if e)
+        if isinstance(line.command, Ticked):
+            result.n_batches += len(line.command.batches)
+            result.n_tokens += sum(len(event["tokens"]) for event in line.command.events)
     return result
 
 
 class _Script:
     """A core, and everything around it played from the log."""
 
-    def __init__(self, lines: list[dict[str, Any]]) -> None:
-        header = dict(lines[0]["header"])
-        books = KVCache(**header.pop("books"))
+    def __init__(self, log: TickLogFile) -> None:
         self._times: deque[float] = deque()
-        self.calls = _Calls(_faults(lines))
-        self.decoder = _ScriptedDecoder(header["n_batch"], books.n_seq_ids, self.calls)
-        self._pieces = {
-            int(token): (bytes.fromhex(piece), is_eog)
-            for line in lines
-            for token, (piece, is_eog) in line.get("pieces", {}).items()
-        }
-        self._tokens = _tokens(lines)
+        self.calls = _Calls(log.faults())
+        self.decoder = _ScriptedDecoder(log.config.n_batch, log.books.n_seq_ids, self.calls)
+        self._pieces = log.pieces()
+        self._tokens = log.tokens()
         self._choices: deque[int | Exception] = deque()
         self.core = EngineCore(
             self.decoder,
             self,
-            books,
+            log.books,
             self._make_sampler,
             self._read_logprob,
-            EngineConfig(**header),
+            log.config,
             clock=self._clock,
         )
 
-    def begin(self, line: dict[str, Any]) -> None:
+    def begin(self, line: LogLine) -> None:
         """Lay out what a line needs."""
-        self._times.extend(line.get("clock", ()))
-        self.decoder.positions.extend(line.get("positions", ()))
-        self.decoder.script = deque(line["tick"]["batches"] if "tick" in line else ())
+        self._times.extend(line.clock)
+        self.decoder.positions.extend(line.positions)
+        batches = line.command.batches if isinstance(line.command, Ticked) else ()
+        self.decoder.script = deque(batches)
         self.decoder.decoded = []
 
-    def repeat(self, line: dict[str, Any]) -> None:
+    def repeat(self, line: LogLine) -> None:
         """Do what a line says."""
         core = self.core
-        match line:
-            case {"submit": dict() as values}:
-                self._choices = self._tokens[values["request_id"]].popleft()
-                biases = values["params"]["logit_bias"]
-                biases = {int(token): bias for token, bias in biases.items()}
-                params = SamplingParams(**{**values["params"], "logit_bias": biases})
-                values = {**values, "prompt_token_ids": tuple(values["prompt_token_ids"])}
-                core.submit(GenerationRequest(**{**values, "params": params}))
-            case {"cancel": str() as request_id}:
+        match line.command:
+            case Submit(request):
+                self._choices = self._tokens[request.request_id].popleft()
+                core.submit(request)
+            case Cancel(request_id):
                 core.cancel(request_id)
-            case {"read": [request_id, n_deltas]}:
+            case Read(request_id, n_deltas):
                 core.read(request_id, n_deltas)
-            case {"reset_prefix_cache": True}:
+            case ResetPrefixCache():
                 core.reset_prefix_cache()
-            case {"cancel_all": True}:
+            case CancelAll():
                 core.cancel_all()
-            case {"distrust": str() as message}:
+            case Distrust(message):
                 core.distrust(RuntimeError(message))
-            case {"tick": _}:
+            case Ticked():
                 core.tick()
 
-    def differences(self, line: dict[str, Any]) -> Iterator[tuple[str, object, object]]:
+    def differences(self, line: LogLine) -> Iterator[tuple[str, object, object]]:
         """What is not as the line says."""
         if self._times:
             yield "clock readings left", len(self._times), 0
-        if "tick" not in line:
+        if not isinstance(line.command, Ticked):
             return
-        batches = [batch["runs"] for batch in line["tick"]["batches"]]
+        batches = [batch["runs"] for batch in line.command.batches]
         if batches != self.decoder.decoded:
             yield "batches", batches, self.decoder.decoded
         events = json.loads(json.dumps([*map(describe_event, self.core.take_events())]))
-        recorded = [event for event in line["tick"]["events"] if event is not None]
-        if recorded != events:
-            yield "events", recorded, events
+        if line.command.events != events:
+            yield "events", line.command.events, events
 
     def _clock(self) -> float:
         # More readings than were recorded is a difference too, found by the plans that follow.
@@ -199,34 +257,21 @@ class _Calls:
         self._n_calls[name] += 1
         outcome = self._faults.get((name, self._n_calls[name]), True)
         if isinstance(outcome, str):
-            raise _exception(outcome)
+            raise exception_named(outcome)
         return outcome
 
 
-class _ScriptedSampler:
+class _ScriptedSampler(AskedSampler):
     """Says the tokens of one request again."""
-
-    constraint = None
 
     def __init__(self, choices: deque[int | Exception]) -> None:
         self._choices = choices
-
-    is_greedy = False
-
-    def may_be(self, token: int) -> bool:
-        raise AssertionError(f"{token}: asked of those that are greedy")
 
     def choose(self, scan: RowScan, allowed: Mask | None = None) -> int:
         choice = self._choices.popleft()
         if isinstance(choice, Exception):
             raise choice
         return choice
-
-    def accept(self, token: int) -> None:
-        """Nothing to remember."""
-
-    def close(self) -> None:
-        """Nothing to free."""
 
 
 class _ScriptedDecoder:
@@ -255,7 +300,7 @@ class _ScriptedDecoder:
         self.decoded.append(self._runs)
         batch = self.script.popleft() if self.script else {}
         if "error" in batch:
-            raise _exception(batch["error"], batch["code"])
+            raise exception_named(batch["error"], batch["code"])
         return np.zeros((sum(run[3] for run in self._runs), 1), np.float32)
 
     def seq_rm(self, seq_id: int, p0: int | None = None, p1: int | None = None) -> bool:
@@ -281,39 +326,3 @@ class _ScriptedDecoder:
     def seq_pos_max(self, seq_id: int) -> int | None:
         self._calls.count("seq_pos_max")
         return self.positions.popleft() if self.positions else None
-
-
-def _exception(name: str, code: int | None = None) -> Exception:
-    """An exception of this name: one that the core knows, or any."""
-    error_type = getattr(errors, name, None)
-    if isinstance(error_type, type) and issubclass(error_type, LlamaCallError):
-        return error_type("as recorded", code or 0)
-    if name == NotFiniteError.__name__:
-        return NotFiniteError("as recorded")
-    made: type[Exception] = type(name, (Exception,), {})
-    return made("as recorded")
-
-
-def _faults(lines: list[dict[str, Any]]) -> dict[tuple[str, int], bool | str]:
-    """The calls that failed, by method and number."""
-    return {
-        (name, n_call): outcome
-        for line in lines
-        for name, n_call, outcome in line.get("faults", ())
-    }  # fmt: skip
-
-
-def _tokens(lines: list[dict[str, Any]]) -> dict[str, deque[deque[int | Exception]]]:
-    """What was sampled for each request, in order; an id may have been used more than once."""
-    choices: dict[str, deque[deque[int | Exception]]] = defaultdict(deque)
-    for line in lines:
-        if "submit" in line:
-            choices[line["submit"]["request_id"]].append(deque())
-        for event in line["tick"]["events"] if "tick" in line else ():
-            if event is None or not choices[event["id"]]:
-                continue
-            latest = choices[event["id"]][-1]
-            latest.extend(event["tokens"])
-            if (name := event.get("error")) and not event["tokens"]:
-                latest.append(_exception(name))
-    return choices

@@ -1,0 +1,226 @@
+"""FakeEngine: an `Engine` without libllama and without a model, whose answers are scripted.
+
+The event loop's side, the inference thread, the scheduler and the books are the real ones; what is
+missing is the model.  It starts in a millisecond, and fails where a test says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Unpack
+
+from cllm import Engine, EngineConfig, InvalidArgumentError, SamplingParams
+from cllm.engine.backend import CheckServing, Loaded
+from cllm.engine.config import EngineOptions
+from cllm.engine.kv_cache import KVCache
+from cllm.engine.logprobs import LogprobReader
+from cllm.engine.request import GenerationRequest, ModelInfo
+from cllm.engine.row_scan import RowScan
+from cllm.engine.sampling import Mask
+from cllm.engine.worker_thread import WorkerThreads
+from cllm.testing.fake_decoder import FakeDecoder, Fault, Latency, Poison
+from cllm.testing.fake_vocabulary import FakeVocabulary
+from cllm.testing.reference import AskedSampler
+
+Answers = Mapping[str, str] | Callable[[str], str]
+
+N_CTX_TRAIN = 4096
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+class FakeEngine(Engine):
+    """An engine that says what it was told to say.
+
+    Streams, queues, cancellation, deadlines, preemption, statistics, `audit`: all of that is
+    `Engine`'s own.  A token is a byte.  Sampling parameters that choose tokens have no effect, and
+    neither have constraints: the answer is the scripted one, then the end.  `max_tokens`, `stop` and
+    `stop_token_ids` end it as always.  Log probabilities and scores are of the right shape and the
+    same every time, but say nothing: they come from a hash of the tokens, not from the script.
+
+    Parameters
+    ----------
+    answers : mapping or callable, optional
+        From prompts to answers.  Of a mapping: the answer of the prompt; else of the key that ends
+        last in the prompt, the longest of those, which finds the last question in a chat; else of
+        the key `""`.  A request that has none ends with an error, unless it asks for the log
+        probabilities of its prompt, as `score` does: its answer is empty.  None: every answer is its
+        prompt.
+    latency_s : float or callable
+        Seconds that a decode takes, or a function of its `FakeRun`s.  Real seconds.  Closing the
+        engine ends such a decode.  Cancelling does as with llama.cpp: only if at least 16 of its
+        rows, and more than half, are of requests that have been cancelled.
+    faults, poison, call_faults :
+        What goes wrong, and when; see `FakeDecoder`.
+    config : EngineConfig, optional
+        All settings as one value; not together with the others.
+    **options
+        The fields of `EngineConfig`; those of llama.cpp have no effect.
+
+    Raises
+    ------
+    TypeError
+        An unknown option.
+    InvalidArgumentError
+        `answers` or an option with a value that cannot be used.
+
+    Attributes
+    ----------
+    decoder : FakeDecoder
+        What the engine computes with; its `faults`, `call_faults`, `poison` and `latency_s` may be
+        changed while it runs, from any thread.
+
+    Notes
+    -----
+    The inference thread calls `answers`, `poison` and `latency_s`: what they share with a test needs
+    a lock, and while one of them blocks, nothing is computed and closing waits.  What `answers`
+    raises ends its request; what the others raise is a decode that failed.
+
+    Examples
+    --------
+    >>> async with FakeEngine({"1+1=": "2"}) as engine:
+    ...     completion = await engine.generate("1+1=")
+    """
+
+    def __init__(
+        self,
+        answers: Answers | None = None,
+        *,
+        latency_s: Latency = 0.0,
+        faults: Mapping[int, Fault] | None = None,
+        poison: Poison | None = None,
+        call_faults: Mapping[tuple[str, int], bool | Exception] | None = None,
+        config: EngineConfig | None = None,
+        **options: Unpack[EngineOptions],
+    ) -> None:
+        super().__init__(config=config, **options)
+        if not (answers is None or callable(answers) or isinstance(answers, Mapping)):
+            limit = "a mapping from prompts to answers, a function or None: there is no model"
+            raise InvalidArgumentError("answers", answers, limit)
+        self._answers: Answers = _repeat if answers is None else answers
+        n_seq_ids = self.config.n_seq_ids
+        self.decoder = FakeDecoder(
+            n_ctx=max(self.config.n_ctx or N_CTX_TRAIN, n_seq_ids),
+            n_seq_max=n_seq_ids,
+            n_batch=self.config.n_batch,
+            kv_unified=self.config.kv_unified,
+            faults=faults,
+            poison=poison,
+            call_faults=call_faults,
+            latency_s=latency_s,
+        )
+
+    def _make_backend(self) -> _FakeBackend:
+        return _FakeBackend(self.config, self.decoder, self._answers)
+
+    def fail_next_decode(self, fault: Fault) -> None:
+        """Let the next decode that begins fail; one that runs now is not it.
+
+        Parameters
+        ----------
+        fault : int, exception or "nan"
+            A code of `llama_decode`, an exception to raise, or NaN in the first output row.
+        """
+        self.decoder.faults[self.decoder.n_decodes + 1] = fault
+
+
+class _FakeBackend:
+    """A `Backend` over a fake decoder."""
+
+    def __init__(self, config: EngineConfig, decoder: FakeDecoder, answers: Answers) -> None:
+        self._config = config
+        self._decoder = decoder
+        self._answers = answers
+        self._vocabulary = FakeVocabulary()
+
+    def load(self, owned: ExitStack) -> Loaded:
+        decoder, vocabulary = self._decoder, self._vocabulary
+        return Loaded(
+            model=ModelInfo(
+                path=vocabulary.path,
+                name="fake",
+                description="a model that says what it was told to say",
+                architecture="fake",
+                n_params=0,
+                size_bytes=0,
+                n_vocab=vocabulary.n_tokens,
+                n_ctx_train=N_CTX_TRAIN,
+                n_embd=1,
+                n_layer=1,
+                chat_template=CHAT_TEMPLATE,
+                tool_chat_template=None,
+                n_ctx=decoder.n_ctx_seq,
+            ),
+            vocabulary=vocabulary,
+            decoder=decoder,
+            kv_cache=KVCache(
+                n_cells=decoder.n_ctx,
+                n_seq_ids=decoder.n_seq_max,
+                n_ctx_seq=decoder.n_ctx_seq,
+                kv_unified=decoder.kv_unified,
+            ),
+            make_sampler=self._make_sampler,
+            read_logprob=LogprobReader(vocabulary, decoder.n_vocab).read,
+            n_prefill_chunk=self._config.n_batch,
+        )
+
+    def _make_sampler(self, request: GenerationRequest) -> _ScriptedSampler:
+        prompt = self._vocabulary.join(request.prompt_token_ids).decode("utf-8", "replace")
+        answers = self._answers
+        if callable(answers):
+            answer = answers(prompt)
+        elif (scripted := _answer_of(answers, prompt)) is not None:
+            answer = scripted
+        elif request.first_scored is not None:  # who wants scores need not want an answer
+            answer = ""
+        else:
+            raise LookupError(f"no answer is scripted for {prompt!r}, but for {list(answers)}")
+        return _ScriptedSampler(self._vocabulary.tokenize(answer))
+
+    def stop(self) -> None:
+        self._decoder.stop()
+
+    def constraints(self, check_serving: CheckServing, workers: WorkerThreads) -> _Unconstrained:
+        return _Unconstrained()
+
+
+def _repeat(prompt: str) -> str:
+    return prompt
+
+
+def _answer_of(answers: Mapping[str, str], prompt: str) -> str | None:
+    """The answer of the prompt, else of the key that ends last in it, else of ""."""
+    if prompt in answers:
+        return answers[prompt]
+    # The empty text is in every prompt, and ends last in it.
+    ends = {key: prompt.rindex(key) + len(key) for key in answers if key and key in prompt}
+    if not ends:
+        return answers.get("")
+    return answers[max(ends, key=lambda key: (ends[key], len(key)))]
+
+
+class _Unconstrained:
+    """Scripted answers keep to nothing but their script."""
+
+    async def compile(self, params: SamplingParams) -> None:
+        """Nothing to compile."""
+
+    async def aclose(self) -> None:
+        """Nothing to end."""
+
+
+class _ScriptedSampler(AskedSampler):
+    """Says the tokens of one answer, whatever the logits are."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens = iter(tokens)
+        self._next = next(self._tokens, FakeVocabulary.END)
+
+    def choose(self, scan: RowScan, allowed: Mask | None = None) -> int:
+        return self._next
+
+    def accept(self, token: int) -> None:
+        self._next = next(self._tokens, FakeVocabulary.END)

@@ -1,0 +1,81 @@
+"""FakeVocabulary: the 256 bytes as tokens, for everything that needs a vocabulary and no model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cllm.checks import check_int, encode_prompt
+
+
+class FakeVocabulary:
+    """A vocabulary of the 256 bytes, one token each, and two control tokens.
+
+    Attributes
+    ----------
+    BEGIN, END : int
+        256 and 257.  Neither has a piece; END ends a generation.
+    n_tokens : int
+    """
+
+    BEGIN = 256
+    END = 257
+    NAMES = ("<begin>", "<end>")
+    n_tokens = 258
+    bos: int | None = BEGIN
+    eos: int | None = END
+    adds_bos = False
+    prefixes_space = False
+    path = "<fake>"
+
+    def piece(self, token: int) -> bytes:
+        """The bytes of a token; empty for a control token."""
+        check_int("token", token, 0, self.n_tokens - 1)
+        return bytes([token]) if token < self.BEGIN else b""
+
+    def text(self, token: int) -> str:
+        """How a token is written: a byte above 127 as its number."""
+        check_int("token", token, 0, self.n_tokens - 1)
+        if token >= self.BEGIN:
+            return self.NAMES[token - self.BEGIN]
+        return chr(token) if token < 128 else f"<0x{token:02X}>"
+
+    def spelling(self, token: int) -> bytes:
+        """The bytes of a token; of a control token, its name."""
+        return self.piece(token) or self.text(token).encode()
+
+    def join(self, tokens: Sequence[int]) -> bytes:
+        """The bytes of some tokens."""
+        return b"".join(map(self.piece, tokens))
+
+    def is_eog(self, token: int) -> bool:
+        """Whether `token` ends a generation."""
+        return token == self.END
+
+    def control_names(self) -> list[str]:
+        """What `tokenize(parse_special=True)` reads as a control token."""
+        return list(self.NAMES)
+
+    def tokenize(
+        self, text: str, *, add_special: bool = True, parse_special: bool = False
+    ) -> list[int]:
+        """The bytes of a text; nothing is added.
+
+        Raises
+        ------
+        InvalidArgumentError
+            As `Vocabulary.tokenize` does: not a text, too long, or with a lone surrogate.
+        """
+        encoded = encode_prompt(text)
+        if not parse_special:
+            return list(encoded)
+        tokens: list[int] = []
+        for number, part in enumerate(encoded.split(self.NAMES[0].encode())):
+            tokens += [self.BEGIN] * (number > 0)
+            for other, rest in enumerate(part.split(self.NAMES[1].encode())):
+                tokens += [self.END] * (other > 0)
+                tokens += rest
+        return tokens
+
+    def tokenize_inside(self, text: str, *, parse_special: bool = False) -> list[int]:
+        """The bytes of a text that stands behind another."""
+        return self.tokenize(text, parse_special=parse_special)

@@ -1,0 +1,354 @@
+"""Loads: many requests on one engine, in the patterns that real callers have.
+
+For programs that embed cllm and test themselves, on asyncio and on trio.  A load takes prompts and
+gives `Records` in the order of the prompts.  A request that is refused, or fails, is a record and
+ends no other; a mistake in the call of a load is raised at once.  `seed` is that of the samplers,
+`load_seed` that of the load.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from enum import StrEnum
+from functools import partial
+from typing import Unpack
+
+import anyio
+
+from cllm import Engine, SamplingOptions, SamplingParams, TokenStream
+from cllm.checks import INT32_MAX, check_int
+from cllm.engine.submission import Prompt
+from cllm.errors import InvalidArgumentError
+from cllm.testing.load_calls import Between, Call, make_calls, run, run_at_once
+from cllm.testing.records import PromptKey, Records
+
+
+class Moment(StrEnum):
+    """When `cancel_storm` cancels a request."""
+
+    ENTERING = "entering"
+    """While its stream is entered, or just after: the task is cancelled."""
+    QUEUE = "queue"
+    """As soon as it has been submitted."""
+    PROMPT = "prompt"
+    """A tick or a few later, be it in its prompt or still in the queue."""
+    OUTPUT = "output"
+    """After some deltas."""
+    TWICE = "twice"
+    """After some deltas, and once more."""
+
+
+async def sequential(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    params: SamplingParams | None = None,
+    *,
+    priority: int = 0,
+    timeout: float | None = None,
+    **sampling: Unpack[SamplingOptions],
+) -> Records:
+    """One request after another.
+
+    Parameters
+    ----------
+    prompts : sequence of (str or sequence of int)
+        Texts, or token ids.
+    params : SamplingParams, optional
+        Of all requests; or its fields as keyword arguments, not both.
+    priority, timeout, **sampling
+        As for `Engine.stream`, of all requests.
+
+    Returns
+    -------
+    Records
+        One for each prompt, in their order, whatever became of it.
+
+    Raises
+    ------
+    TypeError
+        An unknown option, fields beside `params`, or one text in place of prompts.
+    InvalidRequestError
+        A sampling field that cannot be served.
+    """
+    calls = make_calls(engine, prompts, params, sampling, priority, timeout)
+    return Records([await run(call) for call in calls])
+
+
+async def burst(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    params: SamplingParams | None = None,
+    *,
+    priority: int = 0,
+    timeout: float | None = None,
+    **sampling: Unpack[SamplingOptions],
+) -> Records:
+    """All at once.  Those that the queue has no room for are refused.
+
+    Parameters
+    ----------
+    prompts : sequence of (str or sequence of int)
+        Texts, or token ids.
+    params : SamplingParams, optional
+        Of all requests; or its fields as keyword arguments, not both.
+    priority, timeout, **sampling
+        As for `Engine.stream`, of all requests.
+
+    Returns
+    -------
+    Records
+        One for each prompt, in their order, whatever became of it.
+
+    Raises
+    ------
+    TypeError
+        An unknown option, fields beside `params`, or one text in place of prompts.
+    InvalidRequestError
+        A sampling field that cannot be served.
+    """
+    return await run_at_once(make_calls(engine, prompts, params, sampling, priority, timeout))
+
+
+async def poisson(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    params: SamplingParams | None = None,
+    *,
+    rate: float,
+    load_seed: int = 0,
+    priority: int = 0,
+    timeout: float | None = None,
+    **sampling: Unpack[SamplingOptions],
+) -> Records:
+    """Requests that come at random times, whether or not the earlier ones have ended.
+
+    The times of a record count from when its call was due, be the event loop late or not.
+
+    Parameters
+    ----------
+    prompts : sequence of (str or sequence of int)
+        Texts, or token ids.
+    params : SamplingParams, optional
+        Of all requests; or its fields as keyword arguments, not both.
+    rate : float
+        Requests per second, on average.
+    load_seed : int
+        Of the times between them, which are drawn from an exponential distribution.
+    priority, timeout, **sampling
+        As for `Engine.stream`, of all requests.
+
+    Returns
+    -------
+    Records
+        One for each prompt, in their order, whatever became of it.
+
+    Raises
+    ------
+    TypeError
+        An unknown option, fields beside `params`, or one text in place of prompts.
+    InvalidRequestError
+        A sampling field that cannot be served.
+    ValueError
+        The rate is not a positive number.
+    """
+    if not (rate > 0 and math.isfinite(rate)):
+        raise InvalidArgumentError("rate", rate, "a positive number of requests per second")
+    calls = make_calls(engine, prompts, params, sampling, priority, timeout)
+    draw, due_s = random.Random(load_seed), anyio.current_time()
+    for call in calls:
+        due_s += draw.expovariate(rate)
+        call.due_s = due_s
+    return await run_at_once(calls)
+
+
+async def cancel_storm(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    params: SamplingParams | None = None,
+    *,
+    load_seed: int = 0,
+    share: float = 0.5,
+    priority: int = 0,
+    timeout: float | None = None,
+    **sampling: Unpack[SamplingOptions],
+) -> Records:
+    """All at once, and some are cancelled at different moments of their lives.
+
+    Parameters
+    ----------
+    prompts : sequence of (str or sequence of int)
+        Texts, or token ids.
+    params : SamplingParams, optional
+        Of all requests; or its fields as keyword arguments, not both.
+    load_seed : int
+        Of who is cancelled, and when: see `Moment`.
+    share : float
+        How many of all are cancelled, 0 to 1, rounded up.  Who has ended before that has ended by
+        itself.
+    priority, timeout, **sampling
+        As for `Engine.stream`, of all requests.
+
+    Returns
+    -------
+    Records
+        One for each prompt, in their order, whatever became of it.
+
+    Raises
+    ------
+    TypeError
+        An unknown option, fields beside `params`, or one text in place of prompts.
+    InvalidRequestError
+        A sampling field that cannot be served.
+    ValueError
+        The share is not between 0 and 1.
+    """
+    calls = make_calls(engine, prompts, params, sampling, priority, timeout)
+    draw, moments = random.Random(load_seed), [*Moment]
+    victims = _chosen(calls, share, draw)
+    draw.shuffle(moments)
+    for number, call in enumerate(victims):
+        # In turn: of five victims each has another moment, of fewer the seed says which there are.
+        moment, n_before = moments[number % len(moments)], draw.randint(1, 8)
+        call.is_cancelled_entering = moment is Moment.ENTERING
+        call.between = _canceller(engine, moment, n_before)
+    return await run_at_once(calls)
+
+
+async def slow_readers(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    params: SamplingParams | None = None,
+    *,
+    load_seed: int = 0,
+    share: float = 0.5,
+    n_deltas: int = 2,
+    priority: int = 0,
+    timeout: float | None = None,
+    **sampling: Unpack[SamplingOptions],
+) -> Records:
+    """All at once; some stop reading until all have stopped or ended, then they read on.
+
+    An engine computes `stream_buffer` deltas ahead of a reader that has stopped, and then pauses
+    its sequence: outputs of no more than `n_deltas + stream_buffer` deltas pause nobody, and those
+    of no more than `n_deltas` do not even stop their readers.
+
+    Parameters
+    ----------
+    prompts : sequence of (str or sequence of int)
+        Texts, or token ids.
+    params : SamplingParams, optional
+        Of all requests; or its fields as keyword arguments, not both.
+    load_seed : int
+        Of who is slow.
+    share : float
+        How many of all are slow, 0 to 1, rounded up.  With 1 there is nobody whose end they could
+        wait for, and they read on when all have stopped.
+    n_deltas : int
+        What a slow reader reads before it stops; with 0 it stops as soon as it is submitted.
+    priority, timeout, **sampling
+        As for `Engine.stream`, of all requests.
+
+    Returns
+    -------
+    Records
+        One for each prompt, in their order, whatever became of it.
+
+    Raises
+    ------
+    TypeError
+        An unknown option, fields beside `params`, or one text in place of prompts.
+    InvalidRequestError
+        A sampling field that cannot be served.
+    ValueError
+        The share is not between 0 and 1, or `n_deltas` is negative.
+    """
+    check_int("n_deltas", n_deltas, 0, INT32_MAX)
+    calls = make_calls(engine, prompts, params, sampling, priority, timeout)
+    is_turned = anyio.Event()  # nobody is left who neither has stopped nor has ended
+    busy = set(calls)
+
+    def leave(call: Call) -> None:
+        busy.discard(call)
+        if not busy:
+            is_turned.set()
+
+    def stopper(call: Call) -> Between:
+        async def stop(_stream: TokenStream, n_read: int) -> None:
+            if n_read == n_deltas:
+                leave(call)
+                await is_turned.wait()
+
+        return stop
+
+    for call in calls:
+        call.on_end = partial(leave, call)
+    for call in _chosen(calls, share, random.Random(load_seed)):
+        call.between = stopper(call)
+    return await run_at_once(calls)
+
+
+async def oracle(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    params: SamplingParams | None = None,
+    **sampling: Unpack[SamplingOptions],
+) -> dict[PromptKey, tuple[int, ...]]:
+    """The token ids that each prompt gets alone, one after another; for `assert_isolated`.
+
+    Parameters
+    ----------
+    engine : Engine
+        One with the same room for a sequence as that of the load: an output may end there.
+    prompts, params, **sampling
+        As of the load.
+
+    Returns
+    -------
+    dict
+        Prompts, those of token ids as tuples, to the token ids of their whole outputs.
+
+    Raises
+    ------
+    ValueError
+        The output would be another each time: neither `temperature` 0 nor a `seed`.
+    TypeError
+        As in a load.
+    RequestError
+        A prompt that cannot be served.
+    """
+    calls = make_calls(engine, prompts, params, sampling)
+    alone: dict[PromptKey, tuple[int, ...]] = {}
+    for call in calls:
+        if not call.params.is_greedy and call.params.seed is None:
+            raise ValueError("an oracle needs temperature 0 or a seed")
+        if call.key not in alone:
+            alone[call.key] = (await engine.generate(call.prompt, call.params)).token_ids
+    return alone
+
+
+def _chosen(calls: Sequence[Call], share: float, draw: random.Random) -> list[Call]:
+    """So many of all, by chance, in their order."""
+    if not 0 <= share <= 1:
+        raise InvalidArgumentError("share", share, "0 to 1")
+    n_chosen = math.ceil(round(share * len(calls), 6))  # 0.7 * 10 is a little more than 7
+    indices = draw.sample(range(len(calls)), n_chosen)
+    return [calls[index] for index in sorted(indices)]
+
+
+def _canceller(engine: Engine, moment: Moment, n_before: int) -> Between:
+    """What cancels a stream at that moment; `n_before` are deltas, or ticks."""
+
+    async def between(stream: TokenStream, n_read: int) -> None:
+        if n_read == 0 and moment is Moment.PROMPT:
+            for _ in range(n_before):
+                # Answered after a tick.  What it finds is not lost: `n_discrepancies` counts it.
+                await engine.audit()
+        is_in_output = moment in (Moment.OUTPUT, Moment.TWICE)
+        if n_read == (n_before if is_in_output else 0):
+            await stream.cancel()
+        if n_read == n_before and moment is Moment.TWICE:
+            await stream.cancel()
+
+    return between

@@ -1,0 +1,90 @@
+"""LoadSummary: many requests in a few numbers, and the text that tables are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from cllm import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSummary:
+    """Many requests in a few numbers; `str` of it is a table.
+
+    Attributes
+    ----------
+    n_finished : mapping
+        Requests that ran, for every `FinishReason`.
+    n_refused, n_errors : int
+        Requests that did not run, and those that ran and raised.
+    seconds : float
+        From the first call to the last end.
+    ttft_p50_s, ttft_p99_s : float or None
+        From the call to the first token; percentiles are by nearest rank, None of nothing.
+    itl_p50_s, itl_max_p99_s : float or None
+        Between tokens, as the engine measured it: the median of the requests' medians, and the 99th
+        percentile of their longest gaps.
+    total_p50_s, total_p99_s : float or None
+        From the call to the end, of requests that ended by themselves.
+    cached_share : float
+        Of all prompt tokens, those that were shared and not computed: 0 to 1.
+    """
+
+    n_requests: int
+    n_finished: Mapping[FinishReason, int]
+    n_refused: int
+    n_errors: int
+    n_output_tokens: int
+    seconds: float
+    tokens_per_s: float
+    ttft_p50_s: float | None
+    ttft_p99_s: float | None
+    itl_p50_s: float | None
+    itl_max_p99_s: float | None
+    total_p50_s: float | None
+    total_p99_s: float | None
+    cached_share: float
+
+    def __str__(self) -> str:
+        rows = [
+            ("requests", str(self.n_requests)),
+            *((reason.value, str(n)) for reason, n in self.n_finished.items() if n),
+            ("refused", str(self.n_refused)),
+            ("output tokens", str(self.n_output_tokens)),
+            ("seconds", f"{self.seconds:.2f}"),
+            ("tokens/s", f"{self.tokens_per_s:.0f}"),
+            ("first token, p50 ms", ms(self.ttft_p50_s)),
+            ("first token, p99 ms", ms(self.ttft_p99_s)),
+            ("between tokens, p50 ms", ms(self.itl_p50_s)),
+            ("longest gap, p99 ms", ms(self.itl_max_p99_s)),
+            ("whole answer, p50 ms", ms(self.total_p50_s)),
+            ("whole answer, p99 ms", ms(self.total_p99_s)),
+            ("prompt tokens shared", f"{self.cached_share:.0%}"),
+        ]
+        return aligned(rows, left=1)
+
+
+def percentile(values: Sequence[float], percent: int) -> float | None:
+    """The value below or at which so many percent lie (nearest rank); None of nothing."""
+    ordered = sorted(values)
+    return ordered[max(1, -(-len(ordered) * percent // 100)) - 1] if ordered else None
+
+
+def ms(seconds: float | None) -> str:
+    """Milliseconds of some seconds; a dash for none."""
+    return "-" if seconds is None else f"{seconds * 1e3:.1f}"
+
+
+def aligned(rows: Sequence[tuple[str, ...]], *, left: int) -> str:
+    """Columns two blanks apart: so many to the left and the last, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    last = len(widths) - 1
+    lines = (
+        "  ".join(
+            cell.ljust(width) if i < left or i == last > left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+    return "\n".join(lines)

@@ -1,0 +1,116 @@
+"""What a request gives by definition: alone, without cache, batch, chunks or pieces.
+
+The simulator holds every answer of an engine's core against it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from cllm.engine.request import FinishReason
+from cllm.engine.row_scan import RowScan
+from cllm.engine.sampling import Mask
+from cllm.engine.sampling_params import SamplingParams
+from cllm.testing.fake_decoder import Answer
+from cllm.testing.fake_vocabulary import FakeVocabulary
+
+VOCABULARY = FakeVocabulary()
+END = FakeVocabulary.END
+COMPLETED = {FinishReason.STOP, FinishReason.LENGTH}
+GREEDY = SamplingParams(temperature=0)
+
+# Letters, parts of characters and an end now and then: every kind of ending is met.
+ALPHABET: tuple[int, ...] = (*b"aaabbbc", *"é€".encode(), 0xFF, END)
+
+
+def babble(prefix: Sequence[int]) -> int:
+    """A token that depends on every token before it."""
+    return ALPHABET[zlib.crc32(array("i", prefix)) % len(ALPHABET)]
+
+
+def endless(prefix: Sequence[int]) -> int:
+    """Letters that depend on every token before them, and no end."""
+    return ord("a") + zlib.crc32(array("i", prefix)) % 26
+
+
+def says(text: bytes, *, n_prompt: int) -> Answer:
+    """The bytes of a text, then the end, after any prompt of so many tokens."""
+    return lambda prefix: (*text, END)[len(prefix) - n_prompt]
+
+
+class AskedSampler:
+    """What samplers without llama.cpp have in common: they are asked for every token, in `choose`."""
+
+    constraint = None
+    is_greedy = False
+
+    def may_be(self, token: int) -> bool:
+        """See `TokenSampler`."""
+        raise AssertionError(f"{token}: asked of those that are greedy")
+
+    def accept(self, token: int) -> None:
+        """Nothing to remember."""
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+class CountingSampler(AskedSampler):
+    """A sampler with a state: its n-th choice is n letters after the best one."""
+
+    def __init__(self) -> None:
+        self.n_chosen = 0
+        self.n_closed = 0
+
+    def choose(self, scan: RowScan, allowed: Mask | None = None) -> int:
+        return shifted(int(scan.row.argmax()), self.n_chosen)
+
+    def accept(self, token: int) -> None:
+        self.n_chosen += 1
+
+    def close(self) -> None:
+        self.n_closed += 1
+
+
+def shifted(token: int, n: int) -> int:
+    """The byte that is n after a token; the end stays the end."""
+    return token if token == END else (token + n) % 256
+
+
+class Outcome(NamedTuple):
+    """All that a request ends with, by the definition of it."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    reason: FinishReason
+    stop_reason: str | int | None
+
+
+@lru_cache(10_000)
+def alone(
+    prompt: tuple[int, ...], params: SamplingParams, n_ctx_seq: int, answer: Answer
+) -> Outcome:
+    """What a request gives alone, without cache, batch, chunks or pieces."""
+    tokens, n_prompt, said, text = list(prompt), len(prompt), b"", ""
+    while True:
+        token = answer(tokens)
+        if not params.is_greedy:
+            token = shifted(token, len(tokens) - n_prompt)
+        tokens.append(token)
+        output = tuple(tokens[n_prompt:])
+        if token == END or token in params.stop_token_ids:
+            return Outcome(output, text, FinishReason.STOP, token)
+        said += VOCABULARY.piece(token)
+        text = said.decode(errors="replace")
+        matches = [(text.index(stop), stop) for stop in params.stop if stop in text]
+        if matches:
+            start, stop = min(matches)
+            return Outcome(output, text[:start], FinishReason.STOP, stop)
+        if len(output) == params.max_tokens:
+            return Outcome(output, text, FinishReason.LENGTH, "max_tokens")
+        if len(tokens) > n_ctx_seq:
+            return Outcome(output, text, FinishReason.LENGTH, "context")

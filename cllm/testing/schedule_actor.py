@@ -1,0 +1,100 @@
+"""Actor: does the steps of a schedule on a simulator, and knows which requests have to suffer."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from cllm.engine.sampling_params import SamplingParams
+from cllm.testing.expect import demand, expect
+from cllm.testing.fake_decoder import Fault
+from cllm.testing.simulator import Simulator
+from cllm.testing.steps import (
+    Cancel,
+    FailCall,
+    FailDecode,
+    ReadOn,
+    ResetPrefixCache,
+    Step,
+    StopReading,
+    Submit,
+    Tick,
+    Wait,
+)
+
+MAX_TICKS = 2000
+
+
+@lru_cache(1000)
+def _params(max_tokens: int | None, temperature: float, stop: tuple[str, ...]) -> SamplingParams:
+    """Those of many requests: to check them costs more than a tick."""
+    return SamplingParams(max_tokens=max_tokens, temperature=temperature, stop=stop)
+
+
+class Actor:
+    """Does the steps of a schedule, and knows which requests have to suffer for it."""
+
+    def __init__(self, sim: Simulator) -> None:
+        self._sim = sim
+        self._ids: dict[str, str] = {}
+        self._doomed: set[str] = set()
+        sim.decoder.on_decode = self._look
+
+    def _alive(self, name: str) -> str | None:
+        request_id = self._ids.get(name)
+        return None if request_id in self._sim.finished else request_id
+
+    def do(self, step: Step) -> None:
+        sim = self._sim
+        match step:
+            case Submit():
+                self._submit(step)
+            case Cancel(name) if request_id := self._alive(name):
+                sim.core.cancel(request_id)
+                sim.hear()
+                demand(request_id in sim.finished, f"{request_id} was cancelled and did not end")
+            case StopReading(name) if request_id := self._alive(name):
+                sim.stopped.add(request_id)
+            case ReadOn(name) if request_id := self._alive(name):
+                sim.read_on(request_id)
+            case Wait(seconds):
+                sim.now += seconds
+            case Tick(n):
+                sim.tick(n)
+            case FailDecode(fault) if sim.core.recovery.is_over:
+                # A second fault on the same rows would be the requests' own.
+                what: Fault = RuntimeError("scripted") if fault == "raise" else fault
+                sim.decoder.faults[sim.decoder.n_decodes + 1] = what
+                sim.tick(2)
+            case FailCall(method):
+                calls = sim.decoder.n_calls
+                sim.decoder.call_faults[method, calls[method] + 1] = RuntimeError("scripted")
+                sim.tick(2)
+            case ResetPrefixCache():
+                sim.core.reset_prefix_cache()
+
+    def _submit(self, step: Submit) -> None:
+        sim = self._sim
+        params = _params(step.max_tokens, step.temperature, step.stop)
+        prompt = step.prompt.encode()[: sim.decoder.n_ctx_seq] or b"?"
+        self._ids[step.name] = sim.submit(
+            prompt, params=params, priority=step.priority, timeout=step.timeout
+        )
+
+    def _look(self) -> None:
+        """A decode begins: NaN in its first output row ends that row's request, and no other."""
+        sim = self._sim
+        if sim.decoder.faults.get(sim.decoder.n_decodes + 1) == "nan":
+            owners = {s.slot.seq_id: s.request_id for s in sim.core.queue.running if s.slot}
+            outputs = [owners[run.seq_id] for run in sim.decoder.runs if run.n_outputs]
+            self._doomed.update(outputs[:1])
+
+    def finish(self) -> None:
+        sim = self._sim
+        sim.decoder.call_faults.clear()
+        for request_id in set(sim.requests) - set(sim.finished):
+            sim.read_on(request_id)
+        sim.run(at_most=MAX_TICKS)
+        sim.check_idle()
+        sim.check_outcomes()
+        expect(sorted(sim.failed()), sorted(self._doomed), "requests that failed")
+        del sim.decoder.on_decode

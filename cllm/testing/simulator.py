@@ -1,0 +1,340 @@
+"""Simulator: the core of an engine on a fake decoder, with a clock that only its user moves.
+
+No thread, no event loop, no library: one `tick` after another, each looked at from all sides.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cllm import EngineConfig
+from cllm.engine.handoff import Finished, Progressed
+from cllm.engine.kv_cache import KVCache
+from cllm.engine.logprobs import LogprobReader
+from cllm.engine.request import FinishReason, GenerationRequest
+from cllm.engine.sampling_params import SamplingParams
+from cllm.engine.tick import EngineCore
+from cllm.testing.expect import demand, expect
+from cllm.testing.fake_decoder import Answer, FakeDecoder, Fault, Latency, Poison
+from cllm.testing.reference import COMPLETED, VOCABULARY, CountingSampler, Outcome, alone, babble
+
+ABOUT_REQUESTS = (Progressed, Finished)
+
+
+class WatchedDecoder(FakeDecoder):
+    """A fake that remembers its batches: seq_id, rows and output rows of each run."""
+
+    batches: list[list[tuple[int, int, int]]]
+    on_decode: Callable[[], None] = staticmethod(lambda: None)
+
+    def decode(self) -> NDArray[np.float32]:
+        self.batches.append([(r.seq_id, len(r.tokens), r.n_outputs) for r in self.runs])
+        self.on_decode()
+        return super().decode()
+
+
+class _Clock:
+    """The seconds of a simulator.
+
+    Together with the list of samplers it is all that its core knows of it: a simulator that nobody
+    holds any more is freed at once, and not by a search for cycles, which thousands would set off.
+    """
+
+    def __init__(self) -> None:
+        self.now = 1.0
+
+    def read(self) -> float:
+        return self.now
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Simulator:
+    """The core of an engine, and what its events said.
+
+    A reader takes every delta at once unless its request is in `stopped`.  Decodes
+    take time, nothing else takes any.  Unless a request is greedy, its n-th token is n letters after
+    the best one, so that a lost or doubled choice shows.
+
+    Parameters
+    ----------
+    n_ctx, n_seq_max, n_batch, kv_unified, **options
+        Fields of `EngineConfig`.
+    answer, faults, call_faults, poison, latency_s
+        Of the `FakeDecoder`; the seconds are those of `now`.
+    decoder_type : type, optional
+        A decoder with faults of its own.
+    is_checked : bool
+        Whether `check` follows every tick.
+    has_pos_min, is_windowed : bool
+        As memory of recurrent models is not, and of models with a sliding window is.
+
+    Attributes
+    ----------
+    core : EngineCore
+    decoder : WatchedDecoder
+    books : KVCache
+    now : float
+        Seconds.
+    requests : dict
+        By request id, all that were submitted.
+    stopped : set of str
+        Requests whose readers do not read.
+    tokens, texts : dict
+        By request id, what its deltas had.
+    finished : dict
+        By request id, its last event.
+    """
+
+    def __init__(
+        self,
+        *,
+        n_ctx: int = 64,
+        n_seq_max: int = 4,
+        n_batch: int = 8,
+        kv_unified: bool = True,
+        answer: Answer = babble,
+        faults: Mapping[int, Fault] | None = None,
+        call_faults: Mapping[tuple[str, int], bool | Exception] | None = None,
+        poison: Poison | None = None,
+        decoder_type: type[WatchedDecoder] = WatchedDecoder,
+        latency_s: Latency = 0.0,
+        is_checked: bool = True,
+        has_pos_min: bool = True,
+        is_windowed: bool = False,
+        **options: Any,
+    ) -> None:
+        self.config = EngineConfig(
+            n_ctx=n_ctx, n_seq_max=n_seq_max, n_batch=n_batch, kv_unified=kv_unified, **options
+        )
+        n_seq_ids = self.config.n_seq_ids
+        self._clock = _Clock()
+        self.decoder = decoder_type(
+            n_ctx=n_ctx,
+            n_seq_max=n_seq_ids,
+            n_batch=n_batch,
+            kv_unified=kv_unified,
+            answer=answer,
+            faults=faults,
+            call_faults=call_faults,
+            poison=poison,
+            latency_s=latency_s,
+            wait=self._clock.wait,
+        )
+        self.decoder.batches = []
+        self.is_checked = is_checked
+        self.books = KVCache(
+            n_cells=n_ctx,
+            n_seq_ids=n_seq_ids,
+            n_ctx_seq=self.decoder.n_ctx_seq,
+            kv_unified=kv_unified,
+            has_pos_min=has_pos_min and not is_windowed,
+            is_windowed=is_windowed,
+        )
+        self.samplers: list[CountingSampler] = []
+        self._make_sampler = partial(_make_sampler, self.samplers)
+        self.core = self._make_core()
+        self.requests: dict[str, GenerationRequest] = {}
+        self.stopped: set[str] = set()
+        self.unread: dict[str, int] = defaultdict(int)
+        self.tokens: dict[str, list[int]] = defaultdict(list)
+        self.texts: dict[str, str] = defaultdict(str)
+        self.finished: dict[str, Finished] = {}
+
+    def _make_core(self) -> EngineCore:
+        return EngineCore(
+            self.decoder,
+            VOCABULARY,
+            self.books,
+            self._make_sampler,
+            LogprobReader(VOCABULARY, self.decoder.n_vocab).read,
+            self.config,
+            clock=self._clock.read,
+        )
+
+    @property
+    def now(self) -> float:
+        return self._clock.now
+
+    @now.setter
+    def now(self, seconds: float) -> None:
+        self._clock.now = seconds
+
+    def submit(
+        self,
+        prompt: Sequence[int] | bytes = b"prompt",
+        *,
+        params: SamplingParams | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        **sampling: Any,
+    ) -> str:
+        """Submit a request, greedy unless it says otherwise, and return its id (r0, r1, …)."""
+        serial = len(self.requests)
+        request = GenerationRequest(
+            request_id=f"r{serial}",
+            serial=serial,
+            prompt_token_ids=tuple(prompt),
+            params=params or SamplingParams(**{"temperature": 0, **sampling}),
+            priority=priority,
+            submitted_at=self.now,
+            deadline=None if timeout is None else self.now + timeout,
+        )
+        self.requests[request.request_id] = request
+        self.core.submit(request)
+        return request.request_id
+
+    def tick(self, n_ticks: int = 1) -> set[str]:
+        """Tick, and look at everything; the requests that the last tick gave a token or an end."""
+        heard: set[str] = set()
+        for _ in range(n_ticks):
+            self.core.tick()
+            heard = self.hear()
+        return heard
+
+    def run(self, *, at_most: int = 500) -> None:
+        """Tick until there is nothing to do."""
+        for _ in range(at_most):
+            if not self.core.has_work:
+                return
+            self.tick()
+        queue = self.core.queue
+        raise AssertionError(f"still working: {queue.running} {queue.waiting}")
+
+    def read_on(self, request_id: str) -> None:
+        """A reader that had stopped takes what there is, and goes on."""
+        self.stopped.discard(request_id)
+        self._read(request_id)
+
+    def _read(self, request_id: str) -> None:
+        self.core.read(request_id, self.unread.pop(request_id, 0))
+
+    def is_paused(self, request_id: str) -> bool:
+        return self.unread[request_id] >= self.config.stream_buffer
+
+    def hear(self) -> set[str]:
+        """Take the events; the requests they are about."""
+        heard: set[str] = set()
+        for event in self.core.take_events():
+            if not isinstance(event, ABOUT_REQUESTS):
+                raise AssertionError(f"an event about no request: {event}")
+            request_id, delta = event.request_id, event.delta
+            heard.add(request_id)
+            demand(request_id not in self.finished, "an event after the last one")
+            self.tokens[request_id] += delta.token_ids
+            self.texts[request_id] += delta.text
+            if isinstance(event, Finished):
+                self.finished[request_id] = event
+                ended = event.completion
+                expect(delta.finish_reason, ended.finish_reason, "finish_reason of the last delta")
+                expect(delta.stop_reason, ended.stop_reason, "stop_reason of the last delta")
+            else:
+                expect(delta.finish_reason, None, "finish_reason of a delta before the last")
+                self.unread[request_id] += 1
+                n_unread = self.unread[request_id]
+                demand(n_unread <= self.config.stream_buffer, "more deltas than stream_buffer")
+                if request_id not in self.stopped:
+                    self._read(request_id)
+        if self.is_checked:
+            self.check()
+        return heard
+
+    def check(self) -> None:
+        """The invariants that hold between any two steps."""
+        core, books, decoder, queue = self.core, self.books, self.decoder, self.core.queue
+        alive = {s.request.request_id for s in queue.running + queue.waiting}
+        demand(alive.isdisjoint(self.finished), "a request runs or waits after its last event")
+        expect(alive | self.finished.keys(), self.requests.keys(), "requests alive or ended")
+        expect(len(queue.running) + len(queue.waiting), len(alive), "places in the queue")
+        if core.manager.fault is not None:
+            return  # the next tick makes the context anew
+        expect(core.discrepancies(), [], "where the books and the cache differ")
+        held = {s.slot.seq_id: s.tokens[: s.n_computed] for s in queue.running if s.slot}
+        cached = {e.slot.seq_id: e.tokens.tolist() for e in core.manager.prefixes.entries}
+        demand(held.keys().isdisjoint(cached), "a seq_id has a request and is cached")
+        occupied = {i: tokens for i, tokens in (held | cached).items() if tokens}
+        expect(decoder.cells, occupied, "tokens in the cache, by seq_id")
+        expect(decoder.n_cells_used, books.n_cells - books.n_free, "cells in use")
+        demand(decoder.n_cells_used <= decoder.n_ctx, "more cells in use than there are")
+        expect((len(held), books.n_live_ids), (len(queue.running),) * 2, "seq_ids of requests")
+        demand(len(held) <= self.config.n_seq_max, "more sequences run than n_seq_max")
+        expect(books.n_cached_ids, len(cached), "seq_ids of the prefix cache")
+        n_cached_at_most = self.config.n_prefix_cache_tokens(books.n_cells)
+        demand(books.n_cached <= n_cached_at_most, "more cells cached than may be")
+        demand(all(s.slot is None for s in queue.waiting), "a waiting request has a seq_id")
+        demand(all(s.swapped is None for s in queue.running), "a running request is swapped out")
+
+    def check_idle(self) -> None:
+        """The invariants of an engine without requests."""
+        queue, books = self.core.queue, self.books
+        expect(sorted(self.finished), sorted(self.requests), "requests that got their last event")
+        expect((books.n_used, books.n_live_ids), (0, 0), "cells and seq_ids of requests, idle")
+        expect((queue.running, queue.waiting), ([], []), "who runs and who waits, idle")
+        expect((self.core.has_work, self.core.next_deadline), (False, None), "work, and deadlines")
+        demand(all(s.n_closed == 1 for s in self.samplers), "a sampler was not closed once")
+        told = self.core.statistics()
+        expect(sum(told.n_finished.values()), len(self.requests), "n_finished")
+        expect(
+            (told.n_kv_cells_used, told.n_seq_ids_used), (0, 0), "n_kv_cells_used, n_seq_ids_used"
+        )
+        n_alive = told.n_running, told.n_waiting, told.n_paused
+        expect(n_alive, (0, 0, 0), "n_running, n_waiting, n_paused")
+        self.core.reset_prefix_cache()
+        n_left = books.n_cached, books.n_cached_ids, books.n_free
+        expect(n_left, (0, 0, books.n_cells), "cells, seq_ids, free cells of an empty prefix cache")
+        expect(self.decoder.cells, {}, "tokens in an empty cache")
+        expect(self.core.discrepancies(), [], "where the books and an empty cache differ")
+
+    def outcome(self, request_id: str) -> Outcome:
+        """What a request ended with, if its events and its completion agree on it."""
+        completion = self.finished[request_id].completion
+        prompt = self.requests[request_id].prompt_token_ids
+        expect(tuple(self.tokens[request_id]), completion.token_ids, f"deltas of {request_id}")
+        expect(self.texts[request_id], completion.text, f"texts of the deltas of {request_id}")
+        expect(completion.prompt_token_ids, prompt, f"prompt of {request_id}")
+        expect(completion.usage.n_output, len(completion.token_ids), f"n_output of {request_id}")
+        return Outcome(
+            completion.token_ids,
+            completion.text,
+            completion.finish_reason,
+            completion.stop_reason,
+        )
+
+    def alone(self, request_id: str) -> Outcome:
+        """What a request would have given alone."""
+        request = self.requests[request_id]
+        return alone(
+            request.prompt_token_ids, request.params, self.decoder.n_ctx_seq, self.decoder.answer
+        )
+
+    def failed(self) -> set[str]:
+        """Requests that ended with an error."""
+        return {r for r, event in self.finished.items() if event.error is not None}
+
+    def check_outcomes(self) -> None:
+        """Who ended by itself gave what it gives alone; the others gave the beginning of it."""
+        for request_id, event in self.finished.items():
+            actual, expected = self.outcome(request_id), self.alone(request_id)
+            if actual.reason in COMPLETED:
+                expect(actual, expected, f"answer of {request_id}")
+            else:
+                beginning = expected.token_ids[: len(actual.token_ids)]
+                expect(actual.token_ids, beginning, f"beginning of the answer of {request_id}")
+                is_error = actual.reason is FinishReason.ERROR
+                expect(event.error is not None, is_error, f"whether {request_id} has an error")
+
+
+def _make_sampler(
+    samplers: list[CountingSampler], request: GenerationRequest
+) -> CountingSampler | None:
+    if request.params.is_greedy:
+        return None
+    samplers.append(CountingSampler())
+    return samplers[-1]
