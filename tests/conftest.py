@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterator, Mapping
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,27 @@ def is_there(pid: int) -> bool:
     return True
 
 
+def our_threads() -> list[str]:
+    """The names of cllm's own threads in this process."""
+    return [t.name for t in threading.enumerate() if t.name.startswith("cllm")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _all_threads_end() -> Iterator[None]:
+    """What the tests of a file started has ended with them, or another file's test would fail."""
+    yield
+    assert our_threads() == []
+
+
+def indices_selected(request: pytest.FixtureRequest, test: Callable[..., object]) -> list[int]:
+    """The `index` of each case of a test that this run selects."""
+    return [
+        int(str(item.callspec.params["index"]))
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.obj is test
+    ]
+
+
 @pytest.fixture(scope="session")
 def tiny_model_path() -> Path:
     """A random-weight llama model, F16, written once into the cache directory."""
@@ -60,7 +82,19 @@ def llama_cpp_source() -> Path:
         pytest.skip(str(error))
 
 
-@pytest.fixture(params=["asyncio", "trio"])
+EVENT_LOOPS = ("asyncio", "trio")
+
+
+def on_either_loop(name: str, values: Iterable[str]) -> pytest.MarkDecorator:
+    """Parametrize by `name`, under one event loop and the other in turn.
+
+    For long lists of what hardly depends on the event loop, each in a process that takes a second.
+    """
+    pairs = [(value, EVENT_LOOPS[n % 2]) for n, value in enumerate(values)]
+    return pytest.mark.parametrize((name, "anyio_backend"), pairs)
+
+
+@pytest.fixture(params=EVENT_LOOPS)
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     """Both event loops."""
     backend: str = request.param

@@ -1,202 +1,40 @@
 """What build_llama.sh promises, with programs in place of cmake, ninja, pip and the compilers.
 
-The stand-ins are shell scripts on PATH; they note how they were called and leave the files that the
-real ones would leave.  Whoever has to wait for another process here waits for it at a named pipe.
+`build_sandbox` makes them and the project.  Whoever has to wait for another process here waits for
+it at a named pipe.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
-import io
-import json
 import os
 import re
 import shutil
 import signal
-import stat
 import subprocess
-import sys
-import tarfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from cllm.bindings._llama_h import LLAMA_CPP_COMMIT
+from tests.build.build_sandbox import (
+    DEADLINE_S,
+    PROJECT,
+    SDIST,
+    Sandbox,
+    make_sandbox,
+    names_in,
+    write_program,
+    write_tree,
+)
 
-PROJECT = Path(__file__).resolve().parents[2]
-SDIST = "llama_cpp_python-0.3.36"
-SDIST_SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
 LIBRARIES = ["libggml-base.so", "libggml-cpu.so", "libggml.so", "libllama.so"]
 AMX_FLAGS = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
-DEADLINE_S = 60
-
-SOURCE_FILES = {
-    "CMakeLists.txt": "project(llama.cpp)",
-    "LICENSE": "MIT License",
-    "include/llama.h": "// llama.h",
-    "ggml/include/ggml.h": "// ggml.h",
-    "ggml/include/ggml-cpu.h": "// ggml-cpu.h",
-    "ggml/include/gguf.h": "// gguf.h",
-    **{f"{name}/CMakeLists.txt": "" for name in ("cmake", "common", "src", "tools", "vendor")},
-}
-
-STAND_INS = {
-    "cmake": r"""
-        [ "$1" != --version ] || { echo "cmake version 3.99.0"; exit; }
-        printf '%s\n' "$@" >>"$STUB/cmake.log"
-        """,
-    # ninja -C DIRECTORY -j N TARGET...; $NINJA says how it goes.
-    "ninja": r"""
-        echo "$*" >>"$STUB/ninja.log"
-        [ "$NINJA" != fails ] || { echo "FAILED: ggml.c.o"; exit 1; }
-        if [ "$NINJA" = blocks ]; then
-          echo $$ >"$STUB/started"
-          read -r _ <"$STUB/release"
-        fi
-        mkdir -p "$2/bin"
-        for name in libllama libggml libggml-base libggml-cpu; do
-          echo "$name" >"$2/bin/$name.so"
-        done
-        case "$*" in *llama-server*)
-          for name in llama-server llama-bench llama-batched-bench llama-quantize; do
-            echo "$name" >"$2/bin/$name"
-          done
-          echo common >"$2/bin/libllama-common.so" ;;
-        esac
-        """,
-    # What the programs it "compiles" do is in $AMX (empty: the CPU has none) and $DECODE.
-    "cc": r"""
-        case "$*" in
-          --version) echo "cc (stand-in) ${CC_VERSION:-1.0}"; exit ;;
-          *-dM*) [ -z "$AMX" ] || echo "#define __AMX_INT8__ 1"; exit ;;
-          *amx_probe.c*) result=$AMX ;;
-          *) result=$DECODE ;;
-        esac
-        while [ "$1" != -o ]; do shift; done
-        case $result in
-          dies) echo 'kill -SEGV $$' >"$2" ;;
-          wrong) echo 'echo "Q4_0: a logit is not finite"; exit 1' >"$2" ;;
-          *) echo 'echo ok' >"$2" ;;
-        esac
-        sed -i '1i #!/bin/sh' "$2"
-        chmod +x "$2"
-        """,
-    "c++": 'echo "c++ (stand-in) 1.0"',
-    "ldd": r'echo "	libgomp.so.1 => $STUB/libgomp.so.1 (0x00007f0000000000)"',
-    "python": r"""
-        [ "$1 $2 $3" = "-m pip download" ] || exec "$REAL_PYTHON" "$@"
-        echo "$*" >>"$STUB/pip.log"
-        while [ "$1" != --dest ]; do shift; done
-        cat "$2/requirements.txt" >>"$STUB/pip.log"
-        cp "$STUB/sdist.tar.gz" "$2/llama_cpp_python-0.3.36.tar.gz"
-        """,
-}
-
-
-def _write_program(path: Path, body: str) -> None:
-    path.write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-
-
-def _write_sdist(path: Path) -> None:
-    files = {f"{SDIST}/vendor/llama.cpp/{name}": text for name, text in SOURCE_FILES.items()}
-    with tarfile.open(path, "w:gz") as archive:
-        for name, text in {**files, f"{SDIST}/setup.py": "raise SystemExit"}.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(text)
-            archive.addfile(info, io.BytesIO(text.encode()))
-
-
-def _names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
-
-
-@dataclasses.dataclass(frozen=True)
-class Sandbox:
-    """A copy of the script in a project of its own, with a cache and stand-ins of its own."""
-
-    project: Path
-    cache: Path
-    stub: Path
-
-    @property
-    def link(self) -> Path:
-        return self.project / "cllm" / "_native"
-
-    @property
-    def native(self) -> Path:
-        return self.cache / "cllm" / "native"
-
-    def environment(self, **variables: str) -> dict[str, str]:
-        inherited = {k: v for k, v in os.environ.items() if k not in ("CC", "CXX", "PYTHON")}
-        return inherited | {
-            "PATH": f"{self.stub / 'bin'}:{os.environ['PATH']}",
-            "XDG_CACHE_HOME": str(self.cache),
-            "PYTHON": "python",
-            "REAL_PYTHON": sys.executable,
-            "CLLM_CHECK_MODEL": str(self.stub / "model.gguf"),
-            "STUB": str(self.stub),
-            "NINJA": "",
-            "AMX": "",
-            "DECODE": "",
-            **variables,
-        }
-
-    def start(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [str(self.project / "build_llama.sh"), *arguments],
-            env=self.environment(**variables),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def run(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        with self.start(*arguments, **variables) as process:
-            stdout, stderr = process.communicate(timeout=DEADLINE_S)
-        return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
-
-    def build(self, *arguments: str, **variables: str) -> str:
-        result = self.run(*arguments, **variables)
-        assert result.returncode == 0, result.stdout + result.stderr
-        return result.stdout
-
-    def log(self, program: str) -> list[str]:
-        path = self.stub / f"{program}.log"
-        return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-
-    def installed(self) -> list[str]:
-        """Everything in the directory of finished builds, half-finished ones included."""
-        return _names(self.native) if self.native.exists() else []
-
-    def record(self) -> dict[str, Any]:
-        record: dict[str, Any] = json.loads((self.link / "build.json").read_text(encoding="utf-8"))
-        return record
 
 
 @pytest.fixture
 def sandbox(tmp_path: Path) -> Sandbox:
-    made = Sandbox(tmp_path / "project", tmp_path / "cache", tmp_path / "stub")
-    (made.project / "cllm").mkdir(parents=True)
-    (made.stub / "bin").mkdir(parents=True)
-    shutil.copytree(PROJECT / "tools" / "native", made.project / "tools" / "native")
-    for name, body in STAND_INS.items():
-        _write_program(made.stub / "bin" / name, body)
-    for name in ("model.gguf", "libgomp.so.1"):
-        (made.stub / name).write_text(name, encoding="utf-8")
-    for name in ("started", "release"):
-        os.mkfifo(made.stub / name)
-
-    _write_sdist(made.stub / "sdist.tar.gz")
-    sha256 = hashlib.sha256((made.stub / "sdist.tar.gz").read_bytes()).hexdigest()
-    script = (PROJECT / "build_llama.sh").read_text(encoding="utf-8")
-    assert script.count(SDIST_SHA256) == 1
-    copy = made.project / "build_llama.sh"
-    copy.write_text(script.replace(SDIST_SHA256, sha256), encoding="utf-8")
-    copy.chmod(0o755)
-    return made
+    return make_sandbox(tmp_path)
 
 
 def _when_started(sandbox: Sandbox) -> int:
@@ -217,10 +55,10 @@ def test_a_build_is_installed_linked_and_recorded(sandbox: Sandbox) -> None:
     sandbox.build()
 
     assert sandbox.link.readlink().parent == sandbox.native
-    assert _names(sandbox.link) == ["LICENSE.llama.cpp", "build.json", "include", "lib"]
-    assert _names(sandbox.link / "lib") == LIBRARIES
+    assert names_in(sandbox.link) == ["LICENSE.llama.cpp", "build.json", "include", "lib"]
+    assert names_in(sandbox.link / "lib") == LIBRARIES
     headers = ["ggml-cpu.h", "ggml.h", "gguf.h", "llama.h"]
-    assert _names(sandbox.link / "include") == headers
+    assert names_in(sandbox.link / "include") == headers
     record = sandbox.record()
     header = (sandbox.link / "include" / "llama.h").read_bytes()
     assert record["llama_h_sha256"] == hashlib.sha256(header).hexdigest()
@@ -267,7 +105,7 @@ def test_the_link_replaces_an_older_link(sandbox: Sandbox, tmp_path: Path) -> No
     sandbox.link.symlink_to(tmp_path / "gone")
     sandbox.build()
     assert sandbox.link.readlink().parent == sandbox.native
-    assert _names(sandbox.link.parent) == ["_native"]
+    assert names_in(sandbox.link.parent) == ["_native"]
 
 
 def test_a_directory_in_the_place_of_the_link_is_left_alone(sandbox: Sandbox) -> None:
@@ -290,7 +128,7 @@ def test_an_interrupted_build_leaves_no_library_behind(sandbox: Sandbox) -> None
         os.kill(ninja, 0)
 
     sandbox.build()
-    assert _names(sandbox.link / "lib") == LIBRARIES
+    assert names_in(sandbox.link / "lib") == LIBRARIES
 
 
 def test_what_a_killed_build_left_is_removed_by_the_next(sandbox: Sandbox) -> None:
@@ -355,7 +193,7 @@ def test_a_portable_build_is_not_for_this_cpu(sandbox: Sandbox) -> None:
     assert record["amx"] == "disabled"
     assert "-DGGML_NATIVE=OFF" in record["flags"]
     assert AMX_FLAGS not in " ".join(record["flags"])
-    assert _names(sandbox.link / "lib") == [*LIBRARIES[:3], "libgomp.so.1", "libllama.so"]
+    assert names_in(sandbox.link / "lib") == [*LIBRARIES[:3], "libgomp.so.1", "libllama.so"]
 
 
 def test_a_sanitized_build_is_a_build_of_its_own(sandbox: Sandbox) -> None:
@@ -369,7 +207,7 @@ def test_a_sanitized_build_is_a_build_of_its_own(sandbox: Sandbox) -> None:
 
 
 def test_backends_are_passed_on_and_recorded(sandbox: Sandbox) -> None:
-    _write_program(sandbox.stub / "bin" / "nvcc", "")
+    write_program(sandbox.stub / "bin" / "nvcc", "")
     sandbox.build("--cuda")
     record = sandbox.record()
     assert record["backends"] == ["cpu", "cuda"]
@@ -379,11 +217,11 @@ def test_backends_are_passed_on_and_recorded(sandbox: Sandbox) -> None:
 def test_a_build_with_tools_serves_a_request_without_them(sandbox: Sandbox) -> None:
     sandbox.build("--tools")
     tools = ["llama-batched-bench", "llama-bench", "llama-quantize", "llama-server"]
-    assert _names(sandbox.link / "bin") == tools
-    assert "libllama-common.so" in _names(sandbox.link / "lib")
+    assert names_in(sandbox.link / "bin") == tools
+    assert "libllama-common.so" in names_in(sandbox.link / "lib")
     assert sandbox.record()["tools"] is True
     assert "already built" in sandbox.build()
-    assert _names(sandbox.link / "bin") == tools
+    assert names_in(sandbox.link / "bin") == tools
 
 
 def test_a_build_without_tools_does_not_serve_a_request_for_them(sandbox: Sandbox) -> None:
@@ -401,9 +239,9 @@ def test_prefix_gets_real_files_and_no_link(sandbox: Sandbox, tmp_path: Path) ->
     prefix = tmp_path / "wheel" / "_native"
     for _ in range(2):  # the second replaces the first
         sandbox.build("--prefix", f"{prefix}/")
-        assert _names(prefix / "lib") == LIBRARIES
+        assert names_in(prefix / "lib") == LIBRARIES
         assert not any(path.is_symlink() for path in [prefix, *prefix.rglob("*")])
-    assert _names(prefix.parent) == ["_native"]
+    assert names_in(prefix.parent) == ["_native"]
     assert not sandbox.link.is_symlink()
 
 
@@ -415,11 +253,11 @@ def test_a_prefix_that_is_not_an_installation_is_left_alone(
     result = sandbox.run("--prefix", str(prefix))
     assert result.returncode == 1
     assert "not an earlier installation" in result.stderr
-    assert _names(prefix) == ["lib"]
+    assert names_in(prefix) == ["lib"]
 
 
 def test_own_source_is_used_without_a_download(sandbox: Sandbox, tmp_path: Path) -> None:
-    tree = _write_tree(tmp_path / "llama.cpp")
+    tree = write_tree(tmp_path / "llama.cpp")
     sandbox.build("--source", str(tree))
     assert sandbox.record()["commit"] == "unknown"
     assert sandbox.log("pip") == []
@@ -427,7 +265,7 @@ def test_own_source_is_used_without_a_download(sandbox: Sandbox, tmp_path: Path)
 
 
 def test_changed_source_is_another_build(sandbox: Sandbox, tmp_path: Path) -> None:
-    tree = _write_tree(tmp_path / "llama.cpp")
+    tree = write_tree(tmp_path / "llama.cpp")
     sandbox.build("--source", str(tree))
     first = sandbox.link.readlink()
     (tree / "src" / "llama.cpp").write_text("int changed;", encoding="utf-8")
@@ -437,7 +275,7 @@ def test_changed_source_is_another_build(sandbox: Sandbox, tmp_path: Path) -> No
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 def test_the_commit_of_own_source_is_recorded(sandbox: Sandbox, tmp_path: Path) -> None:
-    tree = _write_tree(tmp_path / "llama.cpp")
+    tree = write_tree(tmp_path / "llama.cpp")
     author = ["-c", "user.name=Test", "-c", "user.email=test@example.org"]
     for command in (["init", "-q"], ["add", "."], [*author, "commit", "-q", "-m", "One"]):
         subprocess.run(["git", "-C", str(tree), *command], check=True)
@@ -448,13 +286,6 @@ def test_the_commit_of_own_source_is_recorded(sandbox: Sandbox, tmp_path: Path) 
     (tree / "src" / "CMakeLists.txt").write_text("# changed", encoding="utf-8")
     sandbox.build("--source", str(tree))
     assert sandbox.record()["commit"] == f"{commit}-dirty"
-
-
-def _write_tree(tree: Path) -> Path:
-    for name, text in SOURCE_FILES.items():
-        (tree / name).parent.mkdir(parents=True, exist_ok=True)
-        (tree / name).write_text(text, encoding="utf-8")
-    return tree
 
 
 def test_an_archive_with_another_hash_is_refused_and_removed(sandbox: Sandbox) -> None:

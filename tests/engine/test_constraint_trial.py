@@ -20,7 +20,7 @@ from cllm.engine.config import EMBEDDED_MODEL
 from cllm.engine.constraint_helper import GrammarFollower
 from cllm.engine.constraint_trial import FATAL, TOO_SLOW, ConstraintTrial
 from cllm.engine.gbnf import check_gbnf
-from tests.conftest import is_there
+from tests.conftest import is_there, on_either_loop
 from tests.engine.test_gbnf import GOOD, HAZARDS, chain, llama_cpp_grammars, refusal, rules
 
 __all__ = ("llama_cpp_grammars",)  # a fixture
@@ -119,7 +119,7 @@ async def test_the_grammars_of_llama_cpp_pass(
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("name", RAW)
+@on_either_loop("name", RAW)
 async def test_what_llama_cpp_cannot_stand_is_refused_and_the_next_is_tried(
     trial: ConstraintTrial, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

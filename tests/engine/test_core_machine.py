@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from cllm.engine.request import FinishReason
 from cllm.engine.sampling_params import SamplingParams
 from cllm.testing.fake_decoder import Fault
-from tests.engine.bench import Bench
+from cllm.testing.simulator import Simulator
 
 DETERMINISTIC = settings(
     derandomize=True, deadline=None, max_examples=200, stateful_step_count=40, database=None
@@ -44,7 +44,7 @@ class CoreMachine(RuleBasedStateMachine):
         memory=st.sampled_from(["whole", "whole", "whole", "recurrent", "windowed"]),
         stream_buffer=st.integers(1, 4),
         swap_tokens=st.sampled_from([None, 0, 10]),
-        decode_s=st.sampled_from([0.0, 0.01]),
+        latency_s=st.sampled_from([0.0, 0.01]),
     )
     def make(
         self,
@@ -56,9 +56,9 @@ class CoreMachine(RuleBasedStateMachine):
         memory: str,
         stream_buffer: int,
         swap_tokens: int | None,
-        decode_s: float,
+        latency_s: float,
     ) -> None:
-        self.bench = Bench(
+        self.sim = Simulator(
             n_ctx=n_seq_max * share,
             n_seq_max=n_seq_max,
             n_batch=n_seq_max + n_more_rows,
@@ -68,11 +68,11 @@ class CoreMachine(RuleBasedStateMachine):
             is_windowed=memory == "windowed",
             stream_buffer=stream_buffer,
             swap_tokens=swap_tokens,
-            decode_s=decode_s,
+            latency_s=latency_s,
         )
 
     def alive(self) -> list[str]:
-        return [r for r in self.bench.requests if r not in self.bench.finished]
+        return [r for r in self.sim.requests if r not in self.sim.finished]
 
     @rule(
         prompt=PROMPTS,
@@ -83,39 +83,39 @@ class CoreMachine(RuleBasedStateMachine):
     def submit(
         self, prompt: bytes, params: SamplingParams, priority: int, timeout: float | None
     ) -> None:
-        prompt = prompt[: self.bench.decoder.n_ctx_seq]
-        self.bench.submit(prompt, params=params, priority=priority, timeout=timeout)
+        prompt = prompt[: self.sim.decoder.n_ctx_seq]
+        self.sim.submit(prompt, params=params, priority=priority, timeout=timeout)
 
     @precondition(lambda self: self.alive())
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         request_id = data.draw(st.sampled_from(self.alive()))
-        self.bench.core.cancel(request_id)
-        self.bench.hear()
-        assert self.bench.finished[request_id].completion.finish_reason is FinishReason.CANCELLED
-        self.bench.core.cancel(request_id)  # a second time means nothing
-        assert not self.bench.core.take_events()
+        self.sim.core.cancel(request_id)
+        self.sim.hear()
+        assert self.sim.finished[request_id].completion.finish_reason is FinishReason.CANCELLED
+        self.sim.core.cancel(request_id)  # a second time means nothing
+        assert not self.sim.core.take_events()
 
-    @precondition(lambda self: set(self.alive()) - self.bench.stopped)
+    @precondition(lambda self: set(self.alive()) - self.sim.stopped)
     @rule(data=st.data())
     def stop_reading(self, data: st.DataObject) -> None:
-        reading = sorted(set(self.alive()) - self.bench.stopped)
-        self.bench.stopped.add(data.draw(st.sampled_from(reading)))
+        reading = sorted(set(self.alive()) - self.sim.stopped)
+        self.sim.stopped.add(data.draw(st.sampled_from(reading)))
 
-    @precondition(lambda self: set(self.alive()) & self.bench.stopped)
+    @precondition(lambda self: set(self.alive()) & self.sim.stopped)
     @rule(data=st.data())
     def read_on(self, data: st.DataObject) -> None:
-        stopped = sorted(set(self.alive()) & self.bench.stopped)
-        self.bench.read_on(data.draw(st.sampled_from(stopped)))
+        stopped = sorted(set(self.alive()) & self.sim.stopped)
+        self.sim.read_on(data.draw(st.sampled_from(stopped)))
 
     @rule(seconds=st.sampled_from([1.0, 5.0]))
     def wait(self, seconds: float) -> None:
-        self.bench.now += seconds
+        self.sim.now += seconds
 
     @rule()
     def reset_prefix_cache(self) -> None:
-        self.bench.core.reset_prefix_cache()
-        assert self.bench.books.n_cached == 0
+        self.sim.core.reset_prefix_cache()
+        assert self.sim.books.n_cached == 0
 
     # Several rules that tick: hypothesis leaves some rules out of each example.
     @rule(n_ticks=st.integers(1, 6))
@@ -127,15 +127,15 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(fault=st.sampled_from(FAULTS), n_before=st.integers(0, 3))
     def tick_into_a_fault(self, fault: Fault, n_before: int) -> None:
         self.tick(n_before)
-        if not self.bench.core.recovery.is_over:
+        if not self.sim.core.recovery.is_over:
             return  # a second fault on the same rows would be the requests' own
-        self.bench.decoder.faults[self.bench.decoder.n_decodes + 1] = fault
+        self.sim.decoder.faults[self.sim.decoder.n_decodes + 1] = fault
         self.tick(2)
 
     @precondition(lambda self: self.alive())
     @rule(method=st.sampled_from(["seq_rm", "seq_cp", "state_seq_get_data", "state_seq_set_data"]))
     def tick_into_a_failing_call(self, method: str) -> None:
-        decoder = self.bench.decoder
+        decoder = self.sim.decoder
         decoder.call_faults[method, decoder.n_calls[method] + 1] = RuntimeError("scripted")
         self.tick(2)
 
@@ -146,28 +146,25 @@ class CoreMachine(RuleBasedStateMachine):
         self.tick(2)
 
     def _tick(self) -> None:
-        bench, before = self.bench, set(self.bench.finished)
-        n_decodes, n_batches = bench.decoder.n_decodes, len(bench.decoder.batches)
-        fault = bench.decoder.faults.get(n_decodes + 1, 0)
-        now = bench.now
-        due = {r for r in self.alive() if (bench.requests[r].deadline or 1e9) <= now}
-        paused = {r for r in self.alive() if bench.is_paused(r)}
-        is_faulty = bench.core.manager.fault is not None or bool(bench.decoder.call_faults)
+        sim, before = self.sim, set(self.sim.finished)
+        n_decodes, n_batches = sim.decoder.n_decodes, len(sim.decoder.batches)
+        fault = sim.decoder.faults.get(n_decodes + 1, 0)
+        now = sim.now
+        due = {r for r in self.alive() if (sim.requests[r].deadline or 1e9) <= now}
+        paused = {r for r in self.alive() if sim.is_paused(r)}
+        is_faulty = sim.core.manager.fault is not None or bool(sim.decoder.call_faults)
         owners: dict[int, str] = {}
 
         def look() -> None:
-            running = bench.core.queue.running
+            running = sim.core.queue.running
             owners.update((s.slot.seq_id, s.request_id) for s in running if s.slot)
-            bench.now += bench.decode_s
 
-        bench.decoder.on_decode = look
-        heard = bench.tick()
-        batches = bench.decoder.batches[n_batches:]
-        assert len(batches) == bench.decoder.n_decodes - n_decodes <= 1, "one decode per tick"
+        sim.decoder.on_decode = look
+        heard = sim.tick()
+        batches = sim.decoder.batches[n_batches:]
+        assert len(batches) == sim.decoder.n_decodes - n_decodes <= 1, "one decode per tick"
         batch = batches[0] if batches else []
-        ended = {
-            r: bench.finished[r].completion.finish_reason for r in set(bench.finished) - before
-        }
+        ended = {r: sim.finished[r].completion.finish_reason for r in set(sim.finished) - before}
         in_batch = {owners[seq_id] for seq_id, _, _ in batch}
         outputs = [owners[seq_id] for seq_id, _, n_outputs in batch if n_outputs]
         assert {r for r in ended if ended[r] is FinishReason.DEADLINE} == due
@@ -181,18 +178,18 @@ class CoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def everything_agrees(self) -> None:
-        if hasattr(self, "bench"):
-            self.bench.hear()
+        if hasattr(self, "sim"):
+            self.sim.hear()
 
     def teardown(self) -> None:
-        if not hasattr(self, "bench"):
+        if not hasattr(self, "sim"):
             return
         for request_id in self.alive():
-            self.bench.read_on(request_id)
-        self.bench.decoder.call_faults.clear()
-        self.bench.run(at_most=20_000)
-        self.bench.check_idle()
-        self.bench.check_outcomes()
+            self.sim.read_on(request_id)
+        self.sim.decoder.call_faults.clear()
+        self.sim.run(at_most=20_000)
+        self.sim.check_idle()
+        self.sim.check_outcomes()
 
 
 TestCoreMachine = CoreMachine.TestCase

@@ -122,30 +122,6 @@ async def test_a_dropped_stream_is_cancelled_with_a_warning(engine: Engine) -> N
     assert engine.statistics().n_kv_cells_used == 0
 
 
-async def test_generate_all_keeps_the_order_and_never_overfills_its_own_queue(
-    anyio_backend: str,
-) -> None:
-    seen: list[tuple[int, int]] = []
-    async with Engine(n_ctx=1024, n_seq_max=2, max_queue=1, **QUIET) as engine:
-        results = await engine.generate_all(
-            [f"{n}+1=" for n in range(20)], on_progress=lambda *at: seen.append(at), **GREEDY
-        )
-    assert [c.text for c in results] == [str(n + 1) for n in range(20)]
-    assert seen == [(n, 20) for n in range(1, 21)]
-
-
-async def test_generate_all_raises_the_first_error_or_returns_them(engine: Engine) -> None:
-    prompts = ["1+1=", "x" * 100_000, "2+2="]
-    with pytest.raises(PromptTooLongError):
-        await engine.generate_all(prompts, **GREEDY)
-    results = await engine.generate_all(prompts, return_exceptions=True, **GREEDY)
-    assert [getattr(r, "text", type(r).__name__) for r in results] == [
-        "2",
-        "PromptTooLongError",
-        "4",
-    ]
-
-
 async def test_a_full_queue_refuses_with_an_honest_delay(anyio_backend: str) -> None:
     async with Engine(n_ctx=1024, n_seq_max=1, max_queue=1, stream_buffer=1, **QUIET) as engine:
         async with engine.stream(LONG, **GREEDY), engine.stream(LONG, **GREEDY):
@@ -380,6 +356,8 @@ def test_engine_options_are_checked_before_anything_is_loaded() -> None:
         Engine(n_seq_max=64, n_batch=8)
     with pytest.raises(TypeError, match="config"):
         Engine("x.gguf", config=EngineConfig())
+    with pytest.raises(InvalidArgumentError, match="config is 5, must be an EngineConfig"):
+        Engine(config=5)  # type: ignore[arg-type]
 
 
 def test_every_public_name_exists_and_is_documented() -> None:

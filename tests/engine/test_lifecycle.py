@@ -34,31 +34,6 @@ def assert_clean(done: subprocess.CompletedProcess[str], returncode: int = 0) ->
         assert sign not in done.stderr, done.stderr[-2000:]
 
 
-EXIT_WITH_REQUESTS_RUNNING = """
-keep = []
-async def main():
-    engine = await Engine(**OPTIONS).__aenter__()
-    streams = [engine.stream(LONG, temperature=0) for _ in range(8)]
-    for stream in streams:
-        await stream.__anext__()
-    sys.stdout.write("running")
-    {how}
-asyncio.run(main())
-"""
-
-
-@pytest.mark.parametrize("attempt", range(20))
-def test_exit_with_requests_running_is_clean(attempt: int) -> None:
-    """20 of 20: the exit handler stops and joins the thread before anything is freed."""
-    # By sys.exit inside the loop, or by the main program ending while the loop is stopped.
-    how = "sys.exit(0)" if attempt % 2 else "keep.extend([engine, streams])"
-    done = run_child(EXIT_WITH_REQUESTS_RUNNING.format(how=how))
-    assert done.stdout == "running"
-    # Streams and engine were left open on purpose; the interpreter may say so, but not crash.
-    assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
-    assert "Fatal Python error" not in done.stderr
-
-
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_a_whole_life_leaks_nothing(backend: str) -> None:
     """Development mode and `-W error` see no unclosed handle, stream or thread."""
@@ -196,3 +171,64 @@ def test_sigterm_under_load_ends_the_process_by_that_signal() -> None:
         asyncio.run(main())
     """)
     assert done.returncode == -signal.SIGTERM
+
+
+def test_an_engine_that_was_only_made_before_a_fork_is_entered_in_the_child() -> None:
+    """As a server does that loads the application before it forks its workers."""
+    done = run_child("""
+        engine = Engine(**OPTIONS)
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            async def main():
+                async with engine:
+                    return (await engine.generate("1+1=", temperature=0)).text
+            try:
+                code = 42 if asyncio.run(main()) == "2" else 2
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(pid, 0)
+        assert os.waitstatus_to_exitcode(status) == 42
+    """)
+    assert_clean(done)
+
+
+def test_a_child_that_was_forked_while_the_library_was_loaded_can_load_it() -> None:
+    done = run_child("""
+        import signal
+        from cllm.bindings import _library, library
+        with _library._library_lock:
+            pid = os.fork()
+            if pid == 0:
+                signal.alarm(20)
+                os._exit(42 if library() else 1)
+        _, status = os.waitpid(pid, 0)
+        assert os.waitstatus_to_exitcode(status) == 42
+    """)
+    assert_clean(done)
+
+
+def test_closing_or_dropping_an_engine_in_a_forked_child_ends_its_use_there_alone() -> None:
+    done = run_child("""
+        import gc, warnings
+        async def main():
+            async with Engine(**OPTIONS) as engine:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    pid = os.fork()
+                if pid == 0:
+                    code = 1
+                    try:
+                        await engine.aclose()
+                        assert engine.health().status == "closed"
+                        del engine
+                        gc.collect()
+                        code = 42
+                    finally:
+                        os._exit(code)
+                _, status = os.waitpid(pid, 0)
+                assert os.waitstatus_to_exitcode(status) == 42
+                assert (await engine.generate("1+1=", temperature=0)).text == "2"
+        asyncio.run(main())
+    """)
+    assert_clean(done)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import itertools
 from typing import Any, cast
 
 import pytest
 
 from cllm.engine import submission
-from cllm.engine.config import EMBEDDED_MODEL, EngineConfig, config_from, n_physical_cores
 from cllm.engine.sampling_params import SamplingOptions, SamplingParams
 from cllm.engine.submission import RequestCall
-from cllm.errors import InvalidArgumentError, InvalidRequestError, PromptTooLongError
+from cllm.errors import InvalidRequestError, PromptTooLongError
 
 NAN, INFINITE = float("nan"), float("inf")
 
@@ -249,72 +248,6 @@ def test_a_prompt_may_fill_the_context_and_not_exceed_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "limit"),
-    [
-        ("n_seq_max", 0, "1 to 255"),
-        ("n_seq_max", 256, "1 to 255"),
-        ("n_ctx", -1, "0 to 67108864"),
-        ("n_ctx", 2**26 + 1, "0 to 67108864"),
-        ("n_ctx", 15, "0 or at least n_seq_max (16)"),
-        ("n_ctx", "4096", "an integer"),
-        ("n_batch", 15, "16 to 1048576"),
-        ("n_ubatch", 0, "1 to 1048576"),
-        ("n_threads", 0, "1 to 512"),
-        ("n_threads_batch", 513, "1 to 512"),
-        ("n_gpu_layers", -2, "-1 to 2147483647"),
-        ("kv_unified", 1, "True or False"),
-        ("use_mmap", None, "True or False"),
-        ("use_mlock", "yes", "True or False"),
-        ("check_tensors", 0, "True or False"),
-        ("flash_attn", 1, "True or False"),
-        ("max_queue", -1, "0 to 1048576"),
-        ("prefix_cache", 1, "True or False"),
-        ("prefix_cache_tokens", 0, "1 to 67108864"),
-        ("swap_tokens", -1, "0 to 1073741824"),
-        ("tick_log", 5.5, "a path"),
-        ("n_prefill_chunk", 0, "1 to 1048576"),
-        ("target_itl_ms", 0.0, "0.1 to 1e+06"),
-        ("target_itl_ms", NAN, "finite"),
-        ("stream_buffer", 0, "1 to 1048576"),
-        ("stall_timeout_s", 0.0, "0.001 to 1e+06"),
-        ("stall_timeout_s", NAN, "finite"),
-    ],
-)
-def test_a_bad_setting_is_refused_by_field_value_and_limit(
-    field: str, value: object, limit: str
-) -> None:
-    with pytest.raises(InvalidArgumentError) as caught:
-        EngineConfig(**cast(dict[str, Any], {field: value}))
-    error = caught.value
-    assert (error.field, error.limit) == (field, limit)
-    assert error.value is value
-    assert str(error) == f"{field} is {value!r}, must be {limit}"
-
-
-@pytest.mark.parametrize(
-    ("n_seq_max", "prefix_cache", "kv_unified", "n_seq_ids"),
-    [
-        (1, True, True, 2), (8, True, True, 16), (64, True, True, 80), (250, True, True, 256),
-        (255, True, True, 256), (255, True, False, 255), (256, False, True, 256),
-    ],
-)  # fmt: skip
-def test_the_prefix_cache_has_seq_ids_of_its_own_within_what_libllama_has(
-    n_seq_max: int, prefix_cache: bool, kv_unified: bool, n_seq_ids: int
-) -> None:
-    config = EngineConfig(
-        n_seq_max=n_seq_max, prefix_cache=prefix_cache, kv_unified=kv_unified, n_ctx=0
-    )
-    assert config.n_seq_ids == n_seq_ids
-
-
-def test_the_prefix_cache_may_fill_half_of_the_context_unless_told_otherwise() -> None:
-    assert EngineConfig().n_prefix_cache_tokens(1000) == 500
-    assert EngineConfig(prefix_cache_tokens=70).n_prefix_cache_tokens(1000) == 70
-    assert EngineConfig(prefix_cache_tokens=70).n_prefix_cache_tokens(50) == 50
-    assert EngineConfig(prefix_cache=False).n_prefix_cache_tokens(1000) == 0
-
-
-@pytest.mark.parametrize(
     ("field", "given", "value"),
     [
         ("logit_bias", {-1: 0.0}, -1),
@@ -339,29 +272,9 @@ def test_a_bias_for_a_token_that_the_model_does_not_have_is_refused() -> None:
         submission.check_tokens((1,), params, 8, 50)
 
 
-def test_a_bad_lora_scale_is_refused_by_its_path() -> None:
-    with pytest.raises(InvalidArgumentError) as caught:
-        EngineConfig(lora=[("a.gguf", 1.0), ("b.gguf", 1e5)])
-    assert (caught.value.field, caught.value.value) == ("scale of b.gguf", 1e5)
-
-
-def test_an_unknown_setting_is_a_type_error_with_the_known_ones() -> None:
-    with pytest.raises(TypeError, match=r"unknown engine option 'n_contx'; .*n_ctx"):
-        config_from(None, cast(Any, {"n_contx": 1}))
-    assert config_from("a.gguf", {"n_ctx": 64}).n_ctx == 64
-
-
-def test_no_model_means_the_embedded_one() -> None:
-    assert EngineConfig().model_path == EMBEDDED_MODEL
-    assert EngineConfig(model="a.gguf").model_path == Path("a.gguf")
-
-
-def test_threads_that_are_not_given_are_the_physical_cores() -> None:
-    cores = n_physical_cores()
-    assert 1 <= cores <= 512
-    assert EngineConfig().compute_threads == (cores, cores)
-    assert EngineConfig(n_threads=3).compute_threads == (3, 3)
-    assert EngineConfig(n_threads_batch=3).compute_threads == (cores, 3)
+def test_a_collection_without_an_end_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="stop_token_ids is 'more than 1024'"):
+        SamplingParams(stop_token_ids=itertools.repeat(1))  # type: ignore[arg-type]
 
 
 def test_a_text_of_more_than_a_mebibyte_is_a_bad_request_whatever_the_context() -> None:

@@ -18,7 +18,7 @@ from tests.conftest import QUIET
 
 pytestmark = pytest.mark.anyio
 
-N_SCHEDULES = 100  # for each configuration and each event loop
+N_SCHEDULES = 50  # for each configuration and each event loop
 GREEDY: SamplingOptions = {"temperature": 0.0}
 # Equal heads of every length, short and long answers, more than one byte for a character.
 PROMPTS = [
@@ -28,10 +28,12 @@ PROMPTS = [
     *[f"reverse:{text}" for text in ("abc", "streams")],
     *["a note\n" * n + "count:5..19" for n in (1, 4, 9)],
 ]
+# Who waits for a slow reader steps aside for the next, again and again.
+TIGHT: dict[str, Any] = {"n_ctx": 160, "n_seq_max": 2, "n_batch": 8, "stream_buffer": 1}
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "roomy": {"n_ctx": 4096, "n_seq_max": 4},
-    "tight": {"n_ctx": 256, "n_seq_max": 4, "n_batch": 8},
-    "tight without prefixes": {"n_ctx": 256, "n_seq_max": 4, "n_batch": 8, "prefix_cache": False},
+    "tight": TIGHT,
+    "tight without prefixes": {**TIGHT, "prefix_cache": False},
     "per-sequence": {"n_ctx": 1024, "n_seq_max": 4, "n_batch": 32, "kv_unified": False},
     "one at a time": {"n_ctx": 256, "n_seq_max": 1, "n_batch": 16},
 }
@@ -129,7 +131,7 @@ class Schedule:
 async def test_every_answer_is_the_one_computed_alone(anyio_backend: str, name: str) -> None:
     async with Engine(n_ctx=512, n_seq_max=1, prefix_cache=False, **QUIET) as engine:
         oracle = {p: (await engine.generate(p, **GREEDY)).token_ids for p in PROMPTS}
-    async with Engine(stream_buffer=4, **CONFIGURATIONS[name], **QUIET) as engine:
+    async with Engine(**{"stream_buffer": 4, **CONFIGURATIONS[name], **QUIET}) as engine:
         for number in range(N_SCHEDULES):
             schedule = Schedule(number + 1000 * list(CONFIGURATIONS).index(name))
             with anyio.fail_after(20):
@@ -140,5 +142,5 @@ async def test_every_answer_is_the_one_computed_alone(anyio_backend: str, name: 
         statistics = engine.statistics()
         assert statistics.n_finished[FinishReason.CANCELLED] > 0
         assert statistics.n_finished[FinishReason.ERROR] == 0
-        assert statistics.n_preemptions > 0 or "tight" not in name
+        assert statistics.n_preemptions > N_SCHEDULES or "tight" not in name
         assert (statistics.n_cached_tokens > 0) == (name != "tight without prefixes")

@@ -19,7 +19,8 @@ from cllm.engine.sampling import NotFiniteError
 from cllm.engine.sampling_params import SamplingParams
 from cllm.testing import FakeVocabulary
 from cllm.testing.fake_decoder import Fault
-from tests.engine.bench import COMPLETED, Bench, endless
+from cllm.testing.reference import COMPLETED, endless
+from cllm.testing.simulator import Simulator
 from tests.engine.test_core_machine import DETERMINISTIC, PARAMS, PROMPTS, CoreMachine
 
 LOG_TOTAL = math.log(FakeVocabulary.n_tokens - 1 + math.e)
@@ -33,7 +34,7 @@ MEMORIES: list[dict[str, Any]] = [
 
 
 def submit_scored(
-    bench: Bench,
+    sim: Simulator,
     prompt: bytes,
     first_scored: int | None = 1,
     *,
@@ -42,19 +43,19 @@ def submit_scored(
     **sampling: Any,
 ) -> str:
     """Submit a request whose prompt is scored from a token on."""
-    serial, params = len(bench.requests), params or SamplingParams(temperature=0, **sampling)
+    serial, params = len(sim.requests), params or SamplingParams(temperature=0, **sampling)
     request = GenerationRequest(
-        f"r{serial}", serial, tuple(prompt), params, priority, bench.now, None, first_scored
+        f"r{serial}", serial, tuple(prompt), params, priority, sim.now, None, first_scored
     )
-    bench.requests[request.request_id] = request
-    bench.core.submit(request)
+    sim.requests[request.request_id] = request
+    sim.core.submit(request)
     return request.request_id
 
 
-def check_scores(bench: Bench) -> None:
+def check_scores(sim: Simulator) -> None:
     """Whoever has a token has all scores of its prompt, the others the beginning of them."""
-    for request_id, event in bench.finished.items():
-        request, completion = bench.requests[request_id], event.completion
+    for request_id, event in sim.finished.items():
+        request, completion = sim.requests[request_id], event.completion
         prompt, params, first = request.prompt_token_ids, request.params, request.first_scored
         scores, of_output = completion.prompt_logprobs, completion.logprobs
         assert (scores is None, of_output is None) == (first is None, params.logprobs is None)
@@ -62,19 +63,19 @@ def check_scores(bench: Bench) -> None:
             assert scores[:first] == (None,) * first
             is_whole = completion.token_ids or completion.finish_reason in COMPLETED
             assert len(scores) == len(prompt) if is_whole else first <= len(scores) <= len(prompt)
-            check_each(bench, prompt, scores[first:], first, params.prompt_logprobs or 0)
+            check_each(sim, prompt, scores[first:], first, params.prompt_logprobs or 0)
         if of_output is not None:
             tokens = prompt + completion.token_ids
             assert len(of_output) == len(completion.token_ids)
-            check_each(bench, tokens, of_output, len(prompt), params.logprobs or 0)
+            check_each(sim, tokens, of_output, len(prompt), params.logprobs or 0)
 
 
 def check_each(
-    bench: Bench, tokens: tuple[int, ...], scores: Scores, first: int, n_top: int
+    sim: Simulator, tokens: tuple[int, ...], scores: Scores, first: int, n_top: int
 ) -> None:
     """These are the scores of the tokens from the first on, each after those before it."""
     for index, score in enumerate(scores, first):
-        best = bench.decoder.answer(tokens[:index])
+        best = sim.decoder.answer(tokens[:index])
         assert score is not None
         assert score.token_id == tokens[index]
         assert score.logprob == pytest.approx((tokens[index] == best) - LOG_TOTAL, abs=1e-6)
@@ -82,21 +83,21 @@ def check_each(
         assert len(score.top) == n_top
 
 
-def check_all(bench: Bench, *, is_undisturbed: bool = False) -> None:
+def check_all(sim: Simulator, *, is_undisturbed: bool = False) -> None:
     """After the last request: scores, tokens, batches, books."""
-    check_scores(bench)
-    bench.check_outcomes()
-    n_outputs = [sum(n for _, _, n in batch) for batch in bench.decoder.batches]
-    assert max(n_outputs, default=0) <= bench.decoder.n_outputs_max
+    check_scores(sim)
+    sim.check_outcomes()
+    n_outputs = [sum(n for _, _, n in batch) for batch in sim.decoder.batches]
+    assert max(n_outputs, default=0) <= sim.decoder.n_outputs_max
     if is_undisturbed:
-        completions = [event.completion for event in bench.finished.values()]
+        completions = [event.completion for event in sim.finished.values()]
         n_scores = sum(s is not None for c in completions for s in c.prompt_logprobs or ())
         n_tokens = sum(len(c.token_ids) for c in completions)
         assert sum(n_outputs) == n_scores + n_tokens, "no output row is computed in vain"
-        for request_id, event in bench.finished.items():
-            first = bench.requests[request_id].first_scored
+        for request_id, event in sim.finished.items():
+            first = sim.requests[request_id].first_scored
             assert first is None or event.completion.usage.n_cached <= first - 1
-    bench.check_idle()
+    sim.check_idle()
 
 
 def prompt_of(n_tokens: int, letter: int = ord("p")) -> bytes:
@@ -107,10 +108,10 @@ def prompt_of(n_tokens: int, letter: int = ord("p")) -> bytes:
     return bytes(tokens)
 
 
-def mixed(**options: Any) -> Bench:
+def mixed(**options: Any) -> Simulator:
     """Nine requests on three seq_ids, most of them scored: sharing, preemption, swaps, samplers."""
-    values = {"n_ctx": 64, "n_seq_max": 3, "n_batch": 8, "decode_s": 0.01, "is_checked": False}
-    bench = Bench(answer=endless, **{**values, **options})
+    values = {"n_ctx": 64, "n_seq_max": 3, "n_batch": 8, "latency_s": 0.01, "is_checked": False}
+    sim = Simulator(answer=endless, **{**values, **options})
     for number, letter in enumerate(b"abcdefghi"):
         prompt = b"shared head"[: number % 12] + prompt_of(9 + number, letter)
         params = SamplingParams(
@@ -118,8 +119,8 @@ def mixed(**options: Any) -> Bench:
             logprobs=(None, 0, 1)[number % 3],
         )  # fmt: skip
         first_scored = None if number % 4 == 3 else 1 if number % 3 else 1 + number
-        submit_scored(bench, prompt, first_scored, params=params, priority=number % 2)
-    return bench
+        submit_scored(sim, prompt, first_scored, params=params, priority=number % 2)
+    return sim
 
 
 # --- Chunks, company, layouts -------------------------------------------------------------------
@@ -130,49 +131,49 @@ def mixed(**options: Any) -> Bench:
 def test_every_prompt_token_is_scored_in_chunks_of_any_size_and_in_company(
     n_batch: int, n_seq_max: int, prefix_cache: bool, kv_unified: bool
 ) -> None:
-    bench = Bench(
+    sim = Simulator(
         n_ctx=400, n_seq_max=n_seq_max, n_batch=n_batch, kv_unified=kv_unified, answer=endless,
         prefix_cache=prefix_cache,
     )  # fmt: skip
-    for n_tokens in (1, 2, 3, 7, 20, 33, 64, bench.decoder.n_ctx_seq):
+    for n_tokens in (1, 2, 3, 7, 20, 33, 64, sim.decoder.n_ctx_seq):
         prompt = prompt_of(n_tokens)
         for first_scored in {1, (n_tokens + 1) // 2, n_tokens}:
-            submit_scored(bench, prompt, first_scored, prompt_logprobs=1, max_tokens=3, logprobs=2)
-        bench.submit(prompt, max_tokens=2, logprobs=0)
-    bench.run(at_most=2000)
-    assert {event.completion.finish_reason for event in bench.finished.values()} <= COMPLETED
-    check_all(bench, is_undisturbed=True)
+            submit_scored(sim, prompt, first_scored, prompt_logprobs=1, max_tokens=3, logprobs=2)
+        sim.submit(prompt, max_tokens=2, logprobs=0)
+    sim.run(at_most=2000)
+    assert {event.completion.finish_reason for event in sim.finished.values()} <= COMPLETED
+    check_all(sim, is_undisturbed=True)
 
 
 @pytest.mark.parametrize("n_top", [0, 1, 5, 256])
 def test_alternatives_come_as_asked_for(n_top: int) -> None:
-    bench = Bench(answer=endless)
-    submit_scored(bench, prompt_of(9), prompt_logprobs=n_top, logprobs=n_top, max_tokens=4)
-    bench.run()
-    check_all(bench, is_undisturbed=True)
+    sim = Simulator(answer=endless)
+    submit_scored(sim, prompt_of(9), prompt_logprobs=n_top, logprobs=n_top, max_tokens=4)
+    sim.run()
+    check_all(sim, is_undisturbed=True)
 
 
 def test_what_was_sampled_does_not_change_how_likely_it_was() -> None:
-    bench = Bench(answer=endless)  # its sampler chooses letters after the best one
-    request_id = bench.submit(b"prompt", max_tokens=5, logprobs=1, temperature=1.0)
-    bench.run()
-    scores = bench.finished[request_id].completion.logprobs or ()
+    sim = Simulator(answer=endless)  # its sampler chooses letters after the best one
+    request_id = sim.submit(b"prompt", max_tokens=5, logprobs=1, temperature=1.0)
+    sim.run()
+    scores = sim.finished[request_id].completion.logprobs or ()
     assert [score.token_id == score.top[0].token_id for score in scores] == [True] + [False] * 4
-    check_all(bench, is_undisturbed=True)
+    check_all(sim, is_undisturbed=True)
 
 
 def test_scored_prompts_take_the_output_rows_that_nobody_else_needs() -> None:
-    bench = Bench(n_ctx=400, n_seq_max=4, n_batch=64, answer=endless)
-    stream = bench.submit(b"stream", max_tokens=100)
-    bench.tick()
+    sim = Simulator(n_ctx=400, n_seq_max=4, n_batch=64, answer=endless)
+    stream = sim.submit(b"stream", max_tokens=100)
+    sim.tick()
     for letter in b"pq":
-        scored = submit_scored(bench, prompt_of(100, letter), max_tokens=1)
-    while scored not in bench.finished:
-        assert stream in bench.tick(), "it does not wait"
-    n_outputs = [sum(n for _, _, n in batch) for batch in bench.decoder.batches]
-    assert set(n_outputs[1:-1]) == {bench.decoder.n_outputs_max}
-    bench.run()
-    check_all(bench, is_undisturbed=True)
+        scored = submit_scored(sim, prompt_of(100, letter), max_tokens=1)
+    while scored not in sim.finished:
+        assert stream in sim.tick(), "it does not wait"
+    n_outputs = [sum(n for _, _, n in batch) for batch in sim.decoder.batches]
+    assert set(n_outputs[1:-1]) == {sim.decoder.n_outputs_max}
+    sim.run()
+    check_all(sim, is_undisturbed=True)
 
 
 # --- Sharing ------------------------------------------------------------------------------------
@@ -182,41 +183,41 @@ def test_scored_prompts_take_the_output_rows_that_nobody_else_needs() -> None:
 def test_a_scored_prompt_shares_what_comes_before_its_first_scored_row(
     kind: str, first_scored: int, kv_unified: bool
 ) -> None:
-    bench = Bench(n_ctx=1024, n_seq_max=2, n_batch=64, kv_unified=kv_unified, answer=endless)
+    sim = Simulator(n_ctx=1024, n_seq_max=2, n_batch=64, kv_unified=kv_unified, answer=endless)
     prompt = prompt_of(40)
-    bench.submit(prompt, max_tokens=1 if kind == "finished" else 30)
-    bench.tick(3)
-    second = submit_scored(bench, prompt, first_scored, max_tokens=2)
-    bench.run()
-    is_worth_a_copy = kv_unified or first_scored - 1 >= bench.books.n_ctx_seq // 32
+    sim.submit(prompt, max_tokens=1 if kind == "finished" else 30)
+    sim.tick(3)
+    second = submit_scored(sim, prompt, first_scored, max_tokens=2)
+    sim.run()
+    is_worth_a_copy = kv_unified or first_scored - 1 >= sim.books.n_ctx_seq // 32
     expected = first_scored - 1 if is_worth_a_copy else 0
-    assert bench.finished[second].completion.usage.n_cached == expected
-    check_all(bench, is_undisturbed=True)
+    assert sim.finished[second].completion.usage.n_cached == expected
+    check_all(sim, is_undisturbed=True)
 
 
 @pytest.mark.parametrize(("n_ticks", "n_shared"), [(0, 0), (2, 16), (40, 40)])
 def test_others_share_what_a_scored_prompt_has_computed(n_ticks: int, n_shared: int) -> None:
-    bench = Bench(n_ctx=1024, n_batch=64, answer=endless)
-    submit_scored(bench, prompt_of(40) + b"a", max_tokens=1)
-    bench.tick(n_ticks)
-    plain = bench.submit(prompt_of(40) + b"b", max_tokens=2)
-    bench.run()
-    assert bench.finished[plain].completion.usage.n_cached == n_shared
-    check_all(bench, is_undisturbed=True)
+    sim = Simulator(n_ctx=1024, n_batch=64, answer=endless)
+    submit_scored(sim, prompt_of(40) + b"a", max_tokens=1)
+    sim.tick(n_ticks)
+    plain = sim.submit(prompt_of(40) + b"b", max_tokens=2)
+    sim.run()
+    assert sim.finished[plain].completion.usage.n_cached == n_shared
+    check_all(sim, is_undisturbed=True)
 
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_continuations_of_one_prompt_cost_one_prompt(at_once: bool) -> None:
-    bench = Bench(n_ctx=2048, n_seq_max=4, n_batch=64, answer=endless)
+    sim = Simulator(n_ctx=2048, n_seq_max=4, n_batch=64, answer=endless)
     prompt, ends = prompt_of(100), [bytes([letter]) * (1 + letter % 5) for letter in b"abcdefgh"]
     for end in ends:
-        submit_scored(bench, prompt + end, len(prompt), max_tokens=1)
+        submit_scored(sim, prompt + end, len(prompt), max_tokens=1)
         if not at_once:
-            bench.run()
-    bench.run()
+            sim.run()
+    sim.run()
     n_own_rows = sum(1 + len(end) for end in ends)  # the last of the prompt is each one's own
-    assert bench.core.statistics().n_prefill_tokens == len(prompt) - 1 + n_own_rows
-    check_all(bench, is_undisturbed=True)
+    assert sim.core.statistics().n_prefill_tokens == len(prompt) - 1 + n_own_rows
+    check_all(sim, is_undisturbed=True)
 
 
 # --- Pressure -----------------------------------------------------------------------------------
@@ -224,34 +225,34 @@ def test_continuations_of_one_prompt_cost_one_prompt(at_once: bool) -> None:
 def test_a_prompt_that_is_preempted_half_scored_goes_on_where_it_was(
     swap_tokens: int | None,
 ) -> None:
-    bench = Bench(
-        n_ctx=64, n_seq_max=3, n_batch=3, answer=endless, swap_tokens=swap_tokens, decode_s=0.01
+    sim = Simulator(
+        n_ctx=64, n_seq_max=3, n_batch=3, answer=endless, swap_tokens=swap_tokens, latency_s=0.01
     )  # fmt: skip
     for letter in b"xy":
-        bench.submit(bytes([letter]) * 4, max_tokens=30)
-    bench.tick(3)
-    scored = submit_scored(bench, prompt_of(30), 3, max_tokens=5)
-    while not any(s.n_preemptions for s in bench.core.queue.waiting):
-        bench.tick()
-    (victim,) = bench.core.queue.waiting
+        sim.submit(bytes([letter]) * 4, max_tokens=30)
+    sim.tick(3)
+    scored = submit_scored(sim, prompt_of(30), 3, max_tokens=5)
+    while not any(s.n_preemptions for s in sim.core.queue.waiting):
+        sim.tick()
+    (victim,) = sim.core.queue.waiting
     assert victim.request_id == scored
     assert 3 < victim.n_scored < 30, "half scored"
     assert (victim.swapped is not None) == (swap_tokens is None)
-    bench.run()
-    check_all(bench, is_undisturbed=True)
+    sim.run()
+    check_all(sim, is_undisturbed=True)
 
 
 @pytest.mark.parametrize("memory", MEMORIES, ids=str)
 @pytest.mark.parametrize("n_batch", [4, 8, 32])
 def test_a_mix_under_pressure_is_scored_right(n_batch: int, memory: dict[str, Any]) -> None:
-    bench = mixed(n_batch=n_batch, is_checked=True, **memory)
-    bench.run(at_most=2000)
+    sim = mixed(n_batch=n_batch, is_checked=True, **memory)
+    sim.run(at_most=2000)
     if not memory:
-        statistics = bench.core.statistics()
-        assert bench.decoder.n_decodes > N_DECODES
+        statistics = sim.core.statistics()
+        assert sim.decoder.n_decodes > N_DECODES
         assert min(statistics.n_preemptions, statistics.n_swaps, statistics.n_evictions) > 0
         assert statistics.n_cached_tokens > 0
-    check_all(bench, is_undisturbed=True)
+    check_all(sim, is_undisturbed=True)
 
 
 # --- Faults -------------------------------------------------------------------------------------
@@ -271,14 +272,14 @@ def test_a_decode_that_fails_costs_no_score_but_of_a_row_that_is_nan(
     fault: Fault, n_times: int, memory: dict[str, Any]
 ) -> None:
     n_failed = 0
-    for n_decode in range(1, N_DECODES + 1):
-        bench = mixed(faults=dict.fromkeys(range(n_decode, n_decode + n_times), fault), **memory)
-        bench.run(at_most=2000)
-        errors = [bench.finished[request_id].error for request_id in bench.failed()]
-        assert len(errors) <= min(fault == "nan", bench.decoder.n_rebuilds), f"decode {n_decode}"
+    for n_decode in range(1, N_DECODES + 1, 1 if n_times == 1 and not memory else 3):
+        sim = mixed(faults=dict.fromkeys(range(n_decode, n_decode + n_times), fault), **memory)
+        sim.run(at_most=2000)
+        errors = [sim.finished[request_id].error for request_id in sim.failed()]
+        assert len(errors) <= min(fault == "nan", sim.decoder.n_rebuilds), f"decode {n_decode}"
         assert all(isinstance(error and error.__cause__, NotFiniteError) for error in errors)
         n_failed += len(errors)
-        check_all(bench)
+        check_all(sim)
     assert (n_failed > N_DECODES // 2) == (fault == "nan")
 
 
@@ -287,43 +288,43 @@ def test_a_decode_that_fails_costs_no_score_but_of_a_row_that_is_nan(
 def test_only_the_request_whose_rows_fail_alone_ends_with_an_error(
     fault: Fault, place: int
 ) -> None:
-    bench = Bench(
+    sim = Simulator(
         n_ctx=256, n_seq_max=5, n_batch=16, answer=endless,
         poison=lambda run: fault if CULPRIT in run.tokens else None,
     )  # fmt: skip
     for number, letter in enumerate(b"abcde"):
         prompt = prompt_of(20, letter) + bytes([CULPRIT]) * (number == place)
-        submit_scored(bench, prompt, 1 + 6 * (number % 3), max_tokens=5)
-    bench.run()
-    assert bench.failed() == {f"r{place}"}
-    check_all(bench)
+        submit_scored(sim, prompt, 1 + 6 * (number % 3), max_tokens=5)
+    sim.run()
+    assert sim.failed() == {f"r{place}"}
+    check_all(sim)
 
 
 @pytest.mark.parametrize("method", ["seq_rm", "seq_cp", "state_seq_get_data", "state_seq_set_data"])
 @pytest.mark.parametrize("fault", [False, RuntimeError("scripted")], ids=str)
 def test_a_cache_call_that_fails_costs_no_score(method: str, fault: bool | Exception) -> None:
-    bench = mixed()
-    bench.run(at_most=2000)
-    assert bench.decoder.n_calls[method] > 0
-    for n_call in range(1, min(bench.decoder.n_calls[method], N_DECODES) + 1):
-        bench = mixed(call_faults={(method, n_call): fault})
-        bench.run(at_most=2000)
-        assert bench.failed() == set(), f"call {n_call}"
-        check_all(bench)
+    sim = mixed()
+    sim.run(at_most=2000)
+    assert sim.decoder.n_calls[method] > 0
+    for n_call in range(1, min(sim.decoder.n_calls[method], N_DECODES) + 1):
+        sim = mixed(call_faults={(method, n_call): fault})
+        sim.run(at_most=2000)
+        assert sim.failed() == set(), f"call {n_call}"
+        check_all(sim)
 
 
 def test_a_request_that_ends_early_has_the_beginning_of_its_scores() -> None:
     seen = set()
     for n_ticks in range(12):
-        bench = Bench(n_ctx=128, n_batch=6, answer=endless)
-        cancelled = submit_scored(bench, prompt_of(40), 2, max_tokens=9)
-        submit_scored(bench, prompt_of(50), 40, max_tokens=2)
-        bench.tick(n_ticks)
-        bench.core.cancel(cancelled)
-        bench.run()
-        assert bench.outcome(cancelled).reason is FinishReason.CANCELLED
-        seen.add(len(bench.finished[cancelled].completion.prompt_logprobs or ()))
-        check_all(bench)
+        sim = Simulator(n_ctx=128, n_batch=6, answer=endless)
+        cancelled = submit_scored(sim, prompt_of(40), 2, max_tokens=9)
+        submit_scored(sim, prompt_of(50), 40, max_tokens=2)
+        sim.tick(n_ticks)
+        sim.core.cancel(cancelled)
+        sim.run()
+        assert sim.outcome(cancelled).reason is FinishReason.CANCELLED
+        seen.add(len(sim.finished[cancelled].completion.prompt_logprobs or ()))
+        check_all(sim)
     assert len(seen) > 5, "at every stage"
 
 
@@ -336,15 +337,15 @@ def test_a_score_that_cannot_be_made_ends_only_its_request(
             raise RuntimeError("no such spelling")
         return vocabulary.piece(token)
 
-    bench = Bench(n_ctx=128, answer=endless)
-    bad = submit_scored(bench, prompt_of(1 + n_before) + bytes([CULPRIT]) + b"more")
-    submit_scored(bench, prompt_of(30), max_tokens=3)
+    sim = Simulator(n_ctx=128, answer=endless)
+    bad = submit_scored(sim, prompt_of(1 + n_before) + bytes([CULPRIT]) + b"more")
+    submit_scored(sim, prompt_of(30), max_tokens=3)
     with monkeypatch.context() as patch:
         patch.setattr(FakeVocabulary, "spelling", spelling)
-        bench.run()
-    assert bench.failed() == {bad}
-    assert len(bench.finished[bad].completion.prompt_logprobs or ()) == 1 + n_before
-    check_all(bench)
+        sim.run()
+    assert sim.failed() == {bad}
+    assert len(sim.finished[bad].completion.prompt_logprobs or ()) == 1 + n_before
+    check_all(sim)
 
 
 # --- Any mix of everything ----------------------------------------------------------------------
@@ -362,29 +363,28 @@ class ScoringMachine(CoreMachine):
         self, prompt: bytes, params: SamplingParams, n_top: tuple[int, int | None],
         first_scored: int, priority: int,
     ) -> None:  # fmt: skip
-        prompt = prompt[: self.bench.decoder.n_ctx_seq]
+        prompt = prompt[: self.sim.decoder.n_ctx_seq]
         params = replace(params, prompt_logprobs=n_top[0], logprobs=n_top[1])
         first = min(first_scored, len(prompt))
-        submit_scored(self.bench, prompt, first, params=params, priority=priority)
+        submit_scored(self.sim, prompt, first, params=params, priority=priority)
 
     def _tick(self) -> None:
-        bench, before = self.bench, set(self.bench.finished)
-        fault = bench.decoder.faults.get(bench.decoder.n_decodes + 1, 0)
+        sim, before = self.sim, set(self.sim.finished)
+        fault = sim.decoder.faults.get(sim.decoder.n_decodes + 1, 0)
         owners: list[str] = []
         completing: set[str] = set()
 
         def look() -> None:
-            running = {s.slot.seq_id: s for s in bench.core.queue.running if s.slot}
-            for run in bench.decoder.runs:
+            running = {s.slot.seq_id: s for s in sim.core.queue.running if s.slot}
+            for run in sim.decoder.runs:
                 sequence = running[run.seq_id]
                 owners.extend([sequence.request_id] * run.n_outputs)
                 if len(run.tokens) == sequence.n_pending:
                     completing.add(sequence.request_id)
-            bench.now += bench.decode_s
 
-        bench.decoder.on_decode = look
-        heard = bench.tick()
-        ended = {r: bench.finished[r].completion.finish_reason for r in {*bench.finished} - before}
+        sim.decoder.on_decode = look
+        heard = sim.tick()
+        ended = {r: sim.finished[r].completion.finish_reason for r in {*sim.finished} - before}
         late = {r for r, reason in ended.items() if reason is FinishReason.DEADLINE}
         failed = {r for r, reason in ended.items() if reason is FinishReason.ERROR}
         assert failed == (set(owners[:1]) if fault == "nan" else set()), "a fault that passes"
@@ -392,8 +392,8 @@ class ScoringMachine(CoreMachine):
 
     def teardown(self) -> None:
         super().teardown()
-        if hasattr(self, "bench"):
-            check_all(self.bench)
+        if hasattr(self, "sim"):
+            check_all(self.sim)
 
 
 TestScoringMachine = ScoringMachine.TestCase

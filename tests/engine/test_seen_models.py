@@ -193,7 +193,7 @@ async def test_a_file_that_this_process_cannot_use_is_not_remembered(
         raise ModelLoadError(str(model), "out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("cllm.engine.inference_thread.Model", broken)
+        patch.setattr("cllm.engine.llama_backend.Model", broken)
         with pytest.raises(ModelLoadError):
             await enter(model)
     await enter(model)

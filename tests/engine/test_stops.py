@@ -17,7 +17,8 @@ from cllm.engine.request import GenerationRequest
 from cllm.engine.sampling_params import SamplingParams
 from cllm.engine.tick import EngineCore
 from cllm.testing.fake_decoder import FakeRun, Fault
-from tests.engine.bench import Bench, Outcome
+from cllm.testing.reference import Outcome
+from cllm.testing.simulator import Simulator
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 CONTROL, BROKEN, CLOSE, END = 254, 255, 256, 257
@@ -41,7 +42,7 @@ class PieceVocabulary:
         return token == END
 
 
-class TextBench(Bench):
+class TextSimulator(Simulator):
     """A core whose every output is these pieces in their order, and then the token `last`."""
 
     def __init__(
@@ -126,7 +127,9 @@ F1, F2, F3, F4 = (bytes([byte]) for byte in "🙂".encode())
 def test_the_first_stop_string_to_be_complete_ends_the_text_before_it(
     pieces: list[bytes], stop: list[str], text: str, match: str, n_tokens: int
 ) -> None:
-    assert TextBench(pieces).result(stop=stop) == Outcome(tuple(range(n_tokens)), text, STOP, match)
+    assert TextSimulator(pieces).result(stop=stop) == Outcome(
+        tuple(range(n_tokens)), text, STOP, match
+    )
 
 
 @pytest.mark.parametrize(
@@ -143,21 +146,21 @@ def test_the_first_stop_string_to_be_complete_ends_the_text_before_it(
 def test_what_only_looks_like_a_stop_string_is_text(pieces: list[bytes], stop: list[str]) -> None:
     text = b"".join(pieces).decode(errors="replace")
     tokens = (*range(len(pieces)), END)
-    assert TextBench(pieces).result(stop=stop) == Outcome(tokens, text, STOP, END)
+    assert TextSimulator(pieces).result(stop=stop) == Outcome(tokens, text, STOP, END)
 
 
 def test_a_stop_string_counts_from_the_beginning_of_the_output() -> None:
-    bench = TextBench([b"OP", b"ST"])
-    result = bench.result(prompt=(*PROMPT[1:], 1), stop=["STOP"], max_tokens=1)
+    sim = TextSimulator([b"OP", b"ST"])
+    result = sim.result(prompt=(*PROMPT[1:], 1), stop=["STOP"], max_tokens=1)
     assert result == Outcome((0,), "OP", LENGTH, "max_tokens")
 
 
 def test_the_space_before_a_text_is_in_no_stop_string() -> None:
     pieces = [b"", b" ", b" STOP"]
-    assert TextBench(pieces).result(strips_space=True, stop=[" STOP"]) == Outcome(
+    assert TextSimulator(pieces).result(strips_space=True, stop=[" STOP"]) == Outcome(
         (0, 1, 2), "", STOP, " STOP"
     )
-    assert TextBench([b" STOP", b"!"]).result(strips_space=True, stop=[" STOP"]) == Outcome(
+    assert TextSimulator([b" STOP", b"!"]).result(strips_space=True, stop=[" STOP"]) == Outcome(
         (0, 1, END), "STOP!", STOP, END
     )
 
@@ -167,9 +170,9 @@ def test_a_stop_string_completed_by_the_last_token_there_may_be_is_why_it_ends(
     limit: dict[str, int],
 ) -> None:
     pieces, n_ctx = [b"a ST", b"OP!", b"more"], 64 if limit else len(PROMPT) + 1
-    ended = TextBench(pieces, n_ctx=n_ctx).result(stop=["STOP"], **limit)
+    ended = TextSimulator(pieces, n_ctx=n_ctx).result(stop=["STOP"], **limit)
     assert ended == Outcome((0, 1), "a ", STOP, "STOP")
-    no_match = TextBench(pieces, n_ctx=n_ctx).result(stop=["STOP?"], **limit)
+    no_match = TextSimulator(pieces, n_ctx=n_ctx).result(stop=["STOP?"], **limit)
     stop_reason = "max_tokens" if limit else "context"
     assert no_match == Outcome((0, 1), "a STOP!", LENGTH, stop_reason)
 
@@ -177,31 +180,31 @@ def test_a_stop_string_completed_by_the_last_token_there_may_be_is_why_it_ends(
 # --- Stop ids -----------------------------------------------------------------------------------
 def test_a_stop_id_has_no_text_and_wins_over_a_stop_string_it_would_complete() -> None:
     stop = "x" + STOP_ID_TEXT.decode()
-    result = TextBench([b"a", b"x"], last=CLOSE).result(stop=[stop], stop_token_ids=[CLOSE])
+    result = TextSimulator([b"a", b"x"], last=CLOSE).result(stop=[stop], stop_token_ids=[CLOSE])
     assert result == Outcome((0, 1, CLOSE), "ax", STOP, CLOSE)
 
 
 def test_the_first_of_stop_id_and_stop_string_ends_the_output() -> None:
     pieces = [b"a", b"STOP", b"b"]
-    by_text = TextBench(pieces, last=CLOSE).result(stop=["STOP"], stop_token_ids=[CLOSE])
+    by_text = TextSimulator(pieces, last=CLOSE).result(stop=["STOP"], stop_token_ids=[CLOSE])
     assert by_text == Outcome((0, 1), "a", STOP, "STOP")
-    by_id = TextBench(pieces, last=CLOSE).result(stop=["STOP"], stop_token_ids=[0, CLOSE])
+    by_id = TextSimulator(pieces, last=CLOSE).result(stop=["STOP"], stop_token_ids=[0, CLOSE])
     assert by_id == Outcome((0,), "", STOP, 0)
 
 
 # --- Every end ----------------------------------------------------------------------------------
-def _cancel(bench: TextBench) -> None:
-    bench.core.cancel("r")
+def _cancel(sim: TextSimulator) -> None:
+    sim.core.cancel("r")
 
 
-def _pass_the_deadline(bench: TextBench) -> None:
-    bench.now = DEADLINE
-    bench.core.tick()
+def _pass_the_deadline(sim: TextSimulator) -> None:
+    sim.now = DEADLINE
+    sim.core.tick()
 
 
-def _fail_the_engine(bench: TextBench) -> None:
-    bench.is_checked = False  # llama.cpp is left alone, with what it holds
-    bench.core.fail_all(RuntimeError("scripted"))
+def _fail_the_engine(sim: TextSimulator) -> None:
+    sim.is_checked = False  # llama.cpp is left alone, with what it holds
+    sim.core.fail_all(RuntimeError("scripted"))
 
 
 @dataclass(frozen=True)
@@ -211,7 +214,7 @@ class Way:
     reason: FinishReason
     stop_reason: str | int | None = None
     last: int | None = None
-    act: Callable[[TextBench], None] | None = None
+    act: Callable[[TextSimulator], None] | None = None
 
 
 DEADLINE = 100.0
@@ -238,13 +241,13 @@ def ended(
         n_tokens = run.p0 + len(run.tokens)
         return "nan" if name == "NaN" and n_tokens == len(PROMPT) + n_pieces else None
 
-    bench = TextBench(
+    sim = TextSimulator(
         pieces,
         last=END if way.last is None else way.last,
         n_ctx=len(PROMPT) + n_pieces - 1 if name == "context" else 64,
         poison=poison,
     )
-    request_id = bench.begin(
+    request_id = sim.begin(
         strips_space=strips_space,
         deadline=DEADLINE if name == "deadline" else None,
         stop=stop,
@@ -253,14 +256,14 @@ def ended(
         logprobs=None if name == "no piece" else 0,
     )
     texts = []
-    while request_id not in bench.finished:
-        if way.act is not None and len(bench.tokens[request_id]) == n_pieces:
-            way.act(bench)
-            bench.hear()
+    while request_id not in sim.finished:
+        if way.act is not None and len(sim.tokens[request_id]) == n_pieces:
+            way.act(sim)
+            sim.hear()
         else:
-            bench.tick()
-        texts.append(bench.texts[request_id])
-    outcome, finished = bench.outcome(request_id), bench.finished[request_id]
+            sim.tick()
+        texts.append(sim.texts[request_id])
+    outcome, finished = sim.outcome(request_id), sim.finished[request_id]
     assert finished.completion.logprobs is None or (
         tuple(logprob.token_id for logprob in finished.completion.logprobs) == outcome.token_ids
     )
@@ -316,17 +319,17 @@ def test_a_request_that_ends_before_its_first_token_has_no_text(name: str) -> No
 
 @pytest.mark.parametrize("interruption", ["preempted", "new context"])
 def test_what_is_held_back_survives_an_interruption(interruption: str) -> None:
-    bench = TextBench([b"a " + F1, F2 + F3, F4 + b"ST", b"OP", b"x"], n_batch=16)
-    request_id = bench.begin(stop=["🙂STOP"])
-    while request_id not in bench.finished:
-        for sequence in list(bench.core.queue.running):
+    sim = TextSimulator([b"a " + F1, F2 + F3, F4 + b"ST", b"OP", b"x"], n_batch=16)
+    request_id = sim.begin(stop=["🙂STOP"])
+    while request_id not in sim.finished:
+        for sequence in list(sim.core.queue.running):
             if interruption == "preempted":
-                bench.core.queue.preempt(sequence)
+                sim.core.queue.preempt(sequence)
             else:
-                bench.core.distrust(RuntimeError("scripted"))
-        bench.tick()
-    assert bench.outcome(request_id) == Outcome((0, 1, 2, 3), "a ", STOP, "🙂STOP")
-    statistics = bench.core.statistics()
+                sim.core.distrust(RuntimeError("scripted"))
+        sim.tick()
+    assert sim.outcome(request_id) == Outcome((0, 1, 2, 3), "a ", STOP, "🙂STOP")
+    statistics = sim.core.statistics()
     assert statistics.n_preemptions + statistics.n_rebuilds == 3
 
 

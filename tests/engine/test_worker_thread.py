@@ -29,7 +29,7 @@ async def test_a_panic_is_an_answer_and_the_next_call_is_made(anyio_backend: str
     with pytest.raises(RuntimeError, match="Panic: of a library"):
         await worker.run(panic)
     assert await worker.run(lambda: 5) == 5
-    await worker.aclose()
+    worker.end()
 
 
 async def test_a_compiler_that_panics_refuses_one_request(

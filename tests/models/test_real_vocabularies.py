@@ -21,12 +21,14 @@ import pytest
 from cllm.bindings import Model, Vocabulary
 from cllm.bindings._llama_h import VocabType
 from cllm.engine.admission import QueueGate
+from cllm.engine.constraint_compiler import ConstraintCompiler
 from cllm.engine.detokenizer import Detokenizer
 from cllm.engine.dispatcher import Dispatcher
 from cllm.engine.intake import Intake
 from cllm.engine.request import GenerationRequest
 from cllm.engine.sampling_params import SamplingParams
 from cllm.engine.submission import RequestCall
+from cllm.engine.worker_thread import WorkerThreads
 
 # Those that llama.cpp has cases for, and the others.
 WITH_CASES = (
@@ -297,15 +299,20 @@ async def opened(vocab: object, prompt: str | tuple[int, ...], gate: QueueGate) 
     dispatcher = SimpleNamespace(
         model=SimpleNamespace(n_ctx=64), is_open=lambda request_id: False, submit=submit
     )
+    workers = WorkerThreads()
     intake = Intake(
         lambda **_: cast(Vocabulary, vocab),
         gate,
         cast(Dispatcher, dispatcher),
         stream_buffer=64,
-        n_threads=1,
+        constraints=ConstraintCompiler(lambda: cast(Vocabulary, vocab), workers, n_threads=1),
+        workers=workers,
     )
-    await intake.open(RequestCall(prompt, SamplingParams(), 0, None, "r"))
-    await intake.aclose()
+    try:
+        await intake.open(RequestCall(prompt, SamplingParams(), 0, None, "r"))
+    finally:
+        await intake.aclose()
+        workers.end()
     return found
 
 

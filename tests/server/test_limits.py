@@ -17,6 +17,8 @@ from tests.server.conftest import TIMEOUT_S, Server, ask, hasty, refusal_of
 HEAD = b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 BODY = b'{"prompt": "1+1=", "temperature": 0}'
 MIB = 1 << 20
+# Far more than any of these costs on a busy machine; what each costs, `test_bodies.py` holds.
+HANGS_S = 5.0
 
 
 class Wire:
@@ -313,4 +315,4 @@ def test_no_request_keeps_the_others_waiting(server: Server, path: str, body: An
             longest_s = max(longest_s, time.monotonic() - begun_at)
     sender.join()
     assert statuses[0] in (200, 400)
-    assert longest_s < 1.0
+    assert longest_s < HANGS_S

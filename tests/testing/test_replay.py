@@ -18,12 +18,13 @@ from cllm.engine.tick_log import LoggedDecoder, LoggedVocabulary, TickLog
 from cllm.errors import InvalidArgumentError
 from cllm.testing import FakeVocabulary, replay
 from cllm.testing.fake_decoder import Fault
-from tests.conftest import QUIET
-from tests.engine.bench import VOCABULARY, Bench, babble
+from cllm.testing.reference import VOCABULARY, babble
+from cllm.testing.simulator import Simulator
+from tests.conftest import QUIET, submitted_together
 
 
-class LoggedBench(Bench):
-    """A bench whose core is logged the way the inference thread does it."""
+class LoggedBench(Simulator):
+    """A sim whose core is logged the way the inference thread does it."""
 
     def __init__(self, path: Path, **options: Any) -> None:
         self.log = TickLog(path, clock=lambda: self.now)
@@ -57,15 +58,15 @@ class LoggedBench(Bench):
 def log_of(path: Path, number: int, **options: Any) -> LoggedBench:
     """A random life: requests, cancellations, slow readers, faults."""
     choose = random.Random(number)
-    bench = LoggedBench(path, **options)
+    sim = LoggedBench(path, **options)
     kinds: list[Fault] = [1, 2, -1, -3, "nan", RuntimeError("scripted")]
     for _ in range(12):
         for _ in range(choose.randint(0, 3)):
             prompt = b"shared head"[: choose.randint(0, 11)] + choose.randbytes(
                 choose.randint(1, 9)
             )
-            request_id = bench.submit(
-                prompt[: bench.decoder.n_ctx_seq],
+            request_id = sim.submit(
+                prompt[: sim.decoder.n_ctx_seq],
                 params=SamplingParams(
                     temperature=choose.choice([0.0, 1.0]),
                     max_tokens=choose.choice([None, 3, 20]),
@@ -74,25 +75,23 @@ def log_of(path: Path, number: int, **options: Any) -> LoggedBench:
                 priority=choose.randint(-1, 1),
                 timeout=choose.choice([None, None, 4.0]),
             )
-            bench.obey(Submit(bench.requests[request_id]))
+            sim.obey(Submit(sim.requests[request_id]))
         if choose.random() < 0.3:
-            alive = sorted(set(bench.requests) - set(bench.finished))
+            alive = sorted(set(sim.requests) - set(sim.finished))
             for request_id in alive[:1]:
-                bench.core.cancel(request_id)
-                bench.obey(Cancel(request_id))
+                sim.core.cancel(request_id)
+                sim.obey(Cancel(request_id))
         if choose.random() < 0.2:
-            bench.core.reset_prefix_cache()
-            bench.obey(ResetPrefixCache())
+            sim.core.reset_prefix_cache()
+            sim.obey(ResetPrefixCache())
         if choose.random() < 0.5:
-            bench.decoder.faults[bench.decoder.n_decodes + choose.randint(1, 3)] = choose.choice(
-                kinds
-            )
+            sim.decoder.faults[sim.decoder.n_decodes + choose.randint(1, 3)] = choose.choice(kinds)
         if choose.random() < 0.2:
-            n_calls = bench.decoder.n_calls["seq_rm"]
-            bench.decoder.call_faults["seq_rm", n_calls + 1] = False
-        bench.ticks(choose.randint(1, 8))
-    bench.log.close()
-    return bench
+            n_calls = sim.decoder.n_calls["seq_rm"]
+            sim.decoder.call_faults["seq_rm", n_calls + 1] = False
+        sim.ticks(choose.randint(1, 8))
+    sim.log.close()
+    return sim
 
 
 @pytest.mark.parametrize(
@@ -109,10 +108,10 @@ def test_a_log_is_repeated_batch_by_batch_and_event_by_event(
     n_batches = 0
     for number in range(30):
         path = tmp_path / f"{number}.jsonl"
-        bench = log_of(path, number, decode_s=0.01, **options)
+        sim = log_of(path, number, latency_s=0.01, **options)
         result = replay(path)
         assert result.differences == [], number
-        assert result.n_batches == bench.decoder.n_decodes
+        assert result.n_batches == sim.decoder.n_decodes
         n_batches += result.n_batches
     assert n_batches > 500
 
@@ -137,9 +136,14 @@ def test_a_replay_that_differs_says_where(tmp_path: Path, what: str) -> None:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     changed(lines, what)
     path.write_text("\n".join(map(json.dumps, lines)))
-    (difference, *_) = replay(path).differences
+    result = replay(path)
+    (difference, *_) = result.differences
     assert difference.line > 1
     assert difference.recorded != difference.replayed
+    with pytest.raises(
+        AssertionError, match=f"differs at line {difference.line}, {difference.what}"
+    ):
+        result.check()
 
 
 def test_a_file_that_is_no_tick_log_is_refused(tmp_path: Path) -> None:
@@ -148,6 +152,70 @@ def test_a_file_that_is_no_tick_log_is_refused(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ValueError, match="no header"):
             replay(path)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ('{"format": "cllm tick log 0"}', "of the format 'cllm tick log 0', must be"),
+        ("{}", "of the format None, must be"),
+        ("5", "malformed in line 1"),
+        ('{"format": "cllm tick log 1"}', "malformed in line 1.*books"),
+        ('{"format": "cllm tick log 1", "books": 5}', "malformed in line 1"),
+        ('{"format": "cllm tick log 1", "books": {"n_cells": 1}}', "malformed in line 1"),
+    ],
+)
+def test_a_header_of_another_kind_is_refused_by_name(
+    tmp_path: Path, wrong: str, message: str
+) -> None:
+    path = tmp_path / "ticks.jsonl"
+    path.write_text('{"header": ' + wrong + "}\n")
+    with pytest.raises(ValueError, match=r"ticks\.jsonl is .*" + message):
+        replay(path)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "5", "not JSON", "", "{}", '{"jump": true}', '{"cancel": 5}', '{"read": ["a"]}',
+        '{"cancel": "a", "reset_prefix_cache": true}', '{"submit": {}}', '{"tick": {}}',
+        '{"tick": {"batches": [{"runs": [[0, 0, 1]]}], "events": []}}',
+        '{"tick": {"batches": [], "events": [{"id": "a"}]}}', '{"cancel": "a", "clock": 5}',
+    ],
+)  # fmt: skip
+def test_a_line_that_no_log_has_is_refused_by_its_number(tmp_path: Path, wrong: str) -> None:
+    path = tmp_path / "ticks.jsonl"
+    log_of(path, 3)
+    head, *rest = path.read_text().splitlines()
+    path.write_text("\n".join([head, rest[0], wrong, *rest[1:], ""]))
+    with pytest.raises(ValueError, match=r"ticks\.jsonl is malformed in line 3"):
+        replay(path)
+
+
+@pytest.mark.parametrize("n_lost", [1, 2, 20])
+def test_a_log_that_ends_within_a_line_is_repeated_up_to_it(tmp_path: Path, n_lost: int) -> None:
+    """The disk was full, or the process was killed; a newline alone is no loss."""
+    path = tmp_path / "ticks.jsonl"
+    log_of(path, 3)
+    n_ticks = replay(path).n_ticks
+    path.write_bytes(path.read_bytes()[:-n_lost])
+    result = replay(path)
+    result.check()
+    assert result.n_ticks == n_ticks - (n_lost > 1)
+
+
+@pytest.mark.anyio
+async def test_a_long_prompt_beside_a_stream_is_cut_again_as_the_engine_cut_it(
+    anyio_backend: str, tmp_path: Path
+) -> None:
+    """How many of its rows are polite depends on where the model computes."""
+    path = tmp_path / "ticks.jsonl"
+    async with Engine(n_ctx=2048, n_seq_max=2, tick_log=path, **QUIET) as engine:
+        prompt = await engine.tokenize("37+58=" * 150)
+        assert len(prompt) > 600
+        with submitted_together(engine, 2):
+            await engine.generate_all(["count:1..30", prompt], temperature=0, max_tokens=30)
+    replay(path).check()
 
 
 @pytest.mark.anyio
@@ -181,18 +249,18 @@ async def test_a_request_id_may_be_used_again(anyio_backend: str, tmp_path: Path
 
 def test_a_text_that_failed_fails_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "ticks.jsonl"
-    bench = LoggedBench(path)
-    request_id = bench.submit(b"xyz", params=SamplingParams(temperature=0, max_tokens=9))
-    bench.obey(Submit(bench.requests[request_id]))
+    sim = LoggedBench(path)
+    request_id = sim.submit(b"xyz", params=SamplingParams(temperature=0, max_tokens=9))
+    sim.obey(Submit(sim.requests[request_id]))
 
     def piece(vocabulary: FakeVocabulary, token: int) -> bytes:
         raise OverflowError("no such piece")
 
     with monkeypatch.context() as patch:
         patch.setattr(FakeVocabulary, "piece", piece)
-        bench.ticks(3)
-    bench.log.close()
-    assert bench.failed() == {request_id}
+        sim.ticks(3)
+    sim.log.close()
+    assert sim.failed() == {request_id}
     assert replay(path).differences == []
 
 
