@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,41 +14,16 @@ from numpy.typing import NDArray
 from cllm.bindings import Batch, Context, Model
 from cllm.errors import (
     DecodeFailedError,
-    LlamaCallError,
     NoKVSlotError,
     PositionError,
     StaleLogitsError,
 )
+from tests.bindings.conftest import NewContext
 from tools import make_model
 
 TOLERANCE = 1e-2
 TEXT = list(b"the quick brown fox")
 OTHER = list(b"jumps over")
-NewContext = Callable[..., Context]
-
-
-@pytest.fixture
-def new_context(model: Model) -> Iterator[NewContext]:
-    """Makes small contexts and closes them."""
-    made: list[Context] = []
-
-    def new(**parameters: Any) -> Context:
-        defaults: dict[str, Any] = {
-            "n_ctx": 512, "n_batch": 64, "n_ubatch": 64, "n_seq_max": 4, "n_threads": 1,
-            "n_threads_batch": 1,
-        }  # fmt: skip
-        made.append(Context(parameters.pop("model", model), **{**defaults, **parameters}))
-        return made[-1]
-
-    yield new
-    for context in made:
-        context.close()
-
-
-@pytest.fixture(params=[True, False], ids=["unified", "per sequence"])
-def context(request: pytest.FixtureRequest, new_context: NewContext) -> Context:
-    """A context in each of the two layouts."""
-    return new_context(kv_unified=request.param)
 
 
 def decode(context: Context, seq_id: int, tokens: Sequence[int], p0: int) -> NDArray[np.float32]:
@@ -247,30 +222,6 @@ def test_other_architectures_decode(new_context: NewContext, name: str) -> None:
         assert context.seq_rm(0)
         assert close_to(decode(context, 0, TEXT, 0), first)
         context.close()
-
-
-# --- State -----------------------------------------------------------------------------------
-def test_a_restored_state_continues_like_the_original(context: Context) -> None:
-    decode(context, 0, TEXT, 0)
-    data = context.state_seq_get_data(0)
-    expected = decode(context, 0, [98], len(TEXT))
-    context.memory_clear()
-    context.state_seq_set_data(data, 3, n_positions=len(TEXT))
-    assert (context.seq_pos_min(3), context.seq_pos_max(3)) == (0, len(TEXT) - 1)
-    assert close_to(decode(context, 3, [98], len(TEXT)), expected)
-
-
-def test_the_state_of_an_empty_sequence_is_empty(context: Context) -> None:
-    assert context.state_seq_get_data(1) == b""
-
-
-def test_a_refused_state_leaves_the_sequence_empty_and_usable(context: Context) -> None:
-    first = decode(context, 0, TEXT, 0)
-    data = context.state_seq_get_data(0)
-    with pytest.raises(LlamaCallError, match="restored positions"):
-        context.state_seq_set_data(data[:-1], 1, n_positions=len(TEXT))
-    assert context.seq_pos_max(1) is None
-    assert close_to(decode(context, 1, TEXT, 0), first)
 
 
 # --- Abort, threads, counters ----------------------------------------------------------------

@@ -6,62 +6,28 @@ in a process of its own, so that a row which is not refused fails one test and n
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
-from tests.bindings.hazard_cases import CASES, Case
-
-Runner = Callable[[int], dict[str, str]]
-ROOT = Path(__file__).resolve().parents[2]
+from tests.bindings.hazard_case import Case
+from tests.bindings.hazards import CASES
+from tests.conftest import indices_selected
+from tests.reliability.hazards import Runner, bindings_server, complaint, in_advance
 
 
 @pytest.fixture(scope="module")
-def run_isolated(
-    tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Runner]:
-    """Runs the case of this number in a child process and says what happened there."""
-    directory = tmp_path_factory.mktemp("hazards")
-    errors = directory / "stderr.txt"
-    with (
-        errors.open("wb") as stderr,
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.bindings.hazard_cases", tiny_model_path, directory],
-            cwd=ROOT, env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, bufsize=1,
-        ) as server,
-    ):  # fmt: skip
-        assert server.stdin is not None
-        assert server.stdout is not None
-        requests, answers = server.stdin, server.stdout
-
-        def run(index: int) -> dict[str, str]:
-            requests.write(f"{index}\n")
-            line = answers.readline()
-            assert line, f"the server of cases ended: {errors.read_text()}"
-            answer: dict[str, str] = json.loads(line)
-            return answer
-
+def run_isolated(request: pytest.FixtureRequest) -> Iterator[Runner]:
+    """What happened to the case of this number in a child process of its own."""
+    with in_advance(bindings_server, indices_selected(request, test_binding)) as run:
         yield run
-        requests.close()
-        assert server.wait(timeout=30) == 0
 
 
 @pytest.mark.parametrize(
     ("index", "case"), list(enumerate(CASES)), ids=[f"refuses {case.claim}" for case in CASES]
 )
 def test_binding(run_isolated: Runner, index: int, case: Case) -> None:
-    outcome = run_isolated(index)
-    assert "died" not in outcome, f"died by {outcome['died']}"
-    assert outcome["error"] == case.error.__name__, outcome["message"]
-    for text in case.says:
-        assert text in outcome["message"]
-    assert "afterwards" not in outcome, f"no good decode afterwards: {outcome['afterwards']}"
+    assert complaint(case, run_isolated(index)) == ""
 
 
 def test_claims_are_distinct() -> None:

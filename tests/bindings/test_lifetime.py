@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cllm.bindings import Batch, Context, Grammar, Model, NativeHandle, SamplerChain
-from cllm.errors import ClosedError, InUseError, WrongThreadError
+from cllm.bindings import Batch, Context, Grammar, Model, NativeHandle, SamplerChain, library
+from cllm.errors import ClosedError, InUseError, LlamaCallError, WrongThreadError
 
 QUIET: dict[str, Any] = {"n_ctx": 256, "n_threads": 1, "n_threads_batch": 1}
 
@@ -72,6 +72,64 @@ def test_an_unclosed_handle_warns_and_is_freed(
             del handle
             gc.collect()
         assert reference() is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "function"),
+    [
+        *((Model, name) for name in ("llama_model_get_vocab", "llama_model_n_embd")),
+        *((Context, name) for name in ("llama_get_memory", "llama_n_ctx_seq", "llama_n_ubatch")),
+    ],
+)
+def test_a_constructor_that_fails_leaves_no_open_handle(
+    tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[NativeHandle], function: str
+) -> None:
+    """Such as by a KeyboardInterrupt: the parent closes, and nothing warns when it is collected."""
+
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with Model(tiny_model_path) as parent:
+        freed = count_calls(monkeypatch, "llama_model_free" if kind is Model else "llama_free")
+        monkeypatch.setattr(library(), function, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            Model(tiny_model_path) if kind is Model else Context(parent, **QUIET)
+        monkeypatch.undo()
+        assert freed == [1]
+    gc.collect()
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch, function: str) -> list[int]:
+    """How often it has been called, in a list of one."""
+    counter, call = [0], getattr(library(), function)
+
+    def counted(*arguments: object) -> object:
+        counter[0] += 1
+        return call(*arguments)
+
+    monkeypatch.setattr(library(), function, counted)
+    return counter
+
+
+@pytest.mark.parametrize("function", ["llama_sampler_chain_init", "llama_sampler_clone"])
+def test_a_chain_that_llama_cpp_does_not_make_is_an_error(
+    tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    """NULL would be used by the next call."""
+    with Model(tiny_model_path) as model, SamplerChain(model.vocab) as chain:
+        monkeypatch.setattr(library(), function, lambda *_: None)
+        with pytest.raises(LlamaCallError, match=f"{function} returned 0"):
+            chain.clone() if "clone" in function else SamplerChain(model.vocab)
+
+
+def test_a_text_with_more_tokens_than_can_be_counted_is_an_error(
+    tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Taken for a size, the answer would be 8 GiB."""
+    with Model(tiny_model_path) as model:
+        monkeypatch.setattr(library(), "llama_tokenize", lambda *_: -(2**31))
+        with pytest.raises(LlamaCallError, match="more tokens than can be counted"):
+            model.vocab.tokenize("a")
 
 
 def test_a_child_keeps_its_parent(tiny_model_path: Path) -> None:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import gc
 import logging
 import shutil
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cllm.bindings import Context, LoraAdapter, Model, Vocabulary, system_info
+from cllm.bindings import Context, LoraAdapter, Model, Vocabulary, _library, library, system_info
 from cllm.bindings._llama_h import TokenAttr, VocabType
-from cllm.errors import ModelLoadError
+from cllm.errors import InvalidArgumentError, ModelLoadError
 
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 
@@ -155,6 +159,25 @@ def test_bos_is_added_when_asked_for(vocab: Vocabulary) -> None:
     assert vocab.detokenize([]) == b""
 
 
+@pytest.mark.parametrize("ask", [Vocabulary.piece, Vocabulary.spelling, Vocabulary.is_eog])
+def test_what_is_remembered_of_a_token_is_told_for_token_ids_alone(
+    vocab: Vocabulary, ask: Callable[[Vocabulary, Any], object]
+) -> None:
+    """2.0 is 2 to a dictionary, and True is 1."""
+    known = [ask(vocab, token) for token in range(3)]
+    for bad in (2.0, True, "2", [2], None):
+        with pytest.raises(InvalidArgumentError, match=r"^token is .* must be an integer"):
+            ask(vocab, bad)
+    assert [ask(vocab, token) for token in np.arange(3)] == known
+
+
+def test_the_flags_of_tokenize_are_true_or_false(vocab: Vocabulary) -> None:
+    for name in ("add_special", "parse_special"):
+        flags: dict[str, Any] = {name: "no"}
+        with pytest.raises(InvalidArgumentError, match=f"{name} is 'no', must be True or False"):
+            vocab.tokenize("a", **flags)
+
+
 def test_a_control_token_has_a_piece_only_on_request(vocab: Vocabulary) -> None:
     assert vocab.piece(257) == b""
     assert vocab.token_to_piece(257, special=True) == b"<|im_end|>"
@@ -184,6 +207,44 @@ def test_chat_template_takes_long_and_empty_messages(model: Model) -> None:
 # --- The library -----------------------------------------------------------------------------
 def test_system_info_names_features() -> None:
     assert "=" in system_info()
+
+
+def test_two_threads_that_need_the_library_first_load_it_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """llama.cpp initialised twice at once crashes: two engines may start together."""
+    loading: list[_library.Library] = []
+    second_has_come = threading.Event()
+
+    class Lock:
+        def __init__(self) -> None:
+            self._lock = threading.Lock()
+
+        def __enter__(self) -> None:
+            if loading:
+                second_has_come.set()
+            self._lock.acquire()
+
+        def __exit__(self, *exc_info: object) -> None:
+            self._lock.release()
+
+    class Slow(_library.Library):
+        def start(self) -> None:
+            loading.append(self)
+            if len(loading) == 1:
+                second.start()
+                assert second_has_come.wait(10)
+            else:
+                second_has_come.set()
+
+    second = threading.Thread(target=library)
+    monkeypatch.setattr(_library, "_library", None)
+    monkeypatch.setattr(_library, "_library_lock", Lock())
+    monkeypatch.setattr(_library, "Library", Slow)
+    loaded = library()
+    second.join(10)
+    assert loading == [loaded]
+    assert library() is loaded
 
 
 def test_log_lines_reach_the_logger(

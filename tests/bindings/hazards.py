@@ -1,0 +1,25 @@
+"""All cases of the hazards of `hazards.md`, tables 1.1 to 1.9, that a caller of the bindings can try."""
+
+from __future__ import annotations
+
+from tests.bindings import (
+    hazards_batches,
+    hazards_config,
+    hazards_lifetime,
+    hazards_memory,
+    hazards_sampling,
+    hazards_state,
+    hazards_vocabulary,
+)
+from tests.bindings.hazard_case import Case
+
+# In the order of the tables: `hazard_rows.BINDINGS_SECTIONS` tells a table by its first case.
+CASES: list[Case] = [
+    *hazards_batches.CASES,
+    *hazards_config.CASES,
+    *hazards_memory.CASES,
+    *hazards_sampling.CASES,
+    *hazards_vocabulary.CASES,
+    *hazards_state.CASES,
+    *hazards_lifetime.CASES,
+]
