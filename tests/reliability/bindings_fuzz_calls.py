@@ -1,0 +1,213 @@
+"""What the fuzzer of the bindings draws: calls, with numbers and texts as wrong as anyone may give.
+
+Containers are of the kind that a call takes; what is in them may be anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from hypothesis import strategies as st
+
+from cllm.bindings import Batch, Context, Model, SamplerChain
+from cllm.bindings.sampler import Grammar
+from tests.reliability.api_fuzz_calls import ANY_TEXT, N_VOCAB, ODD, TEXT
+
+N_SEQ_MAX, N_CTX, N_BATCH = 4, 64, 16
+# What a good call says in place of what only the bench knows.
+NEXT = "next"  # the position that continues the sequence
+OUTPUT = "output"  # the last row of the last batch
+LAST = "last"  # the copy that was made last, and its positions
+
+
+class Kind(NamedTuple):
+    """Values of one argument: those that are right by themselves, and any."""
+
+    good: st.SearchStrategy[Any]
+    odd: st.SearchStrategy[Any] = ODD
+
+
+def tokens_of(token: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """A few."""
+    return st.lists(token, min_size=1, max_size=6)
+
+
+def biases_of(token: st.SearchStrategy[Any], bias: st.SearchStrategy[Any]) -> Any:
+    """Of a few tokens."""
+    hashable = token.filter(lambda value: getattr(value, "__hash__", None) is not None)
+    return st.dictionaries(hashable, bias, max_size=3)
+
+
+FLOATS = st.floats(0.0, 10.0)
+TOKEN = Kind(st.integers(0, N_VOCAB - 1))
+TOKENS = Kind(tokens_of(TOKEN.good), tokens_of(TOKEN.odd) | st.just([]))
+SEQ_ID = Kind(st.integers(0, N_SEQ_MAX - 1))
+POSITION = Kind(st.none() | st.integers(0, N_CTX - 1))
+SEED = Kind(st.integers(0, 2**32 - 2))
+FRACTION = Kind(st.floats(0.0, 0.99))
+NUMBER = Kind(FLOATS)
+PENALTY = Kind(st.floats(0.5, 2.0))
+COUNT = Kind(st.integers(1, 40))
+TEMPERATURE = Kind(st.just(0.0) | st.floats(0.001, 9.0))
+BIASES = Kind(biases_of(TOKEN.good, FLOATS), biases_of(ODD, ODD))
+BREAKERS = Kind(st.lists(TEXT, max_size=2), st.lists(ANY_TEXT, max_size=2))
+FLAG = Kind(st.booleans())
+TEXTS = Kind(TEXT, ANY_TEXT | ODD)
+# Hundreds are legal, and slow.
+THREADS = Kind(st.just(1), ODD.filter(lambda n: type(n) is not int or not 1 < n <= 512))
+# A grammar can hang llama.cpp: always the same few, legal and not.
+GRAMMAR = Kind(
+    st.sampled_from(("root ::= [a-c]+", 'root ::= "yes" | "no"')),
+    st.sampled_from(("root ::=", "root ::= (", "no", "", "a\0b", "\ud800")),
+)
+
+
+@dataclass
+class Bench:
+    """One model, one context, and what calls leave for later ones."""
+
+    model: Model
+    context: Context
+    batch: Batch = field(default_factory=lambda: Batch(N_BATCH))
+    copy: bytes = b""
+    n_copied: int = 0
+
+    def decode(self, seq_id: Any, tokens: Any, p0: Any, n_outputs: Any) -> object:
+        """One run of a sequence, in a batch of its own."""
+        self.batch.clear()
+        if p0 == NEXT:
+            last = self.context.seq_pos_max(seq_id)
+            p0 = 0 if last is None else last + 1
+        self.batch.add(seq_id, tokens, p0, n_outputs=n_outputs)
+        return self.context.decode(self.batch).rows.sum()
+
+    def get(self, seq_id: Any) -> object:
+        """A copy of a sequence, kept."""
+        self.copy = self.context.state_seq_get_data(seq_id)
+        last = self.context.seq_pos_max(seq_id)
+        self.n_copied = 0 if last is None else last + 1
+        return self.copy
+
+    def restore(self, data: Any, seq_id: Any, n_positions: Any) -> object:
+        """The kept copy, or other bytes."""
+        data = self.copy if data == LAST else data
+        n_positions = self.n_copied if n_positions == LAST else n_positions
+        self.context.state_seq_set_data(data, seq_id, n_positions=n_positions)
+        return None
+
+    def sample(self, samplers: Any, row: Any, token: Any) -> object:
+        """A chain of its own on a row of the last decode."""
+        row = self.batch.n_rows - 1 if row == OUTPUT else row
+        with SamplerChain(self.model.vocab) as chain:
+            for name, arguments in samplers:
+                getattr(chain, f"add_{name}")(*arguments)
+            chosen = chain.sample(self.context, row)
+            chain.accept(token)
+            with chain.clone() as twin:
+                twin.reset()
+            return chosen
+
+    def follow(self, text: Any, tokens: Any) -> object:
+        """A grammar, asked for some tokens."""
+        with Grammar(self.model.vocab, text) as grammar:
+            for token in tokens:
+                if grammar.allows(token):
+                    grammar.accept(token)
+        return None
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call: a method of the bench, the context or the vocabulary, or of a chain."""
+
+    target: str
+    method: str
+    arguments: tuple[Any, ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def make(self, bench: Bench) -> object:
+        """Make it."""
+        owner = {"bench": bench, "context": bench.context, "vocab": bench.model.vocab}[self.target]
+        method: Callable[..., object] = getattr(owner, self.method)
+        return method(*self.arguments, **dict(self.options))
+
+
+SAMPLERS: dict[str, tuple[Kind, ...]] = {
+    "top_k": (COUNT,), "top_p": (FRACTION, COUNT), "min_p": (FRACTION, COUNT),
+    "typical": (FRACTION, COUNT), "temp": (TEMPERATURE,),
+    "temp_ext": (TEMPERATURE, NUMBER, NUMBER), "xtc": (FRACTION, FRACTION, COUNT, SEED),
+    "top_n_sigma": (NUMBER,), "penalties": (COUNT, PENALTY, NUMBER, NUMBER),
+    "dry": (NUMBER, PENALTY, COUNT, COUNT, BREAKERS), "logit_bias": (BIASES,), "infill": (),
+}  # fmt: skip
+SELECTING: dict[str, tuple[Kind, ...]] = {
+    "greedy": (), "dist": (SEED,), "mirostat": (SEED, NUMBER, NUMBER, COUNT),
+    "mirostat_v2": (SEED, NUMBER, NUMBER), "adaptive_p": (FRACTION, FRACTION, SEED),
+}  # fmt: skip
+
+
+@st.composite
+def arguments_of(draw: st.DrawFn, kinds: tuple[Kind, ...], *, is_odd: bool) -> tuple[Any, ...]:
+    """Good ones, or one of any kind among them."""
+    odd = draw(st.integers(0, len(kinds) - 1)) if is_odd and kinds else -1
+    return tuple(draw(kind.odd if i == odd else kind.good) for i, kind in enumerate(kinds))
+
+
+@st.composite
+def chain(draw: st.DrawFn, *, is_odd: bool) -> list[tuple[str, tuple[Any, ...]]]:
+    """Samplers; the last one selects, most often."""
+    names = draw(st.lists(st.sampled_from(tuple(SAMPLERS)), max_size=2))
+    names.append(draw(st.sampled_from(tuple(SAMPLERS if is_odd else SELECTING))))
+    all_kinds = SAMPLERS | SELECTING
+    return [(name, draw(arguments_of(all_kinds[name], is_odd=is_odd))) for name in names]
+
+
+METHODS: dict[tuple[str, str], tuple[Kind, ...]] = {
+    ("bench", "decode"): (SEQ_ID, TOKENS, Kind(st.just(NEXT), POSITION.good | ODD), Kind(st.just(1))),
+    ("bench", "sample"): (Kind(chain(is_odd=False), chain(is_odd=True)), Kind(st.just(OUTPUT)), TOKEN),
+    ("bench", "follow"): (GRAMMAR, TOKENS),
+    ("bench", "get"): (SEQ_ID,),
+    ("bench", "restore"): (
+        Kind(st.just(LAST), st.binary(max_size=40)), SEQ_ID, Kind(st.just(LAST), COUNT.good | ODD),
+    ),
+    ("context", "seq_rm"): (SEQ_ID, POSITION, POSITION),
+    ("context", "seq_cp"): (SEQ_ID, SEQ_ID, Kind(st.none(), POSITION.good | ODD), POSITION),
+    ("context", "seq_keep"): (SEQ_ID,),
+    ("context", "memory_clear"): (),
+    ("context", "seq_add"): (SEQ_ID, POSITION, POSITION, Kind(st.integers(-5, 5))),
+    ("context", "seq_pos_min"): (SEQ_ID,),
+    ("context", "seq_pos_max"): (SEQ_ID,),
+    ("context", "output_logits"): (Kind(st.integers(0, 5)),),
+    ("context", "set_threads"): (THREADS, THREADS),
+    ("vocab", "tokenize"): (TEXTS,),
+    ("vocab", "tokenize_inside"): (TEXTS,),
+    ("vocab", "detokenize"): (TOKENS,),
+    ("vocab", "join"): (TOKENS,),
+    **{
+        ("vocab", name): (TOKEN,)
+        for name in (
+            "check_token", "piece", "spelling", "token_to_piece", "is_eog", "is_control", "text",
+            "score", "attributes",
+        )
+    },
+}  # fmt: skip
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "tokenize": ("add_special", "parse_special"),
+    "detokenize": ("remove_special", "unparse_special"),
+    "token_to_piece": ("special",),
+    "memory_clear": ("data",),
+}
+# Those that others need.
+OFTEN = (("bench", "decode"), ("bench", "sample"), ("context", "seq_rm"), ("context", "seq_cp"))
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> Call:
+    """Any call, one in three with something odd in it."""
+    target, method = draw(st.sampled_from((*METHODS, *OFTEN * 3)))
+    is_odd = draw(st.integers(0, 2)) == 2
+    arguments = draw(arguments_of(METHODS[target, method], is_odd=is_odd))
+    names = draw(st.lists(st.sampled_from(OPTIONS.get(method, ("",))), unique=True))
+    options = [(name, draw(FLAG.odd if is_odd else FLAG.good)) for name in names if name]
+    return Call(target, method, arguments, tuple(options))

@@ -1,0 +1,323 @@
+"""The fault matrix: every function that a serving engine calls fails, in many ways, at every call.
+
+    python -m tests.reliability.fault_matrix [--calls 200] [--function NAME …] [--save]
+
+For each function, each outcome and each k the whole workload is served with that one fault.  Who is to
+suffer follows from the fault: from the function, and from the request whose call it was.  Everybody
+else's answer is that of the request alone, and afterwards nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+import anyio
+
+from cllm.engine.sampling import NotFiniteError
+from cllm.errors import LlamaCallError
+from tests.reliability.fault_workload import CONSTRAINED, N_VOCAB, Bench, Run
+from tests.reliability.native_faults import (
+    Fault,
+    Outcome,
+    changes,
+    overwrites_row,
+    raises,
+    returns,
+    selects_nothing,
+)
+from tests.reliability.record import Record, Table, conclude
+
+CLAIM = (
+    "A native call that fails once costs nobody anything, or the request whose call it was, or, where "
+    "no context can be made, the engine, which tells everybody."
+)
+
+
+class Suffers(StrEnum):
+    """Who a fault is to cost something."""
+
+    NOBODY = "nobody notices"
+    ITS_REQUEST = "its request ends with error"
+    ENGINE = "engine fails, everybody told"
+
+
+REFUSED = "refused at the call"
+OTHERWISE = "not as it is to be"
+# A context is made anew in the middle, and the fault comes on top of that.
+FIRST_FAULT = Fault("llama_decode", 20, returns(-3, after=True))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One function, one way to fail, and who suffers.
+
+    Attributes
+    ----------
+    recovers : bool
+        In a run that has `FIRST_FAULT`, too; decodes fail after that one.
+    """
+
+    function: str
+    outcome: Outcome
+    suffers: Suffers
+    recovers: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.function}: {self.outcome}" + " (recovering)" * self.recovers
+
+
+ERRORS = (raises(RuntimeError), raises(MemoryError))
+DECODE = (
+    returns(1), returns(2), returns(2, after=True), returns(-1), returns(-2),
+    returns(-2, after=True), returns(-3), returns(-3, after=True), *ERRORS,
+    raises(RuntimeError, after=True),
+)  # fmt: skip
+WRONG_POSITIONS = (changes("one more", lambda p: p + 1), changes("-1", lambda p: -1))
+# What the inference thread asks of the cache: nobody's fault.
+CACHE: Mapping[str, Sequence[Outcome]] = {
+    "llama_decode": DECODE,
+    "llama_synchronize": ERRORS,
+    "llama_get_logits": (returns(None), *ERRORS),
+    "llama_memory_seq_rm": (
+        returns(False), returns(True, "True, undone"), returns(False, after=True), *ERRORS,
+        raises(RuntimeError, after=True),
+    ),
+    "llama_memory_seq_cp": (
+        returns(None, "undone"), *ERRORS, raises(RuntimeError, after=True),
+    ),
+    "llama_memory_seq_pos_max": (*WRONG_POSITIONS, *ERRORS),
+    "llama_memory_seq_pos_min": (*WRONG_POSITIONS, *ERRORS),
+    "llama_state_seq_get_size": (returns(0), *ERRORS),
+    "llama_state_seq_get_data": (
+        returns(0), returns(0, after=True), changes("half of it", lambda n: n // 2), *ERRORS,
+    ),
+    "llama_state_seq_set_data": (
+        returns(0), returns(0, after=True), *ERRORS, raises(RuntimeError, after=True),
+    ),
+}  # fmt: skip
+# A buffer that is too small, which a larger one follows; and what cannot be given back.
+BUFFERS: Mapping[str, Sequence[Outcome]] = {
+    "llama_tokenize": (returns(-7),),
+    "llama_token_to_piece": (returns(-3),),
+    "llama_sampler_free": (
+        raises(RuntimeError, after=True), raises(MemoryError, after=True),
+    ),
+}  # fmt: skip
+SAMPLERS = (
+    "dist", "dry", "grammar", "greedy", "logit_bias", "min_p", "mirostat", "mirostat_v2",
+    "penalties", "temp", "temp_ext", "top_k", "top_n_sigma", "top_p", "typical", "xtc",
+)  # fmt: skip
+SELECTS_NOTHING = selects_nothing()
+NOT_FINITE = tuple(
+    overwrites_row(float(value), N_VOCAB, NotFiniteError) for value in ("nan", "inf", "-inf")
+)
+REQUEST: Mapping[str, Sequence[Outcome]] = {
+    "llama_get_logits": NOT_FINITE,
+    "llama_sampler_apply": (SELECTS_NOTHING, *ERRORS),
+    "llama_sampler_accept": ERRORS,
+    "llama_sampler_chain_default_params": ERRORS,
+    "llama_sampler_chain_init": (replace(returns(None), cause=LlamaCallError), *ERRORS),
+    "llama_sampler_chain_add": (*ERRORS, raises(RuntimeError, after=True)),
+    **{f"llama_sampler_init_{name}": (returns(None), *ERRORS) for name in SAMPLERS},
+    "llama_tokenize": ERRORS,
+    "llama_token_to_piece": ERRORS,
+    "llama_vocab_is_eog": ERRORS,
+    "llama_vocab_get_attr": ERRORS,
+    "llama_vocab_get_text": ERRORS,
+}
+CONTEXT: Mapping[str, Sequence[Outcome]] = {
+    "llama_context_default_params": ERRORS,
+    "llama_max_parallel_sequences": ERRORS,
+    "llama_init_from_model": (returns(None), *ERRORS),
+    **{
+        f"llama_{name}": ERRORS
+        for name in ("n_batch", "n_ctx", "n_ctx_seq", "n_seq_max", "n_ubatch")
+    },
+    "llama_get_memory": (returns(None), *ERRORS),
+    "llama_free": (raises(RuntimeError, after=True),),
+}
+RECOVERING = ("llama_decode", "llama_memory_seq_pos_max", "llama_memory_seq_rm")
+
+
+def _rows(
+    outcomes: Mapping[str, Sequence[Outcome]], suffers: Suffers, *, recovers: bool = False
+) -> tuple[Row, ...]:
+    return tuple(Row(f, o, suffers, recovers) for f, given in outcomes.items() for o in given)
+
+
+FAMILIES: Mapping[str, tuple[Row, ...]] = {
+    "cache": _rows(CACHE, Suffers.NOBODY),
+    "buffers": _rows(BUFFERS, Suffers.NOBODY),
+    "requests": _rows(REQUEST, Suffers.ITS_REQUEST),
+    "contexts": _rows(CONTEXT, Suffers.ENGINE, recovers=True),
+    "recovery": _rows({f: CACHE[f] for f in RECOVERING}, Suffers.NOBODY, recovers=True),
+}
+ROWS = tuple(row for rows in FAMILIES.values() for row in rows)
+FUNCTIONS = tuple(dict.fromkeys(row.function for row in ROWS))
+
+
+@dataclass
+class Tried:
+    """What became of one row.
+
+    Attributes
+    ----------
+    n_calls : int
+        Calls of the function in a run of the workload.
+    outcomes : Counter
+        By the words of the table, how many k.
+    wrong : list of str
+        What was not as it is to be.
+    """
+
+    row: Row
+    n_calls: int = 0
+    n_tried: int = 0
+    n_ended: int = 0
+    n_exact: int = 0
+    n_survived: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+
+    def add(self, k: int, run: Run, affected: set[str] | None, free: str | None) -> None:
+        """Count a run that was checked."""
+        self.n_tried += 1
+        self.n_survived += not run.has_failed
+        self.n_ended += len(run.failed | run.refused)
+        self.n_exact += len(run.whole - {free})
+        self.outcomes[_words(run, affected)] += 1
+        self.wrong += [f"{self.row}, call {k}: {wrong}" for wrong in run.wrong]
+
+
+def _words(run: Run, affected: set[str] | None) -> str:
+    if run.wrong:
+        return OTHERWISE
+    if affected is None:
+        return Suffers.ENGINE
+    if not affected:
+        return Suffers.NOBODY
+    return REFUSED if run.met[0].is_intake else Suffers.ITS_REQUEST
+
+
+def affected_by(row: Row, run: Run) -> tuple[set[str] | None, str | None]:
+    """Who is to end with an error, by the fault alone, and who may go on in another way.
+
+    None in place of the first: whoever has no answer when the engine fails.
+    """
+    if row.suffers is Suffers.ENGINE:
+        return None, None
+    met = run.met[0]
+    if row.suffers is Suffers.NOBODY:
+        return set(), None
+    assert met.owner is not None, f"{row}: whose call was it?"
+    if row.outcome is SELECTS_NOTHING and met.owner in CONSTRAINED:
+        # A grammar selects nothing anyway; and what nothing is left of is drawn once more from
+        # all that the grammar allows.
+        return set(), None if met.is_grammar else met.owner
+    return {met.owner}, None
+
+
+async def try_call(bench: Bench, row: Row, k: int) -> tuple[Run, set[str] | None, str | None]:
+    """Serve the workload with the fault of a row at its k-th call."""
+    fault = Fault(row.function, k, row.outcome)
+    run = await bench.run(fault, FIRST_FAULT) if row.recovers else await bench.run(fault)
+    run.met = [met for met in run.met if met.fault is fault]
+    if not run.met:
+        run.wrong.append("there was no such call")
+        return run, set(), None
+    affected, free = affected_by(row, run)
+    bench.check(run, affected, free)
+    return run, affected, free
+
+
+async def try_rows(bench: Bench, rows: Iterable[Row], calls: Sequence[int]) -> list[Tried]:
+    """Try each row at those of the calls that the workload makes."""
+    found = []
+    for row in rows:
+        started = time.perf_counter()
+        first = (FIRST_FAULT,) if row.recovers else ()
+        tried = Tried(row, await bench.count_calls(row.function, *first))
+        for k in calls:
+            if row.recovers and row.function == FIRST_FAULT.function and k <= FIRST_FAULT.k:
+                continue
+            if k <= tried.n_calls:
+                tried.add(k, *await try_call(bench, row, k))
+        if not tried.n_calls:
+            tried.wrong.append(f"{row}: the workload makes no such call")
+        found.append(tried)
+        seconds = time.perf_counter() - started
+        sys.stderr.write(f"{row}: {tried.n_tried} of {tried.n_calls} calls, {seconds:.1f} s\n")
+        sys.stderr.writelines(f"  WRONG {wrong}\n" for wrong in tried.wrong[:3])
+    return found
+
+
+def table(found: Sequence[Tried]) -> Table:
+    """Call × fault × what followed."""
+    head = (
+        "call", "fault", "calls made", "tried", "outcome", "requests that ended with error",
+        "requests answered exactly", "engine went on",
+    )  # fmt: skip
+    rows = [
+        (
+            t.row.function,
+            str(t.row.outcome) + ", after a new context" * t.row.recovers,
+            t.n_calls,
+            t.n_tried,
+            "; ".join(f"{words} ({n})" for words, n in t.outcomes.most_common()),
+            t.n_ended,
+            t.n_exact,
+            t.n_survived,
+        )
+        for t in found
+    ]
+    return Table(head, rows, "One fault each; every k from 1 on.")
+
+
+def wrong_in(found: Iterable[Tried]) -> list[str]:
+    """What was not as it is to be."""
+    return [line for tried in found for line in tried.wrong]
+
+
+def record(found: Sequence[Tried], seconds: float) -> Record:
+    """The figures and the table."""
+    figures = {
+        "functions": len({tried.row.function for tried in found}),
+        "functions, each with its ways to fail": len(found),
+        "runs of the workload": sum(tried.n_tried for tried in found),
+        "requests answered whole, as alone": sum(tried.n_exact for tried in found),
+        "requests that ended with the error foretold": sum(tried.n_ended for tried in found),
+        "not as it is to be": len(wrong_in(found)),
+        "seconds": round(seconds, 1),
+    }
+    command = "python -m tests.reliability.fault_matrix --save"
+    return Record("fault_matrix", CLAIM, command, figures, [table(found)])
+
+
+async def prove(rows: Sequence[Row], n_calls: int) -> list[Tried]:
+    """The matrix, each row at every call up to the `n_calls`th."""
+    async with Bench() as bench:
+        return await try_rows(bench, rows, range(1, n_calls + 1))
+
+
+def main() -> int:
+    """Run the matrix; 1 if anything was not as it is to be."""
+    parser = argparse.ArgumentParser(prog="python -m tests.reliability.fault_matrix")
+    parser.add_argument("--calls", type=int, default=200, help="k from 1 to this")
+    parser.add_argument("--function", nargs="*", choices=FUNCTIONS, help="only these")
+    parser.add_argument("--save", action="store_true", help="keep the record")
+    arguments = parser.parse_args()
+    rows = [r for r in ROWS if not arguments.function or r.function in arguments.function]
+    started = time.perf_counter()
+    found = anyio.run(prove, rows, arguments.calls)
+    seconds = time.perf_counter() - started
+    return conclude(record(found, seconds), wrong_in(found), is_kept=arguments.save)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

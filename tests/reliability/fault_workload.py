@@ -1,0 +1,357 @@
+"""What the fault matrix serves: ten requests on an engine with room for three, all of whose answers
+are known, and what is to be so after them whatever has failed meanwhile.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import anyio
+import pytest
+
+from cllm import Completion, Engine, FinishReason, TokenStream
+from cllm.engine import inference_thread, swap_store
+from cllm.engine.handoff import Cancel, Command
+from cllm.errors import CllmError, EngineFailedError, GenerationError
+from tests.conftest import QUIET, our_threads
+from tests.reliability.answers import unlike, unlike_beginning
+from tests.reliability.native_faults import Fault, Met, NativeFaults, raises
+
+N_VOCAB = 260
+OPTIONS: dict[str, Any] = {"n_ctx": 256, "n_seq_max": 3, "swap_tokens": 256, **QUIET}
+HEAD = "The river runs down to the sea, and an old man watches it: "
+NUMBERS = r"root ::= [0-9] [0-9] [0-9] [0-9] [0-9] [0-9]"
+EVERY_SAMPLER: dict[str, Any] = {
+    "temperature": 0.9, "dynatemp_range": 0.2, "top_n_sigma": 3.0, "typical_p": 0.9,
+    "xtc_probability": 0.3, "seed": 1,
+}  # fmt: skip
+PENALTIES: dict[str, Any] = {
+    "temperature": 0.5, "seed": 6, "repeat_penalty": 1.1, "dry_multiplier": 0.5,
+    "logit_bias": {65: -1.0}, "ignore_eos": True,
+}  # fmt: skip
+# Company changes a logit by a hundredth; no seed here draws a token so near to the next.
+# Submitted together, in this order.  The first three do not fit side by side to their ends.
+REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "greedy": (HEAD, {"temperature": 0.0, "ignore_eos": True, "max_tokens": 26}),
+    "seeded": ("In a small town in the north there was " * 2, {**EVERY_SAMPLER, "max_tokens": 26}),
+    "penalized": ("Two and two make four, and the cat sat. " * 2, {**PENALTIES, "max_tokens": 20}),
+    "numbers": ("Count: ", {"grammar": NUMBERS, "temperature": 0.0}),
+    "more numbers": ("Again: ", {"grammar": NUMBERS, "temperature": 1.0, "seed": 3}),
+    "scored": ("Anna has ", {
+        "temperature": 0.0, "logprobs": 2, "prompt_logprobs": 1, "ignore_eos": True, "max_tokens": 8,
+    }),
+    "cancelled": (HEAD + "He", {"temperature": 0.0, "ignore_eos": True, "max_tokens": 40}),
+    "mirostat": (HEAD + "She", {"mirostat": 1, "seed": 4, "max_tokens": 8}),
+    "mirostat 2": (HEAD + "They", {"mirostat": 2, "seed": 5, "max_tokens": 8}),
+}  # fmt: skip
+CONSTRAINED = ("numbers", "more numbers")
+CHAT = [{"role": "user", "content": "What is two plus three?"}]
+NAMES = (*REQUESTS, "chat")
+CANCELLED, CANCELLED_AT = "cancelled", 48  # decodes
+PROBE: tuple[str, dict[str, Any]] = ("Hello", {"temperature": 0.0, "max_tokens": 2})
+
+# Asked once, for the template of the first chat.
+ABOUT_CHATS = ("llama_vocab_get_attr", "llama_vocab_get_text")
+# Where llama.cpp lies about its cells, or has no way to say that it did not copy them, an audit says so.
+TOLD_BY_AUDITS = ("llama_memory_seq_pos_min", "llama_memory_seq_pos_max", "llama_memory_seq_cp")
+SERVING = Counter({"llama_model_load_from_file": 1, "llama_init_from_model": 1})
+HANG_S = 20.0  # a run takes less than a tenth of a second
+
+Answer = Completion | Exception
+Ids = tuple[int, ...]
+
+
+@dataclass
+class Run:
+    """One run of the workload, and what was found wrong with it."""
+
+    answers: dict[str, Answer] = field(default_factory=dict)
+    met: list[Met] = field(default_factory=list)
+    n_calls: dict[str, int] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+    has_failed: bool = False
+
+    @property
+    def refused(self) -> set[str]:
+        """Requests that were not submitted."""
+        return {n for n, a in self.answers.items() if not is_answered(a)}
+
+    @property
+    def failed(self) -> set[str]:
+        """Requests that ended with an error after they had been submitted."""
+        failures = {n for n, a in self.answers.items() if isinstance(a, Exception)}
+        return failures - self.refused
+
+    @property
+    def whole(self) -> set[str]:
+        """Requests that were answered to their ends."""
+        by_themselves = (FinishReason.STOP, FinishReason.LENGTH)
+        completions = {n: a for n, a in self.answers.items() if isinstance(a, Completion)}
+        return {n for n, c in completions.items() if c.finish_reason in by_themselves}
+
+
+def is_answered(answer: Answer) -> bool:
+    """Whether it is of a request that was submitted."""
+    return isinstance(answer, Completion | GenerationError | EngineFailedError)
+
+
+class Bench:
+    """An engine whose native calls can fail, and another one after it has failed itself.
+
+    Attributes
+    ----------
+    alone : dict
+        What each request gives by itself, without any fault.
+    n_engines : int
+    """
+
+    def __init__(self) -> None:
+        self.faults = NativeFaults()
+        self.alone: dict[str, Completion] = {}
+        self.n_engines = 0
+        self._counts: dict[tuple[bool, tuple[Fault, ...]], dict[str, int]] = {}
+        self._leaked: Counter[str] = Counter()
+        self._unraisable: list[str] = []
+        self._stack = ExitStack()
+
+    async def __aenter__(self) -> Self:
+        self._n_tasks = len(anyio.get_running_tasks())
+        self._stack.enter_context(self.faults)
+        self._stack.enter_context(_always_the_same())
+        self._stack.enter_context(_warned_of(self._unraisable))
+        await self._open()
+        for name in NAMES:
+            async with self._stream(name) as stream:
+                self.alone[name] = await stream.completion()
+            await self.engine.reset_prefix_cache()
+        self._probe = await self._ask()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if wrong := await self._close():
+                raise AssertionError(wrong)
+        finally:
+            self._stack.close()
+
+    async def _open(self) -> None:
+        self.engine = await Engine(**OPTIONS).__aenter__()
+        await self.engine.audit()  # its own first one is over
+        self.n_engines += 1
+
+    async def _close(self) -> list[str]:
+        """Close the engine; what is left of it."""
+        await self.engine.aclose()
+        wrong = [f"{name} is left" for name in our_threads()]
+        await anyio.lowlevel.checkpoint()
+        if len(anyio.get_running_tasks()) > self._n_tasks:
+            wrong.append("a task is left")
+        return wrong + self._not_freed(Counter())
+
+    def _not_freed(self, expected: Counter[str]) -> list[str]:
+        """What is open and should not be; said once."""
+        left = self.faults.n_open - expected - self._leaked
+        self._leaked += left
+        return [f"what {name} made is not freed" for name in left]
+
+    def _stream(self, name: str) -> TokenStream:
+        if name == "chat":
+            return self.engine.stream_chat(CHAT, request_id=name, temperature=0.0, max_tokens=6)
+        prompt, options = REQUESTS[name]
+        return self.engine.stream(prompt, request_id=name, **options)
+
+    async def _ask(self) -> Ids:
+        prompt, options = PROBE
+        completion = await self.engine.generate(prompt, **options)
+        await self.engine.reset_prefix_cache()
+        return completion.token_ids
+
+    # --- One run -------------------------------------------------------------------------------
+    async def run(self, *faults: Fault) -> Run:
+        """Serve everything with these faults, and look at what is left."""
+        run = Run()
+        self._forget(faults)
+        self.faults.arm(*faults)
+        cancel = Cancel(CANCELLED)
+        inbox = self.engine._inbox
+        self.faults.at("llama_decode", CANCELLED_AT, lambda: inbox.put(cancel))
+        with anyio.move_on_after(HANG_S) as scope:
+            await self._serve(run)
+            found = await self._audit()
+            if not any(fault.function in TOLD_BY_AUDITS for fault in faults):
+                run.wrong += found
+        run.met, run.n_calls = self.faults.met, dict(self.faults.n_calls)
+        self.faults.disarm()
+        run.wrong += self._unraisable
+        self._unraisable.clear()
+        if scope.cancelled_caught:
+            run.wrong.append("it hangs")
+        with suppress(EngineFailedError):
+            run.wrong += await self._look()
+        run.has_failed = self.engine.health().status == "failed"
+        if run.has_failed or scope.cancelled_caught:
+            run.wrong += await self._close()
+            await self._open()
+        return run
+
+    async def _serve(self, run: Run) -> None:
+        streams: dict[str, TokenStream] = {}
+        with held_back(self.engine):
+            for name in NAMES:
+                stream, self.faults.opening = self._stream(name), name
+                try:
+                    streams[name] = await stream.__aenter__()
+                except Exception as error:
+                    run.answers[name] = error
+                finally:
+                    self.faults.opening = None
+        for name, stream in streams.items():
+            try:
+                run.answers[name] = await stream.completion()
+            except CllmError as error:
+                run.answers[name] = error
+
+    async def _audit(self) -> list[str]:
+        """Is served like the requests, while faults may be met."""
+        with suppress(EngineFailedError):
+            return await self.engine.audit()
+        return []
+
+    async def _look(self) -> list[str]:
+        """What is wrong with an engine that is to be idle."""
+        engine = self.engine
+        wrong = [f"before: {w}" for w in _of_use(engine)]
+        await engine.reset_prefix_cache()  # answered after what was to be mended has been
+        wrong += await engine.audit() + _of_use(engine)
+        wrong += self._not_freed(SERVING)
+        if engine.statistics().n_seq_ids_cached or engine.statistics().n_kv_cells_cached:
+            wrong.append("something is left in the prefix cache")
+        if await self._ask() != self._probe:
+            wrong.append("the next request is answered otherwise")
+        return wrong
+
+    def _forget(self, faults: tuple[Fault, ...]) -> None:
+        """What the engine remembers, so that it asks llama.cpp again."""
+        vocabulary: Any = self.engine._check_serving()
+        vocabulary._pieces.clear()
+        vocabulary._is_eog.clear()
+        vocabulary.__dict__.pop("prefixes_space", None)
+        if any(fault.function in ABOUT_CHATS for fault in faults):
+            self.engine._intake._chat = None
+
+    async def count_calls(self, function: str, *faults: Fault) -> int:
+        """How often a run with no other faults than these calls a function."""
+        key = (function in ABOUT_CHATS, faults)
+        if key not in self._counts:
+            watch = Fault(function, 0, raises(RuntimeError))  # there is no such call
+            run = await self.run(watch, *faults)
+            assert not run.wrong, run.wrong
+            self._counts[key] = run.n_calls
+        return self._counts[key].get(function, 0)
+
+    # --- What is to be so ----------------------------------------------------------------------
+    def check(self, run: Run, affected: set[str] | None, free: str | None = None) -> None:
+        """Add to what is wrong: who answers otherwise than alone, or fails otherwise than told.
+
+        Parameters
+        ----------
+        affected : set of str, optional
+            Who is to end with an error; None: everybody whom the engine's failure meets.
+        free : str, optional
+            Who may go on in another way, or end.
+        """
+        for name in NAMES:
+            answer = run.answers.get(name)
+            if answer is None:
+                run.wrong.append(f"{name}: no answer")
+            elif name == free:
+                continue
+            elif affected is None:
+                run.wrong += self._told(name, answer)
+            elif name in affected:
+                cause = run.met[0].fault.outcome.cause
+                run.wrong += self._ended(name, answer, cause, is_intake=run.met[0].is_intake)
+            else:
+                run.wrong += self._exact(name, answer)
+        if run.has_failed != (affected is None):
+            run.wrong.append("the engine has" + " not" * (affected is None) + " failed")
+
+    def _exact(self, name: str, answer: Answer) -> list[str]:
+        if isinstance(answer, Exception):
+            return [f"{name}: {answer!r} ({answer.__cause__!r})"]
+        is_cut = answer.finish_reason is FinishReason.CANCELLED and name == CANCELLED
+        compare = unlike_beginning if is_cut else unlike
+        return [f"{name}: {found}"] if (found := compare(answer, self.alone[name])) else []
+
+    def _ended(
+        self, name: str, answer: Answer, cause: type[Exception], *, is_intake: bool
+    ) -> list[str]:
+        errors = [answer, getattr(answer, "__cause__", None)]
+        if not any(isinstance(error, cause) for error in errors):
+            return [f"{name}: {answer!r}, not for {cause.__name__}"]
+        if is_intake:
+            return []
+        if not isinstance(answer, GenerationError) or answer.completion is None:
+            return [f"{name}: {answer!r}, not a GenerationError"]
+        return self._begun(name, answer.completion)
+
+    def _told(self, name: str, answer: Answer) -> list[str]:
+        if isinstance(answer, EngineFailedError):
+            return self._begun(name, answer.completion) if answer.completion else []
+        return self._exact(name, answer)
+
+    def _begun(self, name: str, completion: Completion) -> list[str]:
+        found = unlike_beginning(completion, self.alone[name])
+        return [f"{name}: {found}"] if found else []
+
+
+@contextmanager
+def held_back(engine: Engine) -> Iterator[None]:
+    """The inference thread hears of everything that is submitted inside at the end, at once."""
+    held: list[Command] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine._inbox, "put", held.append)
+        yield
+    for command in held:
+        engine._inbox.put(command)
+
+
+@contextmanager
+def _always_the_same() -> Iterator[None]:
+    """Every run makes the same calls: nothing depends on measured times, nor on the audits of tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inference_thread, "AUDIT_EVERY_TICK", False)
+        patch.setattr(inference_thread, "IDLE_AUDIT_S", float("inf"))
+        patch.setattr(swap_store.SwapStore, "is_worth", lambda *_: True)
+        yield
+
+
+@contextmanager
+def _warned_of(found: list[str]) -> Iterator[None]:
+    """What is collected before it was closed, and other exceptions that nobody can catch."""
+
+    def note(unraisable: sys.UnraisableHookArgs) -> None:
+        found.append(f"nobody could catch {unraisable.exc_value!r}")
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("error", ResourceWarning)
+        patch.setattr(sys, "unraisablehook", note)
+        yield
+
+
+def _of_use(engine: Engine) -> list[str]:
+    counts = engine.statistics()
+    names = ("n_running", "n_waiting", "n_paused", "n_seq_ids_used", "n_kv_cells_used")
+    return [f"{name} is {value}" for name in names if (value := getattr(counts, name))]

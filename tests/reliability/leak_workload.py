@@ -1,0 +1,125 @@
+"""Requests of every kind on one small engine, and readings of what the process holds between them.
+
+The engine has fewer cells and seq_ids than the requests ask for: sequences wait, step aside, are
+swapped out, and share what the prefix cache kept.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import math
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from cllm import Engine, FinishReason
+from cllm.errors import InvalidRequestError
+from tests.conftest import QUIET
+from tests.reliability.soak import malloc_mib
+
+OPTIONS: dict[str, Any] = {"n_ctx": 256, "n_seq_max": 4, "swap_tokens": 256, **QUIET}
+N_TOGETHER = 10
+HEAD = "The river runs down to the sea, and an old man watches it: "
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 8}
+SAMPLED: dict[str, Any] = {"temperature": 0.9, "max_tokens": 8, "ignore_eos": True}
+CANCELLED, REFUSED = "cancelled", "refused"
+# In this order.  Seeds and prompts change from round to round, constraints do not: they are compiled
+# once for each text, by design.
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "greedy": ("count:1..", GREEDY | {"stop": ["3 4"], "max_tokens": 20}),
+    "sampled": (HEAD, SAMPLED | {
+        "dynatemp_range": 0.2, "top_n_sigma": 3.0, "typical_p": 0.9, "xtc_probability": 0.3,
+    }),
+    "penalized": (HEAD, SAMPLED | {
+        "repeat_penalty": 1.2, "presence_penalty": 0.5, "dry_multiplier": 0.5, "logit_bias": {65: -1.0},
+    }),
+    "mirostat": ("Anna has ", SAMPLED | {"mirostat": 2}),
+    "grammar": ("count:", GREEDY | {"grammar": "root ::= [0-9] [0-9] [0-9] [0-9]"}),
+    "regex": ("count:", GREEDY | {"regex": "[0-9]{1,4}"}),
+    "schema": ("Answer: ", GREEDY | {"json_schema": {"type": "integer", "maximum": 500}}),
+    "logprobs": ("Anna has ", GREEDY | {"logprobs": 4, "prompt_logprobs": 1, "ignore_eos": True}),
+    CANCELLED: (HEAD, GREEDY | {"ignore_eos": True, "max_tokens": 100}),
+    REFUSED: ("count:", GREEDY | {"grammar": 'root ::= "unended'}),
+}  # fmt: skip
+N_PROMPTS = 10  # of each kind
+ROUND = len(KINDS) * N_PROMPTS  # requests, after which the same ones come again
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the process holds after so many requests, its garbage collected.
+
+    Attributes
+    ----------
+    malloc_bytes : int
+        Given out by malloc and not got back; 0 where the C library does not tell.
+    live_bytes : int
+        The same, as AddressSanitizer counts it, to the byte; 0 without it.
+    python_blocks, objects : int
+        Of Python's allocator; that the garbage collector knows.
+    """
+
+    n_requests: int
+    malloc_bytes: int
+    live_bytes: int
+    python_blocks: int
+    objects: int
+    descriptors: int
+    threads: int
+
+    @classmethod
+    def now(cls, n_requests: int) -> Reading:
+        """As it is."""
+        gc.collect()
+        in_mib = malloc_mib()
+        live = getattr(ctypes.CDLL(None), "__sanitizer_get_current_allocated_bytes", None)
+        if live is not None:
+            live.restype = ctypes.c_size_t
+        return cls(
+            n_requests,
+            0 if math.isnan(in_mib) else int(in_mib * 2**20),
+            0 if live is None else live(),
+            sys.getallocatedblocks(),
+            len(gc.get_objects()),
+            len([*Path("/proc/self/fd").iterdir()]),
+            len([*Path("/proc/self/task").iterdir()]),
+        )
+
+
+async def one(engine: Engine, number: int, ends: Counter[str]) -> None:
+    """Ask for one request, and count how it ended."""
+    turn, index = divmod(number, len(KINDS))
+    kind = [*KINDS][index]
+    prompt, params = KINDS[kind]
+    asked = f"{prompt}{turn % N_PROMPTS}", params | {"seed": number % ROUND}
+    if kind == REFUSED:
+        try:
+            await engine.generate(asked[0], **asked[1])
+        except InvalidRequestError:
+            ends[f"{kind}: InvalidRequestError"] += 1
+        return
+    async with engine.stream(asked[0], **asked[1]) as stream:
+        if kind == CANCELLED:
+            await anext(stream)
+        else:
+            completion = await stream.completion()
+            ends[f"{kind}: {completion.finish_reason.name}"] += 1
+    if kind == CANCELLED:
+        assert (await stream.completion()).finish_reason is FinishReason.CANCELLED
+        ends[f"{kind}: CANCELLED"] += 1
+
+
+async def serve(engine: Engine, first: int, last: int, ends: Counter[str]) -> None:
+    """The requests from number `first` to before `last`, `N_TOGETHER` at a time."""
+    for start in range(first, last, N_TOGETHER):
+        async with anyio.create_task_group() as group:
+            for number in range(start, min(start + N_TOGETHER, last)):
+                group.start_soon(one, engine, number, ends)
+    # What the last of them held is given back in the tick after it.
+    while (statistics := engine.statistics()).n_running or statistics.n_waiting:
+        await anyio.sleep(0)

@@ -1,0 +1,258 @@
+"""Leaks: a thousand requests more leave nothing behind.
+
+A child process serves requests of every kind under LeakSanitizer and AddressSanitizer, which is told
+to look for leaks after a warm-up, after the requests, and at the exit, when the engine is closed.
+Blocks that nothing points to any more, and that libllama or ggml have allocated, are leaks of ours.
+What is still pointed to is counted by bytes.
+
+Python has some small blocks of its own that look lost, more of them at its exit; they are counted, and
+told apart by who has allocated them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import anyio
+
+from cllm import Engine
+from cllm.bindings._library import library
+from tests.reliability import sanitized
+from tests.reliability.leak_workload import OPTIONS, Reading, serve
+from tests.reliability.record import ROOT, Record, Table, conclude
+from tests.reliability.sanitized import Findings, NotBuiltError
+from tests.reliability.sanitizers import describe
+
+# The engine remembers the times of its latest ticks, 512 of them, which 200 requests do not fill.
+N_WARM_UP = 400
+# Of a thousand requests.  glibc counts what its per-thread caches keep as given out, so its sum goes up
+# and down; a block of 32 bytes from each, or of 320 from each of one kind, is beyond this.
+MAX_MALLOC_BYTES = 32_000
+MAX_PYTHON_BLOCKS, MAX_OBJECTS = 1_000, 50
+# Python keeps its frames in memory that LeakSanitizer does not look at, so what only a local variable
+# of a running function holds counts as lost: a float of 24 bytes more or less.  Each request of one
+# kind that lost a float would be beyond this.  Of libllama's and ggml's blocks none may be lost.
+MAX_LOST_BYTES = 1_000
+LOST_SAMPLERS = 100
+TIMEOUT_S = 1200
+AT_EXIT = "exit"
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a child process says of the requests it served.
+
+    Attributes
+    ----------
+    readings : list of Reading
+        After the warm-up, and after all.
+    ends : dict
+        How many requests of a kind ended how.
+    """
+
+    readings: list[Reading]
+    ends: dict[str, int]
+
+    @property
+    def growth(self) -> Reading:
+        """The last reading less the first."""
+        first, last = asdict(self.readings[0]), asdict(self.readings[-1])
+        return Reading(**{name: last[name] - first[name] for name in last})
+
+    def complaints(self) -> list[str]:
+        """What has grown."""
+        growth = self.growth
+        return [
+            f"{what} have grown by {grown:,}, not at most {limit:,}"
+            for what, grown, limit in (
+                ("bytes of malloc", growth.malloc_bytes, MAX_MALLOC_BYTES),
+                ("live bytes", growth.live_bytes, MAX_MALLOC_BYTES),
+                ("blocks of Python", growth.python_blocks, MAX_PYTHON_BLOCKS),
+                ("objects", growth.objects, MAX_OBJECTS),
+                ("descriptors", growth.descriptors, 0),
+                ("threads", growth.threads, 0),
+            )
+            if grown > limit
+        ]
+
+
+def serve_in_child(
+    stops: Sequence[int],
+    *,
+    environment: Mapping[str, str] | None = None,
+    loses_samplers: bool = False,
+) -> Served:
+    """Serve requests in another process, with a reading after each of so many."""
+    command = [sys.executable, "-m", "tests.reliability.leaks", "--stops", *map(str, stops)]
+    if loses_samplers:
+        command.append("--lose-samplers")
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True,
+        timeout=TIMEOUT_S,
+    )  # fmt: skip
+    said = json.loads(done.stdout)
+    return Served([Reading(**reading) for reading in said["readings"]], said["ends"])
+
+
+async def serve_here(stops: Sequence[int], *, loses_samplers: bool = False) -> Served:
+    """What the child process does."""
+    ends: Counter[str] = Counter()
+    readings = []
+    n_served = 0
+    async with Engine(**OPTIONS) as engine:
+        for stop in stops:
+            await serve(engine, n_served, stop, ends)
+            n_served = stop
+            # First, since the file of a report stays open.
+            look_for_leaks(str(stop))
+            readings.append(Reading.now(n_served))
+            if loses_samplers:
+                lose_samplers()
+    send_reports(AT_EXIT)
+    return Served(readings, dict(sorted(ends.items())))
+
+
+def lose_samplers() -> None:
+    """What a forgotten free would do: samplers that nobody points to any more."""
+    for _ in range(LOST_SAMPLERS):
+        library().llama_sampler_init_dist(0)
+
+
+def look_for_leaks(name: str) -> None:
+    """Have the leaks of this moment reported, in a directory of this name.  Without sanitizer: nothing."""
+    look = getattr(ctypes.CDLL(None), "__lsan_do_recoverable_leak_check", None)
+    if look is not None:
+        send_reports(name)
+        look()
+
+
+def send_reports(name: str) -> None:
+    """Have the next reports written to a directory of this name, if there is a sanitizer."""
+    if (root := os.environ.get("CLLM_SANITIZER_REPORTS")) is not None:
+        directory = Path(root) / name
+        directory.mkdir(exist_ok=True)
+        ctypes.CDLL(None).__sanitizer_set_report_path(os.fsencode(directory / "asan"))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the sanitizers said of the requests.
+
+    Attributes
+    ----------
+    looks : dict
+        What was lost after the warm-up, after all, and at the exit.
+    others : Findings
+        What was reported of the engine's helper processes, or besides leaks.
+    """
+
+    served: Served
+    looks: dict[str, Findings]
+    others: Findings
+    unseen_faults: Sequence[str]
+
+    def complaints(self) -> list[str]:
+        """All that is wrong; empty if the claim holds."""
+        found = self.served.complaints()
+        found += [f"made on purpose and not seen: {fault}" for fault in self.unseen_faults]
+        for name, findings in {**self.looks, "meanwhile": self.others}.items():
+            found += [f"{name}: {line}" for line in describe(findings.wrong)]
+        first, last = (lost_bytes(self.looks[str(r.n_requests)]) for r in self.served.readings)
+        if last > first + MAX_LOST_BYTES:
+            found.append(f"{last - first:,} bytes more are lost, not at most {MAX_LOST_BYTES:,}")
+        return found
+
+    def figures(self) -> dict[str, str | int | float]:
+        """What was counted."""
+        growth = self.served.growth
+        # What was lost before one look is still lost at the next.
+        native = [sum(r.n_bytes for r in findings.wrong) for findings in self.looks.values()]
+        lost = {
+            f"lost_by_others_{name}_bytes": sum(r.n_bytes for r in findings.foreign)
+            for name, findings in self.looks.items()
+        }
+        return {
+            "requests": growth.n_requests,
+            "warm_up_requests": self.served.readings[0].n_requests,
+            "leaked_by_libllama_bytes": max(native),
+            "live_bytes_growth": growth.live_bytes,
+            "python_objects_growth": growth.objects,
+            "descriptors_growth": growth.descriptors,
+            "threads_growth": growth.threads,
+            **lost,
+        }
+
+
+def lost_bytes(findings: Findings) -> int:
+    """What no pointer leads to, whoever has allocated it."""
+    return sum(report.n_bytes for report in [*findings.foreign, *findings.wrong])
+
+
+def run(n_requests: int, directory: Path, *, loses_samplers: bool = False) -> Outcome:
+    """Serve so many requests after the warm-up, watched.
+
+    Raises
+    ------
+    NotBuiltError
+    """
+    faults = directory / "faults"
+    faults.mkdir()
+    unseen_faults = sanitized.unseen_faults(sanitized.show_faults(faults))
+    stops = [N_WARM_UP, N_WARM_UP + n_requests]
+    served = serve_in_child(
+        stops, environment=sanitized.environment(directory), loses_samplers=loses_samplers
+    )
+    looks = {
+        name: sanitized.sort_out(sanitized.read(directory / name))
+        for name in (*map(str, stops), AT_EXIT)
+    }
+    others = sanitized.sort_out(sanitized.read(directory))
+    return Outcome(served, looks, others, unseen_faults)
+
+
+def main() -> int:
+    """Serve, say what was left behind."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--requests", type=int, default=1000, help=f"after a warm-up of {N_WARM_UP}"
+    )
+    parser.add_argument("--save", action="store_true", help="keep a record in results/")
+    parser.add_argument("--lose-samplers", action="store_true", help="leak on purpose")
+    parser.add_argument("--stops", type=int, nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.stops:
+        served = anyio.run(partial(serve_here, options.stops, loses_samplers=options.lose_samplers))
+        json.dump(asdict(served), sys.stdout)
+        return 0
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            outcome = run(options.requests, Path(scratch), loses_samplers=options.lose_samplers)
+        except NotBuiltError as error:
+            print(error, file=sys.stderr)
+            return 2
+    ends = [(n, end) for end, n in outcome.served.ends.items()]
+    record = Record(
+        "leaks",
+        f"{options.requests:,} more requests leak not one byte in libllama or ggml. Blocks that "
+        f"are still pointed to grow by less than {MAX_MALLOC_BYTES:,} bytes in all, descriptors "
+        "and threads by none.",
+        "make test-leaks",
+        outcome.figures(),
+        [Table(("requests", "how they ended"), ends)],
+    )
+    return conclude(record, outcome.complaints(), is_kept=options.save)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""The cases of `lifecycle` in which a process ends, is told to end, or has children."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import warnings
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+
+from cllm import Engine, TokenStream
+from cllm.errors import WrongProcessError
+from tests.reliability.lifecycle_requests import (
+    ENDLESS,
+    GREEDY,
+    LIMIT_S,
+    LONG,
+    METHODS,
+    N_STREAMS,
+    OPTIONS,
+    SHORT,
+    error_of,
+)
+
+
+def say_running() -> None:
+    """From now on a signal may come, and the end is timed."""
+    sys.stdout.write("running\n")
+    sys.stdout.flush()
+
+
+KEPT: list[object] = []
+
+
+async def exit_with_live_engine(seed: int) -> None:
+    """The program ends, by itself or by `sys.exit`, while eight streams of an engine are open."""
+    engine = await Engine(**OPTIONS).__aenter__()
+    streams = [engine.stream(LONG, ENDLESS) for _ in range(N_STREAMS)]
+    for stream in streams:
+        await stream.__anext__()
+    say_running()
+    if seed % 2:
+        sys.exit(0)
+    KEPT.extend([engine, streams])
+
+
+async def exit_in_callback(seed: int) -> None:
+    """`sys.exit` in `on_progress` ends the program with that code."""
+
+    def on_progress(n_done: int, n_total: int) -> None:
+        if n_done == 1 + seed % 10:
+            sys.exit(7)
+
+    async with Engine(**OPTIONS) as engine:
+        await engine.generate_all([f"{n}+{n}=" for n in range(30)], GREEDY, on_progress=on_progress)
+
+
+# --- Signals and forks -----------------------------------------------------------------------
+async def under_load(seed: int) -> None:
+    """Eight streams, for ever; says when all of them run."""
+    n_running = 0
+
+    async def read(engine: Engine) -> None:
+        nonlocal n_running
+        async with engine.stream(LONG, ENDLESS) as stream:
+            await stream.__anext__()
+            n_running += 1
+            if n_running == N_STREAMS:
+                say_running()
+            async for _ in stream:
+                pass
+        await anyio.sleep_forever()
+
+    async with Engine(**OPTIONS | {"n_ctx": 8192}) as engine, anyio.create_task_group() as tasks:
+        for _ in range(N_STREAMS):
+            tasks.start_soon(read, engine)
+
+
+async def stopped_by_sigterm(seed: int) -> None:
+    """A program that listens to SIGTERM, as one under systemd does, and ends in order."""
+    async with anyio.create_task_group() as tasks:
+        with anyio.open_signal_receiver(signal.SIGTERM) as received:
+            tasks.start_soon(under_load, seed)
+            async for _ in received:
+                tasks.cancel_scope.cancel()
+                break
+    sys.exit(128 + signal.SIGTERM)
+
+
+async def fork_under_load(seed: int) -> None:
+    """The child hears WrongProcessError from every method; the parent's streams go on exactly."""
+    async with Engine(**OPTIONS) as engine:
+        expected = (await engine.generate(SHORT, GREEDY)).text
+        texts: list[str] = []
+        streams = [engine.stream(SHORT, GREEDY) for _ in range(N_STREAMS)]
+        for stream in streams:
+            await stream.__anext__()
+
+        async def read(stream: TokenStream) -> None:
+            texts.append((await stream.completion()).text)
+
+        async with anyio.create_task_group() as tasks:
+            for stream in streams:
+                tasks.start_soon(read, stream)
+            for _ in range(seed):
+                await anyio.lowlevel.checkpoint()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # threads are running: that is the point
+                pid = os.fork()
+            if pid == 0:
+                os._exit(_in_the_child(engine))
+        assert texts == [expected] * N_STREAMS
+        assert await engine.audit() == []
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0, status
+
+
+def _in_the_child(engine: Engine) -> int:
+    """How many methods of an engine of the parent do not say what is wrong, in a loop of its own.
+
+    In a thread, since trio takes the forked main thread for one that runs its loop.
+    """
+    signal.alarm(int(LIMIT_S))
+    wrong = []
+
+    async def call_all() -> None:
+        for name, call in METHODS.items():
+            error = await error_of(call, engine)
+            if error is not WrongProcessError:
+                wrong.append((name, error))
+
+    thread = threading.Thread(target=asyncio.run, args=(call_all(),))
+    thread.start()
+    thread.join()
+    os.write(2, f"in the child: {wrong}\n".encode() if wrong else b"")
+    return len(wrong)
+
+
+def spawned(into: Any) -> None:
+    """In a process of multiprocessing's."""
+
+    async def ask() -> str:
+        async with Engine(**OPTIONS) as engine:
+            return (await engine.generate("20+22=", GREEDY)).text
+
+    into.put(anyio.run(ask))
+
+
+async def spawn(seed: int) -> None:
+    """multiprocessing's way to a new process, with an engine in each."""
+    context = multiprocessing.get_context("spawn")
+    async with Engine(**OPTIONS) as engine:
+        into = context.SimpleQueue()
+        process = context.Process(target=spawned, args=(into,))
+        process.start()
+        assert (await engine.generate("20+22=", GREEDY)).text == "42"
+        answer = await anyio.to_thread.run_sync(into.get)
+        process.join()
+        assert (answer, process.exitcode) == ("42", 0)
+        process.close()
+        into.close()

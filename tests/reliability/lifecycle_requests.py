@@ -1,0 +1,59 @@
+"""What the cases of `lifecycle` ask of their engines, and how that ends."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import anyio
+
+from cllm import CllmError, Engine, SamplingParams
+from tests.conftest import QUIET
+
+OPTIONS: dict[str, Any] = {"n_ctx": 2048, "n_seq_max": 8, **QUIET}
+LONG = "count:100..299"
+SHORT = "count:100..129"
+GREEDY = SamplingParams(temperature=0.0)
+ENDLESS = SamplingParams(temperature=0.0, max_tokens=100_000, ignore_eos=True)
+SCHEMA = {"type": "object", "properties": {c: {"type": "integer"} for c in "abcdef"}}
+CHAT = [{"role": "user", "content": "1+1="}]
+LIMIT_S = 20.0
+N_STREAMS = 8
+
+# Every method of a served engine that needs the engine to serve.
+METHODS: dict[str, Callable[[Engine], Any]] = {
+    "stream": lambda engine: engine.stream("1+1="),
+    "stream_chat": lambda engine: engine.stream_chat(CHAT),
+    "generate": lambda engine: engine.generate("1+1="),
+    "generate_all": lambda engine: engine.generate_all(["1+1="]),
+    "chat": lambda engine: engine.chat(CHAT),
+    "score": lambda engine: engine.score("1+1=", "2"),
+    "tokenize": lambda engine: engine.tokenize("1+1="),
+    "detokenize": lambda engine: engine.detokenize([97]),
+    "pieces": lambda engine: engine.pieces([97]),
+    "drain": lambda engine: engine.drain(),
+    "reset_prefix_cache": lambda engine: engine.reset_prefix_cache(),
+    "slots": lambda engine: engine.slots(),
+    "audit": lambda engine: engine.audit(),
+    "__aenter__": lambda engine: engine.__aenter__(),
+}
+
+
+async def error_of(call: Callable[[Engine], Any], engine: Engine) -> type[BaseException] | None:
+    """What a method raises."""
+    try:
+        with anyio.fail_after(LIMIT_S):
+            result = call(engine)
+            if isinstance(result, Awaitable):
+                await result
+    except BaseException as error:
+        return type(error)
+    return None
+
+
+async def ends(call: Callable[[], Awaitable[Any]], into: list[str]) -> None:
+    """How a request ends that an engine is closed under."""
+    try:
+        into.append(str((await call()).finish_reason))
+    except CllmError as error:
+        into.append(type(error).__name__)

@@ -1,0 +1,85 @@
+"""Faults of memory made on purpose in libllama and ggml: what the sanitizers have to report.
+
+A check that sees nothing proves nothing.  `python -m tests.reliability.memory_faults NAME` makes one, in a
+process of its own; without sanitizers nobody may notice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cllm.bindings._library import library
+
+ADDRESS, UNDEFINED, LEAK = "AddressSanitizer", "UndefinedBehaviorSanitizer", "LeakSanitizer"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A fault, and all that has to be said of it.
+
+    Attributes
+    ----------
+    make : callable
+        Makes it.
+    function : str
+        Of libllama or ggml, where it happens.
+    reports : tuple
+        Sanitizer and kind of each report.
+    """
+
+    make: Callable[[], None]
+    function: str
+    reports: tuple[tuple[str, str], ...]
+
+
+def write_past_the_end() -> None:
+    """Into a buffer that is too small: 64 values for 4."""
+    values = ctypes.create_string_buffer(64 * ctypes.sizeof(ctypes.c_uint16))
+    too_small = ctypes.create_string_buffer(4 * ctypes.sizeof(ctypes.c_float))
+    n = ctypes.c_int64(64)
+    _ggml().ggml_fp16_to_fp32_row(ctypes.byref(values), ctypes.byref(too_small), n)
+
+
+def use_after_free() -> None:
+    """The name of a sampler that is gone."""
+    sampler = library().llama_sampler_init_greedy()
+    library().llama_sampler_free(sampler)
+    library().llama_sampler_name(sampler)
+
+
+def index_past_the_end() -> None:
+    """The type number 1000, of 43: one is told by its index, the other by its address."""
+    _ggml().ggml_blck_size(1000)
+
+
+def lose() -> None:
+    """A sampler that nobody points to any more."""
+    library().llama_sampler_init_dist(0)
+
+
+def _ggml() -> ctypes.CDLL:
+    suffix = library().path.suffix
+    return ctypes.CDLL(str(library().path.with_name(f"libggml-base{suffix}")))
+
+
+FAULTS = {
+    "write_past_the_end": Fault(
+        write_past_the_end, "ggml_fp16_to_fp32_row", ((ADDRESS, "heap-buffer-overflow"),)
+    ),
+    "use_after_free": Fault(
+        use_after_free, "llama_sampler_name", ((ADDRESS, "heap-use-after-free"),)
+    ),
+    "index_past_the_end": Fault(
+        index_past_the_end,
+        "ggml_blck_size",
+        ((UNDEFINED, "index 1000 out of bounds"), (ADDRESS, "global-buffer-overflow")),
+    ),
+    "lose": Fault(lose, "llama_sampler_init_dist", ((LEAK, "leak"),)),
+}
+
+
+if __name__ == "__main__":
+    FAULTS[sys.argv[1]].make()

@@ -1,0 +1,289 @@
+"""Faults of libllama itself: any of its functions, at its k-th call, gives what it never gave.
+
+`NativeFaults` wraps every function of the loaded library, those that release the GIL and those that
+keep it, and counts their calls.  Once armed with a `Fault`, the k-th call of its function has the
+outcome that it names, and every other call is the real one.  Whose call it was is read off its
+arguments and off what the calling thread is doing, before the outcome: `Met.owner`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from cllm.bindings import _llama_h as h
+from cllm.bindings._library import library
+from cllm.engine.request import GenerationRequest
+from cllm.engine.scheduler import Chunk
+from cllm.engine.sequence import Sequence
+from cllm.errors import InvalidArgumentError
+
+INJECTED = "injected"
+# What makes something that has to be freed, and what frees it.
+MAKES = (
+    "llama_model_load_from_file", "llama_init_from_model", "llama_sampler_chain_init",
+    "llama_sampler_init_grammar",
+)  # fmt: skip
+FREES = ("llama_model_free", "llama_free", "llama_sampler_free")
+SAMPLER = h.DECLARATIONS.prototypes["llama_sampler_clone"].restype
+
+
+@dataclass
+class Call:
+    """One call that is about to be made."""
+
+    number: int
+    real: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    row: int = 0
+
+    def make(self) -> Any:
+        """Make the real call."""
+        return self.real(*self.arguments)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a call does in place of what it should.
+
+    Attributes
+    ----------
+    cause : type
+        Why a request ends, if the fault ends one.
+    """
+
+    words: str
+    act: Callable[[Call], Any]
+    cause: type[Exception] = Exception
+
+    def __str__(self) -> str:
+        return self.words
+
+
+def returns(value: Any, words: str = "", *, after: bool = False) -> Outcome:
+    """Gives a value, without the call, or after it."""
+
+    def act(call: Call) -> Any:
+        if after:
+            call.make()
+        return value
+
+    shown = words or ("NULL" if value is None else str(value))
+    # NULL in place of a sampler is found by the bindings.
+    return Outcome(shown + (", after the call" if after else ""), act, InvalidArgumentError)
+
+
+def raises(error: type[Exception], *, after: bool = False) -> Outcome:
+    """Raises, without the call, or after it."""
+
+    def act(call: Call) -> Any:
+        if after:
+            call.make()
+        raise error(INJECTED)
+
+    return Outcome(error.__name__ + (", after the call" if after else ""), act, error)
+
+
+def changes(words: str, change: Callable[[int], int]) -> Outcome:
+    """Makes the call and gives another number."""
+    return Outcome(words, lambda call: change(call.make()))
+
+
+def overwrites_row(value: float, n_vocab: int, cause: type[Exception]) -> Outcome:
+    """One row of logits is this value all over."""
+
+    def act(call: Call) -> Any:
+        pointer = call.make()
+        np.ctypeslib.as_array(pointer, shape=(call.row + 1, n_vocab))[call.row] = value
+        return pointer
+
+    return Outcome(f"a row of {value}", act, cause)
+
+
+def selects_nothing() -> Outcome:
+    """A sampler that leaves its candidates as they are."""
+
+    def act(call: Call) -> None:
+        call.make()
+        call.arguments[1].selected = -1
+
+    return Outcome("selects nothing", act, InvalidArgumentError)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The k-th call of a function has this outcome."""
+
+    function: str
+    k: int
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class Met:
+    """A fault that has happened.
+
+    Attributes
+    ----------
+    owner : str or None
+        The request that the call was made for; None where it serves many or nobody.
+    is_intake : bool
+        Before the request was submitted.
+    is_grammar : bool
+        The call was for a sampler that forbids, and selects nothing.
+    """
+
+    fault: Fault
+    owner: str | None
+    is_intake: bool
+    is_grammar: bool
+
+
+class NativeFaults:
+    """Every function of libllama, watched while this is entered.
+
+    Attributes
+    ----------
+    n_calls : Counter
+        By function, since `arm`.
+    met : list of Met
+        What has happened since.
+    n_open : Counter
+        Models, contexts, sampler chains and grammars that were made and not freed, by what made
+        them.
+    opening : str or None
+        The request that the event loop is submitting, as its caller says.
+    """
+
+    def __init__(self) -> None:
+        self.n_calls: Counter[str] = Counter()
+        self.met: list[Met] = []
+        self.opening: str | None = None
+        self.n_open: Counter[str] = Counter()
+        self._makers: dict[int, str] = {}
+        self._faults: dict[tuple[str, int], Fault] = {}
+        self._actions: dict[tuple[str, int], Callable[[], None]] = {}
+        # The samplers that were made, by address: whose they are, and whether they are grammars.
+        self._samplers: dict[int, tuple[str | None, bool]] = {}
+        self._real: dict[str, Any] = {}
+
+    def __enter__(self) -> Self:
+        functions = vars(library())
+        self._real = {name: functions[name] for name in h.DECLARATIONS.prototypes}
+        for name, real in self._real.items():
+            setattr(library(), name, _Watched(self, name, real))
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # Handles that are still open keep the way to free them: it leads to the real one.
+        self.disarm()
+        for name, real in self._real.items():
+            setattr(library(), name, real)
+
+    def arm(self, *faults: Fault) -> None:
+        """Count from here on, and let these happen."""
+        self.disarm()
+        self._faults = {(fault.function, fault.k): fault for fault in faults}
+
+    def disarm(self) -> None:
+        """Only watch."""
+        self._faults, self._actions = {}, {}
+        self.n_calls.clear()
+        self.met = []
+
+    def at(self, function: str, k: int, action: Callable[[], None]) -> None:
+        """Do this just before the k-th call, in its thread; until `arm` or `disarm`."""
+        self._actions[function, k] = action
+
+    # --- Called by what is watched -------------------------------------------------------------
+    def call(self, name: str, real: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        """Make a call, or what is to happen in its place."""
+        self.n_calls[name] = k = self.n_calls[name] + 1
+        if action := self._actions.pop((name, k), None):
+            action()
+        fault = self._faults.pop((name, k), None)
+        if fault is None:
+            result = self._make(name, real, arguments)
+        else:
+            call = Call(k, lambda *given: self._make(name, real, given), arguments)
+            self.met.append(self._meet(fault, call))
+            result = fault.outcome.act(call)
+        if name.startswith("llama_sampler_") and isinstance(result, SAMPLER) and result:
+            served = self.opening or _served()
+            self._samplers[_address(result)] = served, name == "llama_sampler_init_grammar"
+        return result
+
+    def _make(self, name: str, real: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        """Make the real call, and remember what is to be freed."""
+        if name in FREES:
+            self.n_open[self._makers.pop(_address(arguments[0]))] -= 1
+        result = real(*arguments)
+        if name in MAKES and result:
+            self._makers[_address(result)] = name
+            self.n_open[name] += 1
+        return result
+
+    def _meet(self, fault: Fault, call: Call) -> Met:
+        first = call.arguments[0] if call.arguments else None
+        owner, is_grammar = self.opening or _served(), False
+        if fault.function == "llama_get_logits":
+            owners = _row_owners()
+            call.row = call.number % len(owners)
+            owner = owners[call.row]
+        elif isinstance(first, SAMPLER):
+            owner, is_grammar = self._samplers[_address(first)]
+        return Met(fault, owner, self.opening is not None, is_grammar)
+
+
+class _Watched:
+    """One function in place of the real one, which it otherwise looks like."""
+
+    def __init__(self, faults: NativeFaults, name: str, real: Any) -> None:
+        self._faults, self._name, self._real = faults, name, real
+        self.__name__ = name
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._faults.call(self._name, self._real, arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)  # `restype`, `argtypes`
+
+
+def _address(pointer: Any) -> int:
+    return ctypes.addressof(pointer.contents)
+
+
+def _locals(name: str) -> Iterator[Any]:
+    """What the functions that led to this call know by a name, innermost first."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if name in frame.f_code.co_varnames and name in (known := frame.f_locals):
+            yield known[name]
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def _served() -> str | None:
+    """The request that the inference thread is working for."""
+    for name, kind in (("sequence", Sequence), ("request", GenerationRequest)):
+        for value in _locals(name):
+            if isinstance(value, kind):
+                return str(value.request_id)
+    return None
+
+
+def _row_owners() -> list[str]:
+    """The request of each output row of the batch that was just decoded."""
+    chunks: list[Chunk] = next(_locals("chunks"))
+    return [chunk.sequence.request_id for chunk in chunks for _ in range(chunk.n_outputs)]

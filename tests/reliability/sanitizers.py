@@ -1,0 +1,241 @@
+"""The suites of the bindings and of the engine with AddressSanitizer, UndefinedBehaviorSanitizer and
+LeakSanitizer in libllama: no test fails, and nothing is reported.
+
+`make test-asan` builds the library and runs this.  The sanitizers watch every process that a test
+starts, and look for leaks at the exit of each, but for the forked ones of the hazard tables, which
+end with `_exit`.  A leak counts if libllama or ggml allocated it; what Python and others lose at exit
+is a figure.  The engine's other tests have nothing to watch: they pass where there is no library at
+all, which is run too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+from tests.reliability import sanitized
+from tests.reliability.memory_faults import LEAK
+from tests.reliability.record import ROOT, Record, Table, conclude
+from tests.reliability.sanitized import Expected, Findings, NotBuiltError, Report
+
+# Those of the engine that load libllama.  The others run on a scripted decoder, or without one.
+ENGINE = (
+    "chat", "conformance", "constraint_trial", "engine", "fan_out", "guidance", "isolation",
+    "lifecycle", "other_models", "ownership", "preflight", "pressure", "request", "sampling",
+    "sampling_faults", "schedules", "scoring_engine", "seen_models", "stops", "structured_output",
+    "tokens", "worker_thread",
+)  # fmt: skip
+TESTS = ("tests/bindings", *(f"tests/engine/test_{name}.py" for name in ENGINE))
+CLAIM = (
+    "With sanitizers in libllama, the suites of the bindings and of the engine pass, and nothing is "
+    "reported: no access out of bounds or after a free, no undefined behaviour, no byte that libllama "
+    "or ggml allocated and lost."
+)
+TEST_TIMEOUT_S = 1200  # the longest takes a minute on a quiet machine, four on a busy one
+# What tests provoke on purpose, in processes that are there to die of it.  There is no list of what
+# is suppressed: nothing else has been reported.
+EXPECTED = (
+    Expected(
+        ("stack-overflow",), "cllm.engine.constraint_helper",
+        "llama.cpp and llguidance read what they are given by recursion; tests nest it until a trial dies",
+    ),
+    Expected(
+        ("allocator is out of memory", "internal allocator is out of memory", "out-of-memory"),
+        "cllm.engine.constraint_helper",
+        "a trial may take 512 MiB; tests give it what takes more",
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What pytest says of a run.
+
+    Attributes
+    ----------
+    n_failed : int
+        Errors included; at least 1 if pytest itself ended badly.
+    excused : sequence of (str, str)
+        Tests that were skipped or are expected to fail, and why.
+    """
+
+    n_tests: int
+    n_failed: int
+    excused: Sequence[tuple[str, str]]
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether there was something to fail, and nothing did."""
+        return self.n_tests > 0 and self.n_failed == 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run found.
+
+    Attributes
+    ----------
+    watched : Suite
+        The tests that ran with sanitizers.
+    others : Suite or None
+        The engine's other tests, which ran without a library; None if only some tests were asked for.
+    """
+
+    watched: Suite
+    others: Suite | None
+    n_processes: int
+    unseen_faults: Sequence[str]
+    findings: Findings
+
+    def complaints(self) -> list[str]:
+        """What was reported, what would not have been, and which tests failed; empty if it holds."""
+        found = [f"not expected: {line}" for line in describe(self.findings.wrong)]
+        found += [f"not seen: {fault}" for fault in self.unseen_faults]
+        suites = (self.watched, self.others)
+        return found + [
+            f"{suite.n_failed} of {suite.n_tests} tests failed"
+            for suite in suites
+            if suite is not None and not suite.passed
+        ]
+
+    @property
+    def holds(self) -> bool:
+        """Whether all tests passed, nothing was reported, and something would have been."""
+        return not self.complaints()
+
+    def figures(self) -> dict[str, str | int | float]:
+        """What was counted."""
+        leaks = [r for r in self.findings.wrong if r.sanitizer == LEAK]
+        return {
+            "tests": self.watched.n_tests,
+            "failed": self.watched.n_failed,
+            "skipped or expected to fail": len(self.watched.excused),
+            "minutes": round(self.watched.seconds / 60, 1),
+            "processes watched": self.n_processes,
+            "reports": len(self.findings.wrong),
+            "reports that tests provoke": sum(self.findings.expected.values()),
+            "leaked by libllama and ggml, bytes": sum(report.n_bytes for report in leaks),
+            "lost by Python and others at exit, bytes": sum(
+                r.n_bytes for r in self.findings.foreign
+            ),
+            **self._others(),
+            "faults made on purpose, seen": sanitized.said_of_faults(self.unseen_faults),
+        }
+
+    def _others(self) -> dict[str, str | int | float]:
+        if self.others is None:
+            return {}
+        return {
+            "other tests of the engine, without any library": self.others.n_tests,
+            "of those, failed": self.others.n_failed,
+        }
+
+    def tables(self) -> list[Table]:
+        """What was expected, and how often it came; which tests did not count."""
+        rows = [
+            (one.module, " / ".join(one.kinds), count, one.reason)
+            for one, count in self.findings.expected.items()
+        ]
+        expected = Table(("process", "report", "times", "why"), rows, "Reports that tests provoke")
+        excused = Table(("test", "why"), self.watched.excused, "Tests skipped or expected to fail")
+        return [expected, *([excused] if self.watched.excused else [])]
+
+
+def run(tests: Sequence[str], directory: Path) -> Outcome:
+    """Run these tests, with all reports in this directory.
+
+    Raises
+    ------
+    NotBuiltError
+    """
+    faults = directory / "faults"
+    faults.mkdir()
+    unseen_faults = sanitized.unseen_faults(sanitized.show_faults(faults))
+    watched = run_pytest(tests, directory / "watched.xml", sanitized.environment(directory))
+    others = None
+    if tuple(tests) == TESTS:
+        nowhere = {**os.environ, "CLLM_LIBRARY": str(directory / "nowhere")}
+        others = run_pytest(other_engine_tests(), directory / "others.xml", nowhere)
+    return Outcome(
+        watched,
+        others,
+        n_processes=sanitized.n_processes(directory),
+        unseen_faults=unseen_faults,
+        findings=sanitized.sort_out(sanitized.read(directory), EXPECTED),
+    )
+
+
+def other_engine_tests() -> list[str]:
+    """The files of the engine's suite that are not watched."""
+    found = (str(path.relative_to(ROOT)) for path in (ROOT / "tests/engine").glob("test_*.py"))
+    return sorted(set(found) - set(TESTS))
+
+
+def run_pytest(tests: Sequence[str], junit: Path, environment: Mapping[str, str]) -> Suite:
+    """Run these tests in a process with this environment; pytest writes what came of them."""
+    limit = f"--timeout={TEST_TIMEOUT_S}"
+    command = [sys.executable, "-m", "pytest", "-q", limit, f"--junitxml={junit}", *tests]
+    start = time.perf_counter()
+    status = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+    seconds = time.perf_counter() - start
+    return suite_of(junit.read_text() if junit.exists() else None, status, seconds)
+
+
+def suite_of(junit: str | None, status: int, seconds: float) -> Suite:
+    """What pytest's report says, or None of one that has not lived to write it."""
+    suite = None if junit is None else ElementTree.fromstring(junit).find("testsuite")
+    if suite is None:
+        return Suite(0, 1, [], seconds)
+    n_failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
+    excused = [
+        (f"{case.get('classname')}::{case.get('name')}", mark.get("message", ""))
+        for case in suite.iter("testcase")
+        for mark in case.iter("skipped")
+    ]
+    # What ends pytest itself has no test.
+    n_failed = n_failed or int(status != 0)
+    return Suite(int(suite.get("tests", 0)), n_failed, excused, seconds)
+
+
+def describe(reports: Sequence[Report]) -> list[str]:
+    """A line for each place, with how often."""
+    places = Counter((r.sanitizer, r.kind, r.place, r.command.strip()[-60:]) for r in reports)
+    return [
+        f"{count} × {sanitizer}: {kind} in {place} ({command or 'a forked process'})"
+        for (sanitizer, kind, place, command), count in places.most_common()
+    ]
+
+
+def main() -> int:
+    """Run the tests, say what was found."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("tests", nargs="*", default=TESTS, help="files, or all that load libllama")
+    parser.add_argument("--reports", type=Path, help="a new directory, where the reports stay")
+    parser.add_argument("--save", action="store_true", help="keep a record in results/")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = options.reports or Path(scratch)
+        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            outcome = run(options.tests, directory.resolve())
+        except NotBuiltError as error:
+            print(error, file=sys.stderr)
+            return 2
+        if outcome.findings.wrong and not options.reports:
+            print("run it again with --reports DIR to read them whole", file=sys.stderr)
+    record = Record("sanitizers", CLAIM, "make test-asan", outcome.figures(), outcome.tables())
+    return conclude(record, outcome.complaints(), is_kept=options.save)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""What a soak asks, and what each of its requests must get."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cllm import Completion, Engine, SamplingParams
+from cllm.testing.records import PromptKey
+
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+# None has more than 150 tokens with its answer: each fits the smallest cache alone.
+PROMPTS = [
+    *(f"{n}+{97 - n}=" for n in range(10, 30)),
+    *(f"count:{n}..{n + 20}" for n in range(0, 120, 10)),
+    *(f"repeat:{text}" for text in ("你好🙂", "Hello, world", "naïve", "a.b.c")),
+    *(f"reverse:{word}" for word in ("streams", "token", "batch")),
+]
+LONG = [prompt for prompt in PROMPTS if prompt.startswith("count:")]
+CONSTRAINTS: list[dict[str, Any]] = [
+    {"regex": "[0-9]{1,4}"},
+    {"grammar": "root ::= [0-9]+"},
+    {"json_schema": {"type": "integer", "minimum": 0, "maximum": 500}},
+]
+CONSTRAINED = [
+    (prompt, SamplingParams(temperature=0.0, max_tokens=12, **constraint))
+    for constraint in CONSTRAINTS
+    for prompt in PROMPTS[:4]
+]
+CHATS = [[{"role": "user", "content": prompt}] for prompt in PROMPTS[::6]]
+SCORED = [("37+58=", "95"), ("37+58=", "17"), ("count:1..", "9"), ("repeat:abc", "abc")]
+
+
+def by_rule(prompt: str) -> str:
+    """What the embedded model was trained to answer."""
+    if prompt.endswith("="):
+        return str(sum(map(int, prompt[:-1].split("+"))))
+    task, given = prompt.split(":", 1)
+    if task == "count":
+        first, last = map(int, given.split(".."))
+        return " ".join(map(str, range(first, last + 1)))
+    return given if task == "repeat" else given[::-1]
+
+
+@dataclass
+class Answers:
+    """What every request gets alone."""
+
+    plain: dict[PromptKey, tuple[int, ...]]
+    constrained: list[tuple[int, ...]]
+    chats: list[str]
+    scores: list[float]
+    logprobs: dict[str, tuple[float, ...]]
+
+    @classmethod
+    async def of(cls, engine: Engine) -> Answers:
+        """Ask for everything once, one after another; what is not so by the rule is an AssertionError."""
+        alone = {prompt: await engine.generate(prompt, **GREEDY) for prompt in PROMPTS}
+        for prompt, completion in alone.items():
+            assert completion.text == by_rule(prompt), (prompt, completion.text)
+        return cls(
+            plain={prompt: completion.token_ids for prompt, completion in alone.items()},
+            constrained=[(await engine.generate(*asked)).token_ids for asked in CONSTRAINED],
+            chats=[(await engine.chat(messages, **GREEDY)).text for messages in CHATS],
+            scores=[(await engine.score(*asked)).total for asked in SCORED],
+            logprobs={
+                prompt: logprobs_of(await engine.generate(prompt, logprobs=2, **GREEDY))
+                for prompt in PROMPTS[::5]
+            },
+        )
+
+
+def logprobs_of(completion: Completion) -> tuple[float, ...]:
+    """Of the tokens that were sampled."""
+    return tuple(token.logprob for token in completion.logprobs or ())

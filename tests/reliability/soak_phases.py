@@ -1,0 +1,366 @@
+"""What a soak does: its phases, each some requests of one kind.
+
+Every answer is compared with what the same request got alone, before the soak.  The phases know in
+advance who is refused, who is cancelled and who expires; what is otherwise is written down as wrong.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import warnings
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import anyio
+
+from cllm import (
+    Engine,
+    FinishReason,
+    InvalidRequestError,
+    PromptTooLongError,
+    QueueFullError,
+)
+from cllm.bindings import Batch, Context
+from cllm.bindings.context import Logits
+from cllm.errors import DecodeFailedError
+from cllm.testing.load import burst, cancel_storm, poisson, sequential, slow_readers
+from cllm.testing.records import Records, assert_as_alone, assert_books_agree
+from tests.reliability.answers import LOGPROB_NOISE
+from tests.reliability.soak_answers import (
+    CHATS,
+    CONSTRAINED,
+    GREEDY,
+    LONG,
+    PROMPTS,
+    SCORED,
+    Answers,
+    logprobs_of,
+)
+
+N_SHOWN = 20
+
+
+@dataclass
+class Ledger:
+    """What happened, and what was wrong; small, however long it goes on.
+
+    Attributes
+    ----------
+    n_whole, n_begun : int
+        Answers that were compared to their ends, and beginnings of answers.
+    ends : Counter
+        Requests by how they ended: a finish reason, or the name of an error.
+    faults : Counter
+        Injected faults by kind.
+    wrong : list of str
+        The first of what was not as it must be; `n_wrong` counts all.
+    ttft_s, total_s : mapping
+        Times by (phase, third of the soak); float32, not objects.
+    third : int
+        Of the soak: 0, 1 or 2.
+    is_timed : bool
+        Whether times are kept: of one kind of engine, so that they can be compared.
+    """
+
+    n_tokens: int = 0
+    n_wrong: int = 0
+    n_whole: int = 0
+    n_begun: int = 0
+    ends: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    ttft_s: dict[tuple[str, int], array[float]] = field(
+        default_factory=lambda: defaultdict(lambda: array("f"))
+    )
+    total_s: dict[tuple[str, int], array[float]] = field(
+        default_factory=lambda: defaultdict(lambda: array("f"))
+    )
+    third: int = 0
+    is_timed: bool = True
+    where: str = ""
+
+    def note(self, what: str) -> None:
+        """Something is wrong."""
+        self.n_wrong += 1
+        if len(self.wrong) < N_SHOWN:
+            self.wrong.append(f"{self.where}: {what}")
+
+    def expect(self, what: str, got: object, expected: object) -> None:
+        """These must be equal."""
+        if got != expected:
+            self.note(f"{what}: {got!r}, not {expected!r}")
+
+    def count(self, end: str, n_tokens: int = 0, *, is_whole: bool = False) -> None:
+        """A request has ended, and what it gave, if anything, was compared."""
+        self.ends[end] += 1
+        self.n_tokens += n_tokens
+        self.n_whole += is_whole
+        self.n_begun += n_tokens > 0 and not is_whole
+
+
+@dataclass
+class Soak:
+    """One engine, and what the phases on it need.
+
+    Attributes
+    ----------
+    n : int
+        Requests of a load.
+    """
+
+    engine: Engine
+    answers: Answers
+    ledger: Ledger
+    draw: random.Random
+    n: int
+
+    def some(self, prompts: Sequence[str] = PROMPTS) -> list[str]:
+        """As many prompts as a load has, by chance."""
+        return self.draw.choices(prompts, k=self.n)
+
+    def seed(self) -> int:
+        """Another one each time."""
+        return self.draw.randrange(2**31)
+
+    def take(
+        self,
+        phase: str,
+        records: Records,
+        allowed: Sequence[FinishReason] = (FinishReason.STOP,),
+        errors: tuple[type[Exception], ...] = (),
+    ) -> None:
+        """Compare the answers of a load, and count them."""
+        ledger, at = self.ledger, (phase, self.ledger.third)
+        for record in records:
+            try:
+                assert_as_alone(record, self.answers.plain, errors=errors)
+            except AssertionError as error:
+                ledger.note(str(error))
+            end = type(record.error).__name__ if record.error else str(record.finish_reason)
+            ledger.count(end, len(record.token_ids), is_whole=record.is_by_itself)
+            if record.finish_reason is not None and record.finish_reason not in allowed:
+                ledger.note(f"{record.prompt!r} ended with {end}")
+            if ledger.is_timed and record.is_by_itself and record.ttft_s is not None:
+                ledger.ttft_s[at].append(record.ttft_s)
+                ledger.total_s[at].append(record.total_s)
+
+
+# --- Loads ----------------------------------------------------------------------------------------
+async def one_after_another(soak: Soak) -> None:
+    soak.take("one after another", await sequential(soak.engine, soak.some(), **GREEDY))
+
+
+async def at_once(soak: Soak) -> None:
+    soak.take("at once", await burst(soak.engine, soak.some(), **GREEDY))
+
+
+async def at_random_times(soak: Soak) -> None:
+    records = await poisson(soak.engine, soak.some(), rate=150.0, load_seed=soak.seed(), **GREEDY)
+    soak.take("at random times", records)
+
+
+async def cut_short(soak: Soak) -> None:
+    limit = soak.draw.randint(1, 16)
+    records = await burst(soak.engine, soak.some(LONG), max_tokens=limit, **GREEDY)
+    soak.take("cut short", records, (FinishReason.LENGTH,))
+
+
+async def cancelled(soak: Soak) -> None:
+    prompts = soak.some(LONG)
+    records = await cancel_storm(soak.engine, prompts, load_seed=soak.seed(), **GREEDY)
+    soak.take("cancelled", records, (FinishReason.STOP, FinishReason.CANCELLED))
+    # No buffer holds the rest of these answers: nobody ends before it is cancelled.
+    n_cancelled = records.summary().n_finished[FinishReason.CANCELLED]
+    soak.ledger.expect("cancelled", n_cancelled, math.ceil(0.5 * len(prompts)))
+
+
+async def read_slowly(soak: Soak) -> None:
+    records = await slow_readers(soak.engine, soak.some(), load_seed=soak.seed(), **GREEDY)
+    soak.take("read slowly", records)
+
+
+async def expired(soak: Soak) -> None:
+    """A few that are too late at once, and a load that may or may not be in time."""
+    late = await burst(soak.engine, soak.some()[:3], timeout=0.0, **GREEDY)
+    soak.take("expired", late, (FinishReason.DEADLINE,))
+    timeout = soak.draw.uniform(0.0, 0.05)
+    either = await burst(soak.engine, soak.some(), timeout=timeout, **GREEDY)
+    soak.take("expired", either, (FinishReason.STOP, FinishReason.DEADLINE))
+
+
+async def urgent_and_not(soak: Soak) -> None:
+    async def load(priority: int) -> None:
+        prompts = soak.some()[: max(1, soak.n // 3)]
+        records = await burst(soak.engine, prompts, priority=priority, **GREEDY)
+        soak.take("urgent and not", records)
+
+    async with anyio.create_task_group() as tasks:
+        for priority in (-5, 0, 5):
+            tasks.start_soon(load, priority)
+
+
+async def dropped(soak: Soak) -> None:
+    """Streams that are closed early, or forgotten without being closed."""
+    before = soak.engine.statistics().n_finished[FinishReason.CANCELLED]
+    prompts = soak.some(LONG)
+    for number, prompt in enumerate(prompts):
+        stream, token_ids = soak.engine.stream(prompt, **GREEDY), list[int]()
+        for _ in range(soak.draw.randint(1, 3)):
+            token_ids += (await anext(stream)).token_ids
+        expected = soak.answers.plain[prompt][: len(token_ids)]
+        soak.ledger.expect(prompt, tuple(token_ids), expected)
+        if number % 2:
+            await stream.aclose()
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ResourceWarning)  # it is what this is about
+                del stream
+        soak.ledger.count("dropped", len(token_ids))
+    await soak.engine.audit()  # obeyed after the cancellations, answered after a tick
+    n_cancelled = soak.engine.statistics().n_finished[FinishReason.CANCELLED] - before
+    soak.ledger.expect("streams that were dropped and cancelled", n_cancelled, len(prompts))
+
+
+# --- Refusals -------------------------------------------------------------------------------------
+async def refused(soak: Soak) -> None:
+    """Bad prompts and bad arguments among good ones."""
+    prompts: list[Any] = [*soak.some(), "x" * 9000, [10**6], [-1], "\ud800"]
+    soak.draw.shuffle(prompts)
+    errors = (PromptTooLongError, InvalidRequestError)
+    records = await burst(soak.engine, prompts, **GREEDY)
+    soak.take("refused", records, errors=errors)
+    soak.ledger.expect("refused", records.summary().n_refused, 4)
+    wrong: list[dict[str, Any]] = [
+        {"regex": "("}, {"grammar": "root ::= nothing"}, {"timeout": -1.0}, {"top_p": 2},
+    ]  # fmt: skip
+    for bad in wrong:
+        try:
+            await soak.engine.generate("1+1=", max_tokens=1, **bad)
+            soak.ledger.note(f"{bad} was not refused")
+        except InvalidRequestError:
+            soak.ledger.count("InvalidRequestError")
+
+
+async def queue_full(soak: Soak) -> None:
+    """More at once than the engine takes: exactly the others are refused."""
+    config, n_beyond = soak.engine.config, 7
+    n_taken = config.n_seq_max + config.max_queue
+    prompts = soak.draw.choices(LONG, k=n_taken + n_beyond)
+    records = await burst(soak.engine, prompts, max_tokens=8, **GREEDY)
+    soak.take("queue full", records, (FinishReason.LENGTH,), (QueueFullError,))
+    soak.ledger.expect("refused by a full queue", records.summary().n_refused, n_beyond)
+
+
+# --- Other requests -------------------------------------------------------------------------------
+T = TypeVar("T")
+
+
+async def _each(ask: Callable[[T], Awaitable[None]], asked: Sequence[T]) -> None:
+    """All at once."""
+
+    async def run(one: T) -> None:
+        await ask(one)
+
+    async with anyio.create_task_group() as tasks:
+        for one in asked:
+            tasks.start_soon(run, one)
+
+
+async def constrained(soak: Soak) -> None:
+    async def ask(index: int) -> None:
+        completion = await soak.engine.generate(*CONSTRAINED[index])
+        expected = soak.answers.constrained[index]
+        soak.ledger.expect(f"constrained {index}", completion.token_ids, expected)
+        soak.ledger.count(completion.finish_reason, completion.usage.n_output, is_whole=True)
+
+    chosen = soak.draw.choices(range(len(CONSTRAINED)), k=soak.n)
+    await _each(ask, chosen)
+
+
+async def chats(soak: Soak) -> None:
+    async def ask(index: int) -> None:
+        completion = await soak.engine.chat(CHATS[index], **GREEDY)
+        soak.ledger.expect(f"chat {index}", completion.text, soak.answers.chats[index])
+        soak.ledger.count(completion.finish_reason, completion.usage.n_output, is_whole=True)
+
+    chosen = soak.draw.choices(range(len(CHATS)), k=soak.n)
+    await _each(ask, chosen)
+
+
+async def logprobs_and_scores(soak: Soak) -> None:
+    async def with_logprobs(prompt: str) -> None:
+        completion = await soak.engine.generate(prompt, logprobs=2, **GREEDY)
+        compare(prompt, logprobs_of(completion), soak.answers.logprobs[prompt])
+        soak.ledger.expect(prompt, completion.token_ids, soak.answers.plain[prompt])
+        soak.ledger.count(completion.finish_reason, completion.usage.n_output, is_whole=True)
+
+    async def score(index: int) -> None:
+        score = await soak.engine.score(*SCORED[index])
+        compare(f"score {index}", [score.total], [soak.answers.scores[index]])
+        soak.ledger.count("scored", is_whole=True)
+
+    def compare(what: str, got: Sequence[float], expected: Sequence[float]) -> None:
+        pairs = zip(got, expected, strict=False)
+        is_near = all(abs(a - b) <= LOGPROB_NOISE * max(1.0, abs(b)) for a, b in pairs)
+        if not is_near or len(got) != len(expected):
+            soak.ledger.note(f"{what}: log probabilities {got}, not {expected}")
+
+    prompts = soak.draw.choices(list(soak.answers.logprobs), k=soak.n)
+    chosen = soak.draw.choices(range(len(SCORED)), k=max(1, soak.n // 3))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_each, with_logprobs, prompts)
+        tasks.start_soon(_each, score, chosen)
+
+
+# --- Faults ---------------------------------------------------------------------------------------
+N_BETWEEN_FAULTS = (60, 140)
+
+
+@contextmanager
+def faults(ledger: Ledger, draw: random.Random) -> Iterator[None]:
+    """About every hundredth decode fails: fatally, aborted, or with what nobody expects."""
+    decode, n_left = Context.decode, draw.randint(*N_BETWEEN_FAULTS) // 4
+
+    def fail_now_and_then(context: Context, batch: Batch) -> Logits:
+        nonlocal n_left
+        n_left -= 1
+        if n_left > 0:
+            return decode(context, batch)
+        n_left = draw.randint(*N_BETWEEN_FAULTS)
+        kind = draw.choice(("fatal", "aborted", "raises"))
+        ledger.faults[kind] += 1
+        if kind == "raises":
+            raise RuntimeError("injected")
+        raise DecodeFailedError("llama_decode", -3 if kind == "fatal" else 2, "injected")
+
+    Context.decode = fail_now_and_then  # type: ignore[method-assign, assignment]  # the injection
+    try:
+        yield
+    finally:
+        Context.decode = decode  # type: ignore[method-assign]  # as it was
+
+
+async def with_faults(soak: Soak) -> None:
+    """Loads on an engine whose decodes fail; nobody may suffer."""
+    before = soak.engine.statistics().n_rebuilds
+    already = sum(soak.ledger.faults[kind] for kind in ("fatal", "raises"))
+    soak.ledger.is_timed = False  # what a new context costs is not the loads' time
+    with faults(soak.ledger, soak.draw):
+        for phase in (at_once, cancelled, read_slowly, one_after_another, expired):
+            await phase(soak)
+            await assert_books_agree(soak.engine)
+    n_fatal = sum(soak.ledger.faults[kind] for kind in ("fatal", "raises")) - already
+    n_rebuilds = soak.engine.statistics().n_rebuilds - before
+    soak.ledger.expect("new contexts after fatal faults", n_rebuilds, n_fatal)
+
+
+PHASES: tuple[Callable[[Soak], Awaitable[None]], ...] = (
+    one_after_another, at_once, at_random_times, cut_short, cancelled, read_slowly, expired,
+    urgent_and_not, dropped, refused, queue_full, constrained, chats, logprobs_and_scores,
+    with_faults,
+)  # fmt: skip
