@@ -163,8 +163,14 @@ send() {
   curl -q --parallel --parallel-immediate "${transfers[@]:1}" \
     >>"$directory/results" 2>>"$directory/errors" &
   client=$!
-  wait "$client" || true
+  if ! wait "$client"; then await_the_end; fi
   client=''
+}
+
+# A server that dies lets go of its connections first, and is a process for some time after that.
+await_the_end() {
+  local deadline=$((SECONDS + 1))
+  while is_running "$server" && ((SECONDS <= deadline)); do sleep 0.02; done
 }
 
 send_all() {

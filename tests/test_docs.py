@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 READMES = (ROOT / "README.md", ROOT / "README.zh-CN.md")
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), *READMES]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+BLOCK_OR_CONTINUED = re.compile(r"^```python( continued)?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 EXAMPLES = [
     pytest.param(
         match[1], id=f"{page.name}:{page.read_text().count(chr(10), 0, match.start()) + 1}"
@@ -35,3 +36,23 @@ def test_links_between_pages_lead_somewhere() -> None:
     for page in {*PAGES, *ROOT.glob("*.md")}:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def programs_with_tests() -> list[str]:
+    """The programs of the page about testing that have tests, each with what continues it."""
+    programs: list[str] = []
+    for continues, block in BLOCK_OR_CONTINUED.findall((ROOT / "docs" / "testing.md").read_text()):
+        programs.append(f"{programs.pop()}\n{block}" if continues else block)
+    return [program for program in programs if "def test_" in program]
+
+
+def test_the_tests_of_the_page_about_testing_pass(tmp_path: Path) -> None:
+    for number, program in enumerate(programs_with_tests()):
+        (tmp_path / f"test_program_{number}.py").write_text(program)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:asyncio", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stdout
+    # The test client of starlette may warn of the version of httpx.
+    assert re.search(r"^14 passed(, \d+ warnings?)? in ", done.stdout, re.MULTILINE), done.stdout
