@@ -199,6 +199,7 @@ find_installed() {
 # foreground child before it runs a trap, and without a trap would leave the child running.
 supervise() {
   local status=0
+  before=${!:-} child=starting
   "$@" &
   child=$!
   wait "$child" || status=$?
@@ -208,6 +209,9 @@ supervise() {
 
 clean_up() {
   local status=$?
+  # The signal may come between the start of a child and the line that notes which it is.
+  [[ ${child:-} != starting ]] || child=${!:-}
+  [[ ${child:-} != "${before:-}" ]] || child=''
   if [[ -n ${child:-} ]]; then { kill "$child" && wait "$child"; } 2>/dev/null || true; fi
   [[ -z ${stage:-} ]] || rm -rf "$stage"
   exit "$status"

@@ -11,7 +11,7 @@ export LC_ALL=C # decimal points, in what curl writes and awk and sort read
 # times the median of the first.  Where a model answers in 2 ms, a busy machine does the same: there
 # the growth must also be more than what eight busy processes on two cores were seen to add, to the
 # server's own times (3 ms) and to those with the start of a connection (28 ms).
-readonly MAX_RATIO=1.5 SERVER_NOISE_MS=5 CURL_NOISE_MS=50
+readonly MAX_RATIO=1.5 server_noise_ms=${SERVER_NOISE_MS:-5} curl_noise_ms=${CURL_NOISE_MS:-50}
 readonly STOP_TIMEOUT_S=60 # more than the server's own --drain-timeout
 readonly start_timeout_s=${START_TIMEOUT_S:-300} request_timeout_s=${REQUEST_TIMEOUT_S:-300}
 # Nothing is left to chance, so that every answer has to be the same.
@@ -36,7 +36,8 @@ Exit code: 0 all of this holds, 1 it does not (the output says what, and where t
 usage.
 
 Environment: CLLM (the command, split at blanks; default: cllm), CLLM_SERVE_OPTIONS (more options,
-split at blanks), START_TIMEOUT_S and REQUEST_TIMEOUT_S (seconds; default: 300), TMPDIR.
+split at blanks), START_TIMEOUT_S and REQUEST_TIMEOUT_S (seconds; default: 300), SERVER_NOISE_MS and
+CURL_NOISE_MS (what a busy machine may add to later answers; default: 5 and 50), TMPDIR.
 
 On a large model, two nearly equal tokens may change places with the company that a request has.
 TEXT
@@ -74,6 +75,9 @@ parse_arguments() {
   done
   for name in start_timeout_s request_timeout_s; do
     [[ ${!name} =~ ^[1-9][0-9]*$ ]] || misused "${name^^} is a number of seconds, not ${!name}"
+  done
+  for name in server_noise_ms curl_noise_ms; do
+    [[ ${!name} =~ ^[0-9]+$ ]] || misused "${name^^} is a number of milliseconds, not ${!name}"
   done
 }
 
@@ -284,8 +288,8 @@ main() {
   check_process
   stop_server
   check_answers
-  check_flat 'by the server' "$SERVER_NOISE_MS" "${server_times[@]}"
-  check_flat 'by curl' "$CURL_NOISE_MS" "${curl_times[@]}"
+  check_flat 'by the server' "$server_noise_ms" "${server_times[@]}"
+  check_flat 'by curl' "$curl_noise_ms" "${curl_times[@]}"
   check_log
   conclude
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +18,8 @@ from hypothesis import settings
 os.environ.setdefault("CLLM_AUDIT", "tick")
 
 from cllm import Engine
-from cllm.engine.handoff import Command, Submit
+from cllm.engine import constraint_trial
+from cllm.engine.handoff import Command, Inbox, Submit
 from tools import make_model
 
 # The same examples every time; `HYPOTHESIS_PROFILE=search` looks for new ones.
@@ -45,6 +47,14 @@ def _all_threads_end() -> Iterator[None]:
     """What the tests of a file started has ended with them, or another file's test would fail."""
     yield
     assert our_threads() == []
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _trials_have_time() -> Iterator[None]:
+    """A busy machine refuses no constraint that is tried here; who tests the limit sets it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constraint_trial, "TRIAL_S", 9.0)  # the process ends itself at ten
+        yield
 
 
 def indices_selected(request: pytest.FixtureRequest, test: Callable[..., object]) -> list[int]:
@@ -112,6 +122,17 @@ def running_batch(engine: Engine) -> Mapping[str, int]:
     return {} if interrupter is None else interrupter.batch
 
 
+def put_at_once(inbox: Inbox, commands: Iterable[Command]) -> None:
+    """No tick begins with some of them."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(60)  # the thread that they wake takes its turn when they are all there
+    try:
+        for command in commands:
+            inbox.put(command)
+    finally:
+        sys.setswitchinterval(interval)
+
+
 @contextmanager
 def submitted_together(engine: Engine, n_requests: int) -> Iterator[None]:
     """The inference thread hears of the next so many requests when the last is submitted.
@@ -126,8 +147,7 @@ def submitted_together(engine: Engine, n_requests: int) -> Iterator[None]:
             held.append(command)
             if sum(isinstance(c, Submit) for c in held) == n_requests:
                 patch.undo()
-                for c in held:
-                    inbox.put(c)
+                put_at_once(inbox, held)
 
         patch.setattr(inbox, "put", hold)
         yield

@@ -46,7 +46,7 @@ from cllm.engine.statistics import EngineStatistics, Readings
 from cllm.engine.tick import EngineCore
 from cllm.engine.tick_log import LoggedDecoder, LoggedVocabulary, TickLog
 from cllm.engine.worker_thread import WorkerThreads
-from cllm.errors import CllmError
+from cllm.errors import CllmError, ClosedError
 
 logger = logging.getLogger("cllm.engine")
 
@@ -136,7 +136,9 @@ class InferenceThread:
                     self._serve(owned)
                 except BaseException as error:
                     self.failure = error
-                    logger.debug("the inference thread ends", exc_info=True)
+                    # Closed while it loaded: that is no failure.
+                    is_unexpected = not isinstance(error, ClosedError)
+                    logger.debug("the inference thread ends: %s", error, exc_info=is_unexpected)
                     # Another thread may be inside a call of the vocabulary: free nothing before
                     # everybody has been told and asks for it, if there is anybody left.
                     if self._outbox.post([Stopped(error)]):

@@ -62,7 +62,7 @@ def test_the_engine_is_measured_with_every_token_read(
 ) -> None:
     monkeypatch.setattr(workload, "TEXT_TOKENS", range(40, 90))
     setup = Setup(EMBEDDED_MODEL, n_threads=1, n_ctx=512, n_seq_max=4)
-    call = Decoding(setup, n_prompt=8, n_output=32, is_busy=is_busy)
+    call = Decoding(setup, n_prompt=8, n_output=100, is_busy=is_busy)
     rate = anyio.run(engine_loop.measure, call)
     assert rate.tokens_per_s > 0
     assert rate.outside_us > 0

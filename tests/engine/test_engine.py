@@ -213,40 +213,6 @@ async def test_draining_refuses_new_requests_and_finishes_the_running(engine: En
         await engine.generate("1+1=")
 
 
-async def test_health_follows_the_life_of_the_engine(anyio_backend: str) -> None:
-    engine = Engine(n_ctx=256, n_seq_max=1, **QUIET)
-    assert engine.health().status is EngineStatus.STARTING
-    with pytest.raises(ClosedError):
-        engine.stream("1+1=")
-    async with engine:
-        assert engine.health().status is EngineStatus.READY
-        assert engine.statistics().n_kv_cells == 256
-    assert engine.health().status is EngineStatus.CLOSED
-    for use in (engine.audit, lambda: engine.tokenize("x"), lambda: engine.generate("x")):
-        with pytest.raises(ClosedError):
-            await use()
-    with pytest.raises(ClosedError):
-        await engine.__aenter__()
-    await engine.aclose()
-
-
-async def test_health_says_stalled_while_a_tick_takes_too_long_and_ready_after_it(
-    anyio_backend: str,
-) -> None:
-    async with Engine(
-        n_ctx=8192, n_seq_max=1, n_batch=8192, stall_timeout_s=0.001, **QUIET
-    ) as engine:
-        async with engine.stream([65] * 8000, max_tokens=1, temperature=0) as stream:
-            with anyio.fail_after(30):
-                while (health := engine.health()).status is not EngineStatus.STALLED:
-                    await anyio.sleep(0)
-            assert health.heartbeat_age_s > 0.001
-            assert "in one tick" in health.reason
-            await stream.completion()
-        await wait_idle(engine)
-        assert engine.health().status is EngineStatus.READY
-
-
 async def test_debug_lines_tell_the_life_of_a_request(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -67,7 +67,8 @@ async def test_too_small_a_cache_preempts_and_every_answer_stays_right(anyio_bac
     """Eight answers of 160 tokens in a cache for a bit more than two."""
     async with Engine(n_ctx=512, n_seq_max=8, n_batch=32, **QUIET) as engine:
         questions = [counting(100 + n, 138 + n) for n in range(8)]
-        completions = await engine.generate_all([q for q, _ in questions], **GREEDY)
+        with submitted_together(engine, 8):
+            completions = await engine.generate_all([q for q, _ in questions], **GREEDY)
         check(completions, [answer for _, answer in questions])
         assert engine.statistics().n_preemptions > 0
         assert sum(c.timings.n_preemptions for c in completions) > 0

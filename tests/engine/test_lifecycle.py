@@ -13,6 +13,7 @@ PRELUDE = """
 import asyncio, os, sys, threading
 import anyio
 from cllm import Engine
+from cllm.engine.handoff import Read
 from cllm.errors import WrongProcessError
 OPTIONS = dict(n_ctx=2048, n_seq_max=8, n_threads=1, n_threads_batch=1)
 LONG = "count:100..299"
@@ -96,6 +97,7 @@ def test_an_event_loop_that_dies_takes_its_engine_along() -> None:
             return engine, stream
         engine, stream = loop.run_until_complete(main())
         loop.close()
+        engine._inbox.put(Read(stream.request_id, 64))  # it may wait for its reader by now
         engine._thread.join(10)
         assert not engine._thread.is_alive
     """)

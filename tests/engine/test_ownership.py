@@ -16,7 +16,7 @@ import anyio.to_thread
 import pytest
 
 from cllm import Engine
-from cllm.engine.handoff import Outbox
+from cllm.engine.handoff import Outbox, Read
 from cllm.engine.health import EngineStatus
 from cllm.engine.statistics import EngineStatistics
 from cllm.errors import ClosedError, EngineFailedError, GenerationError, WrongThreadError
@@ -95,9 +95,11 @@ def test_an_engine_does_not_move_to_the_next_event_loop_of_its_thread(backend_th
 
     anyio.run(leave)
     anyio.run(call, backend=backend_there)
+    inference = engines[0]._thread
     with pytest.warns(ResourceWarning, match="dropped without being closed"):  # noqa: PT031
         engines.clear()
         gc.collect()
+    inference.join(10)
 
 
 @pytest.mark.anyio
@@ -273,15 +275,16 @@ async def test_the_process_that_tries_grammars_ends_with_a_dropped_engine(
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_an_engine_whose_event_loop_has_ended_is_closed_to_those_who_look(backend: str) -> None:
-    async def leave() -> FakeEngine:
+    async def leave() -> tuple[FakeEngine, str]:
         engine = await FakeEngine(latency_s=0.01).__aenter__()
         stream = engine.stream("x" * 200)
         await stream.__anext__()
         assert stream._finalizer is not None
         stream._finalizer.detach()
-        return engine
+        return engine, stream.request_id
 
-    engine = anyio.run(leave, backend=backend)
+    engine, request_id = anyio.run(leave, backend=backend)
+    engine._inbox.put(Read(request_id, 64))  # it may wait for its reader by now
     engine._thread.join(10)  # it hears that nobody listens with its next token
     assert engine.health().status is EngineStatus.CLOSED
     assert " closed " in repr(engine)

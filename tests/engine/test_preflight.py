@@ -289,13 +289,12 @@ def test_a_program_that_ends_during_a_trial_ends_the_child() -> None:
         engine = Engine(preflight=True, **OPTIONS)
         async def main():
             start = asyncio.create_task(engine.__aenter__())
-            while not (engine._status and engine._thread._backend.preflight._process):
+            while not (engine._status and (child := engine._thread._backend.preflight._process)):
                 await asyncio.sleep(0)
+            os.kill(child.pid, signal.SIGSTOP)  # for ever
+            print(child.pid)
             return start
         start = loop.run_until_complete(main())
-        pid = engine._thread._backend.preflight._process.pid
-        os.kill(pid, signal.SIGSTOP)  # for ever
-        print(pid)
     """)
     assert done.returncode == 0, done.stderr
     assert not is_there(int(done.stdout))

