@@ -29,7 +29,7 @@ from tests.reliability.sanitized import Expected, Findings, NotBuiltError, Repor
 
 # Those of the engine that load libllama.  The others run on a scripted decoder, or without one.
 ENGINE = (
-    "chat", "conformance", "constraint_trial", "engine", "fan_out", "guidance", "isolation",
+    "chat", "conformance", "constraint_trial", "engine", "fan_out", "guidance", "health", "isolation",
     "lifecycle", "other_models", "ownership", "preflight", "pressure", "request", "sampling",
     "sampling_faults", "schedules", "scoring_engine", "seen_models", "stops", "structured_output",
     "tokens", "worker_thread",
