@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 from collections.abc import Sequence
@@ -23,6 +24,28 @@ def rss_mib() -> float:
     """Resident memory of this process."""
     n_pages = int(Path("/proc/self/statm").read_text().split()[1])
     return n_pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+class _Mallinfo2(ctypes.Structure):
+    """`struct mallinfo2` of glibc."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd",
+            "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+        )
+    ]  # fmt: skip
+
+
+def malloc_mib() -> float:
+    """What malloc has given out and not got back; NaN where the C library does not tell."""
+    mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo2 is None:
+        return float("nan")
+    mallinfo2.restype = _Mallinfo2
+    info = mallinfo2()
+    return float(info.uordblks + info.hblkhd) / 2**20
 
 
 def machine() -> str:

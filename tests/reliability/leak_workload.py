@@ -17,10 +17,10 @@ from typing import Any
 
 import anyio
 
+from benchmarks.measure import malloc_mib
 from cllm import Engine, FinishReason
 from cllm.errors import InvalidRequestError
 from tests.conftest import QUIET
-from tests.reliability.soak import malloc_mib
 
 OPTIONS: dict[str, Any] = {"n_ctx": 256, "n_seq_max": 4, "swap_tokens": 256, **QUIET}
 N_TOGETHER = 10

@@ -22,7 +22,7 @@ from typing import Any
 
 import anyio
 
-from benchmarks.measure import percentile, rss_mib
+from benchmarks.measure import malloc_mib, percentile, rss_mib
 from cllm import Engine, EngineConfig
 from cllm.testing.records import assert_books_agree
 from tests.conftest import QUIET
@@ -48,28 +48,6 @@ MAX_MALLOC_GROWTH_MIB, MAX_MALLOC_GROWTH_PER_REQUEST = 1.0, 100.0
 # The median of "one after another", in soaks that have enough of them in a third.
 MAX_SLOWER, N_FOR_MEDIAN = 2.0, 200
 MINUTE_S = 60.0
-
-
-class _Mallinfo2(ctypes.Structure):
-    """`struct mallinfo2` of glibc."""
-
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena", "ordblks", "smblks", "hblks", "hblkhd",
-            "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
-        )
-    ]  # fmt: skip
-
-
-def malloc_mib() -> float:
-    """What malloc has given out and not got back; NaN where the C library does not tell."""
-    mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
-    if mallinfo2 is None:
-        return float("nan")
-    mallinfo2.restype = _Mallinfo2
-    info = mallinfo2()
-    return float(info.uordblks + info.hblkhd) / 2**20
 
 
 def limit_arenas() -> None:

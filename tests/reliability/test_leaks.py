@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.measure import malloc_mib
 from tests.reliability.leak_workload import KINDS, ROUND, Reading
 from tests.reliability.leaks import (
     MAX_LOST_BYTES,
@@ -22,7 +23,6 @@ from tests.reliability.leaks import (
 )
 from tests.reliability.memory_faults import LEAK
 from tests.reliability.sanitized import Findings, Report
-from tests.reliability.soak import malloc_mib
 
 needs_mallinfo = pytest.mark.skipif(
     math.isnan(malloc_mib()), reason="only glibc says what malloc has given out"

@@ -82,6 +82,14 @@ def test_what_one_event_loop_says_is_not_allowed_under_the_other() -> None:
     assert complaint(plan, "trio", done, 1.0) != ""
 
 
+@pytest.mark.parametrize("what", ["rss", "malloc"])
+def test_what_grows_is_found(what: str) -> None:
+    plan = Plan("loaded", "reload", 1, first_seed=2, max_growth_mib={what: -1000.0})
+    (said,) = (outcome := examine(plan, loops=["asyncio"])).wrong
+    assert said.startswith(f"{what} grows by ")
+    assert f"growth of {what}, MiB: loaded" in record([outcome]).figures
+
+
 def test_a_case_that_fails_is_counted() -> None:
     """A callback that exits, where the program should end well."""
     plan = Plan("ends well", "exit_in_callback", 1)
