@@ -125,9 +125,7 @@ async def test_what_llama_cpp_cannot_stand_is_refused_and_the_next_is_tried(
     trial: ConstraintTrial, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(
-            constraint_trial, "TRIAL_S", 0.7
-        )  # an endless call is not worth the two seconds
+        patch.setattr(constraint_trial, "TRIAL_S", 0.7)  # an endless call is not worth two seconds
         assert await verdict(trial, RAW[name])
     assert await verdict(trial, 'root ::= "ok"') is None
 
