@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def cllm_engine(request: pytest.FixtureRequest) -> Engine:
     """An engine that serves, of the embedded model unless `@pytest.mark.cllm_engine` says another.
 
-    When the test has ended, nothing may run any more and its books must agree with llama.cpp's.
+    When the test has ended, nothing may run any more and its bookkeeping must agree with llama.cpp's.
     """
     engine: Engine = request.getfixturevalue(_variant(request, "cllm_engine"))
     return engine
@@ -58,7 +58,7 @@ def cllm_engine(request: pytest.FixtureRequest) -> Engine:
 def cllm_fake_engine(request: pytest.FixtureRequest) -> FakeEngine:
     """A `FakeEngine` that serves, with what `@pytest.mark.cllm_fake_engine` says.
 
-    When the test has ended, nothing may run any more and its books must agree with its decoder's.
+    When the test has ended, nothing may run any more and its bookkeeping must agree with its decoder's.
     """
     engine: FakeEngine = request.getfixturevalue(_variant(request, "cllm_fake_engine"))
     return engine
@@ -160,7 +160,7 @@ async def _serving(engine: Engine) -> AsyncIterator[Engine]:
 
 
 async def _check_left(engine: Engine) -> None:
-    """A test has ended: its requests have too, and the books agree."""
+    """A test has ended: its requests have too, and the bookkeeping agrees."""
     from cllm.testing import assert_books_agree
 
     slots = await engine.slots()  # answered when all that was cancelled before has ended

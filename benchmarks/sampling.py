@@ -1,7 +1,7 @@
 """Sampling 16 rows of 151,936 logits: the cut rows against llama.cpp's sampling of whole rows.
 
 The same logits, of one decode of the random-weight qwen3-0.6b, by turns (A B A B …): each row
-through `llama_sampler_sample`, then all rows through `cllm.engine.sampling.BatchSampler`.
+through `llama_sampler_sample`, then all rows through `cllm.engine.sampling.batch_sampler.BatchSampler`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 
 from benchmarks.measure import machine
 from cllm.bindings import Batch, Context, Model, SamplerChain
-from cllm.engine.llama_sampler import SamplerFactory
+from cllm.engine.llama.sampler import SamplerFactory
 from cllm.engine.request import GenerationRequest
-from cllm.engine.sampling import BatchSampler, TokenSampler
+from cllm.engine.sampling.batch_sampler import BatchSampler, TokenSampler
 from cllm.engine.sampling_params import SamplingParams
 from tools import make_model
 

@@ -7,8 +7,11 @@
 """
 
 from cllm.engine.config import EngineConfig, EngineOptions
+from cllm.engine.core.messages import SlotInfo, SlotState
+from cllm.engine.core.statistics import EngineStatistics, TickTimes
 from cllm.engine.engine import Engine
 from cllm.engine.health import EngineStatus, Health
+from cllm.engine.loop.stream import TokenStream
 from cllm.engine.request import (
     Completion,
     FinishReason,
@@ -20,9 +23,6 @@ from cllm.engine.request import (
     Usage,
 )
 from cllm.engine.sampling_params import SamplingOptions, SamplingParams
-from cllm.engine.slots import SlotInfo, SlotState
-from cllm.engine.statistics import EngineStatistics, TickTimes
-from cllm.engine.stream import TokenStream
 from cllm.errors import (
     CllmError,
     ClosedError,

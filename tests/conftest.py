@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-# Every engine of the suite, those in child processes too, compares its books with llama.cpp's after
+# Every engine of the suite, those in child processes too, compares its bookkeeping with llama.cpp's after
 # every tick, and fails where they differ.  Read when cllm is imported.
 os.environ.setdefault("CLLM_AUDIT", "tick")
 
 from cllm import Engine
-from cllm.engine import constraint_trial
-from cllm.engine.handoff import Command, Inbox, Submit
+from cllm.engine.constraints import trial as trial_module
+from cllm.engine.core.messages import AddRequest, Command
+from cllm.engine.thread.mailbox import Inbox
 from tools import make_model
 
 # The same examples every time; `HYPOTHESIS_PROFILE=search` looks for new ones.
@@ -53,7 +54,7 @@ def _all_threads_end() -> Iterator[None]:
 def _trials_have_time() -> Iterator[None]:
     """A busy machine refuses no constraint that is tried here; who tests the limit sets it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(constraint_trial, "TRIAL_S", 9.0)  # the process ends itself at ten
+        patch.setattr(trial_module, "TRIAL_S", 9.0)  # the process ends itself at ten
         yield
 
 
@@ -145,7 +146,7 @@ def submitted_together(engine: Engine, n_requests: int) -> Iterator[None]:
 
         def hold(command: Command) -> None:
             held.append(command)
-            if sum(isinstance(c, Submit) for c in held) == n_requests:
+            if sum(isinstance(c, AddRequest) for c in held) == n_requests:
                 patch.undo()
                 put_at_once(inbox, held)
 

@@ -1,10 +1,14 @@
-"""Imports go one way, one file is one room, and the core needs anyio and numpy alone."""
+"""Imports go one way, proved by every path; and the core needs anyio and numpy alone."""
 
 from __future__ import annotations
 
 import ast
+import re
+import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,92 +18,66 @@ import cllm
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "cllm"
 MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "_native" not in p.parts)
-OTHERS = sorted(p for room in ("tests", "tools", "benchmarks") for p in (ROOT / room).rglob("*.py"))
-MAX_LINES = 400
 
-# Who may import what of cllm: the first rule whose room holds the module decides.
-PURE = ("cllm.engine", "cllm.errors", "cllm.checks")
+# The order of `cllm.engine`: a module imports from earlier lines, and from its own package.
+VALUES = (
+    "checks errors engine.child_process engine.config engine.constraint engine.health engine.request"
+    " engine.sampling_params engine.vocabulary"
+)
+LAYERS = [
+    [f"cllm.{name}" for name in layer.split()]
+    for layer in (
+        VALUES,
+        "engine.chat engine.sampling",
+        "engine.core",
+        "engine.thread",
+        "engine.loop engine.constraints",
+        "engine.llama",
+        "engine.lifecycle",
+        "engine.engine",
+        "engine.preflight_child",
+    )
+]
+# What runs without a thread, an event loop and libllama.
+PURE = ("cllm.engine.chat", "cllm.engine.core", "cllm.engine.sampling")
+IMPURE = {"anyio", "ctypes", "asyncio", "trio", "threading"}
+# The packages around the engine, and the names that they may import of cllm: the first that fits.
 RULES: list[tuple[str, tuple[str, ...]]] = [
-    ("cllm.errors", ("cllm.engine.request",)),  # for type checkers only
-    ("cllm.checks", ("cllm.errors",)),
     ("cllm.bindings", ("cllm.bindings", "cllm.checks", "cllm.errors")),
-    ("cllm.engine.llama_backend", ("cllm.bindings", *PURE)),
-    ("cllm.engine.llama_decoder", ("cllm.bindings", *PURE)),
-    ("cllm.engine.llama_sampler", ("cllm.bindings", *PURE)),
-    ("cllm.engine.lifecycle", ("cllm.bindings", *PURE)),
-    ("cllm.engine.constraint_trial", ("cllm.bindings", *PURE)),
-    ("cllm.engine.constraint_helper", ("cllm.bindings", *PURE)),
-    ("cllm.engine.preflight", ("cllm.bindings", *PURE)),
-    ("cllm.engine", PURE),
-    ("cllm.testing", ("cllm", "cllm.testing", *PURE)),
+    ("cllm.testing", ("cllm", "cllm.testing", "cllm.engine", "cllm.errors", "cllm.checks")),
     ("cllm.server.fields", ("cllm", "cllm.server", "cllm.engine.sampling_params")),
     ("cllm.server", ("cllm", "cllm.server", "cllm.errors")),
-    ("cllm.doctor.preflight", ("cllm", "cllm.doctor", "cllm.engine.preflight")),
+    ("cllm.doctor.preflight", ("cllm", "cllm.doctor", "cllm.engine.llama.preflight")),
     ("cllm.doctor", ("cllm.doctor", "cllm.bindings", "cllm.checks", "cllm.errors")),
     ("cllm.cli.doctor", ("cllm", "cllm.cli", "cllm.doctor")),
     ("cllm.cli.serve", ("cllm", "cllm.cli", "cllm.server")),
     ("cllm.cli", ("cllm", "cllm.cli")),
     ("cllm.__main__", ("cllm.cli.app",)),
-    ("cllm", PURE),
+    ("cllm", ("cllm.engine", "cllm.errors")),
 ]
-# What the extra `server` brings.
-SERVER = {
-    "fastapi",
-    "fastapi_offline",
-    "h11",
-    "prometheus_client",
-    "pydantic",
-    "pydantic_core",
-    "starlette",
-    "uvicorn",
-}
-# Those that import the extra `chat`, when they are first used.
-CHAT = {"cllm.engine.template_sandbox", "cllm.engine.template_meter"}
-# Modules that run without an event loop and without libllama.
-WITHOUT_ANYIO = {
-    "cllm.engine." + name
-    for name in [
-        "backend",
-        "chat",
-        "chat_template",
-        "config",
-        "constraint",
-        "control_names",
-        "decoder",
-        "detokenizer",
-        "gbnf",
-        "gbnf_rules",
-        "guidance",
-        "health",
-        "helper_process",
-        "inference_thread",
-        "kv_cache",
-        "kv_cache_manager",
-        "llama_decoder",
-        "llama_sampler",
-        "logprobs",
-        "output_processor",
-        "prefix_cache",
-        "preflight",
-        "recovery",
-        "request",
-        "row_scan",
-        "run_queue",
-        "sampling",
-        "sampling_params",
-        "scheduler",
-        "seen_models",
-        "sequence",
-        "slots",
-        "statistics",
-        "submission",
-        "template_meter",
-        "template_sandbox",
-        "tick",
-        "tick_cost",
-        "tick_log",
-    ]
-}
+# The libraries of each package beyond numpy; of the engine, who has to do with an event loop.
+LIBRARIES: list[tuple[str, str]] = [
+    ("cllm.bindings", ""),
+    ("cllm.engine.chat.template_meter", "jinja2 markupsafe"),
+    ("cllm.engine.chat.template_sandbox", "jinja2 markupsafe"),
+    ("cllm.engine.constraints.trial", "anyio"),
+    ("cllm.engine.lifecycle", "anyio"),
+    ("cllm.engine.loop", "anyio"),
+    ("cllm.engine.preflight_child", "anyio"),
+    ("cllm.engine.thread.mailbox", "anyio"),
+    ("cllm.engine.thread.worker_thread", "anyio"),
+    ("cllm.engine", ""),
+    ("cllm.cli.bench_report", "anyio matplotlib rich typer"),
+    ("cllm.cli", "anyio rich typer"),
+    ("cllm.doctor.plot", "matplotlib"),
+    ("cllm.server.tracing", "anyio fastapi opentelemetry starlette"),
+    (
+        "cllm.server",
+        "anyio fastapi fastapi_offline h11 prometheus_client pydantic pydantic_core starlette"
+        " uvicorn",
+    ),
+    ("cllm", "anyio"),
+]
 
 
 def name_of(path: Path) -> str:
@@ -108,65 +86,160 @@ def name_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports_of(path: Path) -> set[str]:
-    """Dotted names of everything a module imports."""
+PATHS = {name_of(path): path for path in MODULES}
+
+
+def runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Every node, without what only type checkers read."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        yield child
+        yield from runtime_nodes(child)
+
+
+@cache
+def imports_of(module: str) -> frozenset[str]:
+    """Dotted names of everything a module imports, inside its functions too."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in runtime_nodes(ast.parse(PATHS[module].read_text())):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"relative import in {path}"
+            assert node.level == 0, f"relative import in {module}"
             assert node.module is not None
-            found.add(node.module)
-    return found
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                found.add(inner if inner in PATHS else node.module)
+    return frozenset(found)
 
 
-def is_inside(name: str, room: str) -> bool:
-    """Whether a module is a room, or in it."""
-    return name == room or name.startswith(room + ".")
+def graph() -> dict[str, frozenset[str]]:
+    """Which modules of cllm each of them imports."""
+    return {name: imports_of(name) & PATHS.keys() for name in PATHS}
+
+
+def reached_from(module: str, edges: Mapping[str, frozenset[str]]) -> dict[str, list[str]]:
+    """Every module that an import of `module` leads to, with the way there."""
+    ways = {module: [module]}
+    todo = [module]
+    while todo:
+        here = todo.pop()
+        for there in edges.get(here, ()):
+            if there not in ways:
+                ways[there] = [*ways[here], there]
+                todo.append(there)
+    return ways
+
+
+def circle_in(edges: Mapping[str, frozenset[str]]) -> list[str] | None:
+    """Modules that import each other in turn, if there are any."""
+    for module in edges:
+        for other in edges[module]:
+            ways = reached_from(other, edges)
+            if module in ways:
+                return [module, *ways[module]]
+    return None
+
+
+def is_inside(name: str, package: str) -> bool:
+    """Whether a module is a package, or in it."""
+    return name == package or name.startswith(package + ".")
+
+
+def layer_of(module: str) -> tuple[int, str]:
+    """The number of a module's layer, and its part of that layer."""
+    for number, parts in enumerate(LAYERS):
+        for part in parts:
+            if is_inside(module, part):
+                return number, part
+    raise AssertionError(f"{module} is in no layer")
 
 
 def may_import(module: str, imported: str) -> bool:
-    """Whether the first rule for `module` has a place for `imported`."""
-    allowed = next(rooms for room, rooms in RULES if is_inside(module, room))
+    """Whether the order of the engine, or the first rule for `module`, allows an import."""
+    if is_inside(module, "cllm.engine") or module in LAYERS[0]:
+        if is_inside(imported, "cllm.bindings"):
+            return is_inside(module, "cllm.engine.llama") or module == "cllm.engine.lifecycle"
+        if module == "cllm.engine":
+            return False
+        (own, part), (other, other_part) = layer_of(module), layer_of(imported)
+        return other < own or (other == own and (part == other_part or own == 0))
+    allowed = next(packages for package, packages in RULES if is_inside(module, package))
     return any(
-        imported == room if room == "cllm" else is_inside(imported, room) for room in allowed
+        imported == name if name == "cllm" else is_inside(imported, name) for name in allowed
     )
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_imports_go_one_way(path: Path) -> None:
-    module = name_of(path)
-    for imported in imports_of(path):
+@pytest.mark.parametrize("module", sorted(PATHS))
+def test_imports_go_one_way(module: str) -> None:
+    for imported in imports_of(module):
         if is_inside(imported, "cllm"):
             assert may_import(module, imported), f"{module} must not import {imported}"
 
 
 def test_the_rules_forbid_what_they_should() -> None:
     assert not may_import("cllm.bindings.model", "cllm.engine.request")
-    assert not may_import("cllm.engine.scheduler", "cllm.bindings")
+    assert not may_import("cllm.engine.core.scheduler", "cllm.bindings")
+    assert not may_import("cllm.engine.core.scheduler", "cllm.engine.thread.mailbox")
+    assert not may_import("cllm.engine.sampling.logprobs", "cllm.engine.chat.chat_prompt")
+    assert not may_import("cllm.engine.request", "cllm.engine.core.sequence")
+    assert not may_import("cllm.engine.loop.stream", "cllm.engine.constraints.trial")
     assert not may_import("cllm.cli.demo", "cllm.engine.engine")
     assert not may_import("cllm.testing.fake_decoder", "cllm.bindings")
+    assert may_import("cllm.engine.llama.backend", "cllm.engine.constraints.compiler")
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_modules_import_the_libraries_their_room_may(path: Path) -> None:
-    module, roots = name_of(path), {name.split(".")[0] for name in imports_of(path)}
+def test_no_module_imports_itself_by_any_way_round() -> None:
+    assert circle_in(graph()) is None
+
+
+def test_a_circle_would_be_found() -> None:
+    edges = {"a": frozenset({"b"}), "b": frozenset({"c"}), "c": frozenset({"b"})}
+    assert circle_in(edges) is not None
+    assert circle_in({"a": frozenset({"b"}), "b": frozenset()}) is None
+
+
+@pytest.mark.parametrize("module", [m for m in sorted(PATHS) if m.startswith(PURE)])
+def test_the_core_is_pure_by_every_path(module: str) -> None:
+    """No thread, no event loop and no libllama, however many imports away."""
+    edges = {name: imports_of(name) for name in PATHS}
+    for reached, way in reached_from(module, edges).items():
+        is_impure = reached.split(".")[0] in IMPURE or is_inside(reached, "cllm.bindings")
+        assert not is_impure, " → ".join(way)
+
+
+def test_the_core_runs_where_there_is_nothing_else() -> None:
+    """What the syntax trees say is so: an import of anyio or of the bindings would fail here."""
+    pure = [module for module in sorted(PATHS) if module.startswith(PURE)]
+    program = f"""
+import importlib, sys, types
+for name, path in {{"cllm": {str(PACKAGE)!r}, "cllm.engine": {str(PACKAGE / "engine")!r}}}.items():
+    sys.modules[name] = module = types.ModuleType(name)
+    module.__path__ = [path]
+for name in ("anyio", "asyncio", "trio", "cllm.bindings"):
+    sys.modules[name] = None
+for name in {pure!r}:
+    importlib.import_module(name)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_only_the_package_of_llama_cpp_opens_models_and_contexts() -> None:
+    """Of the engine.  `cllm.doctor` looks at the bindings alone, and that is what it is for."""
+    for module, path in PATHS.items():
+        if is_inside(module, "cllm.engine") and not is_inside(module, "cllm.engine.llama"):
+            text = path.read_text()
+            assert not re.search(r"\b(Model|Context|LoraAdapter|Batch)\(", text), module
+
+
+@pytest.mark.parametrize("module", sorted(PATHS))
+def test_modules_import_the_libraries_their_package_may(module: str) -> None:
+    roots = {name.split(".")[0] for name in imports_of(module)}
     third_party = roots - set(sys.stdlib_module_names) - {"cllm", "__future__"}
-    allowed = {"numpy", "anyio"}
-    if is_inside(module, "cllm.cli"):
-        allowed |= {"typer", "rich"}
-    if is_inside(module, "cllm.server"):
-        allowed |= SERVER
-    if module in ("cllm.doctor.plot", "cllm.cli.bench_report"):
-        allowed |= {"matplotlib"}
-    if module == "cllm.server.tracing":
-        allowed |= {"opentelemetry"}
-    if module in CHAT:
-        allowed |= {"jinja2", "markupsafe"}
-    if is_inside(module, "cllm.bindings") or module in WITHOUT_ANYIO:
-        allowed -= {"anyio"}
-    assert third_party <= allowed, f"{module} imports {third_party - allowed}"
+    allowed = next(names for package, names in LIBRARIES if is_inside(module, package))
+    assert third_party <= {"numpy", *allowed.split()}, f"{module} imports {third_party}"
     if is_inside(module, "cllm.bindings"):
         assert not roots & {"asyncio", "concurrent", "queue"}
 
@@ -178,12 +251,6 @@ def test_the_core_depends_on_anyio_and_numpy_alone() -> None:
     extras = project["optional-dependencies"].values()
     for requirement in [*project["dependencies"], *(r for extra in extras for r in extra)]:
         assert requirement.startswith("cllm[") or (">=" in requirement and "<" in requirement)
-
-
-@pytest.mark.parametrize("path", [*MODULES, *OTHERS], ids=name_of)
-def test_no_file_is_too_long_for_one_reading(path: Path) -> None:
-    if path.name != "_llama_h.py":
-        assert len(path.read_text().splitlines()) <= MAX_LINES
 
 
 def test_no_source_file_holds_what_the_house_forbids() -> None:
@@ -199,3 +266,10 @@ def test_the_version_and_the_packages_are_those_of_the_project() -> None:
     assert cllm.__version__ == project["project"]["version"]
     packages = {name_of(path) for path in (ROOT / "cllm").rglob("__init__.py")}
     assert set(project["tool"]["setuptools"]["packages"]) == packages
+
+
+def test_the_tests_of_the_engine_mirror_its_packages() -> None:
+    """A test of a part of the engine is in the folder of that part."""
+    packages = {p.parent.name for p in (PACKAGE / "engine").glob("*/__init__.py")}
+    folders = {p.parent.name for p in (ROOT / "tests" / "engine").glob("*/__init__.py")}
+    assert folders == packages

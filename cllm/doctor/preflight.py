@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cllm import CllmError, EngineConfig
 from cllm.doctor.findings import Check, Status
-from cllm.engine.preflight import Preflight
+from cllm.engine.llama.preflight import Preflight
 
 
 def preflight_check(path: Path) -> Check:

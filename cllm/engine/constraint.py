@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 
 from cllm.errors import CllmError
 
+# Which tokens may come next: shape `(n_vocab,)`.
+Mask = NDArray[np.bool_]
+
 
 class NotAvailableError(CllmError):
     """What constraints of this kind need is not there."""
@@ -18,7 +21,7 @@ class NotAvailableError(CllmError):
 class ConstraintFamily(Protocol):
     """Constraints of one kind, which compute their masks together."""
 
-    def masks(self, constraints: Sequence[Any]) -> Sequence[NDArray[np.bool_] | Exception]:
+    def masks(self, constraints: Sequence[Any]) -> Sequence[Mask | Exception]:
         """For each constraint, which tokens may come next, bool of shape `(n_vocab,)`.
 
         Valid until the next call.  A token that ends the output is among them where the output is

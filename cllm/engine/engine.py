@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
-from cllm.engine.chat import ChatPrompt
-from cllm.engine.fan_out import run_all
+from cllm.engine.chat.chat_prompt import ChatPrompt
 from cllm.engine.lifecycle import Lifecycle
+from cllm.engine.loop.generate_all import run_all
+from cllm.engine.loop.request_call import Prompt, RequestCall, call_of, check_prompt
+from cllm.engine.loop.stream import Channel, TokenStream
 from cllm.engine.request import Completion, Score
 from cllm.engine.sampling_params import SamplingOptions, SamplingParams
-from cllm.engine.stream import Channel, TokenStream
-from cllm.engine.submission import Prompt, RequestCall, call_of, check_prompt
 from cllm.errors import QueueFullError
 
 
@@ -77,7 +77,7 @@ class Engine(Lifecycle):
         self._check_serving()
 
         async def open_channel() -> Channel:
-            return await self._intake.open(call)
+            return await self._input_processor.open(call)
 
         return TokenStream(call.request_id, open_channel, self._inbox)
 
@@ -222,7 +222,7 @@ class Engine(Lifecycle):
             Names what is wrong with the request.
         """
         self._check_serving()
-        call = await self._intake.score_call(prompt, continuation)
+        call = await self._input_processor.score_call(prompt, continuation)
         return Score.of(await self._complete(call))
 
     # --- Tokens ------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ class Engine(Lifecycle):
             Not a text, longer than 1 MiB, or with a lone surrogate.
         """
         self._check_serving()
-        return await self._intake.tokenize(
+        return await self._input_processor.tokenize(
             text, add_special=add_special, parse_special=parse_special
         )
 
@@ -257,7 +257,7 @@ class Engine(Lifecycle):
             Not a sequence of token ids.
         """
         self._check_serving()
-        return await self._intake.detokenize(token_ids)
+        return await self._input_processor.detokenize(token_ids)
 
     async def pieces(self, token_ids: Sequence[int]) -> list[bytes]:
         """The bytes that each of `token_ids` adds to a text; one may be part of a character.
@@ -268,4 +268,4 @@ class Engine(Lifecycle):
             Not a sequence of token ids.
         """
         self._check_serving()
-        return await self._intake.pieces(token_ids)
+        return await self._input_processor.pieces(token_ids)

@@ -15,20 +15,21 @@ from typing import Self, Unpack
 import anyio
 
 from cllm.bindings import fork_generation
-from cllm.engine.admission import QueueGate
-from cllm.engine.backend import Backend, EngineVocabulary
 from cllm.engine.config import EngineConfig, EngineOptions, config_from
-from cllm.engine.dispatcher import Dispatcher
-from cllm.engine.handoff import Event, Inbox, Outbox, ResetPrefixCache
+from cllm.engine.core.messages import ClearPrefixCache, Event, SlotInfo
+from cllm.engine.core.statistics import EngineStatistics
 from cllm.engine.health import EngineStatus, Health, check_serving, health_of
-from cllm.engine.home_loop import HomeLoop
-from cllm.engine.inference_thread import InferenceThread
-from cllm.engine.intake import Intake
-from cllm.engine.llama_backend import LlamaBackend
+from cllm.engine.llama.backend import LlamaBackend
+from cllm.engine.loop.dispatcher import Dispatcher
+from cllm.engine.loop.input_processor import InputProcessor
+from cllm.engine.loop.loop_guard import LoopGuard
+from cllm.engine.loop.queue_gate import QueueGate
 from cllm.engine.request import ModelInfo
-from cllm.engine.slots import SlotInfo
-from cllm.engine.statistics import EngineStatistics
-from cllm.engine.worker_thread import WorkerThreads
+from cllm.engine.thread.backend import Backend
+from cllm.engine.thread.inference_thread import InferenceThread
+from cllm.engine.thread.mailbox import Inbox, Outbox
+from cllm.engine.thread.worker_thread import WorkerThreads
+from cllm.engine.vocabulary import EngineVocabulary
 from cllm.errors import (
     ClosedError,
     EngineFailedError,
@@ -85,13 +86,13 @@ class Lifecycle:
 
     def _start(self) -> None:
         """Make the parts, and start the threads."""
-        self._home = HomeLoop()
+        self._loop_guard = LoopGuard()
         self._inbox = Inbox()
-        self._dispatcher = Dispatcher(self._inbox, self._gate, self._home)
+        self._dispatcher = Dispatcher(self._inbox, self._gate, self._loop_guard)
         outbox: Outbox[list[Event]] = Outbox(self._dispatcher.deliver)
         backend = self._make_backend()
         self._thread = InferenceThread(self.config, backend, self._inbox, outbox, self._workers)
-        self._intake = Intake(
+        self._input_processor = InputProcessor(
             self._check_serving,
             self._gate,
             self._dispatcher,
@@ -120,7 +121,7 @@ class Lifecycle:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Cancel what runs, free everything, join the threads.  Closing twice is allowed.
+        """CancelRequest what runs, free everything, join the threads.  Closing twice is allowed.
 
         If this is interrupted, the engine ends all the same.  In a forked child, where none of it is,
         this only ends its use.
@@ -134,12 +135,12 @@ class Lifecycle:
         if not is_here or self._dispatcher.ended.is_set():
             self._status = EngineStatus.CLOSED
             return
-        self._home.check()
+        self._loop_guard.check()
         self._status = EngineStatus.CLOSED
         self._thread.request_stop()
         self._finalizer.detach()
         with anyio.CancelScope(shield=True):
-            await self._intake.aclose()
+            await self._input_processor.aclose()
             await self._dispatcher.ended.wait()
         self._thread.join()
 
@@ -187,7 +188,7 @@ class Lifecycle:
     async def reset_prefix_cache(self) -> None:
         """Forget what finished requests have left in the KV cache."""
         self._check_serving(draining=True)
-        self._inbox.put(ResetPrefixCache())
+        self._inbox.put(ClearPrefixCache())
         await self._dispatcher.audit()  # answered after it
 
     async def slots(self) -> tuple[SlotInfo, ...]:
@@ -196,7 +197,7 @@ class Lifecycle:
         return await self._dispatcher.slots()
 
     async def audit(self) -> list[str]:
-        """Discrepancies between the books and llama.cpp's own; empty means they agree."""
+        """Discrepancies between the bookkeeping and llama.cpp's own; empty means they agree."""
         self._check_serving(draining=True)
         return await self._dispatcher.audit()
 
@@ -205,7 +206,7 @@ class Lifecycle:
         """The vocabulary, if requests are served, and served to this caller."""
         self._check_process()
         check_serving(self._present_status, self._failure, draining=draining)
-        self._home.check()
+        self._loop_guard.check()
         vocabulary = self._thread.vocabulary
         if vocabulary is None:  # it has failed, and its last event is on its way
             raise EngineFailedError("the engine has failed")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cllm.engine.decoder import Decoder
+from cllm.engine.core.decoder import Decoder
 from cllm.errors import InvalidArgumentError, NoKVSlotError, PositionError
 from cllm.testing import conformance_sharing
 from cllm.testing.conformance_steps import (

@@ -8,7 +8,7 @@ from typing import NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.engine.decoder import Decoder
+from cllm.engine.core.decoder import Decoder
 from cllm.errors import InvalidArgumentError
 from cllm.testing.expect import demand, expect
 

@@ -1,6 +1,6 @@
 """FakeEngine: an `Engine` without libllama and without a model, whose answers are scripted.
 
-The event loop's side, the inference thread, the scheduler and the books are the real ones; what is
+The event loop's side, the inference thread, the scheduler and the bookkeeping are the real ones; what is
 missing is the model.  It starts in a millisecond, and fails where a test says so.
 """
 
@@ -11,14 +11,14 @@ from contextlib import ExitStack
 from typing import Unpack
 
 from cllm import Engine, EngineConfig, InvalidArgumentError, SamplingParams
-from cllm.engine.backend import CheckServing, Loaded
 from cllm.engine.config import EngineOptions
-from cllm.engine.kv_cache import KVCache
-from cllm.engine.logprobs import LogprobReader
+from cllm.engine.constraint import Mask
+from cllm.engine.core.kv_cache import KVCache
 from cllm.engine.request import GenerationRequest, ModelInfo
-from cllm.engine.row_scan import RowScan
-from cllm.engine.sampling import Mask
-from cllm.engine.worker_thread import WorkerThreads
+from cllm.engine.sampling.logprobs import LogprobReader
+from cllm.engine.sampling.row_scan import RowScan
+from cllm.engine.thread.backend import CheckServing, Loaded
+from cllm.engine.thread.worker_thread import WorkerThreads
 from cllm.testing.fake_decoder import FakeDecoder, Fault, Latency, Poison
 from cllm.testing.fake_vocabulary import FakeVocabulary
 from cllm.testing.reference import AskedSampler

@@ -19,7 +19,7 @@ import anyio
 
 from cllm import Engine, SamplingOptions, SamplingParams, TokenStream
 from cllm.checks import INT32_MAX, check_int
-from cllm.engine.submission import Prompt
+from cllm.engine.loop.request_call import Prompt
 from cllm.errors import InvalidArgumentError
 from cllm.testing.load_calls import Between, Call, make_calls, run, run_at_once
 from cllm.testing.records import PromptKey, Records

@@ -17,7 +17,7 @@ from cllm import (
     TokenDelta,
     TokenStream,
 )
-from cllm.engine.submission import Prompt, new_request_id
+from cllm.engine.loop.request_call import Prompt, new_request_id
 from cllm.testing.records import PromptKey, Records, RequestRecord
 
 Between = Callable[[TokenStream, int], Awaitable[None]]

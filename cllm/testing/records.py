@@ -322,7 +322,7 @@ def _assert_same(name: str, token_ids: tuple[int, ...], expected: tuple[int, ...
 async def assert_books_agree(
     engine: Engine, *, n_requests: int | None = None, idle: bool = False
 ) -> None:
-    """The engine's books agree with llama.cpp's, and always have; idle, nothing is held.
+    """The engine's bookkeeping agrees with llama.cpp's, and always has; idle, nothing is held.
 
     An engine audits itself when it is idle, and mends what it finds: what was found so, since it
     was entered, is told here too.  What it has been told to cancel before this call is cancelled.
@@ -343,7 +343,7 @@ async def assert_books_agree(
     """
     found = await engine.audit()  # answered when all earlier commands have been obeyed
     if found:
-        raise AssertionError(f"the books and llama.cpp disagree: {'; '.join(found)}")
+        raise AssertionError(f"the KV cache bookkeeping and llama.cpp disagree: {'; '.join(found)}")
     before = engine.statistics()
     slots = await engine.slots()
     after = engine.statistics()

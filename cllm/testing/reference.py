@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from cllm.engine.constraint import Mask
 from cllm.engine.request import FinishReason
-from cllm.engine.row_scan import RowScan
-from cllm.engine.sampling import Mask
+from cllm.engine.sampling.row_scan import RowScan
 from cllm.engine.sampling_params import SamplingParams
 from cllm.testing.fake_decoder import Answer
 from cllm.testing.fake_vocabulary import FakeVocabulary

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.engine.handoff import Cancel, Read, ResetPrefixCache, Submit
+from cllm.engine.constraint import Mask
+from cllm.engine.core.engine_core import EngineCore
+from cllm.engine.core.messages import AddRequest
+from cllm.engine.core.tick_log import describe_event
 from cllm.engine.request import GenerationRequest, TokenLogprob
-from cllm.engine.row_scan import RowScan
-from cllm.engine.sampling import Mask
-from cllm.engine.tick import EngineCore
-from cllm.engine.tick_log import describe_event
+from cllm.engine.sampling.row_scan import RowScan
 from cllm.testing.reference import AskedSampler
 from cllm.testing.schedules import Check, MakeSimulator, Schedule, ScheduleError
 from cllm.testing.simulator import Simulator
@@ -164,14 +164,14 @@ class _Script:
     def __init__(self, log: TickLogFile) -> None:
         self._times: deque[float] = deque()
         self.calls = _Calls(log.faults())
-        self.decoder = _ScriptedDecoder(log.config.n_batch, log.books.n_seq_ids, self.calls)
+        self.decoder = _ScriptedDecoder(log.config.n_batch, log.kv_cache.n_seq_ids, self.calls)
         self._pieces = log.pieces()
         self._tokens = log.tokens()
         self._choices: deque[int | Exception] = deque()
         self.core = EngineCore(
             self.decoder,
             self,
-            log.books,
+            log.kv_cache,
             self._make_sampler,
             self._read_logprob,
             log.config,
@@ -190,21 +190,16 @@ class _Script:
         """Do what a line says."""
         core = self.core
         match line.command:
-            case Submit(request):
-                self._choices = self._tokens[request.request_id].popleft()
-                core.submit(request)
-            case Cancel(request_id):
-                core.cancel(request_id)
-            case Read(request_id, n_deltas):
-                core.read(request_id, n_deltas)
-            case ResetPrefixCache():
-                core.reset_prefix_cache()
             case CancelAll():
-                core.cancel_all()
+                core.queue.cancel_all()
             case Distrust(message):
-                core.distrust(RuntimeError(message))
+                core.mark_corrupt(RuntimeError(message))
             case Ticked():
                 core.tick()
+            case command:
+                if isinstance(command, AddRequest):
+                    self._choices = self._tokens[command.request.request_id].popleft()
+                core.handle(command)
 
     def differences(self, line: LogLine) -> Iterator[tuple[str, object, object]]:
         """What is not as the line says."""

@@ -49,7 +49,7 @@ class Actor:
             case Submit():
                 self._submit(step)
             case Cancel(name) if request_id := self._alive(name):
-                sim.core.cancel(request_id)
+                sim.core.queue.cancel(request_id)
                 sim.hear()
                 demand(request_id in sim.finished, f"{request_id} was cancelled and did not end")
             case StopReading(name) if request_id := self._alive(name):
@@ -70,7 +70,7 @@ class Actor:
                 sim.decoder.call_faults[method, calls[method] + 1] = RuntimeError("scripted")
                 sim.tick(2)
             case ResetPrefixCache():
-                sim.core.reset_prefix_cache()
+                sim.core.manager.evict_all()
 
     def _submit(self, step: Submit) -> None:
         sim = self._sim

@@ -71,7 +71,7 @@ class Schedule:
         Raises
         ------
         ScheduleError
-            The books, an answer, an ending or `check` was wrong.
+            The kv_cache, an answer, an ending or `check` was wrong.
         """
         sim = simulator(**self.options)
         actor = Actor(sim)

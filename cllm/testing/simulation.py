@@ -90,7 +90,7 @@ def simulate(
 ) -> SimulationReport:
     """Run the schedules of the seeds from `seed` on: arrivals, cancellations, readers, faults.
 
-    After every tick the books agree with the cache, and no request is lost.  At the end every answer
+    After every tick the bookkeeping agrees with the cache, and no request is lost.  At the end every answer
     is the one that its request gives alone, who failed is who had to, and nothing is left behind.
 
     Parameters

@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cllm import EngineConfig
-from cllm.engine.handoff import Finished, Progressed
-from cllm.engine.kv_cache import KVCache
-from cllm.engine.logprobs import LogprobReader
+from cllm.engine.core.engine_core import EngineCore
+from cllm.engine.core.kv_cache import KVCache
+from cllm.engine.core.messages import Finished, Progressed
 from cllm.engine.request import FinishReason, GenerationRequest
+from cllm.engine.sampling.logprobs import LogprobReader
 from cllm.engine.sampling_params import SamplingParams
-from cllm.engine.tick import EngineCore
 from cllm.testing.expect import demand, expect
 from cllm.testing.fake_decoder import Answer, FakeDecoder, Fault, Latency, Poison
 from cllm.testing.reference import COMPLETED, VOCABULARY, CountingSampler, Outcome, alone, babble
@@ -80,7 +80,7 @@ class Simulator:
     ----------
     core : EngineCore
     decoder : WatchedDecoder
-    books : KVCache
+    kv_cache : KVCache
     now : float
         Seconds.
     requests : dict
@@ -130,7 +130,7 @@ class Simulator:
         )
         self.decoder.batches = []
         self.is_checked = is_checked
-        self.books = KVCache(
+        self.kv_cache = KVCache(
             n_cells=n_ctx,
             n_seq_ids=n_seq_ids,
             n_ctx_seq=self.decoder.n_ctx_seq,
@@ -152,7 +152,7 @@ class Simulator:
         return EngineCore(
             self.decoder,
             VOCABULARY,
-            self.books,
+            self.kv_cache,
             self._make_sampler,
             LogprobReader(VOCABULARY, self.decoder.n_vocab).read,
             self.config,
@@ -176,7 +176,7 @@ class Simulator:
         timeout: float | None = None,
         **sampling: Any,
     ) -> str:
-        """Submit a request, greedy unless it says otherwise, and return its id (r0, r1, …)."""
+        """AddRequest a request, greedy unless it says otherwise, and return its id (r0, r1, …)."""
         serial = len(self.requests)
         request = GenerationRequest(
             request_id=f"r{serial}",
@@ -188,7 +188,7 @@ class Simulator:
             deadline=None if timeout is None else self.now + timeout,
         )
         self.requests[request.request_id] = request
-        self.core.submit(request)
+        self.core.queue.submit(request)
         return request.request_id
 
     def tick(self, n_ticks: int = 1) -> set[str]:
@@ -214,7 +214,7 @@ class Simulator:
         self._read(request_id)
 
     def _read(self, request_id: str) -> None:
-        self.core.read(request_id, self.unread.pop(request_id, 0))
+        self.core.queue.read(request_id, self.unread.pop(request_id, 0))
 
     def is_paused(self, request_id: str) -> bool:
         return self.unread[request_id] >= self.config.stream_buffer
@@ -248,34 +248,36 @@ class Simulator:
 
     def check(self) -> None:
         """The invariants that hold between any two steps."""
-        core, books, decoder, queue = self.core, self.books, self.decoder, self.core.queue
+        core, kv_cache, decoder, queue = self.core, self.kv_cache, self.decoder, self.core.queue
         alive = {s.request.request_id for s in queue.running + queue.waiting}
         demand(alive.isdisjoint(self.finished), "a request runs or waits after its last event")
         expect(alive | self.finished.keys(), self.requests.keys(), "requests alive or ended")
         expect(len(queue.running) + len(queue.waiting), len(alive), "places in the queue")
         if core.manager.fault is not None:
             return  # the next tick makes the context anew
-        expect(core.discrepancies(), [], "where the books and the cache differ")
+        expect(core.discrepancies(), [], "where the bookkeeping and the cache differ")
         held = {s.slot.seq_id: s.tokens[: s.n_computed] for s in queue.running if s.slot}
         cached = {e.slot.seq_id: e.tokens.tolist() for e in core.manager.prefixes.entries}
         demand(held.keys().isdisjoint(cached), "a seq_id has a request and is cached")
         occupied = {i: tokens for i, tokens in (held | cached).items() if tokens}
         expect(decoder.cells, occupied, "tokens in the cache, by seq_id")
-        expect(decoder.n_cells_used, books.n_cells - books.n_free, "cells in use")
+        expect(decoder.n_cells_used, kv_cache.n_cells - kv_cache.n_free, "cells in use")
         demand(decoder.n_cells_used <= decoder.n_ctx, "more cells in use than there are")
-        expect((len(held), books.n_live_ids), (len(queue.running),) * 2, "seq_ids of requests")
+        expect((len(held), kv_cache.n_live_ids), (len(queue.running),) * 2, "seq_ids of requests")
         demand(len(held) <= self.config.n_seq_max, "more sequences run than n_seq_max")
-        expect(books.n_cached_ids, len(cached), "seq_ids of the prefix cache")
-        n_cached_at_most = self.config.n_prefix_cache_tokens(books.n_cells)
-        demand(books.n_cached <= n_cached_at_most, "more cells cached than may be")
+        expect(kv_cache.n_cached_ids, len(cached), "seq_ids of the prefix cache")
+        n_cached_at_most = self.config.n_prefix_cache_tokens(kv_cache.n_cells)
+        demand(kv_cache.n_cached <= n_cached_at_most, "more cells cached than may be")
         demand(all(s.slot is None for s in queue.waiting), "a waiting request has a seq_id")
         demand(all(s.swapped is None for s in queue.running), "a running request is swapped out")
 
     def check_idle(self) -> None:
         """The invariants of an engine without requests."""
-        queue, books = self.core.queue, self.books
+        queue, kv_cache = self.core.queue, self.kv_cache
         expect(sorted(self.finished), sorted(self.requests), "requests that got their last event")
-        expect((books.n_used, books.n_live_ids), (0, 0), "cells and seq_ids of requests, idle")
+        expect(
+            (kv_cache.n_used, kv_cache.n_live_ids), (0, 0), "cells and seq_ids of requests, idle"
+        )
         expect((queue.running, queue.waiting), ([], []), "who runs and who waits, idle")
         expect((self.core.has_work, self.core.next_deadline), (False, None), "work, and deadlines")
         demand(all(s.n_closed == 1 for s in self.samplers), "a sampler was not closed once")
@@ -286,11 +288,13 @@ class Simulator:
         )
         n_alive = told.n_running, told.n_waiting, told.n_paused
         expect(n_alive, (0, 0, 0), "n_running, n_waiting, n_paused")
-        self.core.reset_prefix_cache()
-        n_left = books.n_cached, books.n_cached_ids, books.n_free
-        expect(n_left, (0, 0, books.n_cells), "cells, seq_ids, free cells of an empty prefix cache")
+        self.core.manager.evict_all()
+        n_left = kv_cache.n_cached, kv_cache.n_cached_ids, kv_cache.n_free
+        expect(
+            n_left, (0, 0, kv_cache.n_cells), "cells, seq_ids, free cells of an empty prefix cache"
+        )
         expect(self.decoder.cells, {}, "tokens in an empty cache")
-        expect(self.core.discrepancies(), [], "where the books and an empty cache differ")
+        expect(self.core.discrepancies(), [], "where the bookkeeping and an empty cache differ")
 
     def outcome(self, request_id: str) -> Outcome:
         """What a request ended with, if its events and its completion agree on it."""

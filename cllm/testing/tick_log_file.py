@@ -16,12 +16,12 @@ from typing import Any
 
 from cllm import errors
 from cllm.engine.config import EngineConfig
-from cllm.engine.handoff import Cancel, Read, ResetPrefixCache, Submit
-from cllm.engine.kv_cache import KVCache
+from cllm.engine.core.kv_cache import KVCache
+from cllm.engine.core.messages import AddRequest, CancelRequest, ClearPrefixCache, Read
+from cllm.engine.core.tick_log import FORMAT
 from cllm.engine.request import GenerationRequest
-from cllm.engine.sampling import NotFiniteError
+from cllm.engine.sampling.batch_sampler import NotFiniteError
 from cllm.engine.sampling_params import SamplingParams
-from cllm.engine.tick_log import FORMAT
 from cllm.errors import LlamaCallError
 
 MALFORMED = (AttributeError, LookupError, TypeError, ValueError)
@@ -34,7 +34,7 @@ class CancelAll:
 
 @dataclass(frozen=True, slots=True)
 class Distrust:
-    """An audit found that the books and llama.cpp disagree."""
+    """An audit found that the KV cache bookkeeping and llama.cpp disagree."""
 
     message: str
 
@@ -47,7 +47,7 @@ class Ticked:
     events: list[dict[str, Any]]
 
 
-Entry = Submit | Cancel | Read | ResetPrefixCache | CancelAll | Distrust | Ticked
+Entry = AddRequest | CancelRequest | Read | ClearPrefixCache | CancelAll | Distrust | Ticked
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class LogLine:
     number : int
         In the file, from 1 on.
     clock, positions, faults, pieces
-        What was read while it lasted; see `cllm.engine.tick_log`.
+        What was read while it lasted; see `cllm.engine.core.tick_log`.
     """
 
     number: int
@@ -75,7 +75,7 @@ class TickLogFile:
     """A whole log."""
 
     config: EngineConfig
-    books: KVCache
+    kv_cache: KVCache
     lines: list[LogLine]
 
     @classmethod
@@ -95,13 +95,13 @@ class TickLogFile:
                 "it can be repeated by the version of cllm that has written it"
             )
         with _malformed(path, 1):
-            books = KVCache(**header.pop("books"))
+            kv_cache = KVCache(**header.pop("kv_cache"))
             config = EngineConfig(**header)
         lines: list[LogLine] = []
         for number, values in enumerate(objects[1:], 2):
             with _malformed(path, number):
                 lines.append(_line(number, values))
-        return cls(config, books, lines)
+        return cls(config, kv_cache, lines)
 
     def faults(self) -> dict[tuple[str, int], bool | str]:
         """The calls that failed, by method and number."""
@@ -115,7 +115,7 @@ class TickLogFile:
         """What was sampled for each request, in order; an id may have been used more than once."""
         choices: dict[str, deque[deque[int | Exception]]] = defaultdict(deque)
         for command in (line.command for line in self.lines):
-            if isinstance(command, Submit):
+            if isinstance(command, AddRequest):
                 choices[command.request.request_id].append(deque())
             for event in command.events if isinstance(command, Ticked) else ():
                 if not choices[event["id"]]:
@@ -174,16 +174,16 @@ def _line(number: int, values: dict[str, Any]) -> LogLine:
 def _entry(values: dict[str, Any]) -> Entry:
     match values:
         case {"submit": dict() as request, **others} if not others:
-            return Submit(_request(request))
+            return AddRequest(_request(request))
         case {"cancel": str() as request_id, **others} if not others:
-            return Cancel(request_id)
+            return CancelRequest(request_id)
         case {"read": [str() as request_id, int() as n_deltas], **others} if not others:
             return Read(request_id, n_deltas)
         case {"reset_prefix_cache": True, **others} if not others:
-            return ResetPrefixCache()
+            return ClearPrefixCache()
         case {"cancel_all": True, **others} if not others:
             return CancelAll()
-        case {"distrust": str() as message, **others} if not others:
+        case {"mark_corrupt": str() as message, **others} if not others:
             return Distrust(message)
         case {"tick": dict() as tick, **others} if not others:
             return _ticked(**tick)

@@ -28,7 +28,7 @@ MIXED: list[tuple[str, str]] = [
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_all_ten_thousand_sums_are_right_64_at_once(anyio_backend: str) -> None:
-    """And afterwards the proof that bypasses the books holds: the cache has every cell again."""
+    """And afterwards the proof that bypasses the bookkeeping holds: the cache has every cell again."""
     n_ctx = 4096
     async with Engine(n_ctx=n_ctx, n_seq_max=64, **QUIET) as engine:
         pairs = [(a, b) for a in range(100) for b in range(100)]

@@ -16,9 +16,10 @@ import anyio.to_thread
 import pytest
 
 from cllm import Engine
-from cllm.engine.handoff import Outbox, Read
+from cllm.engine.core.messages import Read
+from cllm.engine.core.statistics import EngineStatistics
 from cllm.engine.health import EngineStatus
-from cllm.engine.statistics import EngineStatistics
+from cllm.engine.thread.mailbox import Outbox
 from cllm.errors import ClosedError, EngineFailedError, GenerationError, WrongThreadError
 from cllm.testing import FakeEngine
 from tests.conftest import QUIET, our_threads
@@ -138,7 +139,7 @@ async def test_an_engine_that_was_closed_before_it_was_entered_is_closed(
 async def test_a_dropped_engine_warns_and_its_threads_end(anyio_backend: str) -> None:
     engine = await FakeEngine().__aenter__()
     assert (await engine.generate("hello")).text == "hello"
-    inference, tokenizer = engine._thread, engine._intake._tokenizer._thread
+    inference, tokenizer = engine._thread, engine._input_processor._tokenizer._thread
     with pytest.warns(ResourceWarning, match="dropped without being closed: use `async with`"):  # noqa: PT031
         del engine
         gc.collect()
@@ -178,7 +179,7 @@ async def test_the_error_of_a_request_does_not_keep_a_dropped_engine(
 async def test_nothing_is_freed_while_a_text_is_tokenized(anyio_backend: str, how: str) -> None:
     """Its caller has given up; the vocabulary is used all the same."""
     engines = [await FakeEngine().__aenter__()]
-    inference, worker = engines[0]._thread, engines[0]._intake._tokenizer
+    inference, worker = engines[0]._thread, engines[0]._input_processor._tokenizer
     begun, may_go_on, seen = threading.Event(), threading.Event(), list[bool]()
 
     def tokenize() -> None:
@@ -261,7 +262,7 @@ async def test_the_process_that_tries_grammars_ends_with_a_dropped_engine(
 ) -> None:
     engine = await Engine(n_ctx=512, n_seq_max=2, **QUIET).__aenter__()
     assert (await engine.generate("1+1=", grammar='root ::= "2"')).text == "2"
-    (trial,) = engine._intake._constraints._trials.values()  # type: ignore[attr-defined]
+    (trial,) = engine._input_processor._constraints._trials.values()  # type: ignore[attr-defined]
     process, inference = trial._process, engine._thread
     assert process is not None
     with pytest.warns(ResourceWarning, match="dropped without being closed"):  # noqa: PT031

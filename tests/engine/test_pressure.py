@@ -13,7 +13,7 @@ import anyio
 import pytest
 
 from cllm import Completion, Engine, FinishReason, SamplingOptions, TokenStream
-from cllm.engine.tick_cost import TickCost
+from cllm.engine.core.tick_cost import TickCost
 from cllm.testing import replay
 from tests.conftest import QUIET, running_batch, submitted_together
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cllm import Completion, Engine, FinishReason
-from cllm.engine.logprobs import LogprobReader
+from cllm.engine.core.engine_core import EngineCore
 from cllm.engine.request import GenerationRequest
+from cllm.engine.sampling.logprobs import LogprobReader
 from cllm.engine.sampling_params import SamplingParams
-from cllm.engine.tick import EngineCore
 from cllm.testing.fake_decoder import FakeRun, Fault
 from cllm.testing.reference import Outcome
 from cllm.testing.simulator import Simulator
@@ -59,7 +59,7 @@ class TextSimulator(Simulator):
         return EngineCore(
             self.decoder,
             self.vocabulary,
-            self.books,
+            self.kv_cache,
             self._make_sampler,
             LogprobReader(self.vocabulary, self.decoder.n_vocab).read,
             self.config,
@@ -85,7 +85,7 @@ class TextSimulator(Simulator):
             strips_space=strips_space,
         )
         self.requests["r"] = request
-        self.core.submit(request)
+        self.core.queue.submit(request)
         return "r"
 
     def result(self, **options: Any) -> Outcome:
@@ -194,7 +194,7 @@ def test_the_first_of_stop_id_and_stop_string_ends_the_output() -> None:
 
 # --- Every end ----------------------------------------------------------------------------------
 def _cancel(sim: TextSimulator) -> None:
-    sim.core.cancel("r")
+    sim.core.queue.cancel("r")
 
 
 def _pass_the_deadline(sim: TextSimulator) -> None:
@@ -326,7 +326,7 @@ def test_what_is_held_back_survives_an_interruption(interruption: str) -> None:
             if interruption == "preempted":
                 sim.core.queue.preempt(sequence)
             else:
-                sim.core.distrust(RuntimeError("scripted"))
+                sim.core.mark_corrupt(RuntimeError("scripted"))
         sim.tick()
     assert sim.outcome(request_id) == Outcome((0, 1, 2, 3), "a ", STOP, "🙂STOP")
     statistics = sim.core.statistics()

@@ -20,15 +20,15 @@ import pytest
 
 from cllm.bindings import Model, Vocabulary
 from cllm.bindings._llama_h import VocabType
-from cllm.engine.admission import QueueGate
-from cllm.engine.constraint_compiler import ConstraintCompiler
-from cllm.engine.detokenizer import Detokenizer
-from cllm.engine.dispatcher import Dispatcher
-from cllm.engine.intake import Intake
+from cllm.engine.constraints.compiler import ConstraintCompiler
+from cllm.engine.core.detokenizer import Detokenizer
+from cllm.engine.loop.dispatcher import Dispatcher
+from cllm.engine.loop.input_processor import InputProcessor
+from cllm.engine.loop.queue_gate import QueueGate
+from cllm.engine.loop.request_call import RequestCall
 from cllm.engine.request import GenerationRequest
 from cllm.engine.sampling_params import SamplingParams
-from cllm.engine.submission import RequestCall
-from cllm.engine.worker_thread import WorkerThreads
+from cllm.engine.thread.worker_thread import WorkerThreads
 
 # Those that llama.cpp has cases for, and the others.
 WITH_CASES = (
@@ -290,7 +290,7 @@ def test_what_is_held_back_is_never_longer_than_the_longest_stop_string(vocab: V
 
 # --- The way in ---------------------------------------------------------------------------------
 async def opened(vocab: object, prompt: str | tuple[int, ...], gate: QueueGate) -> list[bool]:
-    """`strips_space` of the request that intake makes of a prompt."""
+    """`strips_space` of the request that input_processor makes of a prompt."""
     found: list[bool] = []
 
     def submit(request: GenerationRequest, stream_buffer: int) -> None:
@@ -300,7 +300,7 @@ async def opened(vocab: object, prompt: str | tuple[int, ...], gate: QueueGate) 
         model=SimpleNamespace(n_ctx=64), is_open=lambda request_id: False, submit=submit
     )
     workers = WorkerThreads()
-    intake = Intake(
+    input_processor = InputProcessor(
         lambda **_: cast(Vocabulary, vocab),
         gate,
         cast(Dispatcher, dispatcher),
@@ -309,9 +309,9 @@ async def opened(vocab: object, prompt: str | tuple[int, ...], gate: QueueGate) 
         workers=workers,
     )
     try:
-        await intake.open(RequestCall(prompt, SamplingParams(), 0, None, "r"))
+        await input_processor.open(RequestCall(prompt, SamplingParams(), 0, None, "r"))
     finally:
-        await intake.aclose()
+        await input_processor.aclose()
         workers.end()
     return found
 

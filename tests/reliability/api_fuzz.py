@@ -2,7 +2,7 @@
 
 Hypothesis draws calls of the public API, right and wrong, for one engine in a child process.  Each
 ends in a result or in an error that is documented for it; never in another exception, a signal, or
-not at all.  After every hundred the books agree and a known request gets its right answer.
+not at all.  After every hundred the bookkeeping agrees and a known request gets its right answer.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Fuzz:
             await self.check()
 
     async def check(self) -> None:
-        """The books agree, and a known request gets its right answer."""
+        """The bookkeeping agrees, and a known request gets its right answer."""
         self.found.n_checks += 1
         with anyio.fail_after(TIME_LIMIT_S):
             found = await self.engine.audit()

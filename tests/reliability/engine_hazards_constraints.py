@@ -12,7 +12,7 @@ from cllm.engine.sampling_params import (
     MAX_SCHEMA_BYTES,
     MAX_SCHEMA_DEPTH,
 )
-from tests.engine.test_gbnf import HAZARDS, MALFORMED, chain
+from tests.engine.constraints.test_gbnf import HAZARDS, MALFORMED, chain
 from tests.reliability.engine_hazard_case import (
     INF,
     N_VOCAB,
@@ -32,7 +32,7 @@ SYNTAX = "1.6 grammars that llama.cpp cannot read"
 LARGE = "1.6 repetitions"
 TOKENS = "1.6 accept of a token that does not match"
 SCHEMA, REGEX = "1.6 schemas that cost too much or are none", "1.6 regular expressions"
-# Which row each kind of `tests/engine/test_gbnf.py` belongs to, by the first word that fits.
+# Which row each kind of `tests/engine/constraints/test_gbnf.py` belongs to, by the first word that fits.
 ROWS = (
     ("fewer at most", "1.6 max < min in a repetition"),
     ("left recursion", "1.6 left recursion"),

@@ -19,7 +19,7 @@ from enum import StrEnum
 
 import anyio
 
-from cllm.engine.sampling import NotFiniteError
+from cllm.engine.sampling.batch_sampler import NotFiniteError
 from cllm.errors import LlamaCallError
 from tests.reliability.fault_workload import CONSTRAINED, N_VOCAB, Bench, Run
 from tests.reliability.native_faults import (
@@ -202,7 +202,7 @@ def _words(run: Run, affected: set[str] | None) -> str:
         return Suffers.ENGINE
     if not affected:
         return Suffers.NOBODY
-    return REFUSED if run.met[0].is_intake else Suffers.ITS_REQUEST
+    return REFUSED if run.met[0].is_input else Suffers.ITS_REQUEST
 
 
 def affected_by(row: Row, run: Run) -> tuple[set[str] | None, str | None]:

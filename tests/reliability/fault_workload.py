@@ -17,8 +17,9 @@ import anyio
 import pytest
 
 from cllm import Completion, Engine, FinishReason, TokenStream
-from cllm.engine import inference_thread, swap_store
-from cllm.engine.handoff import Cancel, Command
+from cllm.engine.core import swap_store
+from cllm.engine.core.messages import CancelRequest, Command
+from cllm.engine.thread import inference_thread
 from cllm.errors import CllmError, EngineFailedError, GenerationError
 from tests.conftest import QUIET, our_threads, put_at_once
 from tests.reliability.answers import unlike, unlike_beginning
@@ -184,7 +185,7 @@ class Bench:
         run = Run()
         self._forget(faults)
         self.faults.arm(*faults)
-        cancel = Cancel(CANCELLED)
+        cancel = CancelRequest(CANCELLED)
         inbox = self.engine._inbox
         self.faults.at("llama_decode", CANCELLED_AT, lambda: inbox.put(cancel))
         with anyio.move_on_after(HANG_S) as scope:
@@ -249,7 +250,7 @@ class Bench:
         vocabulary._is_eog.clear()
         vocabulary.__dict__.pop("prefixes_space", None)
         if any(fault.function in ABOUT_CHATS for fault in faults):
-            self.engine._intake._chat = None
+            self.engine._input_processor._chat = None
 
     async def count_calls(self, function: str, *faults: Fault) -> int:
         """How often a run with no other faults than these calls a function."""
@@ -282,7 +283,7 @@ class Bench:
                 run.wrong += self._told(name, answer)
             elif name in affected:
                 cause = run.met[0].fault.outcome.cause
-                run.wrong += self._ended(name, answer, cause, is_intake=run.met[0].is_intake)
+                run.wrong += self._ended(name, answer, cause, is_input=run.met[0].is_input)
             else:
                 run.wrong += self._exact(name, answer)
         if run.has_failed != (affected is None):
@@ -296,12 +297,12 @@ class Bench:
         return [f"{name}: {found}"] if (found := compare(answer, self.alone[name])) else []
 
     def _ended(
-        self, name: str, answer: Answer, cause: type[Exception], *, is_intake: bool
+        self, name: str, answer: Answer, cause: type[Exception], *, is_input: bool
     ) -> list[str]:
         errors = [answer, getattr(answer, "__cause__", None)]
         if not any(isinstance(error, cause) for error in errors):
             return [f"{name}: {answer!r}, not for {cause.__name__}"]
-        if is_intake:
+        if is_input:
             return []
         if not isinstance(answer, GenerationError) or answer.completion is None:
             return [f"{name}: {answer!r}, not a GenerationError"]

@@ -110,7 +110,7 @@ ROWS = (
     _row("1.1 bad_alloc inside decode", unreachable="nothing in the process can stop it: the server "
          "runs the engine in a process of its own (tests/server/test_supervisor.py)"),
     _row("1.1 output buffer cannot grow", unreachable="only with no memory left; the answer to "
-         "llama_decode's -2 is in tests/engine/test_core_faults.py"),
+         "llama_decode's -2 is in tests/engine/core/test_engine_core_faults.py"),
     _row("1.1 logits of a bad row", "sampling row -1 of 4", "sampling a row without logits"),
     _row("1.1 stale logits", "logits of a decode before the last",
          "logits after a decode without room", "logits after an aborted decode"),
@@ -145,7 +145,7 @@ ROWS = (
     _row("1.4 seq_add past the end, seq_div", "seq_add of (0, None, 2147483647)",
          unreachable="of seq_div: cllm does not declare it"),
     _row("1.4 part of a recurrent sequence", unreachable="the answer of seq_rm is checked: "
-         "tests/engine/test_other_models.py runs recurrent and hybrid models"),
+         "tests/engine/llama/test_other_models.py runs recurrent and hybrid models"),
     _row("1.5 sampling a row that is no output", "sampling a row without logits",
          "sampling before the first decode"),
     _row("1.5 chain without a selecting sampler", "sampling with an empty chain",
@@ -198,7 +198,7 @@ ROWS = (
     _row("1.7 chat templates", "a chat message with role None", "a chat message without content"),
     _row("1.7 control tokens in a caller's text"),
     _row("1.7 templates that run code or do not end", unreachable="a template is the model's own; "
-         "what one may do is in tests/engine/test_template_sandbox.py"),
+         "what one may do is in tests/engine/chat/test_template_sandbox.py"),
     _row("1.8 destination out of range", "a state into sequence 4",
          "a state into sequence -1 (per-sequence layout)"),
     _row("1.8 truncated blobs", "a state cut at 16 bytes", "a state cut at -1 bytes",
@@ -207,7 +207,7 @@ ROWS = (
     _row("1.8 an occupied destination", "a state into an occupied sequence"),
     _row("1.8 state files", unreachable="cllm declares no llama_state_*_file"),
     _row("1.8 NaN that stays in the cache", unreachable="a row of NaN ends its request, and makes "
-         "the context anew without flash attention (tests/engine/test_core_faults.py)"),
+         "the context anew without flash attention (tests/engine/core/test_engine_core_faults.py)"),
     _row("1.9 LoRA files and scales", "a missing LoRA", "a LoRA file of garbage",
          "a model file as LoRA", "a LoRA scale of nan"),
     _row("1.9 LoRA NULL, or of another model", "a LoRA of another model", "a LoRA that is closed",

@@ -162,7 +162,7 @@ async def sums(engine: Engine) -> list[str]:
 
 
 async def two_engines(seed: int) -> None:
-    """At once, with other requests each: exact, and each with books of its own."""
+    """At once, with other requests each: exact, and each with bookkeeping of its own."""
     async with Engine(**OPTIONS) as one:
         expected = await sums(one)
     async with Engine(**OPTIONS) as one, Engine(**OPTIONS | {"kv_unified": False}) as two:

@@ -20,9 +20,9 @@ import numpy as np
 
 from cllm.bindings import _llama_h as h
 from cllm.bindings._library import library
+from cllm.engine.core.scheduler import Chunk
+from cllm.engine.core.sequence import Sequence
 from cllm.engine.request import GenerationRequest
-from cllm.engine.scheduler import Chunk
-from cllm.engine.sequence import Sequence
 from cllm.errors import InvalidArgumentError
 
 INJECTED = "injected"
@@ -134,7 +134,7 @@ class Met:
     ----------
     owner : str or None
         The request that the call was made for; None where it serves many or nobody.
-    is_intake : bool
+    is_input : bool
         Before the request was submitted.
     is_grammar : bool
         The call was for a sampler that forbids, and selects nothing.
@@ -142,7 +142,7 @@ class Met:
 
     fault: Fault
     owner: str | None
-    is_intake: bool
+    is_input: bool
     is_grammar: bool
 
 

@@ -29,12 +29,15 @@ from tests.reliability.sanitized import Expected, Findings, NotBuiltError, Repor
 
 # Those of the engine that load libllama.  The others run on a scripted decoder, or without one.
 ENGINE = (
-    "chat", "conformance", "constraint_trial", "engine", "fan_out", "guidance", "health", "isolation",
-    "lifecycle", "other_models", "ownership", "preflight", "pressure", "request", "sampling",
-    "sampling_faults", "schedules", "scoring_engine", "seen_models", "stops", "structured_output",
-    "tokens", "worker_thread",
+    "chat/test_chat", "constraints/test_llguidance", "constraints/test_structured_output",
+    "constraints/test_trial", "llama/test_decoder_conformance", "llama/test_other_models",
+    "llama/test_preflight", "llama/test_preflight_cache", "loop/test_generate_all",
+    "loop/test_request_call", "sampling/test_row_sampler", "sampling/test_sampler_faults",
+    "test_engine", "test_health", "test_isolation", "test_lifecycle", "test_ownership",
+    "test_pressure", "test_schedules", "test_scoring_engine", "test_stops", "test_tokens",
+    "thread/test_worker_thread",
 )  # fmt: skip
-TESTS = ("tests/bindings", *(f"tests/engine/test_{name}.py" for name in ENGINE))
+TESTS = ("tests/bindings", *(f"tests/engine/{name}.py" for name in ENGINE))
 CLAIM = (
     "With sanitizers in libllama, the suites of the bindings and of the engine pass, and nothing is "
     "reported: no access out of bounds or after a free, no undefined behaviour, no byte that libllama "
@@ -45,12 +48,12 @@ TEST_TIMEOUT_S = 1200  # the longest takes a minute on a quiet machine, four on 
 # is suppressed: nothing else has been reported.
 EXPECTED = (
     Expected(
-        ("stack-overflow",), "cllm.engine.constraint_helper",
+        ("stack-overflow",), "cllm.engine.llama.trial_child",
         "llama.cpp and llguidance read what they are given by recursion; tests nest it until a trial dies",
     ),
     Expected(
         ("allocator is out of memory", "internal allocator is out of memory", "out-of-memory"),
-        "cllm.engine.constraint_helper",
+        "cllm.engine.llama.trial_child",
         "a trial may take 512 MiB; tests give it what takes more",
     ),
 )  # fmt: skip
@@ -177,7 +180,7 @@ def run(tests: Sequence[str], directory: Path) -> Outcome:
 
 def other_engine_tests() -> list[str]:
     """The files of the engine's suite that are not watched."""
-    found = (str(path.relative_to(ROOT)) for path in (ROOT / "tests/engine").glob("test_*.py"))
+    found = (str(path.relative_to(ROOT)) for path in (ROOT / "tests/engine").rglob("test_*.py"))
     return sorted(set(found) - set(TESTS))
 
 

@@ -290,7 +290,7 @@ def record_of(outcome: Outcome, command: str) -> Record:
             "output tokens": ledger.n_tokens,
             "answers compared whole": ledger.n_whole,
             "beginnings of answers compared": ledger.n_begun,
-            "wrong answers or books": ledger.n_wrong,
+            "wrong answers or bookkeeping": ledger.n_wrong,
             "wrong in all": len(outcome.complaints()),
             "injected faults, fatal": ledger.faults["fatal"] + ledger.faults["raises"],
             "injected faults, aborted": ledger.faults["aborted"],

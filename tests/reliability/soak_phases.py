@@ -27,8 +27,8 @@ from cllm import (
 )
 from cllm.bindings import Batch, Context
 from cllm.bindings.context import Logits
-from cllm.engine.recovery import Recovery, Verdict
-from cllm.engine.scheduler import Chunk
+from cllm.engine.core.recovery import Recovery, Verdict
+from cllm.engine.core.scheduler import Chunk
 from cllm.errors import DecodeFailedError
 from cllm.testing.load import burst, cancel_storm, poisson, sequential, slow_readers
 from cllm.testing.records import Records, assert_as_alone, assert_books_agree

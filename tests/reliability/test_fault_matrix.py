@@ -10,12 +10,12 @@ import pytest
 from cllm.bindings import Batch, Context, Model
 from cllm.bindings._library import library
 from cllm.engine.config import EMBEDDED_MODEL
-from cllm.engine.detokenizer import Detokenizer
-from cllm.engine.kv_cache_manager import KVCacheManager
-from cllm.engine.output_processor import OutputProcessor
-from cllm.engine.recovery import Recovery, Verdict
-from cllm.engine.run_queue import RunQueue
-from cllm.engine.sequence import Sequence
+from cllm.engine.core.detokenizer import Detokenizer
+from cllm.engine.core.kv_cache_manager import KVCacheManager
+from cllm.engine.core.output_processor import OutputProcessor
+from cllm.engine.core.recovery import Recovery, Verdict
+from cllm.engine.core.run_queue import RunQueue
+from cllm.engine.core.sequence import Sequence
 from tests.reliability.fault_matrix import (
     FAMILIES,
     FIRST_FAULT,

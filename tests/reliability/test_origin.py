@@ -21,11 +21,11 @@ import pytest
 from benchmarks import drift
 from cllm import Completion, Engine
 from cllm.bindings import Batch, Context, Model
-from cllm.engine import inference_thread
 from cllm.engine.config import EMBEDDED_MODEL
-from cllm.engine.inference_thread import InferenceThread
-from cllm.engine.run_queue import RunQueue
-from cllm.engine.sequence import Sequence as RunningSequence
+from cllm.engine.core.run_queue import RunQueue
+from cllm.engine.core.sequence import Sequence as RunningSequence
+from cllm.engine.thread import inference_thread
+from cllm.engine.thread.inference_thread import InferenceThread
 from cllm.errors import GenerationError, PositionError
 from cllm.testing.load import sequential
 from cllm.testing.records import assert_no_drift

@@ -1,6 +1,6 @@
 """The field reports' findings, O6 to O9, O12 and O13, each by a test that bears its name.
 
-Arrays that were freed twice (O6), books that threads shared (O7), one logic written twice (O8), an
+Arrays that were freed twice (O6), bookkeeping that threads shared (O7), one logic written twice (O8), an
 old API (O9), hypotheses why latency grew (O12), and what was asked for (O13).  The others are in
 test_origin.py.
 """
@@ -133,7 +133,7 @@ async def test_o6_an_error_in_the_middle_of_a_tick_frees_nothing_twice(
     assert len(freed) == 2
 
 
-# --- O7: books that threads shared ----------------------------------------------------------------
+# --- O7: bookkeeping that threads shared ----------------------------------------------------------------
 async def _raised_in_another_thread(call: object) -> type[BaseException] | None:
     def ask() -> type[BaseException] | None:
         try:
@@ -164,7 +164,7 @@ async def test_o7_every_other_thread_gets_a_clear_error(
 
 
 async def test_o7_an_engines_books_are_out_of_the_event_loops_reach(engine: Engine) -> None:
-    """The loop sends commands and gets values; the context behind the books refuses it."""
+    """The loop sends commands and gets values; the context behind the bookkeeping refuses it."""
     decoder = engine._thread._backend._decoder  # type: ignore[attr-defined]
     assert decoder is not None
     with pytest.raises(WrongThreadError):

@@ -32,7 +32,7 @@ from tests.reliability.sanitizers import (
     suite_of,
 )
 
-COMMAND = "/usr/bin/python -P -m cllm.engine.constraint_helper llama.cpp model.gguf "
+COMMAND = "/usr/bin/python -P -m cllm.engine.llama.trial_child llama.cpp model.gguf "
 OVERFLOW = dedent("""\
     =================================================================
     ==7==ERROR: AddressSanitizer: heap-buffer-overflow on address 0x6020000072d8 at pc 0x7f bp 0x7f
@@ -136,7 +136,7 @@ def test_only_pythons_own_leaks_are_nobodys_fault() -> None:
 
 
 def test_what_is_expected_of_one_process_is_not_of_another() -> None:
-    expected = Expected(("heap-buffer-overflow",), "cllm.engine.constraint_helper", "")
+    expected = Expected(("heap-buffer-overflow",), "cllm.engine.llama.trial_child", "")
     assert sort_out(parse(OVERFLOW, COMMAND), [expected]).expected == {expected: 1}
     for other in ("", "/usr/bin/python -m pytest ", COMMAND.replace("helper", "helpers")):
         assert len(sort_out(parse(OVERFLOW, other), [expected]).wrong) == 1
@@ -144,13 +144,14 @@ def test_what_is_expected_of_one_process_is_not_of_another() -> None:
 
 
 def test_only_processes_that_may_die_are_expected_to() -> None:
-    assert {one.module for one in EXPECTED} == {"cllm.engine.constraint_helper"}
+    assert {one.module for one in EXPECTED} == {"cllm.engine.llama.trial_child"}
     assert all(one.reason for one in EXPECTED)
 
 
 def test_what_is_run_is_there() -> None:
     assert all((ROOT / name).exists() for name in TESTS)
-    files = {f"tests/engine/{path.name}" for path in (ROOT / "tests" / "engine").glob("test_*.py")}
+    found = (ROOT / "tests" / "engine").rglob("test_*.py")
+    files = {str(path.relative_to(ROOT)) for path in found}
     assert {*TESTS, *other_engine_tests()} == {"tests/bindings", *files}
 
 

@@ -90,7 +90,7 @@ class Handler(BaseHTTPRequestHandler):
             if fault == "has a traceback":
                 say("Traceback (most recent call last):")
             if fault == "has an error":
-                say("the books disagree", "ERROR")
+                say("the KV cache bookkeeping disagrees", "ERROR")
             if fault == "answers with 500":
                 status = 500
             if fault == "finishes with an error":
@@ -204,7 +204,7 @@ FAULTS = [
     ),
     ("has inconsistent positions", ["in the log: 2026.* inconsistent sequence positions: X = 3"]),
     ("has a traceback", ["in the log: .* Traceback"]),
-    ("has an error", ["in the log: .* ERROR +the books disagree"]),
+    ("has an error", ["in the log: .* ERROR +the KV cache bookkeeping disagrees"]),
     ("is not cleared", ["in the log: the lines of three-2 are: new prefill finished$"]),
     ("is cleared before prefill", ["in the log: the lines of three-2 are: new cleared prefill"]),
     ("answers differently", [r"""five-3: answers '\\"3\\"', others before it '2'"""]),

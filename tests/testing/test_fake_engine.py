@@ -12,7 +12,7 @@ import pytest
 
 import cllm
 from cllm import FinishReason
-from cllm.engine.interrupter import MIN_ROWS
+from cllm.engine.thread.interrupter import MIN_ROWS
 from cllm.testing import FakeEngine
 from cllm.testing.fake_decoder import FakeRun
 from tests.conftest import our_threads, running_batch, submitted_together

@@ -24,7 +24,7 @@ from cllm import (
 )
 from cllm.bindings import Batch, Context
 from cllm.bindings.context import Logits
-from cllm.engine.handoff import Cancel, Command
+from cllm.engine.core.messages import CancelRequest, Command
 from cllm.errors import DecodeFailedError
 from cllm.testing.load import burst, cancel_storm, oracle, poisson, sequential, slow_readers
 from cllm.testing.records import Records, assert_books_agree, assert_isolated, assert_no_drift
@@ -208,7 +208,7 @@ async def test_who_gave_up_was_cancelled_even_if_the_engine_was_quicker(
     put = engine._inbox.put
 
     def put_all_but_cancellations(command: Command) -> None:
-        if not isinstance(command, Cancel):
+        if not isinstance(command, CancelRequest):
             put(command)
 
     monkeypatch.setattr(engine._inbox, "put", put_all_but_cancellations)

@@ -217,7 +217,7 @@ def test_books_that_disagree_fail_the_test_that_used_the_engine(suite: pytest.Py
     source = """
     import pytest
 
-    from cllm.engine import inference_thread
+    from cllm.engine.thread import inference_thread
 
     inference_thread.IDLE_AUDIT_S = float("inf")  # that of an idle engine would mend it first
 
@@ -228,7 +228,9 @@ def test_books_that_disagree_fail_the_test_that_used_the_engine(suite: pytest.Py
     """
     result = run(suite, BACKENDS + dedent(source), in_own_process=True)
     check(result, passed=2, errors=2)
-    result.stdout.fnmatch_lines(["*AssertionError: the books and llama.cpp disagree*"])
+    result.stdout.fnmatch_lines(
+        ["*AssertionError: the KV cache bookkeeping and llama.cpp disagree*"]
+    )
 
 
 def test_a_stream_that_is_left_open_fails_its_test_by_name(suite: pytest.Pytester) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from cllm import Engine, EngineConfig
-from cllm.engine.handoff import Cancel, Read, ResetPrefixCache, Submit
-from cllm.engine.logprobs import LogprobReader
+from cllm.engine.core.engine_core import EngineCore
+from cllm.engine.core.messages import AddRequest, CancelRequest, ClearPrefixCache, Read
+from cllm.engine.core.tick_log import LoggedDecoder, LoggedVocabulary, TickLog
+from cllm.engine.sampling.logprobs import LogprobReader
 from cllm.engine.sampling_params import SamplingParams
-from cllm.engine.tick import EngineCore
-from cllm.engine.tick_log import LoggedDecoder, LoggedVocabulary, TickLog
 from cllm.errors import InvalidArgumentError
 from cllm.testing import FakeVocabulary, replay
 from cllm.testing.fake_decoder import Fault
@@ -31,11 +31,11 @@ class LoggedBench(Simulator):
         super().__init__(answer=babble, **options)
 
     def _make_core(self) -> EngineCore:
-        self.log.header(self.config, self.books)
+        self.log.header(self.config, self.kv_cache)
         return EngineCore(
             LoggedDecoder(self.decoder, self.log),
             LoggedVocabulary(VOCABULARY, self.log),
-            self.books,
+            self.kv_cache,
             self.log.calls("make_sampler", self._make_sampler),
             self.log.calls("read_logprob", LogprobReader(VOCABULARY, self.decoder.n_vocab).read),
             self.config,
@@ -51,7 +51,7 @@ class LoggedBench(Simulator):
             self.core.queue.events = events
             self.hear()
 
-    def obey(self, command: Submit | Cancel | Read | ResetPrefixCache) -> None:
+    def obey(self, command: AddRequest | CancelRequest | Read | ClearPrefixCache) -> None:
         self.log.command(command)
 
 
@@ -75,15 +75,15 @@ def log_of(path: Path, number: int, **options: Any) -> LoggedBench:
                 priority=choose.randint(-1, 1),
                 timeout=choose.choice([None, None, 4.0]),
             )
-            sim.obey(Submit(sim.requests[request_id]))
+            sim.obey(AddRequest(sim.requests[request_id]))
         if choose.random() < 0.3:
             alive = sorted(set(sim.requests) - set(sim.finished))
             for request_id in alive[:1]:
-                sim.core.cancel(request_id)
-                sim.obey(Cancel(request_id))
+                sim.core.queue.cancel(request_id)
+                sim.obey(CancelRequest(request_id))
         if choose.random() < 0.2:
-            sim.core.reset_prefix_cache()
-            sim.obey(ResetPrefixCache())
+            sim.core.manager.evict_all()
+            sim.obey(ClearPrefixCache())
         if choose.random() < 0.5:
             sim.decoder.faults[sim.decoder.n_decodes + choose.randint(1, 3)] = choose.choice(kinds)
         if choose.random() < 0.2:
@@ -160,9 +160,9 @@ def test_a_file_that_is_no_tick_log_is_refused(tmp_path: Path) -> None:
         ('{"format": "cllm tick log 0"}', "of the format 'cllm tick log 0', must be"),
         ("{}", "of the format None, must be"),
         ("5", "malformed in line 1"),
-        ('{"format": "cllm tick log 1"}', "malformed in line 1.*books"),
-        ('{"format": "cllm tick log 1", "books": 5}', "malformed in line 1"),
-        ('{"format": "cllm tick log 1", "books": {"n_cells": 1}}', "malformed in line 1"),
+        ('{"format": "cllm tick log 2"}', "malformed in line 1.*kv_cache"),
+        ('{"format": "cllm tick log 2", "kv_cache": 5}', "malformed in line 1"),
+        ('{"format": "cllm tick log 2", "kv_cache": {"n_cells": 1}}', "malformed in line 1"),
     ],
 )
 def test_a_header_of_another_kind_is_refused_by_name(
@@ -251,7 +251,7 @@ def test_a_text_that_failed_fails_again(tmp_path: Path, monkeypatch: pytest.Monk
     path = tmp_path / "ticks.jsonl"
     sim = LoggedBench(path)
     request_id = sim.submit(b"xyz", params=SamplingParams(temperature=0, max_tokens=9))
-    sim.obey(Submit(sim.requests[request_id]))
+    sim.obey(AddRequest(sim.requests[request_id]))
 
     def piece(vocabulary: FakeVocabulary, token: int) -> bytes:
         raise OverflowError("no such piece")

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from cllm.engine.kv_cache_manager import KVCacheManager
-from cllm.engine.sequence import Sequence
+from cllm.engine.core.kv_cache_manager import KVCacheManager
+from cllm.engine.core.sequence import Sequence
 from cllm.errors import InvalidArgumentError
 from cllm.testing import (
     Schedule,

@@ -1,0 +1,252 @@
+"""Keep the names of control tokens in callers' text from becoming control tokens.  Pure.
+
+A chat template mixes its own control tokens with text of callers and gives one string, so the
+tokenizer cannot tell whose `<|im_end|>` it sees.  Therefore a *mark*, a private-use character that
+occurs nowhere else, is put into every name in the callers' text before the template runs, behind
+the first character: there it is inside of every name that starts at this place, however names
+overlap.  A template may trim, split, compare and copy marked text as usual.  Afterwards the marks
+are taken out, and a name that they stood in is text.
+
+What this does not see is a name that comes about only in the template: of two texts that it writes
+side by side, of a key between its own `<` and `>`, of a text that it changes (`lower`, `replace`).
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby, islice
+from typing import Any
+
+from cllm.errors import InvalidRequestError
+
+# Planes 15 and 16: nobody's characters, and no tokenizer has a token of its own for them.
+PRIVATE_USE = (range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
+# Marks to try in vain before the request is refused; only an attacker spells so many of them.
+MAX_TRIES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A stretch of a rendered chat.
+
+    Attributes
+    ----------
+    text : str
+    is_template : bool
+        True: tokenize with control tokens recognised.  False: nothing in it is a control token.
+    """
+
+    text: str
+    is_template: bool
+
+
+class ControlTokens:
+    """The spellings of a model's control tokens.
+
+    Parameters
+    ----------
+    names : iterable of str
+        All of them: text without any of these is taken to read the same, recognised or not.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = sorted({name for name in names if name})
+        self._pattern = re.compile(_longest_of(self._names) if self._names else "(?!)")
+
+    def search(self, text: str, start: int = 0) -> re.Match[str] | None:
+        """The first name in the text, the longest that starts there."""
+        return self._pattern.search(text, start)
+
+    def guard(self, given: object, trusted: str) -> Guard:
+        """What keeps the names in `given` apart from those in the template.
+
+        Parameters
+        ----------
+        given : object
+            JSON-like; everything that comes from callers.
+        trusted : str
+            What else can get into the rendered text.
+
+        Raises
+        ------
+        InvalidRequestError
+            The caller's text leaves no character that could be a mark.
+        """
+        texts = list(_strings_of(given))
+        if not any(self.search(text) for text in texts):
+            return Guard(self, {})
+        # Nothing can be put inside a name of one character: that one is replaced by a mark.
+        single = [name for name in self._names if len(name) == 1]
+        everything = "\n".join((*texts, trusted, *self._names))
+        chosen = _unused_characters(everything, 1 + len(single))
+        if len(chosen) <= len(single):
+            value = f"{len(chosen)} private-use characters unused"
+            raise InvalidRequestError("messages", value, f"text that leaves {1 + len(single)}")
+        return Guard(self, dict(zip(chosen, ["", *single], strict=True)))
+
+
+class Guard:
+    """Marks in one caller's text: put in before a template runs, taken out afterwards.
+
+    Parameters
+    ----------
+    names : ControlTokens
+    marks : mapping of str to str
+        Each mark with the character it stands for; the first stands for none.  Empty: no name
+        occurs in the caller's text.
+    """
+
+    def __init__(self, names: ControlTokens, marks: Mapping[str, str]) -> None:
+        self._names = names
+        self._mark = next(iter(marks), "")
+        self._of_character = str.maketrans({text: mark for mark, text in marks.items() if text})
+        self._spelled = {
+            spelling: text for mark, text in marks.items() for spelling in _spellings(mark)
+        }
+        self._pattern = re.compile("|".join(map(re.escape, self._spelled)) or "(?!)")
+
+    def marked(self, value: Any) -> Any:
+        """A copy of a JSON-like value with every name in its strings broken, keys too."""
+        if not self._mark:
+            return value
+        if isinstance(value, str):
+            return self._marked_text(value)
+        if isinstance(value, dict):
+            return {self._marked_text(key): self.marked(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.marked(item) for item in value]
+        return value
+
+    def unmarked(self, text: str) -> str:
+        """The text as its readers should see it, for an error message."""
+        return self._pattern.sub(lambda match: self._spelled[match[0]], text)
+
+    def pieces(self, text: str) -> list[Piece]:
+        """Take the marks out of a rendered text.
+
+        A name that a mark was in is text, whether it is the one that was marked or has come about
+        since.  Text without a name joins the text next to it: it reads the same either way, and a
+        hostile chat does not become 100,000 pieces.  Without marks the text is one piece.
+        """
+        plain, places, spans = self._taken_out(text)
+        start = 0
+        while places and (match := self._names.search(plain, start)):
+            start = match.start() + 1
+            i = bisect_right(places, match.start())
+            if i < len(places) and places[i] < match.end():
+                spans.append(match.span())
+        pieces, end = [], 0
+        for span in _union(spans):
+            pieces += [Piece(plain[end : span[0]], True), Piece(plain[slice(*span)], False)]
+            end = span[1]
+        return self._joined([*pieces, Piece(plain[end:], is_template=True)])
+
+    def _marked_text(self, text: str) -> str:
+        text = text.translate(self._of_character) if self._of_character else text
+        parts, end, start = [], 0, 0
+        while match := self._names.search(text, start):
+            # One further, not behind the match: names that overlap must all be broken.
+            start = match.start() + 1
+            parts += [text[end:start], self._mark]
+            end = start
+        return "".join((*parts, text[end:]))
+
+    def _taken_out(self, text: str) -> tuple[str, list[int], list[tuple[int, int]]]:
+        """The text without marks, where marks were, and the spans that others stood for."""
+        parts: list[str] = []
+        places: list[int] = []
+        spans: list[tuple[int, int]] = []
+        n = end = 0
+        for match in self._pattern.finditer(text):
+            replaced = self._spelled[match[0]]
+            parts += [text[end : match.start()], replaced]
+            n += match.start() - end
+            if replaced:
+                spans.append((n, n + 1))
+                n += 1
+            else:
+                places.append(n)
+            end = match.end()
+        return "".join((*parts, text[end:])), places, spans
+
+    def _joined(self, pieces: list[Piece]) -> list[Piece]:
+        """The same text in few pieces, at least one."""
+        result: list[Piece] = []
+        filled = [piece for piece in pieces if piece.text]
+        for is_plain, group in groupby(filled, key=self._has_nothing_to_recognise):
+            run = list(group)
+            if is_plain and len(run) > 1:
+                run = [Piece("".join(piece.text for piece in run), is_template=False)]
+            result += run
+        return result or [Piece("", is_template=True)]
+
+    def _has_nothing_to_recognise(self, piece: Piece) -> bool:
+        return not piece.is_template or self._names.search(piece.text) is None
+
+
+def _union(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same places in spans that neither touch nor overlap, in order."""
+    result: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(end, result[-1][1]))
+        else:
+            result.append((start, end))
+    return result
+
+
+def _strings_of(value: object) -> Iterator[str]:
+    """Every string in a JSON-like value, keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield key
+            yield from _strings_of(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _strings_of(item)
+
+
+def _unused_characters(text: str, n: int) -> list[str]:
+    """Private-use characters of which no spelling occurs in the text; at most `n`."""
+    used = set(text)
+    free = (chr(code) for codes in PRIVATE_USE for code in codes if chr(code) not in used)
+    tried = islice(free, n + MAX_TRIES)
+    unused = (mark for mark in tried if not any(form in text for form in _spellings(mark)))
+    return list(islice(unused, n))
+
+
+def _spellings(mark: str) -> tuple[str, ...]:
+    r"""How a template may write a mark: as it is, by `tojson(ensure_ascii=true)`, `repr`, `urlencode`.
+
+    What is escaped twice is not recognised: `\\udb80` then stays in the text, and in the name.
+    """
+    high, low = divmod(ord(mark) - 0x10000, 0x400)
+    return (
+        mark,
+        f"\\u{0xD800 + high:04x}\\u{0xDC00 + low:04x}",
+        f"\\U{ord(mark):08x}",
+        "".join(f"%{byte:02X}" for byte in mark.encode()),
+    )
+
+
+def _longest_of(names: list[str]) -> str:
+    """A regular expression for the longest of some names, which are in order and distinct.
+
+    A tree of common beginnings: plain alternatives would take a step for each of a thousand names
+    at each `<` of a hostile text.
+    """
+    first, last = names[0], names[-1]  # in order, so all begin with what these two begin with
+    n = next(
+        (i for i, pair in enumerate(zip(first, last, strict=False)) if len({*pair}) > 1), len(first)
+    )
+    rest = [name[n:] for name in names]
+    groups = [list(group) for _, group in groupby(filter(None, rest), key=lambda name: name[0])]
+    if not groups:
+        return re.escape(first)
+    branches = "|".join(map(_longest_of, groups))
+    return f"{re.escape(first[:n])}(?:{branches}){'?' if '' in rest else ''}"

@@ -1,0 +1,184 @@
+"""Messages and tools as OpenAI's clients send them, checked and copied for a template.  Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cllm.checks import MAX_TEXT_BYTES
+from cllm.errors import InvalidRequestError
+
+# Many templates write `<|` + role + `|>`: any other text there would forge a control token.
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+MAX_MESSAGES = 4096
+MAX_TOOLS = 256
+MAX_DEPTH = 32
+MAX_INTEGER_BITS = 1024
+# So many bytes count for any value, so that a limit on text limits the number of values as well.
+BYTES_PER_VALUE = 4
+# Where a message's reasoning may be; transformers fills the first from the others.
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+
+
+def check_messages(messages: object) -> list[dict[str, Any]]:
+    """A copy of OpenAI-style messages, of plain dicts, lists and scalars, fit for a template.
+
+    Text parts of a content become one string, a line each.  Arguments of tool calls become a
+    mapping where they are one in JSON.
+
+    Raises
+    ------
+    InvalidRequestError
+        Names the field with its index: `messages[3].role`.
+    """
+    sequence = _sequence("messages", messages)
+    if not 1 <= len(sequence) <= MAX_MESSAGES:
+        raise InvalidRequestError("messages", f"{len(sequence)} messages", f"1 to {MAX_MESSAGES}")
+    copier = Copier("messages")
+    return [_message(f"messages[{i}]", message, copier) for i, message in enumerate(sequence)]
+
+
+def check_tools(tools: object) -> list[dict[str, Any]] | None:
+    """A copy of tool definitions, each a mapping; None if there are none.
+
+    Raises
+    ------
+    InvalidRequestError
+    """
+    if tools is None:
+        return None
+    sequence = _sequence("tools", tools)
+    if len(sequence) > MAX_TOOLS:
+        raise InvalidRequestError("tools", f"{len(sequence)} tools", f"at most {MAX_TOOLS}")
+    copier = Copier("tools")
+    # Templates ask `tools is not none` before they announce tools: an empty list has none.
+    return [copier.mapping(f"tools[{i}]", tool) for i, tool in enumerate(sequence)] or None
+
+
+class Copier:
+    """Copies JSON-like values into plain ones and counts their text."""
+
+    def __init__(self, whole: str) -> None:
+        self._whole = whole
+        self._room = MAX_TEXT_BYTES
+
+    def mapping(self, field: str, value: object) -> dict[str, Any]:
+        """A copy of a mapping."""
+        if not isinstance(value, Mapping):
+            raise InvalidRequestError(field, value, "a mapping")
+        copy: dict[str, Any] = self.copy(field, value)
+        return copy
+
+    def copy(self, field: str, value: object, depth: int = 0) -> Any:
+        """A copy of a value; `field` is its name."""
+        self._count(BYTES_PER_VALUE)
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, str):
+            return self._text(field, value)
+        if isinstance(value, int):
+            if value.bit_length() > MAX_INTEGER_BITS:
+                value = f"a number of {value.bit_length()} bits"
+                raise InvalidRequestError(field, value, f"at most {MAX_INTEGER_BITS} bits")
+            return int(value)
+        if isinstance(value, float):
+            return float(value)
+        if depth >= MAX_DEPTH:
+            raise InvalidRequestError(field, "nested deeper", f"at most {MAX_DEPTH} levels deep")
+        if isinstance(value, Mapping):
+            return {
+                self._text(field, key): self.copy(f"{field}.{key!s:.40}", item, depth + 1)
+                for key, item in value.items()
+            }
+        if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
+            return [self.copy(f"{field}[{i}]", item, depth + 1) for i, item in enumerate(value)]
+        raise InvalidRequestError(field, value, "a JSON value")
+
+    def _text(self, field: str, text: object) -> str:
+        if not isinstance(text, str):
+            raise InvalidRequestError(field, text, "a mapping with string keys")
+        try:
+            self._count(len(text) if text.isascii() else len(text.encode()))
+        except UnicodeEncodeError as error:
+            lone = text[error.start : error.start + 1]
+            raise InvalidRequestError(field, lone, "text without lone surrogates") from None
+        return str.__str__(text)  # of a subclass only the text
+
+    def _count(self, n_bytes: int) -> None:
+        self._room -= n_bytes
+        if self._room < 0:
+            limit = f"at most {MAX_TEXT_BYTES} bytes of text"
+            raise InvalidRequestError(self._whole, f"more than {MAX_TEXT_BYTES} bytes", limit)
+
+
+def _sequence(field: str, value: object) -> Sequence[object]:
+    """The value if it is a list of something, and not a text."""
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes | bytearray | memoryview):
+        raise InvalidRequestError(field, value, "a list of mappings")
+    return value
+
+
+def _message(field: str, value: object, copier: Copier) -> dict[str, Any]:
+    message = copier.mapping(field, value)
+    role = message.get("role")
+    if role not in ROLES:
+        raise InvalidRequestError(f"{field}.role", role, f"one of {', '.join(ROLES)}")
+    _parse_arguments(f"{field}.tool_calls", message)
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = enumerate(content)
+        message["content"] = "\n".join(_text_part(f"{field}.content[{i}]", p) for i, p in parts)
+    elif content is None:
+        if role != "assistant" or "tool_calls" not in message:
+            raise InvalidRequestError(f"{field}.content", content, "text, or there are tool_calls")
+    elif not isinstance(content, str):
+        raise InvalidRequestError(f"{field}.content", content, "text or a list of text parts")
+    return message
+
+
+def _text_part(field: str, part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else part
+    if kind != "text":
+        raise InvalidRequestError(f"{field}.type", kind, '"text"; others are not supported yet')
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"{field}.text", text, "a string")
+    return text
+
+
+def _parse_arguments(field: str, message: dict[str, Any]) -> None:
+    """Make a mapping of the arguments of tool calls, which OpenAI's clients send as JSON text.
+
+    transformers passes on what it gets, and documents a mapping; templates that write `tojson`
+    would quote the text once more, others fail.  vLLM parses it, takes empty text for no arguments,
+    and drops empty `tool_calls`, so that templates that only ask for the key do not see a call.
+    """
+    calls = message.get("tool_calls")
+    if not calls:
+        message.pop("tool_calls", None)
+        return
+    if not isinstance(calls, list):
+        raise InvalidRequestError(field, calls, "a list")
+    for i, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        text = function.get("arguments") if isinstance(function, dict) else None
+        if not isinstance(function, dict) or not isinstance(text, str):
+            continue
+        try:
+            arguments = json.loads(text or "{}")
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(arguments, dict):
+            name = f"{field}[{i}].function.arguments"
+            # Copied once more: text in JSON can have lone surrogates, and be nested deep.
+            function["arguments"] = Copier(name).copy(name, arguments)
+
+
+def with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its reasoning under the names that templates read, as in transformers."""
+    values = (message[field] for field in REASONING_FIELDS if message.get(field) is not None)
+    reasoning = next(values, None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}

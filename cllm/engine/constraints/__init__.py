@@ -1,0 +1,1 @@
+"""Structured output: grammars, JSON schemas and regular expressions."""

@@ -1,0 +1,195 @@
+"""Structured output: JSON schemas and regular expressions as constraints, by llguidance.
+
+Compiled on a worker thread, used on the inference thread.  llguidance bounds by itself what a
+schema or an expression may cost, to compile and for every token; what goes beyond ends its request.
+llguidance comes with the extra `structured` and is imported when it is first wanted.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cllm.engine.constraint import Mask, NotAvailableError
+from cllm.engine.vocabulary import GuidanceVocabulary
+from cllm.errors import CllmError, InvalidRequestError
+
+N_COMPILED_MAX = 16  # remembered; one may hold tens of MiB
+MAX_PART = 256
+# Any amount of whitespace would be JSON too, and a model that is lost in it never ends.
+WHITESPACE = r"[ \t\r\n]{0,40}"
+
+
+class Guidance:
+    """Compiles constraints for one vocabulary, and computes their masks: a constraint family.
+
+    Parameters
+    ----------
+    vocabulary : GuidanceVocabulary
+    n_threads : int
+        That compute masks.
+
+    Raises
+    ------
+    NotAvailableError
+        llguidance is not installed, or the vocabulary has no token that ends an output.
+    """
+
+    def __init__(self, vocabulary: GuidanceVocabulary, n_threads: int) -> None:
+        try:
+            # Not `import`: the extra has no part in type checking without it.
+            self._llguidance: Any = importlib.import_module("llguidance")
+        except ImportError:
+            missing = "llguidance is not installed: pip install 'cllm[structured]'"
+            raise NotAvailableError(missing) from None
+        self.n_vocab = n_vocab = vocabulary.n_tokens
+        self.ends = tuple(token for token in range(n_vocab) if vocabulary.is_eog(token))
+        if not self.ends:
+            raise NotAvailableError("the vocabulary has no token that ends an output")
+        self._tokenizer = self._llguidance.LLTokenizer(
+            self._llguidance.TokenizerWrapper(_Tokens(vocabulary, self.ends[0])),
+            eos_token=list(self.ends),
+        )
+        self._executor = self._llguidance.LLExecutor(n_threads)
+        self._n_words = (n_vocab + 31) // 32
+        self._bits: NDArray[np.int32] = np.zeros((1, self._n_words), np.int32)
+        self._compiled: OrderedDict[tuple[str, str], CompiledMatcher] = OrderedDict()
+
+    def compile(self, field: str, text: str) -> CompiledMatcher:
+        """A constraint, of `json_schema` or `regex`.  Worker thread.
+
+        Raises
+        ------
+        InvalidRequestError
+            It cannot be used; says why.
+        """
+        compiled = self._compiled.get((field, text))
+        if compiled is None:
+            compiled = self._compiled[field, text] = self._compile(field, text)
+            while len(self._compiled) > N_COMPILED_MAX:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end((field, text))
+        return compiled
+
+    def _compile(self, field: str, text: str) -> CompiledMatcher:
+        matchers = self._llguidance.LLMatcher
+        try:
+            grammar = (
+                matchers.grammar_from_regex(text)
+                if field == "regex"
+                else matchers.grammar_from_json_schema(
+                    text, defaults={"whitespace_pattern": WHITESPACE}
+                )
+            )
+        except ValueError as error:
+            raise InvalidRequestError(field, text, f"usable ({error})") from None
+        matcher = matchers(self._tokenizer, grammar, log_level=0)
+        if not matcher.is_error():
+            # Whether anything satisfies it shows with the first mask.
+            first = matcher.deep_copy()
+            first.compute_bitmask()
+            if not first.is_error():
+                return CompiledMatcher(self, matcher)
+            matcher = first
+        raise InvalidRequestError(field, text, f"usable ({_reason(matcher)})")
+
+    def masks(self, constraints: Sequence[Matcher]) -> list[Mask | Exception]:
+        """See `ConstraintFamily`: side by side on llguidance's own threads."""
+        n = len(constraints)
+        if len(self._bits) < n:
+            self._bits = np.zeros((n, self._n_words), np.int32)
+        self._executor.unsafe_compute_mask_ptr(
+            [(constraint.matcher, row) for row, constraint in enumerate(constraints)],
+            self._bits.ctypes.data,
+            4 * self._n_words,
+            len(self._bits),
+        )
+        return [self._mask(constraint, row) for row, constraint in enumerate(constraints)]
+
+    def _mask(self, constraint: Matcher, row: int) -> Mask | Exception:
+        if constraint.matcher.is_error():
+            return constraint.failure()
+        bits = self._bits[row].view(np.uint8)
+        mask: Mask = np.unpackbits(bits, count=self.n_vocab, bitorder="little").view(np.bool_)
+        mask[list(self.ends)] = constraint.matcher.is_accepting()
+        return mask
+
+
+class CompiledMatcher:
+    """A `CompiledConstraint`."""
+
+    def __init__(self, family: Guidance, matcher: Any) -> None:
+        self._family = family
+        self._matcher = matcher
+
+    def start(self) -> Matcher:
+        """At the beginning of an output."""
+        return Matcher(self._family, self._matcher.deep_copy())
+
+
+class Matcher:
+    """A `TokenConstraint`: llguidance's parser and how far it has come."""
+
+    def __init__(self, family: Guidance, matcher: Any) -> None:
+        self.family = family
+        self.matcher = matcher
+
+    def allows(self, token: int) -> bool:
+        """Whether the output may go on, or end, with this token."""
+        if token in self.family.ends:
+            return bool(self.matcher.is_accepting())
+        is_allowed = bool(self.matcher.validate_tokens([token]) == 1)
+        if self.matcher.is_error():
+            raise self.failure()
+        return is_allowed
+
+    def accept(self, token: int) -> None:
+        """The output goes on with this token, which it allows."""
+        if token not in self.family.ends and not self.matcher.consume_token(token):
+            raise self.failure()
+
+    def failure(self) -> CllmError:
+        """Why it cannot go on."""
+        return CllmError(f"the constraint cannot be followed: {_reason(self.matcher)}")
+
+    def close(self) -> None:
+        """Nothing to free before it is collected."""
+
+
+class _Tokens:
+    """A vocabulary as llguidance reads it."""
+
+    def __init__(self, vocabulary: GuidanceVocabulary, end: int) -> None:
+        self._vocabulary = vocabulary
+        self.eos_token_id = end
+        self.bos_token_id = None
+        self.tokens, self.special_token_ids = _spelled(vocabulary)
+
+    def __call__(self, text: bytes) -> list[int]:
+        # On threads of llguidance's own, whose stacks are small: some tokenizers recurse for every
+        # character.  Where the cuts are does not matter to what is allowed.
+        whole = text.decode("utf-8", "replace")
+        parts = [whole[i : i + MAX_PART] for i in range(0, len(whole), MAX_PART)]
+        return [token for part in parts for token in self._vocabulary.tokenize_inside(part)]
+
+
+def _spelled(vocabulary: GuidanceVocabulary) -> tuple[list[bytes], list[int]]:
+    """The bytes of every token, and which of them are no text."""
+    pieces = [vocabulary.piece(token) for token in range(vocabulary.n_tokens)]
+    special = [token for token, piece in enumerate(pieces) if not piece]
+    for token in special:
+        pieces[token] = vocabulary.spelling(token) or b"<%d>" % token
+    return pieces, special
+
+
+def _reason(matcher: Any) -> str:
+    """Its error, without llguidance's own state behind it."""
+    lines: Iterable[str] = str(matcher.get_error()).strip().splitlines()
+    reason = " ".join(line.strip() for line in lines if line.strip())
+    reason = reason.split("<state>")[0].split("<backtrace>")[0].strip()
+    return "nothing satisfies it" if reason.startswith("NoExtension") else reason[:300]

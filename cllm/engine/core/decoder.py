@@ -1,0 +1,51 @@
+"""Decoder: what the engine needs of a context and its batch."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cllm.engine.core.kv_cache import CacheReader
+
+
+class CacheMemory(CacheReader, Protocol):
+    """The KV cache calls of a context; `cllm.bindings.Memory` documents them."""
+
+    def seq_rm(self, seq_id: int, p0: int | None = None, p1: int | None = None) -> bool: ...
+    def seq_cp(
+        self, seq_id_src: int, seq_id_dst: int, p0: int | None = None, p1: int | None = None
+    ) -> None: ...
+    def state_seq_get_data(self, seq_id: int) -> bytes: ...
+    def state_seq_set_data(self, data: bytes, seq_id: int, *, n_positions: int) -> None: ...
+
+
+class Decoder(CacheMemory, Protocol):
+    """A context and its batch.  Raises the errors of `Context`.
+
+    `testing.conformance.check_decoder` says how one behaves.
+
+    Attributes
+    ----------
+    n_batch, n_outputs_max : int
+        Rows, and output rows, that one decode takes.
+    n_vocab : int
+        Logits of a row.
+    """
+
+    n_batch: int
+    n_outputs_max: int
+    n_vocab: int
+
+    def clear(self) -> None:
+        """Forget the rows added so far."""
+
+    def add(self, seq_id: int, tokens: list[int], p0: int, *, n_outputs: int) -> range:
+        """Add rows; the indices of its output rows among all output rows."""
+
+    def decode(self) -> NDArray[np.float32]:
+        """Compute the rows; logits `(n_outputs, n_vocab)`, valid until the next call."""
+
+    def rebuild(self) -> None:
+        """Throw the context away and make an empty one with the same parameters."""

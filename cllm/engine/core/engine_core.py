@@ -1,0 +1,347 @@
+"""One turn of the inference thread: plan → batch → decode → sample → detokenize → events.
+
+`EngineCore` knows neither threads nor event loops nor libllama: what it needs of a context is the
+`Decoder` protocol.  Who waits and who runs is in `run_queue`; what a failed decode leads to is
+decided in `recovery`, and done here.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from cllm.engine.config import EngineConfig
+from cllm.engine.core import scheduler
+from cllm.engine.core.decoder import Decoder
+from cllm.engine.core.kv_cache import CacheReader, KVCache
+from cllm.engine.core.kv_cache_manager import KVCacheManager
+from cllm.engine.core.messages import (
+    AddRequest,
+    CancelRequest,
+    ClearPrefixCache,
+    Command,
+    Event,
+    Inspect,
+    Inspected,
+    Read,
+    SlotInfo,
+)
+from cllm.engine.core.output_processor import OutputProcessor, ReadLogprob
+from cllm.engine.core.recovery import Recovery, Verdict
+from cllm.engine.core.run_queue import MakeSampler, RunQueue, last_delta
+from cllm.engine.core.scheduler import Chunk
+from cllm.engine.core.sequence import Sequence
+from cllm.engine.core.slots import slots_of
+from cllm.engine.core.statistics import EngineStatistics, Recorder
+from cllm.engine.core.tick_cost import TickCost, cells_attended
+from cllm.engine.request import FinishReason, TokenDelta
+from cllm.engine.vocabulary import OutputVocabulary
+from cllm.errors import DecodeFailedError, EngineFailedError, InvalidBatchError, NoKVSlotError
+
+logger = logging.getLogger("cllm.engine")
+
+ABORTED = 2  # llama_decode: the abort flag was set
+MAX_REBUILDS_IN_VAIN = 8  # new contexts without a token from any of them
+PROBE_TOKEN = 0  # belongs to no request; every vocabulary has it
+
+
+class EngineCore:
+    """All requests, and what one tick does with them.
+
+    Its parts are public: `queue`, `manager`, `kv_cache`, `recovery`, `tick_cost`, `recorder`.
+
+    Parameters
+    ----------
+    decoder : Decoder
+        Empty.
+    vocabulary : OutputVocabulary
+    kv_cache : KVCache
+        The bookkeeping of the decoder's context.
+    make_sampler : callable
+        Makes the sampler of a request; None for greedy sampling.
+    read_logprob : callable
+        The log probability of a token in a row, and of so many alternatives.
+    config : EngineConfig
+        What concerns scheduling; the decoder has its own limits.
+    reader : CacheReader, optional
+        Whom audits ask; by default the decoder.
+    clock : callable
+        Seconds; the only source of time.
+    on_batch : callable
+        Called with the chunks of a batch just before it is decoded, and with none just after.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        vocabulary: OutputVocabulary,
+        kv_cache: KVCache,
+        make_sampler: MakeSampler,
+        read_logprob: ReadLogprob,
+        config: EngineConfig,
+        *,
+        reader: CacheReader | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        on_batch: Callable[[list[Chunk]], None] = lambda chunks: None,
+    ) -> None:
+        self._decoder = decoder
+        self._reader = decoder if reader is None else reader
+        self.kv_cache = kv_cache
+        self._config = config
+        self._clock = clock
+        self._on_batch = on_batch
+        self.recovery = Recovery()
+        self.recorder = Recorder()
+        self.tick_cost = TickCost()
+        self.manager = KVCacheManager(
+            decoder,
+            kv_cache,
+            self.recorder,
+            n_seq_max=config.n_seq_max,
+            prefix_cache_tokens=config.n_prefix_cache_tokens(kv_cache.n_cells),
+            swap_tokens=kv_cache.n_cells if config.swap_tokens is None else config.swap_tokens,
+            clock=clock,
+        )
+        self.queue = RunQueue(
+            self.manager,
+            self.recovery,
+            self.tick_cost,
+            self.recorder,
+            make_sampler,
+            stream_buffer=config.stream_buffer,
+            clock=clock,
+        )
+        self._processor = OutputProcessor(
+            vocabulary,
+            kv_cache,
+            self.manager,
+            self.queue,
+            self.recorder,
+            read_logprob,
+            n_vocab=decoder.n_vocab,
+            # With flash attention it has not been seen to.
+            nan_spreads=config.flash_attn is not True,
+            clock=clock,
+        )
+        self._n_rebuilds_in_vain = 0
+        # Fewer after llama.cpp found no room where the bookkeeping saw some.
+        self._n_rows_max = decoder.n_batch
+
+    # --- Commands ----------------------------------------------------------------------------
+    def handle(self, command: Command) -> None:
+        """Do what a command says, all but an `Audit` and a `Shutdown`, which are the thread's."""
+        match command:
+            case AddRequest(request):
+                self.queue.submit(request)
+            case CancelRequest(request_id):
+                self.queue.cancel(request_id)
+            case Read(request_id, n_deltas):
+                self.queue.read(request_id, n_deltas)
+            case ClearPrefixCache():
+                self.manager.evict_all()
+            case Inspect(call_id):
+                self.post(Inspected(call_id, self.slots()))
+
+    def fail_all(self, cause: BaseException) -> None:
+        """The engine has failed: end every request, leaving llama.cpp alone."""
+        self.queue.fail_all(cause)
+
+    def mark_corrupt(self, cause: Exception) -> None:
+        """The bookkeeping and llama.cpp do not agree: make the context anew before the next decode."""
+        self.manager.fault = cause
+
+    def post(self, event: Event) -> None:
+        """Add an event to those of this tick."""
+        self.queue.events.append(event)
+
+    def take_events(self) -> list[Event]:
+        """What happened since this was last called."""
+        events, self.queue.events = self.queue.events, []
+        return events
+
+    # --- The tick ----------------------------------------------------------------------------
+    @property
+    def has_work(self) -> bool:
+        """Whether a tick would do anything."""
+        return self.queue.has_work or self.manager.fault is not None
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When a tick is due even if there is no work."""
+        return self.queue.next_deadline
+
+    def tick(self) -> None:
+        """Advance every running sequence by one chunk, in one decode."""
+        recorder, queue, started = self.recorder, self.queue, self._clock()
+        queue.expire(started)
+        self._rebuild_if_corrupt()
+        queue.admit(started)
+        queue.make_room(self._n_rows_max, started)
+        self._rebuild_if_corrupt()
+        chunks = self._plan(started)
+        if not chunks:
+            return
+        n_cells = cells_attended(chunks)
+        planned = self._clock()
+        recorder.plan_s += planned - started
+        try:
+            self._fill_batch(chunks)
+            self._on_batch(chunks)
+            logits = self._decoder.decode()
+        except Exception as error:
+            self._on_batch([])
+            self._after_failed_decode(chunks, error)
+            return
+        self._on_batch([])
+        recorder.decode_s += self._clock() - planned
+        n_rows = sum(chunk.n_tokens for chunk in chunks)
+        outputs = self._processor.commit(chunks, logits)
+        recorder.count_tick(n_rows, len(outputs))
+        self.recovery.on_success()
+        self._n_rows_max = self._decoder.n_batch
+        if outputs:
+            self._n_rebuilds_in_vain = 0
+            self._processor.sample(outputs, logits)
+        self.tick_cost.observe(n_rows, n_cells, self._clock() - started)
+
+    def _plan(self, now: float) -> list[Chunk]:
+        """The chunks of this tick; with `target_itl_ms`, prompts keep out of the others' way."""
+        running = self.recovery.restrict(self.queue.running)
+        n_rows = min(self._n_rows_max, self.kv_cache.n_free)
+        n_prompt_rows, target_ms = None, self._config.target_itl_ms
+        ready = [s for s in running if s.is_ready]
+        decoding = [s.n_computed for s in ready if s.n_pending == 1]
+        if target_ms is not None and decoding:
+            # Any prompt will do: what a chunk attends to costs less than its rows.
+            n_computed = max((s.n_computed for s in ready if s.n_pending > 1), default=0)
+            n_prompt_rows = self.tick_cost.n_prompt_rows(decoding, n_computed, target_ms / 1000.0)
+        return scheduler.plan(
+            running,
+            n_rows,
+            n_prompt_rows,
+            n_prefill_chunk=self._config.n_prefill_chunk if target_ms is None else None,
+            n_outputs_max=self._decoder.n_outputs_max,
+            now=now,
+        )
+
+    def _fill_batch(self, chunks: list[Chunk]) -> None:
+        """Put the chunks into the batch."""
+        self._decoder.clear()
+        for chunk in chunks:
+            sequence, start = chunk.sequence, chunk.sequence.n_computed
+            assert sequence.slot is not None
+            tokens = sequence.tokens[start : start + chunk.n_tokens]
+            self._decoder.add(sequence.slot.seq_id, tokens, start, n_outputs=chunk.n_outputs)
+
+    # --- Failures ----------------------------------------------------------------------------
+    def _after_failed_decode(self, chunks: list[Chunk], error: Exception) -> None:
+        """Read the bookkeeping back, and let as few suffer as possible."""
+        if isinstance(error, NoKVSlotError):  # nothing was stored
+            self._shrink(chunks, error)
+            return
+        verdict = None
+        if not (isinstance(error, DecodeFailedError) and error.code == ABORTED):
+            logger.warning("%s; %d requests were in the batch", error, len(chunks))
+            is_fatal = not isinstance(error, InvalidBatchError)
+            # Before the bookkeeping is read back: it says how far each sequence was to come.
+            verdict = self.recovery.on_failure(chunks, is_fatal=is_fatal)
+        try:
+            self.manager.read_back(chunks)
+        except Exception as unreadable:
+            self.mark_corrupt(unreadable)
+        if verdict is Verdict.REBUILD:
+            self.mark_corrupt(error)
+        elif verdict is Verdict.END:
+            self._fail_culprit(chunks[0].sequence, error)
+
+    def _shrink(self, chunks: list[Chunk], error: NoKVSlotError) -> None:
+        """llama.cpp finds no room where the bookkeeping saw some: ask for less and less."""
+        queue, n_rows = self.queue, sum(chunk.n_tokens for chunk in chunks)
+        first = scheduler.most_urgent((c.sequence for c in chunks), self._clock())
+        holders = [s for s in queue.running if s.n_computed and s is not first]
+        if self.manager.evict_all():
+            return
+        if holders:
+            queue.preempt(scheduler.choose_preempted(holders))
+        elif n_rows > 1:
+            self._n_rows_max = n_rows // 2
+        else:
+            # One row of the only sequence: if a new context has no room for it either, it ends.
+            verdict = self.recovery.on_failure(chunks, is_fatal=True)
+            if verdict is Verdict.REBUILD:
+                self.mark_corrupt(error)
+            elif verdict is Verdict.END:
+                end = TokenDelta("", (), FinishReason.LENGTH, "context")
+                queue.finish(chunks[0].sequence, end)
+
+    def _fail_culprit(self, sequence: Sequence, error: Exception) -> None:
+        """A sequence failed alone; if a token of no request fails too, it is the engine."""
+        self.manager.leave(sequence)
+        try:
+            self._probe()
+        except Exception as failure:
+            self._rebuild(failure)
+            try:
+                self._probe()
+            except Exception as again:
+                raise EngineFailedError(f"every decode fails: {error}") from again
+        self._n_rebuilds_in_vain = 0
+        self.queue.finish(sequence, last_delta(FinishReason.ERROR), cause=error)
+
+    def _probe(self) -> None:
+        """Decode one token in a seq_id that nobody holds; an abort says nothing."""
+        self.manager.evict_all()
+        slot = self.kv_cache.open()
+        self._decoder.clear()
+        self._decoder.add(slot.seq_id, [PROBE_TOKEN], 0, n_outputs=0)
+        try:
+            self._decoder.decode()
+        except DecodeFailedError as error:
+            if error.code != ABORTED:
+                raise
+        finally:
+            self.kv_cache.release(slot)
+            self._decoder.seq_rm(slot.seq_id)
+
+    def _rebuild_if_corrupt(self) -> None:
+        """Recreate the context if the bookkeeping and llama.cpp cannot be trusted to agree."""
+        if self.manager.fault is not None:
+            self._rebuild(self.manager.fault)
+
+    def _rebuild(self, cause: Exception) -> None:
+        self._n_rebuilds_in_vain += 1
+        if self._n_rebuilds_in_vain > MAX_REBUILDS_IN_VAIN:
+            raise EngineFailedError(f"a new context does not help: {cause}") from cause
+        logger.warning("making the context anew: %s", cause)
+        try:
+            self._decoder.rebuild()
+        except Exception as error:
+            raise EngineFailedError(f"the context cannot be made anew: {error}") from cause
+        self.manager.reset()
+        self.queue.restart_all()
+        self.recorder.n_rebuilds += 1
+
+    # --- Inspection --------------------------------------------------------------------------
+    def discrepancies(self) -> list[str]:
+        """Where the KV cache bookkeeping and llama.cpp disagree."""
+        return self.kv_cache.discrepancies(self._reader)
+
+    def slots(self) -> tuple[SlotInfo, ...]:
+        """Who holds which seq_id."""
+        # Not the clock of the ticks: a look changes nothing that a replay would repeat.
+        return slots_of(self.queue, self.manager, time.perf_counter())
+
+    def snapshot(self) -> Recorder:
+        """What `EngineStatistics.of` reads, as it is now."""
+        queue = self.queue
+        return self.recorder.snapshot(
+            self.kv_cache,
+            n_waiting=len(queue.waiting),
+            n_running=len(queue.running),
+            n_paused=queue.n_paused,
+        )
+
+    def statistics(self) -> EngineStatistics:
+        """A snapshot."""
+        return EngineStatistics.of(self.snapshot())

@@ -1,0 +1,314 @@
+"""The bookkeeping of the KV cache: which seq_id holds how many positions, and which cells they share.
+
+The position of a token is its index in its sequence, so one number for each seq_id says what it
+holds: positions `[0, n_computed)`.  This bookkeeping decides what is decoded next; llama.cpp's own are
+only compared with them (`discrepancies`) or, after a failed decode, read back.
+
+Sequences share cells only from position 0 on, so who shares what is a tree: an `Extent` is a
+stretch of cells with the same holders, and its parent is the stretch before it.  A slot knows the
+extent its last position is in; the way up from there is all it holds.
+
+Invariants: a free seq_id is empty; the cells in use, each counted once, never exceed the cells
+there are.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+
+class CacheReader(Protocol):
+    """What llama.cpp can be asked about its cache."""
+
+    def seq_pos_min(self, seq_id: int) -> int | None: ...
+    def seq_pos_max(self, seq_id: int) -> int | None: ...
+
+
+class Extent:
+    """Positions `[start, end)` in cells that the same slots hold."""
+
+    __slots__ = ("end", "n_cached", "n_live", "parent", "start")
+
+    def __init__(self, parent: Extent | None, start: int, end: int) -> None:
+        self.parent = parent
+        self.start = start
+        self.end = end
+        self.n_live = 0
+        self.n_cached = 0
+
+
+class Slot:
+    """One seq_id in use, and the positions `[0, n_computed)` it holds.
+
+    Attributes
+    ----------
+    is_cached : bool
+        Held by the prefix cache rather than by a live request.
+    leaf : Extent or None
+        Where its last position is; None while it holds nothing.
+    """
+
+    __slots__ = ("is_cached", "leaf", "n_computed", "seq_id")
+
+    def __init__(self, seq_id: int, *, is_cached: bool) -> None:
+        self.seq_id = seq_id
+        self.is_cached = is_cached
+        self.n_computed = 0
+        self.leaf: Extent | None = None
+
+    def extents(self) -> Iterator[Extent]:
+        """What it holds, last positions first."""
+        extent = self.leaf
+        while extent is not None:
+            yield extent
+            extent = extent.parent
+
+    def __repr__(self) -> str:
+        return f"<Slot seq_id={self.seq_id} n_computed={self.n_computed}>"
+
+
+class KVCache:
+    """Books for one context.
+
+    Parameters
+    ----------
+    n_cells : int
+        KV cells in all.
+    n_seq_ids : int
+        seq_ids `0 … n_seq_ids - 1`, for running sequences and cached prefixes.
+    n_ctx_seq : int
+        Positions that one sequence can have.
+    kv_unified : bool
+        False: nothing is shared, a copied position takes a cell of its own.
+    has_pos_min : bool
+        False for memory that forgets: recurrent, or a sliding window.
+    is_windowed : bool
+        A sliding window: what is behind it may be gone, in no order.  A sequence can only go on
+        where it ends, and so only all of it can be shared.
+
+    Attributes
+    ----------
+    n_used, n_cached : int
+        Distinct cells held by live requests, and by the prefix cache; some may be both.
+    """
+
+    def __init__(
+        self,
+        *,
+        n_cells: int,
+        n_seq_ids: int,
+        n_ctx_seq: int,
+        kv_unified: bool = True,
+        has_pos_min: bool = True,
+        is_windowed: bool = False,
+    ) -> None:
+        self.n_cells = n_cells
+        self.n_seq_ids = n_seq_ids
+        self.n_ctx_seq = n_ctx_seq
+        self.kv_unified = kv_unified
+        self.has_pos_min = has_pos_min
+        self.is_windowed = is_windowed
+        self.clear()
+
+    def clear(self) -> None:
+        """Nothing is held any more: the context is new."""
+        self._free_ids = list(range(self.n_seq_ids))
+        self._slots: dict[int, Slot] = {}
+        self.n_used = self.n_cached = self._n_held = 0
+
+    # --- What there is -----------------------------------------------------------------------
+    @property
+    def n_free(self) -> int:
+        """Cells that nothing holds."""
+        return self.n_cells - self._n_held
+
+    @property
+    def n_available(self) -> int:
+        """Cells that no live request holds: free, or the prefix cache's to give."""
+        return self.n_cells - self.n_used
+
+    @property
+    def free_ids(self) -> list[int]:
+        """seq_ids that can be opened, in ascending order."""
+        return self._free_ids
+
+    @property
+    def live_ids(self) -> list[int]:
+        """seq_ids of live requests, in ascending order."""
+        return sorted(s.seq_id for s in self._slots.values() if not s.is_cached)
+
+    @property
+    def n_live_ids(self) -> int:
+        """seq_ids of live requests."""
+        return len(self._slots) - self.n_cached_ids
+
+    @property
+    def n_cached_ids(self) -> int:
+        """seq_ids of the prefix cache."""
+        return sum(slot.is_cached for slot in self._slots.values())
+
+    def n_shared_live(self, slot: Slot, n_tokens: int) -> int:
+        """How many of the first `n_tokens` positions of a slot live requests hold already."""
+        return sum(
+            min(extent.end, n_tokens) - extent.start
+            for extent in slot.extents()
+            if extent.n_live and extent.start < n_tokens
+        )
+
+    def n_own(self, slot: Slot) -> int:
+        """How many positions of a slot no other holds."""
+        return sum(e.end - e.start for e in slot.extents() if e.n_live + e.n_cached == 1)
+
+    def n_freed_by(self, slots: Iterable[Slot]) -> int:
+        """Cells that no live request would hold if these slots were released."""
+        n_holders = Counter(extent for slot in slots for extent in slot.extents())
+        return sum(e.end - e.start for e, n in n_holders.items() if n == e.n_live)
+
+    # --- What changes ------------------------------------------------------------------------
+    def open(self, seq_id: int | None = None, *, is_cached: bool = False) -> Slot:
+        """Take a free seq_id: by default the lowest, the highest for the prefix cache."""
+        if seq_id is None:
+            seq_id = self._free_ids[-1 if is_cached else 0]
+        self._free_ids.remove(seq_id)
+        slot = self._slots[seq_id] = Slot(seq_id, is_cached=is_cached)
+        return slot
+
+    def advance(self, slot: Slot, n_tokens: int) -> None:
+        """A decode has stored the next `n_tokens` positions."""
+        if n_tokens == 0:
+            return
+        leaf, start = slot.leaf, slot.n_computed
+        if leaf is None or leaf.n_live + leaf.n_cached > 1:
+            leaf = slot.leaf = Extent(leaf, start, start)
+            self._hold(leaf, slot.is_cached, +1)
+        leaf.end = slot.n_computed = start + n_tokens
+        self._n_held += n_tokens
+        if slot.is_cached:
+            self.n_cached += n_tokens
+        else:
+            self.n_used += n_tokens
+        assert slot.n_computed <= self.n_ctx_seq, slot
+        assert self._n_held <= self.n_cells, self
+
+    def share(self, source: Slot, slot: Slot, n_tokens: int) -> None:
+        """An empty slot holds the first `n_tokens` positions of another, too."""
+        assert slot.leaf is None, slot
+        assert 0 < n_tokens <= source.n_computed, (source, n_tokens)
+        if not self.kv_unified:
+            self.advance(slot, n_tokens)
+            return
+        _merge(source)
+        slot.leaf = self._cut(source, n_tokens)
+        slot.n_computed = n_tokens
+        for extent in slot.extents():
+            self._hold(extent, slot.is_cached, +1)
+
+    def truncate(self, slot: Slot, n_tokens: int) -> None:
+        """Only the first `n_tokens` positions of a slot are left."""
+        if n_tokens >= slot.n_computed:
+            return
+        kept = self._cut(slot, n_tokens) if n_tokens else None
+        for extent in slot.extents():
+            if extent is kept:
+                break
+            self._hold(extent, slot.is_cached, -1)
+        slot.leaf, slot.n_computed = kept, n_tokens
+
+    def release(self, slot: Slot) -> int:
+        """The seq_id has been emptied; return how many cells that freed."""
+        n_held = self._n_held
+        self.truncate(slot, 0)
+        del self._slots[slot.seq_id]
+        insort(self._free_ids, slot.seq_id)
+        return n_held - self._n_held
+
+    def set_cached(self, slot: Slot, is_cached: bool) -> None:
+        """Hand a slot from a live request to the prefix cache, or back."""
+        for extent in slot.extents():
+            self._hold(extent, is_cached, +1)
+            self._hold(extent, slot.is_cached, -1)
+        slot.is_cached = is_cached
+
+    def read_back(self, slot: Slot, reader: CacheReader) -> None:
+        """After a failed decode: what llama.cpp kept of the sequence is what we have."""
+        last = reader.seq_pos_max(slot.seq_id)
+        n_computed = 0 if last is None else last + 1
+        self.truncate(slot, n_computed)
+        self.advance(slot, n_computed - slot.n_computed)
+
+    def _hold(self, extent: Extent, is_cached: bool, change: int) -> None:
+        """One holder more or less of an extent."""
+        n_cells = extent.end - extent.start
+        was_held = extent.n_live + extent.n_cached > 0
+        if is_cached:
+            before, extent.n_cached = extent.n_cached, extent.n_cached + change
+            self.n_cached += ((extent.n_cached > 0) - (before > 0)) * n_cells
+        else:
+            before, extent.n_live = extent.n_live, extent.n_live + change
+            self.n_used += ((extent.n_live > 0) - (before > 0)) * n_cells
+        self._n_held += ((extent.n_live + extent.n_cached > 0) - was_held) * n_cells
+
+    def _cut(self, slot: Slot, n_tokens: int) -> Extent:
+        """The extent of a slot that ends at `n_tokens`, made by a cut if there is none."""
+        for extent in slot.extents():
+            if extent.start < n_tokens <= extent.end:
+                break
+        if n_tokens == extent.end:
+            return extent
+        head = Extent(extent.parent, extent.start, n_tokens)
+        head.n_live, head.n_cached = extent.n_live, extent.n_cached
+        # The tail stays the object that the leaves of its holders point to.
+        extent.parent, extent.start = head, n_tokens
+        return head
+
+    # --- Proof -------------------------------------------------------------------------------
+    def discrepancies(self, reader: CacheReader) -> list[str]:
+        """Compare this bookkeeping with llama.cpp's, seq_id by seq_id; empty means they agree."""
+        found = []
+        for seq_id in range(self.n_seq_ids):
+            slot = self._slots.get(seq_id)
+            n_computed = slot.n_computed if slot else 0
+            first = 0 if n_computed and self.has_pos_min else None
+            expected = (first, n_computed - 1 if n_computed else None)
+            pos_min = reader.seq_pos_min(seq_id) if self.has_pos_min else None
+            actual = (pos_min, reader.seq_pos_max(seq_id))
+            if actual != expected:
+                found.append(
+                    f"seq_id {seq_id}: llama.cpp holds positions {actual}, the bookkeeping says {expected}"
+                )
+        return found + self._miscounts()
+
+    def _miscounts(self) -> list[str]:
+        """Where the sums of cells are not what the slots hold."""
+        extents = {e for slot in self._slots.values() for e in slot.extents()}
+        sums = [
+            ("held", self._n_held, sum(e.end - e.start for e in extents)),
+            ("in use", self.n_used, sum(e.end - e.start for e in extents if e.n_live)),
+            ("cached", self.n_cached, sum(e.end - e.start for e in extents if e.n_cached)),
+        ]
+        return [
+            f"{n_cells} cells {what}, but the seq_ids hold {n_found}"
+            for what, n_cells, n_found in sums
+            if n_cells != n_found
+        ]
+
+    def __repr__(self) -> str:
+        n_used = f"{self.n_used}+{self.n_cached}/{self.n_cells}"
+        return f"<KVCache seqs={len(self._slots)}/{self.n_seq_ids} cells={n_used}>"
+
+
+def _merge(slot: Slot) -> None:
+    """Undo cuts that nobody needs any more, so that a cached prefix never falls to pieces.
+
+    The holders of an extent are holders of its parent, so equal numbers mean the same slots.
+    """
+    for extent in slot.extents():
+        while (
+            (parent := extent.parent) is not None
+            and parent.n_live == extent.n_live
+            and parent.n_cached == extent.n_cached
+        ):
+            extent.parent, extent.start = parent.parent, parent.start

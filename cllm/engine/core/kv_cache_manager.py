@@ -1,0 +1,344 @@
+"""KVCacheManager: what sequences hold in the KV cache, in the bookkeeping and in llama.cpp at once.
+
+Every call that gives cells to a sequence or takes them away is here: sharing prefixes, keeping what
+finished sequences computed, evicting it, swapping out and back, and the completion callback
+(`leave`), which removes a sequence whatever the bookkeeping says, and looks.
+
+When llama.cpp does not do what it was told, `fault` says so: nothing may be decoded before the
+context has been made anew (`reset`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+from cllm.engine.core import scheduler
+from cllm.engine.core.decoder import CacheMemory
+from cllm.engine.core.kv_cache import KVCache, Slot
+from cllm.engine.core.prefix_cache import CachedPrefix, Match, PrefixCache
+from cllm.engine.core.scheduler import Chunk
+from cllm.engine.core.sequence import Sequence
+from cllm.engine.core.statistics import Recorder
+from cllm.engine.core.swap_store import SwapStore
+from cllm.errors import LlamaCallError
+
+logger = logging.getLogger("cllm.engine")
+
+# Copying a sequence between streams moves the whole stream: not worth it for less of it than this.
+MIN_STREAM_SHARE = 1 / 32
+# The copy of a sequence that shares cells needs them once more: not worth it for more than a few.
+MIN_OWN_SHARE = 0.9
+
+
+class KVCacheManager:
+    """The KV cache of one context.
+
+    Parameters
+    ----------
+    memory : CacheMemory
+    kv_cache : KVCache
+    n_seq_max : int
+        Sequences that may run at once.
+    prefix_cache_tokens : int
+        Cells that finished prefixes may hold; 0 shares nothing, not even between running sequences.
+    swap_tokens : int
+        Tokens of preempted sequences that may be kept in host memory.
+
+    Attributes
+    ----------
+    fault : Exception or None
+        Why the bookkeeping and llama.cpp cannot be trusted to agree any more.
+    """
+
+    def __init__(
+        self,
+        memory: CacheMemory,
+        kv_cache: KVCache,
+        recorder: Recorder,
+        *,
+        n_seq_max: int,
+        prefix_cache_tokens: int,
+        swap_tokens: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._memory = memory
+        self.kv_cache = kv_cache
+        self._recorder = recorder
+        self._n_seq_max = n_seq_max
+        # Memory that forgets positions cannot give up a part, nor lend one.
+        self._can_truncate = kv_cache.has_pos_min
+        can_share = kv_cache.has_pos_min or kv_cache.is_windowed
+        self._n_tokens_max = prefix_cache_tokens if can_share else 0
+        self._swap = SwapStore(memory, recorder, n_tokens_max=swap_tokens, clock=clock)
+        self.prefixes = PrefixCache()
+        self.fault: Exception | None = None
+
+    # --- In ----------------------------------------------------------------------------------
+    def allocate(self, sequence: Sequence, running: list[Sequence], now: float) -> bool:
+        """Let a waiting sequence run, with what it can share; False if there is no room for it."""
+        if len(running) >= self._n_seq_max:
+            return False
+        match = self._match(sequence, running)
+        if not self._has_room(sequence, match, running):
+            return False
+        if not self.kv_cache.kv_unified and match.entry and not match.leader:
+            sequence.start(self._take_over(match.entry), now)
+        else:
+            sequence.start(self._open(), now)
+        if sequence.swapped:
+            self._restore(sequence)
+        if not sequence.is_placed:
+            self._place(sequence, match)
+        return True
+
+    def could_allocate(
+        self, sequence: Sequence, active: list[Sequence], paused: list[Sequence]
+    ) -> bool:
+        """Whether there would be room for a sequence if the paused ones stepped aside."""
+        if len(active) >= self._n_seq_max:
+            return False
+        n_freed = self.kv_cache.n_freed_by([s.slot for s in paused if s.slot is not None])
+        return self._has_room(sequence, self._match(sequence, active), active, n_freed)
+
+    def _has_room(
+        self, sequence: Sequence, match: Match, running: list[Sequence], n_freed: int = 0
+    ) -> bool:
+        """In the per-sequence layout a sequence has all the cells that it can need."""
+        return not self.kv_cache.kv_unified or scheduler.has_room(
+            sequence,
+            self._n_new_cells(sequence, match),
+            self.kv_cache.n_available + n_freed,
+            running,
+        )
+
+    def place_followers(self, running: list[Sequence], now: float) -> None:
+        """Give those that wait for a leader what it has computed by now."""
+        waiting = [s for s in running if not s.is_placed]
+        for sequence in sorted(waiting, key=lambda s: s.urgency(now)):
+            leader = sequence.leader
+            if leader is None or not leader.is_ready or leader.n_computed >= sequence.n_expected:
+                self._place(sequence, self._match(sequence, running))
+
+    def _match(self, sequence: Sequence, running: Iterable[Sequence]) -> Match:
+        if not self._n_tokens_max or sequence.swapped:
+            return Match()
+        n_min = 1 if self.kv_cache.kv_unified else int(self.kv_cache.n_ctx_seq * MIN_STREAM_SHARE)
+        return self.prefixes.match(
+            sequence, running, n_min=n_min, whole_only=not self._can_truncate
+        )
+
+    def _n_new_cells(self, sequence: Sequence, match: Match) -> int:
+        """Cells that a sequence needs and no live request holds yet."""
+        n_tokens = len(sequence.tokens)
+        if match.leader is not None:
+            return n_tokens - match.n_expected
+        if match.source is not None:
+            return n_tokens - self.kv_cache.n_shared_live(match.source, match.n_tokens)
+        return n_tokens
+
+    def _place(self, sequence: Sequence, match: Match) -> None:
+        """Let a sequence that holds a seq_id share what it can, or wait for its leader."""
+        if match.leader is not None:
+            sequence.leader, sequence.n_expected = match.leader, match.n_expected
+            return
+        slot = sequence.slot
+        assert slot is not None
+        if match.source is not None and slot.n_computed == 0:
+            if match.entry is not None:
+                self.prefixes.touch(match.entry)
+            self._copy(match.source, slot, match.n_tokens)
+        self._truncate(slot, match.n_tokens)
+        self._recorder.n_cached_tokens += sequence.place(slot.n_computed)
+        if slot.n_computed:
+            logger.debug("request %s: shares %d tokens", sequence.request_id, slot.n_computed)
+
+    def _open(self) -> Slot:
+        """A free seq_id for a running sequence."""
+        kv_cache = self.kv_cache
+        if kv_cache.kv_unified:
+            return kv_cache.open()
+        # llama.cpp computes each unbroken row of seq_ids in a batch of its own: leave no gaps,
+        # though it cost a cached prefix.
+        live = kv_cache.live_ids
+        entries = {entry.slot.seq_id: entry for entry in self.prefixes.entries}
+        ages = {entry.slot.seq_id: age for age, entry in enumerate(self.prefixes.entries, 1)}
+
+        def cost(seq_id: int) -> tuple[int, int, int]:
+            ends = [*live, seq_id]
+            return max(ends) - min(ends) + 1 - len(ends), ages.get(seq_id, 0), seq_id
+
+        best = min((*kv_cache.free_ids, *entries), key=cost)
+        if best in entries:
+            self.evict(entries[best])
+        return kv_cache.open(best)
+
+    def _take_over(self, entry: CachedPrefix) -> Slot:
+        """A cached prefix becomes a running sequence: per-sequence layout, nothing is copied."""
+        self.prefixes.entries.remove(entry)
+        self.kv_cache.set_cached(entry.slot, False)
+        return entry.slot
+
+    def _copy(self, source: Slot, slot: Slot, n_tokens: int) -> None:
+        """Let `slot` hold the first positions of `source`."""
+        end = n_tokens if n_tokens < source.n_computed else None
+        try:
+            if self.kv_cache.kv_unified or end is None:
+                self._memory.seq_cp(source.seq_id, slot.seq_id, None, end)
+                self.kv_cache.share(source, slot, n_tokens)
+            else:
+                self._memory.seq_cp(source.seq_id, slot.seq_id)
+                self.kv_cache.share(source, slot, source.n_computed)
+                self._truncate(slot, n_tokens)
+        except Exception as error:
+            self.fault = error
+
+    def _truncate(self, slot: Slot, n_tokens: int) -> None:
+        """Leave the first `n_tokens` positions of a slot."""
+        if n_tokens < slot.n_computed:
+            self._remove(slot.seq_id, n_tokens)
+            self.kv_cache.truncate(slot, n_tokens)
+
+    # --- Out ---------------------------------------------------------------------------------
+    def leave(self, sequence: Sequence, *, keep: bool = False) -> None:
+        """Remove a sequence from the KV cache, whatever the bookkeeping says about it, and look.
+
+        With `keep`, the prefix cache remembers what it had computed.
+        """
+        slot = sequence.slot
+        if slot is None:
+            return
+        sequence.leave()
+        is_kept = keep and slot.n_computed and self._n_tokens_max and self.fault is None
+        if is_kept and self._keep(sequence, slot):
+            return
+        self._remove(slot.seq_id, 0)
+        n_tokens = slot.n_computed
+        n_cells = self.kv_cache.release(slot)
+        logger.debug(
+            "request %s: cleared KV cache, seq_id %d, %d positions, %d cells freed, %d shared",
+            sequence.request_id, slot.seq_id, n_tokens, n_cells, n_tokens - n_cells,
+        )  # fmt: skip
+
+    def _remove(self, seq_id: int, n_tokens: int) -> None:
+        """Remove the positions of a seq_id from `n_tokens` on."""
+        try:
+            removed = self._memory.seq_rm(seq_id, n_tokens or None)
+            left = self._memory.seq_pos_max(seq_id)
+        except Exception as error:
+            self.fault = error
+            return
+        if not removed or left != (n_tokens - 1 if n_tokens else None):
+            self.fault = LlamaCallError(
+                "llama_memory_seq_rm", int(removed), f"seq_id {seq_id} still ends at {left}"
+            )
+
+    def _keep(self, sequence: Sequence, slot: Slot) -> bool:
+        """Remember what a finished sequence computed; True if its slot was handed over."""
+        n_tokens = min(slot.n_computed, self._n_tokens_max)
+        if n_tokens < slot.n_computed and not self._can_truncate:
+            return False
+        tokens = sequence.token_array()[:n_tokens].copy()
+        covering = self.prefixes.covering(tokens)
+        if covering is not None and (self._can_truncate or len(covering.tokens) == n_tokens):
+            self.prefixes.touch(covering)
+            return False
+        if self._can_truncate:  # a part of the longer one does for the shorter
+            for entry in self.prefixes.covered_by(tokens):
+                self.evict(entry)
+        kv_cache = self.kv_cache
+        if kv_cache.kv_unified:
+            while (
+                self.prefixes.entries
+                and kv_cache.n_cached_ids >= kv_cache.n_seq_ids - self._n_seq_max
+            ):
+                self.evict(self.prefixes.entries[0])
+            kept = kv_cache.open(is_cached=True)
+            self._copy(slot, kept, n_tokens)
+        else:
+            kept = slot
+            self._truncate(slot, n_tokens)
+            kv_cache.set_cached(slot, True)
+            logger.debug(
+                "request %s: seq_id %d handed to the prefix cache, %d positions",
+                sequence.request_id, slot.seq_id, n_tokens,
+            )  # fmt: skip
+        self.prefixes.entries.append(CachedPrefix(tokens, kept))
+        while kv_cache.n_cached > self._n_tokens_max:
+            self.evict(self.prefixes.entries[0])
+        return kept is slot
+
+    def evict(self, entry: CachedPrefix) -> None:
+        """Forget a cached prefix."""
+        self.prefixes.entries.remove(entry)
+        self._remove(entry.slot.seq_id, 0)
+        n_cells = self.kv_cache.release(entry.slot)
+        self._recorder.n_evictions += 1
+        logger.debug("cached prefix of %d tokens: evicted, %d cells", len(entry.tokens), n_cells)
+
+    def evict_until(self, n_free: int) -> None:
+        """Evict cached prefixes, least recently used first, until so many cells are free."""
+        while self.kv_cache.n_free < n_free and self.prefixes.entries:
+            self.evict(self.prefixes.entries[0])
+
+    def evict_all(self) -> int:
+        """Evict every cached prefix; return how many there were."""
+        n_entries = len(self.prefixes.entries)
+        while self.prefixes.entries:
+            self.evict(self.prefixes.entries[0])
+        return n_entries
+
+    # --- Preemption --------------------------------------------------------------------------
+    def preempt(self, sequence: Sequence, recompute_s: float, *, keep: bool = False) -> None:
+        """Take the seq_id and the cells of a sequence that goes back to the queue.
+
+        They are saved in host memory where that has been measured to be cheaper than computing
+        them again, and where few of them are shared: what comes back shares nothing.  Otherwise,
+        with `keep`, the prefix cache remembers them as long as there is room.
+        """
+        slot = sequence.slot
+        assert slot is not None
+        is_own = self.kv_cache.n_own(slot) >= MIN_OWN_SHARE * slot.n_computed
+        if self._can_truncate and is_own and self._swap.is_worth(slot.n_computed, recompute_s):
+            self._swap.save(sequence, slot)
+        self.leave(sequence, keep=keep and sequence.swapped is None)
+
+    def _restore(self, sequence: Sequence) -> None:
+        """Put back a swapped sequence's cells; if that fails it computes them again."""
+        swapped, slot = sequence.swapped, sequence.slot
+        assert swapped is not None
+        assert slot is not None
+        self.evict_until(swapped.n_tokens)
+        if self._swap.restore(sequence, slot):
+            self.kv_cache.advance(slot, swapped.n_tokens)
+            sequence.place(swapped.n_tokens)
+        else:
+            self._remove(slot.seq_id, 0)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Its request has ended: drop what was saved of it."""
+        self._swap.forget(sequence)
+
+    # --- After a failure ---------------------------------------------------------------------
+    def read_back(self, chunks: Iterable[Chunk]) -> None:
+        """After a failed decode: what llama.cpp kept is what we have."""
+        for chunk in chunks:
+            sequence, slot = chunk.sequence, chunk.sequence.slot
+            assert slot is not None
+            n_before = min(slot.n_computed, sequence.n_prompt)
+            self.kv_cache.read_back(slot, self._memory)
+            n_kept = min(slot.n_computed, sequence.n_prompt)
+            self._recorder.n_prefill_tokens += max(0, n_kept - n_before)
+            if not self._can_truncate:
+                # The failing part may be in there, and cannot be taken out.
+                self._remove(slot.seq_id, 0)
+                self.kv_cache.truncate(slot, 0)
+            else:
+                # Rows that were stored though their logits are lost: compute them again.
+                self._truncate(slot, sequence.n_settled)
+
+    def reset(self) -> None:
+        """The context is new and empty."""
+        self.kv_cache.clear()
+        self.prefixes.entries.clear()
+        self.fault = None

@@ -1,0 +1,165 @@
+"""What crosses the border between the event loop and the inference thread: commands in, events out.
+
+Frozen values, so that neither side can change what the other has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from cllm.engine.core.statistics import EngineStatistics
+from cllm.engine.request import Completion, GenerationRequest, ModelInfo, TokenDelta
+from cllm.errors import EngineFailedError, GenerationError
+
+
+# --- Commands: event loop → inference thread --------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class AddRequest:
+    """Start this request.  Answered by events with its `request_id`, the last a `Finished`."""
+
+    request: GenerationRequest
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRequest:
+    """Stop working on this request.  Unknown and finished ids are ignored."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """The reader of this request has taken so many deltas more: as many may be computed."""
+
+    request_id: str
+    n_deltas: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClearPrefixCache:
+    """Forget what finished requests have left in the KV cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """Compare the bookkeeping with llama.cpp's.  Answered by `Audited` with the same `call_id`."""
+
+    call_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inspect:
+    """Say who holds which seq_id.  Answered by `Inspected` with the same `call_id`."""
+
+    call_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """CancelRequest everything and end the thread.  Answered by `Stopped` and `Ended`."""
+
+
+Command = AddRequest | CancelRequest | Read | ClearPrefixCache | Audit | Inspect | Shutdown
+
+
+# --- Values in events -----------------------------------------------------------------------------
+class SlotState(StrEnum):
+    """What a seq_id is held for."""
+
+    FREE = "free"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    WAITING = "waiting"
+    """For the tokens that another sequence computes for both."""
+    PAUSED = "paused"
+    """For its reader."""
+    CACHED = "cached"
+    """By the prefix cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotInfo:
+    """One seq_id.
+
+    Attributes
+    ----------
+    request_id : str or None
+    n_prompt, n_output : int
+        Tokens of its request, prompt and sampled.
+    n_computed : int
+        Positions in the KV cache; those shared with others count here too.
+    n_cached : int
+        Prompt tokens that were shared and not computed.
+    age_s : float
+        Seconds since its request was submitted.
+    n_preemptions : int
+    """
+
+    seq_id: int
+    state: SlotState
+    request_id: str | None = None
+    n_prompt: int = 0
+    n_output: int = 0
+    n_computed: int = 0
+    n_cached: int = 0
+    age_s: float = 0.0
+    n_preemptions: int = 0
+
+
+# --- Events: inference thread → event loop ----------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The model is loaded and requests are served."""
+
+    model: ModelInfo
+    statistics: EngineStatistics
+
+
+@dataclass(frozen=True, slots=True)
+class Progressed:
+    """One more token of a request."""
+
+    request_id: str
+    delta: TokenDelta
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The last of a request: exactly one for each `AddRequest`."""
+
+    request_id: str
+    delta: TokenDelta
+    completion: Completion
+    error: GenerationError | EngineFailedError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Audited:
+    """The answer to `Audit`."""
+
+    call_id: int
+    discrepancies: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Inspected:
+    """The answer to `Inspect`."""
+
+    call_id: int
+    slots: tuple[SlotInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """Nothing more is served.  With an error: the thread has failed, or never started."""
+
+    error: BaseException | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The thread has freed everything and ends: the last event of all."""
+
+
+Event = Ready | Progressed | Finished | Audited | Inspected | Stopped | Ended

@@ -1,0 +1,152 @@
+"""OutputProcessor: what the logits of a decoded batch become: tokens, text, scores, events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cllm.engine.core.kv_cache import KVCache
+from cllm.engine.core.kv_cache_manager import KVCacheManager
+from cllm.engine.core.messages import Progressed
+from cllm.engine.core.run_queue import RunQueue, last_delta
+from cllm.engine.core.scheduler import Chunk
+from cllm.engine.core.sequence import Sequence
+from cllm.engine.core.statistics import Recorder
+from cllm.engine.request import FinishReason, TokenDelta, TokenLogprob
+from cllm.engine.sampling.batch_sampler import BatchSampler, NotFiniteError
+from cllm.engine.vocabulary import OutputVocabulary
+
+# The log probability of a token in a row, and those of so many alternatives.
+ReadLogprob = Callable[[NDArray[np.float32], int, int], TokenLogprob]
+Logprobs = tuple[TokenLogprob, ...] | None
+
+
+class OutputProcessor:
+    """The second half of a tick.  What goes wrong with a row is its own request's affair.
+
+    Parameters
+    ----------
+    n_vocab : int
+    nan_spreads : bool
+        Whether NaN in one sequence's cells can get into the logits of others.
+    """
+
+    def __init__(
+        self,
+        vocabulary: OutputVocabulary,
+        kv_cache: KVCache,
+        manager: KVCacheManager,
+        queue: RunQueue,
+        recorder: Recorder,
+        read_logprob: ReadLogprob,
+        *,
+        n_vocab: int,
+        nan_spreads: bool,
+        clock: Callable[[], float],
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._kv_cache = kv_cache
+        self._manager = manager
+        self._queue = queue
+        self._recorder = recorder
+        self._read_logprob = read_logprob
+        self._sampler = BatchSampler(n_vocab)
+        self._nan_spreads = nan_spreads
+        self._clock = clock
+
+    def commit(
+        self, chunks: list[Chunk], logits: NDArray[np.float32]
+    ) -> list[tuple[int, Sequence]]:
+        """The chunks are computed: advance the kv_cache, score, and say which rows to sample from."""
+        outputs, row = [], 0
+        for chunk in chunks:
+            sequence, n_outputs, completes = chunk.sequence, chunk.n_outputs, chunk.completes
+            assert sequence.slot is not None
+            n_prompt_left = max(0, sequence.n_prompt - sequence.n_computed)
+            self._recorder.n_prefill_tokens += min(chunk.n_tokens, n_prompt_left)
+            self._kv_cache.advance(sequence.slot, chunk.n_tokens)
+            rows = logits[row : row + n_outputs]
+            if (sequence.is_scored or self._score(sequence, rows)) and completes:
+                outputs.append((row + n_outputs - 1, sequence))
+            row += n_outputs
+        return outputs
+
+    def sample(self, outputs: list[tuple[int, Sequence]], logits: NDArray[np.float32]) -> None:
+        """Give each of these sequences its next token, from its row."""
+        started = self._clock()
+        rows, sequences = [row for row, _ in outputs], [sequence for _, sequence in outputs]
+        n_handovers = self._sampler.n_gil_handovers
+        tokens = self._sampler.sample(logits, rows, [s.sampler for s in sequences])
+        self._recorder.n_gil_handovers += self._sampler.n_gil_handovers - n_handovers
+        sampled = self._clock()
+        self._recorder.sample_s += sampled - started
+        for row, sequence, token in zip(rows, sequences, tokens, strict=True):
+            self._advance(sequence, token, logits[row], sampled)
+        self._recorder.detokenize_s += self._clock() - sampled
+
+    def _score(self, sequence: Sequence, logits: NDArray[np.float32]) -> bool:
+        """Each of these rows says how likely the prompt token after it was, if one is left."""
+        n_top = sequence.request.params.prompt_logprobs or 0
+        try:
+            for row in logits[: sequence.n_prompt - sequence.n_scored]:
+                token = sequence.tokens[sequence.n_scored]
+                sequence.append_prompt_logprob(self._read_logprob(row, token, n_top))
+        except Exception as error:
+            self._fail(sequence, error)
+            return False
+        return True
+
+    def _advance(
+        self, sequence: Sequence, token: int | Exception, row: NDArray[np.float32], now: float
+    ) -> None:
+        """Add one sampled token to a sequence."""
+        if isinstance(token, Exception):
+            self._fail(sequence, token)
+            return
+        n_top, logprob = sequence.request.params.logprobs, None
+        if n_top is not None:
+            try:
+                logprob = self._read_logprob(row, token, n_top)
+            except Exception as error:
+                self._fail(sequence, error)  # without the token: each has its log probability
+                return
+        sequence.append(token, now)
+        self._recorder.n_output_tokens += 1
+        logprobs = None if logprob is None else sequence.append_logprob(logprob)
+        try:
+            self._append_text(sequence, token, logprobs)
+        except Exception as error:
+            end = TokenDelta("", (token,), FinishReason.ERROR, logprobs=logprobs)
+            self._queue.finish(sequence, end, cause=error)
+
+    def _fail(self, sequence: Sequence, error: Exception) -> None:
+        """End a request whose logits, or what was made of them, are of no use."""
+        self._queue.finish(sequence, last_delta(FinishReason.ERROR), cause=error)
+        if isinstance(error, NotFiniteError) and self._nan_spreads:
+            # Even after it was removed: only a cleared buffer is clean.
+            self._manager.fault = error
+
+    def _append_text(self, sequence: Sequence, token: int, logprobs: Logprobs) -> None:
+        """Turn a new token into text and an event, the last one where the output ends."""
+        params = sequence.request.params
+        if self._vocabulary.is_eog(token) or token in params.stop_token_ids:
+            end = TokenDelta("", (token,), FinishReason.STOP, token, logprobs)
+            self._queue.finish(sequence, end)
+            return
+        detokenizer = sequence.detokenizer
+        text = sequence.append_text(detokenizer.push(self._vocabulary.piece(token)))
+        reason, stop_reason = None, None
+        if (match := detokenizer.stop_match) is not None:
+            reason, stop_reason = FinishReason.STOP, match
+        elif sequence.n_output == params.max_tokens:
+            reason, stop_reason = FinishReason.LENGTH, "max_tokens"
+        elif len(sequence.tokens) > self._kv_cache.n_ctx_seq:
+            reason, stop_reason = FinishReason.LENGTH, "context"
+        delta = TokenDelta(text, (token,), reason, stop_reason, logprobs)
+        if reason is not None:
+            self._queue.finish(sequence, delta)
+            return
+        sequence.n_unread += 1
+        self._queue.events.append(Progressed(sequence.request_id, delta))

@@ -1,0 +1,136 @@
+"""Whose computed tokens a new sequence can share.  Pure: the bookkeeping and llama.cpp are elsewhere.
+
+Finished sequences leave their tokens here, each under a seq_id of its own, least recently used
+first.  Running ones are asked directly.  A scan over at most 256 arrays with numpy is enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cllm.engine.core.kv_cache import Slot
+from cllm.engine.core.sequence import Sequence
+
+Tokens = NDArray[np.int32]
+
+
+@dataclass(eq=False, slots=True)
+class CachedPrefix:
+    """What a finished sequence left: the tokens, and the slot that holds them."""
+
+    tokens: Tokens
+    slot: Slot
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What a sequence can have without computing it.
+
+    Attributes
+    ----------
+    source : Slot or None
+        Holds the first `n_tokens` of the sequence's tokens now.
+    leader : Sequence or None
+        Is computing the first `n_expected` of them, which are worth waiting for.
+    entry : CachedPrefix or None
+        The source, if it is a cached one.
+    """
+
+    source: Slot | None = None
+    n_tokens: int = 0
+    entry: CachedPrefix | None = None
+    leader: Sequence | None = None
+    n_expected: int = 0
+
+
+class PrefixCache:
+    """The cached prefixes, least recently used first."""
+
+    def __init__(self) -> None:
+        self.entries: list[CachedPrefix] = []
+
+    def touch(self, entry: CachedPrefix) -> None:
+        """It has been used just now."""
+        self.entries.remove(entry)
+        self.entries.append(entry)
+
+    def covering(self, tokens: Tokens) -> CachedPrefix | None:
+        """An entry that begins with all of `tokens`."""
+        return next((e for e in self.entries if _begins_with(e.tokens, tokens)), None)
+
+    def covered_by(self, tokens: Tokens) -> list[CachedPrefix]:
+        """Entries that `tokens` begins with."""
+        return [e for e in self.entries if _begins_with(tokens, e.tokens)]
+
+    def match(
+        self,
+        sequence: Sequence,
+        running: Iterable[Sequence],
+        *,
+        n_min: int = 1,
+        whole_only: bool = False,
+    ) -> Match:
+        """The longest prefix that a sequence shares with others, to the token.
+
+        At least `n_min` tokens of it.  With `whole_only`, all that the other has computed or
+        nothing.  What logits are needed of is left to be computed: at least its last token.
+
+        It waits for a leader when that gives more than a lone first token (most prompts begin with
+        the same one), or all there is to share.
+        """
+        wanted = sequence.token_array()[: sequence.n_settled]
+        n_wanted = len(wanted)
+        source, entry, n_tokens = None, None, 0
+        # The most recent of equals, so that the others may grow old.  Who has another token where
+        # the longest match so far ends cannot be longer: most need no comparison.
+        for cached in reversed(self.entries):
+            tokens = cached.tokens
+            if n_tokens >= min(n_wanted, len(tokens)) or tokens[n_tokens] != wanted[n_tokens]:
+                continue
+            n_common = _n_common(tokens, wanted)
+            if whole_only and n_common < len(tokens):
+                continue
+            if n_common >= n_min and n_common > n_tokens:
+                source, entry, n_tokens = cached.slot, cached, n_common
+        leader, n_expected = None, n_tokens
+        for other in running:
+            if other is sequence or not other.is_placed or other.slot is None:
+                continue
+            own = other.tokens
+            if n_tokens >= min(n_wanted, len(own)) or own[n_tokens] != wanted[n_tokens]:
+                continue
+            n_common = _n_common(other.token_array(), wanted)
+            if n_common < n_min or (whole_only and n_common < other.n_computed):
+                continue
+            n_now = min(n_common, other.n_computed)
+            if n_now >= n_min and n_now > n_tokens:
+                source, entry, n_tokens = other.slot, None, n_now
+            n_coming = n_common
+            if not other.is_scored:  # such rows come few at a time: not worth waiting for
+                n_coming = min(n_common, max(other.n_settled, other.n_computed))
+            is_useful = n_coming > max(n_expected, other.n_computed) and not whole_only
+            if is_useful and not other.is_paused:
+                leader, n_expected = other, n_coming
+        n_gained = n_expected - n_tokens
+        if n_gained < 1 or (n_gained == 1 and n_expected < n_wanted):
+            leader, n_expected = None, 0
+        return Match(source, n_tokens, entry, leader, n_expected)
+
+
+def _n_common(a: Tokens, b: Tokens) -> int:
+    """Length of the common prefix."""
+    n_tokens = min(len(a), len(b))
+    # `argmax` would give the GIL away, and get it back late.
+    first = (a[:n_tokens] != b[:n_tokens]).tobytes().find(1)
+    return n_tokens if first < 0 else first
+
+
+def _begins_with(tokens: Tokens, head: Tokens) -> bool:
+    n_head = len(head)
+    if n_head > len(tokens) or (n_head and tokens[n_head - 1] != head[-1]):
+        return False
+    return _n_common(tokens, head) == n_head

@@ -1,0 +1,78 @@
+"""Who suffers when a decode fails: as few as possible.  Pure: it decides, `tick` does.
+
+A fatal failure once: the context is made anew and every sequence replayed; nobody fails.  Once
+more before the sequences of that batch got past it, or a batch that llama.cpp refused: the batch is
+halved until the sequence that fails alone is found; one that was alone by chance is tried once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from enum import Enum, auto
+
+from cllm.engine.core.scheduler import Chunk
+from cllm.engine.core.sequence import Sequence
+
+
+class Verdict(Enum):
+    """What to do after a failed decode."""
+
+    REBUILD = auto()
+    """Make the context anew and compute every sequence again."""
+    BISECT = auto()
+    """Decode parts of the batch apart; `Recovery.restrict` says who is next."""
+    END = auto()
+    """The only sequence of the batch has failed alone: it is the culprit."""
+
+
+class Recovery:
+    """The memory of failures until what failed has been computed."""
+
+    def __init__(self) -> None:
+        # How far each sequence has to come for its failure to be over.
+        self._marks: dict[Sequence, int] = {}
+        # Some of those, to be decoded apart from all others, the first group first.
+        self._groups: list[list[Sequence]] = []
+
+    @property
+    def is_over(self) -> bool:
+        """Whether everything that ever failed has been computed since, or has ended."""
+        return not self._marks
+
+    def restrict(self, running: Iterable[Sequence]) -> list[Sequence]:
+        """Those of the running sequences that may be in the next batch."""
+        sequences = list(running)
+        while self._groups:
+            group = [s for s in self._groups[0] if s in sequences and s.is_ready]
+            if group:
+                return group
+            # Computed, ended, preempted or paused: not to be suspected for ever.
+            del self._groups[0]
+        return sequences
+
+    def forget(self, sequence: Sequence) -> None:
+        """Its request has ended."""
+        self._marks.pop(sequence, None)
+
+    def on_success(self) -> None:
+        """A batch was computed, and the bookkeeping says so."""
+        if self._marks:
+            self._marks = {s: mark for s, mark in self._marks.items() if s.n_computed < mark}
+            self._groups = [[s for s in group if s in self._marks] for group in self._groups]
+
+    def on_failure(self, chunks: SequenceOf[Chunk], *, is_fatal: bool) -> Verdict:
+        """A batch of these chunks failed; `is_fatal` if the context may have suffered."""
+        batch = [c.sequence for c in chunks]
+        is_again = any(s in self._marks for s in batch)
+        for chunk in chunks:
+            mark = chunk.sequence.n_computed + chunk.n_tokens
+            self._marks[chunk.sequence] = max(mark, self._marks.get(chunk.sequence, 0))
+        if is_fatal and not is_again:
+            return Verdict.REBUILD
+        if len(batch) == 1 and self._groups[:1] == [batch]:
+            return Verdict.END
+        self._groups = [[s for s in group if s not in batch] for group in self._groups]
+        middle = (len(batch) + 1) // 2
+        self._groups[:0] = [batch[:middle], batch[middle:]]
+        return Verdict.BISECT

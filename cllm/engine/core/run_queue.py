@@ -1,0 +1,226 @@
+"""RunQueue: every request from its submission to its last event; who waits, who runs, who ends.
+
+Whatever way a request ends, `finish` removes its sequence from the KV cache, unconditionally, and
+looks whether it is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+from cllm.engine.core import scheduler
+from cllm.engine.core.kv_cache_manager import KVCacheManager
+from cllm.engine.core.messages import Event, Finished
+from cllm.engine.core.recovery import Recovery
+from cllm.engine.core.sequence import Sequence
+from cllm.engine.core.statistics import Recorder
+from cllm.engine.core.tick_cost import TickCost
+from cllm.engine.request import FinishReason, GenerationRequest, TokenDelta
+from cllm.engine.sampling.batch_sampler import TokenSampler
+from cllm.errors import EngineFailedError, GenerationError
+
+logger = logging.getLogger("cllm.engine")
+
+MakeSampler = Callable[[GenerationRequest], TokenSampler | None]
+
+
+class RunQueue:
+    """All requests.
+
+    Attributes
+    ----------
+    waiting, running : list of Sequence
+        Without and with a seq_id.
+    events : list of Event
+        What happened since they were last taken.
+    """
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        recovery: Recovery,
+        tick_cost: TickCost,
+        recorder: Recorder,
+        make_sampler: MakeSampler,
+        *,
+        stream_buffer: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._manager = manager
+        self._recovery = recovery
+        self._tick_cost = tick_cost
+        self._recorder = recorder
+        self._make_sampler = make_sampler
+        self._stream_buffer = stream_buffer
+        self._clock = clock
+        self._by_id: dict[str, Sequence] = {}
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.events: list[Event] = []
+
+    # --- Commands ----------------------------------------------------------------------------
+    def submit(self, request: GenerationRequest) -> None:
+        """Take a request into the queue."""
+        sequence = Sequence(request, stream_buffer=self._stream_buffer)
+        self._by_id[request.request_id] = sequence
+        self.waiting.append(sequence)
+        try:
+            sequence.sampler = self._make_sampler(request)
+        except Exception as error:
+            self.finish(sequence, last_delta(FinishReason.ERROR), cause=error)
+            return
+        logger.debug("request %s: new, %d prompt tokens", request.request_id, sequence.n_prompt)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request on its caller's wish."""
+        if sequence := self._by_id.get(request_id):
+            self.finish(sequence, last_delta(FinishReason.CANCELLED))
+
+    def cancel_all(self) -> None:
+        """End every request."""
+        for request_id in list(self._by_id):
+            self.cancel(request_id)
+
+    def read(self, request_id: str, n_deltas: int) -> None:
+        """The reader of a request has taken so many deltas more."""
+        if sequence := self._by_id.get(request_id):
+            sequence.n_unread -= n_deltas
+
+    # --- What there is -----------------------------------------------------------------------
+    @property
+    def has_work(self) -> bool:
+        """Whether anybody wants tokens; a paused sequence waits for its reader."""
+        return any(not s.is_paused for s in self._by_id.values())
+
+    @property
+    def n_paused(self) -> int:
+        """Requests whose reader has stopped."""
+        return sum(s.is_paused for s in self._by_id.values())
+
+    @property
+    def next_deadline(self) -> float | None:
+        """The earliest deadline of any request, paused ones included."""
+        deadlines = (s.request.deadline for s in self._by_id.values())
+        return min((d for d in deadlines if d is not None), default=None)
+
+    # --- Who runs ----------------------------------------------------------------------------
+    def expire(self, now: float) -> None:
+        """End what is past its deadline."""
+        deadlines = ((s, s.request.deadline) for s in self._by_id.values())
+        due = [s for s, deadline in deadlines if deadline is not None and deadline <= now]
+        for sequence in due:
+            self.finish(sequence, last_delta(FinishReason.DEADLINE))
+
+    def admit(self, now: float) -> None:
+        """Let the most urgent of those that wait run, as long as there is room."""
+        while (first := scheduler.next_admitted(self.waiting, now)) is not None:
+            if self._manager.allocate(first, self.running, now):
+                self.waiting.remove(first)
+                self.running.append(first)
+                logger.debug("request %s: prefill in %r", first.request_id, first.slot)
+                continue
+            # Readers that have stopped must not keep the queue waiting.
+            paused = [s for s in self.running if s.is_paused]
+            active = [s for s in self.running if not s.is_paused]
+            if not paused or not self._manager.could_allocate(first, active, paused):
+                break
+            self.preempt(scheduler.choose_preempted(paused), keep=True)
+        self._manager.place_followers(self.running, now)
+
+    def make_room(self, n_rows: int, now: float) -> None:
+        """Evict for a batch of `n_rows`, and preempt until every decoding sequence has a cell."""
+        manager = self._manager
+        manager.evict_until(scheduler.n_rows_wanted(self.running, n_rows))
+        while any(s.is_ready for s in self.running):
+            n_needed = max(1, scheduler.n_rows_needed(self.running))
+            holders = [s for s in self.running if s.n_computed]
+            if manager.kv_cache.n_free >= n_needed or len(self.running) == 1 or not holders:
+                return
+            self.preempt(scheduler.choose_preempted(holders))
+            manager.place_followers(self.running, now)
+
+    def preempt(self, sequence: Sequence, *, keep: bool = False) -> None:
+        """Take a sequence's place; it waits with all its tokens and goes on with them later."""
+        recompute_s = self._tick_cost.recompute_s(sequence.n_computed)
+        self._manager.preempt(sequence, recompute_s, keep=keep)
+        self._requeue(sequence)
+        sequence.n_preemptions += 1
+        self._recorder.n_preemptions += 1
+        logger.debug("request %s: preempted", sequence.request_id)
+
+    def restart_all(self) -> None:
+        """The KV cache is new: every running sequence computes its tokens again."""
+        for sequence in list(self.running):
+            sequence.leave()
+            self._requeue(sequence)
+
+    def _requeue(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.waiting.append(sequence)
+
+    # --- Endings -----------------------------------------------------------------------------
+    def finish(
+        self, sequence: Sequence, delta: TokenDelta, *, cause: Exception | None = None
+    ) -> None:
+        """The completion callback: clear the cache and the kv_cache, then tell the caller.
+
+        Parameters
+        ----------
+        delta : TokenDelta
+            The last one, with its reason; text that was held back is added.
+        cause : Exception, optional
+            Why the request failed.
+        """
+        # What a failed request computed is not to be trusted.
+        self._manager.leave(sequence, keep=cause is None)
+        error = None
+        if cause is not None:
+            error = GenerationError(f"request {sequence.request_id} failed: {cause}")
+            error.__cause__ = cause
+        self._report(sequence, delta, error)
+
+    def fail_all(self, cause: BaseException) -> None:
+        """The engine has failed: end every request, leaving llama.cpp alone."""
+        for sequence in list(self._by_id.values()):
+            error = EngineFailedError(f"the engine has failed: {cause!r}")
+            error.__cause__ = cause
+            self._report(sequence, last_delta(FinishReason.ERROR), error)
+
+    def _report(
+        self,
+        sequence: Sequence,
+        delta: TokenDelta,
+        error: GenerationError | EngineFailedError | None,
+    ) -> None:
+        del self._by_id[sequence.request_id]
+        (self.running if sequence in self.running else self.waiting).remove(sequence)
+        self._manager.forget(sequence)
+        self._recovery.forget(sequence)
+        # What fails now comes too late to change anything but the text.
+        try:
+            held_back = sequence.append_text(sequence.detokenizer.flush())
+            delta = replace(delta, text=delta.text + held_back)
+            if delta.logprobs is None and sequence.request.params.logprobs is not None:
+                delta = replace(delta, logprobs=())
+            if sequence.sampler is not None:
+                sequence.sampler.close()
+        except Exception:
+            logger.exception("request %s: after its end", sequence.request_id)
+        reason, stop_reason = delta.finish_reason, delta.stop_reason
+        assert reason is not None
+        completion = sequence.completion(reason, stop_reason, self._clock())
+        if error is not None:
+            error.completion = completion
+        self.events.append(Finished(sequence.request_id, delta, completion, error))
+        self._recorder.count_finished(reason)
+        logger.debug(
+            "request %s: finished, %s (%s), %d output tokens",
+            sequence.request_id, reason, stop_reason, sequence.n_output,
+        )  # fmt: skip
+
+
+def last_delta(reason: FinishReason, token_ids: tuple[int, ...] = ()) -> TokenDelta:
+    """An end without text, and without a `stop_reason`."""
+    return TokenDelta("", token_ids, reason)

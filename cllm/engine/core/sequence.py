@@ -1,0 +1,244 @@
+"""Sequence: the mutable state of one running request.  Inference thread only.
+
+There is no prefill phase and no decode phase: a sequence has `tokens` (the prompt, then the
+output) and `n_computed`, and every tick moves the second towards the first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cllm.engine.core.detokenizer import Detokenizer
+from cllm.engine.core.kv_cache import Slot
+from cllm.engine.request import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
+from cllm.engine.sampling.batch_sampler import TokenSampler
+
+# One level of priority is worth so many seconds of waiting: nothing starves.
+AGEING_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class SwappedState:
+    """What the KV cache held for a preempted sequence, in host memory."""
+
+    data: bytes
+    n_tokens: int
+
+
+class Sequence:
+    """One request from submission to its last delta.
+
+    Attributes
+    ----------
+    tokens : list of int
+        Prompt and output; the position of a token is its index.
+    slot : Slot or None
+        Its place in the KV cache while it is running; None while it waits.
+    sampler : TokenSampler or None
+        None for greedy sampling.  Kept when the sequence is preempted.
+    is_placed : bool
+        It computes its own tokens.  Until then it may hold a seq_id, but no cell.
+    leader : Sequence or None
+        Computes the first `n_expected` tokens, which this one waits for rather than computing
+        them twice.
+    swapped : SwappedState or None
+        Its cells, if they were saved when it was preempted.
+    n_cached : int
+        Prompt tokens that were shared and not computed.
+    n_unread : int
+        Deltas that the reader has not taken yet.
+    n_scored : int
+        Prompt tokens whose log probability is known, or never wanted; the row before the next of
+        them is an output row.
+    """
+
+    def __init__(self, request: GenerationRequest, *, stream_buffer: int = 64) -> None:
+        self.request = request
+        self.sampler: TokenSampler | None = None
+        self.tokens = list(request.prompt_token_ids)
+        self.n_prompt = len(self.tokens)
+        self.slot: Slot | None = None
+        self.is_placed = False
+        self.leader: Sequence | None = None
+        self.n_expected = 0
+        self.swapped: SwappedState | None = None
+        self.n_cached = 0
+        self.detokenizer = Detokenizer(request.params.stop, strips_space=request.strips_space)
+        first_scored = request.first_scored
+        self.n_scored = self.n_prompt if first_scored is None else first_scored
+        self._prompt_logprobs: list[TokenLogprob] = []
+        self._logprobs: list[TokenLogprob] = []
+        self.n_unread = 0
+        self._stream_buffer = stream_buffer
+        self.n_preemptions = 0
+        self._texts: list[str] = []
+        self._admitted_at: float | None = None
+        self._token_times: list[float] = []
+        self._array: NDArray[np.int32] = np.array(self.tokens, np.int32)
+        self._n_in_array = self.n_prompt
+
+    @property
+    def request_id(self) -> str:
+        """The request's id."""
+        return self.request.request_id
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether its reader has fallen so far behind that nothing more may be computed."""
+        return self.n_unread >= self._stream_buffer
+
+    @property
+    def n_computed(self) -> int:
+        """Tokens whose keys and values are in the KV cache."""
+        return self.slot.n_computed if self.slot else 0
+
+    @property
+    def n_pending(self) -> int:
+        """Tokens still to be computed before the next can be sampled."""
+        return len(self.tokens) - self.n_computed
+
+    @property
+    def n_to_compute(self) -> int:
+        """Pending tokens without those that a leader computes."""
+        return self.n_pending - (self.n_expected if self.leader else 0)
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether no log probability of the prompt is wanted any more."""
+        return self.n_scored >= self.n_prompt
+
+    @property
+    def n_settled(self) -> int:
+        """Tokens whose logits nobody needs: what was computed of others may stand for them."""
+        return (len(self.tokens) if self.is_scored else self.n_scored) - 1
+
+    def n_outputs(self, n_tokens: int) -> int:
+        """How many of the next `n_tokens` rows are output rows: always the last ones."""
+        end = self.n_computed + n_tokens
+        if self.is_scored:
+            return int(end == len(self.tokens))
+        return max(0, end - max(self.n_computed, self.n_settled))
+
+    @property
+    def n_output(self) -> int:
+        """Sampled tokens."""
+        return len(self.tokens) - self.n_prompt
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a tick can compute tokens of it."""
+        return self.is_placed and not self.is_paused
+
+    def urgency(self, now: float) -> tuple[int, float, int]:
+        """Sort key: the smallest is served first.
+
+        Priority, less a level for every `AGEING_S` seconds since submission; then the earliest
+        deadline; then arrival.
+        """
+        request = self.request
+        n_levels = int((now - request.submitted_at) / AGEING_S)
+        deadline = float("inf") if request.deadline is None else request.deadline
+        return (request.priority - n_levels, deadline, request.serial)
+
+    def token_array(self) -> NDArray[np.int32]:
+        """`tokens` as int32, shape `(n_tokens,)`: a view, valid until the next call."""
+        n_tokens = len(self.tokens)
+        if n_tokens > len(self._array):
+            self._array = np.concatenate([self._array, np.zeros(n_tokens, np.int32)])
+        if n_tokens > self._n_in_array:
+            self._array[self._n_in_array : n_tokens] = self.tokens[self._n_in_array :]
+            self._n_in_array = n_tokens
+        return self._array[:n_tokens]
+
+    def start(self, slot: Slot, now: float) -> None:
+        """Start running in `slot`."""
+        self.slot = slot
+        if self._admitted_at is None:
+            self._admitted_at = now
+
+    def place(self, n_shared: int) -> int:
+        """Start computing after `n_shared` tokens; return how many of them are prompt tokens."""
+        self.is_placed, self.leader, self.n_expected = True, None, 0
+        n_cached = min(n_shared, self.n_prompt)
+        if not self.n_output and not self.n_preemptions:
+            self.n_cached = n_cached
+        return n_cached
+
+    def leave(self) -> None:
+        """It holds nothing any more."""
+        self.slot, self.leader, self.is_placed, self.n_expected = None, None, False, 0
+
+    def append(self, token: int, now: float) -> None:
+        """Add a sampled token."""
+        self.tokens.append(token)
+        self._token_times.append(now)
+
+    def append_prompt_logprob(self, logprob: TokenLogprob) -> None:
+        """Add the log probability of the next prompt token."""
+        self._prompt_logprobs.append(logprob)
+        self.n_scored += 1
+
+    def append_logprob(self, logprob: TokenLogprob) -> tuple[TokenLogprob]:
+        """Add the log probability of a sampled token."""
+        self._logprobs.append(logprob)
+        return (logprob,)
+
+    def append_text(self, text: str) -> str:
+        """Record text on its way to the caller."""
+        if text:
+            self._texts.append(text)
+        return text
+
+    def completion(
+        self, reason: FinishReason, stop_reason: str | int | None, now: float
+    ) -> Completion:
+        """All of the output, for the last event."""
+        return Completion(
+            request_id=self.request_id,
+            text="".join(self._texts),
+            token_ids=tuple(self.tokens[self.n_prompt :]),
+            prompt_token_ids=self.request.prompt_token_ids,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            usage=Usage(n_prompt=self.n_prompt, n_cached=self.n_cached, n_output=self.n_output),
+            timings=self._timings(now),
+            logprobs=None if self.request.params.logprobs is None else tuple(self._logprobs),
+            prompt_logprobs=(
+                None
+                if self.request.first_scored is None
+                else (*[None] * self.request.first_scored, *self._prompt_logprobs)
+            ),
+        )
+
+    def _timings(self, now: float) -> Timings:
+        submitted = self.request.submitted_at
+        times = self._token_times
+        admitted = now if self._admitted_at is None else self._admitted_at
+        first = times[0] if times else now
+        gaps = [later - earlier for earlier, later in pairwise(times)]
+        return Timings(
+            queued_s=admitted - submitted,
+            prefill_s=first - admitted,
+            decode_s=times[-1] - first if times else 0.0,
+            ttft_s=first - submitted if times else None,
+            total_s=now - submitted,
+            itl_p50_s=median(gaps) if gaps else None,
+            itl_max_s=max(gaps, default=None),
+            n_preemptions=self.n_preemptions,
+        )
+
+    def __repr__(self) -> str:
+        where = f"seq_id={self.slot.seq_id}" if self.slot else "waiting"
+        return f"<Sequence {self.request_id} {where} {self.n_computed}/{len(self.tokens)}>"

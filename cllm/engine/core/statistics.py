@@ -1,0 +1,143 @@
+"""Counters of the inference thread, and the immutable snapshot that any thread may read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Self
+
+from cllm.engine.core.kv_cache import KVCache
+from cllm.engine.request import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class TickTimes:
+    """Seconds spent in each stage of all ticks so far."""
+
+    plan_s: float = 0.0
+    decode_s: float = 0.0
+    sample_s: float = 0.0
+    detokenize_s: float = 0.0
+    deliver_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatistics:
+    """The state of an engine at the end of a tick.
+
+    Attributes
+    ----------
+    n_waiting, n_running, n_paused : int
+        Requests without a seq_id, with one, and those whose reader has stopped (of either kind).
+    n_finished : mapping
+        Requests that ended, for every `FinishReason`.
+    n_ticks, n_decode_rows : int
+        Decodes, and the rows in them.
+    n_decoding_ticks, n_decoding_rows : int
+        Decodes that sampled at least one token, and the tokens they sampled.
+    n_prefill_tokens, n_cached_tokens, n_output_tokens : int
+        Prompt tokens computed, prompt tokens shared instead, tokens sampled.
+    n_preemptions, n_swaps : int
+        Sequences sent back to the queue, and those of them whose cells were saved.
+    n_evictions, n_rebuilds : int
+        Cached prefixes given up; contexts made anew after a failure.
+    n_discrepancies : int
+        What audits found, those of an idle engine too; all of it was mended.
+    n_kv_cells_used, n_kv_cells_cached, n_kv_cells : int
+        Held by live requests, held by the prefix cache (some may be both), in all.
+    n_seq_ids_used, n_seq_ids_cached : int
+        Held by live requests, held by the prefix cache.
+    n_gil_handovers : int
+        Calls of a tick that give the GIL away and have to get it back.
+    """
+
+    n_waiting: int = 0
+    n_running: int = 0
+    n_paused: int = 0
+    n_finished: Mapping[FinishReason, int] = field(default_factory=lambda: _by_reason({}))
+    n_ticks: int = 0
+    n_decode_rows: int = 0
+    n_decoding_ticks: int = 0
+    n_decoding_rows: int = 0
+    n_prefill_tokens: int = 0
+    n_cached_tokens: int = 0
+    n_output_tokens: int = 0
+    n_preemptions: int = 0
+    n_swaps: int = 0
+    n_evictions: int = 0
+    n_rebuilds: int = 0
+    n_discrepancies: int = 0
+    n_kv_cells_used: int = 0
+    n_kv_cells_cached: int = 0
+    n_kv_cells: int = 0
+    n_seq_ids_used: int = 0
+    n_seq_ids_cached: int = 0
+    n_gil_handovers: int = 0
+    uptime_s: float = 0.0
+    tick_times: TickTimes = field(default_factory=TickTimes)
+
+    @classmethod
+    def of(cls, recorder: Recorder) -> Self:
+        """What a recorder had counted when its snapshot was taken."""
+        values = {name: getattr(recorder, name) for name in SAME_NAMES}
+        times = TickTimes(*(getattr(recorder, f.name) for f in fields(TickTimes)))
+        return cls(**values, n_finished=_by_reason(recorder.n_finished), tick_times=times)
+
+
+SAME_NAMES = {f.name for f in fields(EngineStatistics)} - {"n_finished", "tick_times"}
+
+
+class Recorder:
+    """The counters behind `EngineStatistics`, by the same names.  Inference thread only.
+
+    What a tick does not count but find, such as `n_waiting`, is set when a snapshot is taken.
+    """
+
+    def __init__(self) -> None:
+        self._started_at = time.perf_counter()
+        self.uptime_s = 0.0
+        self.n_finished: Mapping[FinishReason, int] = {}
+        self.n_waiting = self.n_running = self.n_paused = 0
+        self.n_ticks = self.n_decode_rows = 0
+        self.n_decoding_ticks = self.n_decoding_rows = 0
+        self.n_prefill_tokens = self.n_cached_tokens = self.n_output_tokens = 0
+        self.n_preemptions = self.n_swaps = self.n_evictions = self.n_rebuilds = 0
+        self.n_discrepancies = 0
+        self.n_kv_cells_used = self.n_kv_cells_cached = self.n_kv_cells = 0
+        self.n_seq_ids_used = self.n_seq_ids_cached = 0
+        self.n_gil_handovers = 0
+        self.plan_s = self.decode_s = self.sample_s = self.detokenize_s = self.deliver_s = 0.0
+
+    def count_tick(self, n_rows: int, n_outputs: int) -> None:
+        """A batch of so many rows was decoded, so many of them to be sampled from."""
+        self.n_ticks += 1
+        self.n_decode_rows += n_rows
+        self.n_decoding_ticks += n_outputs > 0
+        self.n_decoding_rows += n_outputs
+        self.n_gil_handovers += 2  # decode and synchronize; sampling counts its own
+
+    def count_finished(self, reason: FinishReason) -> None:
+        """A request has ended."""
+        # A new mapping: a snapshot keeps the old one.
+        self.n_finished = {**self.n_finished, reason: self.n_finished.get(reason, 0) + 1}
+
+    def snapshot(
+        self, kv_cache: KVCache, *, n_waiting: int, n_running: int, n_paused: int
+    ) -> Recorder:
+        """A copy that no tick changes any more."""
+        self.n_waiting, self.n_running, self.n_paused = n_waiting, n_running, n_paused
+        self.n_kv_cells_used, self.n_kv_cells_cached = kv_cache.n_used, kv_cache.n_cached
+        self.n_kv_cells = kv_cache.n_cells
+        self.n_seq_ids_used, self.n_seq_ids_cached = kv_cache.n_live_ids, kv_cache.n_cached_ids
+        self.uptime_s = time.perf_counter() - self._started_at
+        snapshot = Recorder.__new__(Recorder)
+        snapshot.__dict__.update(
+            self.__dict__
+        )  # after every tick: copy.copy takes five times as long
+        return snapshot
+
+
+def _by_reason(counts: Mapping[FinishReason, int]) -> Mapping[FinishReason, int]:
+    return MappingProxyType({reason: counts.get(reason, 0) for reason in FinishReason})

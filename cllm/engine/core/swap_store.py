@@ -1,0 +1,79 @@
+"""SwapStore: the cells of preempted sequences, in host memory.  Inference thread only."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from cllm.engine.core.decoder import CacheMemory
+from cllm.engine.core.kv_cache import Slot
+from cllm.engine.core.sequence import Sequence, SwappedState
+from cllm.engine.core.statistics import Recorder
+
+logger = logging.getLogger("cllm.engine")
+
+
+class SwapStore:
+    """Saves and restores; remembers what that costs.
+
+    Parameters
+    ----------
+    n_tokens_max : int
+        Tokens whose cells may be kept at once.
+    """
+
+    def __init__(
+        self,
+        memory: CacheMemory,
+        recorder: Recorder,
+        *,
+        n_tokens_max: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._memory = memory
+        self._recorder = recorder
+        self._n_tokens_max = n_tokens_max
+        self._clock = clock
+        self._n_tokens = 0
+        self._s_per_token = 0.0  # unknown: the first one is the measurement
+
+    def is_worth(self, n_tokens: int, recompute_s: float) -> bool:
+        """Whether there is room for so many tokens, and saving them is the cheaper way."""
+        has_room = 0 < n_tokens <= self._n_tokens_max - self._n_tokens
+        return has_room and 2 * self._s_per_token * n_tokens < recompute_s
+
+    def save(self, sequence: Sequence, slot: Slot) -> None:
+        """Copy what a sequence holds; if that fails it computes it again."""
+        started = self._clock()
+        try:
+            data = self._memory.state_seq_get_data(slot.seq_id)
+        except Exception as error:
+            logger.warning("request %s is not swapped out: %s", sequence.request_id, error)
+            return
+        if not data:
+            return
+        sequence.swapped = SwappedState(data, slot.n_computed)
+        self._n_tokens += slot.n_computed
+        self._recorder.n_swaps += 1
+        measured = (self._clock() - started) / slot.n_computed
+        known = self._s_per_token
+        self._s_per_token = (known + measured) / 2 if known else measured
+        logger.debug("request %s: swapped out, %d bytes", sequence.request_id, len(data))
+
+    def restore(self, sequence: Sequence, slot: Slot) -> bool:
+        """Put back what was saved into an empty slot; False if it cannot be."""
+        swapped = sequence.swapped
+        assert swapped is not None
+        self.forget(sequence)
+        try:
+            self._memory.state_seq_set_data(swapped.data, slot.seq_id, n_positions=swapped.n_tokens)
+        except Exception as error:
+            logger.warning("request %s is computed again: %s", sequence.request_id, error)
+            return False
+        return True
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop what was saved of a sequence."""
+        if sequence.swapped is not None:
+            self._n_tokens -= sequence.swapped.n_tokens
+            sequence.swapped = None

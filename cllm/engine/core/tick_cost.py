@@ -1,0 +1,120 @@
+"""What a tick costs, fitted while it runs: fixed + per row + per KV cell that a row attends to.
+
+The fit turns `target_itl_ms` into a number of prompt rows: as many as keep the tick, and so the gap
+between two tokens of a decoding stream, at the target.  Pure: times come in as numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+
+from cllm.engine.core.scheduler import Chunk
+
+# Older ticks count for less: the fit describes the shapes that are decoded now.
+FORGETTING = 0.97
+N_REMEMBERED = 512  # the weight of older ones is below a millionth
+# In these units the three coefficients are of similar size.
+ROWS, CELLS = 100.0, 100_000.0
+# Gaps scatter by some percent: with their median a little above the target, nearly all stay below
+# 1.2 times the target, and the prompt gets what would be left unused.
+AIM = 1.05
+# This much of the target is a prompt's in every tick, though the streams alone exceed it: it must
+# not starve.
+MIN_PROMPT_SHARE = 0.1
+# Kernels change with the number of rows, so a fit says little about batches much larger than any
+# it has seen lately: grow towards them.
+FIRST_PROMPT_ROWS = 32
+MAX_GROWTH = 2.0
+
+
+class TickCost:
+    """Least squares over the ticks so far, their errors relative to their times."""
+
+    def __init__(self) -> None:
+        self._moments = [[0.0] * 3 for _ in range(3)]
+        self._sums = [0.0] * 3
+        self._fit = np.zeros(3)
+        self._n_rows_max = 0.0
+        # Not looked at before somebody asks: most ticks nobody does.
+        self._unseen: deque[tuple[int, int, float]] = deque(maxlen=N_REMEMBERED)
+
+    def observe(self, n_rows: int, n_cells: int, seconds: float) -> None:
+        """A tick of so many rows, which attended to so many cells in all, took `seconds`."""
+        if seconds > 0.0:
+            self._unseen.append((n_rows, n_cells, seconds))
+
+    def _add(self, n_rows: int, n_cells: int, seconds: float) -> None:
+        # Divided by the time itself: a short tick says as much about the fit as a long one.
+        features = (1.0 / seconds, n_rows / ROWS / seconds, n_cells / CELLS / seconds)
+        for i, feature in enumerate(features):
+            row = self._moments[i]
+            self._sums[i] = FORGETTING * self._sums[i] + feature
+            for j in range(3):
+                row[j] = FORGETTING * row[j] + feature * features[j]
+        self._n_rows_max = max(FORGETTING * self._n_rows_max, n_rows)
+
+    @property
+    def coefficients(self) -> tuple[float, float, float]:
+        """Seconds of a tick, of a row, of a cell attended to by a row; none is negative."""
+        if self._unseen:
+            while self._unseen:
+                self._add(*self._unseen.popleft())
+            moments, sums = np.array(self._moments), np.array(self._sums)
+            # What the latest ticks do not tell stays as it was.
+            ridge = 1e-6 * float(np.trace(moments))
+            moments += ridge * np.eye(3)
+            sums += ridge * self._fit
+            kept = [0, 1, 2]
+            while True:
+                solution = np.linalg.solve(moments[np.ix_(kept, kept)], sums[kept])
+                if solution.min() >= 0.0:
+                    break
+                del kept[int(solution.argmin())]
+            self._fit = np.zeros(3)
+            self._fit[kept] = solution
+        fixed, per_row, per_cell = self._fit.tolist()
+        return fixed, per_row / ROWS, per_cell / CELLS
+
+    def seconds(self, n_rows: float, n_cells: float) -> float:
+        """What such a tick is expected to take."""
+        fixed, per_row, per_cell = self.coefficients
+        return fixed + per_row * n_rows + per_cell * n_cells
+
+    def recompute_s(self, n_tokens: int) -> float:
+        """What computing the first `n_tokens` of a sequence is expected to add to some ticks."""
+        _, per_row, per_cell = self.coefficients
+        return per_row * n_tokens + per_cell * n_tokens * n_tokens / 2
+
+    def n_prompt_rows(self, decoding: Iterable[int], n_computed: int, target_s: float) -> int:
+        """Prompt rows that keep a tick at `target_s`.
+
+        Parameters
+        ----------
+        decoding : iterable of int
+            The cells that each decoding sequence attends to.
+        n_computed : int
+            Where the prompt goes on: its rows attend to these and to each other.
+        target_s : float
+        """
+        cells = list(decoding)
+        _, per_row, per_cell = self.coefficients
+        left = AIM * target_s - self.seconds(len(cells), sum(cells))
+        left = max(left, MIN_PROMPT_SHARE * target_s)
+        # left = per_row·m + per_cell·(n_computed·m + m²/2), solved for m.
+        linear, quadratic = per_row + per_cell * n_computed, per_cell / 2
+        # In the form without a difference: per_cell may be next to nothing.
+        divisor = linear + math.sqrt(linear**2 + 4 * quadratic * left)
+        n_rows = 2 * left / divisor if divisor > 0.0 else math.inf
+        limit = max(FIRST_PROMPT_ROWS, MAX_GROWTH * self._n_rows_max)
+        return max(1, int(min(n_rows, limit)))
+
+
+def cells_attended(chunks: Iterable[Chunk]) -> int:
+    """Cells that all rows of a batch attend to, each row to those before it and its own."""
+    return sum(
+        c.n_tokens * c.sequence.n_computed + c.n_tokens * (c.n_tokens + 1) // 2 for c in chunks
+    )

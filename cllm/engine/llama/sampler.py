@@ -1,0 +1,284 @@
+"""The sampler of each request over llama.cpp's samplers.  Inference thread only."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cllm.bindings import CANDIDATE, Candidates, Grammar, Model, SamplerChain
+from cllm.checks import MAX_SEED
+from cllm.engine.constraint import Mask, TokenConstraint
+from cllm.engine.request import GenerationRequest
+from cllm.engine.sampling.batch_sampler import TokenSampler
+from cllm.engine.sampling.row_sampler import TOUCHING, RowSampler
+from cllm.engine.sampling_params import SamplingParams, window
+from cllm.errors import CllmError
+
+A = TypeVar("A")
+R = TypeVar("R")
+
+MAX_GRAMMAR_STEP_S = 1.0
+
+
+class LlamaChain:
+    """A `Chain` of llama.cpp's samplers, in llama-server's way.
+
+    Parameters
+    ----------
+    seed : int
+        Of everything that is drawn.
+    prompt : sequence of int
+        Penalties and DRY see it.
+    n_ctx : int
+        What -1 means for how far they look back.
+    memory : RowMemory, optional
+        For candidates of whole rows; shared by all chains of the thread.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        params: SamplingParams,
+        *,
+        seed: int,
+        prompt: Sequence[int],
+        n_ctx: int,
+        memory: RowMemory | None = None,
+    ) -> None:
+        self._memory = RowMemory(model.vocab.n_tokens) if memory is None else memory
+        self._n_vocab = model.vocab.n_tokens
+        self._chain = chain = SamplerChain(model.vocab)
+        self.close = chain.close
+        self.accept = chain.accept
+        try:
+            self._fill(params, seed, prompt, n_ctx)
+        except BaseException:
+            chain.close()  # or it would keep the model from being freed
+            raise
+
+    def _fill(self, params: SamplingParams, seed: int, prompt: Sequence[int], n_ctx: int) -> None:
+        chain = self._chain
+        if params.logit_bias:
+            chain.add_logit_bias(params.logit_bias)
+        for name in params.active_samplers:
+            if name in TOUCHING or not (params.is_greedy or params.mirostat):
+                self._add(name, params, seed, n_ctx)
+        if params.is_greedy:
+            chain.add_greedy()
+        elif params.mirostat:
+            chain.add_temp(params.temperature)
+            if params.mirostat == 1:
+                chain.add_mirostat(seed, params.mirostat_tau, params.mirostat_eta)
+            else:
+                chain.add_mirostat_v2(seed, params.mirostat_tau, params.mirostat_eta)
+        else:
+            chain.add_dist(seed)
+        if params.has_penalties or params.has_dry:
+            for token in prompt:
+                chain.accept(token)
+
+    def _add(self, name: str, params: SamplingParams, seed: int, n_ctx: int) -> None:
+        chain, min_keep = self._chain, min(params.min_keep, self._n_vocab)
+        match name:
+            case "penalties":
+                chain.add_penalties(
+                    window(params.repeat_last_n, n_ctx),
+                    params.repeat_penalty,
+                    params.frequency_penalty,
+                    params.presence_penalty,
+                )
+            case "dry":
+                chain.add_dry(
+                    params.dry_multiplier,
+                    params.dry_base,
+                    params.dry_allowed_length,
+                    window(params.dry_penalty_last_n, n_ctx),
+                    params.dry_sequence_breakers,
+                )
+            case "top_n_sigma":
+                chain.add_top_n_sigma(params.top_n_sigma)
+            case "top_k":
+                chain.add_top_k(params.top_k)
+            case "typ_p":
+                chain.add_typical(params.typical_p, min_keep)
+            case "top_p":
+                chain.add_top_p(params.top_p, min_keep)
+            case "min_p":
+                chain.add_min_p(params.min_p, min_keep)
+            case "xtc":
+                chain.add_xtc(params.xtc_probability, params.xtc_threshold, min_keep, seed)
+            case "temperature" if params.dynatemp_range > 0:
+                chain.add_temp_ext(
+                    params.temperature, params.dynatemp_range, params.dynatemp_exponent
+                )
+            case "temperature":
+                chain.add_temp(params.temperature)
+
+    def choose(self, ids: NDArray[np.integer], logits: NDArray[np.float32]) -> int:
+        """One of the candidates; not accepted yet."""
+        return self._decide(Candidates(ids, logits), float(logits.max(initial=-math.inf)))
+
+    def choose_from_row(self, row: NDArray[np.float32], banned: NDArray[np.integer]) -> int:
+        """One of all tokens but the banned ones; not accepted yet."""
+        candidates = self._memory.candidates(row, banned)
+        return self._decide(candidates, float(candidates.logits.max()))
+
+    def _decide(self, candidates: Candidates, largest: float) -> int:
+        # The largest of the row may be banned, and nothing finite left: `apply` says so.  The ids
+        # are a row's own and need no look.
+        if math.isfinite(largest):
+            return self._chain.decide(candidates)
+        return self._chain.apply(candidates)
+
+
+class RowMemory:
+    """Memory for the candidates of one whole row, allocated once it is wanted."""
+
+    def __init__(self, n_vocab: int) -> None:
+        self._n_vocab = n_vocab
+        self._ids: NDArray[np.int32] | None = None
+
+    def all_alike(self) -> Candidates:
+        """Every token, with the same logit; valid until the next call."""
+        row = np.zeros(self._n_vocab, np.float32)
+        return self.candidates(row, np.empty(0, np.int32))
+
+    def candidates(self, row: NDArray[np.float32], banned: NDArray[np.integer]) -> Candidates:
+        """Every token of a row but the banned ones, valid until the next call."""
+        if self._ids is None:
+            self._ids = np.arange(self._n_vocab, dtype=np.int32)
+            self._kept_ids, self._kept_row = np.empty_like(self._ids), np.empty_like(row)
+            self._candidates = np.empty(self._n_vocab, CANDIDATE)
+        ids, logits = self._ids, row
+        if len(banned):
+            n_kept, start = 0, 0
+            for end in [*banned.tolist(), self._n_vocab]:
+                n = end - start
+                self._kept_ids[n_kept : n_kept + n] = self._ids[start:end]
+                self._kept_row[n_kept : n_kept + n] = row[start:end]
+                n_kept, start = n_kept + n, end + 1
+            ids, logits = self._kept_ids[:n_kept], self._kept_row[:n_kept]
+        return Candidates(ids, logits, self._candidates)
+
+
+class LlamaGrammars:
+    """The constraint family of llama.cpp's own grammars."""
+
+    def __init__(self, memory: RowMemory) -> None:
+        self._memory = memory
+
+    def masks(self, constraints: Sequence[LlamaGrammar]) -> list[Mask | Exception]:
+        """See `ConstraintFamily`: one after another, llama.cpp has no other way."""
+        return [self._mask(constraint) for constraint in constraints]
+
+    def _mask(self, constraint: LlamaGrammar) -> Mask | Exception:
+        candidates = self._memory.all_alike()
+        try:
+            constraint.timed(constraint.grammar.apply, candidates)
+        except Exception as error:
+            return error
+        return np.isfinite(candidates.logits)
+
+
+class LlamaGrammar:
+    """A GBNF grammar as a `TokenConstraint`.
+
+    Some become slower with every token, and nothing can interrupt llama.cpp: one that has become
+    too slow is given up before it takes the thread away from everybody else.
+    """
+
+    def __init__(self, family: LlamaGrammars, grammar: Grammar) -> None:
+        self.family = family
+        self.grammar = grammar
+        self.close = grammar.close
+        self._slowest_s = 0.0
+
+    def allows(self, token: int) -> bool:
+        """Whether the output may go on, or end, with this token."""
+        if self._slowest_s > MAX_GRAMMAR_STEP_S:
+            raise CllmError(f"a token took the grammar {self._slowest_s:.1f} s: it is given up")
+        return self.timed(self.grammar.allows, token)
+
+    def accept(self, token: int) -> None:
+        """The output goes on with this token, which it allows."""
+        self.timed(self.grammar.accept, token)
+
+    def timed(self, call: Callable[[A], R], argument: A) -> R:
+        """The result of a call, whose time is noted: that of this thread, not of its neighbours."""
+        started = time.thread_time()
+        result = call(argument)
+        self._slowest_s = max(self._slowest_s, time.thread_time() - started)
+        return result
+
+
+class SamplerFactory:
+    """Makes the sampler of each request.
+
+    Parameters
+    ----------
+    n_ctx : int
+        Positions that one sequence can have.
+    """
+
+    def __init__(self, model: Model, n_ctx: int) -> None:
+        self._model = model
+        self._n_ctx = n_ctx
+        self._memory = RowMemory(model.vocab.n_tokens)
+        self._grammars = LlamaGrammars(self._memory)
+
+    def __call__(self, request: GenerationRequest) -> TokenSampler | None:
+        """None if the most likely token is always the choice."""
+        params, suppressed = request.params, self._model.vocab.suppressed
+        is_constrained = params.grammar is not None or request.constraint is not None
+        may_end = not (params.ignore_eos or params.min_tokens)
+        if (
+            params.is_greedy
+            and may_end
+            and not (params.changes_logits or suppressed or is_constrained)
+        ):
+            return None
+        prompt = request.prompt_token_ids
+        seed = secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed
+        with ExitStack() as unfinished:  # what refuses its arguments leaves nothing open
+            constraint = self._constraint(request)
+            if constraint is not None:
+                unfinished.callback(constraint.close)
+            chain = LlamaChain(
+                self._model,
+                params,
+                seed=seed,
+                prompt=prompt,
+                n_ctx=self._n_ctx,
+                memory=self._memory,
+            )
+            unfinished.callback(chain.close)
+            sampler = RowSampler(
+                chain,
+                params,
+                prompt=prompt,
+                banned=suppressed,
+                ends=() if may_end else self._eog_tokens,
+                n_ctx=self._n_ctx,
+                constraint=constraint,
+            )
+            unfinished.pop_all()
+        return sampler
+
+    def _constraint(self, request: GenerationRequest) -> TokenConstraint | None:
+        if request.params.grammar is not None:
+            return LlamaGrammar(self._grammars, Grammar(self._model.vocab, request.params.grammar))
+        return None if request.constraint is None else request.constraint.start()
+
+    @cached_property
+    def _eog_tokens(self) -> tuple[int, ...]:
+        """Asked of every token once, when the first request wants to know."""
+        vocab = self._model.vocab
+        return tuple(token for token in range(vocab.n_tokens) if vocab.is_eog(token))

@@ -1,0 +1,153 @@
+"""The process of `constraint_trial`: a bad constraint ends this process alone.
+
+`python -m cllm.engine.llama.trial_child KIND MODEL_PATH MEMORY_BYTES` loads the vocabulary, says that
+it is ready, and answers each line of standard input with one of standard output, in JSON:
+`{"field": …, "text": …}` with `{"error": null}` or with what the constraint should have been.  It may
+then take so much more memory, and it ends when standard input does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from cllm.bindings import Candidates, Grammar, Model, Vocabulary
+from cllm.engine.constraints.llguidance import Guidance
+from cllm.errors import CllmError, InvalidArgumentError
+
+N_STEPS = 32
+WALK_S = 0.8
+# CPU time of one token, for 100,000 tokens of vocabulary: a neighbour that is busy does not count.
+STEP_S = 0.25
+# An orphan in an endless call would never see that its input has ended.
+START_ALARM_S, TRIAL_ALARM_S = 90, 10
+
+
+def main(kind: str, model_path: str, memory_bytes: int) -> None:
+    """Answer until the input ends."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.alarm(START_ALARM_S)
+    # Whatever a library prints must not be taken for an answer.
+    answers = os.fdopen(os.dup(1), "w", encoding="ascii")
+    os.dup2(2, 1)
+    try:
+        model = Model(model_path, vocab_only=True)
+    except CllmError as error:
+        print(json.dumps({"error": str(error)}), file=answers, flush=True)
+        return
+    with answers, model:
+        follower: GrammarFollower | GuidanceFollower
+        if kind == "llguidance":
+            follower = GuidanceFollower(model.vocab)
+        else:
+            follower = GrammarFollower(model.vocab)
+            # The first walk is several times slower than the others.
+            follower.fault("grammar", "root ::= .*")
+        limit_memory(memory_bytes)
+        reply: dict[str, str | None] = {"error": None}
+        while True:
+            signal.alarm(0)
+            print(json.dumps(reply), file=answers, flush=True)
+            request = sys.stdin.buffer.readline()
+            if not request:
+                return
+            signal.alarm(TRIAL_ALARM_S)
+            reply = {"error": follower.fault(**json.loads(request))}
+
+
+def limit_memory(n_bytes: int) -> None:
+    """Let the process grow by `n_bytes` of address space.  Without `/proc` there is no limit."""
+    sizes = Path("/proc/self/statm")
+    if not sizes.exists():
+        return
+    present = int(sizes.read_text().split()[0]) * resource.getpagesize()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = present + n_bytes
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+class GrammarFollower:
+    """Follows grammars a while, the same way every time."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        n_vocab = vocabulary.n_tokens
+        self._vocabulary = vocabulary
+        self._ids = np.arange(n_vocab, dtype=np.int32)
+        self._logits = np.zeros(n_vocab, np.float32)
+        self._ends = np.array([vocabulary.is_eog(token) for token in range(n_vocab)])
+        self._step_s = STEP_S * max(1.0, n_vocab / 100_000)
+
+    def fault(self, field: str, text: str) -> str | None:
+        """What the grammar should have been, if it is not."""
+        try:
+            grammar = Grammar(self._vocabulary, text)
+        except InvalidArgumentError:
+            return "GBNF that llama.cpp can read, with tokens that the vocabulary has"
+        with grammar:
+            return self._walk(grammar, hashlib.sha256(text.encode()).digest())
+
+    def _walk(self, grammar: Grammar, seed: bytes) -> str | None:
+        deadline = time.monotonic() + WALK_S
+        for n_tokens in range(N_STEPS):
+            if time.monotonic() > deadline:
+                return None
+            start = time.thread_time()
+            candidates = Candidates(self._ids, self._logits)
+            grammar.apply(candidates)
+            allowed = np.isfinite(candidates.logits)
+            if not allowed.any():
+                return (
+                    f"one that the vocabulary can write: after {n_tokens} tokens no other may come"
+                )
+            # A token that ends the output ends the walk: only where there is no other.
+            tokens = candidates.ids[allowed & ~self._ends]
+            if not len(tokens):
+                return None
+            draw = hashlib.sha256(seed + bytes([n_tokens])).digest()
+            grammar.accept(int(tokens[int.from_bytes(draw[:8], "big") % len(tokens)]))
+            spent = time.thread_time() - start
+            if spent > self._step_s:
+                return f"faster to follow: a token took {spent:.2f} s"
+        return None
+
+
+class GuidanceFollower:
+    """Follows schemas and regular expressions a while.  Their errors are told where they are used.
+
+    What it must not do is take for ever, or all memory: llguidance limits most of that by itself.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._guidance = Guidance(vocabulary, 1)
+
+    def fault(self, field: str, text: str) -> str | None:
+        """Nothing, if it comes back at all."""
+        deadline = time.monotonic() + WALK_S
+        try:
+            constraint = self._guidance.compile(field, text).start()
+            for n_tokens in range(N_STEPS):
+                (mask,) = self._guidance.masks([constraint])
+                if isinstance(mask, Exception) or time.monotonic() > deadline:
+                    break
+                mask[list(self._guidance.ends)] = False
+                (tokens,) = mask.nonzero()
+                if not len(tokens):
+                    break
+                constraint.accept(int(tokens[(7 * n_tokens + len(tokens) // 2) % len(tokens)]))
+        except CllmError:
+            pass
+        return None
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -1,0 +1,1 @@
+"""The event loop's side: requests in, streams of tokens out."""

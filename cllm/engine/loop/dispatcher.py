@@ -1,0 +1,127 @@
+"""Dispatcher: the events of the inference thread to those who wait for them.  Event loop only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+
+from cllm.engine.core.messages import (
+    AddRequest,
+    Audit,
+    Audited,
+    CancelRequest,
+    Ended,
+    Event,
+    Finished,
+    Inspect,
+    Inspected,
+    Progressed,
+    Ready,
+    SlotInfo,
+    Stopped,
+)
+from cllm.engine.loop.loop_guard import LoopGuard
+from cllm.engine.loop.queue_gate import QueueGate
+from cllm.engine.loop.stream import Channel
+from cllm.engine.request import GenerationRequest, ModelInfo
+from cllm.engine.thread.mailbox import Inbox
+from cllm.engine.thread.worker_thread import Reply
+from cllm.errors import ClosedError, EngineFailedError
+
+
+class Dispatcher:
+    """Open requests and open questions, by id.
+
+    Attributes
+    ----------
+    model : ModelInfo or None
+        Once the thread is ready.
+    answered, ended : anyio.Event
+        The thread is ready or serves no more; it has freed everything.
+    """
+
+    def __init__(self, inbox: Inbox, gate: QueueGate, loop_guard: LoopGuard) -> None:
+        self._inbox = inbox
+        self._loop_guard = loop_guard
+        self._gate = gate
+        self._channels: dict[str, Channel] = {}
+        self._questions: dict[int, Reply[Any]] = {}
+        self._n_questions = 0
+        self.model: ModelInfo | None = None
+        self.answered = anyio.Event()
+        self.ended = anyio.Event()
+
+    @property
+    def n_channels(self) -> int:
+        """Submitted requests whose last event has not arrived."""
+        return len(self._channels)
+
+    def is_open(self, request_id: str) -> bool:
+        """Whether a request of this id is being worked on."""
+        return request_id in self._channels
+
+    def submit(self, request: GenerationRequest, capacity: int) -> Channel:
+        """Send a request to the thread; its deltas arrive in the channel."""
+        channel = Channel(request.request_id, self._inbox, self._loop_guard, capacity)
+        self._channels[request.request_id] = channel
+        self._inbox.put(AddRequest(request))
+        return channel
+
+    def cancel_all(self) -> None:
+        """CancelRequest every open request."""
+        for request_id in self._channels:
+            self._inbox.put(CancelRequest(request_id))
+
+    async def audit(self) -> list[str]:
+        """Ask the thread to compare its bookkeeping with llama.cpp's."""
+        return list(await self._ask(Audit))
+
+    async def slots(self) -> tuple[SlotInfo, ...]:
+        """Ask the thread who holds which seq_id."""
+        slots: tuple[SlotInfo, ...] = await self._ask(Inspect)
+        return slots
+
+    async def _ask(self, question: type[Audit | Inspect]) -> Any:
+        self._n_questions += 1
+        call_id, reply = self._n_questions, Reply[Any]()
+        self._questions[call_id] = reply
+        self._inbox.put(question(call_id))
+        try:
+            return await reply.wait()
+        finally:
+            del self._questions[call_id]
+
+    def deliver(self, events: Sequence[Event]) -> None:
+        """Take the events of one tick."""
+        for event in events:
+            match event:
+                case Progressed(request_id, delta):
+                    self._channels[request_id].push(delta)
+                case Finished(request_id):
+                    self._channels.pop(request_id).finish(event)
+                    self._gate.leave()
+                case Audited(call_id, answer) | Inspected(call_id, answer):
+                    if reply := self._questions.get(call_id):
+                        reply.set(answer)
+                case Ready(model):
+                    self.model = model
+                    self.answered.set()
+                case Stopped(error):
+                    self._on_stopped(error)
+                case Ended():
+                    self.ended.set()
+
+    def _on_stopped(self, error: BaseException | None) -> None:
+        ended: ClosedError | EngineFailedError = ClosedError("the engine was closed")
+        if error is not None:
+            ended = EngineFailedError(f"the engine has stopped: {error!r}")
+            ended.__cause__ = error
+        for channel in self._channels.values():
+            channel.fail(ended)
+        for reply in self._questions.values():
+            reply.set(None, ended)
+        self._channels.clear()
+        self._gate.wake()
+        self.answered.set()

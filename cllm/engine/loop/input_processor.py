@@ -1,0 +1,223 @@
+"""InputProcessor: from what a caller gives to a submitted request.  Event loop only.
+
+Texts are tokenized off the loop where they are long, and everything that needs the model to be
+known about a request is checked here, before the inference thread hears of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import anyio
+
+from cllm.checks import check_bool, check_several
+from cllm.engine.chat.chat_prompt import ChatPrompt, ChatTokenizer
+from cllm.engine.constraint import CompiledConstraint
+from cllm.engine.loop.dispatcher import Dispatcher
+from cllm.engine.loop.queue_gate import QueueGate
+from cllm.engine.loop.request_call import (
+    Prompt,
+    RequestCall,
+    check_length,
+    check_prompt,
+    check_tokens,
+    new_request_id,
+)
+from cllm.engine.loop.stream import Channel
+from cllm.engine.request import GenerationRequest
+from cllm.engine.sampling_params import SamplingParams
+from cllm.engine.thread.backend import Constraints
+from cllm.engine.thread.worker_thread import WorkerThreads
+from cllm.engine.vocabulary import EngineVocabulary
+from cllm.errors import InvalidRequestError
+
+# Texts up to this many characters are tokenized on the event loop, in microseconds; longer ones can
+# recurse deeply or take long and go to a thread with a large stack.
+SHORT_TEXT = 64
+SHORT_TOKENS = 1024
+
+
+class InputProcessor:
+    """The way in.
+
+    Parameters
+    ----------
+    check_serving : callable
+        The vocabulary, or why requests are not served; with `draining`, the last ones are enough.
+    constraints : Constraints
+        Ended by `aclose`.
+    workers : WorkerThreads
+        One more is started, for texts.
+    """
+
+    def __init__(
+        self,
+        check_serving: Callable[..., EngineVocabulary],
+        gate: QueueGate,
+        dispatcher: Dispatcher,
+        *,
+        stream_buffer: int,
+        constraints: Constraints,
+        workers: WorkerThreads,
+    ) -> None:
+        self._check_serving = check_serving
+        self._gate = gate
+        self._dispatcher = dispatcher
+        self._stream_buffer = stream_buffer
+        self._n_serial = 0
+        self._chat: ChatTokenizer | None = None
+        self._tokenizer = workers.start("cllm-tokenizer")
+        self._constraints = constraints
+
+    async def aclose(self) -> None:
+        """End what tries constraints."""
+        await self._constraints.aclose()
+
+    @property
+    def _n_ctx(self) -> int:
+        """Positions that one sequence can have."""
+        model = self._dispatcher.model
+        assert model is not None
+        return model.n_ctx
+
+    async def open(self, call: RequestCall) -> Channel:
+        """Tokenize, check and submit; see `TokenStream` for what it raises."""
+        vocabulary = self._check_serving()
+        submitted_at = time.perf_counter()
+        tokens: tuple[int, ...] = ()
+        constraint: CompiledConstraint | None = None
+        self._gate.enter()
+        try:
+            # What expires here is submitted all the same: it ends as every other that expires.
+            with anyio.move_on_after(call.timeout) as scope:
+                tokens = await self._tokens(call.prompt)
+                check_tokens(tokens, call.params, self._n_ctx, vocabulary.n_tokens)
+                constraint = await self._constraints.compile(call.params)
+            self._check_serving(draining=True)
+            if self._dispatcher.is_open(call.request_id):
+                raise InvalidRequestError("request_id", call.request_id, "not in use")
+            strips_space = vocabulary.prefixes_space and _begins_text(call.prompt, vocabulary)
+        except BaseException:
+            self._gate.leave(is_served=False)
+            raise
+        # Nothing is awaited from here on: a submitted request always has its channel.
+        self._n_serial += 1
+        first_scored = call.first_scored
+        if first_scored is None and call.params.prompt_logprobs is not None:
+            first_scored = 1
+        deadline = None if call.timeout is None else submitted_at + call.timeout
+        if scope.cancelled_caught:  # without its constraint, it must not compute a token
+            deadline = submitted_at
+        request = GenerationRequest(
+            request_id=call.request_id,
+            serial=self._n_serial,
+            prompt_token_ids=tokens,
+            params=call.params,
+            priority=call.priority,
+            submitted_at=submitted_at,
+            deadline=deadline,
+            first_scored=first_scored,
+            strips_space=strips_space,
+            constraint=constraint,
+        )
+        return self._dispatcher.submit(request, self._stream_buffer)
+
+    async def score_call(self, prompt: Prompt, continuation: Prompt) -> RequestCall:
+        """The request that gives the log probabilities of a continuation."""
+        prompt = check_prompt(prompt)
+        continuation = check_prompt(continuation, "continuation")
+        before = await self._tokens(prompt)
+        after = await self._continuation(prompt, before, continuation)
+        for field, tokens in (("prompt", before), ("continuation", after)):
+            if not tokens:
+                raise InvalidRequestError(field, "", "at least one token")
+        n_vocab = self._check_serving(draining=True).n_tokens
+        if max(after) >= n_vocab:
+            raise InvalidRequestError("continuation", max(after), f"token ids 0 to {n_vocab - 1}")
+        return RequestCall(
+            prompt=(*before, *after),
+            params=SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0),
+            priority=0,
+            timeout=None,
+            request_id=new_request_id(),
+            first_scored=len(before),
+        )
+
+    async def _continuation(
+        self,
+        prompt: str | tuple[int, ...],
+        before: tuple[int, ...],
+        continuation: str | tuple[int, ...],
+    ) -> tuple[int, ...]:
+        """The tokens of a continuation as it would be generated: after those of the prompt."""
+        if not isinstance(continuation, str):
+            return continuation
+        check_length(continuation, self._n_ctx, "continuation")
+        if isinstance(prompt, str):
+            both = await self._tokens(prompt + continuation)
+            if both[: len(before)] == before:
+                return both[len(before) :]
+        return tuple(await self.tokenize(continuation, add_special=False))
+
+    async def _tokens(self, prompt: str | tuple[int, ...] | ChatPrompt) -> tuple[int, ...]:
+        if isinstance(prompt, ChatPrompt):
+            return await self._chat_tokens(prompt)
+        if not isinstance(prompt, str):
+            return prompt
+        check_length(prompt, self._n_ctx)
+        return tuple(await self.tokenize(prompt))
+
+    async def _chat_tokens(self, prompt: ChatPrompt) -> tuple[int, ...]:
+        model = self._dispatcher.model
+        assert model is not None
+        if self._chat is None:
+            vocabulary = self._check_serving(draining=True)
+            self._chat = ChatTokenizer(vocabulary, model.chat_template, model.tool_chat_template)
+        chat = self._chat
+        pieces = await self._tokenizer.run(lambda: chat.render(prompt))
+        check_length("".join(piece.text for piece in pieces), self._n_ctx, "messages")
+        self._check_serving(draining=True)
+        return tuple(await self._tokenizer.run(lambda: chat.tokenize(pieces)))
+
+    async def tokenize(
+        self, text: str, *, add_special: bool = True, parse_special: bool = False
+    ) -> list[int]:
+        """See `Engine.tokenize`."""
+        vocabulary = self._check_serving(draining=True)
+        check_bool("add_special", add_special)
+        check_bool("parse_special", parse_special)
+
+        def call() -> list[int]:
+            return vocabulary.tokenize(text, add_special=add_special, parse_special=parse_special)
+
+        if not isinstance(text, str) or len(text) <= SHORT_TEXT:
+            return call()
+        return await self._tokenizer.run(call)
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """See `Engine.detokenize`."""
+        vocabulary = self._check_serving(draining=True)
+        check_several("token_ids", token_ids, "a sequence of token ids")
+
+        def call() -> str:
+            return vocabulary.join(token_ids).decode("utf-8", "replace")
+
+        return call() if len(token_ids) <= SHORT_TOKENS else await self._tokenizer.run(call)
+
+    async def pieces(self, token_ids: Sequence[int]) -> list[bytes]:
+        """See `Engine.pieces`."""
+        vocabulary = self._check_serving(draining=True)
+        check_several("token_ids", token_ids, "a sequence of token ids")
+
+        def call() -> list[bytes]:
+            return [vocabulary.piece(token) for token in token_ids]
+
+        return call() if len(token_ids) <= SHORT_TOKENS else await self._tokenizer.run(call)
+
+
+def _begins_text(prompt: str | tuple[int, ...] | ChatPrompt, vocabulary: EngineVocabulary) -> bool:
+    """Whether an output stands for itself: an answer in a chat, or what follows no text."""
+    if isinstance(prompt, tuple):
+        return not any(map(vocabulary.piece, prompt))
+    return isinstance(prompt, ChatPrompt) or not prompt

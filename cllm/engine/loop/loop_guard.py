@@ -1,0 +1,44 @@
+"""LoopGuard: the event loop that an engine was entered in.
+
+What waits in one loop is never woken by another: a call from elsewhere would hang.
+"""
+
+from __future__ import annotations
+
+from threading import get_ident
+
+import anyio
+from anyio.lowlevel import current_token
+
+from cllm.errors import WrongThreadError
+
+
+class LoopGuard:
+    """The event loop in which this is made."""
+
+    def __init__(self) -> None:
+        self._thread = get_ident()
+        self._token = current_token()
+
+    def check(self) -> None:
+        """Refuse callers from another thread or another event loop.
+
+        Raises
+        ------
+        WrongThreadError
+        """
+        self.check_thread()
+        try:
+            is_home = current_token() == self._token
+        except anyio.NoEventLoopError:
+            return  # no task: it can wait for nothing
+        if not is_home:
+            raise WrongThreadError("the engine was entered in another event loop than this one")
+
+    def check_thread(self) -> None:
+        """Refuse callers from another thread, which is nearly all of `check` and costs nothing."""
+        if get_ident() != self._thread:
+            raise WrongThreadError(
+                f"the engine belongs to the event loop of thread {self._thread}, called from "
+                f"{get_ident()}: `anyio.from_thread.run` calls it from there"
+            )

@@ -1,0 +1,120 @@
+"""What is wrong with a request, found before it is submitted.  Pure.
+
+Each check raises a `RequestError` that names the field, the value and the limit.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from cllm.checks import INT32_MAX, MAX_TEXT_BYTES, check_float, check_int
+from cllm.engine.chat.chat_prompt import ChatPrompt
+from cllm.engine.sampling_params import SamplingOptions, SamplingParams
+from cllm.errors import InvalidRequestError, PromptTooLongError
+
+Prompt = str | Sequence[int]
+
+# More characters than this for each token of the context, and the text is not even tokenized.
+# No vocabulary in use comes near it, except for runs of spaces.
+MAX_CHARACTERS_PER_TOKEN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCall:
+    """The arguments of `Engine.stream`, checked as far as they can be without the model.
+
+    Attributes
+    ----------
+    first_scored : int or None
+        See `GenerationRequest`.
+    """
+
+    prompt: str | tuple[int, ...] | ChatPrompt
+    params: SamplingParams
+    priority: int
+    timeout: float | None
+    request_id: str
+    first_scored: int | None = None
+
+    def __post_init__(self) -> None:
+        error = InvalidRequestError
+        if not isinstance(self.params, SamplingParams):
+            raise error("params", self.params, "a SamplingParams")
+        check_int("priority", self.priority, -(2**31), INT32_MAX, error)
+        if self.timeout is not None:
+            check_float("timeout", self.timeout, 0.0, 1e9, error)
+        if not isinstance(self.request_id, str) or not 1 <= len(self.request_id) <= 256:
+            raise error("request_id", self.request_id, "a string of 1 to 256 characters")
+
+
+def new_request_id() -> str:
+    """An id that no other request has."""
+    return secrets.token_hex(8)
+
+
+def call_of(
+    prompt: str | tuple[int, ...] | ChatPrompt,
+    params: SamplingParams | None,
+    sampling: SamplingOptions,
+    priority: int,
+    timeout: float | None,
+    request_id: str | None,
+) -> RequestCall:
+    """The arguments that all ways to make a request have in common."""
+    if params is not None and sampling:
+        raise TypeError("params cannot be combined with single sampling fields")
+    return RequestCall(
+        prompt=prompt,
+        params=params_from(sampling) if params is None else params,
+        priority=priority,
+        timeout=timeout,
+        request_id=new_request_id() if request_id is None else request_id,
+    )
+
+
+def params_from(sampling: SamplingOptions) -> SamplingParams:
+    """Sampling parameters from keyword arguments; an unknown name is refused."""
+    known = {field.name for field in fields(SamplingParams)}
+    for name, value in sampling.items():
+        if name not in known:
+            raise InvalidRequestError(name, value, f"one of {', '.join(sorted(known))}")
+    return SamplingParams(**sampling)
+
+
+def check_prompt(prompt: Prompt, field: str = "prompt") -> str | tuple[int, ...]:
+    """The prompt as text or as token ids."""
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
+        raise InvalidRequestError(field, prompt, "a string or a sequence of token ids")
+    return tuple(check_int(field, token, 0, INT32_MAX, InvalidRequestError) for token in prompt)
+
+
+def check_length(text: str, n_ctx: int, field: str = "prompt") -> None:
+    """Refuse a text that cannot fit, before the time it takes to tokenize it."""
+    if len(text) > n_ctx * MAX_CHARACTERS_PER_TOKEN:
+        raise PromptTooLongError(len(text) // MAX_CHARACTERS_PER_TOKEN, n_ctx)
+    try:
+        n_bytes = len(text.encode())
+    except UnicodeEncodeError as error:
+        lone = text[error.start : error.start + 1]
+        raise InvalidRequestError(field, lone, "text without lone surrogates") from None
+    if n_bytes > MAX_TEXT_BYTES:
+        raise InvalidRequestError(field, f"{n_bytes} bytes", f"at most {MAX_TEXT_BYTES} bytes")
+
+
+def check_tokens(tokens: tuple[int, ...], params: SamplingParams, n_ctx: int, n_vocab: int) -> None:
+    """Refuse token ids that the context or the vocabulary has no place for."""
+    if not tokens:
+        raise InvalidRequestError("prompt", "", "at least one token")
+    if len(tokens) > n_ctx:
+        raise PromptTooLongError(len(tokens), n_ctx)
+    for field, ids in (
+        ("prompt", tokens),
+        ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", tuple(params.logit_bias)),
+    ):
+        if ids and max(ids) >= n_vocab:
+            raise InvalidRequestError(field, max(ids), f"token ids 0 to {n_vocab - 1}")

@@ -1,0 +1,63 @@
+"""The process of `preflight`: `python -m cllm.engine.preflight_child SECONDS`.
+
+Reads the settings of an engine as one JSON line from standard input, runs that engine for a few
+tokens, and says in the last line of its output what was wrong: `{"reason": …, "path": …}`, both null
+if nothing was.  It ends when standard input does, and after so many seconds at the latest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+
+import anyio
+
+from cllm.engine.config import EngineConfig
+from cllm.engine.engine import Engine
+from cllm.errors import CllmError, ModelLoadError
+
+TEXT = "The quick brown fox jumps over the lazy dog, and 1 + 1 ="
+N_TOKENS = 4
+STDIN, STDOUT = 0, 1
+
+
+def main(seconds: str) -> None:
+    """Try a model, and exit."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.alarm(
+        int(seconds)
+    )  # an orphan in an endless call might not see that its input has ended
+    config = EngineConfig(**json.loads(sys.stdin.buffer.readline()))
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    reason = path = None
+    try:
+        anyio.run(use_once, config)
+    except ModelLoadError as error:
+        reason, path = error.reason, error.path
+    except CllmError as error:
+        reason = " ".join(
+            f"{error}{': ' if error.__cause__ else ''}{error.__cause__ or ''}".split()
+        )
+    answer = json.dumps({"reason": reason, "path": path})
+    os.write(STDOUT, f"\n{answer}\n".encode())
+    os._exit(0)  # nothing may be said after that
+
+
+async def use_once(config: EngineConfig) -> None:
+    """Load the model, read a prompt, and write a few tokens."""
+    async with Engine(config=config) as engine:
+        await engine.generate(TEXT, max_tokens=N_TOKENS, temperature=0, ignore_eos=True)
+
+
+def _end_with_the_parent() -> None:
+    while os.read(STDIN, 1):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

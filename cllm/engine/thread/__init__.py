@@ -1,0 +1,1 @@
+"""The inference thread, and the queues between it and the event loop."""

@@ -1,0 +1,83 @@
+"""Backend: what an inference thread serves requests with: a model, however it is computed.
+
+`llama_backend` has llama.cpp; `cllm.testing` has one that computes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Protocol
+
+from cllm.engine.constraint import CompiledConstraint
+from cllm.engine.core.decoder import Decoder
+from cllm.engine.core.kv_cache import KVCache
+from cllm.engine.core.output_processor import ReadLogprob
+from cllm.engine.core.run_queue import MakeSampler
+from cllm.engine.request import ModelInfo
+from cllm.engine.sampling_params import SamplingParams
+from cllm.engine.thread.interrupter import Abortable
+from cllm.engine.thread.worker_thread import WorkerThreads
+from cllm.engine.vocabulary import EngineVocabulary
+
+CheckServing = Callable[[], EngineVocabulary]
+
+
+class Constraints(Protocol):
+    """Compiles what a request may be constrained by; event loop only."""
+
+    async def compile(self, params: SamplingParams) -> CompiledConstraint | None: ...
+    async def aclose(self) -> None: ...
+
+
+class AbortableDecoder(Decoder, Abortable, Protocol):
+    """A decoder whose running decode any thread can end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model that is ready.
+
+    Attributes
+    ----------
+    kv_cache : KVCache
+        The kv_cache, empty.
+    n_prefill_chunk : int
+        What `EngineConfig.n_prefill_chunk` is if it says nothing.
+    """
+
+    model: ModelInfo
+    vocabulary: EngineVocabulary
+    decoder: AbortableDecoder
+    kv_cache: KVCache
+    make_sampler: MakeSampler
+    read_logprob: ReadLogprob
+    n_prefill_chunk: int
+
+
+class Backend(Protocol):
+    """One model of one engine."""
+
+    def load(self, owned: ExitStack) -> Loaded:
+        """Make it ready; `owned` frees it.  Inference thread, once.
+
+        Raises
+        ------
+        CllmError
+            Says why it cannot be used.
+        """
+
+    def stop(self) -> None:
+        """End a `load`, or every decode.  Any thread; returns at once."""
+
+    def constraints(self, check_serving: CheckServing, workers: WorkerThreads) -> Constraints:
+        """The compiler for one engine.
+
+        Parameters
+        ----------
+        check_serving : callable
+            The vocabulary, or why requests are not served.
+        workers : WorkerThreads
+            For calls that are not for the event loop.
+        """

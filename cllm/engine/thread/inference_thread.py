@@ -1,0 +1,288 @@
+"""InferenceThread: owns what its backend loads, runs ticks, and frees what it owns.
+
+Whatever ends it, it waits for the worker threads before it frees the vocabulary that they use.  It is
+a daemon so that it cannot keep an interpreter alive, and an exit handler stops and joins it first:
+freeing a context while a decode runs crashes, so what a stuck thread holds is leaked instead.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import os
+import threading
+import time
+import weakref
+from contextlib import ExitStack, closing
+from dataclasses import replace
+
+from cllm.engine.config import EngineConfig
+from cllm.engine.core.decoder import Decoder
+from cllm.engine.core.engine_core import EngineCore
+from cllm.engine.core.messages import (
+    Audit,
+    Audited,
+    CancelRequest,
+    Command,
+    Ended,
+    Event,
+    Ready,
+    Shutdown,
+    Stopped,
+)
+from cllm.engine.core.scheduler import Chunk
+from cllm.engine.core.statistics import EngineStatistics, Recorder
+from cllm.engine.core.tick_log import LoggedDecoder, LoggedVocabulary, TickLog
+from cllm.engine.request import ModelInfo
+from cllm.engine.thread.backend import Backend, Loaded
+from cllm.engine.thread.interrupter import Interrupter
+from cllm.engine.thread.mailbox import Inbox, Outbox
+from cllm.engine.thread.worker_thread import WorkerThreads
+from cllm.engine.vocabulary import EngineVocabulary, OutputVocabulary
+from cllm.errors import CllmError, ClosedError
+
+logger = logging.getLogger("cllm.engine")
+
+EXIT_TIMEOUT_S = 5.0
+IDLE_AUDIT_S = 1.0
+AUDIT_EVERY_TICK = os.environ.get("CLLM_AUDIT") == "tick"
+
+
+class InferenceThread:
+    """The thread and what other threads may know of it.
+
+    Attributes
+    ----------
+    vocabulary : EngineVocabulary or None
+        Once loaded; other threads may use it until `Shutdown` is sent.
+    failure : BaseException or None
+        Why it has ended, or is about to, if nobody asked it to; any thread.
+    interrupter : Interrupter or None
+        Once loaded: ends a decode that is mostly for cancelled requests; any thread.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        backend: Backend,
+        inbox: Inbox,
+        outbox: Outbox[list[Event]],
+        workers: WorkerThreads,
+    ) -> None:
+        self._config = config
+        self._workers = workers
+        self._backend = backend
+        self._inbox = inbox
+        self._outbox = outbox
+        self.vocabulary: EngineVocabulary | None = None
+        self._recorder: Recorder | None = None  # a snapshot, replaced after every tick
+        self._stopping = False
+        self.failure: BaseException | None = None
+        self.interrupter: Interrupter | None = None
+        self._audited_at = float("-inf")
+        self._log: TickLog | None = None
+        self._busy_since: float | None = None
+        self._thread = threading.Thread(target=self._run, name="cllm-inference", daemon=True)
+
+    def start(self) -> None:
+        """Load the model and begin to serve."""
+        # A bound method would keep the engine alive for ever.
+        self._at_exit = functools.partial(_stop_at_exit, weakref.ref(self))
+        self._thread.start()
+        # Registered after `weakref`'s own exit handler, and so run before it.
+        atexit.register(self._at_exit)
+        self._inbox.on_cancel = functools.partial(_interrupt, weakref.ref(self))
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread still runs."""
+        return self._thread.is_alive()
+
+    @property
+    def statistics(self) -> EngineStatistics:
+        """What was so after the last tick; any thread."""
+        recorder = self._recorder
+        return EngineStatistics() if recorder is None else EngineStatistics.of(recorder)
+
+    @property
+    def heartbeat_age_s(self) -> float:
+        """Seconds since the thread last showed that it is not stuck; 0 while it is idle."""
+        busy_since = self._busy_since
+        return 0.0 if busy_since is None else time.perf_counter() - busy_since
+
+    def request_stop(self) -> None:
+        """CancelRequest everything, also a load or a decode that is running.  Any thread; returns at once."""
+        self._stopping = True
+        self._backend.stop()
+        self._inbox.put(Shutdown())
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the thread to have freed everything and ended."""
+        self._thread.join(timeout)
+        atexit.unregister(self._at_exit)
+
+    # --- The thread itself -------------------------------------------------------------------
+    def _run(self) -> None:
+        try:
+            with ExitStack() as owned:
+                try:
+                    self._serve(owned)
+                except BaseException as error:
+                    self.failure = error
+                    # Closed while it loaded: that is no failure.
+                    is_unexpected = not isinstance(error, ClosedError)
+                    logger.debug("the inference thread ends: %s", error, exc_info=is_unexpected)
+                    # Another thread may be inside a call of the vocabulary: free nothing before
+                    # everybody has been told and asks for it, if there is anybody left.
+                    if self._outbox.post([Stopped(error)]):
+                        self._await_shutdown()
+                finally:
+                    self._workers.end()
+        finally:
+            self.vocabulary = self._busy_since = None
+            self._outbox.post([Ended()] if self.failure else [Stopped(None), Ended()])
+
+    def _await_shutdown(self) -> None:
+        self._busy_since = None
+        while not self._stopping:
+            self._inbox.drain(wait=True)
+
+    def _serve(self, owned: ExitStack) -> None:
+        core, model_info = self._load(owned)
+        self._publish(core)
+        self._outbox.post([Ready(model_info, self.statistics)])
+        try:
+            self._loop(core)
+        except BaseException as error:
+            self.failure = error  # before anybody hears of it
+            core.fail_all(error)  # what the requests hold in the cache goes with the context
+            self._publish(core)
+            events = core.take_events()
+            if self._log is not None:
+                self._log.tick(events)
+            self._outbox.post(events)
+            del events  # their errors know the frames of the callers: see `_loop`
+            raise
+
+    def _load(self, owned: ExitStack) -> tuple[EngineCore, ModelInfo]:
+        loaded = self._backend.load(owned)
+        self.vocabulary = loaded.vocabulary
+        self.interrupter = Interrupter(loaded.decoder, can_truncate=loaded.kv_cache.has_pos_min)
+        return self._make_core(loaded, owned), loaded.model
+
+    def _make_core(self, loaded: Loaded, owned: ExitStack) -> EngineCore:
+        decoder: Decoder = loaded.decoder
+        vocabulary: OutputVocabulary = loaded.vocabulary
+        make_sampler, read_logprob = loaded.make_sampler, loaded.read_logprob
+        clock, config = time.perf_counter, self._config
+        if config.n_prefill_chunk is None:
+            config = replace(config, n_prefill_chunk=loaded.n_prefill_chunk)
+        if config.tick_log is not None:
+            self._log = log = owned.enter_context(closing(TickLog(config.tick_log)))
+            log.header(config, loaded.kv_cache)
+            decoder, vocabulary = LoggedDecoder(decoder, log), LoggedVocabulary(vocabulary, log)
+            make_sampler, clock = log.calls("make_sampler", make_sampler), log.clock
+            read_logprob = log.calls("read_logprob", read_logprob)
+        return EngineCore(
+            decoder,
+            vocabulary,
+            loaded.kv_cache,
+            make_sampler,
+            read_logprob,
+            config,
+            reader=loaded.decoder,  # audits are no part of what a replay repeats
+            clock=clock,
+            on_batch=self._on_batch,
+        )
+
+    def _loop(self, core: EngineCore) -> None:
+        while True:
+            self._busy_since = None
+            if not core.has_work:
+                self._audit_when_idle(core)
+            commands = self._inbox.drain(wait=not core.has_work, until=core.next_deadline)
+            self._busy_since = time.perf_counter()
+            is_last = any(isinstance(command, Shutdown) for command in commands)
+            for command in commands:
+                self._handle(core, command)
+            if is_last:
+                core.queue.cancel_all()
+            else:
+                core.tick()
+                if AUDIT_EVERY_TICK and (found := core.discrepancies()):
+                    raise CllmError(
+                        f"the KV cache bookkeeping and llama.cpp disagree: {'; '.join(found)}"
+                    )
+            self._publish(core)
+            events = core.take_events()
+            if self._log is not None:
+                self._log.cancel_all() if is_last else self._log.tick(events)
+            started = time.perf_counter()
+            listened = self._outbox.post(events) if events else True
+            # While this waits, it must not hold what keeps callers, and with them the engine, alive.
+            del events
+            core.recorder.deliver_s += time.perf_counter() - started
+            if not listened:
+                core.queue.cancel_all()
+                return
+            if is_last:
+                return
+
+    def _handle(self, core: EngineCore, command: Command) -> None:
+        if isinstance(command, Audit):
+            core.post(Audited(command.call_id, tuple(self._audit(core))))
+        else:
+            core.handle(command)
+        if isinstance(command, CancelRequest) and self.interrupter is not None:
+            self.interrupter.forget(command.request_id)
+        if self._log is not None:
+            self._log.command(command)
+
+    def _audit_when_idle(self, core: EngineCore) -> None:
+        """Audit, at most once a second."""
+        now = time.perf_counter()
+        if now - self._audited_at >= IDLE_AUDIT_S:
+            self._audited_at = now
+            self._audit(core)
+
+    def _audit(self, core: EngineCore) -> list[str]:
+        """Where the bookkeeping and llama.cpp's differ; the next tick mends it."""
+        try:
+            found = core.discrepancies()
+        except Exception as error:
+            found = [f"llama.cpp's cannot be read ({error!r})"]
+        if found:
+            core.recorder.n_discrepancies += len(found)
+            logger.error("the KV cache bookkeeping and llama.cpp disagree: %s", "; ".join(found))
+            cause = CllmError(f"the KV cache bookkeeping and llama.cpp disagree: {found[0]}")
+            core.mark_corrupt(cause)
+            if self._log is not None:
+                self._log.mark_corrupt(cause)
+        return found
+
+    def _on_batch(self, chunks: list[Chunk]) -> None:
+        """A decode is about to begin, or has ended if there are no chunks."""
+        assert self.interrupter is not None
+        if chunks:
+            self.interrupter.begin({c.sequence.request_id: c.n_tokens for c in chunks})
+        else:
+            self.interrupter.end()
+
+    def _publish(self, core: EngineCore) -> None:
+        self._recorder = core.snapshot()
+
+
+def _stop_at_exit(reference: weakref.ref[InferenceThread]) -> None:
+    """Exit with a live engine: stop flag, abort flag, join; never free what the thread may use."""
+    thread = reference()
+    if thread is not None and thread.is_alive:
+        thread.request_stop()
+        thread.join(EXIT_TIMEOUT_S)
+
+
+def _interrupt(reference: weakref.ref[InferenceThread], request_id: str) -> None:
+    """A request has been cancelled; does not keep the thread's object alive."""
+    thread = reference()
+    if thread is not None and (interrupter := thread.interrupter) is not None:
+        interrupter.cancel(request_id)

@@ -1,0 +1,80 @@
+"""Interrupter: end a decode that is mostly for requests which have been cancelled.
+
+An abort ends the whole batch, so what the others had in it is computed again: it has to be worth
+that, and never happens twice in a row to them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Protocol
+
+# An aborted decode of fewer rows would have ended about as soon.
+MIN_ROWS = 16
+
+
+class Abortable(Protocol):
+    """The abort flag of a decoder; any thread."""
+
+    def abort(self) -> None: ...
+    def allow(self) -> None: ...
+
+
+class Interrupter:
+    """What is being decoded, and who does not want it any more.
+
+    Parameters
+    ----------
+    can_truncate : bool
+        False for memory that cannot give up part of a sequence: an abort would cost the others all
+        of theirs.
+    """
+
+    def __init__(self, decoder: Abortable, *, can_truncate: bool) -> None:
+        self._decoder = decoder
+        self._can_truncate = can_truncate
+        # Reentrant: a garbage collection inside may drop a stream, which cancels its request.
+        self._lock = threading.RLock()
+        self._n_rows: Mapping[str, int] = {}
+        self._cancelled: set[str] = set()
+        self._has_aborted = self._was_aborted = False
+
+    @property
+    def batch(self) -> Mapping[str, int]:
+        """Rows of the decode that runs now, by request id; empty between decodes.  Any thread."""
+        return self._n_rows
+
+    def begin(self, n_rows: Mapping[str, int]) -> None:
+        """A decode with so many rows of each request is about to begin.  Inference thread."""
+        with self._lock:
+            self._was_aborted, self._has_aborted = self._has_aborted, False
+            self._n_rows = n_rows
+            self._decoder.allow()
+            self._consider()
+
+    def end(self) -> None:
+        """The decode is over: the flag must not meet another.  Inference thread."""
+        with self._lock:
+            self._n_rows = {}
+            self._decoder.allow()
+
+    def cancel(self, request_id: str) -> None:
+        """A request has been cancelled.  Any thread; returns at once."""
+        with self._lock:
+            self._cancelled.add(request_id)
+            self._consider()
+
+    def forget(self, request_id: str) -> None:
+        """The cancelled request has ended.  Inference thread."""
+        with self._lock:
+            self._cancelled.discard(request_id)
+
+    def _consider(self) -> None:
+        n_lost = sum(self._n_rows.get(request_id, 0) for request_id in self._cancelled)
+        n_wanted = sum(self._n_rows.values()) - n_lost
+        is_alone = n_wanted == 0
+        is_fair = is_alone or (self._can_truncate and not self._was_aborted)
+        if n_lost >= MIN_ROWS and n_lost > n_wanted and is_fair and not self._has_aborted:
+            self._has_aborted = True
+            self._decoder.abort()

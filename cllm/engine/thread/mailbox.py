@@ -1,0 +1,83 @@
+"""Inbox and Outbox: commands to the inference thread, events to the event loop.
+
+Neither side ever waits for the other: a command is put into a queue, and the events of a tick reach
+the loop by one non-blocking call.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import anyio.lowlevel
+
+from cllm.engine.core.messages import CancelRequest, Command
+
+T = TypeVar("T")
+
+
+class Inbox:
+    """Commands on their way to the inference thread.  `put` from any thread.
+
+    Attributes
+    ----------
+    on_cancel : callable
+        Called with the request id when a `CancelRequest` has been put, in the thread that put it.
+    """
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self.on_cancel: Callable[[str], None] = lambda request_id: None
+
+    def put(self, command: Command) -> None:
+        """Never blocks."""
+        self._queue.put(command)
+        if isinstance(command, CancelRequest):
+            self.on_cancel(command.request_id)
+
+    def drain(self, *, wait: bool, until: float | None = None) -> list[Command]:
+        """All commands there are.  Inference thread only.
+
+        Parameters
+        ----------
+        wait : bool
+            Wait for at least one …
+        until : float, optional
+            … but not past this time of `time.perf_counter`.
+        """
+        commands: list[Command] = []
+        if wait:
+            timeout = None if until is None else max(0.0, until - time.perf_counter())
+            try:
+                commands.append(self._queue.get(timeout=timeout))
+            except queue.Empty:
+                return commands
+        while True:
+            try:
+                commands.append(self._queue.get_nowait())
+            except queue.Empty:
+                return commands
+
+
+class Outbox(Generic[T]):
+    """Values on their way to the event loop in which the outbox was made.
+
+    `anyio.from_thread.run_sync` would wait for the loop once per tick; the native calls of the two
+    backends do not.
+    """
+
+    def __init__(self, deliver: Callable[[T], None]) -> None:
+        token = anyio.lowlevel.current_token().native_token
+        call_soon = getattr(token, "call_soon_threadsafe", None)  # an asyncio event loop
+        self._call_soon = call_soon or token.run_sync_soon  # type: ignore[attr-defined]  # trio
+        self._deliver = deliver
+
+    def post(self, value: T) -> bool:
+        """Deliver `value` soon; False if the event loop is gone.  Any thread; never blocks."""
+        try:
+            self._call_soon(self._deliver, value)
+        except (RuntimeError, OSError):  # closed; trio.RunFinishedError is a RuntimeError too
+            return False
+        return True

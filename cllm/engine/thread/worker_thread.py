@@ -1,0 +1,132 @@
+"""WorkerThread: calls that may need a large stack or a long time, off the event loop.
+
+Some vocabularies recurse once per character of a run, which overflows a usual stack after a few
+hundred characters, and some take seconds for a long text.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import anyio
+
+from cllm.engine.thread.mailbox import Outbox
+from cllm.errors import ClosedError
+
+T = TypeVar("T")
+
+STACK_BYTES = 256 << 20  # only reserved: what is not used costs nothing
+
+
+class Reply(Generic[T]):
+    """The answer to one call, on its way to the task that waits for it.  Event loop only."""
+
+    def __init__(self) -> None:
+        self._arrived = anyio.Event()
+        self.is_wanted = True
+        self._result: T | None = None
+        self._error: Exception | None = None
+
+    def set(self, result: T | None, error: Exception | None = None) -> None:
+        """Give the answer."""
+        self._result, self._error = result, error
+        self._arrived.set()
+
+    async def wait(self) -> T:
+        """The result, or the error raised."""
+        await self._arrived.wait()
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]  # set to a T together with the event
+
+
+class WorkerThread:
+    """Runs calls one after another and answers on the event loop it was made in."""
+
+    def __init__(self, name: str) -> None:
+        self._outbox: Outbox[tuple[Reply[Any], Any, Exception | None]] = Outbox(_deliver)
+        self._queue: queue.SimpleQueue[tuple[Callable[[], Any], Reply[Any]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._is_ending = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        # The size is a setting of the process: put it back for everyone else's threads.
+        previous = threading.stack_size(STACK_BYTES)
+        try:
+            self._thread.start()
+        finally:
+            threading.stack_size(previous)
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """What `call` returns or raises on the thread.
+
+        Raises
+        ------
+        ClosedError
+        """
+        reply: Reply[T] = Reply()
+        self._queue.put((call, reply))
+        if self._is_ending:  # looked at last: what was put before it was set is answered
+            raise ClosedError("the engine is closed")
+        try:
+            return await reply.wait()
+        finally:
+            reply.is_wanted = False  # not begun yet: its caller has given up
+
+    def end(self) -> None:
+        """End the thread, and wait for the calls before this one.  Any other thread."""
+        self._is_ending = True
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            call, reply = item
+            result, error = None, None
+            try:
+                result = call() if reply.is_wanted else None
+            except Exception as caught:
+                error = caught
+            except BaseException as caught:  # a panic of a Rust library, a SystemExit
+                error = RuntimeError(f"{type(caught).__name__}: {caught}")
+            self._outbox.post((reply, result, error))
+            del item, call, reply, result, error  # while it waits it holds nothing of the last call
+
+
+class WorkerThreads:
+    """The worker threads of one engine.
+
+    Their calls may be inside a vocabulary: whoever frees it ends them first, and so waits.
+    """
+
+    def __init__(self) -> None:
+        self._workers: list[WorkerThread] = []
+        self._has_ended = False
+
+    def start(self, name: str) -> WorkerThread:
+        """One more.  Event loop only.
+
+        Raises
+        ------
+        ClosedError
+        """
+        worker = WorkerThread(name)
+        self._workers.append(worker)
+        if self._has_ended:  # looked at last: perhaps `end` has passed this one over
+            worker.end()
+            raise ClosedError("the engine is closed")
+        return worker
+
+    def end(self) -> None:
+        """End all of them, and wait for the calls that were begun.  Any other thread."""
+        self._has_ended = True
+        for worker in list(self._workers):
+            worker.end()
+
+
+def _deliver(answer: tuple[Reply[Any], Any, Exception | None]) -> None:
+    reply, result, error = answer
+    reply.set(result, error)

@@ -1,0 +1,60 @@
+"""What the parts of an engine ask about tokens.
+
+`cllm.bindings.Vocabulary` answers all of it, from any thread.  Each part names only what it needs, so
+that a test can give it that and no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class OutputVocabulary(Protocol):
+    """For a tick: what a sampled token adds to a text, and whether it ends the output."""
+
+    def piece(self, token: int) -> bytes: ...
+    def is_eog(self, token: int) -> bool: ...
+
+
+class SpellingVocabulary(Protocol):
+    """For log probabilities."""
+
+    def piece(self, token: int) -> bytes: ...
+    def spelling(self, token: int) -> bytes: ...
+
+
+class ChatVocabulary(Protocol):
+    """For chats: control tokens, and the tokenizer."""
+
+    bos: int | None
+    eos: int | None
+    adds_bos: bool
+
+    def text(self, token: int) -> str: ...
+    def control_names(self) -> list[str]: ...
+    def tokenize(
+        self, text: str, *, add_special: bool = True, parse_special: bool = False
+    ) -> list[int]: ...
+    def tokenize_inside(self, text: str, *, parse_special: bool = False) -> list[int]: ...
+
+
+class GuidanceVocabulary(Protocol):
+    """For structured output by llguidance, from a worker thread."""
+
+    n_tokens: int
+
+    def piece(self, token: int) -> bytes: ...
+    def spelling(self, token: int) -> bytes: ...
+    def is_eog(self, token: int) -> bool: ...
+    def tokenize_inside(self, text: str) -> list[int]: ...
+
+
+class EngineVocabulary(ChatVocabulary, GuidanceVocabulary, Protocol):
+    """All of it."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def prefixes_space(self) -> bool: ...
+    def join(self, tokens: Sequence[int]) -> bytes: ...

@@ -1,0 +1,317 @@
+"""No template runs for long, takes much memory or reaches Python; each ends as a bad request."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+from itertools import count
+
+import pytest
+
+from cllm.engine.chat.chat_template import MAX_TEMPLATE_BYTES, ChatTemplate
+from cllm.engine.chat.template_meter import MAX_SECONDS, MAX_WORK
+from cllm.errors import InvalidRequestError
+
+MANY = "{% for i in range(100000) %}"
+END = "{% endfor %}"
+# A list that holds a list twice, 80 levels deep: 2**80 numbers when it is written.
+TWICE = (
+    "{% set ns = namespace(x=[1], y=[1]) %}{% for i in range(80) %}{% set ns.x = [ns.x, ns.x] %}"
+    "{% set ns.y = [ns.y, ns.y] %}{% endfor %}"
+)
+# The same of tuples, which can be hashed.
+PAIRS = "{% set ns = namespace(x=()) %}{% for i in range(80) %}{% set ns.x = (ns.x, ns.x) %}{% endfor %}"
+# A tuple in a tuple, and so on: a little deeper, and Python's hash() of it is a stack overflow.
+DEEP = "{% set ns = namespace(x=()) %}" + MANY + "{% set ns.x = (ns.x,) %}" + END
+LONG = "('x' * 100000)"
+
+# Those that go on and on: the clock stops them, or what they have allocated.
+ENDLESS = {
+    "loops": MANY * 4 + END * 4,
+    "loops with output": MANY * 2 + "x" + END * 2,
+    "loops in a macro": "{% macro m() %}" + MANY * 2 + "x" + END * 2 + "{% endmacro %}{{ m() }}",
+    "loops in a call block": "{% macro m() %}{{ caller()|length }}{% endmacro %}{% call m() %}"
+    + MANY * 2
+    + "x"
+    + END * 2
+    + "{% endcall %}",
+    "loops in a variable": "{% set x %}" + MANY * 2 + "x" + END * 2 + "{% endset %}",
+    "loops in a filter block": "{% filter length %}" + MANY * 2 + "x" + END * 2 + "{% endfilter %}",
+    "a filtered loop": "{% for i in range(100000) if false %}{% endfor %}" * 100,
+    "macros": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+    "recursive loops": "{% for i in range(9) recursive %}{% if loop.depth < 40 %}{{ loop(range(9)) }}{% endif %}"
+    + END,
+    "blocks": "{% set ns = namespace(n=0) %}{% block a %}{% for i in range(2) %}{% if n is not defined %}"
+    "{% endif %}{% endfor %}{% endblock %}" + MANY * 2 + "{{ self.a() }}" + END * 2,
+    "lazy filters": MANY * 2
+    + "{{ range(100000)|map('string')|select|map('upper')|list }}"
+    + END * 2,
+    "operators": MANY * 2 + "{% set x = i + 1 %}" + END * 2,
+    "arguments": "{% macro m() %}{{ varargs|length }}{% endmacro %}"
+    + MANY
+    + "{{ m(*range(100000)) }}"
+    + END,
+    "measuring": "{% set x = range(100000)|list %}" + MANY + "{% if x == 1 %}{% endif %}" + END,
+}
+# Those that make something huge in one step, or in a few.
+HUGE = {
+    "text * number": "{{ 'x' * 10**9 }}",
+    "number * text": "{{ 10**9 * 'x' }}",
+    "list * number": "{{ [1] * 10**9 }}",
+    "list * number twice": "{{ ([1] * 10**5) * 10**5 }}",
+    "power": "{{ 2 ** (10**9) }}",
+    "powers": MANY + "{% set x = 2 ** 16000 * 2 ** 16000 %}" + END,
+    "text of numbers": "{{ ([2 ** 14000] * 200000)|join }}",
+    "doubled text": "{% set ns = namespace(x='ab') %}"
+    + MANY
+    + "{% set ns.x = ns.x + ns.x %}"
+    + END,
+    "doubled ~": "{% set ns = namespace(x='ab') %}" + MANY + "{% set ns.x = ns.x ~ ns.x %}" + END,
+    "doubled list": "{% set ns = namespace(x=[1]) %}" + MANY + "{% set ns.x = ns.x + ns.x %}" + END,
+    "%d": "{{ '%1000000000d' % 1 }}",
+    "%*d": "{{ '%*d' % (10**9, 1) }}",
+    "%.f": "{{ '%.1000000000f' % 1.0 }}",
+    "%(a)d": "{{ '%((a))1000000000d' % {'(a)': 1} }}",
+    "many %d": "{{ ('%9999d' * 100000) % 1 }}",
+    "many %(a)s": "{{ ('%(a)s' * 100000) % {'a': " + LONG + "} }}",
+    "format filter": "{{ '%1000000000d'|format(1) }}",
+    "format": "{{ '{:1000000000}'.format(1) }}",
+    "format by argument": "{{ '{:{w}}'.format(1, w=10**9) }}",
+    "format_map": "{{ '{a:1000000000}'.format_map({'a': 1}) }}",
+    "format by attribute": "{{ ('{:1000000000}'|attr('format'))(1) }}",
+    "many fields": "{{ ('{0}' * 100000).format(" + LONG + ") }}",
+    "center": "{{ 'x'.center(10**9) }}",
+    "subscript method": "{{ 'x'['ljust'](10**9) }}",
+    "zfill": "{{ 'x'.zfill(10**9) }}",
+    "expandtabs": "{{ ('\t' * 1000).expandtabs(tabsize=10**9) }}",
+    "join": "{{ " + LONG + ".join(range(10000)|map('string')) }}",
+    "join filter": "{{ range(100000)|join(" + LONG + ") }}",
+    "replace": "{{ " + LONG + ".replace('x', " + LONG + ") }}",
+    "replace nothing": "{{ " + LONG + ".replace('', " + LONG + ") }}",
+    "replace filter": "{{ " + LONG + "|replace('x', " + LONG + ") }}",
+    "center filter": "{{ 'x'|center(10**9) }}",
+    "map center": "{{ range(100000)|map('string')|map('center', 100000)|list }}",
+    "indent": "{{ ('\n' * 100000)|indent(100000, blank=true) }}",
+    "indent by text": "{{ ('\n' * 100000)|indent(" + LONG + ", blank=true) }}",
+    "batch": "{{ [1]|batch(10**9, 'x')|list }}",
+    "slice": "{{ [1]|slice(10**9)|list }}",
+    "round": "{{ 1|round(10**9, 'floor') }}",
+    "round down": "{{ 1|round(-10**9) }}",
+    "tojson indent": "{{ range(100000)|list|tojson(indent=100000) }}",
+    "tojson separators": "{{ range(100000)|list|tojson(separators=(" + LONG + ", 'y')) }}",
+    "strftime": "{{ strftime_now('%1000000000Y' * 1000) }}",
+    "int of hexadecimal": "{{ ('f' * 4000000)|int(0, 16) }}",
+    "rfind": "{{ ('a' * 4000000).rfind('b' ~ 'a' * 2000000) }}",
+    "strip": "{{ ('a' * 4000000).strip('b' * 2000000 ~ 'a') }}",
+    "trim filter": "{{ ('a' * 4000000)|trim('b' * 2000000 ~ 'a') }}",
+    "split": "{{ ('a,' * 2000000).split(',') }}",
+    "characters": "{{ ('a' * 4000000)|list }}",
+    "names of macros": "{% macro "
+    + "m" * 9999
+    + "() %}{% endmacro %}{{ ["
+    + "m" * 9999
+    + "] * 99999 }}",
+    "bound methods": "{% set m = ('x' * 99999)|e %}{{ [m.strip] * 99999 }}",
+    "hash of what is deep": DEEP + "{{ {}[ns.x] }}",
+    "text of the template": "{% set x %}" + MANY + "x" * 10000 + END + "{% endset %}",
+    "output": MANY + "{{ 'x' * 1000 }}" + END,
+    "slices kept": "{% set s = 'x' * 4000000 %}{% set ns = namespace(x=[]) %}"
+    + MANY
+    + "{% set ns.x = ns.x + [s[1:]] %}"
+    + END,
+    "lists kept": "{% set ns = namespace(x=[]) %}"
+    + MANY
+    + "{% set ns.x = ns.x + [["
+    + "1," * 10000
+    + "]] %}"
+    + END,
+    "splits kept": "{% set ns = namespace(x=[]) %}"
+    + MANY
+    + "{% set ns.x = ns.x + [('ab,' * 80000).split(',')] %}"
+    + END,
+    **{
+        f"twice {where}": TWICE + "{{ " + where + " }}"
+        for where in (
+            "ns.x",
+            "ns",
+            "ns.x ~ 'a'",
+            "ns.x|string",
+            "ns.x|tojson",
+            "[ns.x]|join",
+            "'%s' % ns.x",
+            "'%s' % [ns.x]",
+            "'{}'.format(ns.x)",
+            "'{0!r}'.format(ns.x)",
+            "{}[ns.x] + 1",
+            "ns.x|upper",
+            "ns.x|sort",
+            "[ns.x]|unique|list",
+            "[ns.x.items]|unique|list ~ ns.x.__len__ ~ ns.x",
+            "raise_exception(ns.x)",
+            "ns.x.index(1)",
+            "ns.x is lower",
+            "ns.x == ns.y",
+            "ns.x in [ns.y]",
+            "[ns.x]|select('in', [ns.y])|list",
+            "[ns.x]|map('string')|list",
+            "messages[0].get(ns.x)",
+            "'a'|indent(ns.x)",
+            "(1, ns.x) is in [(1, 2)]",
+            "dict(a=ns.x)",
+            "cycler(ns.x)",
+        )
+    },
+    **{
+        f"hash {where}": PAIRS + "{{ " + where + " }}"
+        for where in (
+            "{ns.x: 1}",
+            "{}[ns.x]",
+            "{}.get(ns.x)",
+            "ns.x in {}",
+            "[ns.x]|unique|list",
+            "dict([(ns.x, 1)])",
+            "dict.fromkeys([[ns.x]]|map('first'))",
+            "{}.keys() - [ns.x]",
+            "[{}]|map(attribute=ns.x)|list",
+            "[{}]|groupby(ns.x)",
+        )
+    },
+}
+# Those that fail in another way: recursion, Python's own limits, what is not there.
+FAILING = {
+    "macro in itself": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "block in itself": "{% block a %}{{ self.a() }}{% endblock %}",
+    "loop in itself": "{% for i in range(9) recursive %}{{ loop(range(9)) }}{% endfor %}",
+    "iterator of iterators": "{% set ns = namespace(x=[1]) %}{% for i in range(5000) %}"
+    "{% set ns.x = ns.x|map('string') %}{% endfor %}{{ ns.x|list }}",
+    "range": "{{ range(10**9)|list }}",
+    "long number": "{{ 2 ** 8000 * 2 ** 8000 }}",
+    "sum of lists": "{{ ([[1]] * 100000)|sum(start=[]) }}",
+    "a number that is text": "{{ '%1000000000d' is odd }}",
+    "a text to divide": "{{ '%1000000000d' is divisibleby(1) }}",
+    "translate": "{{ 'x'.translate({120: 'y' * 100000}) }}",
+    "encode": "{{ 'x'.encode() }}",
+    "to_bytes": "{{ (1).to_bytes(10**9, 'big') }}",
+    "format of escaped text": "{{ ('{}'|e).format(1) }}",
+    "lipsum": "{{ lipsum(10**9) }}",
+    "function of Python": "{{ cycler.__init__.__globals__.os.system('true') }}",
+    "class": "{{ (''|attr('__class__')).mro() }}",
+    "frame": "{{ ([1]|map('string')).gi_frame.f_globals }}",
+    "mutation": "{{ messages.append(1) }}",
+    "division": "{{ 1 // 0 }}",
+}
+NOT_COMPILED = {
+    "syntax": "{% for %}",
+    "unknown filter": "{{ 1|nothing }}",
+    "dropped filter": "{{ 'x'|wordwrap(1) }}",
+    "autoescape": "{% autoescape true %}{{ 1 }}{% endautoescape %}",
+    "parentheses": "{{ " + "(" * 50000,
+    "lists": "{{ " + "[" * 50000 + "]" * 50000 + " }}",
+    "sum": "{{ " + "+".join("a" * 9999) + " }}",
+    "attributes": "{{ a" + ".b" * 9999 + " }}",
+    "elif": "{% if a %}" + "{% elif a %}" * 9999 + "{% endif %}",
+    "nested loops": "{% for a in b %}" * 40 + "{% endfor %}" * 40,
+    "nested macros": "{% macro m() %}" * 9999,
+    "a number of 200,000 digits": "{{ " + "9" * 200000 + " }}",
+    "comments": "{#" * 99999,
+    "too long": "x" * (MAX_TEMPLATE_BYTES + 1),
+}
+
+
+def compiled(source: str) -> ChatTemplate:
+    return ChatTemplate(source, bos_token="", eos_token="", control_names=["<s>"])
+
+
+def error_of(template: ChatTemplate) -> InvalidRequestError:
+    """How a template ends."""
+    with pytest.raises(InvalidRequestError) as caught:
+        template.render([{"role": "user", "content": "Hi"}])
+    assert len(str(caught.value)) < 500
+    return caught.value
+
+
+def refused(template: ChatTemplate) -> InvalidRequestError:
+    """How a template ends, in processor time that is not much more than it is given."""
+    started = time.thread_time()
+    error = error_of(template)
+    assert time.thread_time() - started < 2 * MAX_SECONDS
+    return error
+
+
+@pytest.mark.parametrize("source", ENDLESS.values(), ids=ENDLESS.keys())
+def test_a_template_that_goes_on_is_stopped_by_the_clock(source: str) -> None:
+    seconds = count(step=MAX_SECONDS / 1000)
+    template = ChatTemplate(
+        source, bos_token="", eos_token="", control_names=[], clock=lambda: next(seconds)
+    )
+    error = error_of(template)
+    assert error.field == "chat_template"
+    assert "renders within 2 s" in error.limit or "memory" in error.limit
+    assert next(seconds) <= MAX_SECONDS * 1.1
+
+
+def test_a_clock_that_stands_still_does_not_help_a_template() -> None:
+    template = ChatTemplate(
+        ENDLESS["loops"], bos_token="", eos_token="", control_names=[], clock=lambda: 0.0
+    )
+    with pytest.raises(InvalidRequestError, match="fewer steps and less memory"):
+        template.render([{"role": "user", "content": "Hi"}])
+
+
+@pytest.mark.parametrize("source", HUGE.values(), ids=HUGE.keys())
+def test_what_would_be_huge_is_not_made(source: str) -> None:
+    assert refused(compiled(source)).field == "chat_template"
+
+
+@pytest.mark.parametrize(
+    "kind", ["slices kept", "lists kept", "splits kept", "map center", "output"]
+)
+def test_a_template_has_so_much_memory_and_no_more(kind: str) -> None:
+    template = compiled(HUGE[kind])
+    tracemalloc.start()
+    try:
+        refused(template)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 5 * MAX_WORK
+
+
+@pytest.mark.parametrize("source", FAILING.values(), ids=FAILING.keys())
+def test_a_template_that_fails_is_a_bad_request(source: str) -> None:
+    assert refused(compiled(source)).field == "messages"
+
+
+@pytest.mark.parametrize("source", NOT_COMPILED.values(), ids=NOT_COMPILED.keys())
+def test_a_template_that_does_not_compile_is_named(source: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        compiled(source)
+    assert caught.value.field == "chat_template"
+    assert len(str(caught.value)) < 500
+
+
+def test_the_line_of_a_mistake_is_named() -> None:
+    with pytest.raises(InvalidRequestError, match="line 3: No filter named 'nothing'"):
+        compiled("\n\n{{ 1|nothing }}")
+
+
+def test_a_long_chat_is_well_within_the_limits() -> None:
+    # Messages collected one by one are quadratic in references, and the longest chat must do.
+    source = (
+        "{% set ns = namespace(m=[]) %}{% for m in messages %}{% set ns.m = ns.m + [m] %}{% endfor %}"
+        "{% for m in ns.m %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}"
+    )
+    template = ChatTemplate(source, bos_token="", eos_token="", control_names=[], clock=lambda: 0.0)
+    [piece] = template.render([{"role": "user", "content": "Hi " * 60}] * 4096)
+    assert piece.text == ("user: " + "Hi " * 59 + "Hi\n") * 4096
+
+
+def test_a_failed_rendering_leaves_nothing_behind() -> None:
+    template = compiled("{{ 'x' * n }}")
+    for n in (10**9, 3, 10**9, 2):
+        if n > 3:
+            with pytest.raises(InvalidRequestError):
+                template.render([{"role": "user", "content": ""}], template_kwargs={"n": n})
+        else:
+            [piece] = template.render([{"role": "user", "content": ""}], template_kwargs={"n": n})
+            assert piece.text == "x" * n

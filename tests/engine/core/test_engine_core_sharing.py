@@ -1,0 +1,342 @@
+"""Prefix sharing, cells under pressure and stopped readers, on a fake decoder: to the token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cllm.engine.request import FinishReason
+from cllm.engine.sampling_params import SamplingParams
+from cllm.testing.reference import endless, says
+from cllm.testing.simulator import Simulator
+
+LAYOUTS = pytest.mark.parametrize("kv_unified", [True, False], ids=["unified", "per-sequence"])
+
+
+def n_computed(sim: Simulator) -> int:
+    """Prompt tokens that were really computed."""
+    return sim.core.statistics().n_prefill_tokens
+
+
+# --- Sharing ------------------------------------------------------------------------------------
+@LAYOUTS
+def test_prompts_with_a_shared_head_compute_it_once(kv_unified: bool) -> None:
+    """All arrive together: the first computes the head, the others wait for it."""
+    sim = Simulator(
+        n_ctx=8192, n_seq_max=8, n_batch=64, kv_unified=kv_unified, answer=endless
+    )  # fmt: skip
+    head = bytes(range(256)) + bytes(range(144))
+    tails = [bytes([letter]) * n for letter, n in zip(b"abcdefgh", range(1, 30, 4), strict=False)]
+    request_ids = [sim.submit(head + tail, max_tokens=3) for tail in tails]
+    sim.run()
+    assert n_computed(sim) == len(head) + sum(map(len, tails))
+    n_cached = [sim.finished[r].completion.usage.n_cached for r in request_ids]
+    assert n_cached == [0] + [len(head)] * 7
+    assert sim.core.statistics().n_cached_tokens == 7 * len(head)
+    sim.check_outcomes()
+    sim.check_idle()
+
+
+@LAYOUTS
+@pytest.mark.parametrize("n_prompt", [2, 3, 40])
+def test_n_identical_prompts_cost_one_prefill_and_a_row_each(
+    n_prompt: int, kv_unified: bool
+) -> None:
+    sim = Simulator(n_ctx=2048, n_seq_max=8, n_batch=16, kv_unified=kv_unified, answer=endless)
+    prompt = bytes(range(n_prompt))
+    for _ in range(8):
+        sim.submit(prompt, max_tokens=2)
+    sim.run()
+    is_worth_a_copy = kv_unified or n_prompt >= sim.kv_cache.n_ctx_seq // 32
+    assert n_computed(sim) == (n_prompt + 7 if is_worth_a_copy else 8 * n_prompt)
+    sim.check_outcomes()
+
+
+def test_a_head_of_heads_is_shared_at_every_branch() -> None:
+    """A, then B and C from A's beginning, where C has more in common with B than with A."""
+    sim = Simulator(n_ctx=512, n_batch=16, answer=endless)
+    for prompt in (b"h" * 40 + b"A" * 10, b"h" * 40 + b"B" * 30, b"h" * 40 + b"B" * 20 + b"C"):
+        sim.submit(prompt, max_tokens=1)
+    sim.run()
+    assert n_computed(sim) == 50 + 30 + 1
+    sim.check_outcomes()
+
+
+@pytest.mark.parametrize("kind", ["finished", "cancelled", "running"])
+@LAYOUTS
+def test_a_prompt_shares_with_whatever_has_computed_it(kind: str, kv_unified: bool) -> None:
+    sim = Simulator(n_ctx=1024, n_seq_max=2, n_batch=32, kv_unified=kv_unified, answer=endless)
+    first = sim.submit(b"p" * 60 + b"q", max_tokens=1 if kind == "finished" else 30)
+    sim.tick(3)
+    if kind == "cancelled":
+        sim.core.queue.cancel(first)
+        sim.hear()
+    second = sim.submit(b"p" * 50 + b"z" * 7, max_tokens=2)
+    sim.run()
+    assert sim.finished[second].completion.usage.n_cached == 50
+    sim.check_outcomes()
+    sim.check_idle()
+
+
+def test_the_answer_of_one_turn_is_shared_by_the_next() -> None:
+    sim = Simulator(n_ctx=256, answer=says(b"the answer", n_prompt=6))
+    sim.submit(b"prompt")
+    sim.run()
+    turn = b"promptthe answer" + b" and more"
+    sim.decoder.answer = endless
+    second = sim.submit(turn, max_tokens=1)
+    sim.run()
+    assert sim.finished[second].completion.usage.n_cached == len(b"promptthe answer")
+    assert sim.outcome(second) == sim.alone(second)
+
+
+def test_a_follower_goes_on_alone_when_its_leader_is_cancelled() -> None:
+    sim = Simulator(n_ctx=256, n_batch=8, prefix_cache_tokens=4, answer=endless)
+    leader = sim.submit(b"h" * 40 + b"a")
+    follower = sim.submit(b"h" * 40 + b"b", max_tokens=3)
+    sim.tick(2)
+    sim.core.queue.cancel(leader)
+    sim.hear()
+    sim.run()
+    assert sim.outcome(follower) == sim.alone(follower)
+    assert sim.finished[follower].completion.usage.n_cached <= 4, "as much as was kept"
+    sim.check_idle()
+
+
+def test_a_leader_is_as_urgent_as_who_waits_for_it() -> None:
+    sim = Simulator(n_ctx=512, n_batch=8, answer=endless)
+    slow = sim.submit(b"h" * 64 + b"a", priority=5, max_tokens=1)
+    sim.tick()
+    other = sim.submit(b"x" * 64, priority=1, max_tokens=1)
+    urgent = sim.submit(b"h" * 64 + b"b", priority=0, max_tokens=1)
+    sim.run()
+    assert list(sim.finished) == [slow, urgent, other]
+
+
+def test_what_failed_is_not_shared() -> None:
+    sim = Simulator(n_ctx=256, answer=endless, faults={2: "nan"})
+    sim.submit(b"prompt")
+    sim.run()
+    assert sim.core.statistics().n_kv_cells_cached == 0
+
+
+@pytest.mark.parametrize("options", [{"prefix_cache": False}, {"has_pos_min": False}])
+def test_nothing_is_shared_where_it_is_off_or_memory_forgets(options: Any) -> None:
+    sim = Simulator(answer=endless, **options)
+    for _ in range(4):
+        sim.submit(b"prompt", max_tokens=2)
+    sim.run()
+    assert n_computed(sim) == 4 * 6
+    assert sim.core.statistics().n_kv_cells_cached == 0
+    sim.check_outcomes()
+
+
+@LAYOUTS
+def test_with_a_sliding_window_a_sequence_is_shared_as_a_whole_or_not_at_all(
+    kv_unified: bool,
+) -> None:
+    """llama.cpp uses cells behind the window again, in any order: the middle may be gone."""
+    sim = Simulator(
+        n_ctx=512, n_seq_max=2, n_batch=32, kv_unified=kv_unified, is_windowed=True, answer=endless
+    )  # fmt: skip
+    first = sim.submit(b"p" * 60, max_tokens=9)
+    sim.run()
+    turn = b"p" * 60 + bytes(sim.tokens[first])
+    branch = sim.submit(b"p" * 40 + b"q" * 9, max_tokens=2)
+    sim.run()
+    assert sim.finished[branch].completion.usage.n_cached == 0
+    second = sim.submit(turn + b"and more", max_tokens=2)
+    sim.run()
+    assert sim.finished[second].completion.usage.n_cached == len(turn) - 1
+    sim.check_outcomes()
+    sim.check_idle()
+
+
+@LAYOUTS
+def test_the_least_recently_used_prefix_is_evicted_first(kv_unified: bool) -> None:
+    sim = Simulator(
+        n_ctx=256, n_seq_max=4, n_batch=64, kv_unified=kv_unified, prefix_cache_tokens=50
+    )  # fmt: skip
+    for letter in b"ab":
+        sim.submit(bytes([letter]) * 20, max_tokens=1)
+        sim.run()
+    sim.submit(b"a" * 20, max_tokens=1)  # used once more
+    sim.run()
+    sim.submit(b"c" * 20, max_tokens=1)
+    sim.run()
+    kept = {entry.tokens[0] for entry in sim.core.manager.prefixes.entries}
+    assert kept == set(b"ac")
+    assert sim.core.statistics().n_evictions == 1
+
+
+def test_in_the_per_sequence_layout_an_unrelated_prompt_leaves_a_cached_one_alone() -> None:
+    """Most prompts begin with the same token: it is not worth a whole cached prefix."""
+    sim = Simulator(n_ctx=256, n_seq_max=4, n_batch=64, kv_unified=False, answer=endless)
+    prompt = b"^" + b"a" * 40
+    for text in (prompt, b"^" + b"z" * 30):
+        sim.submit(text, max_tokens=1)
+        sim.run()
+    again = sim.submit(prompt, max_tokens=1)
+    sim.run()
+    assert sim.finished[again].completion.usage.n_cached == 40
+
+
+def test_with_a_sliding_window_every_turn_can_be_gone_back_to() -> None:
+    sim = Simulator(n_ctx=1024, n_seq_max=4, n_batch=64, is_windowed=True, answer=endless)
+    turns = [b"the first turn"]
+    for _ in range(3):
+        request_id = sim.submit(turns[-1], max_tokens=9)
+        sim.run()
+        turns.append(turns[-1] + bytes(sim.tokens[request_id]) + b" and a question")
+    branch = sim.submit(turns[1][: len(turns[0]) + 8] + b" another question", max_tokens=1)
+    sim.run()
+    assert sim.finished[branch].completion.usage.n_cached == len(turns[0]) + 8
+
+
+# --- Cells under pressure -----------------------------------------------------------------------
+def test_cached_prefixes_give_way_before_anybody_is_preempted() -> None:
+    sim = Simulator(n_ctx=64, n_seq_max=2, n_batch=64, answer=endless, prefix_cache_tokens=32)
+    sim.submit(b"p" * 30, max_tokens=2)
+    sim.run()
+    assert sim.core.statistics().n_kv_cells_cached == 31
+    big = sim.submit(b"q" * 60, max_tokens=5)
+    sim.run()
+    assert sim.core.statistics().n_preemptions == 0
+    assert sim.outcome(big) == sim.alone(big)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("swap_tokens", [None, 0], ids=["swapped", "recomputed"])
+def test_a_preempted_stream_goes_on_with_the_same_tokens(
+    temperature: float, swap_tokens: int | None
+) -> None:
+    params = SamplingParams(temperature=temperature, stop=["zzzz"])
+    sim = Simulator(
+        n_ctx=24, n_seq_max=3, n_batch=4, answer=endless, swap_tokens=swap_tokens, latency_s=0.01
+    )  # fmt: skip
+    request_ids = [sim.submit(bytes([letter]) * 4, params=params) for letter in b"xyz"]
+    sim.run()
+    statistics = sim.core.statistics()
+    assert statistics.n_preemptions > 0
+    assert (statistics.n_swaps > 0) == (swap_tokens is None)
+    preempted = [r for r in request_ids if sim.finished[r].completion.timings.n_preemptions]
+    assert preempted, "the completion says so"
+    assert request_ids[0] not in preempted, "the oldest never is"
+    for request_id in request_ids:
+        assert sim.outcome(request_id) == sim.alone(request_id)
+        assert len(sim.tokens[request_id]) == 24 - 4 + 1
+    sim.check_idle()
+
+
+@pytest.mark.parametrize("how", ["flipped", "refused"])
+def test_a_damaged_swap_is_computed_again(how: str) -> None:
+    sim = Simulator(n_ctx=24, n_seq_max=2, n_batch=4, answer=endless, latency_s=0.01)
+    request_ids = [sim.submit(bytes([letter]) * 4) for letter in b"xy"]
+    while not any(s.swapped for s in sim.core.queue.waiting):
+        sim.tick()
+    (victim,) = (s for s in sim.core.queue.waiting if s.swapped)
+    assert victim.swapped is not None
+    if how == "flipped":
+        data = bytearray(victim.swapped.data)
+        data[len(data) // 2] ^= 1
+        victim.swapped = type(victim.swapped)(bytes(data), victim.swapped.n_tokens)
+    else:
+        n_calls = sim.decoder.n_calls["state_seq_set_data"]
+        sim.decoder.call_faults["state_seq_set_data", n_calls + 1] = False
+    sim.run()
+    for request_id in request_ids:
+        assert sim.outcome(request_id) == sim.alone(request_id)
+    sim.check_idle()
+
+
+def test_many_requests_that_need_three_times_the_cache_all_finish() -> None:
+    sim = Simulator(n_ctx=96, n_seq_max=8, n_batch=16, answer=endless, latency_s=0.01)
+    for letter in b"abcdefgh":
+        sim.submit(bytes([letter]) * 12, max_tokens=24)
+    sim.run()
+    assert {event.completion.finish_reason for event in sim.finished.values()} == {
+        FinishReason.LENGTH
+    }
+    sim.check_outcomes()
+    sim.check_idle()
+
+
+# --- Readers that stop --------------------------------------------------------------------------
+@pytest.mark.parametrize("stream_buffer", [1, 5])
+def test_a_reader_that_stops_gets_no_more_than_the_buffer(stream_buffer: int) -> None:
+    sim = Simulator(answer=endless, stream_buffer=stream_buffer)
+    request_id = sim.submit()
+    sim.stopped.add(request_id)
+    sim.run()
+    assert len(sim.tokens[request_id]) == stream_buffer
+    assert not sim.core.has_work
+    n_decodes = sim.decoder.n_decodes
+    assert sim.tick(5) == set()
+    assert sim.decoder.n_decodes == n_decodes
+    sim.read_on(request_id)
+    sim.run()
+    assert sim.core.statistics().n_preemptions == 0
+    assert sim.outcome(request_id) == sim.alone(request_id)
+
+
+@pytest.mark.parametrize("swap_tokens", [None, 0], ids=["swapped", "kept as a prefix"])
+def test_readers_that_stop_in_every_seq_id_do_not_stall_the_queue(swap_tokens: int | None) -> None:
+    sim = Simulator(
+        n_seq_max=2, answer=endless, stream_buffer=4, swap_tokens=swap_tokens, latency_s=0.01
+    )  # fmt: skip
+    holders = [sim.submit(b"h" * 5), sim.submit(b"i" * 5)]
+    sim.stopped.update(holders)
+    sim.run()
+    third = sim.submit(max_tokens=4)
+    sim.run()
+    assert set(sim.finished) == {third}
+    assert sim.core.statistics().n_preemptions == 1, "one seq_id is enough"
+    assert sim.outcome(third) == sim.alone(third)
+    for request_id in holders:
+        sim.read_on(request_id)
+    sim.run()
+    sim.check_outcomes()
+    sim.check_idle()
+
+
+def test_a_stopped_reader_is_not_preempted_for_what_would_not_fit_anyway() -> None:
+    sim = Simulator(n_ctx=64, n_seq_max=2, answer=endless, stream_buffer=2)
+    small = sim.submit(b"s" * 4)
+    sim.stopped.add(small)
+    sim.tick(3)
+    running = sim.submit(b"r" * 30)
+    sim.tick(5)
+    sim.submit(b"big" * 20, max_tokens=1)
+    sim.tick(3)
+    assert sim.core.statistics().n_preemptions == 0
+    sim.core.queue.cancel(running)
+    sim.hear()
+    sim.tick(12)
+    assert sim.core.statistics().n_preemptions == 1, "now it makes room"
+    sim.read_on(small)
+    sim.run()
+    sim.check_outcomes()
+
+
+def test_a_stopped_reader_does_not_delay_who_shares_with_others() -> None:
+    """What a newcomer shares takes no cells: with that, it fits beside all but the idle one."""
+    n_ticks = []
+    for has_idle in (False, True):
+        sim = Simulator(
+            n_ctx=1000, n_batch=64, answer=endless, stream_buffer=2, prefix_cache_tokens=1
+        )  # fmt: skip
+        if has_idle:
+            idle = sim.submit(b"p" * 200, max_tokens=300)
+            sim.stopped.add(idle)
+            sim.run()
+        active = sim.submit(b"h" * 300, max_tokens=690)
+        while active not in sim.tokens:
+            sim.tick()
+        before = sim.decoder.n_decodes
+        newcomer = sim.submit(b"h" * 300 + b"t" * 500, max_tokens=2)
+        while newcomer not in sim.finished:
+            sim.tick()
+        n_ticks.append(sim.decoder.n_decodes - before)
+        assert sim.finished[newcomer].completion.usage.n_cached == 300
+    assert n_ticks[0] == n_ticks[1]

@@ -1,0 +1,118 @@
+"""Architectures other than the embedded one: the bookkeeping agrees, and what cannot work says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import pytest
+
+from cllm import Engine, FinishReason
+from cllm.errors import CllmError, ContextError
+from tests.conftest import QUIET, running_batch
+from tools import make_model
+
+pytestmark = pytest.mark.anyio
+
+NAMES = ["tiny-llama", "tiny-qwen3", "tiny-swa", "tiny-recurrent", "tiny-hybrid"]
+FORGETFUL = {"tiny-recurrent", "tiny-hybrid"}
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """What a model can do does not depend on the event loop."""
+    return "asyncio"
+
+
+@pytest.mark.parametrize("file_type", ["F16", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("name", NAMES)
+async def test_every_architecture_generates_in_company_and_leaves_nothing(
+    name: str, file_type: make_model.FileType
+) -> None:
+    path = make_model.ensure(name, file_type)
+    async with Engine(path, n_ctx=1024, n_seq_max=4, n_batch=64, **QUIET) as engine:
+        prompts = [f"{'some text ' * n} {n}" for n in range(8)]
+        results = await engine.generate_all(prompts, max_tokens=12, seed=3)
+        assert all(1 <= r.usage.n_output <= 12 for r in results)
+        async with engine.stream("to be cancelled", max_tokens=500, temperature=0) as stream:
+            await stream.__anext__()
+        assert await engine.audit() == []
+        while engine.statistics().n_running:
+            await engine.audit()
+        assert engine.statistics().n_kv_cells_used == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prefix_cache": False},
+        {"kv_unified": False},
+        {"n_ctx": 256, "n_batch": 16},
+        {"n_ctx": 256, "n_batch": 16, "prefix_cache": False},
+        {"n_seq_max": 1, "n_ctx": 256, "n_batch": 8},
+        {"flash_attn": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", NAMES)
+async def test_every_architecture_stands_pressure_in_every_configuration(
+    name: str, options: dict[str, Any]
+) -> None:
+    """Its bookkeeping is compared with llama.cpp's after every tick."""
+    path = make_model.ensure(name, "F16")
+    settings = {"n_ctx": 1024, "n_seq_max": 4, "n_batch": 64, **options}
+    async with Engine(path, **settings, **QUIET) as engine:
+        prompts = [f"{'some text ' * n} {n % 3}" for n in range(9)]
+        results = await engine.generate_all(prompts, max_tokens=60, temperature=0)
+        assert {r.finish_reason for r in results} <= {FinishReason.LENGTH, FinishReason.STOP}
+        statistics = engine.statistics()
+        may_share = name not in FORGETFUL and options.get("prefix_cache", True)
+        if name != "tiny-swa":  # which shares whole sequences only
+            assert (statistics.n_kv_cells_cached > 0) == may_share
+            assert (statistics.n_cached_tokens > 0) == may_share
+        if name in FORGETFUL | {"tiny-swa"}:
+            assert statistics.n_swaps == 0
+        assert (await engine.audit(), statistics.n_kv_cells_used) == ([], 0)
+
+
+async def test_a_sliding_window_shares_the_whole_of_a_turn_and_no_part_of_it() -> None:
+    """llama.cpp uses the cells behind a window again: a part of a sequence may be gone."""
+    path = make_model.ensure("tiny-swa", "F16")
+    async with Engine(path, n_ctx=512, n_seq_max=2, **QUIET) as engine:
+        first = await engine.generate("some text " * 4, max_tokens=60, temperature=0)
+        turn = [*first.prompt_token_ids, *first.token_ids, 5, 6, 7]
+        second = await engine.generate(turn, max_tokens=4, temperature=0)
+        assert second.usage.n_cached == len(turn) - 4
+        branch = await engine.generate([*turn[:30], 9, 9], max_tokens=4, temperature=0)
+        assert branch.usage.n_cached == 0
+    async with Engine(path, n_ctx=512, n_seq_max=2, prefix_cache=False, **QUIET) as engine:
+        alone = await engine.generate(turn, max_tokens=4, temperature=0)
+        assert second.token_ids == alone.token_ids
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_a_cancelled_decode_is_mended_in_every_architecture(name: str) -> None:
+    """An abort leaves part of a batch behind; recurrent memory cannot give up a part of it."""
+    path = make_model.ensure(name, "F16")
+    async with Engine(path, n_ctx=8192, n_seq_max=2, n_batch=8192, n_ubatch=32, **QUIET) as engine:
+        alone = await engine.generate("some text", max_tokens=12, temperature=0)
+        for _ in range(3):
+            long = engine.stream([5] * 8000, request_id="long", temperature=0)
+            await long.__aenter__()
+            with anyio.fail_after(30):
+                while "long" not in running_batch(engine):
+                    await anyio.sleep(0)
+            await long.cancel()
+            assert (await long.completion()).finish_reason is FinishReason.CANCELLED
+        await engine.reset_prefix_cache()
+        again = await engine.generate("some text", max_tokens=12, temperature=0)
+        assert again.token_ids == alone.token_ids
+        assert await engine.audit() == []
+
+
+@pytest.mark.parametrize("name", ["tiny-encoder", "tiny-t5-encoder"])
+async def test_an_encoder_is_refused_with_a_clear_error(name: str) -> None:
+    with pytest.raises(ContextError, match="cannot generate text"):
+        async with Engine(make_model.ensure(name, "F16"), n_ctx=256, **QUIET):
+            raise AssertionError("it loaded")
+    assert issubclass(ContextError, CllmError)
