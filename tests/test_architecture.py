@@ -70,6 +70,7 @@ LIBRARIES: list[tuple[str, str]] = [
     ("cllm.cli.bench_report", "anyio matplotlib rich typer"),
     ("cllm.cli", "anyio rich typer"),
     ("cllm.doctor.plot", "matplotlib"),
+    ("cllm.server.engine_task", "anyio starlette trio"),
     ("cllm.server.tracing", "anyio fastapi opentelemetry starlette"),
     (
         "cllm.server",

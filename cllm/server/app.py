@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -17,56 +16,50 @@ from starlette.middleware.cors import CORSMiddleware
 from cllm import CllmError, Engine, EngineConfig, __version__
 from cllm.server import generate, info, openai, tokens
 from cllm.server.config import ServerConfig
-from cllm.server.limits import STATIC_URL, Limits
+from cllm.server.engine_task import EngineTask, MountedStart
+from cllm.server.limits import STATIC_URL, HeadAsGet, Limits
 from cllm.server.metrics import AnswerCounter
 from cllm.server.problems import RESPONSES, Problem, answer_problem
 from cllm.server.state import ServerState
 
-logger = logging.getLogger("cllm.server")
-
 
 def create_app(
-    engine: EngineConfig | None = None,
+    engine: Engine | EngineConfig | None = None,
     config: ServerConfig | None = None,
     *,
     on_failed: Callable[[], None] = lambda: None,
 ) -> FastAPI:
-    """An ASGI application that serves one model.
+    """An ASGI application that serves one model, to be run or to be mounted in another.
 
-    It answers from the start on: 503 until the model is loaded.
+    Run by itself it answers from the start on: 503 until the model is loaded.  Mounted, where nobody
+    tells it when to start, it loads the model when the first request comes, which waits for that,
+    and frees it when the event loop ends.
 
     Parameters
     ----------
-    engine : EngineConfig, optional
-        None: the embedded model.
+    engine : Engine or EngineConfig, optional
+        An engine that the caller has entered, and closes; or the settings of one that the
+        application has to itself.  None: the embedded model.
     config : ServerConfig, optional
     on_failed : callable
         Called when the model cannot be loaded.
     """
     config = ServerConfig() if config is None else config
     state = ServerState(config)
-
-    async def serve(finished: anyio.Event, engine: Engine) -> None:
-        try:
-            async with engine:
-                state.metrics.watch(engine.statistics)
-                state.engine = engine
-                logger.info("serving %s", engine.config.model_path.name)
-                await state.stopping.wait()
-                await engine.drain(config.drain_timeout_s)
-                await finished.wait()  # what it has said may not have been read yet
-        except Exception as error:
-            state.failure = error
-            is_told = isinstance(error, CllmError)
-            logger.error("%s", error if is_told else "the engine has failed", exc_info=not is_told)
-            on_failed()
+    task: EngineTask | None = None
+    if isinstance(engine, Engine):
+        state.engine = engine
+        state.metrics.watch(engine.statistics)
+    else:
+        task = EngineTask(state, EngineConfig() if engine is None else engine, on_failed)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         finished = anyio.Event()
-        made = Engine(config=EngineConfig() if engine is None else engine)
         async with anyio.create_task_group() as group:
-            group.start_soon(serve, finished, made)
+            if task is not None:
+                group.start_soon(task.run, finished)
+                task.has_begun = True
             try:
                 yield
             finally:
@@ -92,6 +85,8 @@ def create_app(
         app.include_router(routes.router, responses=RESPONSES)
     for error in (CllmError, Problem, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(error, answer_problem)
+    if task is not None:
+        app.add_middleware(MountedStart, task=task)
     app.add_middleware(Limits, config=config)
     if config.cors_origins:
         # Around the limits: browsers send no key with a preflight, and pages may read refusals.
@@ -103,4 +98,5 @@ def create_app(
             expose_headers=["Retry-After", "X-Request-ID"],
         )
     app.add_middleware(AnswerCounter, metrics=state.metrics)
+    app.add_middleware(HeadAsGet)
     return app

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 
 from cllm import InvalidArgumentError
@@ -14,8 +15,12 @@ class ServerConfig:
     Parameters
     ----------
     host : str
-        On a loopback address only requests that name a loopback host are answered: a web page
-        cannot reach the server under a name of its own.
+        On a loopback address only requests that name a loopback host are answered; on others,
+        without a key, those for an address, for a name without a dot or of the local network, and
+        for this machine's own name: a web page cannot reach the server under a name of its own
+        (DNS rebinding).
+    allowed_hosts : tuple of str
+        More host names that requests may be for; `*` is all.
     port : int
         0 takes a free one.
     api_key : str, optional
@@ -45,6 +50,7 @@ class ServerConfig:
     """
 
     host: str = "127.0.0.1"
+    allowed_hosts: tuple[str, ...] = ()
     port: int = 18081
     api_key: str | None = None
     model_name: str | None = None
@@ -65,5 +71,23 @@ class ServerConfig:
     max_messages: int = 1024
 
     def __post_init__(self) -> None:
+        object.__setattr__(
+            self, "allowed_hosts", tuple(name.lower() for name in self.allowed_hosts)
+        )
         if self.api_key is not None and not self.api_key.strip():
             raise InvalidArgumentError("api_key", self.api_key, "text that is not blank")
+
+    @property
+    def is_open_to_the_network(self) -> bool:
+        """Whether machines other than this one may use the server without a key."""
+        return self.api_key is None and not is_loopback(self.host)
+
+
+def is_loopback(name: str) -> bool:
+    """Whether a name or an address is this machine's own, seen from itself."""
+    if name.lower() in ("localhost", "ip6-localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name.removeprefix("[").removesuffix("]")).is_loopback
+    except ValueError:
+        return False

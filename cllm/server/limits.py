@@ -6,12 +6,13 @@ import hmac
 import ipaddress
 import re
 import secrets
+import socket
 
 import anyio
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cllm.server.config import ServerConfig
+from cllm.server.config import ServerConfig, is_loopback
 from cllm.server.problems import Problem
 
 STATIC_URL = "/static"
@@ -19,6 +20,7 @@ STATIC_URL = "/static"
 OPEN_PATHS = frozenset(("/health", "/docs", "/openapi.json"))
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 HEADER = "x-request-id"
+LOCAL_DOMAINS = (".local", ".localhost", ".internal", ".home.arpa", ".test", ".alt")
 
 
 class Limits:
@@ -55,14 +57,16 @@ class Limits:
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         host = headers.get("host", "")
-        if self._is_loopback and not is_loopback(_without_port(host)):
-            raise Problem(400, f"host: {host[:80]!r} is not a loopback host", param="host")
+        if not self._is_own(_without_port(host)):
+            kind = "a loopback host" if self._is_loopback else "known to be this server's"
+            message = f"host: {host[:80]!r} is not {kind}; see --allowed-host"
+            raise Problem(400, message, param="host")
         origin = headers.get("origin")
         if origin is not None and not self._is_allowed(origin, host):
             # Browsers let a page send any request; only the answer is kept from it.
             message = f"origin: {origin[:80]!r} may not use this server; see --cors-origin"
             raise Problem(403, message, param="origin")
-        if self._key is not None and not is_open(scope["path"]):
+        if self._key is not None and not is_open(route_path(scope)):
             # As the bytes that came: `compare_digest` refuses text that is not ASCII.
             scheme, _, token = headers.get("authorization", "").partition(" ")
             is_right = hmac.compare_digest(token.strip().encode("latin-1"), self._key)
@@ -82,6 +86,20 @@ class Limits:
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length[:20]) > self._config.max_body_bytes:
             raise self._too_large()
+
+    def _is_own(self, name: str) -> bool:
+        """Whether a host is this server's, and not a name that a web page has for its address.
+
+        A page of `evil.example` whose name is made to resolve to this address (DNS rebinding) is of
+        the same origin as the server, as far as its browser knows.
+        """
+        allowed = self._config.allowed_hosts
+        if name.lower() in allowed or "*" in allowed:
+            return True
+        if self._is_loopback:
+            return is_loopback(name)
+        # Without the key, a page gets nothing but what is open to everybody.
+        return self._key is not None or not is_public_name(name)
 
     def _is_allowed(self, origin: str, host: str) -> bool:
         allowed = self._config.cors_origins
@@ -116,19 +134,47 @@ class Limits:
         return bounded
 
 
+class HeadAsGet:
+    """ASGI middleware: every route that answers GET answers HEAD, by the headers of that answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def without_body(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                message = {**message, "body": b""}
+            await send(message)
+
+        await self._app({**scope, "method": "GET"}, receive, without_body)
+
+
 def is_open(path: str) -> bool:
     """Whether a path is answered without the API key."""
     return path in OPEN_PATHS or path.startswith(STATIC_URL + "/")
 
 
-def is_loopback(name: str) -> bool:
-    """Whether a name or an address is this machine's own, seen from itself."""
-    if name.lower() in ("localhost", "ip6-localhost"):
-        return True
+def route_path(scope: Scope) -> str:
+    """The path within this application, wherever it is mounted."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
+def is_public_name(name: str) -> bool:
+    """Whether a host name may be anybody's: not an address, not a name of this network only."""
+    name = name.lower().rstrip(".")
     try:
-        return ipaddress.ip_address(name.removeprefix("[").removesuffix("]")).is_loopback
+        ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
     except ValueError:
-        return False
+        is_own = name == socket.gethostname().lower()
+        # Nobody can register names without a dot, nor those of RFC 2606, 6761, 6762, 8375 or 9476.
+        return "." in name and not is_own and not name.endswith(LOCAL_DOMAINS)
+    return False
 
 
 def _without_port(host: str) -> str:

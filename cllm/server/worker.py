@@ -114,7 +114,8 @@ def read_settings(line: bytes) -> tuple[EngineConfig, ServerConfig]:
     """What `settings_line` wrote."""
     values: dict[str, dict[str, Any]] = json.loads(line)
     server = values["server"]
-    server["cors_origins"] = tuple(server["cors_origins"])
+    for name in ("allowed_hosts", "cors_origins"):
+        server[name] = tuple(server[name])
     return EngineConfig(**values["engine"]), ServerConfig(**server)
 
 

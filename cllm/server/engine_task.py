@@ -1,0 +1,105 @@
+"""EngineTask: the engine of one application, from its load to its end, in a task of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import anyio
+from anyio.lowlevel import current_token
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from cllm import CllmError, Engine, EngineConfig
+from cllm.server.limits import route_path
+from cllm.server.state import ServerState
+
+logger = logging.getLogger("cllm.server")
+
+# What is answered while the model is loaded.
+ANSWERED_AT_ONCE = ("/health", "/metrics", "/docs", "/openapi.json")
+
+
+class EngineTask:
+    """Loads the model, lets requests have it, drains it when the server is to stop.
+
+    Parameters
+    ----------
+    state : ServerState
+        Gets the engine, or why there is none.
+    config : EngineConfig
+    on_failed : callable
+        Called when the model cannot be loaded.
+
+    Attributes
+    ----------
+    has_begun, is_background : bool
+        Whether it runs or has run, and whether without a lifespan.
+    settled : anyio.Event
+        The model is loaded, or cannot be.
+    """
+
+    def __init__(
+        self, state: ServerState, config: EngineConfig, on_failed: Callable[[], None]
+    ) -> None:
+        self._state = state
+        self._config = config
+        self._on_failed = on_failed
+        self._background: object = None  # an asyncio task that nobody holds may be collected
+        self.has_begun = self.is_background = False
+        self.settled = anyio.Event()
+
+    async def run(self, finished: anyio.Event | None = None) -> None:
+        """Serve until the state says stop; `finished` when all answers have been read."""
+        state = self._state
+        self.has_begun = True
+        try:
+            async with Engine(config=self._config) as engine:
+                state.metrics.watch(engine.statistics)
+                state.engine = engine
+                logger.info("serving %s", engine.config.model_path.name)
+                self.settled.set()
+                await state.stopping.wait()
+                await engine.drain(state.config.drain_timeout_s)
+                if finished is not None:
+                    await finished.wait()  # what it has said may not have been read yet
+        except Exception as error:
+            state.failure = error
+            is_told = isinstance(error, CllmError)
+            logger.error("%s", error if is_told else "the engine has failed", exc_info=not is_told)
+            self._on_failed()
+        finally:
+            self.settled.set()
+
+    def begin(self) -> None:
+        """Run beside everything else, until the event loop ends and cancels it; once."""
+        if self.has_begun:
+            return
+        self.has_begun = self.is_background = True
+        token = current_token().native_token
+        if isinstance(token, asyncio.AbstractEventLoop):
+            self._background = token.create_task(self.run())
+        else:
+            import trio
+
+            trio.lowlevel.spawn_system_task(self.run)
+
+
+class MountedStart:
+    """ASGI middleware: an application without a lifespan loads its model with the first request.
+
+    Starlette runs the lifespan of the outermost application alone, so one that is mounted would wait
+    for its own for ever.  Requests wait for the model; `/health` answers at once.
+    """
+
+    def __init__(self, app: ASGIApp, task: EngineTask) -> None:
+        self._app = app
+        self._task = task
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] == "http" and not self._task.settled.is_set():
+            self._task.begin()
+            if self._task.is_background and route_path(scope) not in ANSWERED_AT_ONCE:
+                await self._task.settled.wait()
+        await self._app(scope, receive, send)

@@ -1,0 +1,88 @@
+"""An application that is mounted in another has no lifespan of its own, and serves all the same."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from cllm import Engine, EngineConfig
+from cllm.server import create_app
+from cllm.server.config import ServerConfig
+from tests.conftest import EVENT_LOOPS, QUIET, our_threads
+
+QUESTION = {"prompt": "1+1=", "temperature": 0}
+
+
+@asynccontextmanager
+async def client_of(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        yield client
+
+
+def mounted(app: FastAPI) -> FastAPI:
+    outer = FastAPI()
+    outer.mount("/llm", app)
+    return outer
+
+
+@pytest.mark.parametrize("backend", EVENT_LOOPS)
+def test_a_mounted_application_loads_its_model_with_the_first_request(backend: str) -> None:
+    async def main() -> None:
+        async with client_of(mounted(create_app(EngineConfig(**QUIET)))) as client:
+            health = await client.get("/llm/health")
+            assert (health.status_code, health.json()["status"]) == (503, "starting")
+            answer = await client.post("/llm/generate", json=QUESTION)
+            assert (answer.status_code, answer.json()["text"]) == (200, "2")
+            assert (await client.get("/llm/health")).status_code == 200
+
+    anyio.run(main, backend=backend)
+    assert our_threads() == [], "the end of the event loop ends the engine"
+
+
+@pytest.mark.anyio
+async def test_a_mounted_application_that_cannot_load_its_model_says_why() -> None:
+    app = create_app(EngineConfig(model="/nowhere/model.gguf"))
+    async with client_of(mounted(app)) as client:
+        refused = await client.post("/llm/generate", json=QUESTION)
+        assert refused.status_code == 503
+        assert "/nowhere/model.gguf" in refused.json()["error"]["message"]
+
+
+@pytest.mark.anyio
+async def test_an_application_serves_an_engine_of_its_caller_and_leaves_it_open() -> None:
+    async with Engine(**QUIET) as engine:
+        async with client_of(mounted(create_app(engine))) as client:
+            answer = await client.post("/llm/generate", json=QUESTION)
+            assert answer.json()["text"] == "2"
+        assert engine.health().status == "ready"
+        assert (await engine.generate("2+2=", temperature=0)).text == "4"
+
+
+@pytest.mark.anyio
+async def test_what_is_open_without_a_key_is_open_wherever_it_is_mounted() -> None:
+    app = create_app(EngineConfig(**QUIET), ServerConfig(api_key="right"))
+    async with client_of(mounted(app)) as client:
+        assert (await client.get("/llm/health")).status_code == 503
+        assert (await client.get("/llm/docs")).status_code == 200
+        assert (await client.post("/llm/generate", json=QUESTION)).status_code == 401
+        headers = {"Authorization": "Bearer right"}
+        answer = await client.post("/llm/generate", json=QUESTION, headers=headers)
+        assert answer.json()["text"] == "2"
+
+
+@pytest.mark.anyio
+async def test_head_is_answered_where_get_is() -> None:
+    async with Engine(**QUIET) as engine, client_of(create_app(engine)) as client:
+        for path in ("/health", "/metrics", "/v1/models", "/slots", "/docs", "/openapi.json"):
+            got, head = await client.get(path), await client.head(path)
+            assert (head.status_code, head.content) == (200, b""), path
+            if path != "/metrics":  # which counts these very answers
+                assert head.headers["content-length"] == got.headers["content-length"]
+        assert (await client.head("/generate")).status_code == 405
+        assert (await client.head("/nowhere")).status_code == 404
