@@ -22,7 +22,7 @@ EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 app = typer.Typer(
     name="cllm",
     help="One llama.cpp model as a first-class citizen of an asyncio program.",
-    no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -42,6 +42,7 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
+    context: typer.Context,
     _version: Annotated[
         bool,
         typer.Option(
@@ -49,7 +50,8 @@ def _options(
         ),
     ] = False,
 ) -> None:
-    pass
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 def run() -> int:

@@ -44,8 +44,6 @@ from cllm.cli.terminal import (
 with suppress(ImportError):  # Python may be built without; then `input` has no editing
     import readline  # noqa: F401
 
-ALL_CELLS = 1 << 26
-
 HELP = """\
 /reset   forget the whole chat
 /undo    take back the last message and its answer
@@ -277,6 +275,4 @@ def chat(
     told = None if system is None else text_or_file(system, "--system")
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
-    # One sequence that may leave all of its cells to the next turn, which begins with them.
-    config = engine.config(n_seq_max=1, prefix_cache_tokens=ALL_CELLS)
-    return run(_chat, config, sampling.params(), told)
+    return run(_chat, engine.config(n_seq_max=1), sampling.params(), told)

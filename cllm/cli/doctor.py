@@ -170,7 +170,12 @@ def doctor(
         Path | None,
         typer.Option("--model", "-m", metavar="MODEL", help="A GGUF file; the embedded model."),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer requests: under 20 s.")] = False,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick", help="Fewer requests: seconds for a small model; it says how many."
+        ),
+    ] = False,
     plot: Annotated[
         Path | None,
         typer.Option(callback=_check_plot, metavar="FILE", help="Save a picture (extra `plot`)."),

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, ClassVar, Unpack, cast, get_type_hints
+from typing import Annotated, Any, ClassVar, Unpack, cast, get_type_hints
 
 import typer
+from rich.markup import escape
 
 from cllm import (
     EngineConfig,
@@ -27,22 +28,25 @@ from cllm import (
 _ENGINE, _SAMPLING = EngineConfig(), SamplingParams()
 
 
-def _engine(help: str, *names: str, default: object = None) -> object:
-    return typer.Option(*names, help=help, show_default=_shown(default), rich_help_panel="Engine")
+def _engine(help: str, *names: str, default: object = None) -> Any:
+    return typer.Option(*names, help=_helped(help, default), rich_help_panel="Engine")
 
 
-def _sampling(help: str, *names: str, default: object = None) -> object:
-    shown = _shown(default)
-    return typer.Option(*names, help=help, show_default=shown, rich_help_panel="Sampling")
+def _sampling(help: str, *names: str, default: object = None) -> Any:
+    return typer.Option(*names, help=_helped(help, default), rich_help_panel="Sampling")
 
 
-def _shown(default: object) -> str | bool:
-    return False if default is None else str(default)
+def _helped(help: str, default: object) -> str:
+    # Not typer's own: a default that the command does not have it puts into brackets of its own.
+    return help if default is None else f"{help} {escape(f'[default: {default}]')}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFlags:
-    """The options that become an `EngineConfig`; None: not given."""
+    """The options that become an `EngineConfig`: those of every command; None: not given.
+
+    The one table of them: `options_table` writes it for the documentation.
+    """
 
     model: Annotated[
         Path | None,
@@ -51,35 +55,111 @@ class EngineFlags:
     n_ctx: Annotated[
         int | None,
         _engine(
-            "KV cells in all; 0: as the model was trained.", "-c", "--n-ctx", default=_ENGINE.n_ctx
+            "KV cells in all, shared by the requests; 0: as the model was trained.",
+            "-c", "--n-ctx", default=_ENGINE.n_ctx,
         ),
-    ] = None
+    ] = None  # fmt: skip
     n_seq_max: Annotated[int | None, _engine("Requests that run at once.", "--n-seq-max")] = None
+    max_queue: Annotated[
+        int | None,
+        _engine("Requests that may wait; then 429.", "--max-queue", default=_ENGINE.max_queue),
+    ] = None
     threads: Annotated[
         int | None,
         _engine(
-            "Compute threads; by default the physical cores.", "-t", "--threads", "--n-threads"
+            "Compute threads; by default the physical cores, one for the embedded model.",
+            "-t", "--threads", "--n-threads",
         ),
+    ] = None  # fmt: skip
+    threads_batch: Annotated[
+        int | None,
+        _engine("Compute threads for prompts; by default as many.", "--threads-batch"),
+    ] = None
+    n_gpu_layers: Annotated[
+        int | None, _engine("Layers on the GPU; -1, the default: all that fit.", "--n-gpu-layers")
     ] = None
     n_batch: Annotated[
         int | None, _engine("Rows of a tick.", "--n-batch", default=_ENGINE.n_batch)
     ] = None
     n_ubatch: Annotated[
-        int | None,
-        _engine("Rows of a physical batch.", "--n-ubatch", default=_ENGINE.n_ubatch),
+        int | None, _engine("Rows of a physical batch.", "--n-ubatch", default=_ENGINE.n_ubatch)
     ] = None
-    n_gpu_layers: Annotated[
-        int | None, _engine("Layers on the GPU; by default all that fit.", "--n-gpu-layers")
+    n_prefill_chunk: Annotated[
+        int | None,
+        _engine("Rows of a prompt in a tick that others wait for.", "--n-prefill-chunk"),
+    ] = None
+    target_itl_ms: Annotated[
+        float | None,
+        _engine(
+            "Milliseconds between tokens that prompts leave to the streams.", "--target-itl-ms"
+        ),
+    ] = None
+    prefix_cache: Annotated[
+        bool | None,
+        _engine(
+            "Share prompts' common prefixes; on by default.", "--prefix-cache/--no-prefix-cache"
+        ),
+    ] = None
+    prefix_cache_tokens: Annotated[
+        int | None,
+        _engine(
+            "KV cells for the prefixes of finished requests; by default all that nobody needs.",
+            "--prefix-cache-tokens",
+        ),
+    ] = None
+    swap_tokens: Annotated[
+        int | None,
+        _engine(
+            "Tokens of preempted requests that may be kept in host memory; by default as many as "
+            "--n-ctx.",
+            "--swap-tokens",
+        ),
+    ] = None
+    kv_unified: Annotated[
+        bool | None,
+        _engine("One KV buffer for all requests; on by default.", "--kv-unified/--no-kv-unified"),
     ] = None
     flash_attn: Annotated[
-        bool | None,
-        _engine("By default llama.cpp decides.", "--flash-attn/--no-flash-attn"),
+        bool | None, _engine("By default llama.cpp decides.", "--flash-attn/--no-flash-attn")
     ] = None
     type_k: Annotated[
         str | None, _engine("Data type of the keys.", "--type-k", default=_ENGINE.type_k)
     ] = None
     type_v: Annotated[
         str | None, _engine("Data type of the values.", "--type-v", default=_ENGINE.type_v)
+    ] = None
+    use_mmap: Annotated[
+        bool | None, _engine("Map the file; on by default.", "--mmap/--no-mmap")
+    ] = None
+    use_mlock: Annotated[
+        bool | None, _engine("Lock the model in memory.", "--mlock/--no-mlock")
+    ] = None
+    check_tensors: Annotated[
+        bool | None, _engine("Look for NaN in the weights.", "--check-tensors/--no-check-tensors")
+    ] = None
+    preflight: Annotated[
+        bool | None,
+        _engine(
+            "Load the model in another process first; `serve` does so for files not seen before.",
+            "--preflight/--no-preflight",
+        ),
+    ] = None
+    lora: Annotated[
+        list[str] | None,
+        _engine("An adapter, FILE or FILE:SCALE; may be repeated.", "--lora", default=None),
+    ] = None
+    rope_scaling: Annotated[
+        str | None, _engine("none, linear, yarn or longrope; the model's.", "--rope-scaling")
+    ] = None
+    rope_freq_base: Annotated[
+        float | None, _engine("RoPE base frequency; the model's.", "--rope-freq-base")
+    ] = None
+    rope_freq_scale: Annotated[
+        float | None, _engine("RoPE frequency scale; the model's.", "--rope-freq-scale")
+    ] = None
+    tick_log: Annotated[
+        Path | None,
+        _engine("Write every tick to this file, prompts and answers too.", "--tick-log"),
     ] = None
 
     def config(self, **defaults: Unpack[EngineOptions]) -> EngineConfig:
@@ -90,20 +170,42 @@ class EngineFlags:
         typer.BadParameter
             Says which value cannot be used, and the limit.
         """
-        given = {name: value for name, value in _values(self).items() if value is not None}
+        given = {k: value for k, value in _values(self).items() if value not in (None, [])}
         # The embedded model is too small to share between threads.
         threads = given.pop("threads", None if "model" in given else 1)
         options: dict[str, object] = {
             **defaults,
             "n_threads": threads,
-            "n_threads_batch": threads,
+            "n_threads_batch": given.pop("threads_batch", threads),
             **given,
         }
+        if self.lora:
+            options["lora"] = tuple(map(_adapter, self.lora))
         model = cast("Path | None", options.pop("model", None))
         try:
             return EngineConfig(model=model, **cast(EngineOptions, options))
         except InvalidArgumentError as error:
             raise typer.BadParameter(str(error)) from None
+
+
+def _adapter(given: str) -> tuple[str, float]:
+    """FILE or FILE:SCALE."""
+    path, _, scale = given.rpartition(":")
+    try:
+        return (path, float(scale)) if path else (given, 1.0)
+    except ValueError:
+        return given, 1.0
+
+
+def options_table() -> list[str]:
+    """The options of `EngineFlags` as lines of a Markdown table."""
+    rows = ["| option | |", "|---|---|"]
+    for name, hint in get_type_hints(EngineFlags, include_extras=True).items():
+        option = hint.__metadata__[0]
+        flags = ", ".join(f"`{flag}`" for flag in option.param_decls)
+        field = "n_threads" if name == "threads" else name.replace("threads_b", "n_threads_b")
+        rows.append(f"| {flags} | {option.help.replace(chr(92), '')} (`{field}`) |")
+    return rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

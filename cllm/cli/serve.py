@@ -4,48 +4,27 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from cllm import CllmError, EngineConfig
+from cllm import CllmError
+from cllm.cli.options import EngineFlags, with_flags
 
 
+@with_flags
 def serve(
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            "-m", "--model", "--model-path", help="A GGUF file; by default the embedded one."
-        ),
-    ] = None,
+    engine: EngineFlags,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 18081,
-    n_ctx: Annotated[int, typer.Option(help="KV cells in all; 0: the model's.")] = 4096,
-    n_seq_max: Annotated[int, typer.Option(help="Requests that run at once.")] = 16,
-    n_batch: Annotated[int, typer.Option(help="Rows of a tick.")] = 512,
-    n_threads: Annotated[
-        int | None, typer.Option(help="Compute threads; by default the physical cores.")
-    ] = None,
-    n_gpu_layers: Annotated[int, typer.Option(help="-1: all that fit.")] = -1,
-    preflight: Annotated[
-        bool | None,
-        typer.Option(
-            "--preflight/--no-preflight",
-            help="Load the model in another process first; by default files not seen before.",
-        ),
-    ] = None,
-    max_queue: Annotated[int, typer.Option(help="Requests that may wait; then 429.")] = 256,
-    n_prefill_chunk: Annotated[
-        int | None, typer.Option(help="Rows of a prompt in a tick that others wait for.")
-    ] = None,
-    target_itl_ms: Annotated[
-        float | None, typer.Option(help="Pace that prompts keep for the streams.")
-    ] = None,
     api_key: Annotated[
         str | None, typer.Option(envvar="CLLM_API_KEY", help="Asked for as a bearer token.")
     ] = None,
     model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(help="A name by which clients may ask for this server; '*': any."),
+    ] = None,
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="A web page that may use the server.")
     ] = None,
@@ -69,7 +48,7 @@ def serve(
         bool,
         typer.Option("--supervise/--no-supervise", help="Restart the server when it is killed."),
     ] = True,
-) -> None:
+) -> int:
     """Serve a model over HTTP: /generate, OpenAI's endpoints, /docs."""
     try:
         from cllm.server.config import ServerConfig
@@ -78,25 +57,15 @@ def serve(
         from cllm.server.worker import serve as serve_here
     except ModuleNotFoundError as error:
         raise CllmError(f"{error.name} is not installed: pip install 'cllm[server]'") from None
-    engine = EngineConfig(
-        model=model,
-        n_ctx=n_ctx,
-        n_seq_max=n_seq_max,
-        n_batch=n_batch,
-        n_threads=n_threads,
-        n_gpu_layers=n_gpu_layers,
-        max_queue=max_queue,
-        n_prefill_chunk=n_prefill_chunk,
-        target_itl_ms=target_itl_ms,
-        # Made by the engine of the worker, not here: the worker answers 503 meanwhile, it alone
-        # knows when the model is in use, and one that is started again finds it remembered.
-        preflight="unseen" if preflight is None else preflight,
-    )
+    # Made by the engine of the worker, not here: the worker answers 503 meanwhile, it alone knows when
+    # the model is in use, and one that is started again finds it remembered.
+    settings = engine.config(preflight="unseen")
     config = ServerConfig(
         host=host,
         port=port,
         api_key=api_key,
         model_name=model_name,
+        allowed_hosts=tuple(allowed_host or ()),
         cors_origins=tuple(cors_origin or ()),
         allow_grammar=allow_grammar,
         log_prompts=log_prompts,
@@ -112,12 +81,18 @@ def serve(
         shown = f"[{host}]" if ":" in host else host
         address = f"http://{shown}:{listener.getsockname()[1]}"
 
+        if config.is_open_to_the_network:
+            print(
+                f"cllm: warning: whoever reaches {shown} may use the model: there is no --api-key",
+                file=sys.stderr,
+            )
+
         def announce() -> None:
-            name = engine.model_path.name
+            name = settings.model_path.name
             print(
                 f"cllm: {name} at {address} (docs at {address}/docs)", file=sys.stderr, flush=True
             )
 
         os.environ.pop("CLLM_API_KEY", None)
         run = supervise if supervised else serve_here
-        raise typer.Exit(run(engine, config, listener, announce))
+        return run(settings, config, listener, announce)

@@ -291,7 +291,7 @@ async def test_all_prompts_share_their_ticks() -> None:
 # --- Options ---------------------------------------------------------------------------------
 def test_every_option_is_a_field_of_what_it_becomes() -> None:
     sampling = {field.name for field in fields(SamplingFlags)}
-    engine = {field.name for field in fields(EngineFlags)} - {"threads"}
+    engine = {field.name for field in fields(EngineFlags)} - {"threads", "threads_batch"}
     assert sampling <= {field.name for field in fields(SamplingParams)}
     assert engine <= {field.name for field in fields(EngineConfig)}
 

@@ -1,0 +1,78 @@
+"""The command line as a whole: its help, its options, and what documents them."""
+
+from __future__ import annotations
+
+import re
+import signal
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from cllm import EngineConfig
+from cllm.cli.options import EngineFlags, options_table
+from tests.cli.children import run_cllm, start_cllm
+
+PAGE = Path(__file__).parents[2] / "docs" / "server.md"
+COMMANDS = ("demo", "generate", "chat", "serve", "doctor", "bench")
+# Of programs that embed an engine, not of whoever starts a command.
+FOR_PROGRAMS = {"stream_buffer", "stall_timeout_s"}
+
+
+def test_without_a_command_the_help_is_shown() -> None:
+    done = run_cllm()
+    assert (done.returncode, done.stderr) == (0, "")
+    for command in COMMANDS:
+        assert re.search(rf"^\W*{command} ", done.stdout, re.MULTILINE), command
+
+
+def test_a_command_that_there_is_not_is_wrong_usage_in_one_line() -> None:
+    done = run_cllm("dance")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"cllm: .*dance.*\n", done.stderr)
+
+
+@pytest.mark.parametrize("command", ["generate", "serve"])
+def test_defaults_are_shown_as_they_are_typed(command: str) -> None:
+    shown = " ".join(re.sub(r"[│\s]+", " ", run_cllm(command, "--help").stdout).split())
+    assert "[default: 4096]" in shown
+    assert "default: (" not in shown
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "bench"])
+def test_every_command_has_every_option_of_the_engine(command: str) -> None:
+    text = run_cllm(command, "--help", COLUMNS="300").stdout
+    for row in options_table()[2:]:
+        for flag in re.findall(r"`(--[a-z-]+)", row):
+            assert re.search(rf"{flag}\b", text), flag
+
+
+def test_every_field_of_the_configuration_has_an_option_or_is_for_programs() -> None:
+    table = "\n".join(options_table())
+    for field in fields(EngineConfig):
+        is_left = field.name in FOR_PROGRAMS or field.name.startswith("yarn_")
+        assert (f"(`{field.name}`)" in table) != is_left, field.name
+
+
+def test_the_page_about_the_server_has_the_table_of_options() -> None:
+    assert "\n".join(options_table()) in PAGE.read_text()
+
+
+def test_adapters_are_files_with_or_without_a_scale() -> None:
+    given = EngineFlags(lora=["a.gguf", "b.gguf:0.5", "c:d.gguf"]).config().lora
+    assert given == (("a.gguf", 1.0), ("b.gguf", 0.5), ("c:d.gguf", 1.0))
+
+
+def test_a_server_that_the_network_may_use_without_a_key_says_so() -> None:
+    warning = "cllm: warning: whoever reaches 0.0.0.0 may use the model: there is no --api-key\n"
+    for options, said in (((), ""), (("--host", "0.0.0.0"), warning)):
+        command = ("serve", "--port", "0", "--no-supervise", *options)
+        with start_cllm(*command) as child:
+            assert child.stderr is not None
+            first = child.stderr.readline().decode()
+            if said:
+                assert first == said
+                first = child.stderr.readline().decode()
+            assert " at http://" in first
+            child.send_signal(signal.SIGINT)
+            child.communicate()
