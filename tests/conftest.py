@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
@@ -16,6 +17,11 @@ from hypothesis import settings
 # Every engine of the suite, those in child processes too, compares its bookkeeping with llama.cpp's after
 # every tick, and fails where they differ.  Read when cllm is imported.
 os.environ.setdefault("CLLM_AUDIT", "tick")
+
+# A job in the background inherits an ignored SIGINT, and hands it on: a child that is to end by Ctrl-C
+# would never end.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from cllm import Engine
 from cllm.engine.constraints import trial as trial_module
