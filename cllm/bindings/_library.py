@@ -72,6 +72,11 @@ class Library:
             function.restype = prototype.restype
             function.argtypes = prototype.argtypes
             setattr(self, prototype.name, function)
+        for name in h.BOTH_WAYS:
+            function = long_calls[name]
+            prototype = h.DECLARATIONS.prototypes[name]
+            function.restype, function.argtypes = prototype.restype, prototype.argtypes
+            setattr(self, f"{name}_releasing_gil", function)
         # libc's `strlen` over a two-byte flag is a `bool (*)(void *)` that costs nothing: the
         # abort callback runs after every graph node, where a Python function would need the GIL.
         abort_type = h.DECLARATIONS.callbacks["ggml_abort_callback"]
@@ -133,8 +138,14 @@ def find_library() -> tuple[Path, dict[str, Any]]:
     return path, record
 
 
-def forward_log() -> str:
-    """Send the collected log lines to `logging`; return the last error among them, or ""."""
+def forward_log(*, no_warning: str = "") -> str:
+    """Send the collected log lines to `logging`; return the last error among them, or "".
+
+    Parameters
+    ----------
+    no_warning : str
+        A warning with this text says what is meant to be so, and is sent as information.
+    """
     last_error = ""
     level = logging.INFO
     while _log_lines:
@@ -145,7 +156,8 @@ def forward_log() -> str:
         if level >= logging.ERROR and text:
             last_error = text
         if text.strip(". "):
-            logger.log(level, "%s", text)
+            is_meant = level == logging.WARNING and bool(no_warning) and no_warning in text
+            logger.log(logging.INFO if is_meant else level, "%s", text)
     return last_error
 
 

@@ -208,7 +208,8 @@ class Context(Memory):
             params.abort_callback_data = ctypes.addressof(self._abort_flag)
         forward_log()
         pointer = lib.llama_init_from_model(model._pointer, params)
-        reason = forward_log()
+        # One buffer for many sequences may well have more cells than one of them has positions.
+        reason = forward_log(no_warning="> n_ctx_train" if kv_unified and n_seq_max > 1 else "")
         if not pointer:
             raise ContextError(reason or "llama.cpp could not create the context")
         super().__init__(pointer, model, kv_unified=bool(kv_unified))

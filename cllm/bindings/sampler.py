@@ -26,6 +26,9 @@ from cllm.errors import InvalidArgumentError, LlamaCallError
 # Ring buffers of this length are allocated at once; more than a context can hold is useless.
 MAX_LAST_N = 1 << 20
 
+# Candidates that a grammar looks at in about the time that it takes to get the GIL back.
+N_SHORT = 256
+
 _ARRAY = h.DECLARATIONS.structs["llama_token_data_array"]
 _DATA_POINTER = ctypes.POINTER(h.DECLARATIONS.structs["llama_token_data"])
 CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
@@ -367,10 +370,25 @@ class Grammar(NativeHandle):
             raise InvalidArgumentError("grammar", text[:60], f"valid GBNF ({reason})")
         super().__init__(pointer, lib.llama_sampler_free, parent=vocab._model)
 
+    def clone(self) -> Grammar:
+        """A grammar that has come as far, and follows an output of its own: nothing is parsed."""
+        twin = Grammar.__new__(Grammar)
+        twin._lib, twin._vocab = self._lib, self._vocab
+        pointer = self._lib.llama_sampler_clone(self._pointer)
+        if not pointer:
+            raise LlamaCallError("llama_sampler_clone", 0)
+        NativeHandle.__init__(
+            twin, pointer, self._lib.llama_sampler_free, parent=self._vocab._model
+        )
+        return twin
+
     def apply(self, candidates: Candidates) -> None:
-        """Set the logits of forbidden tokens to -inf."""
+        """Set the logits of forbidden tokens to -inf.  Releases the GIL where they are many."""
         candidates.check_ids(self._vocab.n_tokens)
-        self._lib.llama_sampler_apply(self._pointer, candidates.struct)
+        lib = self._lib
+        is_short = len(candidates) <= N_SHORT
+        apply = lib.llama_sampler_apply if is_short else lib.llama_sampler_apply_releasing_gil
+        apply(self._pointer, candidates.struct)
 
     def allows(self, token: int) -> bool:
         """Whether the output may go on with `token`."""

@@ -90,7 +90,8 @@ class EngineConfig:
         Share the cells of equal beginnings of prompts: with running sequences, and with what
         finished ones have left.
     prefix_cache_tokens : int, optional
-        KV cells that finished sequences may leave occupied; None: half of `n_ctx`.
+        KV cells that finished sequences may leave occupied.  None: all that no request wants; they
+        are evicted, least recently used first, when one does.
     swap_tokens : int, optional
         Tokens of preempted sequences whose cells may be kept in host memory, where that is cheaper
         than computing them again; None: as many as `n_ctx`, 0: never.
@@ -219,7 +220,7 @@ class EngineConfig:
         if not self.prefix_cache:
             return 0
         n_tokens = self.prefix_cache_tokens
-        return n_cells // 2 if n_tokens is None else min(n_tokens, n_cells)
+        return n_cells if n_tokens is None else min(n_tokens, n_cells)
 
     @property
     def compute_threads(self) -> tuple[int, int]:

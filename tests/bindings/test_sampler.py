@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cllm.bindings import Batch, Candidates, Context, Grammar, Model, SamplerChain, Vocabulary
+from cllm.bindings._library import library
 from cllm.errors import InvalidArgumentError
 
 Build = Callable[[SamplerChain], SamplerChain]
@@ -256,3 +258,34 @@ def test_grammar_and_chain_make_valid_output(vocab: Vocabulary) -> None:
             output += vocab.piece(token)
     assert output[:1] + output[-1:] == b"[]"
     assert output[1:-1].isdigit()
+
+
+def test_a_grammar_gives_the_gil_away_for_a_whole_vocabulary_and_keeps_it_for_a_token(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[str] = []
+    for name in ("llama_sampler_apply", "llama_sampler_apply_releasing_gil"):
+        real = getattr(library(), name)
+
+        def call(*arguments: Any, name: str = name, real: Any = real) -> None:
+            called.append(name)
+            real(*arguments)
+
+        monkeypatch.setattr(library(), name, call)
+    n_vocab = model.vocab.n_tokens
+    with Grammar(model.vocab, 'root ::= "a" "b"') as grammar:
+        assert grammar.allows(ord("a"))
+        assert called == ["llama_sampler_apply"]
+        row = Candidates(np.arange(n_vocab, dtype=np.int32), np.zeros(n_vocab, np.float32))
+        grammar.apply(row)
+        assert called[1:] == ["llama_sampler_apply_releasing_gil"]
+        assert np.flatnonzero(np.isfinite(row.logits)).tolist() == [ord("a")]
+
+
+def test_a_cloned_grammar_goes_its_own_way(model: Model) -> None:
+    with Grammar(model.vocab, 'root ::= "a" ("b" | "c")') as grammar:
+        grammar.accept(ord("a"))
+        with grammar.clone() as twin:
+            twin.accept(ord("c"))
+            assert not twin.allows(ord("b"))
+            assert grammar.allows(ord("b"))

@@ -83,8 +83,8 @@ def test_the_prefix_cache_has_seq_ids_of_its_own_within_what_libllama_has(
     assert config.n_seq_ids == n_seq_ids
 
 
-def test_the_prefix_cache_may_fill_half_of_the_context_unless_told_otherwise() -> None:
-    assert EngineConfig().n_prefix_cache_tokens(1000) == 500
+def test_the_prefix_cache_may_fill_the_context_unless_told_otherwise() -> None:
+    assert EngineConfig().n_prefix_cache_tokens(1000) == 1000
     assert EngineConfig(prefix_cache_tokens=70).n_prefix_cache_tokens(1000) == 70
     assert EngineConfig(prefix_cache_tokens=70).n_prefix_cache_tokens(50) == 50
     assert EngineConfig(prefix_cache=False).n_prefix_cache_tokens(1000) == 0

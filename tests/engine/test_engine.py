@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import anyio
@@ -364,3 +365,25 @@ async def test_a_sampler_that_is_refused_leaves_nothing_open(anyio_backend: str)
                 await engine.generate("1+1=", logit_bias=ban, **sampling)
             failures.append(caught.value)  # alive, with all that its traceback holds
     assert len(failures) == 3
+
+
+async def test_the_default_configuration_warns_of_nothing(
+    anyio_backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One buffer of 4,096 cells for sixteen sequences is no sequence longer than the model's 2,048."""
+    with caplog.at_level(logging.WARNING, "cllm"):
+        async with Engine() as engine:
+            await engine.generate("1+1=", max_tokens=2)
+    assert caplog.messages == []
+
+
+async def test_a_prompt_longer_than_the_model_was_trained_on_warns_once(
+    anyio_backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Engine(n_ctx=4096, **QUIET) as engine:
+        n_tokens = engine.model.n_ctx_train + 1
+        with caplog.at_level(logging.WARNING, "cllm"):
+            for _ in range(2):
+                await engine.generate([65] * n_tokens, max_tokens=1)
+    assert len(caplog.messages) == 1
+    assert f"a prompt of {n_tokens} tokens" in caplog.text

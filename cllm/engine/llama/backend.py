@@ -69,12 +69,14 @@ class LlamaBackend:
             has_pos_min=not (model.has_state or model.n_swa),
             is_windowed=bool(model.n_swa) and not model.has_state,
         )
+        make_sampler = SamplerFactory(model, kv_cache.n_ctx_seq)
+        owned.callback(make_sampler.close)
         loaded = Loaded(
             model=_model_info(model, context),
             vocabulary=model.vocab,
             decoder=decoder,
             kv_cache=kv_cache,
-            make_sampler=SamplerFactory(model, kv_cache.n_ctx_seq),
+            make_sampler=make_sampler,
             read_logprob=LogprobReader(model.vocab, decoder.n_vocab).read,
             n_prefill_chunk=config.n_batch if model.is_on_gpu else N_PREFILL_CHUNK,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cached_property
@@ -26,6 +27,7 @@ A = TypeVar("A")
 R = TypeVar("R")
 
 MAX_GRAMMAR_STEP_S = 1.0
+N_PARSED_MAX = 16  # grammars; the parser gives one at most some MiB
 
 
 class LlamaChain:
@@ -233,6 +235,12 @@ class SamplerFactory:
         self._n_ctx = n_ctx
         self._memory = RowMemory(model.vocab.n_tokens)
         self._grammars = LlamaGrammars(self._memory)
+        self._parsed: OrderedDict[str, Grammar] = OrderedDict()
+
+    def close(self) -> None:
+        """Free the grammars that it remembers."""
+        while self._parsed:
+            self._parsed.popitem()[1].close()
 
     def __call__(self, request: GenerationRequest) -> TokenSampler | None:
         """None if the most likely token is always the choice."""
@@ -274,8 +282,18 @@ class SamplerFactory:
 
     def _constraint(self, request: GenerationRequest) -> TokenConstraint | None:
         if request.params.grammar is not None:
-            return LlamaGrammar(self._grammars, Grammar(self._model.vocab, request.params.grammar))
+            return LlamaGrammar(self._grammars, self._grammar(request.params.grammar).clone())
         return None if request.constraint is None else request.constraint.start()
+
+    def _grammar(self, text: str) -> Grammar:
+        """A grammar at the beginning of an output, parsed once for each text."""
+        parsed = self._parsed
+        if text not in parsed:
+            parsed[text] = Grammar(self._model.vocab, text)
+            while len(parsed) > N_PARSED_MAX:
+                parsed.popitem(last=False)[1].close()
+        parsed.move_to_end(text)
+        return parsed[text]
 
     @cached_property
     def _eog_tokens(self) -> tuple[int, ...]:

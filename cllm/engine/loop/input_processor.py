@@ -6,6 +6,7 @@ known about a request is checked here, before the inference thread hears of it.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -31,6 +32,8 @@ from cllm.engine.thread.backend import Constraints
 from cllm.engine.thread.worker_thread import WorkerThreads
 from cllm.engine.vocabulary import EngineVocabulary
 from cllm.errors import InvalidRequestError
+
+logger = logging.getLogger("cllm.engine")
 
 # Texts up to this many characters are tokenized on the event loop, in microseconds; longer ones can
 # recurse deeply or take long and go to a thread with a large stack.
@@ -66,6 +69,7 @@ class InputProcessor:
         self._dispatcher = dispatcher
         self._stream_buffer = stream_buffer
         self._n_serial = 0
+        self._has_warned = False
         self._chat: ChatTokenizer | None = None
         self._tokenizer = workers.start("cllm-tokenizer")
         self._constraints = constraints
@@ -93,6 +97,7 @@ class InputProcessor:
             with anyio.move_on_after(call.timeout) as scope:
                 tokens = await self._tokens(call.prompt)
                 check_tokens(tokens, call.params, self._n_ctx, vocabulary.n_tokens)
+                self._warn_of_length(len(tokens))
                 constraint = await self._constraints.compile(call.params)
             self._check_serving(draining=True)
             if self._dispatcher.is_open(call.request_id):
@@ -122,6 +127,17 @@ class InputProcessor:
             constraint=constraint,
         )
         return self._dispatcher.submit(request, self._stream_buffer)
+
+    def _warn_of_length(self, n_tokens: int) -> None:
+        """Once: a prompt longer than any that the model was trained on."""
+        model = self._dispatcher.model
+        assert model is not None
+        if n_tokens > model.n_ctx_train and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "a prompt of %d tokens: %s was trained on %d at most",
+                n_tokens, model.name or model.path, model.n_ctx_train,
+            )  # fmt: skip
 
     async def score_call(self, prompt: Prompt, continuation: Prompt) -> RequestCall:
         """The request that gives the log probabilities of a continuation."""

@@ -153,6 +153,24 @@ def test_with_a_sliding_window_a_sequence_is_shared_as_a_whole_or_not_at_all(
     sim.check_idle()
 
 
+def test_a_long_prompt_is_kept_whole_while_nobody_wants_its_cells() -> None:
+    """A cap of half of the context would have it computed again on an engine that is empty."""
+    sim = Simulator(n_ctx=512, n_seq_max=4, n_batch=64)
+    prompt = bytes(range(1, 44)) * 7
+    first, second = sim.submit(prompt, max_tokens=1), None
+    sim.run()
+    second = sim.submit(prompt, max_tokens=1)
+    sim.run()
+    assert sim.finished[first].completion.usage.n_cached == 0
+    assert sim.finished[second].completion.usage.n_cached == len(prompt) - 1 == 300
+    other = sim.submit(bytes(range(50, 90)) * 12, max_tokens=1)
+    sim.run()
+    assert sim.finished[other].completion.finish_reason is FinishReason.LENGTH
+    assert sim.core.statistics().n_evictions == 1, "cells that a request wants are given up"
+    sim.check_outcomes()
+    sim.check_idle()
+
+
 @LAYOUTS
 def test_the_least_recently_used_prefix_is_evicted_first(kv_unified: bool) -> None:
     sim = Simulator(
