@@ -99,6 +99,11 @@ def llama_cpp_source() -> Path:
         pytest.skip(str(error))
 
 
+def type_name(value: object) -> str:
+    """An id for a case whose value shows its address: every worker has to find the same ids."""
+    return type(value).__name__
+
+
 EVENT_LOOPS = ("asyncio", "trio")
 
 

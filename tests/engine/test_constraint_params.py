@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from cllm.engine.sampling_params import SamplingParams
 from cllm.errors import InvalidRequestError, RequestError
+from tests.conftest import type_name
 
 NAN, INFINITE = math.nan, math.inf
 GRAMMAR, REGEX, SCHEMA = 'root ::= "a"', "[0-9]+", {"type": "object"}
@@ -105,7 +106,7 @@ def test_a_text_has_no_lone_surrogates(field: str, text: str) -> None:
 
 
 # --- json_schema --------------------------------------------------------------------------------
-@pytest.mark.parametrize("value", [b"{}", 7, 1.5, True, [], ["a"], {"a"}, object()], ids=str)
+@pytest.mark.parametrize("value", [b"{}", 7, 1.5, True, [], ["a"], {"a"}, object()], ids=type_name)
 def test_a_schema_is_a_mapping_or_a_text(value: object) -> None:
     error = refused(json_schema=value)
     assert (error.field, error.value) == ("json_schema", value)

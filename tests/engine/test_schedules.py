@@ -1,4 +1,4 @@
-"""500 random schedules: whatever the company, an answer is the one computed alone.
+"""500 random schedules: whatever else is in the batch, an answer is the one computed alone.
 
 Each schedule is a number: the same number is the same requests, arrivals, readers and cancellations.
 """
@@ -150,5 +150,6 @@ async def test_every_answer_is_the_one_computed_alone(anyio_backend: str, name: 
         statistics = engine.statistics()
         assert statistics.n_finished[FinishReason.CANCELLED] > 0
         assert statistics.n_finished[FinishReason.ERROR] == 0
-        assert statistics.n_preemptions > N_SCHEDULES or "tight" not in name
+        # How many depends on how soon readers read, and so on the machine.
+        assert statistics.n_preemptions > 0 or "tight" not in name
         assert (statistics.n_cached_tokens > 0) == (name != "tight without prefixes")

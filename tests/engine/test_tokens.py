@@ -10,13 +10,14 @@ import pytest
 from cllm import Engine
 from cllm.errors import InvalidArgumentError
 from cllm.testing import FakeEngine
+from tests.conftest import type_name
 
 pytestmark = pytest.mark.anyio
 
 NO_SEQUENCES: list[Any] = [5, None, 2.5, "97", b"a", {97: 1}, iter([97]), np.array(97)]
 
 
-@pytest.mark.parametrize("token_ids", NO_SEQUENCES, ids=repr)
+@pytest.mark.parametrize("token_ids", NO_SEQUENCES, ids=type_name)
 async def test_token_ids_that_are_no_sequence_are_refused_by_name(
     anyio_backend: str, token_ids: Any
 ) -> None:

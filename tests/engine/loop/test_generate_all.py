@@ -12,7 +12,7 @@ import pytest
 from cllm import Engine, InvalidRequestError, PromptTooLongError
 from cllm.engine.sampling_params import SamplingOptions
 from cllm.testing import FakeEngine
-from tests.conftest import QUIET
+from tests.conftest import QUIET, type_name
 
 pytestmark = pytest.mark.anyio
 
@@ -86,7 +86,9 @@ async def test_an_error_of_on_progress_is_raised_and_cancels_the_rest(
 
 
 @pytest.mark.parametrize(
-    "prompts", ["a text", b"bytes", {"a": 1}, {"a"}, iter("ab"), 5, None, np.array(5)], ids=repr
+    "prompts",
+    ["a text", b"bytes", {"a": 1}, {"a"}, iter("ab"), 5, None, np.array(5)],
+    ids=type_name,
 )
 async def test_prompts_that_are_no_sequence_are_refused_by_name(
     anyio_backend: str, prompts: Any
