@@ -130,8 +130,7 @@ QUIET: dict[str, Any] = {"n_threads": 1, "n_threads_batch": 1}
 
 def running_batch(engine: Engine) -> Mapping[str, int]:
     """Rows of the decode that runs now, by request id."""
-    interrupter = engine._thread.interrupter
-    return {} if interrupter is None else interrupter.batch
+    return engine._parts.interrupter.batch
 
 
 def put_at_once(inbox: Inbox, commands: Iterable[Command]) -> None:
@@ -151,7 +150,7 @@ def submitted_together(engine: Engine, n_requests: int) -> Iterator[None]:
 
     What they share is then the scheduler's doing, however late a busy machine submits each.
     """
-    inbox = engine._inbox
+    inbox = engine._parts.inbox
     held: list[Command] = []
     with pytest.MonkeyPatch.context() as patch:
 

@@ -77,9 +77,9 @@ class Engine(Lifecycle):
         self._check_serving()
 
         async def open_channel() -> Channel:
-            return await self._input_processor.open(call)
+            return await self._parts.input_processor.open(call)
 
-        return TokenStream(call.request_id, open_channel, self._inbox)
+        return TokenStream(call.request_id, open_channel, self._parts.inbox)
 
     async def _complete(self, call: RequestCall) -> Completion:
         async with self._stream(call) as stream:
@@ -222,7 +222,7 @@ class Engine(Lifecycle):
             Names what is wrong with the request.
         """
         self._check_serving()
-        call = await self._input_processor.score_call(prompt, continuation)
+        call = await self._parts.input_processor.score_call(prompt, continuation)
         return Score.of(await self._complete(call))
 
     # --- Tokens ------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ class Engine(Lifecycle):
             Not a text, longer than 1 MiB, or with a lone surrogate.
         """
         self._check_serving()
-        return await self._input_processor.tokenize(
+        return await self._parts.input_processor.tokenize(
             text, add_special=add_special, parse_special=parse_special
         )
 
@@ -257,7 +257,7 @@ class Engine(Lifecycle):
             Not a sequence of token ids.
         """
         self._check_serving()
-        return await self._input_processor.detokenize(token_ids)
+        return await self._parts.input_processor.detokenize(token_ids)
 
     async def pieces(self, token_ids: Sequence[int]) -> list[bytes]:
         """The bytes that each of `token_ids` adds to a text; one may be part of a character.
@@ -268,4 +268,4 @@ class Engine(Lifecycle):
             Not a sequence of token ids.
         """
         self._check_serving()
-        return await self._input_processor.pieces(token_ids)
+        return await self._parts.input_processor.pieces(token_ids)

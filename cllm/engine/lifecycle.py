@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack
@@ -27,6 +28,7 @@ from cllm.engine.loop.queue_gate import QueueGate
 from cllm.engine.request import ModelInfo
 from cllm.engine.thread.backend import Backend
 from cllm.engine.thread.inference_thread import InferenceThread
+from cllm.engine.thread.interrupter import Interrupter
 from cllm.engine.thread.mailbox import Inbox, Outbox
 from cllm.engine.thread.worker_thread import WorkerThreads
 from cllm.engine.vocabulary import EngineVocabulary
@@ -36,6 +38,18 @@ from cllm.errors import (
     InvalidArgumentError,
     WrongProcessError,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What an engine has from the moment it is entered on."""
+
+    loop_guard: LoopGuard
+    inbox: Inbox
+    dispatcher: Dispatcher
+    interrupter: Interrupter
+    thread: InferenceThread
+    input_processor: InputProcessor
 
 
 class Lifecycle:
@@ -54,7 +68,8 @@ class Lifecycle:
             raise InvalidArgumentError("config", config, "an EngineConfig")
         self.config = config_from(model, options) if config is None else config
         self._status: EngineStatus | None = None
-        self._was_entered = False
+        self._entered: Parts | None = None
+        self._finalizer: weakref.finalize[..., Lifecycle] | None = None
         self._generation = fork_generation()
         self._gate = QueueGate(n_seq_max=self.config.n_seq_max, max_queue=self.config.max_queue)
 
@@ -64,19 +79,19 @@ class Lifecycle:
             self._check_process()
             raise ClosedError("an engine can be entered once")
         self._status, self._generation = EngineStatus.STARTING, fork_generation()
-        self._workers = WorkerThreads()
+        workers = WorkerThreads()
         try:
-            self._start()
+            parts = self._start(workers)
         except BaseException:  # as many threads as the system allows
             self._status = EngineStatus.CLOSED
-            self._workers.end()
+            workers.end()
             raise
         try:
-            await self._dispatcher.answered.wait()
+            await parts.dispatcher.answered.wait()
         except BaseException:
             await self.aclose()
             raise
-        if (failure := self._thread.failure) is not None:
+        if (failure := parts.thread.failure) is not None:
             await self.aclose()
             raise failure
         if self._is_closed:
@@ -84,30 +99,36 @@ class Lifecycle:
         self._status = EngineStatus.READY
         return self
 
-    def _start(self) -> None:
+    def _start(self, workers: WorkerThreads) -> Parts:
         """Make the parts, and start the threads."""
-        self._loop_guard = LoopGuard()
-        self._inbox = Inbox()
-        self._dispatcher = Dispatcher(self._inbox, self._gate, self._loop_guard)
-        outbox: Outbox[list[Event]] = Outbox(self._dispatcher.deliver)
+        interrupter, loop_guard = Interrupter(), LoopGuard()
+        inbox = Inbox(interrupter.cancel)
+        dispatcher = Dispatcher(inbox, self._gate, loop_guard)
+        outbox: Outbox[list[Event]] = Outbox(dispatcher.deliver)
         backend = self._make_backend()
-        self._thread = InferenceThread(self.config, backend, self._inbox, outbox, self._workers)
-        self._input_processor = InputProcessor(
+        thread = InferenceThread(self.config, backend, inbox, outbox, workers, interrupter)
+        input_processor = InputProcessor(
             self._check_serving,
             self._gate,
-            self._dispatcher,
+            dispatcher,
             stream_buffer=self.config.stream_buffer,
-            constraints=backend.constraints(
-                lambda: self._check_serving(draining=True), self._workers
-            ),
-            workers=self._workers,
+            constraints=backend.constraints(lambda: self._check_serving(draining=True), workers),
+            workers=workers,
         )
-        self._thread.start()
-        self._was_entered = True
+        thread.start()
+        parts = Parts(loop_guard, inbox, dispatcher, interrupter, thread, input_processor)
+        self._entered = parts
         self._finalizer = weakref.finalize(
-            self, _stop_leaked, self._thread, repr(self.config.model_path.name), self._generation
+            self, _stop_leaked, thread, repr(self.config.model_path.name), self._generation
         )
         self._finalizer.atexit = False  # the thread has an exit handler of its own
+        return parts
+
+    @property
+    def _parts(self) -> Parts:
+        if self._entered is None:
+            raise ClosedError("the engine has not been entered")
+        return self._entered
 
     def _make_backend(self) -> Backend:
         return LlamaBackend(self.config)
@@ -131,18 +152,19 @@ class Lifecycle:
         WrongThreadError
             Called from another event loop; nothing has changed.
         """
-        is_here = self._was_entered and self._generation == fork_generation()
-        if not is_here or self._dispatcher.ended.is_set():
+        parts = self._entered if self._generation == fork_generation() else None
+        if parts is None or parts.dispatcher.ended.is_set():
             self._status = EngineStatus.CLOSED
             return
-        self._loop_guard.check()
+        parts.loop_guard.check()
         self._status = EngineStatus.CLOSED
-        self._thread.request_stop()
+        parts.thread.request_stop()
+        assert self._finalizer is not None
         self._finalizer.detach()
         with anyio.CancelScope(shield=True):
-            await self._input_processor.aclose()
-            await self._dispatcher.ended.wait()
-        self._thread.join()
+            await parts.input_processor.aclose()
+            await parts.dispatcher.ended.wait()
+        parts.thread.join()
 
     async def drain(self, timeout: float | None = None) -> None:
         """Refuse new requests and wait until the present ones have ended.
@@ -156,7 +178,7 @@ class Lifecycle:
         self._status = EngineStatus.DRAINING
         with anyio.move_on_after(timeout):
             await self._wait_idle()
-        self._dispatcher.cancel_all()
+        self._parts.dispatcher.cancel_all()
         await self._wait_idle()
 
     async def _wait_idle(self) -> None:
@@ -167,20 +189,20 @@ class Lifecycle:
     @property
     def model(self) -> ModelInfo:
         """The loaded model."""
-        model = self._dispatcher.model if self._was_entered else None
+        model = self._parts.dispatcher.model
         if model is None:
             raise ClosedError("the engine has not been entered")
         return model
 
     def statistics(self) -> EngineStatistics:
         """A snapshot of the last tick.  Any thread, at any time."""
-        return self._thread.statistics if self._was_entered else EngineStatistics()
+        return EngineStatistics() if self._entered is None else self._entered.thread.statistics
 
     def health(self) -> Health:
         """Whether requests are served.  Any thread, at any time."""
         return health_of(
             self._present_status,
-            self._thread.heartbeat_age_s if self._was_entered else 0.0,
+            0.0 if self._entered is None else self._entered.thread.heartbeat_age_s,
             failure=self._failure,
             stall_timeout_s=self.config.stall_timeout_s,
         )
@@ -188,26 +210,26 @@ class Lifecycle:
     async def reset_prefix_cache(self) -> None:
         """Forget what finished requests have left in the KV cache."""
         self._check_serving(draining=True)
-        self._inbox.put(ClearPrefixCache())
-        await self._dispatcher.audit()  # answered after it
+        self._parts.inbox.put(ClearPrefixCache())
+        await self._parts.dispatcher.audit()  # answered after it
 
     async def slots(self) -> tuple[SlotInfo, ...]:
         """Every seq_id, and who holds it."""
         self._check_serving(draining=True)
-        return await self._dispatcher.slots()
+        return await self._parts.dispatcher.slots()
 
     async def audit(self) -> list[str]:
         """Discrepancies between the bookkeeping and llama.cpp's own; empty means they agree."""
         self._check_serving(draining=True)
-        return await self._dispatcher.audit()
+        return await self._parts.dispatcher.audit()
 
     # --- Helpers -----------------------------------------------------------------------------
     def _check_serving(self, *, draining: bool = False) -> EngineVocabulary:
         """The vocabulary, if requests are served, and served to this caller."""
         self._check_process()
         check_serving(self._present_status, self._failure, draining=draining)
-        self._loop_guard.check()
-        vocabulary = self._thread.vocabulary
+        self._parts.loop_guard.check()
+        vocabulary = self._parts.thread.vocabulary
         if vocabulary is None:  # it has failed, and its last event is on its way
             raise EngineFailedError("the engine has failed")
         return vocabulary
@@ -225,16 +247,16 @@ class Lifecycle:
     @property
     def _present_status(self) -> EngineStatus | None:
         """The status, with what the thread did unasked."""
-        if self._is_closed or not self._was_entered:
+        if self._is_closed or self._entered is None:
             return self._status
         if self._failure is not None:
             return EngineStatus.FAILED
         # It ends when its event loop is gone.
-        return self._status if self._thread.is_alive else EngineStatus.CLOSED
+        return self._status if self._entered.thread.is_alive else EngineStatus.CLOSED
 
     @property
     def _failure(self) -> BaseException | None:
-        return self._thread.failure if self._was_entered else None
+        return None if self._entered is None else self._entered.thread.failure
 
     def __repr__(self) -> str:
         present = self._present_status

@@ -308,7 +308,7 @@ async def test_a_model_that_cannot_be_loaded_says_why_and_leaves_no_thread(
     missing = Engine(tmp_path / "missing.gguf")
     with pytest.raises(ModelLoadError, match="No such file"):
         await missing.__aenter__()
-    assert not missing._thread.is_alive
+    assert not missing._parts.thread.is_alive
     damaged = tmp_path / "damaged.gguf"
     damaged.write_bytes(b"GGUF" + bytes(100))
     with pytest.raises(ModelLoadError):

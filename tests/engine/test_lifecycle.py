@@ -97,9 +97,9 @@ def test_an_event_loop_that_dies_takes_its_engine_along() -> None:
             return engine, stream
         engine, stream = loop.run_until_complete(main())
         loop.close()
-        engine._inbox.put(Read(stream.request_id, 64))  # it may wait for its reader by now
-        engine._thread.join(10)
-        assert not engine._thread.is_alive
+        engine._parts.inbox.put(Read(stream.request_id, 64))  # it may wait for its reader by now
+        engine._parts.thread.join(10)
+        assert not engine._parts.thread.is_alive
     """)
     assert done.returncode == 0, done.stderr[-2000:]
 

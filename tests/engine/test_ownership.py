@@ -96,7 +96,7 @@ def test_an_engine_does_not_move_to_the_next_event_loop_of_its_thread(backend_th
 
     anyio.run(leave)
     anyio.run(call, backend=backend_there)
-    inference = engines[0]._thread
+    inference = engines[0]._parts.thread
     with pytest.warns(ResourceWarning, match="dropped without being closed"):  # noqa: PT031
         engines.clear()
         gc.collect()
@@ -139,7 +139,7 @@ async def test_an_engine_that_was_closed_before_it_was_entered_is_closed(
 async def test_a_dropped_engine_warns_and_its_threads_end(anyio_backend: str) -> None:
     engine = await FakeEngine().__aenter__()
     assert (await engine.generate("hello")).text == "hello"
-    inference, tokenizer = engine._thread, engine._input_processor._tokenizer._thread
+    inference, tokenizer = engine._parts.thread, engine._parts.input_processor._tokenizer._thread
     with pytest.warns(ResourceWarning, match="dropped without being closed: use `async with`"):  # noqa: PT031
         del engine
         gc.collect()
@@ -161,7 +161,7 @@ async def test_the_error_of_a_request_does_not_keep_a_dropped_engine(
         engine.fail_next_decode("nan")
     with pytest.raises(EngineFailedError if has_failed else GenerationError):
         await engine.generate("hello")
-    inference, reference = engine._thread, weakref.ref(engine)
+    inference, reference = engine._parts.thread, weakref.ref(engine)
     with (  # noqa: PT031
         pytest.warns(ResourceWarning, match="dropped without being closed"),
         anyio.fail_after(10),
@@ -179,7 +179,7 @@ async def test_the_error_of_a_request_does_not_keep_a_dropped_engine(
 async def test_nothing_is_freed_while_a_text_is_tokenized(anyio_backend: str, how: str) -> None:
     """Its caller has given up; the vocabulary is used all the same."""
     engines = [await FakeEngine().__aenter__()]
-    inference, worker = engines[0]._thread, engines[0]._input_processor._tokenizer
+    inference, worker = engines[0]._parts.thread, engines[0]._parts.input_processor._tokenizer
     begun, may_go_on, seen = threading.Event(), threading.Event(), list[bool]()
 
     def tokenize() -> None:
@@ -217,7 +217,7 @@ async def test_closing_while_it_loads_ends_the_loading_with_an_error(anyio_backe
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(enter)
-        while engine.health().status is not EngineStatus.STARTING or not engine._was_entered:
+        while engine.health().status is not EngineStatus.STARTING or not engine._entered:
             await anyio.lowlevel.checkpoint()
         await engine.aclose()
     assert engine.health().status is EngineStatus.CLOSED
@@ -238,7 +238,7 @@ def test_an_interrupted_close_ends_the_engine_all_the_same(backend: str) -> None
     with contextlib.suppress(RuntimeError):
         closing.send(None)
     closing.close()
-    engines[0]._thread.join(10)
+    engines[0]._parts.thread.join(10)
     assert our_threads() == []
     assert engines[0].health().status is EngineStatus.CLOSED
 
@@ -249,7 +249,7 @@ async def test_everybody_who_closes_waits_for_the_end(anyio_backend: str) -> Non
 
         async def close() -> None:
             await engine.aclose()
-            assert not engine._thread.is_alive
+            assert not engine._parts.thread.is_alive
 
         async with anyio.create_task_group() as tasks:
             for _ in range(3):
@@ -262,8 +262,8 @@ async def test_the_process_that_tries_grammars_ends_with_a_dropped_engine(
 ) -> None:
     engine = await Engine(n_ctx=512, n_seq_max=2, **QUIET).__aenter__()
     assert (await engine.generate("1+1=", grammar='root ::= "2"')).text == "2"
-    (trial,) = engine._input_processor._constraints._trials.values()  # type: ignore[attr-defined]
-    process, inference = trial._process, engine._thread
+    (trial,) = engine._parts.input_processor._constraints._trials.values()  # type: ignore[attr-defined]
+    process, inference = trial._process, engine._parts.thread
     assert process is not None
     with pytest.warns(ResourceWarning, match="dropped without being closed"):  # noqa: PT031
         del engine, trial
@@ -285,10 +285,11 @@ def test_an_engine_whose_event_loop_has_ended_is_closed_to_those_who_look(backen
         return engine, stream.request_id
 
     engine, request_id = anyio.run(leave, backend=backend)
-    engine._inbox.put(Read(request_id, 64))  # it may wait for its reader by now
-    engine._thread.join(10)  # it hears that nobody listens with its next token
+    engine._parts.inbox.put(Read(request_id, 64))  # it may wait for its reader by now
+    engine._parts.thread.join(10)  # it hears that nobody listens with its next token
     assert engine.health().status is EngineStatus.CLOSED
     assert " closed " in repr(engine)
+    assert engine._finalizer is not None
     engine._finalizer.detach()  # it would warn: nobody has closed it
 
 
@@ -308,8 +309,9 @@ def test_a_stream_is_not_read_in_the_next_event_loop_of_its_thread() -> None:
     anyio.run(read)
     engine, stream = streams
     stream._abandon()
-    engine._thread.request_stop()
-    engine._thread.join(10)
+    engine._parts.thread.request_stop()
+    engine._parts.thread.join(10)
+    assert engine._finalizer is not None
     engine._finalizer.detach()
 
 

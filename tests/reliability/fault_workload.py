@@ -186,7 +186,7 @@ class Bench:
         self._forget(faults)
         self.faults.arm(*faults)
         cancel = CancelRequest(CANCELLED)
-        inbox = self.engine._inbox
+        inbox = self.engine._parts.inbox
         self.faults.at("llama_decode", CANCELLED_AT, lambda: inbox.put(cancel))
         with anyio.move_on_after(HANG_S) as scope:
             await self._serve(run)
@@ -250,7 +250,7 @@ class Bench:
         vocabulary._is_eog.clear()
         vocabulary.__dict__.pop("prefixes_space", None)
         if any(fault.function in ABOUT_CHATS for fault in faults):
-            self.engine._input_processor._chat = None
+            self.engine._parts.input_processor._chat = None
 
     async def count_calls(self, function: str, *faults: Fault) -> int:
         """How often a run with no other faults than these calls a function."""
@@ -323,9 +323,9 @@ def held_back(engine: Engine) -> Iterator[None]:
     """The inference thread hears of everything that is submitted inside at the end, at once."""
     held: list[Command] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine._inbox, "put", held.append)
+        patch.setattr(engine._parts.inbox, "put", held.append)
         yield
-    put_at_once(engine._inbox, held)
+    put_at_once(engine._parts.inbox, held)
 
 
 @contextmanager

@@ -89,7 +89,7 @@ async def close_twice(seed: int) -> None:
         tasks.start_soon(engine.aclose)
         tasks.start_soon(engine.aclose)
     await engine.aclose()
-    assert not engine._thread.is_alive
+    assert not engine._parts.thread.is_alive
     assert len(found) == 1, found
 
 
@@ -111,7 +111,7 @@ async def collected(seed: int) -> None:
         engine = await Engine(**OPTIONS).__aenter__()
         stream = engine.stream(LONG, ENDLESS)
         await stream.__anext__()
-        return engine._thread._thread
+        return engine._parts.thread._thread
 
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -136,7 +136,7 @@ async def body_raises(seed: int) -> None:
             raise LookupError("of the body")
     except* LookupError:
         pass
-    assert not engine._thread.is_alive
+    assert not engine._parts.thread.is_alive
     assert engine.health().status == "closed"
 
 

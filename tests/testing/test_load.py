@@ -205,13 +205,13 @@ async def test_who_gave_up_was_cancelled_even_if_the_engine_was_quicker(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody hears of a cancellation; one of the five had not even entered its stream."""
-    put = engine._inbox.put
+    put = engine._parts.inbox.put
 
     def put_all_but_cancellations(command: Command) -> None:
         if not isinstance(command, CancelRequest):
             put(command)
 
-    monkeypatch.setattr(engine._inbox, "put", put_all_but_cancellations)
+    monkeypatch.setattr(engine._parts.inbox, "put", put_all_but_cancellations)
     records = await cancel_storm(engine, ["37+58="] * 5, share=1.0, **GREEDY)
     assert engine.statistics().n_finished[FinishReason.STOP] == 5
     [record] = [r for r in records if not r.is_by_itself]

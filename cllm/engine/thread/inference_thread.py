@@ -58,8 +58,6 @@ class InferenceThread:
         Once loaded; other threads may use it until `Shutdown` is sent.
     failure : BaseException or None
         Why it has ended, or is about to, if nobody asked it to; any thread.
-    interrupter : Interrupter or None
-        Once loaded: ends a decode that is mostly for cancelled requests; any thread.
     """
 
     def __init__(
@@ -69,6 +67,7 @@ class InferenceThread:
         inbox: Inbox,
         outbox: Outbox[list[Event]],
         workers: WorkerThreads,
+        interrupter: Interrupter,
     ) -> None:
         self._config = config
         self._workers = workers
@@ -79,7 +78,7 @@ class InferenceThread:
         self._recorder: Recorder | None = None  # a snapshot, replaced after every tick
         self._stopping = False
         self.failure: BaseException | None = None
-        self.interrupter: Interrupter | None = None
+        self._interrupter = interrupter
         self._audited_at = float("-inf")
         self._log: TickLog | None = None
         self._busy_since: float | None = None
@@ -92,7 +91,6 @@ class InferenceThread:
         self._thread.start()
         # Registered after `weakref`'s own exit handler, and so run before it.
         atexit.register(self._at_exit)
-        self._inbox.on_cancel = functools.partial(_interrupt, weakref.ref(self))
 
     @property
     def is_alive(self) -> bool:
@@ -168,7 +166,7 @@ class InferenceThread:
     def _load(self, owned: ExitStack) -> tuple[EngineCore, ModelInfo]:
         loaded = self._backend.load(owned)
         self.vocabulary = loaded.vocabulary
-        self.interrupter = Interrupter(loaded.decoder, can_truncate=loaded.kv_cache.has_pos_min)
+        self._interrupter.attach(loaded.decoder, can_truncate=loaded.kv_cache.has_pos_min)
         return self._make_core(loaded, owned), loaded.model
 
     def _make_core(self, loaded: Loaded, owned: ExitStack) -> EngineCore:
@@ -234,8 +232,8 @@ class InferenceThread:
             core.post(Audited(command.call_id, tuple(self._audit(core))))
         else:
             core.handle(command)
-        if isinstance(command, CancelRequest) and self.interrupter is not None:
-            self.interrupter.forget(command.request_id)
+        if isinstance(command, CancelRequest):
+            self._interrupter.forget(command.request_id)
         if self._log is not None:
             self._log.command(command)
 
@@ -263,11 +261,10 @@ class InferenceThread:
 
     def _on_batch(self, chunks: list[Chunk]) -> None:
         """A decode is about to begin, or has ended if there are no chunks."""
-        assert self.interrupter is not None
         if chunks:
-            self.interrupter.begin({c.sequence.request_id: c.n_tokens for c in chunks})
+            self._interrupter.begin({c.sequence.request_id: c.n_tokens for c in chunks})
         else:
-            self.interrupter.end()
+            self._interrupter.end()
 
     def _publish(self, core: EngineCore) -> None:
         self._recorder = core.snapshot()
@@ -279,10 +276,3 @@ def _stop_at_exit(reference: weakref.ref[InferenceThread]) -> None:
     if thread is not None and thread.is_alive:
         thread.request_stop()
         thread.join(EXIT_TIMEOUT_S)
-
-
-def _interrupt(reference: weakref.ref[InferenceThread], request_id: str) -> None:
-    """A request has been cancelled; does not keep the thread's object alive."""
-    thread = reference()
-    if thread is not None and (interrupter := thread.interrupter) is not None:
-        interrupter.cancel(request_id)

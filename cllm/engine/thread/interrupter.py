@@ -22,23 +22,27 @@ class Abortable(Protocol):
 
 
 class Interrupter:
-    """What is being decoded, and who does not want it any more.
+    """What is being decoded, and who does not want it any more."""
 
-    Parameters
-    ----------
-    can_truncate : bool
-        False for memory that cannot give up part of a sequence: an abort would cost the others all
-        of theirs.
-    """
-
-    def __init__(self, decoder: Abortable, *, can_truncate: bool) -> None:
-        self._decoder = decoder
-        self._can_truncate = can_truncate
+    def __init__(self) -> None:
+        self._decoder: Abortable | None = None
+        self._can_truncate = False
         # Reentrant: a garbage collection inside may drop a stream, which cancels its request.
         self._lock = threading.RLock()
         self._n_rows: Mapping[str, int] = {}
         self._cancelled: set[str] = set()
         self._has_aborted = self._was_aborted = False
+
+    def attach(self, decoder: Abortable, *, can_truncate: bool) -> None:
+        """The model is loaded: this is what decodes.  Inference thread, once.
+
+        Parameters
+        ----------
+        can_truncate : bool
+            False for memory that cannot give up part of a sequence: an abort would cost the others
+            all of theirs.
+        """
+        self._decoder, self._can_truncate = decoder, can_truncate
 
     @property
     def batch(self) -> Mapping[str, int]:
@@ -50,14 +54,14 @@ class Interrupter:
         with self._lock:
             self._was_aborted, self._has_aborted = self._has_aborted, False
             self._n_rows = n_rows
-            self._decoder.allow()
+            self._present.allow()
             self._consider()
 
     def end(self) -> None:
         """The decode is over: the flag must not meet another.  Inference thread."""
         with self._lock:
             self._n_rows = {}
-            self._decoder.allow()
+            self._present.allow()
 
     def cancel(self, request_id: str) -> None:
         """A request has been cancelled.  Any thread; returns at once."""
@@ -77,4 +81,9 @@ class Interrupter:
         is_fair = is_alone or (self._can_truncate and not self._was_aborted)
         if n_lost >= MIN_ROWS and n_lost > n_wanted and is_fair and not self._has_aborted:
             self._has_aborted = True
-            self._decoder.abort()
+            self._present.abort()
+
+    @property
+    def _present(self) -> Abortable:
+        assert self._decoder is not None
+        return self._decoder

@@ -21,21 +21,21 @@ T = TypeVar("T")
 class Inbox:
     """Commands on their way to the inference thread.  `put` from any thread.
 
-    Attributes
+    Parameters
     ----------
     on_cancel : callable
         Called with the request id when a `CancelRequest` has been put, in the thread that put it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_cancel: Callable[[str], None] = lambda request_id: None) -> None:
         self._queue: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self.on_cancel: Callable[[str], None] = lambda request_id: None
+        self._on_cancel = on_cancel
 
     def put(self, command: Command) -> None:
         """Never blocks."""
         self._queue.put(command)
         if isinstance(command, CancelRequest):
-            self.on_cancel(command.request_id)
+            self._on_cancel(command.request_id)
 
     def drain(self, *, wait: bool, until: float | None = None) -> list[Command]:
         """All commands there are.  Inference thread only.

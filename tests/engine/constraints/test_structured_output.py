@@ -277,7 +277,7 @@ async def test_a_deadline_holds_while_a_constraint_is_compiled(
     async def never(*_: Any) -> None:
         await anyio.sleep_forever()
 
-    monkeypatch.setattr(engine._input_processor._constraints, "compile", never)
+    monkeypatch.setattr(engine._parts.input_processor._constraints, "compile", never)
     before = engine.statistics().n_output_tokens
     done = await engine.generate("1+1=", timeout=0.05, **sampling)
     assert (done.finish_reason, done.text, done.token_ids) == (FinishReason.DEADLINE, "", ())
@@ -293,7 +293,7 @@ async def test_a_deadline_holds_while_a_text_is_tokenized(
         await anyio.sleep_forever()
         return []
 
-    monkeypatch.setattr(engine._input_processor, "tokenize", never)
+    monkeypatch.setattr(engine._parts.input_processor, "tokenize", never)
     done = await engine.generate("1+1=", timeout=0.05, prompt_logprobs=0)
     assert (done.finish_reason, done.prompt_token_ids) == (FinishReason.DEADLINE, ())
     monkeypatch.undo()

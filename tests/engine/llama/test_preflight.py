@@ -271,7 +271,7 @@ def test_trials_that_pass_fail_or_are_cancelled_leak_nothing(
             engine = Engine(preflight=True, **OPTIONS)
             async with anyio.create_task_group() as group:
                 group.start_soon(engine.__aenter__)
-                while not (engine._status and engine._thread._backend.preflight._process):
+                while not (engine._status and engine._parts.thread._backend.preflight._process):
                     await anyio.lowlevel.checkpoint()
                 group.cancel_scope.cancel()
             gc.collect()
@@ -289,7 +289,7 @@ def test_a_program_that_ends_during_a_trial_ends_the_child() -> None:
         engine = Engine(preflight=True, **OPTIONS)
         async def main():
             start = asyncio.create_task(engine.__aenter__())
-            while not (engine._status and (child := engine._thread._backend.preflight._process)):
+            while not (engine._status and (child := engine._parts.thread._backend.preflight._process)):
                 await asyncio.sleep(0)
             os.kill(child.pid, signal.SIGSTOP)  # for ever
             print(child.pid)

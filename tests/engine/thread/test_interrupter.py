@@ -28,7 +28,9 @@ def flag() -> Flag:
 
 
 def interrupter(flag: Flag, *, can_truncate: bool = True) -> Interrupter:
-    return Interrupter(flag, can_truncate=can_truncate)
+    it = Interrupter()
+    it.attach(flag, can_truncate=can_truncate)
+    return it
 
 
 @pytest.mark.parametrize(
