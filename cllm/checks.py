@@ -1,4 +1,6 @@
-"""Checks of arguments, made before a call that would abort, hang or lie (`hazards.md` §1).
+"""Checks of arguments, made before a call of libllama that would abort, hang or lie.
+
+`docs/reliability.md` has the table of such calls.
 
 Each returns the value it was given, or raises an error that names field, value and limit.
 """
@@ -89,15 +91,15 @@ def check_enum(field: str, value: object, kind: type[E]) -> E:
         raise InvalidArgumentError(field, value, f"one of {names}") from None
 
 
-def encode_text(field: str, text: str) -> bytes:
+def encode_text(field: str, text: str, error: ErrorType = InvalidArgumentError) -> bytes:
     """UTF-8 of `text`; a lone surrogate, which has none, is refused."""
     if not isinstance(text, str):
-        raise InvalidArgumentError(field, text, "a str")
+        raise error(field, text, "a str")
     try:
         return text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        lone = text[error.start : error.start + 1]
-        raise InvalidArgumentError(field, lone, "text without lone surrogates") from None
+    except UnicodeEncodeError as failure:
+        lone = text[failure.start : failure.start + 1]
+        raise error(field, lone, "text without lone surrogates") from None
 
 
 def encode_prompt(text: str) -> bytes:

@@ -21,7 +21,7 @@ MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "_native" not in p.parts)
 
 # The order of `cllm.engine`: a module imports from earlier lines, and from its own package.
 VALUES = (
-    "checks errors engine.child_process engine.config engine.constraint engine.health engine.request"
+    "checks errors sampling_limits engine.child_process engine.config engine.constraint engine.health engine.request"
     " engine.sampling_params engine.vocabulary"
 )
 LAYERS = [
@@ -43,9 +43,12 @@ PURE = ("cllm.engine.chat", "cllm.engine.core", "cllm.engine.sampling")
 IMPURE = {"anyio", "ctypes", "asyncio", "trio", "threading"}
 # The packages around the engine, and the names that they may import of cllm: the first that fits.
 RULES: list[tuple[str, tuple[str, ...]]] = [
-    ("cllm.bindings", ("cllm.bindings", "cllm.checks", "cllm.errors")),
+    ("cllm.bindings", ("cllm.bindings", "cllm.checks", "cllm.errors", "cllm.sampling_limits")),
     ("cllm.testing", ("cllm", "cllm.testing", "cllm.engine", "cllm.errors", "cllm.checks")),
-    ("cllm.server.fields", ("cllm", "cllm.server", "cllm.engine.sampling_params")),
+    (
+        "cllm.server.fields",
+        ("cllm", "cllm.server", "cllm.engine.sampling_params", "cllm.sampling_limits"),
+    ),
     ("cllm.server", ("cllm", "cllm.server", "cllm.errors")),
     ("cllm.doctor.preflight", ("cllm", "cllm.doctor", "cllm.engine.llama.preflight")),
     ("cllm.doctor", ("cllm.doctor", "cllm.bindings", "cllm.checks", "cllm.errors")),

@@ -20,11 +20,9 @@ from cllm.bindings._handle import NativeHandle
 from cllm.bindings._library import forward_log, library
 from cllm.bindings.context import Context
 from cllm.bindings.vocabulary import Vocabulary, c_string
-from cllm.checks import INT32_MAX, MAX_SEED, check_float, check_int
+from cllm.checks import check_float, check_int
 from cllm.errors import InvalidArgumentError, LlamaCallError
-
-# Ring buffers of this length are allocated at once; more than a context can hold is useless.
-MAX_LAST_N = 1 << 20
+from cllm.sampling_limits import MAX_BIAS, MAX_BREAKERS, MAX_LAST_N, check_limits
 
 # Candidates that a grammar looks at in about the time that it takes to get the GIL back.
 N_SHORT = 256
@@ -137,14 +135,14 @@ class SamplerChain(NativeHandle):
 
     def add_dist(self, seed: int) -> Self:
         """Draw from the distribution."""
-        check_int("seed", seed, 0, MAX_SEED)
+        check_limits("seed", seed)
         return self._add(self._lib.llama_sampler_init_dist(seed), selects=True)
 
     def add_mirostat(self, seed: int, tau: float, eta: float, m: int = 100) -> Self:
         """Mirostat 1.0."""
-        check_int("seed", seed, 0, MAX_SEED)
-        check_float("mirostat_tau", tau, 0.0, 1e4)
-        check_float("mirostat_eta", eta, 0.0, 1e4)
+        check_limits("seed", seed)
+        check_limits("mirostat_tau", tau)
+        check_limits("mirostat_eta", eta)
         check_int("mirostat_m", m, 1, self._vocab.n_tokens)
         n_vocab = self._vocab.n_tokens
         return self._add(
@@ -153,63 +151,63 @@ class SamplerChain(NativeHandle):
 
     def add_mirostat_v2(self, seed: int, tau: float, eta: float) -> Self:
         """Mirostat 2.0."""
-        check_int("seed", seed, 0, MAX_SEED)
-        check_float("mirostat_tau", tau, 0.0, 1e4)
-        check_float("mirostat_eta", eta, 0.0, 1e4)
+        check_limits("seed", seed)
+        check_limits("mirostat_tau", tau)
+        check_limits("mirostat_eta", eta)
         return self._add(self._lib.llama_sampler_init_mirostat_v2(seed, tau, eta), selects=True)
 
     def add_adaptive_p(self, target: float, decay: float, seed: int) -> Self:
         """Adaptive-p: tokens near a target probability."""
         check_float("adaptive_target", target, 0.0, 1.0)
         check_float("adaptive_decay", decay, 0.0, 0.99)
-        check_int("seed", seed, 0, MAX_SEED)
+        check_limits("seed", seed)
         return self._add(self._lib.llama_sampler_init_adaptive_p(target, decay, seed), selects=True)
 
     # --- The samplers that narrow or change the candidates -----------------------------------
     def add_top_k(self, k: int) -> Self:
         """Keep the k largest; `k <= 0` keeps all."""
-        check_int("top_k", k, -1, INT32_MAX)
+        check_limits("top_k", k)
         return self._add(self._lib.llama_sampler_init_top_k(k))
 
     def add_top_p(self, p: float, min_keep: int = 1) -> Self:
         """Nucleus sampling."""
-        check_float("top_p", p, 0.0, 1.0)
+        check_limits("top_p", p)
         return self._add(self._lib.llama_sampler_init_top_p(p, self._min_keep(min_keep)))
 
     def add_min_p(self, p: float, min_keep: int = 1) -> Self:
         """Keep what is at least `p` times as likely as the most likely."""
-        check_float("min_p", p, 0.0, 1.0)
+        check_limits("min_p", p)
         return self._add(self._lib.llama_sampler_init_min_p(p, self._min_keep(min_keep)))
 
     def add_typical(self, p: float, min_keep: int = 1) -> Self:
         """Locally typical sampling."""
-        check_float("typical_p", p, 0.0, 1.0)
+        check_limits("typical_p", p)
         return self._add(self._lib.llama_sampler_init_typical(p, self._min_keep(min_keep)))
 
     def add_temp(self, temperature: float) -> Self:
         """Divide the logits; 0 leaves only the largest."""
-        check_temperature(temperature)
+        check_limits("temperature", temperature)
         return self._add(self._lib.llama_sampler_init_temp(temperature))
 
     def add_temp_ext(self, temperature: float, delta: float, exponent: float) -> Self:
         """Dynamic temperature within `delta` of `temperature`."""
-        check_temperature(temperature)
-        check_float("dynatemp_range", delta, 0.0, 1e4)
-        check_float("dynatemp_exponent", exponent, 0.0, 1e4)
+        check_limits("temperature", temperature)
+        check_limits("dynatemp_range", delta)
+        check_limits("dynatemp_exponent", exponent)
         return self._add(self._lib.llama_sampler_init_temp_ext(temperature, delta, exponent))
 
     def add_xtc(self, probability: float, threshold: float, min_keep: int, seed: int) -> Self:
         """Exclude top choices."""
-        check_float("xtc_probability", probability, 0.0, 1.0)
-        check_float("xtc_threshold", threshold, 0.0, 1.0)
-        check_int("seed", seed, 0, MAX_SEED)
+        check_limits("xtc_probability", probability)
+        check_limits("xtc_threshold", threshold)
+        check_limits("seed", seed)
         return self._add(
             self._lib.llama_sampler_init_xtc(probability, threshold, self._min_keep(min_keep), seed)
         )
 
     def add_top_n_sigma(self, n: float) -> Self:
         """Keep what lies within `n` standard deviations of the largest."""
-        check_float("top_n_sigma", n, -1.0, 1e4)
+        check_limits("top_n_sigma", n)
         return self._add(self._lib.llama_sampler_init_top_n_sigma(n))
 
     def add_penalties(
@@ -217,10 +215,9 @@ class SamplerChain(NativeHandle):
     ) -> Self:
         """Penalize tokens among the last `last_n` accepted ones."""
         check_int("repeat_last_n", last_n, 0, MAX_LAST_N)
-        # 0 divides by nothing and gives infinities: the last token of the vocabulary would win.
-        check_float("repeat_penalty", repeat, 1e-3, 1e3)
-        check_float("frequency_penalty", frequency, -1e4, 1e4)
-        check_float("presence_penalty", presence, -1e4, 1e4)
+        check_limits("repeat_penalty", repeat)
+        check_limits("frequency_penalty", frequency)
+        check_limits("presence_penalty", presence)
         n_vocab = self._vocab.n_tokens
         return self._add(
             self._lib.llama_sampler_init_penalties(n_vocab, last_n, repeat, frequency, presence)
@@ -235,11 +232,11 @@ class SamplerChain(NativeHandle):
         sequence_breakers: Sequence[str] = ("\n", ":", '"', "*"),
     ) -> Self:
         """DRY: penalize what would continue a repetition."""
-        check_float("dry_multiplier", multiplier, 0.0, 1e4)
-        check_float("dry_base", base, 0.0, 1e4)
-        check_int("dry_allowed_length", allowed_length, 0, MAX_LAST_N)
+        check_limits("dry_multiplier", multiplier)
+        check_limits("dry_base", base)
+        check_limits("dry_allowed_length", allowed_length)
         check_int("dry_penalty_last_n", last_n, 0, MAX_LAST_N)
-        check_int("dry_sequence_breakers", len(sequence_breakers), 0, 256)
+        check_int("dry_sequence_breakers", len(sequence_breakers), 0, MAX_BREAKERS)
         texts = [c_string("dry_sequence_breakers", text) for text in sequence_breakers]
         array = (ctypes.c_char_p * max(1, len(texts)))(*texts)
         return self._add(
@@ -255,7 +252,9 @@ class SamplerChain(NativeHandle):
         array = (h.DECLARATIONS.structs["llama_logit_bias"] * max(1, len(biases)))()
         for slot, (token, bias) in zip(array, biases.items(), strict=False):
             slot.token = self._vocab.check_token(token)
-            slot.bias = bias if bias == -np.inf else check_float("logit_bias", bias, -1e9, 1e9)
+            slot.bias = (
+                bias if bias == -np.inf else check_float("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
+            )
         n_vocab = self._vocab.n_tokens
         return self._add(self._lib.llama_sampler_init_logit_bias(n_vocab, len(biases), array))
 
@@ -408,11 +407,3 @@ class Grammar(NativeHandle):
         if not self.allows(token):
             raise InvalidArgumentError("token", token, "one that the grammar allows")
         self._lib.llama_sampler_accept(self._pointer, token)
-
-
-def check_temperature(value: object) -> float:
-    """A temperature that leaves the probabilities finite: 0, or not vanishingly small."""
-    temperature = check_float("temperature", value, 0.0, 1e4)
-    if 0.0 < temperature < 1e-3:
-        raise InvalidArgumentError("temperature", value, "0 or at least 0.001")
-    return temperature

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TypedDict
 
-from cllm.checks import INT32_MAX, MAX_SEED, check_bool, check_float, check_int
+from cllm import sampling_limits
+from cllm.checks import INT32_MAX, check_bool, check_float, check_int, encode_text
 from cllm.errors import InvalidRequestError
+from cllm.sampling_limits import FLOAT_RANGES, MAX_BIAS, MAX_BREAKERS, check_limits
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_BYTES = 1024
@@ -20,9 +22,7 @@ MAX_STOP_BYTES = 1024
 SAMPLERS = (
     "penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature",
 )  # fmt: skip
-MAX_LAST_N = 1 << 20
 MAX_BIASES = 1024
-MAX_BREAKERS = 64
 MAX_STOP_TOKENS = 1024
 MAX_LOGPROBS = 256
 CONSTRAINTS = ("grammar", "json_schema", "regex")
@@ -31,35 +31,11 @@ MAX_SCHEMA_DEPTH = 64
 INTEGER_RANGES = {
     "max_tokens": (1, INT32_MAX),
     "min_tokens": (0, INT32_MAX),
-    "top_k": (-1, INT32_MAX),
-    "repeat_last_n": (-1, MAX_LAST_N),
-    "dry_allowed_length": (0, MAX_LAST_N),
-    "dry_penalty_last_n": (-1, MAX_LAST_N),
-    "mirostat": (0, 2),
-    "min_keep": (0, MAX_LAST_N),
-    "seed": (0, MAX_SEED),
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
+    **sampling_limits.INTEGER_RANGES,
 }
 MAY_BE_NONE = frozenset(("max_tokens", "seed", "logprobs", "prompt_logprobs"))
-FLOAT_RANGES = {
-    "temperature": (0.0, 100.0),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "typical_p": (0.0, 1.0),
-    "top_n_sigma": (-1.0, 1e4),
-    "xtc_probability": (0.0, 1.0),
-    "xtc_threshold": (0.0, 1.0),
-    "dynatemp_range": (0.0, 100.0),
-    "dynatemp_exponent": (0.0, 100.0),
-    "repeat_penalty": (1e-3, 1e3),
-    "presence_penalty": (-100.0, 100.0),
-    "frequency_penalty": (-100.0, 100.0),
-    "dry_multiplier": (0.0, 100.0),
-    "dry_base": (0.0, 100.0),
-    "mirostat_tau": (0.0, 1e4),
-    "mirostat_eta": (0.0, 1e4),
-}
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -214,10 +190,8 @@ class SamplingParams:
         for name, (low, high) in INTEGER_RANGES.items():
             if (number := getattr(self, name)) is not None or name not in MAY_BE_NONE:
                 check_int(name, number, low, high, error)
-        for name, (lowest, highest) in FLOAT_RANGES.items():
-            check_float(name, getattr(self, name), lowest, highest, error)
-        if 0.0 < self.temperature < 1e-3:
-            raise error("temperature", self.temperature, "0 or at least 0.001")
+        for name in FLOAT_RANGES:
+            check_limits(name, getattr(self, name), error)
         check_bool("ignore_eos", self.ignore_eos, error)
         for name, value in (
             ("stop", _stop_strings(self.stop)),
@@ -298,7 +272,9 @@ def _biases(given: object) -> Mapping[int, float]:
     for token, bias in given.items():
         check_int("logit_bias", token, 0, INT32_MAX, error)
         is_ban = bias == float("-inf")
-        biases[token] = bias if is_ban else check_float("logit_bias", bias, -1e4, 1e4, error)
+        biases[token] = (
+            bias if is_ban else check_float("logit_bias", bias, -MAX_BIAS, MAX_BIAS, error)
+        )
     return MappingProxyType(biases)
 
 
@@ -322,10 +298,7 @@ def _breakers(given: object) -> tuple[str, ...]:
     for text in given:
         if not isinstance(text, str) or not 0 < len(text) <= 40 or "\0" in text:
             raise error(name, text, "1 to 40 characters without NUL")
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise error(name, text, "text without lone surrogates") from None
+        encode_text(name, text, error)
     return tuple(given)
 
 
@@ -349,10 +322,7 @@ def _check_text(name: str, text: object, n_bytes_max: int) -> None:
     error = InvalidRequestError
     if not isinstance(text, str) or not text:
         raise error(name, text, "text that is not empty")
-    try:
-        n_bytes = len(text.encode())
-    except UnicodeEncodeError:
-        raise error(name, text, "text without lone surrogates") from None
+    n_bytes = len(encode_text(name, text, error))
     if n_bytes > n_bytes_max:
         raise error(name, f"{n_bytes} bytes", f"at most {n_bytes_max} bytes")
 

@@ -89,24 +89,8 @@ async def burst(
 
     Parameters
     ----------
-    prompts : sequence of (str or sequence of int)
-        Texts, or token ids.
-    params : SamplingParams, optional
-        Of all requests; or its fields as keyword arguments, not both.
-    priority, timeout, **sampling
-        As for `Engine.stream`, of all requests.
-
-    Returns
-    -------
-    Records
-        One for each prompt, in their order, whatever became of it.
-
-    Raises
-    ------
-    TypeError
-        An unknown option, fields beside `params`, or one text in place of prompts.
-    InvalidRequestError
-        A sampling field that cannot be served.
+    prompts, params, priority, timeout, **sampling
+        As for `sequential`, and so are the records and the errors.
     """
     return await run_at_once(make_calls(engine, prompts, params, sampling, priority, timeout))
 
@@ -128,28 +112,15 @@ async def poisson(
 
     Parameters
     ----------
-    prompts : sequence of (str or sequence of int)
-        Texts, or token ids.
-    params : SamplingParams, optional
-        Of all requests; or its fields as keyword arguments, not both.
     rate : float
         Requests per second, on average.
     load_seed : int
         Of the times between them, which are drawn from an exponential distribution.
-    priority, timeout, **sampling
-        As for `Engine.stream`, of all requests.
-
-    Returns
-    -------
-    Records
-        One for each prompt, in their order, whatever became of it.
+    prompts, params, priority, timeout, **sampling
+        As for `sequential`, and so are the records and the errors.
 
     Raises
     ------
-    TypeError
-        An unknown option, fields beside `params`, or one text in place of prompts.
-    InvalidRequestError
-        A sampling field that cannot be served.
     ValueError
         The rate is not a positive number.
     """
@@ -178,29 +149,16 @@ async def cancel_storm(
 
     Parameters
     ----------
-    prompts : sequence of (str or sequence of int)
-        Texts, or token ids.
-    params : SamplingParams, optional
-        Of all requests; or its fields as keyword arguments, not both.
     load_seed : int
         Of who is cancelled, and when: see `Moment`.
     share : float
         How many of all are cancelled, 0 to 1, rounded up.  Who has ended before that has ended by
         itself.
-    priority, timeout, **sampling
-        As for `Engine.stream`, of all requests.
-
-    Returns
-    -------
-    Records
-        One for each prompt, in their order, whatever became of it.
+    prompts, params, priority, timeout, **sampling
+        As for `sequential`, and so are the records and the errors.
 
     Raises
     ------
-    TypeError
-        An unknown option, fields beside `params`, or one text in place of prompts.
-    InvalidRequestError
-        A sampling field that cannot be served.
     ValueError
         The share is not between 0 and 1.
     """
@@ -236,10 +194,6 @@ async def slow_readers(
 
     Parameters
     ----------
-    prompts : sequence of (str or sequence of int)
-        Texts, or token ids.
-    params : SamplingParams, optional
-        Of all requests; or its fields as keyword arguments, not both.
     load_seed : int
         Of who is slow.
     share : float
@@ -247,20 +201,11 @@ async def slow_readers(
         wait for, and they read on when all have stopped.
     n_deltas : int
         What a slow reader reads before it stops; with 0 it stops as soon as it is submitted.
-    priority, timeout, **sampling
-        As for `Engine.stream`, of all requests.
-
-    Returns
-    -------
-    Records
-        One for each prompt, in their order, whatever became of it.
+    prompts, params, priority, timeout, **sampling
+        As for `sequential`, and so are the records and the errors.
 
     Raises
     ------
-    TypeError
-        An unknown option, fields beside `params`, or one text in place of prompts.
-    InvalidRequestError
-        A sampling field that cannot be served.
     ValueError
         The share is not between 0 and 1, or `n_deltas` is negative.
     """

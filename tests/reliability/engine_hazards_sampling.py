@@ -6,15 +6,14 @@ from typing import Any
 
 from cllm import Completion, SamplingParams
 from cllm.engine.sampling_params import (
-    FLOAT_RANGES,
     INTEGER_RANGES,
     MAX_BIASES,
-    MAX_BREAKERS,
     MAX_STOP_BYTES,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKENS,
     MAY_BE_NONE,
 )
+from cllm.sampling_limits import FLOAT_RANGES, MAX_BREAKERS
 from tests.reliability.engine_hazard_case import (
     INF,
     N_VOCAB,

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cllm.checks import MAX_TEXT_BYTES
+from cllm.checks import MAX_TEXT_BYTES, encode_text
 from cllm.errors import InvalidRequestError
 
 # Many templates write `<|` + role + `|>`: any other text there would forge a control token.
@@ -98,11 +98,8 @@ class Copier:
     def _text(self, field: str, text: object) -> str:
         if not isinstance(text, str):
             raise InvalidRequestError(field, text, "a mapping with string keys")
-        try:
-            self._count(len(text) if text.isascii() else len(text.encode()))
-        except UnicodeEncodeError as error:
-            lone = text[error.start : error.start + 1]
-            raise InvalidRequestError(field, lone, "text without lone surrogates") from None
+        is_ascii = text.isascii()
+        self._count(len(text) if is_ascii else len(encode_text(field, text, InvalidRequestError)))
         return str.__str__(text)  # of a subclass only the text
 
     def _count(self, n_bytes: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 
+from cllm.checks import encode_text
 from cllm.engine.constraints.gbnf_rules import (
     MAX_CODE_POINT,
     NAMED_TOKEN,
@@ -58,14 +59,9 @@ def check_gbnf(text: str, n_vocab: int) -> None:
     if not isinstance(text, str):
         raise InvalidRequestError("grammar", text, "a string")
     # A character is at least a byte: do not encode gigabytes to count them.
-    if len(text) > MAX_GRAMMAR_BYTES:
-        n_bytes = len(text)
-    else:
-        try:
-            n_bytes = len(text.encode())
-        except UnicodeEncodeError as error:
-            lone = text[error.start : error.start + 1]
-            raise InvalidRequestError("grammar", lone, "text without lone surrogates") from None
+    n_bytes = len(text)
+    if n_bytes <= MAX_GRAMMAR_BYTES:
+        n_bytes = len(encode_text("grammar", text, InvalidRequestError))
     if n_bytes > MAX_GRAMMAR_BYTES:
         limit = f"at most {MAX_GRAMMAR_BYTES} bytes of UTF-8"
         raise InvalidRequestError("grammar", f"of {n_bytes} bytes or more", limit)

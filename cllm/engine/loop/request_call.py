@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from cllm.checks import INT32_MAX, MAX_TEXT_BYTES, check_float, check_int
+from cllm.checks import INT32_MAX, MAX_TEXT_BYTES, check_float, check_int, encode_text
 from cllm.engine.chat.chat_prompt import ChatPrompt
 from cllm.engine.sampling_params import SamplingOptions, SamplingParams
 from cllm.errors import InvalidRequestError, PromptTooLongError
@@ -96,11 +96,7 @@ def check_length(text: str, n_ctx: int, field: str = "prompt") -> None:
     """Refuse a text that cannot fit, before the time it takes to tokenize it."""
     if len(text) > n_ctx * MAX_CHARACTERS_PER_TOKEN:
         raise PromptTooLongError(len(text) // MAX_CHARACTERS_PER_TOKEN, n_ctx)
-    try:
-        n_bytes = len(text.encode())
-    except UnicodeEncodeError as error:
-        lone = text[error.start : error.start + 1]
-        raise InvalidRequestError(field, lone, "text without lone surrogates") from None
+    n_bytes = len(encode_text(field, text, InvalidRequestError))
     if n_bytes > MAX_TEXT_BYTES:
         raise InvalidRequestError(field, f"{n_bytes} bytes", f"at most {MAX_TEXT_BYTES} bytes")
 

@@ -1,0 +1,56 @@
+"""What the numbers of samplers may be: one table for `SamplingParams` and for the bindings.
+
+Within these, llama.cpp's probabilities stay finite and its buffers small; nobody has a use for what is
+beyond.  `SamplingParams` is stricter or freer only where a number means something else there, such as
+-1 for the whole context.
+"""
+
+from __future__ import annotations
+
+from cllm.checks import INT32_MAX, MAX_SEED, ErrorType, check_float, check_int
+from cllm.errors import InvalidArgumentError
+
+# Ring buffers of this length are allocated at once; more than a context can hold is useless.
+MAX_LAST_N = 1 << 20
+MAX_BREAKERS = 64
+MAX_BIAS = 1e4
+MIN_TEMPERATURE = 1e-3  # below, but for 0, the largest probability is not finite
+
+INTEGER_RANGES = {
+    "top_k": (-1, INT32_MAX),
+    "repeat_last_n": (-1, MAX_LAST_N),
+    "dry_allowed_length": (0, MAX_LAST_N),
+    "dry_penalty_last_n": (-1, MAX_LAST_N),
+    "mirostat": (0, 2),
+    "min_keep": (0, MAX_LAST_N),
+    "seed": (0, MAX_SEED),
+}
+FLOAT_RANGES = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "typical_p": (0.0, 1.0),
+    "top_n_sigma": (-1.0, 1e4),
+    "xtc_probability": (0.0, 1.0),
+    "xtc_threshold": (0.0, 1.0),
+    "dynatemp_range": (0.0, 100.0),
+    "dynatemp_exponent": (0.0, 100.0),
+    # 0 divides by nothing and gives infinities: the last token of the vocabulary would win.
+    "repeat_penalty": (1e-3, 1e3),
+    "presence_penalty": (-100.0, 100.0),
+    "frequency_penalty": (-100.0, 100.0),
+    "dry_multiplier": (0.0, 100.0),
+    "dry_base": (0.0, 100.0),
+    "mirostat_tau": (0.0, 1e4),
+    "mirostat_eta": (0.0, 1e4),
+}
+
+
+def check_limits(field: str, value: object, error: ErrorType = InvalidArgumentError) -> float:
+    """`value` if the table allows it for this field; an integer stays one."""
+    if field in INTEGER_RANGES:
+        return check_int(field, value, *INTEGER_RANGES[field], error)
+    number = check_float(field, value, *FLOAT_RANGES[field], error)
+    if field == "temperature" and 0.0 < number < MIN_TEMPERATURE:
+        raise error(field, value, f"0 or at least {MIN_TEMPERATURE:g}")
+    return number
