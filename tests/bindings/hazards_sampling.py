@@ -123,7 +123,7 @@ for method, arguments, message in (
     ("add_penalties", {"last_n": 64, "repeat": 0.0}, "repeat_penalty is 0.0, must be 0.001 to"),
     ("add_dry", {**GOOD["add_dry"], "last_n": INT_MAX}, f"dry_penalty_last_n is {INT_MAX}, must"),
     ("add_dry", {**GOOD["add_dry"], "sequence_breakers": ["a"] * 257},
-     "dry_sequence_breakers is 257, must be 0 to 256"),
+     "dry_sequence_breakers is 257, must be 0 to 64"),
     ("add_dry", {**GOOD["add_dry"], "sequence_breakers": ["a\0"]}, "is 'a\\x00', must be"),
     ("add_dry", {**GOOD["add_dry"], "sequence_breakers": ["\ud800"]}, "is '\\ud800', must be"),
     ("add_dry", {**GOOD["add_dry"], "sequence_breakers": [b"a"]}, "is b'a', must be a str"),

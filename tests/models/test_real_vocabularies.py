@@ -297,7 +297,9 @@ async def opened(vocab: object, prompt: str | tuple[int, ...], gate: QueueGate) 
         found.append(request.strips_space)
 
     dispatcher = SimpleNamespace(
-        model=SimpleNamespace(n_ctx=64), is_open=lambda request_id: False, submit=submit
+        model=SimpleNamespace(n_ctx_train=10**6, n_ctx=64),
+        is_open=lambda request_id: False,
+        submit=submit,
     )
     workers = WorkerThreads()
     input_processor = InputProcessor(

@@ -17,8 +17,10 @@ import anyio
 import pytest
 
 from cllm import Completion, Engine, FinishReason, TokenStream
+from cllm.bindings import Grammar
 from cllm.engine.core import swap_store
 from cllm.engine.core.messages import CancelRequest, Command
+from cllm.engine.llama.sampler import SamplerFactory
 from cllm.engine.thread import inference_thread
 from cllm.errors import CllmError, EngineFailedError, GenerationError
 from tests.conftest import QUIET, our_threads, put_at_once
@@ -62,7 +64,13 @@ PROBE: tuple[str, dict[str, Any]] = ("Hello", {"temperature": 0.0, "max_tokens":
 ABOUT_CHATS = ("llama_vocab_get_attr", "llama_vocab_get_text")
 # Where llama.cpp lies about its cells, or has no way to say that it did not copy them, an audit says so.
 TOLD_BY_AUDITS = ("llama_memory_seq_pos_min", "llama_memory_seq_pos_max", "llama_memory_seq_cp")
-SERVING = Counter({"llama_model_load_from_file": 1, "llama_init_from_model": 1})
+# The grammar that was parsed last is remembered.
+SERVING = Counter(
+    {
+        "llama_model_load_from_file": 1, "llama_init_from_model": 1,
+        "llama_sampler_init_grammar": 1,
+    }
+)  # fmt: skip
 HANG_S = 20.0  # a run takes less than a tenth of a second
 
 Answer = Completion | Exception
@@ -335,6 +343,13 @@ def _always_the_same() -> Iterator[None]:
         patch.setattr(inference_thread, "AUDIT_EVERY_TICK", False)
         patch.setattr(inference_thread, "IDLE_AUDIT_S", float("inf"))
         patch.setattr(swap_store.SwapStore, "is_worth", lambda *_: True)
+        grammar_of = SamplerFactory._grammar
+
+        def parsed_anew(factory: SamplerFactory, text: str) -> Grammar:
+            factory.close()  # what it remembers: only the first run would parse
+            return grammar_of(factory, text)
+
+        patch.setattr(SamplerFactory, "_grammar", parsed_anew)
         yield
 
 

@@ -29,8 +29,9 @@ INJECTED = "injected"
 # What makes something that has to be freed, and what frees it.
 MAKES = (
     "llama_model_load_from_file", "llama_init_from_model", "llama_sampler_chain_init",
-    "llama_sampler_init_grammar",
+    "llama_sampler_init_grammar", "llama_sampler_clone",
 )  # fmt: skip
+GRAMMARS = ("llama_sampler_init_grammar", "llama_sampler_clone")
 FREES = ("llama_model_free", "llama_free", "llama_sampler_free")
 SAMPLER = h.DECLARATIONS.prototypes["llama_sampler_clone"].restype
 
@@ -176,9 +177,10 @@ class NativeFaults:
 
     def __enter__(self) -> Self:
         functions = vars(library())
-        self._real = {name: functions[name] for name in h.DECLARATIONS.prototypes}
+        both_ways = {f"{name}_releasing_gil": name for name in h.BOTH_WAYS}
+        self._real = {name: functions[name] for name in [*h.DECLARATIONS.prototypes, *both_ways]}
         for name, real in self._real.items():
-            setattr(library(), name, _Watched(self, name, real))
+            setattr(library(), name, _Watched(self, both_ways.get(name, name), real))
         return self
 
     def __exit__(
@@ -222,7 +224,7 @@ class NativeFaults:
             result = fault.outcome.act(call)
         if name.startswith("llama_sampler_") and isinstance(result, SAMPLER) and result:
             served = self.opening or _served()
-            self._samplers[_address(result)] = served, name == "llama_sampler_init_grammar"
+            self._samplers[_address(result)] = served, name in GRAMMARS
         return result
 
     def _make(self, name: str, real: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

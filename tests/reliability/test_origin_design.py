@@ -192,8 +192,8 @@ def test_o8_one_way_leads_from_a_plan_to_llama_decode() -> None:
     """One request or many: the same `Batch.add`, the same positions, the same call."""
     assert [where.split(":")[0] for where in _calls("llama_decode")] == ["bindings/context.py"]
     fills = [line for line in _calls("_fill_batch") if line.startswith("engine/")]
-    assert [where.split(":")[0] for where in fills] == ["engine/tick.py"]
-    source = (PACKAGE / "engine" / "tick.py").read_text()
+    assert [where.split(":")[0] for where in fills] == ["engine/core/engine_core.py"]
+    source = (PACKAGE / "engine" / "core" / "engine_core.py").read_text()
     body = ast.parse(source)
     (fill,) = (n for n in ast.walk(body) if getattr(n, "name", "") == "_fill_batch")
     names = {n.attr for n in ast.walk(fill) if isinstance(n, ast.Attribute)}

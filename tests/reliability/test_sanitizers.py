@@ -138,7 +138,11 @@ def test_only_pythons_own_leaks_are_nobodys_fault() -> None:
 def test_what_is_expected_of_one_process_is_not_of_another() -> None:
     expected = Expected(("heap-buffer-overflow",), "cllm.engine.llama.trial_child", "")
     assert sort_out(parse(OVERFLOW, COMMAND), [expected]).expected == {expected: 1}
-    for other in ("", "/usr/bin/python -m pytest ", COMMAND.replace("helper", "helpers")):
+    for other in (
+        "",
+        "/usr/bin/python -m pytest ",
+        COMMAND.replace("trial_child", "trial_children"),
+    ):
         assert len(sort_out(parse(OVERFLOW, other), [expected]).wrong) == 1
     assert len(sort_out(parse(LOST, COMMAND), [expected]).wrong) == 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import secrets
 import time
@@ -22,6 +23,8 @@ from cllm.engine.sampling.batch_sampler import TokenSampler
 from cllm.engine.sampling.row_sampler import TOUCHING, RowSampler
 from cllm.engine.sampling_params import SamplingParams, window
 from cllm.errors import CllmError
+
+logger = logging.getLogger("cllm.engine")
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -239,8 +242,16 @@ class SamplerFactory:
 
     def close(self) -> None:
         """Free the grammars that it remembers."""
-        while self._parsed:
-            self._parsed.popitem()[1].close()
+        self._remember(0)
+
+    def _remember(self, n_grammars: int) -> None:
+        """Free the least recently used but so many; whose use that meets has no part in it."""
+        while len(self._parsed) > n_grammars:
+            _, grammar = self._parsed.popitem(last=False)
+            try:
+                grammar.close()
+            except Exception:
+                logger.exception("a grammar that is not used any more")
 
     def __call__(self, request: GenerationRequest) -> TokenSampler | None:
         """None if the most likely token is always the choice."""
@@ -290,8 +301,7 @@ class SamplerFactory:
         parsed = self._parsed
         if text not in parsed:
             parsed[text] = Grammar(self._model.vocab, text)
-            while len(parsed) > N_PARSED_MAX:
-                parsed.popitem(last=False)[1].close()
+            self._remember(N_PARSED_MAX)
         parsed.move_to_end(text)
         return parsed[text]
 

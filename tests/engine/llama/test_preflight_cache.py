@@ -158,7 +158,7 @@ def test_a_relative_cache_directory_counts_as_none(
     monkeypatch.setenv("HOME", str(tmp_path))
     for value in ("", "relative"):
         monkeypatch.setenv("XDG_CACHE_HOME", value)
-        assert registry_path() == tmp_path / ".cache" / "cllm" / "preflight_cache.json"
+        assert registry_path() == tmp_path / ".cache" / "cllm" / "seen_models.json"
 
 
 # --- The engine ------------------------------------------------------------------------------
