@@ -1,4 +1,4 @@
-"""All cases of the hazards of `hazards.md`, tables 1.1 to 1.9, that a caller of the engine can try."""
+"""All cases of `hazard_rows`, the table of what libllama aborts, hangs or lies on, that a caller of the engine can try."""
 
 from __future__ import annotations
 

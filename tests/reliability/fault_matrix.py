@@ -42,7 +42,7 @@ CLAIM = (
 class Suffers(StrEnum):
     """Who a fault is to cost something."""
 
-    NOBODY = "nobody notices"
+    NOBODY = "no request affected"
     ITS_REQUEST = "its request ends with error"
     ENGINE = "engine fails, everybody told"
 

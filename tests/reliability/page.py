@@ -22,12 +22,13 @@ PROOFS = {
     "sanitizers": "Sanitizers",
     "leaks": "Leaks",
 }
+MAX_ROWS = 12  # of a table; the rows of a longer one stand in its record
 INTRODUCTION = """\
 # What survives what
 
 libllama is not a library that returns errors: it aborts, hangs and lies (an exception of C++ that reaches Python ends the process). This page
 says what of that reaches a program that embeds cllm. Every section is what one program found and wrote; the command in it runs it
-again, and its last line says where and on which commit. The suite (`make test`) runs the same programs with smaller numbers, but for the two that need a
+again, and its last line says where and on which commit. `make test-full` runs the same programs with smaller numbers, but for the two that need a
 libllama with sanitizers; `.ci/run` runs as many in full as it has time for.
 
 What no guard in the process can hold is the end of the process itself: memory that runs out inside a decode, a GPU that is gone, a mapped
@@ -47,6 +48,10 @@ def section(title: str, record: Record) -> str:
     lines = [f"## {title}", "", record.claim, "", "```", record.command, "```", ""]
     lines += _table(Table(("", ""), [(name, value) for name, value in record.figures.items()]))
     for table in record.tables:
+        if len(table.rows) > MAX_ROWS:
+            path = (RESULTS / f"{record.name}.json").relative_to(ROOT)
+            lines += [f"{len(table.rows)} rows, by {table.head[0]}: [{path.name}](../{path}).", ""]
+            continue
         lines += [table.caption, ""] if table.caption else []
         lines += _table(table)
     lines += [f"*{record.machine}; {record.commit}.*", ""]

@@ -1,4 +1,4 @@
-"""`/generate` and the routes beside it keep contract §3, asked over a real connection."""
+"""`/generate` and the routes beside it answer as docs/server.md says, asked over a real connection."""
 
 from __future__ import annotations
 

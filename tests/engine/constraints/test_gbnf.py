@@ -87,7 +87,7 @@ GOOD = {
     "few empty parts": 'root ::= ("a"? "b"?){8} "c"? "d"?',
     "all repetitions": 'root ::= "a"{1000} "b"{0,500} "c"{1000,}',
 }
-# What `hazards.md` (1.6) found to hang or end the process, and its relatives.
+# What was found to hang llama.cpp or to end the process, and its relatives.
 HAZARDS = {
     "fewer at most than at least": ('root ::= "a"{5,2}', "m <= n"),
     "50,000 brackets": ("root ::= " + "(" * 50_000, "at most 64 brackets"),
