@@ -1,12 +1,15 @@
 # The two commands of the README, and what CI runs.  Everything is quick the second time.
-.PHONY: demo test test-exhaustive test-asan test-leaks soak check bench native clean help
+.PHONY: demo test test-full test-exhaustive test-asan test-leaks soak check bench native clean help
 
 PYTHON ?= python3
 MINUTES ?= 1
+# One file is for one process: its fixtures are made once.
+WORKERS ?= -n auto --maxprocesses=8 --dist loadfile
 
 help:
 	@echo "make demo    install, build libllama, and watch eight answers at once"
-	@echo "make test    install, and run the whole test suite"
+	@echo "make test    install, and run the fast tests: two minutes"
+	@echo "make test-full         all tests: some five minutes on two cores"
 	@echo "make test-exhaustive   the full numbers of docs/reliability.md"
 	@echo "make test-asan   the suites of bindings and engine with sanitizers in libllama"
 	@echo "make test-leaks  a thousand requests under LeakSanitizer: nothing grows"
@@ -19,14 +22,20 @@ demo:
 	@PYTHON=$(PYTHON) tools/setup.sh server
 	@.venv/bin/cllm demo
 
+# What to run before each commit; PYTEST_ARGS="-n0 -k name" for one of it.
 test:
 	@PYTHON=$(PYTHON) tools/setup.sh dev
-	@.venv/bin/python -m pytest $(PYTEST_ARGS)
+	@.venv/bin/python -m pytest -q $(WORKERS) $(PYTEST_ARGS)
 
-# What the suite leaves out: the full numbers of docs/reliability.md.
+# With the tests that take seconds each.
+test-full:
+	@PYTHON=$(PYTHON) tools/setup.sh dev
+	@.venv/bin/python -m pytest -q $(WORKERS) -m "not exhaustive" --timeout=300 $(PYTEST_ARGS)
+
+# What both leave out: the full numbers of docs/reliability.md.
 test-exhaustive:
 	@PYTHON=$(PYTHON) tools/setup.sh dev
-	@.venv/bin/python -m pytest -m exhaustive $(PYTEST_ARGS)
+	@.venv/bin/python -m pytest -m exhaustive --timeout=1800 $(PYTEST_ARGS)
 
 # gcc on Linux.  The first time, building takes a quarter of an hour.
 # ASAN_ARGS="tests/bindings --reports DIR": only these tests, and keep the reports.

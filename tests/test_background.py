@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 # Replaces itself by a command that ignores SIGINT, as a shell without job control does for `&`.
 IN_THE_BACKGROUND = (
@@ -14,6 +16,7 @@ IN_THE_BACKGROUND = (
 )
 
 
+@pytest.mark.full
 def test_what_ends_by_ctrl_c_ends_where_sigint_is_ignored() -> None:
     name = "tests/cli/test_generate.py::test_ctrl_c_ends_it_with_130[prompts0]"
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0", name]

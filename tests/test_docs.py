@@ -25,6 +25,7 @@ EXAMPLES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("source", EXAMPLES)
 def test_an_example_runs_as_it_is_written(source: str) -> None:
     command = [sys.executable, "-W", "error::ResourceWarning", "-c", source]
@@ -46,6 +47,7 @@ def programs_with_tests() -> list[str]:
     return [program for program in programs if "def test_" in program]
 
 
+@pytest.mark.full
 def test_the_tests_of_the_page_about_testing_pass(tmp_path: Path) -> None:
     for number, program in enumerate(programs_with_tests()):
         (tmp_path / f"test_program_{number}.py").write_text(program)

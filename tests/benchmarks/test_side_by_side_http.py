@@ -29,6 +29,8 @@ from cllm.bindings import Model
 from tests.server.conftest import running
 from tools import make_model
 
+pytestmark = pytest.mark.full
+
 # Text that looks like what is counted, were its quotes not escaped, and what no event is.
 TRICKY = '"choices" data: [DONE]\n\n "error" 0\r\n\r\n 好'
 DONE, PING = "data: [DONE]\n\n", ":\n\n"

@@ -39,6 +39,7 @@ def test_defaults_are_shown_as_they_are_typed(command: str) -> None:
     assert "default: (" not in shown
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command", ["generate", "chat", "serve", "bench"])
 def test_every_command_has_every_option_of_the_engine(command: str) -> None:
     text = run_cllm(command, "--help", COLUMNS="300").stdout
@@ -63,6 +64,7 @@ def test_adapters_are_files_with_or_without_a_scale() -> None:
     assert given == (("a.gguf", 1.0), ("b.gguf", 0.5), ("c:d.gguf", 1.0))
 
 
+@pytest.mark.full
 def test_a_server_that_the_network_may_use_without_a_key_says_so() -> None:
     warning = "cllm: warning: whoever reaches 0.0.0.0 may use the model: there is no --api-key\n"
     for options, said in (((), ""), (("--host", "0.0.0.0"), warning)):

@@ -72,6 +72,7 @@ def test_without_matplotlib_one_line_says_so_and_the_rest_is_done(tmp_path: Path
     assert not path.exists()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -89,6 +90,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(arguments: list[str], message: 
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.full
 def test_a_plot_that_cannot_be_saved_is_refused_before_the_measurement(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for path in (tmp_path / "plot.what", tmp_path / "nowhere" / "plot.png"):

@@ -33,6 +33,7 @@ def test_the_demo_prints_eight_right_answers_from_shared_ticks() -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -36,6 +36,7 @@ def test_json_is_one_object_with_checks_experiments_and_the_answer() -> None:
     assert {check["status"] for check in told["checks"]} <= {"ok", "warning"}
 
 
+@pytest.mark.full
 def test_the_tables_show_each_experiment_its_verdict_and_the_answer() -> None:
     done = run_doctor("--quick", "--threads", "1")
     assert done.return_value == 0
@@ -49,6 +50,7 @@ def test_the_tables_show_each_experiment_its_verdict_and_the_answer() -> None:
     assert lines[-1].startswith("Does latency grow over identical requests here? No. ")
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not has_matplotlib(), reason="needs the extra plot")
 def test_a_picture_is_saved_where_it_was_asked_for(tmp_path: Path) -> None:
     picture = tmp_path / "doctor.png"
@@ -58,6 +60,7 @@ def test_a_picture_is_saved_where_it_was_asked_for(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["healthy"]
 
 
+@pytest.mark.full
 def test_without_matplotlib_it_says_so_in_one_line_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

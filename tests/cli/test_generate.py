@@ -86,6 +86,7 @@ def test_chat_puts_each_prompt_into_the_template_as_a_message() -> None:
     assert all(line["usage"]["n_prompt"] > len("1+1=") + 10 for line in lines)
 
 
+@pytest.mark.full
 def test_constraints_are_given_as_text_or_as_files(tmp_path: Path) -> None:
     schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.gbnf"
     schema.write_text('{"type": "object", "additionalProperties": false}')
@@ -132,6 +133,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(arguments: list[str], message: 
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.full
 def test_a_model_that_cannot_be_loaded_is_one_line_and_exit_code_1() -> None:
     for option in ("-m", "--model", "--model-path"):
         done = run_cllm("generate", "1+1=", option, "/nowhere.gguf")

@@ -40,6 +40,7 @@ def test_the_option_becomes_a_setting_that_reaches_the_worker(
     assert [engine.preflight for engine in given] == [expected]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["--supervise", "--no-supervise"])
 def test_a_model_that_aborts_its_process_ends_the_server_with_its_last_words(
     how: str, deadly_model: Path, tmp_path: Path

@@ -35,6 +35,7 @@ async def health_of(engine: Engine, status: EngineStatus) -> Health:
     return health
 
 
+@pytest.mark.full
 async def test_health_says_stalled_while_a_tick_takes_too_long_and_ready_after_it(
     anyio_backend: str,
 ) -> None:

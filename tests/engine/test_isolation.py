@@ -26,6 +26,7 @@ MIXED: list[tuple[str, str]] = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_all_ten_thousand_sums_are_right_64_at_once(anyio_backend: str) -> None:
     """And afterwards the proof that bypasses the bookkeeping holds: the cache has every cell again."""

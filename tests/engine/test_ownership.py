@@ -148,6 +148,7 @@ async def test_a_dropped_engine_warns_and_its_threads_end(anyio_backend: str) ->
     assert not tokenizer.is_alive()
 
 
+@pytest.mark.full
 @pytest.mark.anyio
 @pytest.mark.parametrize("has_failed", [False, True])
 async def test_the_error_of_a_request_does_not_keep_a_dropped_engine(
@@ -256,6 +257,7 @@ async def test_everybody_who_closes_waits_for_the_end(anyio_backend: str) -> Non
                 tasks.start_soon(close)
 
 
+@pytest.mark.full
 @pytest.mark.anyio
 async def test_the_process_that_tries_grammars_ends_with_a_dropped_engine(
     anyio_backend: str,

@@ -55,6 +55,7 @@ async def finish_all(streams: list[TokenStream]) -> list[Completion]:
 
 
 # --- Cells --------------------------------------------------------------------------------------
+@pytest.mark.full
 @pytest.mark.parametrize("options", [{}, {"swap_tokens": 0}, {"prefix_cache": False}], ids=str)
 async def test_requests_that_need_three_times_the_cache_all_finish_with_the_same_ids(
     anyio_backend: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -197,6 +198,7 @@ async def test_cancelling_inside_a_long_decode_aborts_it(
 
 
 # --- Readers that stop --------------------------------------------------------------------------
+@pytest.mark.full
 @LAYOUTS
 async def test_readers_that_stop_hold_a_buffer_and_nobody_up_and_read_on_to_the_right_end(
     anyio_backend: str, kv_unified: bool

@@ -16,7 +16,7 @@ import pytest
 from cllm import Completion, Engine, FinishReason, SamplingOptions
 from tests.conftest import QUIET
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.full]
 
 N_SCHEDULES = 50  # for each configuration and each event loop
 GREEDY: SamplingOptions = {"temperature": 0.0}

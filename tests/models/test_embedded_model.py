@@ -18,7 +18,7 @@ from cllm.bindings import Model
 from cllm.engine.config import EMBEDDED_MODEL
 from tests.conftest import QUIET
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.full]
 
 GREEDY: SamplingOptions = {"temperature": 0.0}
 N_SAMPLE = 60

@@ -30,6 +30,8 @@ from cllm.engine.request import GenerationRequest
 from cllm.engine.sampling_params import SamplingParams
 from cllm.engine.thread.worker_thread import WorkerThreads
 
+pytestmark = pytest.mark.full
+
 # Those that llama.cpp has cases for, and the others.
 WITH_CASES = (
     "bert-bge", "command-r", "deepseek-coder", "deepseek-llm", "falcon", "gemma-4", "gpt-2",

@@ -1,4 +1,4 @@
-"""All cases of `hazard_rows`, the table of what libllama aborts, hangs or lies on, that a caller of the engine can try."""
+"""All cases of the rows of `hazard_rows` that a caller of the engine can try."""
 
 from __future__ import annotations
 

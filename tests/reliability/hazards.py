@@ -1,6 +1,6 @@
 """`python -m tests.reliability.hazards [--save]`: whatever would abort, hang or mislead libllama.
 
-Every row of `hazard_rows`, the table of what libllama aborts, hangs or lies on, through the bindings and through the engine, each case
+Every row of `hazard_rows`, through the bindings and through the engine, each case
 in a process of its own: no signal, the documented error, and whoever was beside it unharmed.
 """
 

@@ -14,6 +14,8 @@ from tests.reliability.api_fuzz import DOCUMENTED, Fuzz
 from tests.reliability.api_fuzz_calls import Call
 from tests.reliability.fuzzing import CHECK_EVERY, Findings, in_child
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.parametrize(
     ("n_examples", "time_limit_s"),

@@ -13,6 +13,8 @@ from tests.reliability.bindings_fuzz import Fuzz
 from tests.reliability.bindings_fuzz_calls import N_BATCH, N_SEQ_MAX, Bench, Call
 from tests.reliability.fuzzing import CHECK_EVERY, Findings, in_child
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.parametrize(
     ("n_examples", "time_limit_s"),

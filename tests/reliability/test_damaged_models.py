@@ -9,6 +9,8 @@ import pytest
 from tests.reliability.damaged_models import Verdict, examine, findings
 from tests.reliability.gguf_damage import BASES, KINDS, N_FILES, base, corpus, damage, members
 
+pytestmark = pytest.mark.full
+
 N_BY_DEFAULT = 60
 
 

@@ -17,6 +17,8 @@ from tests.reliability.damaged_states import (
     examine,
 )
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_damaged_copy_of_a_sequence_is_restored(layout: str) -> None:

@@ -16,6 +16,8 @@ from tests.reliability.engine_hazards import CASES
 from tests.reliability.hazard_rows import ROWS, faults
 from tests.reliability.hazards import Outcome, Runner, complaint, engine_server, in_advance
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def run_isolated(request: pytest.FixtureRequest) -> Iterator[Runner]:

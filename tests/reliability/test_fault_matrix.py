@@ -27,6 +27,8 @@ from tests.reliability.fault_matrix import (
 from tests.reliability.fault_workload import NAMES, Bench
 from tests.reliability.native_faults import Fault, NativeFaults, Outcome, changes, raises, returns
 
+pytestmark = pytest.mark.full
+
 # Half of the moments under each event loop.  At its calls 44 and 51 a sampler works for a grammar.
 CALLS = {"asyncio": (1, 44), "trio": (13, 51)}
 

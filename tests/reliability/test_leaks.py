@@ -24,6 +24,8 @@ from tests.reliability.leaks import (
 from tests.reliability.memory_faults import LEAK
 from tests.reliability.sanitized import Findings, Report
 
+pytestmark = pytest.mark.full
+
 needs_mallinfo = pytest.mark.skipif(
     math.isnan(malloc_mib()), reason="only glibc says what malloc has given out"
 )

@@ -20,6 +20,8 @@ from tests.reliability.lifecycle import (
 )
 from tests.reliability.lifecycle_requests import METHODS
 
+pytestmark = pytest.mark.full
+
 # One try of each under one of the event loops; under both, one for each moment of `close_during`, and
 # some moments of a signal.
 TRIES = {

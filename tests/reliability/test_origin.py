@@ -302,6 +302,7 @@ def test_o10_a_batch_that_skips_a_position_is_not_even_filled() -> None:
 
 
 # --- O11: latency that grew -----------------------------------------------------------------------
+@pytest.mark.full
 @pytest.mark.parametrize("prefix_cache", [False, True], ids=["no prefix cache", "prefix cache"])
 @pytest.mark.parametrize(
     ("n_requests", "max_tokens"),
@@ -326,6 +327,7 @@ async def test_o11_identical_requests_compute_identical_rows(
         await assert_idle_and_clean(engine)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("prefix_cache", [False, True])
 @pytest.mark.parametrize("is_distinct", [False, True])
 async def test_o11_the_thousandth_request_computes_the_rows_of_the_first(
@@ -348,6 +350,7 @@ async def test_o11_the_thousandth_request_computes_the_rows_of_the_first(
         await assert_idle_and_clean(engine)
 
 
+@pytest.mark.full
 async def test_o11_a_load_of_identical_requests_does_not_drift(engine: Engine) -> None:
     assert_no_drift(await sequential(engine, ["count:1..9"] * 100, **GREEDY))
 

@@ -36,7 +36,7 @@ from tests.reliability.soak_phases import (
     with_faults,
 )
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.full]
 
 
 def sample(minute: float, rss_mib: float = 100.0, **changes: Any) -> Sample:

@@ -251,6 +251,7 @@ def test_a_raw_grammar_is_off_by_default(client: httpx.Client) -> None:
     assert "--allow-grammar" in error["message"]
 
 
+@pytest.mark.full
 def test_a_raw_grammar_is_followed_where_it_is_allowed(tmp_path: Path) -> None:
     with running(tmp_path / "log", "--allow-grammar") as server, server.client() as client:
         assert ask(client, grammar='root ::= "no " "9" [0-9]').json()["text"].startswith("no 9")

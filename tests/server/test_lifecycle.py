@@ -60,6 +60,7 @@ def text_of(lines: Any) -> str:
     return "".join(event["text"] for event in events)
 
 
+@pytest.mark.full
 def test_health_is_503_while_the_model_is_loaded(tmp_path: Path) -> None:
     with Server(tmp_path / "log", *SLOW_TO_LOAD) as server:  # it listens before its worker is there
         response = server.get("/health")
@@ -70,6 +71,7 @@ def test_health_is_503_while_the_model_is_loaded(tmp_path: Path) -> None:
         assert server.generate("1+1=").json()["text"] == "2"
 
 
+@pytest.mark.full
 def test_a_request_while_the_model_is_loaded_is_503_with_retry_after(tmp_path: Path) -> None:
     with Server(tmp_path / "log", *SLOW_TO_LOAD) as server:
         response = server.generate("1+1=")
@@ -85,6 +87,7 @@ MOMENTS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_sigterm_ends_a_server_at_any_moment_of_its_start(tmp_path: Path, moment: str) -> None:
     with Server(tmp_path / "log") as server:
@@ -95,6 +98,7 @@ def test_sigterm_ends_a_server_at_any_moment_of_its_start(tmp_path: Path, moment
         assert not any(is_alive(pid) for pid in server.worker_pids)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", [(), ("--no-supervise",)])
 def test_sigterm_admits_nobody_and_finishes_what_runs(
     tmp_path: Path, options: tuple[str, ...]
@@ -111,6 +115,7 @@ def test_sigterm_admits_nobody_and_finishes_what_runs(
         assert "Traceback" not in server.log
 
 
+@pytest.mark.full
 def test_what_waits_in_the_queue_is_finished_too(tmp_path: Path) -> None:
     answers: list[httpx.Response] = []
     with running(tmp_path / "log", "--n-seq-max", "1") as server, server.client() as client:
@@ -129,6 +134,7 @@ def test_what_waits_in_the_queue_is_finished_too(tmp_path: Path) -> None:
     assert [answer.json()["text"] for answer in answers] == ["95"] * 4
 
 
+@pytest.mark.full
 def test_what_does_not_end_is_given_up_after_the_drain_timeout(tmp_path: Path) -> None:
     with (
         running(tmp_path / "log", *VAST, "--drain-timeout", "1") as server,
@@ -141,6 +147,7 @@ def test_what_does_not_end_is_given_up_after_the_drain_timeout(tmp_path: Path) -
     assert json.loads(last.removeprefix("data: "))["finish_reason"] == "cancelled"
 
 
+@pytest.mark.full
 def test_an_openai_client_is_told_that_the_drain_timeout_has_passed(tmp_path: Path) -> None:
     body = {"prompt": LONG, "max_tokens": 30_000, "ignore_eos": True, "temperature": 0}
     answers: list[httpx.Response] = []
@@ -157,6 +164,7 @@ def test_an_openai_client_is_told_that_the_drain_timeout_has_passed(tmp_path: Pa
     assert refusal_of(answers[0], 503)["code"] == "unavailable"
 
 
+@pytest.mark.full
 def test_an_idle_connection_does_not_delay_the_end(tmp_path: Path) -> None:
     with running(tmp_path / "log") as server, server.client() as client:
         client.get("/health")
@@ -172,6 +180,7 @@ def test_sigint_finishes_what_runs(tmp_path: Path, options: tuple[str, ...]) -> 
         assert server.process.wait(30) == 130
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", [(), ("--no-supervise",)])
 def test_sigint_twice_is_at_once(tmp_path: Path, options: tuple[str, ...]) -> None:
     with running(tmp_path / "log", *VAST, *options) as server, server.client() as client:
@@ -204,6 +213,7 @@ class Client(threading.Thread):
             self.ending = error
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGABRT, signal.SIGSEGV, signal.SIGKILL])
 def test_a_killed_worker_is_replaced(tmp_path: Path, number: signal.Signals) -> None:
     with running(tmp_path / "log", *VAST) as server:
@@ -228,6 +238,7 @@ def test_a_killed_worker_is_replaced(tmp_path: Path, number: signal.Signals) -> 
         server.wait_idle()
 
 
+@pytest.mark.full
 def test_a_server_that_is_killed_again_and_again_gives_up(tmp_path: Path) -> None:
     with running(tmp_path / "log") as server:
         for n_workers in range(1, 5):
@@ -239,6 +250,7 @@ def test_a_server_that_is_killed_again_and_again_gives_up(tmp_path: Path) -> Non
         assert "Traceback" not in server.log
 
 
+@pytest.mark.full
 def test_a_worker_ends_when_its_supervisor_is_gone(tmp_path: Path) -> None:
     with running(tmp_path / "log") as server, server.client() as client:
         with streaming(client, **MANY) as lines:
@@ -260,6 +272,7 @@ def fails(*options: str) -> str:
     return done.stderr
 
 
+@pytest.mark.full
 def test_what_cannot_be_served_is_said_in_one_line(server: Server, tmp_path: Path) -> None:
     (in_use,) = fails("--port", str(server.port)).splitlines()
     assert f"cannot listen on 127.0.0.1:{server.port}" in in_use

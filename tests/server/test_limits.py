@@ -284,6 +284,7 @@ def test_other_methods_and_paths_have_their_own_errors(client: httpx.Client) -> 
         refusal_of(client.get(path), 404)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("path", "body"),
     [

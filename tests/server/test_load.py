@@ -32,7 +32,7 @@ from tests.server.conftest import (
     wait_until,
 )
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.full]
 
 N_CLIENTS, N_REQUESTS = 200, 10
 N_DISCONNECTS = 500

@@ -14,6 +14,7 @@ from cllm.server.logs import JsonFormatter, _is_fault
 from tests.server.conftest import running
 
 
+@pytest.mark.full
 def test_every_line_is_an_object_where_programs_read_them(tmp_path: Path) -> None:
     """But for the address, which is there before any worker."""
     with running(tmp_path / "log", environment={"CLLM_LOG_FORMAT": "json"}) as server:

@@ -120,6 +120,7 @@ def test_what_is_not_there_is_not_found(api: openai.OpenAI) -> None:
     assert error.type == "not_found_error"
 
 
+@pytest.mark.full
 def test_keys_and_queues_are_the_client_s_errors(tmp_path: Path) -> None:
     options = ("--api-key", "right", "--n-seq-max", "1", "--max-queue", "1")
     with running(tmp_path / "log", *options) as server:

@@ -12,6 +12,8 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.server.conftest import Server
 
+pytestmark = pytest.mark.full
+
 # Of each hundred, by route; those without a body have little to vary.
 SHARES = {
     "/generate": 30,

@@ -18,6 +18,8 @@ from cllm import CllmError, SamplingParams
 from cllm.server.tracing import Tracing
 from tests.server.conftest import Server, ask, hasty, streaming
 
+pytestmark = pytest.mark.full
+
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 

@@ -244,6 +244,7 @@ async def test_a_storm_on_few_prompts_cancels_one_at_a_moment_of_the_seeds(
     assert moments == {(1, False), (1, True), (2, True)}
 
 
+@pytest.mark.full
 async def test_a_share_is_rounded_up_but_not_for_an_error_of_floating_point(
     engine: Engine,
 ) -> None:

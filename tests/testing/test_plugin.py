@@ -213,6 +213,7 @@ def test_a_marker_that_cannot_be_followed_is_an_error_that_names_what_is_wrong(
     )
 
 
+@pytest.mark.full
 def test_books_that_disagree_fail_the_test_that_used_the_engine(suite: pytest.Pytester) -> None:
     source = """
     import pytest
@@ -280,6 +281,7 @@ def test_an_engine_that_is_stuck_in_a_decode_is_closed(
     check(run(suite, BACKENDS + dedent(source)), passed=2)
 
 
+@pytest.mark.full
 def test_a_suite_that_uses_no_engine_does_not_import_cllm(suite: pytest.Pytester) -> None:
     source = "import sys\ndef test_theirs(): assert 'cllm' not in sys.modules"
     check(run(suite, source, in_own_process=True), passed=1)

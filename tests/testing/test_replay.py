@@ -94,6 +94,7 @@ def log_of(path: Path, number: int, **options: Any) -> LoggedBench:
     return sim
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [

@@ -166,6 +166,7 @@ def test_there_are_many_real_templates() -> None:
     assert len(TEMPLATES) >= 60
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
 def test_a_real_template_gives_the_text_of_transformers(path: Path) -> None:
     source = path.read_text()

@@ -131,6 +131,7 @@ def test_no_name_of_a_caller_is_in_a_piece_of_the_template(
         assert found[name] <= own[name] * n_turns, (name, found)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", FAITHFUL)
 @given(st.tuples(TEXTS, TEXTS))
 def test_the_text_is_that_of_transformers(kind: str, texts: tuple[str, str]) -> None:

@@ -238,6 +238,7 @@ def refused(template: ChatTemplate) -> InvalidRequestError:
     return error
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("source", ENDLESS.values(), ids=ENDLESS.keys())
 def test_a_template_that_goes_on_is_stopped_by_the_clock(source: str) -> None:
     seconds = count(step=MAX_SECONDS / 1000)
@@ -258,11 +259,13 @@ def test_a_clock_that_stands_still_does_not_help_a_template() -> None:
         template.render([{"role": "user", "content": "Hi"}])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("source", HUGE.values(), ids=HUGE.keys())
 def test_what_would_be_huge_is_not_made(source: str) -> None:
     assert refused(compiled(source)).field == "chat_template"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "kind", ["slices kept", "lists kept", "splits kept", "map center", "output"]
 )

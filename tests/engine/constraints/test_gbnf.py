@@ -238,6 +238,7 @@ def fill(start: str, unit: str, end: str = "") -> str:
     return start + unit * ((65_536 - len(start) - len(end)) // len(unit)) + end
 
 
+@pytest.mark.full
 @pytest.mark.timeout(20)
 def test_the_largest_grammars_take_no_time() -> None:
     """A few hundred milliseconds in all; what is not linear would take minutes."""

@@ -36,6 +36,7 @@ with Model(sys.argv[1], vocab_only=True) as model:
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     ["llama-spm", "phi-3", "baichuan", "deepseek-llm", "gpt-neox", "aquila", "qwen2", "llama-bpe"],

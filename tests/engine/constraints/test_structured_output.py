@@ -90,6 +90,7 @@ def _part(choose: random.Random, depth: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.full
 async def test_every_completed_output_validates_against_its_schema(
     random_engine: Engine, anyio_backend: str
 ) -> None:
@@ -218,6 +219,7 @@ MALICIOUS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 @on_either_loop("name", MALICIOUS)
 async def test_a_malicious_constraint_is_refused_and_harms_nobody(
     engine: Engine, name: str

@@ -126,6 +126,7 @@ async def test_the_grammars_of_llama_cpp_pass(
         assert await verdict(trial, text) is None
 
 
+@pytest.mark.full
 @pytest.mark.anyio
 @on_either_loop("name", RAW)
 async def test_what_llama_cpp_cannot_stand_is_refused_and_the_next_is_tried(
@@ -137,6 +138,7 @@ async def test_what_llama_cpp_cannot_stand_is_refused_and_the_next_is_tried(
     assert await verdict(trial, 'root ::= "ok"') is None
 
 
+@pytest.mark.full
 @pytest.mark.anyio
 async def test_what_no_text_shows_is_refused_and_the_next_is_tried(
     trial: ConstraintTrial, monkeypatch: pytest.MonkeyPatch
@@ -148,6 +150,7 @@ async def test_what_no_text_shows_is_refused_and_the_next_is_tried(
         assert await verdict(trial, f'root ::= "{name}"') is None
 
 
+@pytest.mark.full
 @pytest.mark.anyio
 async def test_a_grammar_that_takes_the_memory_is_fatal(
     trial: ConstraintTrial, monkeypatch: pytest.MonkeyPatch
@@ -318,6 +321,7 @@ async def test_closing_before_the_first_trial_does_nothing() -> None:
         await trial.run('root ::= "a"')
 
 
+@pytest.mark.full
 @pytest.mark.anyio
 async def test_a_process_that_cannot_start_is_no_fault_of_the_grammar(
     anyio_backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -397,6 +401,7 @@ def definitions(name: str) -> st.SearchStrategy[str]:
 GRAMMARS = st.tuples(*map(definitions, NAMES)).map("\n".join)
 
 
+@pytest.mark.full
 @pytest.mark.anyio
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much])
 @given(text=GRAMMARS.filter(lambda text: refusal(text) is None))

@@ -259,6 +259,7 @@ def test_a_mix_under_pressure_is_scored_right(n_batch: int, memory: dict[str, An
 FAULTS: list[Fault] = [1, 2, -1, -2, RuntimeError("scripted"), "nan"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("fault", "n_times", "memory"),
     [

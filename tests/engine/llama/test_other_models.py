@@ -42,6 +42,7 @@ async def test_every_architecture_generates_in_company_and_leaves_nothing(
         assert engine.statistics().n_kv_cells_used == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [

@@ -129,6 +129,7 @@ async def test_a_model_that_can_be_loaded_but_not_decoded_with_is_an_error(
     assert "SIGABRT ends a process with it" in (await failure_of(damaged)).reason
 
 
+@pytest.mark.full
 @pytest.mark.anyio
 async def test_what_the_engine_refuses_is_said_in_its_own_words(
     tiny_model_path: Path, tmp_path: Path, anyio_backend: str
@@ -254,6 +255,7 @@ async def test_a_child_that_ends_without_an_answer_is_an_error(
     assert (await failure_of(None)).reason.startswith(reason)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_trials_that_pass_fail_or_are_cancelled_leak_nothing(
     backend: str, deadly_model: Path
@@ -319,6 +321,7 @@ helper.main(sys.argv[1])
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("seconds", "returncode"), [(60, 1), (1, -signal.SIGALRM)])
 def test_a_child_ends_with_its_parent_or_in_time(seconds: int, returncode: int) -> None:
     with subprocess.Popen(

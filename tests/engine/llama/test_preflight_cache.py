@@ -16,6 +16,8 @@ from cllm.engine.llama.preflight import Preflight
 from cllm.engine.llama.preflight_cache import are_seen, fingerprints, registry_path, remember
 from tests.conftest import QUIET
 
+pytestmark = pytest.mark.full
+
 OPTIONS: dict[str, Any] = {"preflight": "unseen", "n_ctx": 512, "n_seq_max": 2, **QUIET}
 
 

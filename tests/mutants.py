@@ -1,0 +1,248 @@
+"""Does the fast suite find faults?  `python -m tests.mutants [--n 48] [--seed 0]`.
+
+Each mutant is the project with one fault put into it: a comparison or an operator turned around, a
+number off by one, two arguments swapped, a call or an `await` left out.  Its tests are run in a copy:
+first those of the package it is in, then all of `make test`, then all of `make test-full`.  What none
+of them fails for is printed with its place, to be looked at: some faults change nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("cllm/engine/core", "cllm/engine/sampling", "cllm/engine/loop", "cllm/bindings")
+# Where a mutant of a package is most likely to be found.
+NEAR = {
+    "cllm/engine/core": ("tests/engine/core", "tests/engine/test_stops.py"),
+    "cllm/engine/sampling": ("tests/engine/sampling",),
+    "cllm/engine/loop": ("tests/engine/loop", "tests/engine/test_engine.py"),
+    "cllm/bindings": ("tests/bindings",),
+}
+TURNED = {
+    ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
+    ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
+}  # fmt: skip
+OPERATORS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.FloorDiv: "*", ast.Div: "*"}
+# A fault in what is only said to people is no fault of the engine.
+NOT_MUTATED = ("__repr__", "__str__")
+SAID = {"debug", "info", "warning", "error", "exception", "log", "warn"}
+TIMEOUT_S = 900
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One fault.
+
+    Attributes
+    ----------
+    path : str
+        From the root of the project.
+    start, end : int
+        Of the text that is replaced, in characters of the file.
+    text : str
+        What stands there instead.
+    """
+
+    path: str
+    line: int
+    start: int
+    end: int
+    text: str
+    kind: str
+
+    def __str__(self) -> str:
+        source = (ROOT / self.path).read_text()
+        was = " ".join(source[self.start : self.end].split())
+        return f"{self.path}:{self.line} {self.kind}: {was[:70]!r} → {self.text[:70]!r}"
+
+
+class Finder:
+    """All faults that can be put into one file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path.relative_to(ROOT))
+        self._source = path.read_text()
+        self._starts = [0]
+        for line in self._source.splitlines(keepends=True):
+            self._starts.append(self._starts[-1] + len(line))
+
+    def mutants(self) -> Iterator[Mutant]:
+        """In the order of the file."""
+        tree = ast.parse(self._source)
+        for node in self._code(tree):
+            yield from self._of(node)
+
+    def _code(self, node: ast.AST) -> Iterator[ast.AST]:
+        """Nodes that run, without what is said to people, annotations and checks of types."""
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef) and child.name in NOT_MUTATED:
+                continue
+            if isinstance(child, ast.Assert | ast.JoinedStr | ast.Import | ast.ImportFrom):
+                continue
+            if isinstance(child, ast.Call) and getattr(child.func, "attr", "") in SAID:
+                continue
+            if isinstance(child, ast.AnnAssign | ast.arg) or child in _annotations(node):
+                continue
+            yield child
+            yield from self._code(child)
+
+    def _of(self, node: ast.AST) -> Iterator[Mutant]:
+        if isinstance(node, ast.Compare) and type(node.ops[0]) in TURNED:
+            left, right = ast.unparse(node.left), ast.unparse(node.comparators[0])
+            if len(node.ops) == 1:
+                text = f"{left} {TURNED[type(node.ops[0])]} {right}"
+                yield self._mutant(node, f"({text})", "comparison")
+        elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+            if not any(
+                isinstance(side, ast.Constant | ast.JoinedStr)
+                and isinstance(getattr(side, "value", None), str)
+                for side in (node.left, node.right)
+            ):
+                operator = OPERATORS[type(node.op)]
+                text = f"({ast.unparse(node.left)} {operator} {ast.unparse(node.right)})"
+                yield self._mutant(node, text, "operator")
+        elif isinstance(node, ast.BoolOp):
+            word = " or " if isinstance(node.op, ast.And) else " and "
+            yield self._mutant(node, f"({word.join(map(ast.unparse, node.values))})", "and/or")
+        elif isinstance(node, ast.Constant) and type(node.value) is int:
+            yield self._mutant(node, f"{node.value + 1}", "off by one")
+        elif isinstance(node, ast.Await):
+            yield self._mutant(node, f"({ast.unparse(node.value)})", "no await")
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            if getattr(node.value.func, "attr", "") not in SAID:
+                yield self._mutant(node, "pass", "no call")
+        elif isinstance(node, ast.Call) and _can_be_swapped(node):
+            first, second, *rest = node.args
+            call = ast.Call(node.func, [second, first, *rest], node.keywords)
+            yield self._mutant(node, ast.unparse(call), "swapped arguments")
+
+    def _mutant(self, node: ast.expr | ast.stmt, text: str, kind: str) -> Mutant:
+        start, end = (
+            self._place(node.lineno, node.col_offset),
+            self._place(node.end_lineno or 0, node.end_col_offset or 0),
+        )
+        return Mutant(self._path, node.lineno, start, end, text, kind)
+
+    def _place(self, line: int, column: int) -> int:
+        text = self._source[self._starts[line - 1] : self._starts[line]]
+        return self._starts[line - 1] + len(text.encode()[:column].decode())
+
+
+def _can_be_swapped(call: ast.Call) -> bool:
+    """Whether it makes a difference which of the first two arguments comes first."""
+    is_symmetric = getattr(call.func, "id", "") in ("max", "min")
+    is_starred = any(isinstance(argument, ast.Starred) for argument in call.args[:2])
+    return len(call.args) >= 2 and not is_symmetric and not is_starred
+
+
+def _annotations(node: ast.AST) -> list[ast.AST]:
+    found = [getattr(node, "annotation", None), getattr(node, "returns", None)]
+    return [one for one in found if one is not None]
+
+
+def chosen(n: int, seed: int) -> list[Mutant]:
+    """So many faults, as many of each kind in each package as it has room for."""
+    draw = random.Random(seed)
+    pools: dict[tuple[str, str], list[Mutant]] = {}
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).glob("*.py")):
+            if path.name != "_llama_h.py":
+                for mutant in Finder(path).mutants():
+                    pools.setdefault((mutant.kind, package), []).append(mutant)
+    found: list[Mutant] = []
+    while len(found) < n and any(pools.values()):
+        for key in sorted(pools):
+            if pools[key] and len(found) < n:
+                found.append(pools[key].pop(draw.randrange(len(pools[key]))))
+    return found
+
+
+def run_tests(tree: Path, *arguments: str) -> bool:
+    """Whether these tests of a copy pass."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    try:
+        done = subprocess.run(
+            command, cwd=tree, env=environment, capture_output=True, check=False, timeout=TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
+
+
+def killed_by(mutant: Mutant, tree: Path) -> str:
+    """Which tests fail for a fault: "near", "fast", "full", or none ("")."""
+    package = next(name for name in PACKAGES if mutant.path.startswith(name))
+    path = tree / mutant.path
+    source = path.read_text()
+    path.write_text(source[: mutant.start] + mutant.text + source[mutant.end :])
+    workers = ("-n", "auto", "--maxprocesses=8", "--dist", "loadfile")
+    try:
+        if not run_tests(tree, *workers, *NEAR[package]):
+            return "near"
+        if not run_tests(tree, *workers):
+            return "fast"
+        if not run_tests(tree, *workers, "-m", "full", "--timeout=300"):
+            return "full"
+    finally:
+        path.write_text(source)
+    return ""
+
+
+def copy_of_the_project(directory: Path) -> Path:
+    """What git knows, and the library."""
+    tree = directory / "cllm"
+    names = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True,
+        check=True,
+    ).stdout.splitlines()  # fmt: skip
+    for name in names:
+        if (ROOT / name).is_file():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, tree / name)
+    shutil.copytree(ROOT / "cllm" / "_native", tree / "cllm" / "_native", symlinks=True)
+    return tree
+
+
+def main() -> int:
+    """Try all of them, and say what was found."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--n", type=int, default=48)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--list", action="store_true", help="only say which")
+    options = parser.parse_args()
+    mutants = chosen(options.n, options.seed)
+    if options.list:
+        print(*mutants, sep="\n")
+        return 0
+    by: dict[str, list[Mutant]] = {"near": [], "fast": [], "full": [], "": []}
+    with tempfile.TemporaryDirectory() as directory:
+        tree = copy_of_the_project(Path(directory))
+        for mutant in mutants:
+            started = time.perf_counter()
+            stage = killed_by(mutant, tree)
+            by[stage].append(mutant)
+            seconds = time.perf_counter() - started
+            print(f"{stage or 'SURVIVES':8} {seconds:5.0f} s  {mutant}", flush=True)
+    n_fast = len(by["near"]) + len(by["fast"])
+    print(
+        f"{len(mutants)} mutants: {n_fast} killed by make test, {len(by['full'])} more by", end=" "
+    )
+    print(f"make test-full, {len(by[''])} by none")
+    return int(n_fast < 0.9 * len(mutants))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
