@@ -39,7 +39,7 @@ Environment: CLLM (the command, split at blanks; default: cllm), CLLM_SERVE_OPTI
 split at blanks), START_TIMEOUT_S and REQUEST_TIMEOUT_S (seconds; default: 300), SERVER_NOISE_MS and
 CURL_NOISE_MS (what a busy machine may add to later answers; default: 5 and 50), TMPDIR.
 
-On a large model, two nearly equal tokens may change places with the company that a request has.
+On a large model, two nearly equal tokens may change places with the batch that a request is in.
 TEXT
 }
 
@@ -253,7 +253,7 @@ check_log() {
     '^[^ ]+ [^ ]+ (ERROR|CRITICAL) '; do
     if line=$(grep -E -m 1 "$pattern" "$log"); then wrong "in the log: $line"; fi
   done
-  # A sequence may have to step aside and be computed again; what it held is cleared each time.  At
+  # A sequence may be preempted and computed again; what it held is cleared each time.  At
   # the end the cells are free before anybody hears of it, but either order will do.
   while read -r line; do wrong "in the log: $line"; done < <(
     awk -v ids="${ids[*]}" '

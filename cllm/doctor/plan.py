@@ -12,8 +12,8 @@ N_SEQ_IDS = 4
 # Two rounds of all seq_ids: the first shows cells growing, the second that they stay.
 N_REQUESTS_MIN = 2 * N_SEQ_IDS
 N_EQUAL = 5  # experiments whose requests all have the same rows
-N_OTHER = 23  # the refused request's company, and the warm-up of each experiment
-# Attention over cells that are never cleared, and company on the machine.
+N_OTHER = 23  # the requests beside the refused one, and the warm-up of each experiment
+# Attention over cells that are never cleared, and other work on the machine.
 MARGIN = 1.5
 
 

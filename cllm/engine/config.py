@@ -87,7 +87,7 @@ class EngineConfig:
     max_queue : int
         Requests that may wait for a seq_id; one more is a `QueueFullError`.
     prefix_cache : bool
-        Share the cells of equal beginnings of prompts: with running sequences, and with what
+        Share the cells of shared prefixes of prompts: with running sequences, and with what
         finished ones have left.
     prefix_cache_tokens : int, optional
         KV cells that finished sequences may leave occupied.  None: all that no request wants; they

@@ -31,7 +31,7 @@ COUNTERS = {
     "preemptions": ("n_preemptions", "Sequences sent back to the queue"),
     "swaps": ("n_swaps", "Preempted sequences whose cells were saved"),
     "evictions": ("n_evictions", "Cached prefixes given up"),
-    "rebuilds": ("n_rebuilds", "Contexts made anew after a failure"),
+    "rebuilds": ("n_rebuilds", "Contexts recreated after a failure"),
     "discrepancies": ("n_discrepancies", "What audits found and mended"),
     "gil_handovers": ("n_gil_handovers", "Calls that gave the GIL away"),
 }

@@ -35,7 +35,7 @@ class SimulationReport:
     Attributes
     ----------
     n_preemptions, n_rebuilds : int
-        How often a request lost its cells, and a context was made anew.
+        How often a request lost its cells, and a context was recreated.
     seconds : float
         That it took, of the real clock.
     """

@@ -254,7 +254,7 @@ class Simulator:
         expect(alive | self.finished.keys(), self.requests.keys(), "requests alive or ended")
         expect(len(queue.running) + len(queue.waiting), len(alive), "places in the queue")
         if core.manager.fault is not None:
-            return  # the next tick makes the context anew
+            return  # the next tick recreates the context
         expect(core.discrepancies(), [], "where the bookkeeping and the cache differ")
         held = {s.slot.seq_id: s.tokens[: s.n_computed] for s in queue.running if s.slot}
         cached = {e.slot.seq_id: e.tokens.tolist() for e in core.manager.prefixes.entries}

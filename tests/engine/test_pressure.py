@@ -229,7 +229,7 @@ async def test_readers_that_stop_hold_a_buffer_and_nobody_up_and_read_on_to_the_
 
 
 async def test_a_reader_that_stops_does_not_slow_the_others(anyio_backend: str) -> None:
-    """Every tick has a token for the stream that is read: as many ticks as without company."""
+    """Every tick has a token for the stream that is read: as many ticks as alone."""
     question, answer = counting(1, 60)
     n_ticks = []
     for n_idle in (0, 3):

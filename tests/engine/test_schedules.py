@@ -28,7 +28,7 @@ PROMPTS = [
     *[f"reverse:{text}" for text in ("abc", "streams")],
     *["a note\n" * n + "count:5..19" for n in (1, 4, 9)],
 ]
-# Who waits for a slow reader steps aside for the next, again and again.
+# A sequence that waits for a slow reader is preempted by the next, again and again.
 TIGHT: dict[str, Any] = {"n_ctx": 160, "n_seq_max": 2, "n_batch": 8, "stream_buffer": 1}
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "roomy": {"n_ctx": 4096, "n_seq_max": 4},

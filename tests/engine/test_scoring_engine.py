@@ -133,9 +133,9 @@ async def test_a_prompt_is_scored_the_same_alone_and_in_company_of_eight(
                     for length in (20, 50, 80, 110):
                         tasks.start_soon(run, LONG_TEXT[:length] + "?", 0)
                     tasks.start_soon(run, LONG_TEXT, 3)
-        company = found[LONG_TEXT]
-        assert company.token_ids == alone.token_ids
-        expected, actual = logprobs_of(alone.prompt_logprobs), logprobs_of(company.prompt_logprobs)
+        batched = found[LONG_TEXT]
+        assert batched.token_ids == alone.token_ids
+        expected, actual = logprobs_of(alone.prompt_logprobs), logprobs_of(batched.prompt_logprobs)
         assert actual == pytest.approx(expected, abs=TOLERANCE)
         await check_idle(engine)
 

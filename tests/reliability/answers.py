@@ -1,4 +1,4 @@
-"""What an answer in company owes to the one that the same request gives alone."""
+"""What an answer in a batch owes to the one that the same request gives alone."""
 
 from __future__ import annotations
 

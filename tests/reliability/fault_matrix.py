@@ -49,7 +49,7 @@ class Suffers(StrEnum):
 
 REFUSED = "refused at the call"
 OTHERWISE = "not as it is to be"
-# A context is made anew in the middle, and the fault comes on top of that.
+# A context is recreated in the middle, and the fault comes on top of that.
 FIRST_FAULT = Fault("llama_decode", 20, returns(-3, after=True))
 
 

@@ -207,7 +207,7 @@ ROWS = (
     _row("1.8 an occupied destination", "a state into an occupied sequence"),
     _row("1.8 state files", unreachable="cllm declares no llama_state_*_file"),
     _row("1.8 NaN that stays in the cache", unreachable="a row of NaN ends its request, and makes "
-         "the context anew without flash attention (tests/engine/core/test_engine_core_faults.py)"),
+         "a new context without flash attention (tests/engine/core/test_engine_core_faults.py)"),
     _row("1.9 LoRA files and scales", "a missing LoRA", "a LoRA file of garbage",
          "a model file as LoRA", "a LoRA scale of nan"),
     _row("1.9 LoRA NULL, or of another model", "a LoRA of another model", "a LoRA that is closed",

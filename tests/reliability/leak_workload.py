@@ -1,6 +1,6 @@
 """Requests of every kind on one small engine, and readings of what the process holds between them.
 
-The engine has fewer cells and seq_ids than the requests ask for: sequences wait, step aside, are
+The engine has fewer cells and seq_ids than the requests ask for: sequences wait, are preempted, are
 swapped out, and share what the prefix cache kept.
 """
 

@@ -154,7 +154,7 @@ class Outcome:
     looks : dict
         What was lost after the warm-up, after all, and at the exit.
     others : Findings
-        What was reported of the engine's helper processes, or besides leaks.
+        What was reported of the engine's child processes, or besides leaks.
     """
 
     served: Served

@@ -24,7 +24,7 @@ PROOFS = {
 }
 MAX_ROWS = 12  # of a table; the rows of a longer one stand in its record
 INTRODUCTION = """\
-# What survives what
+# Reliability
 
 libllama is not a library that returns errors: it aborts, hangs and lies (an exception of C++ that reaches Python ends the process). This page
 says what of that reaches a program that embeds cllm. Every section is what one program found and wrote; the command in it runs it

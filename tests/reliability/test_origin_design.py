@@ -275,7 +275,7 @@ async def test_o12_seq_ids_are_allocated_and_recycled_below_n_seq_max(
     assert {seq_id for seq_id, _ in starts} == {0, 1, 2}
 
 
-async def test_o12_a_context_is_made_anew_after_a_failure_and_never_as_a_cure(
+async def test_o12_a_context_is_recreated_after_a_failure_and_never_as_a_cure(
     anyio_backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decode, is_failing = Context.decode, False

@@ -44,7 +44,7 @@ async def test_slow_readers_read_on_when_all_others_have_ended(
 async def test_more_slow_readers_than_sequences_hold_nobody_up_and_miss_nothing(
     anyio_backend: str, share: float
 ) -> None:
-    """They step aside: else those that wait could not begin, and nobody would ever read on."""
+    """They are preempted: else those that wait could not begin, and nobody would ever read on."""
     prompts = [f"count:{n}..{n + 9}" for n in range(8)]
     async with Engine(n_ctx=1024, n_seq_max=2, stream_buffer=2, **QUIET) as engine:
         alone = await oracle(engine, prompts, **GREEDY)

@@ -3,7 +3,7 @@
 The text is what transformers renders from the same messages and the same template.  Three things
 are added: whatever is wrong is an `InvalidRequestError` that names the field, a template cannot
 take more time or memory than it is given (`template_sandbox`), and text of callers never becomes a
-control token (`control_names`).
+control token (`control_tokens`).
 """
 
 from __future__ import annotations

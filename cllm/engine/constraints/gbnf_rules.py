@@ -3,7 +3,7 @@
 llama.cpp follows a grammar as a set of stacks.  A grammar is refused where reading it, or the size
 of that set, would take more time or memory than a request may have, and where following it would
 end the process.  Every pass takes time in proportion to the grammar.  What depends on the
-vocabulary, or on the text that was written so far, is not seen here: `constraint_trial` tries it.
+vocabulary, or on the text that was written so far, is not seen here: `trial` tries it.
 """
 
 from __future__ import annotations

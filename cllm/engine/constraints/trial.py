@@ -2,7 +2,7 @@
 
 A few bytes of GBNF can hang llama.cpp, exhaust the memory or end the process, and `multipleOf` a
 large number does that to llguidance.  `gbnf` refuses what can be seen in a grammar; the rest is seen
-here, by `constraint_helper`, at the cost of that process.
+here, by `llama.trial_child`, at the cost of that process.
 """
 
 from __future__ import annotations

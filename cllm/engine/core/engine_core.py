@@ -148,7 +148,7 @@ class EngineCore:
         self.queue.fail_all(cause)
 
     def mark_corrupt(self, cause: Exception) -> None:
-        """The bookkeeping and llama.cpp do not agree: make the context anew before the next decode."""
+        """The bookkeeping and llama.cpp do not agree: recreate the context before the next decode."""
         self.manager.fault = cause
 
     def post(self, event: Event) -> None:
@@ -313,11 +313,11 @@ class EngineCore:
         self._n_rebuilds_in_vain += 1
         if self._n_rebuilds_in_vain > MAX_REBUILDS_IN_VAIN:
             raise EngineFailedError(f"a new context does not help: {cause}") from cause
-        logger.warning("making the context anew: %s", cause)
+        logger.warning("recreating the context: %s", cause)
         try:
             self._decoder.rebuild()
         except Exception as error:
-            raise EngineFailedError(f"the context cannot be made anew: {error}") from cause
+            raise EngineFailedError(f"the context cannot be recreated: {error}") from cause
         self.manager.reset()
         self.queue.restart_all()
         self.recorder.n_rebuilds += 1

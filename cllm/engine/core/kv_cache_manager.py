@@ -5,7 +5,7 @@ finished sequences computed, evicting it, swapping out and back, and the complet
 (`leave`), which removes a sequence whatever the bookkeeping says, and looks.
 
 When llama.cpp does not do what it was told, `fault` says so: nothing may be decoded before the
-context has been made anew (`reset`).
+context has been recreated (`reset`).
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class KVCacheManager:
     def could_allocate(
         self, sequence: Sequence, active: list[Sequence], paused: list[Sequence]
     ) -> bool:
-        """Whether there would be room for a sequence if the paused ones stepped aside."""
+        """Whether there would be room for a sequence if the paused ones were preempted."""
         if len(active) >= self._n_seq_max:
             return False
         n_freed = self.kv_cache.n_freed_by([s.slot for s in paused if s.slot is not None])

@@ -1,6 +1,6 @@
-"""Who suffers when a decode fails: as few as possible.  Pure: it decides, `tick` does.
+"""Who suffers when a decode fails: as few as possible.  Pure: it decides, `engine_core` does.
 
-A fatal failure once: the context is made anew and every sequence replayed; nobody fails.  Once
+A fatal failure once: the context is recreated and every sequence replayed; nobody fails.  Once
 more before the sequences of that batch got past it, or a batch that llama.cpp refused: the batch is
 halved until the sequence that fails alone is found; one that was alone by chance is tried once more.
 """
@@ -19,7 +19,7 @@ class Verdict(Enum):
     """What to do after a failed decode."""
 
     REBUILD = auto()
-    """Make the context anew and compute every sequence again."""
+    """recreate the context and compute every sequence again."""
     BISECT = auto()
     """Decode parts of the batch apart; `Recovery.restrict` says who is next."""
     END = auto()

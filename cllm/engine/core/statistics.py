@@ -42,7 +42,7 @@ class EngineStatistics:
     n_preemptions, n_swaps : int
         Sequences sent back to the queue, and those of them whose cells were saved.
     n_evictions, n_rebuilds : int
-        Cached prefixes given up; contexts made anew after a failure.
+        Cached prefixes given up; contexts recreated after a failure.
     n_discrepancies : int
         What audits found, those of an idle engine too; all of it was mended.
     n_kv_cells_used, n_kv_cells_cached, n_kv_cells : int

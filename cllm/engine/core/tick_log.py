@@ -4,7 +4,7 @@ Commands, times, the batches and what became of them, the tokens: everything tha
 next tick does.  `cllm.testing.replay` puts it into a core without a model and gets the same plans.
 
 The lines: a `header` with the `format`; `submit`, `cancel`, `read`, `reset_prefix_cache` and
-`cancel_all` as they are obeyed; `mark_corrupt` after an audit; `tick` with its batches as
+`cancel_all` as they are handled; `mark_corrupt` after an audit; `tick` with its batches as
 `[seq_id, p0, n_tokens, n_outputs]`.
 Each has what was read while it lasted: the `clock`, the `positions` that llama.cpp answered, the
 `faults` of calls, the `pieces` of tokens met for the first time.

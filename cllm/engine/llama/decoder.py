@@ -17,7 +17,7 @@ class LlamaDecoder:
     Parameters
     ----------
     make_context : callable
-        Makes the context, now and whenever it has to be made anew.
+        Makes the context, now and whenever it has to be recreated.
     n_batch : int
         Rows of a tick at the most.
 

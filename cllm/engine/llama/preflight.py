@@ -1,6 +1,6 @@
 """Preflight: a model is tried in another process before this one loads it.
 
-A damaged file can end the process that loads it, or keep it busy for ever.  `preflight_helper` runs
+A damaged file can end the process that loads it, or keep it busy for ever.  `preflight_child` runs
 an engine with the same settings for a few tokens, so that what is tried is what will be done; only
 its context is small.
 

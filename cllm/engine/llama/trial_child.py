@@ -1,4 +1,4 @@
-"""The process of `constraint_trial`: a bad constraint ends this process alone.
+"""The process of `constraints.trial`: a bad constraint ends this process alone.
 
 `python -m cllm.engine.llama.trial_child KIND MODEL_PATH MEMORY_BYTES` loads the vocabulary, says that
 it is ready, and answers each line of standard input with one of standard output, in JSON:

@@ -1,6 +1,6 @@
 """Backend: what an inference thread serves requests with: a model, however it is computed.
 
-`llama_backend` has llama.cpp; `cllm.testing` has one that computes nothing.
+`llama.backend` has llama.cpp; `cllm.testing` has one that computes nothing.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ JSON_OF_A_SCHEMA = rules(
     'root ::= "[" space item ("," space item){9,99} "]" space',
     r'space ::= | " " | "\n" [ \t]{0,20}',
 )
-# Of all that the syntax has; llama.cpp accepts each of them (`test_constraint_trial` asks it).
+# Of all that the syntax has; llama.cpp accepts each of them (`test_trial` asks it).
 GOOD = {
     "star of a star": 'root ::= ("a"*)* "b"',
     "star of an optional rule": "root ::= (x)+\nx ::= [a-z]?",

@@ -176,7 +176,7 @@ async def test_the_first_choice_is_kept_where_the_constraint_allows_it(engine: E
         assert constrained.token_ids == plain.token_ids
 
 
-async def test_company_does_not_change_a_constrained_output(engine: Engine) -> None:
+async def test_the_batch_does_not_change_a_constrained_output(engine: Engine) -> None:
     options: dict[str, Any] = {"json_schema": schema_of(5), "seed": 3, "max_tokens": 60}
     alone = await engine.generate("7+8=", **options)
     results = await engine.generate_all(["7+8="] * 6 + ["1+1="] * 6, **options)

@@ -142,7 +142,7 @@ def test_new_contexts_that_do_not_help_are_the_end_of_the_engine() -> None:
         sim.run()
 
 
-def test_a_context_that_cannot_be_made_anew_is_the_end_of_the_engine() -> None:
+def test_a_context_that_cannot_be_recreated_is_the_end_of_the_engine() -> None:
     sim = mixed(faults={7: -3}, call_faults={("rebuild", 1): RuntimeError("no memory")})
     with pytest.raises(EngineFailedError, match="no memory") as caught:
         sim.run()
@@ -329,7 +329,7 @@ def test_what_fails_after_the_end_of_a_request_changes_nothing_for_the_others(
 
 
 class _Refusing(WatchedDecoder):
-    """A cache that gives nothing up once it has been told to refuse, until it is made anew."""
+    """A cache that gives nothing up once it has been told to refuse, until it is recreated."""
 
     is_refusing = False
 

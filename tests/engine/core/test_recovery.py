@@ -132,7 +132,7 @@ def n_halvings(n_sequences: int) -> int:
 # --- Transient failures ----------------------------------------------------------------------
 @pytest.mark.parametrize("n_sequences", range(1, 9))
 @pytest.mark.parametrize("n_before", [0, 1, 3])
-def test_after_one_fatal_failure_the_context_is_made_anew_and_nobody_ends(
+def test_after_one_fatal_failure_the_context_is_recreated_and_nobody_ends(
     n_sequences: int, n_before: int
 ) -> None:
     world = World(n_sequences)

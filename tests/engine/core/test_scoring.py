@@ -123,12 +123,12 @@ def mixed(**options: Any) -> Simulator:
     return sim
 
 
-# --- Chunks, company, layouts -------------------------------------------------------------------
+# --- Chunks, batches, layouts -------------------------------------------------------------------
 @LAYOUTS
 @pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize("n_seq_max", [1, 2, 5])
 @pytest.mark.parametrize("n_batch", [5, 6, 8, 64])
-def test_every_prompt_token_is_scored_in_chunks_of_any_size_and_in_company(
+def test_every_prompt_token_is_scored_in_chunks_of_any_size_and_in_any_batch(
     n_batch: int, n_seq_max: int, prefix_cache: bool, kv_unified: bool
 ) -> None:
     sim = Simulator(
