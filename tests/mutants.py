@@ -1,9 +1,10 @@
-"""Does the fast suite find faults?  `python -m tests.mutants [--n 48] [--seed 0]`.
+"""Does the fast suite find faults?  `python -m tests.mutants [--n 48] [--seed 0] [--full]`.
 
 Each mutant is the project with one fault put into it: a comparison or an operator turned around, a
 number off by one, two arguments swapped, a call or an `await` left out.  Its tests are run in a copy:
-first those of the package it is in, then all of `make test`, then all of `make test-full`.  What none
-of them fails for is printed with its place, to be looked at: some faults change nothing.
+first those of the package it is in, then all of `make test`, and with `--full` what `make test-full` has
+besides.  What none of them fails for is printed with its place, to be looked at: some faults change
+nothing.
 """
 
 from __future__ import annotations
@@ -182,7 +183,7 @@ def run_tests(tree: Path, *arguments: str) -> bool:
     return done.returncode == 0
 
 
-def killed_by(mutant: Mutant, tree: Path) -> str:
+def killed_by(mutant: Mutant, tree: Path, *, with_full: bool) -> str:
     """Which tests fail for a fault: "near", "fast", "full", or none ("")."""
     package = next(name for name in PACKAGES if mutant.path.startswith(name))
     path = tree / mutant.path
@@ -194,7 +195,7 @@ def killed_by(mutant: Mutant, tree: Path) -> str:
             return "near"
         if not run_tests(tree, *workers):
             return "fast"
-        if not run_tests(tree, *workers, "-m", "full", "--timeout=300"):
+        if with_full and not run_tests(tree, *workers, "-m", "full", "--timeout=300"):
             return "full"
     finally:
         path.write_text(source)
@@ -222,6 +223,7 @@ def main() -> int:
     parser.add_argument("--n", type=int, default=48)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--list", action="store_true", help="only say which")
+    parser.add_argument("--full", action="store_true", help="and those that survive make test")
     options = parser.parse_args()
     mutants = chosen(options.n, options.seed)
     if options.list:
@@ -232,7 +234,7 @@ def main() -> int:
         tree = copy_of_the_project(Path(directory))
         for mutant in mutants:
             started = time.perf_counter()
-            stage = killed_by(mutant, tree)
+            stage = killed_by(mutant, tree, with_full=options.full)
             by[stage].append(mutant)
             seconds = time.perf_counter() - started
             print(f"{stage or 'SURVIVES':8} {seconds:5.0f} s  {mutant}", flush=True)

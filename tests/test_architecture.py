@@ -40,7 +40,7 @@ LAYERS = [
 ]
 # What runs without a thread, an event loop and libllama.
 PURE = ("cllm.engine.chat", "cllm.engine.core", "cllm.engine.sampling")
-IMPURE = {"anyio", "ctypes", "asyncio", "trio", "threading"}
+IMPURE = {"anyio", "ctypes", "asyncio", "trio"}
 # The packages around the engine, and the names that they may import of cllm: the first that fits.
 RULES: list[tuple[str, tuple[str, ...]]] = [
     ("cllm.bindings", ("cllm.bindings", "cllm.checks", "cllm.errors", "cllm.sampling_limits")),
@@ -61,8 +61,7 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
 # The libraries of each package beyond numpy; of the engine, who has to do with an event loop.
 LIBRARIES: list[tuple[str, str]] = [
     ("cllm.bindings", ""),
-    ("cllm.engine.chat.template_meter", "jinja2 markupsafe"),
-    ("cllm.engine.chat.template_sandbox", "jinja2 markupsafe"),
+    ("cllm.engine.chat.template_child", "jinja2"),
     ("cllm.engine.constraints.trial", "anyio"),
     ("cllm.engine.lifecycle", "anyio"),
     ("cllm.engine.loop", "anyio"),

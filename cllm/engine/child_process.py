@@ -5,9 +5,24 @@ Start it with these and in a session of its own, since Ctrl-C is for the parent.
 
 from __future__ import annotations
 
+import json
 import os
+import resource
+import selectors
+import subprocess
 import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+from cllm.errors import ClosedError
+
+START_S = 60.0
+MAX_READ = 1 << 16
 
 
 def child_command(module: str, *arguments: str) -> list[str]:
@@ -19,3 +34,126 @@ def child_environment() -> dict[str, str]:
     """The environment in which it imports what this process would import."""
     path = [*filter(None, sys.path), str(Path(__file__).parents[2])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def limit_memory(n_bytes: int) -> None:
+    """Let this process grow by `n_bytes` of address space.  Without `/proc` there is no limit."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    sizes = Path("/proc/self/statm")
+    if not sizes.exists():
+        return
+    present = int(sizes.read_text().split()[0]) * resource.getpagesize()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = present + n_bytes
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+class TooSlowError(Exception):
+    """The process has not answered in time, and was ended."""
+
+
+class EndedError(Exception):
+    """The process has ended instead of answering."""
+
+
+class JsonChild:
+    """A module that answers each line of JSON with one, in a process that is started when it is needed.
+
+    It says one line when it is ready.  One thread asks at a time; any thread may close it.
+
+    Parameters
+    ----------
+    module, *arguments : str
+    """
+
+    def __init__(self, module: str, *arguments: str) -> None:
+        self._command = child_command(module, *arguments)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._asking = threading.Lock()
+        self._is_closed = False
+
+    def ask(self, request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+        """The answer.
+
+        Raises
+        ------
+        TooSlowError, EndedError
+            The next request is asked of another process.
+        ClosedError
+        OSError
+            No process can be started.
+        """
+        with self._asking:
+            return self._ask(request, limit_s)
+
+    def close(self) -> None:
+        """End the process; whoever asks gets `ClosedError`.  Closing twice is allowed."""
+        self._is_closed = True
+        if (process := self._process) is not None:
+            process.kill()  # who reads its answer sees its end
+        with self._asking:
+            self._end()
+
+    def _ask(self, request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+        answer: dict[str, Any] | None = None
+        try:
+            process = self._started()
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):  # it has ended: reading says so
+                process.stdin.write(json.dumps(request).encode() + b"\n")
+                process.stdin.flush()
+            answer = _read_line(process, limit_s)
+            return answer
+        except EndedError:
+            if self._is_closed:
+                raise ClosedError("the engine is closed") from None
+            raise
+        finally:
+            if answer is None:  # it may still be thinking: the next one would get the answer
+                self._end()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=child_environment(),
+                start_new_session=True,
+            )
+            self._process = process
+            self._finalizer = weakref.finalize(self, _end, process)
+            _read_line(process, START_S)
+        if self._is_closed:  # looked at last: perhaps since a moment ago
+            raise ClosedError("the engine is closed")
+        return self._process
+
+    def _end(self) -> None:
+        if (process := self._process) is not None:
+            self._process = None
+            self._finalizer.detach()
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.communicate()  # closes the pipes, and waits for its end, which is near
+
+
+def _read_line(process: subprocess.Popen[bytes], limit_s: float) -> dict[str, Any]:
+    """The next line of a process."""
+    assert process.stdout is not None
+    deadline, data = time.monotonic() + limit_s, b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while not data.endswith(b"\n"):
+            if not selector.select(max(0.0, deadline - time.monotonic())):
+                raise TooSlowError
+            if not (more := os.read(process.stdout.fileno(), MAX_READ)):
+                raise EndedError
+            data += more
+    line: dict[str, Any] = json.loads(data)
+    return line

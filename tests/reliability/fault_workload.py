@@ -258,6 +258,8 @@ class Bench:
         vocabulary._is_eog.clear()
         vocabulary.__dict__.pop("prefixes_space", None)
         if any(fault.function in ABOUT_CHATS for fault in faults):
+            if (chat := self.engine._parts.input_processor._chat) is not None:
+                chat.close()
             self.engine._parts.input_processor._chat = None
 
     async def count_calls(self, function: str, *faults: Fault) -> int:

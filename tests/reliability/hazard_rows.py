@@ -198,7 +198,7 @@ ROWS = (
     _row("1.7 chat templates", "a chat message with role None", "a chat message without content"),
     _row("1.7 control tokens in a caller's text"),
     _row("1.7 templates that run code or do not end", unreachable="a template is the model's own; "
-         "what one may do is in tests/engine/chat/test_template_sandbox.py"),
+         "what one may do is in tests/engine/chat/test_template_child.py"),
     _row("1.8 destination out of range", "a state into sequence 4",
          "a state into sequence -1 (per-sequence layout)"),
     _row("1.8 truncated blobs", "a state cut at 16 bytes", "a state cut at -1 bytes",

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from cllm.checks import check_bool
-from cllm.engine.chat.chat_template import ChatTemplate
+from cllm.engine.chat.chat_template import ChatTemplate, template_child
 from cllm.engine.chat.control_tokens import Piece
 from cllm.engine.chat.messages import check_messages, check_tools
 from cllm.engine.vocabulary import ChatVocabulary
@@ -77,6 +77,8 @@ class ChatTokenizer:
         self, vocabulary: ChatVocabulary, template: str | None, tool_template: str | None
     ) -> None:
         self._vocabulary = vocabulary
+        self._child = template_child()
+        self.close = self._child.close  # any thread: ends what is rendered
         self._source = template
         self._tool_source = tool_template
 
@@ -123,4 +125,5 @@ class ChatTokenizer:
             bos_token="" if vocabulary.bos is None else vocabulary.text(vocabulary.bos),
             eos_token="" if vocabulary.eos is None else vocabulary.text(vocabulary.eos),
             control_names=vocabulary.control_names(),
+            child=self._child,
         )

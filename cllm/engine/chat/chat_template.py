@@ -1,32 +1,39 @@
-"""From the messages of a chat to the text that a model was trained on.  Pure; needs jinja2.
+"""From the messages of a chat to the text that a model was trained on.  Needs jinja2.
 
 The text is what transformers renders from the same messages and the same template.  Three things
-are added: whatever is wrong is an `InvalidRequestError` that names the field, a template cannot
-take more time or memory than it is given (`template_sandbox`), and text of callers never becomes a
+are added: whatever is wrong is an `InvalidRequestError` that names the field, a template is rendered in
+a process of its own that has 2 s and 512 MiB (`template_child`), and text of callers never becomes a
 control token (`control_tokens`).
 """
 
 from __future__ import annotations
 
+import importlib.util
 import re
-import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import Any
 
 from cllm.checks import check_bool
 from cllm.engine.chat.control_tokens import ControlTokens, Guard, Piece
 from cllm.engine.chat.messages import Copier, check_messages, check_tools, with_reasoning
+from cllm.engine.child_process import EndedError, JsonChild, TooSlowError
 from cllm.errors import InvalidRequestError
-
-if TYPE_CHECKING:
-    from cllm.engine.chat.template_sandbox import Program
 
 MAX_TEMPLATE_BYTES = 256 << 10
 MAX_SHOWN = 300
+RENDER_S = 2.0
+MEMORY_BYTES = 512 << 20
+MODULE = "cllm.engine.chat.template_child"
+
+
+def template_child() -> JsonChild:
+    """What renders templates; started with the first of them."""
+    return JsonChild(MODULE, str(MEMORY_BYTES))
 
 
 class ChatTemplate:
-    """A compiled chat template.
+    """A chat template.
 
     Parameters
     ----------
@@ -36,13 +43,13 @@ class ChatTemplate:
         What the template knows by these names.
     control_names : iterable of str
         Spelling of every control token of the vocabulary.
-    clock : callable
-        Seconds; templates are stopped after two.
+    child : JsonChild
+        Renders it: `template_child()`.
 
     Raises
     ------
     InvalidRequestError
-        The template does not compile, or jinja2 is not installed.
+        The template is too long, or jinja2 is not installed.
     """
 
     def __init__(
@@ -52,15 +59,17 @@ class ChatTemplate:
         bos_token: str,
         eos_token: str,
         control_names: Iterable[str],
-        clock: Callable[[], float] = time.monotonic,
+        child: JsonChild,
     ) -> None:
         if len(source.encode(errors="surrogatepass")) > MAX_TEMPLATE_BYTES:
             limit = f"at most {MAX_TEMPLATE_BYTES} bytes"
             raise InvalidRequestError("chat_template", source, limit)
         self._source = source
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
-        self._program = _compile(source)
-        self._clock = clock
+        if importlib.util.find_spec("jinja2") is None:
+            limit = "rendered with jinja2: pip install 'cllm[chat]'"
+            raise InvalidRequestError("messages", "a chat", limit)
+        self._child = child
         try:
             self._names = ControlTokens(control_names)
         except (RecursionError, re.error):
@@ -95,8 +104,8 @@ class ChatTemplate:
         Raises
         ------
         InvalidRequestError
-            For the arguments, for what the template itself refuses, and for a template that fails
-            or goes on too long.
+            For the arguments, for what the template itself refuses, and for a template that does
+            not compile, fails or goes on too long.
         """
         chat = [with_reasoning(message) for message in check_messages(messages)]
         given = {
@@ -123,39 +132,29 @@ class ChatTemplate:
         return kwargs
 
     def _run(self, variables: dict[str, Any], roles: list[str], guard: Guard) -> str:
-        from cllm.engine.chat.template_sandbox import LimitError, RefusedError
-
+        now = datetime.now().isoformat()
+        request = {"source": self._source, "variables": variables, "now": now}
         try:
-            return self._program.run(variables, self._clock)
-        except RefusedError as error:
-            limit = f"what the chat template accepts: {_shown(error, guard)}"
-            raise InvalidRequestError("messages", roles, limit) from None
-        except LimitError as error:
-            raise InvalidRequestError("chat_template", self._source, str(error)) from None
-        except Exception as error:  # whatever a template can make Python raise
-            limit = f"what the chat template can render: {_shown(error, guard)}"
-            raise InvalidRequestError("messages", roles, limit) from None
-
-
-def _compile(source: str) -> Program:
-    try:
-        from cllm.engine.chat.template_sandbox import Program
-    except ModuleNotFoundError:
-        limit = "rendered with jinja2: pip install 'cllm[chat]'"
-        raise InvalidRequestError("messages", "a chat", limit) from None
-    try:
-        return Program(source)
-    except Exception as error:  # the parser, the generator and Python's compiler
-        limit = f"a chat template that compiles: {_shown(error)}"
-        raise InvalidRequestError("chat_template", source, limit) from None
-
-
-def _shown(error: Exception, guard: Guard | None = None) -> str:
-    """What an error says, short; its type if it is one of Python's."""
-    text = str(error)
-    if type(error).__module__ == "builtins":
-        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    elif (line := getattr(error, "lineno", None)) is not None:  # of a jinja2.TemplateSyntaxError
-        text = f"line {line}: {getattr(error, 'message', text)}"
-    text = text if guard is None else guard.unmarked(text)
-    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
+            answer = self._child.ask(request, RENDER_S)
+        except TooSlowError:
+            answer = {"kind": "limit", "error": f"one that renders within {RENDER_S:g} s"}
+        except EndedError:
+            limit = f"one that renders within {MEMORY_BYTES >> 20} MiB"
+            answer = {"kind": "limit", "error": limit}
+        except OSError as error:
+            answer = {"kind": "failed", "error": f"no process for it can be started: {error}"}
+        if (text := answer.get("text")) is not None:
+            return str(text)
+        shown = guard.unmarked(answer["error"])
+        shown = shown if len(shown) <= MAX_SHOWN else shown[: MAX_SHOWN - 3] + "..."
+        match answer["kind"]:
+            case "limit":
+                raise InvalidRequestError("chat_template", self._source, shown)
+            case "compile":
+                limit = f"a chat template that compiles: {shown}"
+                raise InvalidRequestError("chat_template", self._source, limit)
+            case "refused":
+                limit = f"what the chat template accepts: {shown}"
+            case _:
+                limit = f"what the chat template can render: {shown}"
+        raise InvalidRequestError("messages", roles, limit)

@@ -11,15 +11,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import resource
 import signal
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 
 from cllm.bindings import Candidates, Grammar, Model, Vocabulary
+from cllm.engine.child_process import limit_memory
 from cllm.engine.constraints.llguidance import Guidance
 from cllm.errors import CllmError, InvalidArgumentError
 
@@ -33,7 +32,6 @@ START_ALARM_S, TRIAL_ALARM_S = 90, 10
 
 def main(kind: str, model_path: str, memory_bytes: int) -> None:
     """Answer until the input ends."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.alarm(START_ALARM_S)
     # Whatever a library prints must not be taken for an answer.
     answers = os.fdopen(os.dup(1), "w", encoding="ascii")
@@ -61,19 +59,6 @@ def main(kind: str, model_path: str, memory_bytes: int) -> None:
                 return
             signal.alarm(TRIAL_ALARM_S)
             reply = {"error": follower.fault(**json.loads(request))}
-
-
-def limit_memory(n_bytes: int) -> None:
-    """Let the process grow by `n_bytes` of address space.  Without `/proc` there is no limit."""
-    sizes = Path("/proc/self/statm")
-    if not sizes.exists():
-        return
-    present = int(sizes.read_text().split()[0]) * resource.getpagesize()
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = present + n_bytes
-    if hard != resource.RLIM_INFINITY:
-        limit = min(limit, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 class GrammarFollower:

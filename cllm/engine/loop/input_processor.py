@@ -71,6 +71,7 @@ class InputProcessor:
         self._n_serial = 0
         self._has_warned = False
         self._chat: ChatTokenizer | None = None
+        self._workers = workers
         self._tokenizer = workers.start("cllm-tokenizer")
         self._constraints = constraints
 
@@ -190,6 +191,7 @@ class InputProcessor:
         if self._chat is None:
             vocabulary = self._check_serving(draining=True)
             self._chat = ChatTokenizer(vocabulary, model.chat_template, model.tool_chat_template)
+            self._workers.end_first(self._chat.close)
         chat = self._chat
         pieces = await self._tokenizer.run(lambda: chat.render(prompt))
         check_length("".join(piece.text for piece in pieces), self._n_ctx, "messages")

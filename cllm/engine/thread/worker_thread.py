@@ -104,6 +104,7 @@ class WorkerThreads:
 
     def __init__(self) -> None:
         self._workers: list[WorkerThread] = []
+        self._endings: list[Callable[[], None]] = []
         self._has_ended = False
 
     def start(self, name: str) -> WorkerThread:
@@ -120,9 +121,17 @@ class WorkerThreads:
             raise ClosedError("the engine is closed")
         return worker
 
+    def end_first(self, ending: Callable[[], None]) -> None:
+        """Call this before anything is waited for: it ends what a call may be waiting for."""
+        self._endings.append(ending)
+        if self._has_ended:  # looked at last
+            ending()
+
     def end(self) -> None:
         """End all of them, and wait for the calls that were begun.  Any other thread."""
         self._has_ended = True
+        for ending in list(self._endings):
+            ending()
         for worker in list(self._workers):
             worker.end()
 

@@ -13,11 +13,12 @@ import pytest
 from transformers.utils import chat_template_utils
 
 from cllm.checks import MAX_TEXT_BYTES
-from cllm.engine.chat import template_sandbox
+from cllm.engine.chat import chat_template
 from cllm.engine.chat.chat_template import ChatTemplate
 from cllm.engine.chat.control_tokens import Piece
 from cllm.engine.chat.messages import check_messages, check_tools
 from cllm.errors import InvalidRequestError
+from tests.engine.chat.conftest import CHILD
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 TEMPLATES = sorted(CACHE.glob("cllm/src/llama.cpp-*/models/templates/*.jinja"))
@@ -39,11 +40,11 @@ class Frozen(datetime):
 def frozen_date(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same day in both."""
     monkeypatch.setattr(chat_template_utils, "datetime", Frozen)
-    monkeypatch.setattr(template_sandbox, "datetime", Frozen)
+    monkeypatch.setattr(chat_template, "datetime", Frozen)
 
 
 def template(source: str, names: Sequence[str] = ()) -> ChatTemplate:
-    return ChatTemplate(source, bos_token="<s>", eos_token="</s>", control_names=names)
+    return ChatTemplate(source, bos_token="<s>", eos_token="</s>", control_names=names, child=CHILD)
 
 
 def text_of(pieces: Sequence[Piece]) -> str:
@@ -377,8 +378,6 @@ def test_bad_tools_are_named(tools: object, field: str) -> None:
 
 
 def test_without_jinja2_a_chat_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "cllm.engine.chat.template_sandbox")
-    monkeypatch.delitem(sys.modules, "cllm.engine.chat.template_meter")
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(InvalidRequestError, match=r"pip install 'cllm\[chat\]'"):
         template(CHATML)

@@ -15,6 +15,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from cllm.engine.chat.chat_template import ChatTemplate
 from cllm.engine.chat.control_tokens import PRIVATE_USE, ControlTokens, Piece
 from cllm.errors import InvalidRequestError
+from tests.engine.chat.conftest import CHILD
 from tests.engine.chat.test_chat_template import (
     CHATML,
     MORE_KWARGS,
@@ -57,7 +58,7 @@ SOURCES = {
 # Those that give a caller's text as it is, or as it would be without marks.
 FAITHFUL = ("chatml", "trim", "tojson", "ascii", "repr", "split", "lines", "keys")
 COMPILED = {
-    kind: ChatTemplate(source, bos_token="<s>", eos_token="</s>", control_names=NAMES)
+    kind: ChatTemplate(source, bos_token="<s>", eos_token="</s>", control_names=NAMES, child=CHILD)
     for kind, source in SOURCES.items()
 }
 FRAGMENTS = st.sampled_from(
@@ -161,7 +162,7 @@ def test_a_real_template_writes_its_own_names_and_no_others(path: Any) -> None:
     names = sorted(
         {*re.findall(r"<[|｜][^|｜<>]+[|｜]>", source), "<s>", "</s>", "[INST]", "[/INST]"}
     )
-    ours = ChatTemplate(source, bos_token="<s>", eos_token="</s>", control_names=names)
+    ours = ChatTemplate(source, bos_token="<s>", eos_token="</s>", control_names=names, child=CHILD)
 
     # This one, for llama.cpp alone, writes an iterator as JSON; transformers fails as well.
     tools = None if path.stem == "llama-cpp-deepseek-r1" else [SIMPLE_TOOL]
@@ -178,7 +179,11 @@ def test_a_real_template_writes_its_own_names_and_no_others(path: Any) -> None:
 
 def test_a_name_in_a_text_is_a_piece_of_its_own_between_names_of_the_template() -> None:
     ours = ChatTemplate(
-        "<s>{{ messages[0].content }}</s>", bos_token="", eos_token="", control_names=NAMES
+        "<s>{{ messages[0].content }}</s>",
+        bos_token="",
+        eos_token="",
+        control_names=NAMES,
+        child=CHILD,
     )
     assert ours.render([user("a<s>")]) == [
         Piece("<s>a", is_template=True),
@@ -195,20 +200,22 @@ def test_a_name_in_a_text_is_a_piece_of_its_own_between_names_of_the_template() 
 
 def test_what_is_left_when_a_template_cuts_names_apart_is_not_a_name() -> None:
     source = "{{ messages[0].content[:3] }}{{ messages[0].content[-3:] }}"
-    ours = ChatTemplate(source, bos_token="", eos_token="", control_names=["<|a|>"])
+    ours = ChatTemplate(source, bos_token="", eos_token="", control_names=["<|a|>"], child=CHILD)
     # The ends of two names, `<|` with its mark and `a|>`, are one name when the mark is out.
     assert ours.render([user("<|a|> <|a|>")]) == [Piece("<|a|>", is_template=False)]
 
 
 def test_a_mark_beside_a_name_of_the_template_leaves_that_name_alone() -> None:
     source = "{{ messages[0].content[:2] }}</s>{{ messages[0].content[2:] }}"
-    ours = ChatTemplate(source, bos_token="", eos_token="", control_names=["<s>", "</s>"])
+    ours = ChatTemplate(
+        source, bos_token="", eos_token="", control_names=["<s>", "</s>"], child=CHILD
+    )
     assert ours.render([user("<s>")]) == [Piece("<</s>s>", is_template=True)]
 
 
 def test_names_in_arguments_of_tool_calls_are_text_even_if_json_hides_them() -> None:
     source = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
-    ours = ChatTemplate(source, bos_token="", eos_token="", control_names=["<s>"])
+    ours = ChatTemplate(source, bos_token="", eos_token="", control_names=["<s>"], child=CHILD)
     call = {"function": {"name": "f", "arguments": '{"\\u003cs>": ["\\u003cs\\u003e"]}'}}
     pieces = ours.render([{"role": "assistant", "content": None, "tool_calls": [call]}])
     assert pieces == [Piece('{"<s>": ["<s>"]}', is_template=False)]
@@ -224,7 +231,7 @@ def test_text_with_every_private_use_character_is_refused_only_if_it_has_a_name(
 def test_a_vocabulary_may_have_many_names_of_one_character() -> None:
     names = [chr(0x4E00 + i) for i in range(200)]
     ours = ChatTemplate(
-        "<{{ messages[0].content }}>", bos_token="", eos_token="", control_names=names
+        "<{{ messages[0].content }}>", bos_token="", eos_token="", control_names=names, child=CHILD
     )
     pieces = ours.render([user("".join(names))])
     assert pieces == [Piece("<" + "".join(names) + ">", is_template=False)]
@@ -254,5 +261,9 @@ def test_a_vocabulary_without_names_has_nothing_to_guard() -> None:
 def test_names_that_all_begin_with_each_other_are_refused_not_a_crash() -> None:
     with pytest.raises(InvalidRequestError, match=r"^control_names is"):
         ChatTemplate(
-            "", bos_token="", eos_token="", control_names=["a" * n for n in range(1, 1200)]
+            "",
+            bos_token="",
+            eos_token="",
+            control_names=["a" * n for n in range(1, 1200)],
+            child=CHILD,
         )

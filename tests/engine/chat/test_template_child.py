@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import time
-import tracemalloc
-from itertools import count
+import re
+import threading
 
 import pytest
 
-from cllm.engine.chat.chat_template import MAX_TEMPLATE_BYTES, ChatTemplate
-from cllm.engine.chat.template_meter import MAX_SECONDS, MAX_WORK
-from cllm.errors import InvalidRequestError
+from cllm.engine.chat import chat_template
+from cllm.engine.chat.chat_template import MAX_TEMPLATE_BYTES, ChatTemplate, template_child
+from cllm.engine.chat.template_child import MAX_TEXT
+from cllm.errors import ClosedError, InvalidRequestError
+from tests.engine.chat.conftest import CHILD
 
 MANY = "{% for i in range(100000) %}"
 END = "{% endfor %}"
@@ -55,6 +56,12 @@ ENDLESS = {
 }
 # Those that make something huge in one step, or in a few.
 HUGE = {
+    "range": "{{ range(10**9)|list }}",
+    "long number": "{{ 2 ** 8000 * 2 ** 8000 }}",
+    "sum of lists": "{{ ([[1]] * 100000)|sum(start=[]) }}",
+    "a number that is text": "{{ '%1000000000d' is odd }}",
+    "to_bytes": "{{ (1).to_bytes(10**9, 'big') }}",
+    "lipsum": "{{ lipsum(10**9) }}",
     "text * number": "{{ 'x' * 10**9 }}",
     "number * text": "{{ 10**9 * 'x' }}",
     "list * number": "{{ [1] * 10**9 }}",
@@ -177,23 +184,13 @@ HUGE = {
         )
     },
 }
-# Those that fail in another way: recursion, Python's own limits, what is not there.
+# Those that fail in another way: recursion, what is not there, what the sandbox forbids.
 FAILING = {
     "macro in itself": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     "block in itself": "{% block a %}{{ self.a() }}{% endblock %}",
     "loop in itself": "{% for i in range(9) recursive %}{{ loop(range(9)) }}{% endfor %}",
     "iterator of iterators": "{% set ns = namespace(x=[1]) %}{% for i in range(5000) %}"
     "{% set ns.x = ns.x|map('string') %}{% endfor %}{{ ns.x|list }}",
-    "range": "{{ range(10**9)|list }}",
-    "long number": "{{ 2 ** 8000 * 2 ** 8000 }}",
-    "sum of lists": "{{ ([[1]] * 100000)|sum(start=[]) }}",
-    "a number that is text": "{{ '%1000000000d' is odd }}",
-    "a text to divide": "{{ '%1000000000d' is divisibleby(1) }}",
-    "translate": "{{ 'x'.translate({120: 'y' * 100000}) }}",
-    "encode": "{{ 'x'.encode() }}",
-    "to_bytes": "{{ (1).to_bytes(10**9, 'big') }}",
-    "format of escaped text": "{{ ('{}'|e).format(1) }}",
-    "lipsum": "{{ lipsum(10**9) }}",
     "function of Python": "{{ cycler.__init__.__globals__.os.system('true') }}",
     "class": "{{ (''|attr('__class__')).mro() }}",
     "frame": "{{ ([1]|map('string')).gi_frame.f_globals }}",
@@ -203,8 +200,6 @@ FAILING = {
 NOT_COMPILED = {
     "syntax": "{% for %}",
     "unknown filter": "{{ 1|nothing }}",
-    "dropped filter": "{{ 'x'|wordwrap(1) }}",
-    "autoescape": "{% autoescape true %}{{ 1 }}{% endautoescape %}",
     "parentheses": "{{ " + "(" * 50000,
     "lists": "{{ " + "[" * 50000 + "]" * 50000 + " }}",
     "sum": "{{ " + "+".join("a" * 9999) + " }}",
@@ -218,103 +213,111 @@ NOT_COMPILED = {
 }
 
 
-def compiled(source: str) -> ChatTemplate:
-    return ChatTemplate(source, bos_token="", eos_token="", control_names=["<s>"])
+MESSAGES = [{"role": "user", "content": "Hi"}]
 
 
-def error_of(template: ChatTemplate) -> InvalidRequestError:
-    """How a template ends."""
+def template(source: str) -> ChatTemplate:
+    return ChatTemplate(source, bos_token="", eos_token="", control_names=["<s>"], child=CHILD)
+
+
+def refusal_of(source: str) -> InvalidRequestError:
+    """How a template ends; the next one is rendered all the same."""
     with pytest.raises(InvalidRequestError) as caught:
-        template.render([{"role": "user", "content": "Hi"}])
+        template(source).render(MESSAGES)
     assert len(str(caught.value)) < 500
+    [piece] = template("{{ messages[0].content }}").render(MESSAGES)
+    assert piece.text == "Hi"
     return caught.value
 
 
-def refused(template: ChatTemplate) -> InvalidRequestError:
-    """How a template ends, in processor time that is not much more than it is given."""
-    started = time.thread_time()
-    error = error_of(template)
-    assert time.thread_time() - started < 2 * MAX_SECONDS
-    return error
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("source", ENDLESS.values(), ids=ENDLESS.keys())
-def test_a_template_that_goes_on_is_stopped_by_the_clock(source: str) -> None:
-    seconds = count(step=MAX_SECONDS / 1000)
-    template = ChatTemplate(
-        source, bos_token="", eos_token="", control_names=[], clock=lambda: next(seconds)
-    )
-    error = error_of(template)
-    assert error.field == "chat_template"
-    assert "renders within 2 s" in error.limit or "memory" in error.limit
-    assert next(seconds) <= MAX_SECONDS * 1.1
-
-
-def test_a_clock_that_stands_still_does_not_help_a_template() -> None:
-    template = ChatTemplate(
-        ENDLESS["loops"], bos_token="", eos_token="", control_names=[], clock=lambda: 0.0
-    )
-    with pytest.raises(InvalidRequestError, match="fewer steps and less memory"):
-        template.render([{"role": "user", "content": "Hi"}])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("source", HUGE.values(), ids=HUGE.keys())
-def test_what_would_be_huge_is_not_made(source: str) -> None:
-    assert refused(compiled(source)).field == "chat_template"
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "kind", ["slices kept", "lists kept", "splits kept", "map center", "output"]
-)
-def test_a_template_has_so_much_memory_and_no_more(kind: str) -> None:
-    template = compiled(HUGE[kind])
-    tracemalloc.start()
+@pytest.mark.parametrize("source", [*ENDLESS.values(), *HUGE.values()], ids=[*ENDLESS, *HUGE])
+def test_a_template_that_wants_too_much_is_refused_or_writes_little(source: str) -> None:
+    """What it takes is that process's; some find a way to end soon, and then its text is bounded."""
+    n_characters, refusal = 0, None
     try:
-        refused(template)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < 5 * MAX_WORK
+        n_characters = sum(len(piece.text) for piece in template(source).render(MESSAGES))
+    except InvalidRequestError as error:
+        refusal = error
+    assert n_characters <= MAX_TEXT
+    assert refusal is None or refusal.field in ("chat_template", "messages")
+    [piece] = template("{{ messages[0].content }}").render(MESSAGES)
+    assert piece.text == "Hi"
+
+
+@pytest.mark.parametrize(
+    ("source", "limit"),
+    [
+        ("{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", "writes up to 4194304 char"),
+        ("{{ 'x' * 10**9 }}", "takes less memory"),
+        ("{% set ns = namespace(x=[]) %}{% for i in range(99999) %}"
+         "{% set ns.x = ns.x + [1] * 9999 %}{% endfor %}", "less memory|within 2 s|512 MiB"),
+    ],
+)  # fmt: skip
+def test_text_and_memory_of_a_template_are_bounded(source: str, limit: str) -> None:
+    error = refusal_of(source)
+    assert error.field == "chat_template"
+    assert re.search(limit, error.limit), error.limit
 
 
 @pytest.mark.parametrize("source", FAILING.values(), ids=FAILING.keys())
 def test_a_template_that_fails_is_a_bad_request(source: str) -> None:
-    assert refused(compiled(source)).field == "messages"
+    assert refusal_of(source).field == "messages"
 
 
 @pytest.mark.parametrize("source", NOT_COMPILED.values(), ids=NOT_COMPILED.keys())
 def test_a_template_that_does_not_compile_is_named(source: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        compiled(source)
+        template(source).render(MESSAGES)
     assert caught.value.field == "chat_template"
     assert len(str(caught.value)) < 500
 
 
 def test_the_line_of_a_mistake_is_named() -> None:
     with pytest.raises(InvalidRequestError, match="line 3: No filter named 'nothing'"):
-        compiled("\n\n{{ 1|nothing }}")
+        template("\n\n{{ 1|nothing }}").render(MESSAGES)
 
 
-def test_a_long_chat_is_well_within_the_limits() -> None:
+def test_an_endless_template_is_refused_in_time_and_the_next_is_rendered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chat_template, "RENDER_S", 0.05)
+    with pytest.raises(InvalidRequestError, match=r"renders within 0\.05 s"):
+        template(ENDLESS["loops"]).render(MESSAGES)
+    monkeypatch.setattr(chat_template, "RENDER_S", 30.0)
+    [piece] = template("{{ messages[0].content }}").render(MESSAGES)
+    assert piece.text == "Hi"
+
+
+def test_the_longest_chat_is_well_within_the_limits() -> None:
     # Messages collected one by one are quadratic in references, and the longest chat must do.
     source = (
         "{% set ns = namespace(m=[]) %}{% for m in messages %}{% set ns.m = ns.m + [m] %}{% endfor %}"
         "{% for m in ns.m %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}"
     )
-    template = ChatTemplate(source, bos_token="", eos_token="", control_names=[], clock=lambda: 0.0)
-    [piece] = template.render([{"role": "user", "content": "Hi " * 60}] * 4096)
+    [piece] = template(source).render([{"role": "user", "content": "Hi " * 60}] * 4096)
     assert piece.text == ("user: " + "Hi " * 59 + "Hi\n") * 4096
 
 
-def test_a_failed_rendering_leaves_nothing_behind() -> None:
-    template = compiled("{{ 'x' * n }}")
-    for n in (10**9, 3, 10**9, 2):
-        if n > 3:
-            with pytest.raises(InvalidRequestError):
-                template.render([{"role": "user", "content": ""}], template_kwargs={"n": n})
-        else:
-            [piece] = template.render([{"role": "user", "content": ""}], template_kwargs={"n": n})
-            assert piece.text == "x" * n
+def test_closing_ends_what_is_rendered() -> None:
+    child = template_child()
+    endless = ChatTemplate(
+        ENDLESS["loops"], bos_token="", eos_token="", control_names=[], child=child
+    )
+    ended: list[Exception] = []
+
+    def render() -> None:
+        try:
+            endless.render(MESSAGES)
+        except Exception as error:
+            ended.append(error)
+
+    ChatTemplate("", bos_token="", eos_token="", control_names=[], child=child).render(MESSAGES)
+    thread = threading.Thread(target=render)
+    thread.start()
+    while child._asking.acquire(blocking=False):  # until it asks
+        child._asking.release()
+    child.close()
+    thread.join()
+    assert [type(error) for error in ended] == [ClosedError]
+    child.close()

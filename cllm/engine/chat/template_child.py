@@ -1,0 +1,164 @@
+"""The process of `template_process`: a template that goes on for ever ends this process alone.
+
+`python -m cllm.engine.chat.template_child MEMORY_BYTES` says that it is ready, and answers each line of
+standard input with one of standard output, in JSON: `{"source": …, "variables": …, "now": …}` with
+`{"text": …}`, or with `{"error": …, "kind": …}`.  It ends when standard input does.
+
+The environment is the one that transformers sets up, in jinja2's own sandbox, which keeps a template
+away from Python; time and memory are bounded by the process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, NoReturn
+
+from jinja2 import Template, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from cllm.engine.child_process import limit_memory
+
+MAX_TEXT = 4 << 20  # characters of the output
+MAX_PROGRAMS = 4  # compiled: a model has one template, or two
+# An orphan in an endless call would never see that its input has ended.
+ALARM_S = 10
+
+
+class RefusedError(Exception):
+    """A template called `raise_exception`."""
+
+
+class Generation(Extension):
+    """`{% generation %}` marks what the assistant said, for training; here it marks nothing."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """A block with a scope of its own, as in transformers."""
+        lineno = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_rendered"), [], [], body).set_lineno(lineno)
+
+    def _rendered(self, caller: Macro) -> str:
+        text: str = caller()
+        return text
+
+
+class CheckedNamespace(Namespace):
+    """`namespace(...)`; names that begin with an underscore are for Python, as in transformers."""
+
+    def __init__(self, /, *args: Any, **kwargs: Any) -> None:  # `namespace(self=...)` is allowed
+        attributes = dict(*args, **kwargs)
+        for name in attributes:
+            _check_attribute(name)
+        Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_attribute(name)
+        Namespace.__setitem__(self, name, value)
+
+
+def _check_attribute(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError("a template may not set attributes that begin with an underscore")
+
+
+def tojson(
+    x: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """jinja2's own escapes what has a meaning in HTML."""
+    return json.dumps(
+        x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def raise_exception(message: object) -> NoReturn:
+    """What templates call to refuse messages."""
+    raise RefusedError(str(message))
+
+
+def environment() -> ImmutableSandboxedEnvironment:
+    """As transformers has it."""
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    made.filters["tojson"] = tojson
+    made.globals["namespace"] = CheckedNamespace
+    made.globals["raise_exception"] = raise_exception
+    return made
+
+
+@lru_cache(MAX_PROGRAMS)
+def compiled(source: str) -> Template:
+    """A template, compiled once."""
+    return environment().from_string(source)
+
+
+def answer(source: str, variables: dict[str, Any], now: str) -> dict[str, str]:
+    """The text, or what is wrong and whose fault it is."""
+    variables = {"strftime_now": datetime.fromisoformat(now).strftime, **variables}
+    try:
+        template = compiled(source)
+    except MemoryError:
+        raise
+    except Exception as error:  # the parser, the generator and Python's compiler
+        return {"kind": "compile", "error": shown(error)}
+    try:
+        parts, n_characters = [], 0
+        for part in template.generate(variables):
+            n_characters += len(part)
+            if n_characters > MAX_TEXT:
+                return {"kind": "limit", "error": f"one that writes up to {MAX_TEXT} characters"}
+            parts.append(part)
+        return {"text": "".join(parts)}
+    except RefusedError as error:
+        return {"kind": "refused", "error": shown(error)}
+    except (MemoryError, OverflowError) as error:
+        return {"kind": "limit", "error": f"one that takes less memory ({type(error).__name__})"}
+    except Exception as error:  # whatever a template can make Python raise
+        return {"kind": "failed", "error": shown(error)}
+
+
+def shown(error: Exception) -> str:
+    """What an error says; its type if it is one of Python's."""
+    text = str(error)
+    if type(error).__module__ == "builtins":
+        return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    if (line := getattr(error, "lineno", None)) is not None:  # of a jinja2.TemplateSyntaxError
+        return f"line {line}: {getattr(error, 'message', text)}"
+    return text
+
+
+def main(memory_bytes: int) -> None:
+    """Answer until the input ends."""
+    # Whatever a library prints must not be taken for an answer.
+    answers = os.fdopen(os.dup(1), "w", encoding="ascii")
+    os.dup2(2, 1)
+    limit_memory(memory_bytes)
+    reply: dict[str, str] = {"text": ""}
+    while True:
+        signal.alarm(0)
+        print(json.dumps(reply), file=answers, flush=True)
+        request = sys.stdin.buffer.readline()
+        if not request:
+            return
+        signal.alarm(ALARM_S)
+        reply = answer(**json.loads(request))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
