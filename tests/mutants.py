@@ -31,6 +31,7 @@ NEAR = {
     "cllm/engine/loop": ("tests/engine/loop", "tests/engine/test_engine.py"),
     "cllm/bindings": ("tests/bindings",),
 }
+ENGINE = ("tests/engine", "tests/testing", "tests/bindings")  # half a minute of the two
 TURNED = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
     ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
@@ -193,6 +194,8 @@ def killed_by(mutant: Mutant, tree: Path, *, with_full: bool) -> str:
     try:
         if not run_tests(tree, *workers, *NEAR[package]):
             return "near"
+        if not run_tests(tree, *workers, *ENGINE):
+            return "fast"
         if not run_tests(tree, *workers):
             return "fast"
         if with_full and not run_tests(tree, *workers, "-m", "full", "--timeout=300"):

@@ -7,7 +7,7 @@ libllama abort, hang or lie is refused with a typed error before the call.
 from cllm.bindings._handle import NativeHandle, fork_generation
 from cllm.bindings._library import find_library, library
 from cllm.bindings.batch import Batch, Run
-from cllm.bindings.context import Context, Logits, PerfCounters, system_info
+from cllm.bindings.context import Context, Logits, system_info
 from cllm.bindings.model import LoraAdapter, Model
 from cllm.bindings.sampler import CANDIDATE, Candidates, Grammar, SamplerChain
 from cllm.bindings.vocabulary import Vocabulary
@@ -22,7 +22,6 @@ __all__ = (
     "LoraAdapter",
     "Model",
     "NativeHandle",
-    "PerfCounters",
     "Run",
     "SamplerChain",
     "Vocabulary",

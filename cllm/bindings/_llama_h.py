@@ -275,19 +275,6 @@ struct llama_chat_message {
     const char * role;
     const char * content;
 };
-struct llama_perf_context_data {
-    double t_start_ms;
-    double t_load_ms;
-    double t_p_eval_ms;
-    double t_eval_ms;
-    int32_t n_p_eval;
-    int32_t n_eval;
-    int32_t n_reused;
-};
-struct llama_perf_sampler_data {
-    double t_sample_ms;
-    int32_t n_sample;
-};
 """
 
 # --- Prototypes ------------------------------------------------------------------------------
@@ -302,8 +289,6 @@ void llama_model_free(struct llama_model * model);
 struct llama_context * llama_init_from_model(struct llama_model * model, struct llama_context_params params);
 void llama_free(struct llama_context * ctx);
 size_t llama_max_parallel_sequences(void);
-bool llama_supports_mmap(void);
-bool llama_supports_mlock(void);
 bool llama_supports_gpu_offload(void);
 uint32_t llama_n_ctx(const struct llama_context * ctx);
 uint32_t llama_n_ctx_seq(const struct llama_context * ctx);
@@ -339,7 +324,6 @@ int32_t llama_set_adapters_lora(struct llama_context * ctx, struct llama_adapter
 void llama_memory_clear(llama_memory_t mem, bool data);
 bool llama_memory_seq_rm(llama_memory_t mem, llama_seq_id seq_id, llama_pos p0, llama_pos p1);
 void llama_memory_seq_cp(llama_memory_t mem, llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1);
-void llama_memory_seq_keep(llama_memory_t mem, llama_seq_id seq_id);
 void llama_memory_seq_add(llama_memory_t mem, llama_seq_id seq_id, llama_pos p0, llama_pos p1, llama_pos delta);
 llama_pos llama_memory_seq_pos_min(llama_memory_t mem, llama_seq_id seq_id);
 llama_pos llama_memory_seq_pos_max(llama_memory_t mem, llama_seq_id seq_id);
@@ -348,10 +332,6 @@ size_t llama_state_seq_get_size(struct llama_context * ctx, llama_seq_id seq_id)
 size_t llama_state_seq_get_data(struct llama_context * ctx, uint8_t * dst, size_t size, llama_seq_id seq_id);
 size_t llama_state_seq_set_data(struct llama_context * ctx, const uint8_t * src, size_t size, llama_seq_id dest_seq_id);
 int32_t llama_decode(struct llama_context * ctx, struct llama_batch batch);
-void llama_set_n_threads(struct llama_context * ctx, int32_t n_threads, int32_t n_threads_batch);
-int32_t llama_n_threads(struct llama_context * ctx);
-int32_t llama_n_threads_batch(struct llama_context * ctx);
-void llama_set_abort_callback(struct llama_context * ctx, ggml_abort_callback abort_callback, void * abort_callback_data);
 void llama_synchronize(struct llama_context * ctx);
 float * llama_get_logits(struct llama_context * ctx);
 const char * llama_vocab_get_text(const struct llama_vocab * vocab, llama_token token);
@@ -398,14 +378,9 @@ struct llama_sampler * llama_sampler_init_penalties(int32_t n_vocab, int32_t pen
 struct llama_sampler * llama_sampler_init_dry(const struct llama_vocab * vocab, float dry_multiplier, float dry_base, int32_t dry_allowed_length, int32_t dry_penalty_last_n, const char ** seq_breakers, size_t num_breakers);
 struct llama_sampler * llama_sampler_init_adaptive_p(float target, float decay, uint32_t seed);
 struct llama_sampler * llama_sampler_init_logit_bias(int32_t n_vocab, int32_t n_logit_bias, const struct llama_logit_bias * logit_bias);
-struct llama_sampler * llama_sampler_init_infill(const struct llama_vocab * vocab);
-uint32_t llama_sampler_get_seed(const struct llama_sampler * smpl);
 llama_token llama_sampler_sample(struct llama_sampler * smpl, struct llama_context * ctx, int32_t idx);
 const char * llama_print_system_info(void);
 void llama_log_set(ggml_log_callback log_callback, void * user_data);
-struct llama_perf_context_data llama_perf_context(const struct llama_context * ctx);
-void llama_perf_context_reset(struct llama_context * ctx);
-struct llama_perf_sampler_data llama_perf_sampler(const struct llama_sampler * chain);
 """
 
 # Calls that can take long release the GIL (`ctypes.CDLL`).  All others keep it (`ctypes.PyDLL`):

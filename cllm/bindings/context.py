@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,22 +31,6 @@ KV_TYPES = {
     for name in ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 }
 MAX_CELLS = 1 << 26
-
-
-@dataclass(frozen=True, slots=True)
-class PerfCounters:
-    """llama.cpp's own counters of a context; times in milliseconds.
-
-    See `llama_perf_context_data` in llama.h.
-    """
-
-    t_start_ms: float
-    t_load_ms: float
-    t_p_eval_ms: float
-    t_eval_ms: float
-    n_p_eval: int
-    n_eval: int
-    n_reused: int
 
 
 class Logits:
@@ -318,17 +301,6 @@ class Context(Memory):
         self._abort_flag[0] = b"\1" if abort else b"\0"
 
     # --- Settings and counters ---------------------------------------------------------------
-    def set_threads(self, n_threads: int, n_threads_batch: int) -> None:
-        """Compute threads for one row and for many."""
-        check_int("n_threads", n_threads, 1, MAX_THREADS)
-        check_int("n_threads_batch", n_threads_batch, 1, MAX_THREADS)
-        self._lib.llama_set_n_threads(self._pointer, n_threads, n_threads_batch)
-
-    @property
-    def threads(self) -> tuple[int, int]:
-        """`(n_threads, n_threads_batch)` as llama.cpp has them."""
-        pointer = self._pointer
-        return self._lib.llama_n_threads(pointer), self._lib.llama_n_threads_batch(pointer)
 
     def set_loras(self, adapters: Sequence[tuple[LoraAdapter, float]]) -> None:
         """Apply these adapters with these scales, and no others."""
@@ -352,15 +324,6 @@ class Context(Memory):
         self._loras = tuple(adapter for adapter, _ in adapters)
         for adapter in self._loras:
             adapter._children.add(self)
-
-    def perf(self) -> PerfCounters:
-        """Counters since the last reset; times are 0 while `no_perf`."""
-        data = self._lib.llama_perf_context(self._pointer)
-        return PerfCounters(*(getattr(data, name) for name in PerfCounters.__slots__))
-
-    def perf_reset(self) -> None:
-        """Set the counters to zero."""
-        self._lib.llama_perf_context_reset(self._pointer)
 
     def __repr__(self) -> str:
         if self.closed:

@@ -92,16 +92,6 @@ class Memory(NativeHandle):
             self._pending_copies |= {seq_id_src, seq_id_dst}
         self._lib.llama_memory_seq_cp(self._memory, seq_id_src, seq_id_dst, first, end)
 
-    def seq_keep(self, seq_id: int) -> None:
-        """Remove every other sequence."""
-        self._check_seq("seq_id", seq_id)
-        if self.kv_unified:
-            self._lib.llama_memory_seq_keep(self._memory, seq_id)
-            return
-        # In the per-sequence layout llama.cpp looks into one stream alone.
-        for other in set(range(self.n_seq_max)) - {seq_id}:
-            self._lib.llama_memory_seq_rm(self._memory, other, -1, -1)
-
     def seq_add(self, seq_id: int, p0: int | None, p1: int | None, delta: int) -> None:
         """Shift positions `[p0, p1)` of a sequence by `delta`, staying within the context."""
         self._check_seq("seq_id", seq_id)

@@ -258,10 +258,6 @@ class SamplerChain(NativeHandle):
         n_vocab = self._vocab.n_tokens
         return self._add(self._lib.llama_sampler_init_logit_bias(n_vocab, len(biases), array))
 
-    def add_infill(self) -> Self:
-        """Fill-in-the-middle: after top-k and top-p."""
-        return self._add(self._lib.llama_sampler_init_infill(self._vocab._pointer))
-
     # --- Use ---------------------------------------------------------------------------------
     def apply(self, candidates: Candidates) -> int:
         """Run the chain over `candidates` and return the selected token, without accepting it.
@@ -330,12 +326,6 @@ class SamplerChain(NativeHandle):
         get, name = self._lib.llama_sampler_chain_get, self._lib.llama_sampler_name
         n = self._lib.llama_sampler_chain_n(chain)
         return tuple(name(get(chain, i)).decode() for i in range(n))
-
-    @property
-    def perf(self) -> tuple[float, int]:
-        """Time in milliseconds and number of tokens sampled through `sample`."""
-        data = self._lib.llama_perf_sampler(self._pointer)
-        return data.t_sample_ms, data.n_sample
 
     def _min_keep(self, min_keep: int) -> int:
         return check_int("min_keep", min_keep, 0, self._vocab.n_tokens)

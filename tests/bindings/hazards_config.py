@@ -62,11 +62,6 @@ refuse(
     "a quantized V cache without flash attention", make_context, "flash_attn",
     error=ContextError, type_v="q8_0", flash_attn=False,
 )  # fmt: skip
-for n_threads in (0, -1, 513, 100_000, "1"):
-    refuse(
-        f"set_threads({n_threads!r})", lambda s, n: s.context.set_threads(1, n),
-        f"n_threads_batch is {n_threads!r}, must be", n=n_threads,
-    )  # fmt: skip
 refuse(
     "a context of a model without weights",
     lambda s: Context(Model(s.path, vocab_only=True), **SMALL), "vocab_only", error=ContextError,

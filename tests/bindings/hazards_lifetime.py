@@ -124,7 +124,6 @@ CONTEXT_CALLS: dict[str, Callable[[Scene, Context], object]] = {
     "decode": lambda s, c: c.decode(s.batch),
     "seq_rm": lambda _, c: c.seq_rm(0),
     "seq_cp": lambda _, c: c.seq_cp(0, 1),
-    "seq_keep": lambda _, c: c.seq_keep(0),
     "seq_add": lambda _, c: c.seq_add(0, 0, None, 1),
     "seq_pos_min": lambda _, c: c.seq_pos_min(0),
     "seq_pos_max": lambda _, c: c.seq_pos_max(0),
@@ -132,11 +131,7 @@ CONTEXT_CALLS: dict[str, Callable[[Scene, Context], object]] = {
     "memory_clear": lambda _, c: c.memory_clear(),
     "state_seq_get_data": lambda _, c: c.state_seq_get_data(0),
     "state_seq_set_data": lambda _, c: c.state_seq_set_data(b"x", 1, n_positions=1),
-    "set_threads": lambda _, c: c.set_threads(1, 1),
-    "threads": lambda _, c: c.threads,
     "set_loras": lambda _, c: c.set_loras([]),
-    "perf": lambda _, c: c.perf(),
-    "perf_reset": lambda _, c: c.perf_reset(),
     "sample": lambda s, c: s.chain.sample(c, 3),
     "logits": lambda s, _: s.__dict__["logits"].rows,
 }
@@ -233,7 +228,6 @@ CHAIN_CALLS: dict[str, Callable[[Scene], object]] = {
     "reset": lambda s: s.chain.reset(),
     "clone": lambda s: s.chain.clone(),
     "names": lambda s: s.chain.names,
-    "perf": lambda s: s.chain.perf,
 }
 
 

@@ -21,7 +21,7 @@ def call_memory(scene: Scene, method: str, args: tuple[Any, ...], split: bool = 
 for bad_seq in (-1, 4, 256, 2**31):
     expected = f"is {bad_seq!r}, must be"
     for method, extra in (
-        ("seq_rm", ()), ("seq_keep", ()), ("seq_pos_min", ()), ("seq_pos_max", ()),
+        ("seq_rm", ()), ("seq_pos_min", ()), ("seq_pos_max", ()),
         ("seq_add", (0, None, 1)), ("state_seq_get_data", ()),
     ):  # fmt: skip
         refuse(

@@ -64,10 +64,6 @@ for bad_id in (-1, N_VOCAB, 10**9):
         f"applying greedy to candidate {bad_id}", apply_to, f"is {bad_id}, must be 0 to 259",
         build=lambda c: c.add_greedy(), data=candidates(1.0, 0.0, ids=[bad_id, 5]),
     )  # fmt: skip
-    refuse(
-        f"applying infill to candidate {bad_id}", apply_to, f"is {bad_id}, must be 0 to 259",
-        build=lambda c: c.add_infill().add_greedy(), data=candidates(1.0, 0.0, ids=[bad_id, 5]),
-    )  # fmt: skip
 refuse(
     "a bias that bans every token", apply_to, "candidates", "finite",
     build=lambda c: c.add_logit_bias({0: -INF, 1: -INF}).add_dist(1), data=candidates(1.0, 2.0),

@@ -184,14 +184,6 @@ def test_seq_cp_of_a_prefix_shares_it(new_context: NewContext) -> None:
     assert close_to(decode(context, 1, TEXT[5:], 5), whole)
 
 
-def test_seq_keep_empties_the_others(context: Context) -> None:
-    for seq_id in range(3):
-        decode(context, seq_id, TEXT, 0)
-    context.seq_keep(1)
-    n = len(TEXT) - 1
-    assert [context.seq_pos_max(seq_id) for seq_id in range(4)] == [None, n, None, None]
-
-
 def test_seq_add_shifts_positions(context: Context) -> None:
     decode(context, 0, TEXT, 0)
     context.seq_rm(0, 0, 5)
@@ -259,24 +251,6 @@ def test_another_thread_can_abort(new_context: NewContext) -> None:
     context.set_abort(False)
     context.seq_rm(0)
     assert np.isfinite(decode(context, 0, TEXT, 0)).all()
-
-
-def test_threads_can_be_changed(new_context: NewContext) -> None:
-    context = new_context(n_threads=1, n_threads_batch=2)
-    assert context.threads == (1, 2)
-    context.set_threads(2, 1)
-    assert context.threads == (2, 1)
-
-
-def test_counters_count_tokens(new_context: NewContext) -> None:
-    context = new_context(no_perf=False)
-    decode(context, 0, TEXT, 0)
-    decode(context, 0, [98], len(TEXT))
-    perf = context.perf()
-    assert (perf.n_p_eval, perf.n_eval) == (len(TEXT), 1)
-    assert perf.t_p_eval_ms > 0
-    context.perf_reset()
-    assert context.perf().n_p_eval <= 1  # llama.cpp reports at least one
 
 
 def test_context_counts_its_decodes(context: Context) -> None:

@@ -37,7 +37,6 @@ DOCUMENTED = (InvalidArgumentError, StaleLogitsError, LlamaCallError)
 def known_logits(context: Context) -> NDArray[np.float32]:
     """Of the same tokens in an empty cache."""
     context.memory_clear()
-    context.set_threads(1, 1)
     batch = Batch(N_BATCH)
     batch.add(0, [256, 65, 66, 67], 0, n_outputs=1)
     logits = context.decode(batch).rows.copy()

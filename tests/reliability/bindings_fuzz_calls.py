@@ -56,7 +56,6 @@ BREAKERS = Kind(st.lists(TEXT, max_size=2), st.lists(ANY_TEXT, max_size=2))
 FLAG = Kind(st.booleans())
 TEXTS = Kind(TEXT, ANY_TEXT | ODD)
 # Hundreds are legal, and slow.
-THREADS = Kind(st.just(1), ODD.filter(lambda n: type(n) is not int or not 1 < n <= 512))
 # A grammar can hang llama.cpp: always the same few, legal and not.
 GRAMMAR = Kind(
     st.sampled_from(("root ::= [a-c]+", 'root ::= "yes" | "no"')),
@@ -139,7 +138,7 @@ SAMPLERS: dict[str, tuple[Kind, ...]] = {
     "typical": (FRACTION, COUNT), "temp": (TEMPERATURE,),
     "temp_ext": (TEMPERATURE, NUMBER, NUMBER), "xtc": (FRACTION, FRACTION, COUNT, SEED),
     "top_n_sigma": (NUMBER,), "penalties": (COUNT, PENALTY, NUMBER, NUMBER),
-    "dry": (NUMBER, PENALTY, COUNT, COUNT, BREAKERS), "logit_bias": (BIASES,), "infill": (),
+    "dry": (NUMBER, PENALTY, COUNT, COUNT, BREAKERS), "logit_bias": (BIASES,),
 }  # fmt: skip
 SELECTING: dict[str, tuple[Kind, ...]] = {
     "greedy": (), "dist": (SEED,), "mirostat": (SEED, NUMBER, NUMBER, COUNT),
@@ -173,13 +172,11 @@ METHODS: dict[tuple[str, str], tuple[Kind, ...]] = {
     ),
     ("context", "seq_rm"): (SEQ_ID, POSITION, POSITION),
     ("context", "seq_cp"): (SEQ_ID, SEQ_ID, Kind(st.none(), POSITION.good | ODD), POSITION),
-    ("context", "seq_keep"): (SEQ_ID,),
     ("context", "memory_clear"): (),
     ("context", "seq_add"): (SEQ_ID, POSITION, POSITION, Kind(st.integers(-5, 5))),
     ("context", "seq_pos_min"): (SEQ_ID,),
     ("context", "seq_pos_max"): (SEQ_ID,),
     ("context", "output_logits"): (Kind(st.integers(0, 5)),),
-    ("context", "set_threads"): (THREADS, THREADS),
     ("vocab", "tokenize"): (TEXTS,),
     ("vocab", "tokenize_inside"): (TEXTS,),
     ("vocab", "detokenize"): (TOKENS,),

@@ -121,7 +121,7 @@ ROWS = (
     _row("1.2 types of the cache", "a context with type_k='i8'", "a context with type_k=99"),
     _row("1.2 quantized caches that cannot be", "a quantized V cache without flash attention"),
     _row("1.2 unknown enums", "a context with rope_scaling=99"),
-    _row("1.2 n_threads", "a context with n_threads=0", "set_threads(100000)"),
+    _row("1.2 n_threads", "a context with n_threads=0", "a context with n_threads_batch=100000"),
     _row("1.2 RoPE of NaN", "a context with rope_freq_base=nan"),
     _row("1.2 other integers", "a context with n_ubatch=0", "n_gpu_layers -2"),
     _row("1.2 model paths", "a model path that is missing", "a model path that is a FIFO"),
@@ -131,7 +131,7 @@ ROWS = (
     _row("1.3 weights of NaN"),
     _row("1.3 a mapped file that is truncated", unreachable="the process is gone by then; "
          "`use_mmap=False` reads the file first"),
-    _row("1.4 seq_id 256 or more", "seq_rm of sequence 256", "seq_keep of sequence 256",
+    _row("1.4 seq_id 256 or more", "seq_rm of sequence 256",
          "seq_pos_max of sequence 256", "seq_add of sequence 256"),
     _row("1.4 n_seq_max <= seq_id < 256", "seq_rm of sequence 4",
          "seq_rm of sequence 4 (per-sequence layout)"),

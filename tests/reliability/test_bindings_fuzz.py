@@ -47,14 +47,14 @@ def raising(error: Exception) -> Callable[..., object]:
     return method
 
 
-CALL = Call("context", "seq_keep", (0,))
+CALL = Call("context", "seq_pos_min", (0,))
 
 
 @pytest.mark.parametrize("error", [TypeError("x"), OverflowError("x"), CllmError("x")], ids=repr)
 def test_an_error_that_is_not_documented_is_found(
     fuzz: Fuzz, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Context, "seq_keep", raising(error))
+    monkeypatch.setattr(Context, "seq_pos_min", raising(error))
     fuzz.example(CALL)
     assert fuzz.found.wrong == [f"{CALL!r} raised {error!r}"]
 
@@ -63,9 +63,13 @@ def test_a_documented_error_and_an_answer_are_not_found(
     fuzz: Fuzz, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fuzz.example(CALL)
-    monkeypatch.setattr(Context, "seq_keep", raising(InvalidArgumentError("seq_id", 9, "0 to 3")))
+    monkeypatch.setattr(
+        Context, "seq_pos_min", raising(InvalidArgumentError("seq_id", 9, "0 to 3"))
+    )
     fuzz.example(CALL)
-    assert fuzz.found == Findings(2, {"seq_keep": 1}, {"InvalidArgumentError": 1}, {"seq_keep": 1})
+    assert fuzz.found == Findings(
+        2, {"seq_pos_min": 1}, {"InvalidArgumentError": 1}, {"seq_pos_min": 1}
+    )
 
 
 def test_other_logits_than_in_the_beginning_are_found(fuzz: Fuzz) -> None:
