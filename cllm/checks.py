@@ -1,6 +1,6 @@
 """Checks of arguments, made before a call of libllama that would abort, hang or lie.
 
-`docs/reliability.md` has the table of such calls.
+`tests/reliability/hazard_rows.py` is the table of such calls.
 
 Each returns the value it was given, or raises an error that names field, value and limit.
 """

@@ -41,6 +41,7 @@ OPERATORS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.FloorDiv: "*", ast.D
 NOT_MUTATED = ("__repr__", "__str__")
 SAID = {"debug", "info", "warning", "error", "exception", "log", "warn"}
 TIMEOUT_S = 900
+WORKERS = ("-n", "auto", "--maxprocesses=8", "--dist", "loadfile")
 
 
 @dataclass(frozen=True)
@@ -190,15 +191,14 @@ def killed_by(mutant: Mutant, tree: Path, *, with_full: bool) -> str:
     path = tree / mutant.path
     source = path.read_text()
     path.write_text(source[: mutant.start] + mutant.text + source[mutant.end :])
-    workers = ("-n", "auto", "--maxprocesses=8", "--dist", "loadfile")
     try:
-        if not run_tests(tree, *workers, *NEAR[package]):
+        if not run_tests(tree, *WORKERS, *NEAR[package]):
             return "near"
-        if not run_tests(tree, *workers, *ENGINE):
+        if not run_tests(tree, *WORKERS, *ENGINE):
             return "fast"
-        if not run_tests(tree, *workers):
+        if not run_tests(tree, *WORKERS):
             return "fast"
-        if with_full and not run_tests(tree, *workers, "-m", "full", "--timeout=300"):
+        if with_full and not run_tests(tree, *WORKERS, "-m", "full", "--timeout=300"):
             return "full"
     finally:
         path.write_text(source)
@@ -235,6 +235,9 @@ def main() -> int:
     by: dict[str, list[Mutant]] = {"near": [], "fast": [], "full": [], "": []}
     with tempfile.TemporaryDirectory() as directory:
         tree = copy_of_the_project(Path(directory))
+        if not run_tests(tree, *WORKERS, *ENGINE):
+            print("the tests fail without any fault")
+            return 1
         for mutant in mutants:
             started = time.perf_counter()
             stage = killed_by(mutant, tree, with_full=options.full)

@@ -202,7 +202,8 @@ def options_table() -> list[str]:
     rows = ["| option | |", "|---|---|"]
     for name, hint in get_type_hints(EngineFlags, include_extras=True).items():
         option = hint.__metadata__[0]
-        flags = ", ".join(f"`{flag}`" for flag in option.param_decls)
+        # Typer takes the first name of an annotated option for its default.
+        flags = ", ".join(f"`{flag}`" for flag in (option.default, *option.param_decls))
         field = "n_threads" if name == "threads" else name.replace("threads_b", "n_threads_b")
         rows.append(f"| {flags} | {option.help.replace(chr(92), '')} (`{field}`) |")
     return rows

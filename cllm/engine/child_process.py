@@ -9,15 +9,16 @@ import json
 import os
 import resource
 import selectors
+import signal
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from cllm.errors import ClosedError
 
@@ -38,7 +39,6 @@ def child_environment() -> dict[str, str]:
 
 def limit_memory(n_bytes: int) -> None:
     """Let this process grow by `n_bytes` of address space.  Without `/proc` there is no limit."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     sizes = Path("/proc/self/statm")
     if not sizes.exists():
         return
@@ -48,6 +48,41 @@ def limit_memory(n_bytes: int) -> None:
     if hard != resource.RLIM_INFINITY:
         limit = min(limit, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def answers_of_this_process() -> TextIO:
+    """Where to write answers: what a library prints goes elsewhere.  Its end leaves no core file."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    answers = os.fdopen(os.dup(1), "w", encoding="ascii")
+    os.dup2(2, 1)
+    return answers
+
+
+def answer_requests(
+    answers: TextIO,
+    ready: Mapping[str, Any],
+    answer: Callable[..., Mapping[str, Any]],
+    *,
+    alarm_s: int,
+) -> None:
+    """Say that this process is ready, and answer each line of standard input until it ends.
+
+    Parameters
+    ----------
+    answer : callable
+        Takes the fields of a request.
+    alarm_s : int
+        Seconds for an answer: an orphan in an endless call would never see that its input has ended.
+    """
+    reply = ready
+    while True:
+        signal.alarm(0)
+        print(json.dumps(reply), file=answers, flush=True)  # to who asks
+        request = sys.stdin.buffer.readline()
+        if not request:
+            return
+        signal.alarm(alarm_s)
+        reply = answer(**json.loads(request))
 
 
 class TooSlowError(Exception):
@@ -83,7 +118,7 @@ class JsonChild:
             The next request is asked of another process.
         ClosedError
         OSError
-            No process can be started.
+            No process can be started, or it does not get ready.
         """
         with self._asking:
             return self._ask(request, limit_s)
@@ -115,6 +150,10 @@ class JsonChild:
                 self._end()
 
     def _started(self) -> subprocess.Popen[bytes]:
+        if self._is_closed:
+            raise ClosedError("the engine is closed")
+        if self._process is not None and self._process.poll() is not None:
+            self._end()  # it was killed while nobody asked
         if self._process is None:
             process = subprocess.Popen(
                 self._command,
@@ -125,10 +164,15 @@ class JsonChild:
                 start_new_session=True,
             )
             self._process = process
-            self._finalizer = weakref.finalize(self, _end, process)
-            _read_line(process, START_S)
-        if self._is_closed:  # looked at last: perhaps since a moment ago
-            raise ClosedError("the engine is closed")
+            self._finalizer = weakref.finalize(self, _end_leaked, process, os.getpid())
+            if self._is_closed:  # perhaps since a moment ago: `close` had no process to kill
+                raise ClosedError("the engine is closed")
+            try:
+                _read_line(process, START_S)
+            except (TooSlowError, EndedError):
+                if self._is_closed:
+                    raise ClosedError("the engine is closed") from None
+                raise OSError(f"{self._command[3]} does not start") from None
         return self._process
 
     def _end(self) -> None:
@@ -136,6 +180,12 @@ class JsonChild:
             self._process = None
             self._finalizer.detach()
             _end(process)
+
+
+def _end_leaked(process: subprocess.Popen[bytes], pid: int) -> None:
+    """Nobody has closed it.  In a forked child it is the parent's, which waits for it."""
+    if pid == os.getpid():
+        _end(process)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 from cllm.engine.chat.chat_prompt import ChatPrompt
 from cllm.engine.lifecycle import Lifecycle
 from cllm.engine.loop.generate_all import run_all
-from cllm.engine.loop.request_call import Prompt, RequestCall, call_of, check_prompt
+from cllm.engine.loop.request_call import Prompt, RequestCall, call_of
 from cllm.engine.loop.stream import Channel, TokenStream
 from cllm.engine.request import Completion, Score
 from cllm.engine.sampling_params import SamplingOptions, SamplingParams
@@ -70,7 +70,6 @@ class Engine(Lifecycle):
             Names the field, the value and the limit.  What needs the model to be known is raised
             when the stream is entered.
         """
-        prompt = check_prompt(prompt)
         return self._stream(call_of(prompt, params, sampling, priority, timeout, request_id))
 
     def _stream(self, call: RequestCall) -> TokenStream:
@@ -104,7 +103,6 @@ class Engine(Lifecycle):
         ClosedError, EngineFailedError
             The engine does not serve requests.
         """
-        prompt = check_prompt(prompt)
         return await self._complete(
             call_of(prompt, params, sampling, priority, timeout, request_id)
         )

@@ -142,7 +142,7 @@ class Lifecycle:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """CancelRequest what runs, free everything, join the threads.  Closing twice is allowed.
+        """Cancel what runs, free everything, join the threads.  Closing twice is allowed.
 
         If this is interrupted, the engine ends all the same.  In a forked child, where none of it is,
         this only ends its use.

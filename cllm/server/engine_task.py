@@ -11,13 +11,10 @@ from anyio.lowlevel import current_token
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cllm import CllmError, Engine, EngineConfig
-from cllm.server.limits import route_path
+from cllm.server.limits import is_open, route_path
 from cllm.server.state import ServerState
 
 logger = logging.getLogger("cllm.server")
-
-# What is answered while the model is loaded.
-ANSWERED_AT_ONCE = ("/health", "/metrics", "/docs", "/openapi.json")
 
 
 class EngineTask:
@@ -70,6 +67,16 @@ class EngineTask:
             self._on_failed()
         finally:
             self.settled.set()
+            if self.is_background:
+                self._forget()
+                await state.tracing.aclose()
+
+    def _forget(self) -> None:
+        """Its event loop ends, and another one may begin: a test client makes one for each request."""
+        if self._state.failure is None:
+            self._state.renew()
+            self.has_begun = self.is_background = False
+            self.settled = anyio.Event()
 
     def begin(self) -> None:
         """Run beside everything else, until the event loop ends and cancels it; once."""
@@ -100,6 +107,7 @@ class MountedStart:
         """See ASGI."""
         if scope["type"] == "http" and not self._task.settled.is_set():
             self._task.begin()
-            if self._task.is_background and route_path(scope) not in ANSWERED_AT_ONCE:
+            path = route_path(scope)
+            if self._task.is_background and not (is_open(path) or path == "/metrics"):
                 await self._task.settled.wait()
         await self._app(scope, receive, send)

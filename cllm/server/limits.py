@@ -59,7 +59,7 @@ class Limits:
         host = headers.get("host", "")
         if not self._is_own(_without_port(host)):
             kind = "a loopback host" if self._is_loopback else "known to be this server's"
-            message = f"host: {host[:80]!r} is not {kind}; see --allowed-host"
+            message = f"host: {host[:80]!r} is not {kind}; see --allowed-host (allowed_hosts)"
             raise Problem(400, message, param="host")
         origin = headers.get("origin")
         if origin is not None and not self._is_allowed(origin, host):
@@ -113,10 +113,12 @@ class Limits:
     def _bounded(self, receive: Receive) -> Receive:
         """`receive`, which gives up on a body that is too large, or too slow."""
         n_bytes, is_complete = 0, False
-        deadline = anyio.current_time() + self._config.body_timeout_s
+        deadline = float("inf")
 
         async def bounded() -> Message:
-            nonlocal n_bytes, is_complete
+            nonlocal n_bytes, is_complete, deadline
+            if deadline == float("inf"):  # from when it is wanted: a model may be loaded first
+                deadline = anyio.current_time() + self._config.body_timeout_s
             if is_complete:  # from here on it waits for the client to leave
                 return await receive()
             message: Message | None = None

@@ -42,10 +42,15 @@ class ServerState:
         self.engine: Engine | None = None
         self.failure: BaseException | None = None
         self.started_at = int(time.time())
+        self._ids: set[str] = set()
+        self.renew()
+
+    def renew(self) -> None:
+        """Another event loop begins: what belonged to the last one is made again."""
+        self.engine = None
         self.stopping = anyio.Event()
         # Texts that are tokenized for their own sake must not keep prompts waiting.
         self.tokenizing = anyio.CapacityLimiter(2)
-        self._ids: set[str] = set()
 
     @contextmanager
     def unique(self, request_id: str) -> Iterator[str]:

@@ -71,7 +71,7 @@ class Schedule:
         Raises
         ------
         ScheduleError
-            The kv_cache, an answer, an ending or `check` was wrong.
+            The bookkeeping, an answer, an ending or `check` was wrong.
         """
         sim = simulator(**self.options)
         actor = Actor(sim)

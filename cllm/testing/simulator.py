@@ -176,7 +176,7 @@ class Simulator:
         timeout: float | None = None,
         **sampling: Any,
     ) -> str:
-        """AddRequest a request, greedy unless it says otherwise, and return its id (r0, r1, …)."""
+        """Submit a request, greedy unless it says otherwise, and return its id (r0, r1, …)."""
         serial = len(self.requests)
         request = GenerationRequest(
             request_id=f"r{serial}",

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
-import signal
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from cllm import EngineConfig
+from cllm.cli.app import app
 from cllm.cli.options import EngineFlags, options_table
-from tests.cli.children import run_cllm, start_cllm
+from cllm.server import supervisor
+from tests.cli.children import run_cllm
 
+supervisor_listen = supervisor.listen
 PAGE = Path(__file__).parents[2] / "docs" / "server.md"
 COMMANDS = ("demo", "generate", "chat", "serve", "doctor", "bench")
 # Of programs that embed an engine, not of whoever starts a command.
@@ -44,7 +47,9 @@ def test_defaults_are_shown_as_they_are_typed(command: str) -> None:
 def test_every_command_has_every_option_of_the_engine(command: str) -> None:
     text = run_cllm(command, "--help", COLUMNS="300").stdout
     for row in options_table()[2:]:
-        for flag in re.findall(r"`(--[a-z-]+)", row):
+        flags = re.findall(r"`(--[a-z-]+)", row)
+        assert flags, row
+        for flag in flags:
             assert re.search(rf"{flag}\b", text), flag
 
 
@@ -64,17 +69,17 @@ def test_adapters_are_files_with_or_without_a_scale() -> None:
     assert given == (("a.gguf", 1.0), ("b.gguf", 0.5), ("c:d.gguf", 1.0))
 
 
-@pytest.mark.full
-def test_a_server_that_the_network_may_use_without_a_key_says_so() -> None:
+@pytest.mark.parametrize(
+    ("options", "is_warned"),
+    [((), False), (("--host", "0.0.0.0"), True), (("--host", "0.0.0.0", "--api-key", "k"), False)],
+)
+def test_a_server_that_the_network_may_use_without_a_key_says_so(
+    options: tuple[str, ...], is_warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "listen", lambda host, port: supervisor_listen("127.0.0.1", 0))
+    monkeypatch.setattr(supervisor, "supervise", lambda *_: 0)
+    monkeypatch.delenv("CLLM_API_KEY", raising=False)
+    done = CliRunner().invoke(app, ["serve", *options])
+    assert done.exit_code == 0, done.output
     warning = "cllm: warning: whoever reaches 0.0.0.0 may use the model: there is no --api-key\n"
-    for options, said in (((), ""), (("--host", "0.0.0.0"), warning)):
-        command = ("serve", "--port", "0", "--no-supervise", *options)
-        with start_cllm(*command) as child:
-            assert child.stderr is not None
-            first = child.stderr.readline().decode()
-            if said:
-                assert first == said
-                first = child.stderr.readline().decode()
-            assert " at http://" in first
-            child.send_signal(signal.SIGINT)
-            child.communicate()
+    assert done.stderr == (warning if is_warned else "")

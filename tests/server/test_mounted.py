@@ -6,13 +6,17 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import anyio
+import anyio.lowlevel
 import httpx
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
+from starlette.middleware.base import RequestResponseEndpoint
+from starlette.responses import Response
 
 from cllm import Engine, EngineConfig
 from cllm.server import create_app
 from cllm.server.config import ServerConfig
+from cllm.server.engine_task import EngineTask
 from tests.conftest import EVENT_LOOPS, QUIET, our_threads
 
 QUESTION = {"prompt": "1+1=", "temperature": 0}
@@ -86,3 +90,47 @@ async def test_head_is_answered_where_get_is() -> None:
                 assert head.headers["content-length"] == got.headers["content-length"]
         assert (await client.head("/generate")).status_code == 405
         assert (await client.head("/nowhere")).status_code == 404
+
+
+@pytest.mark.anyio
+async def test_a_request_that_waits_for_the_model_is_not_a_slow_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its body has time from when it is read, also behind a middleware that takes it first."""
+    is_read = anyio.Event()
+    real = EngineTask.run
+
+    async def run_late(self: EngineTask, finished: anyio.Event | None = None) -> None:
+        await is_read.wait()
+        await real(self, finished)
+
+    monkeypatch.setattr(EngineTask, "run", run_late)
+    outer = mounted(create_app(EngineConfig(**QUIET), ServerConfig(body_timeout_s=0.001)))
+
+    @outer.middleware("http")
+    async def beside(request: Request, call_next: RequestResponseEndpoint) -> Response:
+        return await call_next(request)
+
+    async with client_of(outer) as client, anyio.create_task_group() as tasks:
+
+        async def ask() -> None:
+            answer = await client.post("/llm/generate", json=QUESTION)
+            assert (answer.status_code, answer.json()["text"]) == (200, "2")
+
+        tasks.start_soon(ask)
+        started = anyio.current_time()
+        while anyio.current_time() < started + 0.01:  # ten times what a body may take
+            await anyio.lowlevel.checkpoint()
+        is_read.set()
+
+
+def test_a_mounted_application_starts_again_in_the_next_event_loop() -> None:
+    """A test client without a `with` makes an event loop for each request."""
+    app = mounted(create_app(EngineConfig(**QUIET)))
+
+    async def ask() -> str:
+        async with client_of(app) as client:
+            text: str = (await client.post("/llm/generate", json=QUESTION)).json()["text"]
+            return text
+
+    assert [anyio.run(ask) for _ in range(2)] == ["2", "2"]

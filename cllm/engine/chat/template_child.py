@@ -11,8 +11,6 @@ away from Python; time and memory are bounded by the process.
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
 from datetime import datetime
 from functools import lru_cache
@@ -26,11 +24,10 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from cllm.engine.child_process import limit_memory
+from cllm.engine.child_process import answer_requests, answers_of_this_process, limit_memory
 
 MAX_TEXT = 4 << 20  # characters of the output
 MAX_PROGRAMS = 4  # compiled: a model has one template, or two
-# An orphan in an endless call would never see that its input has ended.
 ALARM_S = 10
 
 
@@ -145,19 +142,9 @@ def shown(error: Exception) -> str:
 
 def main(memory_bytes: int) -> None:
     """Answer until the input ends."""
-    # Whatever a library prints must not be taken for an answer.
-    answers = os.fdopen(os.dup(1), "w", encoding="ascii")
-    os.dup2(2, 1)
+    answers = answers_of_this_process()
     limit_memory(memory_bytes)
-    reply: dict[str, str] = {"text": ""}
-    while True:
-        signal.alarm(0)
-        print(json.dumps(reply), file=answers, flush=True)
-        request = sys.stdin.buffer.readline()
-        if not request:
-            return
-        signal.alarm(ALARM_S)
-        reply = answer(**json.loads(request))
+    answer_requests(answers, {"text": ""}, answer, alarm_s=ALARM_S)
 
 
 if __name__ == "__main__":

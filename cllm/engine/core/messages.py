@@ -57,7 +57,7 @@ class Inspect:
 
 @dataclass(frozen=True, slots=True)
 class Shutdown:
-    """CancelRequest everything and end the thread.  Answered by `Stopped` and `Ended`."""
+    """Cancel everything and end the thread.  Answered by `Stopped` and `Ended`."""
 
 
 Command = AddRequest | CancelRequest | Read | ClearPrefixCache | Audit | Inspect | Shutdown

@@ -59,7 +59,7 @@ class OutputProcessor:
     def commit(
         self, chunks: list[Chunk], logits: NDArray[np.float32]
     ) -> list[tuple[int, Sequence]]:
-        """The chunks are computed: advance the kv_cache, score, and say which rows to sample from."""
+        """The chunks are computed: advance the bookkeeping, score, and say which rows to sample from."""
         outputs, row = [], 0
         for chunk in chunks:
             sequence, n_outputs, completes = chunk.sequence, chunk.n_outputs, chunk.completes

@@ -164,7 +164,7 @@ class RunQueue:
     def finish(
         self, sequence: Sequence, delta: TokenDelta, *, cause: Exception | None = None
     ) -> None:
-        """The completion callback: clear the cache and the kv_cache, then tell the caller.
+        """The completion callback: clear the cache and the bookkeeping, then tell the caller.
 
         Parameters
         ----------

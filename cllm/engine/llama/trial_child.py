@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import signal
 import sys
 import time
@@ -18,7 +17,7 @@ import time
 import numpy as np
 
 from cllm.bindings import Candidates, Grammar, Model, Vocabulary
-from cllm.engine.child_process import limit_memory
+from cllm.engine.child_process import answer_requests, answers_of_this_process, limit_memory
 from cllm.engine.constraints.llguidance import Guidance
 from cllm.errors import CllmError, InvalidArgumentError
 
@@ -26,16 +25,13 @@ N_STEPS = 32
 WALK_S = 0.8
 # CPU time of one token, for 100,000 tokens of vocabulary: a neighbour that is busy does not count.
 STEP_S = 0.25
-# An orphan in an endless call would never see that its input has ended.
 START_ALARM_S, TRIAL_ALARM_S = 90, 10
 
 
 def main(kind: str, model_path: str, memory_bytes: int) -> None:
     """Answer until the input ends."""
     signal.alarm(START_ALARM_S)
-    # Whatever a library prints must not be taken for an answer.
-    answers = os.fdopen(os.dup(1), "w", encoding="ascii")
-    os.dup2(2, 1)
+    answers = answers_of_this_process()
     try:
         model = Model(model_path, vocab_only=True)
     except CllmError as error:
@@ -49,16 +45,12 @@ def main(kind: str, model_path: str, memory_bytes: int) -> None:
             follower = GrammarFollower(model.vocab)
             # The first walk is several times slower than the others.
             follower.fault("grammar", "root ::= .*")
+
+        def answer(field: str, text: str) -> dict[str, str | None]:
+            return {"error": follower.fault(field, text)}
+
         limit_memory(memory_bytes)
-        reply: dict[str, str | None] = {"error": None}
-        while True:
-            signal.alarm(0)
-            print(json.dumps(reply), file=answers, flush=True)
-            request = sys.stdin.buffer.readline()
-            if not request:
-                return
-            signal.alarm(TRIAL_ALARM_S)
-            reply = {"error": follower.fault(**json.loads(request))}
+        answer_requests(answers, {"error": None}, answer, alarm_s=TRIAL_ALARM_S)
 
 
 class GrammarFollower:

@@ -70,7 +70,7 @@ class Dispatcher:
         return channel
 
     def cancel_all(self) -> None:
-        """CancelRequest every open request."""
+        """Cancel every open request."""
         for request_id in self._channels:
             self._inbox.put(CancelRequest(request_id))
 

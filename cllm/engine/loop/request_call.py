@@ -55,7 +55,7 @@ def new_request_id() -> str:
 
 
 def call_of(
-    prompt: str | tuple[int, ...] | ChatPrompt,
+    prompt: Prompt | ChatPrompt,
     params: SamplingParams | None,
     sampling: SamplingOptions,
     priority: int,
@@ -66,7 +66,7 @@ def call_of(
     if params is not None and sampling:
         raise TypeError("params cannot be combined with single sampling fields")
     return RequestCall(
-        prompt=prompt,
+        prompt=prompt if isinstance(prompt, ChatPrompt) else check_prompt(prompt),
         params=params_from(sampling) if params is None else params,
         priority=priority,
         timeout=timeout,

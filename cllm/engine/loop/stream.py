@@ -189,12 +189,12 @@ class TokenStream:
         await anyio.lowlevel.checkpoint()
 
     async def aclose(self) -> None:
-        """CancelRequest the request unless it has ended, and stop iterating."""
+        """Cancel the request unless it has ended, and stop iterating."""
         self._abandon()
         await anyio.lowlevel.checkpoint()
 
     async def _submit(self) -> Channel:
-        """AddRequest once; later calls return the same channel."""
+        """Submit once; later calls return the same channel."""
         if self._channel is None:
             if self._open_channel is None:
                 raise anyio.BusyResourceError("submitting")
@@ -210,7 +210,7 @@ class TokenStream:
         return self._channel
 
     def _abandon(self) -> None:
-        """CancelRequest unless finished, without waiting.  Idempotent."""
+        """Cancel unless finished, without waiting.  Idempotent."""
         self._is_closed = True
         if self._finalizer is not None:
             self._finalizer.detach()

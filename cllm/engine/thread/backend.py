@@ -42,7 +42,7 @@ class Loaded:
     Attributes
     ----------
     kv_cache : KVCache
-        The kv_cache, empty.
+        The bookkeeping, empty.
     n_prefill_chunk : int
         What `EngineConfig.n_prefill_chunk` is if it says nothing.
     """

@@ -110,7 +110,7 @@ class InferenceThread:
         return 0.0 if busy_since is None else time.perf_counter() - busy_since
 
     def request_stop(self) -> None:
-        """CancelRequest everything, also a load or a decode that is running.  Any thread; returns at once."""
+        """Cancel everything, also a load or a decode that is running.  Any thread; returns at once."""
         self._stopping = True
         self._backend.stop()
         self._inbox.put(Shutdown())

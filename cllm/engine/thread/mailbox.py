@@ -24,7 +24,7 @@ class Inbox:
     Parameters
     ----------
     on_cancel : callable
-        Called with the request id when a `CancelRequest` has been put, in the thread that put it.
+        Called with the request id when a `CancelRequest` is put, in the thread that puts it.
     """
 
     def __init__(self, on_cancel: Callable[[str], None] = lambda request_id: None) -> None:
@@ -33,9 +33,9 @@ class Inbox:
 
     def put(self, command: Command) -> None:
         """Never blocks."""
-        self._queue.put(command)
         if isinstance(command, CancelRequest):
-            self._on_cancel(command.request_id)
+            self._on_cancel(command.request_id)  # first: the thread forgets it when it is handled
+        self._queue.put(command)
 
     def drain(self, *, wait: bool, until: float | None = None) -> list[Command]:
         """All commands there are.  Inference thread only.

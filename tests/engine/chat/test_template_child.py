@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import threading
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from cllm.engine.chat import chat_template
 from cllm.engine.chat.chat_template import MAX_TEMPLATE_BYTES, ChatTemplate, template_child
 from cllm.engine.chat.template_child import MAX_TEXT
+from cllm.engine.child_process import JsonChild
 from cllm.errors import ClosedError, InvalidRequestError
 from tests.engine.chat.conftest import CHILD
 
@@ -320,4 +323,46 @@ def test_closing_ends_what_is_rendered() -> None:
     child.close()
     thread.join()
     assert [type(error) for error in ended] == [ClosedError]
+    child.close()
+
+
+def test_a_process_that_was_killed_while_nobody_asked_is_replaced() -> None:
+    child = template_child()
+    chat = ChatTemplate("{{ 'text' }}", bos_token="", eos_token="", control_names=[], child=child)
+    for _ in range(2):
+        assert [piece.text for piece in chat.render(MESSAGES)] == ["text"]
+        process = child._process
+        assert process is not None
+        process.kill()
+        process.wait()
+    child.close()
+
+
+def test_a_closed_one_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = template_child()
+    child.close()
+    monkeypatch.delattr(subprocess, "Popen")
+    with pytest.raises(ClosedError):
+        child.ask({}, 1.0)
+
+
+def test_a_process_that_does_not_start_is_no_fault_of_the_template() -> None:
+    child = JsonChild("cllm.engine.chat.nowhere")
+    chat = ChatTemplate("", bos_token="", eos_token="", control_names=[], child=child)
+    with pytest.raises(InvalidRequestError, match=r"chat\.nowhere does not start") as caught:
+        chat.render(MESSAGES)
+    assert caught.value.field == "messages"
+    child.close()
+
+
+def test_a_forked_process_does_not_wait_for_its_parents_child() -> None:
+    child = template_child()
+    child.ask({"source": "", "variables": {}, "now": "2025-01-01"}, 30.0)
+    assert child._process is not None
+    pid = os.fork()
+    if pid == 0:
+        child._finalizer()  # what a collection, and the end of the interpreter, would call
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    assert child._process.poll() is None, "it is the parent's"
     child.close()
