@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from cllm import EngineConfig
 from cllm.cli.app import app
 from cllm.cli.options import EngineFlags, options_table
-from cllm.server import supervisor
+from cllm.server import logs, supervisor
 from tests.cli.children import run_cllm
 
 supervisor_listen = supervisor.listen
@@ -78,6 +78,7 @@ def test_a_server_that_the_network_may_use_without_a_key_says_so(
 ) -> None:
     monkeypatch.setattr(supervisor, "listen", lambda host, port: supervisor_listen("127.0.0.1", 0))
     monkeypatch.setattr(supervisor, "supervise", lambda *_: 0)
+    monkeypatch.setattr(logs, "configure_logging", lambda: None)  # of this process
     monkeypatch.delenv("CLLM_API_KEY", raising=False)
     done = CliRunner().invoke(app, ["serve", *options])
     assert done.exit_code == 0, done.output
