@@ -387,3 +387,10 @@ async def test_a_prompt_longer_than_the_model_was_trained_on_warns_once(
                 await engine.generate([65] * n_tokens, max_tokens=1)
     assert len(caplog.messages) == 1
     assert f"a prompt of {n_tokens} tokens" in caplog.text
+
+
+async def test_a_stream_that_was_never_submitted_can_be_closed(engine: Engine) -> None:
+    stream = engine.stream("1+1=")
+    await stream.cancel()
+    await stream.aclose()
+    assert engine.statistics().n_finished[FinishReason.CANCELLED] == 0
