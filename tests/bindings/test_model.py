@@ -265,3 +265,11 @@ def test_errors_of_the_library_are_logged_as_errors(
     with pytest.raises(ModelLoadError):
         Model(path)
     assert any(r.name == "cllm.llama" and r.levelno == logging.ERROR for r in caplog.records)
+
+
+@pytest.mark.parametrize("name", ["", "nothing.gguf"])
+def test_an_adapter_that_is_no_file_is_refused_before_llama_cpp_reads_it(
+    model: Model, tmp_path: Path, name: str
+) -> None:
+    with pytest.raises(ModelLoadError, match=r"not a regular file|No such file"):
+        LoraAdapter(model, tmp_path / name)

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 import cllm
@@ -394,3 +395,29 @@ async def test_a_stream_that_was_never_submitted_can_be_closed(engine: Engine) -
     await stream.cancel()
     await stream.aclose()
     assert engine.statistics().n_finished[FinishReason.CANCELLED] == 0
+
+
+async def test_a_request_id_in_use_is_refused_by_name(engine: Engine) -> None:
+    async with engine.stream(LONG, request_id="one"):
+        with pytest.raises(InvalidRequestError) as caught:
+            await engine.generate("1+1=", request_id="one")
+    assert (caught.value.field, caught.value.value) == ("request_id", "one")
+
+
+async def test_a_reader_of_what_has_arrived_lets_others_run_at_each_step(engine: Engine) -> None:
+    n_turns = 0
+
+    async def take_turns() -> None:
+        nonlocal n_turns
+        while True:
+            n_turns += 1
+            await anyio.lowlevel.checkpoint()
+
+    async with engine.stream("count:1..20", **GREEDY) as stream:
+        await wait_idle(engine)  # all of it is there: nothing is waited for
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(take_turns)
+            n_deltas = len([delta async for delta in stream])
+            tasks.cancel_scope.cancel()
+    assert n_deltas > 20
+    assert n_turns >= n_deltas

@@ -206,6 +206,9 @@ class KVCacheMachine(RuleBasedStateMachine):
             assert sum(e.end - e.start for e in slot.extents()) == len(cells)
             others = self.held_by(set(self.slots) - {seq_id})
             assert self.kv_cache.n_own(slot) == len(set(cells) - others)
+            if seq_id in self.live:
+                kept = self.held_by(self.live - {seq_id})
+                assert self.kv_cache.n_freed_by([slot]) == len(set(cells) - kept)
             for n_tokens in range(len(cells) + 2):
                 n_shared = sum(cell in live for cell in cells[:n_tokens])
                 assert self.kv_cache.n_shared_live(slot, n_tokens) == n_shared
