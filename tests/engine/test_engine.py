@@ -420,4 +420,4 @@ async def test_a_reader_of_what_has_arrived_lets_others_run_at_each_step(engine:
             n_deltas = len([delta async for delta in stream])
             tasks.cancel_scope.cancel()
     assert n_deltas > 20
-    assert n_turns >= n_deltas
+    assert n_turns > n_deltas // 2  # where it never lets them: one or two
