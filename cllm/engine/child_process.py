@@ -15,10 +15,10 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
 from cllm.errors import ClosedError
 
@@ -86,7 +86,7 @@ def answer_requests(
 
 
 class TooSlowError(Exception):
-    """The process has not answered in time, and was ended."""
+    """The process has not answered in time."""
 
 
 class EndedError(Exception):
@@ -141,7 +141,7 @@ class JsonChild:
                 process.stdin.flush()
             answer = _read_line(process, limit_s)
             return answer
-        except EndedError:
+        except (EndedError, OSError):
             if self._is_closed:
                 raise ClosedError("the engine is closed") from None
             raise
@@ -166,12 +166,10 @@ class JsonChild:
             self._process = process
             self._finalizer = weakref.finalize(self, _end_leaked, process, os.getpid())
             if self._is_closed:  # perhaps since a moment ago: `close` had no process to kill
-                raise ClosedError("the engine is closed")
+                process.kill()
             try:
                 _read_line(process, START_S)
             except (TooSlowError, EndedError):
-                if self._is_closed:
-                    raise ClosedError("the engine is closed") from None
                 raise OSError(f"{self._command[3]} does not start") from None
         return self._process
 
@@ -196,14 +194,33 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _read_line(process: subprocess.Popen[bytes], limit_s: float) -> dict[str, Any]:
     """The next line of a process."""
     assert process.stdout is not None
-    deadline, data = time.monotonic() + limit_s, b""
+    data = b""
+    for more in read_until(process.stdout, time.monotonic() + limit_s):
+        data += more
+        if data.endswith(b"\n"):
+            line: dict[str, Any] = json.loads(data)
+            return line
+    raise EndedError
+
+
+def read_until(stream: IO[bytes], deadline: float) -> Iterator[bytes]:
+    """What comes from a process until its end.
+
+    Parameters
+    ----------
+    deadline : float
+        Of `time.monotonic`.
+
+    Raises
+    ------
+    TooSlowError
+        The deadline has come first.
+    """
     with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        while not data.endswith(b"\n"):
-            if not selector.select(max(0.0, deadline - time.monotonic())):
-                raise TooSlowError
-            if not (more := os.read(process.stdout.fileno(), MAX_READ)):
-                raise EndedError
-            data += more
-    line: dict[str, Any] = json.loads(data)
-    return line
+        selector.register(stream, selectors.EVENT_READ)
+        # Looked at each time: one that writes for ever has always something to read.
+        while (left_s := deadline - time.monotonic()) > 0 and selector.select(left_s):
+            if not (data := os.read(stream.fileno(), MAX_READ)):
+                return
+            yield data
+    raise TooSlowError

@@ -49,7 +49,6 @@ class EngineTask:
     async def run(self, finished: anyio.Event | None = None) -> None:
         """Serve until the state says stop; `finished` when all answers have been read."""
         state = self._state
-        self.has_begun = True
         try:
             async with Engine(config=self._config) as engine:
                 state.metrics.watch(engine.statistics)

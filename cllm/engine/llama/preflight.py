@@ -16,9 +16,7 @@ import hashlib
 import json
 import logging
 import math
-import os
 import re
-import selectors
 import signal
 import subprocess
 import time
@@ -27,7 +25,7 @@ from pathlib import Path
 from typing import IO
 
 from cllm.bindings import find_library
-from cllm.engine.child_process import child_command, child_environment
+from cllm.engine.child_process import TooSlowError, child_command, child_environment, read_until
 from cllm.engine.config import UNSEEN, EngineConfig
 from cllm.engine.llama import preflight_cache
 from cllm.errors import ClosedError, ModelLoadError
@@ -179,14 +177,12 @@ def _settings_line(config: EngineConfig) -> bytes:
 def _read_to_end(stream: IO[bytes], deadline: float) -> bytes | None:
     """The last of what comes before the end of the stream; None at the deadline."""
     tail = b""
-    with selectors.DefaultSelector() as selector:
-        selector.register(stream, selectors.EVENT_READ)
-        while (left_s := deadline - time.monotonic()) > 0:
-            if selector.select(left_s):
-                if not (data := os.read(stream.fileno(), MAX_OUTPUT_BYTES)):
-                    return tail
-                tail = (tail + data)[-MAX_OUTPUT_BYTES:]
-    return None
+    try:
+        for data in read_until(stream, deadline):
+            tail = (tail + data)[-MAX_OUTPUT_BYTES:]
+    except TooSlowError:
+        return None
+    return tail
 
 
 def _check(output: bytes, returncode: int, path: str) -> None:
