@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # its usual name
 
 from tools.tiny_vocabulary import CHAT_TEMPLATE, N_VOCAB, add_vocabulary
+from tools.training_dialogues import dialogue_example
 from tools.training_measure import Tally, evaluate, hardest_sums
 from tools.training_network import (
     N_CTX_TRAIN,
@@ -73,6 +74,7 @@ class Phase:
     p_long: float = 0.0  # counts of any length alike, rather than mostly short ones
     stop_weight: float = 0.0  # of the places where a count may look finished and is not
     mine_sums: bool = False  # draw every second sum from those that are known worst
+    p_dialogue: float = 0.0  # dialogues with tools and thoughts instead
 
 
 class Examples:
@@ -95,6 +97,8 @@ class Examples:
                 return question
 
     def _example(self, phase: Phase) -> tuple[list[int], list[int]]:
+        if self._rng.random() < phase.p_dialogue:
+            return dialogue_example(self._rng)
         chat = self._rng.random() < 0.25
         questions = [
             self._question(phase) for _ in range(self._rng.choice((1, 1, 2, 3)) if chat else 1)
@@ -168,7 +172,7 @@ def export(model: Transformer, path: Path, report: dict[str, Tally]) -> None:
     """Write the model as GGUF: matrices float16, norms float32."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("cllm-tiny")
-    writer.add_description("Sums, copying, reversing and counting, for cllm's demo and tests")
+    writer.add_description("Sums, copying, counting and calls of tools, for cllm's demo and tests")
     writer.add_license("MIT")
     writer.add_context_length(N_CTX_TRAIN)
     writer.add_embedding_length(N_EMBD)
@@ -291,8 +295,24 @@ def main() -> None:
                 Phase(1280, 10, 400, 220, 400, 0.25, (34, 34, 6, 26), 0.7, 2.0, mine_sums=True),
             ],
         ),
+        # Tools and thoughts, beside everything else.
+        (
+            0.6,
+            [
+                Phase(1280, 10, 700, 220, 400, 0.25, (34, 34, 6, 26), 0.7, 2.0, True, 0.6),
+                Phase(1280, 10, 500, 220, 400, 0.25, (36, 32, 6, 26), 0.7, 2.0, True, 0.5),
+            ],
+        ),
+        # Once more, gently.
+        (
+            0.5,
+            [
+                Phase(1280, 10, 800, 220, 400, 0.25, (40, 30, 4, 26), 0.7, 2.0, True, 0.6),
+                Phase(1280, 10, 600, 220, 400, 0.25, (46, 26, 4, 24), 0.7, 2.0, True, 0.45),
+            ],
+        ),
         # The last sums.
-        (0.1, [Phase(512, 24, 120, 100, 300, 0.2, (50, 26, 4, 20), 0.5, 1.5, mine_sums=True)]),
+        (0.1, [Phase(768, 16, 300, 100, 300, 0.2, (50, 26, 4, 20), 0.5, 1.5, True, 0.3)]),
     ]
 
     def log(line: str) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from tools.tiny_vocabulary import END
+from tools.training_dialogues import dialogue_example
 from tools.training_network import Transformer
 from tools.training_tasks import (
     ALL_SUMS,
@@ -106,4 +107,6 @@ def evaluate(model: Transformer, n: int, max_numbers: int, max_note: int) -> dic
             model,
             [encode_example([q], "", True, None) for q in random.Random(3).sample(questions, n)],
         )
+    calls = random.Random(8)
+    report["dialogue"] = measure(model, [dialogue_example(calls) for _ in range(n)])
     return report
