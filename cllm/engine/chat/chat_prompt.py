@@ -1,22 +1,17 @@
-"""Chat: messages to the tokens of a prompt, by the model's own template.
-
-What callers say stays text: a control token that they spell out is tokenized as its letters.
-Tokenizer's thread only.
-"""
+"""What a caller asks of a chat, checked.  Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
-from cllm.checks import check_bool
-from cllm.engine.chat.chat_template import ChatTemplate, template_child
-from cllm.engine.chat.control_tokens import Piece
+from cllm.checks import INT32_MAX, check_bool, check_int
 from cllm.engine.chat.messages import check_messages, check_tools
-from cllm.engine.vocabulary import ChatVocabulary
 from cllm.errors import InvalidRequestError
+
+TOOL_CHOICES = ("auto", "none", "required")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,26 +20,50 @@ class ChatPrompt:
 
     Attributes
     ----------
-    tools : sequence of mapping, optional
-        In the template's context; calling them is the caller's.
+    tools : list of mapping or None
+        Those that the model may call; None where it may call none.
+    tool_choice : str
+        "auto", "required", or the name of one of them.
+    parallel_tool_calls : bool
+        The model may call several in one turn.
     add_generation_prompt : bool
         End with the beginning of an answer.
+    continue_final_message : bool
+        The last message is the beginning of the answer.
+    reasoning_effort : str or None
+        How much the model is to think.
+    reasoning_budget : int or None
+        Tokens that it may think.
+    json_schema : str or None
+        What the answer is constrained to, if it is no call.
     template_kwargs : mapping
         More of the template's variables.
     """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
+    tool_choice: str
+    parallel_tool_calls: bool
     add_generation_prompt: bool
+    continue_final_message: bool
+    reasoning_effort: str | None
+    reasoning_budget: int | None
     template_kwargs: Mapping[str, Any]
+    json_schema: str | None = None
 
     @classmethod
     def of(
         cls,
         messages: object,
-        tools: object,
-        add_generation_prompt: object,
-        template_kwargs: Mapping[str, Any] | None,
+        *,
+        tools: object = None,
+        tool_choice: object = "auto",
+        parallel_tool_calls: object = True,
+        add_generation_prompt: object = True,
+        continue_final_message: object = False,
+        reasoning_effort: object = None,
+        reasoning_budget: object = None,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> ChatPrompt:
         """Checked, and copied so that nobody changes it any more.
 
@@ -53,77 +72,49 @@ class ChatPrompt:
         InvalidRequestError
             Names the message and the field.
         """
+        error = InvalidRequestError
         if not isinstance(template_kwargs, Mapping | None):
-            raise InvalidRequestError("chat_template_kwargs", template_kwargs, "a mapping")
+            raise error("chat_template_kwargs", template_kwargs, "a mapping")
+        if reasoning_effort is not None and reasoning_effort not in EFFORTS:
+            limit = f"one of {', '.join(EFFORTS)}"
+            raise error("reasoning_effort", reasoning_effort, limit)
+        chat, offered = check_messages(messages), check_tools(tools)
+        continues = check_bool("continue_final_message", continue_final_message, error)
+        if continues:
+            _check_continued(chat)
+        choice = _checked_choice(tool_choice, offered)
         return cls(
-            check_messages(messages),
-            check_tools(tools),
-            check_bool("add_generation_prompt", add_generation_prompt, InvalidRequestError),
-            dict(template_kwargs or {}),
+            messages=chat,
+            tools=None if choice == "none" else offered,
+            tool_choice=choice,
+            parallel_tool_calls=check_bool("parallel_tool_calls", parallel_tool_calls, error),
+            add_generation_prompt=check_bool("add_generation_prompt", add_generation_prompt, error),
+            continue_final_message=continues,
+            reasoning_effort=None if reasoning_effort is None else str(reasoning_effort),
+            reasoning_budget=_checked_budget(reasoning_budget),
+            template_kwargs=dict(template_kwargs or {}),
         )
 
 
-class ChatTokenizer:
-    """Renders and tokenizes chats for one model.
+def _checked_budget(budget: object) -> int | None:
+    if budget is None:
+        return None
+    return check_int("reasoning_budget", budget, 0, INT32_MAX, InvalidRequestError)
 
-    Parameters
-    ----------
-    vocabulary : ChatVocabulary
-    template, tool_template : str or None
-        The model's own, and the one that it has for chats with tools, if it has another.
-    """
 
-    def __init__(
-        self, vocabulary: ChatVocabulary, template: str | None, tool_template: str | None
-    ) -> None:
-        self._vocabulary = vocabulary
-        self._child = template_child()
-        self.close = self._child.close  # any thread: ends what is rendered
-        self._source = template
-        self._tool_source = tool_template
+def _checked_choice(tool_choice: object, tools: list[dict[str, Any]] | None) -> str:
+    names = [tool["function"]["name"] for tool in tools or ()]
+    if not isinstance(tool_choice, str) or tool_choice not in (*TOOL_CHOICES, *names):
+        limit = f"one of {', '.join(TOOL_CHOICES)}, or the name of one of the tools"
+        raise InvalidRequestError("tool_choice", tool_choice, limit)
+    if tool_choice not in ("auto", "none") and not tools:
+        raise InvalidRequestError("tool_choice", tool_choice, "left out where there are no tools")
+    return tool_choice
 
-    def render(self, prompt: ChatPrompt) -> list[Piece]:
-        """The text of a chat, in pieces that differ in who wrote them."""
-        is_tool_chat = prompt.tools is not None and self._tool_source is not None
-        template = self._tool_template if is_tool_chat else self._template
-        return template.render(
-            prompt.messages,
-            tools=prompt.tools,
-            add_generation_prompt=prompt.add_generation_prompt,
-            template_kwargs=prompt.template_kwargs,
-        )
 
-    def tokenize(self, pieces: Sequence[Piece]) -> list[int]:
-        """Their tokens, from the beginning-of-sequence token on if the model wants it."""
-        vocabulary, tokens = self._vocabulary, list[int]()
-        for piece in pieces:
-            tokens += self._tokenize(piece.text, piece.is_template, is_first=not tokens)
-        if vocabulary.adds_bos and vocabulary.bos is not None and tokens[:1] != [vocabulary.bos]:
-            tokens.insert(0, vocabulary.bos)
-        return tokens
-
-    def _tokenize(self, text: str, parse_special: bool, *, is_first: bool) -> list[int]:
-        if is_first:
-            return self._vocabulary.tokenize(text, add_special=False, parse_special=parse_special)
-        return self._vocabulary.tokenize_inside(text, parse_special=parse_special)
-
-    @cached_property
-    def _template(self) -> ChatTemplate:
-        if self._source is None:
-            raise InvalidRequestError("messages", "a chat", "a prompt: the model has no template")
-        return self._compile(self._source)
-
-    @cached_property
-    def _tool_template(self) -> ChatTemplate:
-        assert self._tool_source is not None
-        return self._compile(self._tool_source)
-
-    def _compile(self, source: str) -> ChatTemplate:
-        vocabulary = self._vocabulary
-        return ChatTemplate(
-            source,
-            bos_token="" if vocabulary.bos is None else vocabulary.text(vocabulary.bos),
-            eos_token="" if vocabulary.eos is None else vocabulary.text(vocabulary.eos),
-            control_names=vocabulary.control_names(),
-            child=self._child,
-        )
+def _check_continued(chat: list[dict[str, Any]]) -> None:
+    last = chat[-1]
+    if last["role"] != "assistant" or last.get("tool_calls"):
+        given = "calls of tools" if last.get("tool_calls") else f"a message of {last['role']}"
+        limit = "only for a last message of the assistant, without calls"
+        raise InvalidRequestError("continue_final_message", given, limit)

@@ -107,13 +107,24 @@ class ChatTemplate:
             For the arguments, for what the template itself refuses, and for a template that does
             not compile, fails or goes on too long.
         """
-        chat = [with_reasoning(message) for message in check_messages(messages)]
-        given = {
-            **self._check_kwargs({} if template_kwargs is None else template_kwargs),
-            "messages": chat,
-            "tools": check_tools(tools),
-        }
         check_bool("add_generation_prompt", add_generation_prompt, InvalidRequestError)
+        return self.render_checked(
+            check_messages(messages),
+            check_tools(tools),
+            add_generation_prompt,
+            {} if template_kwargs is None else template_kwargs,
+        )
+
+    def render_checked(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        add_generation_prompt: bool,
+        template_kwargs: Mapping[str, object],
+    ) -> list[Piece]:
+        """The same of messages and tools that are fit for a template."""
+        chat = [with_reasoning(message) for message in messages]
+        given = {**self._check_kwargs(template_kwargs), "messages": chat, "tools": tools}
         guard = self._names.guard(given, "\n".join((self._source, *self._tokens.values())))
         variables = {
             "documents": None,  # transformers always passes them

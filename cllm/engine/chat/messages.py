@@ -13,6 +13,7 @@ from cllm.errors import InvalidRequestError
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_MESSAGES = 4096
 MAX_TOOLS = 256
+MAX_NAME, MAX_ID = 128, 256  # characters
 MAX_DEPTH = 32
 MAX_INTEGER_BITS = 1024
 # So many bytes count for any value, so that a limit on text limits the number of values as well.
@@ -36,11 +37,24 @@ def check_messages(messages: object) -> list[dict[str, Any]]:
     if not 1 <= len(sequence) <= MAX_MESSAGES:
         raise InvalidRequestError("messages", f"{len(sequence)} messages", f"1 to {MAX_MESSAGES}")
     copier = Copier("messages")
-    return [_message(f"messages[{i}]", message, copier) for i, message in enumerate(sequence)]
+    copied = [_message(f"messages[{i}]", message, copier) for i, message in enumerate(sequence)]
+    _check_ids(copied)
+    return copied
+
+
+def _check_ids(messages: list[dict[str, Any]]) -> None:
+    """Results belong to calls that were made."""
+    made: set[object] = set()
+    for i, message in enumerate(messages):
+        given = message.get("tool_call_id")
+        if message["role"] == "tool" and given is not None and given not in made:
+            limit = "the id of a call in a message before it"
+            raise InvalidRequestError(f"messages[{i}].tool_call_id", given, limit)
+        made.update(call.get("id") for call in message.get("tool_calls", ()))
 
 
 def check_tools(tools: object) -> list[dict[str, Any]] | None:
-    """A copy of tool definitions, each a mapping; None if there are none.
+    """A copy of the definitions of functions, as OpenAI has them; None if there are none.
 
     Raises
     ------
@@ -52,8 +66,45 @@ def check_tools(tools: object) -> list[dict[str, Any]] | None:
     if len(sequence) > MAX_TOOLS:
         raise InvalidRequestError("tools", f"{len(sequence)} tools", f"at most {MAX_TOOLS}")
     copier = Copier("tools")
+    copied = [_tool(f"tools[{i}]", tool, copier) for i, tool in enumerate(sequence)]
+    names = [tool["function"]["name"] for tool in copied]
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            raise InvalidRequestError(f"tools[{i}].function.name", name, "each name once")
     # Templates ask `tools is not none` before they announce tools: an empty list has none.
-    return [copier.mapping(f"tools[{i}]", tool) for i, tool in enumerate(sequence)] or None
+    return copied or None
+
+
+def _tool(field: str, value: object, copier: Copier) -> dict[str, Any]:
+    tool = copier.mapping(field, value)
+    if tool.setdefault("type", "function") != "function":
+        raise InvalidRequestError(f"{field}.type", tool["type"], '"function"')
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise InvalidRequestError(f"{field}.function", function, "a mapping")
+    _check_name(f"{field}.function.name", function.get("name"))
+    _check_schema(f"{field}.function.parameters", function.get("parameters"))
+    return tool
+
+
+def _check_schema(field: str, schema: object) -> None:
+    """What templates and grammars take for granted of the schema of arguments."""
+    if not isinstance(schema, dict | None):
+        raise InvalidRequestError(field, schema, "a mapping")
+    if schema is None:
+        return
+    for name in [name for name in ("properties", "required") if schema.get(name, 0) is None]:
+        del schema[name]
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, dict):
+        raise InvalidRequestError(f"{field}.properties", properties, "a mapping")
+    if not isinstance(required, list) or not all(isinstance(key, str) for key in required):
+        raise InvalidRequestError(f"{field}.required", required, "a list of names")
+
+
+def _check_name(field: str, name: object) -> None:
+    if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME or not name.isprintable():
+        raise InvalidRequestError(field, name, f"1 to {MAX_NAME} printable characters")
 
 
 class Copier:
@@ -121,21 +172,28 @@ def _message(field: str, value: object, copier: Copier) -> dict[str, Any]:
     role = message.get("role")
     if role not in ROLES:
         raise InvalidRequestError(f"{field}.role", role, f"one of {', '.join(ROLES)}")
+    for name in ("tool_call_id", *REASONING_FIELDS):
+        if not isinstance(message.get(name), str | None):
+            raise InvalidRequestError(f"{field}.{name}", message[name], "text")
     _parse_arguments(f"{field}.tool_calls", message)
     content = message.get("content")
     if isinstance(content, list):
         parts = enumerate(content)
         message["content"] = "\n".join(_text_part(f"{field}.content[{i}]", p) for i, p in parts)
     elif content is None:
-        if role != "assistant" or "tool_calls" not in message:
-            raise InvalidRequestError(f"{field}.content", content, "text, or there are tool_calls")
+        others = [message.get(name) for name in ("tool_calls", *REASONING_FIELDS)]
+        if role != "assistant" or not any(others):
+            limit = "text, or there are tool_calls or reasoning"
+            raise InvalidRequestError(f"{field}.content", content, limit)
     elif not isinstance(content, str):
         raise InvalidRequestError(f"{field}.content", content, "text or a list of text parts")
     return message
 
 
 def _text_part(field: str, part: Any) -> str:
-    kind = part.get("type") if isinstance(part, dict) else part
+    if not isinstance(part, dict):
+        raise InvalidRequestError(field, part, "a mapping")
+    kind = part.get("type")
     if kind != "text":
         raise InvalidRequestError(f"{field}.type", kind, '"text"; others are not supported yet')
     text = part.get("text")
@@ -159,8 +217,21 @@ def _parse_arguments(field: str, message: dict[str, Any]) -> None:
         raise InvalidRequestError(field, calls, "a list")
     for i, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
-        text = function.get("arguments") if isinstance(function, dict) else None
-        if not isinstance(function, dict) or not isinstance(text, str):
+        if not isinstance(function, dict):
+            raise InvalidRequestError(f"{field}[{i}].function", function, "a mapping")
+        _check_name(f"{field}[{i}].function.name", function.get("name"))
+        call.setdefault("type", "function")
+        given = call.get("id")
+        if given is not None and not (isinstance(given, str) and len(given) <= MAX_ID):
+            raise InvalidRequestError(f"{field}[{i}].id", given, f"up to {MAX_ID} characters")
+        if given is None:
+            call.pop("id", None)
+        text = function.get("arguments")
+        if not isinstance(text, str):
+            function["arguments"] = {} if text is None else text
+            if not isinstance(text, dict | None):
+                name = f"{field}[{i}].function.arguments"
+                raise InvalidRequestError(name, text, "JSON text, or a mapping")
             continue
         try:
             arguments = json.loads(text or "{}")

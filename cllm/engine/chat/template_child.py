@@ -5,13 +5,15 @@ standard input with one of standard output, in JSON: `{"source": …, "variables
 `{"text": …}`, or with `{"error": …, "kind": …}`.  It ends when standard input does.
 
 The environment is the one that transformers sets up, in jinja2's own sandbox, which keeps a template
-away from Python; time and memory are bounded by the process.
+away from Python; time and memory are bounded by the process.  A template may append to lists, which are
+copies: Kimi-K2's does, and llama.cpp's jinja lets it.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -21,7 +23,7 @@ from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import SandboxedEnvironment
 from jinja2.utils import Namespace
 
 from cllm.engine.child_process import answer_requests, answers_of_this_process, limit_memory
@@ -79,8 +81,20 @@ def tojson(
 ) -> str:
     """jinja2's own escapes what has a meaning in HTML."""
     return json.dumps(
-        x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        x,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+        default=_listed,
     )
+
+
+def _listed(value: object) -> list[Any]:
+    """What filters such as `map` give is lazy in jinja2, and a list in llama.cpp's jinja."""
+    if isinstance(value, Iterator):
+        return list(value)
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def raise_exception(message: object) -> NoReturn:
@@ -88,9 +102,9 @@ def raise_exception(message: object) -> NoReturn:
     raise RefusedError(str(message))
 
 
-def environment() -> ImmutableSandboxedEnvironment:
+def environment() -> SandboxedEnvironment:
     """As transformers has it."""
-    made = ImmutableSandboxedEnvironment(
+    made = SandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
     made.filters["tojson"] = tojson

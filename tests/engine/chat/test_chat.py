@@ -9,7 +9,8 @@ import pytest
 
 from cllm import Engine, InvalidRequestError, PromptTooLongError
 from cllm.bindings import Model
-from cllm.engine.chat.chat_prompt import ChatPrompt, ChatTokenizer
+from cllm.engine.chat.chat_prompt import ChatPrompt
+from cllm.engine.chat.chat_tokenizer import ChatTokenizer
 from cllm.engine.config import EMBEDDED_MODEL
 from cllm.engine.loop.input_processor import _begins_text
 
@@ -18,8 +19,7 @@ ASK: Messages = [{"role": "user", "content": "12+34="}]
 
 
 def prompt_of(messages: object, **options: Any) -> ChatPrompt:
-    values = {"tools": None, "add_generation_prompt": True, "template_kwargs": None, **options}
-    return ChatPrompt.of(messages, **values)
+    return ChatPrompt.of(messages, **options)
 
 
 @pytest.mark.anyio
@@ -93,7 +93,7 @@ def test_a_chat_begins_with_the_beginning_of_sequence_token_exactly_once() -> No
         own = "{{ bos_token }}{{ messages[0].content }}"
         for template in (own, "{{ messages[0].content }}"):
             chat = ChatTokenizer(model.vocab, template, None)
-            tokens = chat.tokenize(chat.render(prompt_of(ASK)))
+            tokens = chat.tokenize(chat.render(prompt_of(ASK)).pieces)
             assert tokens == [bos, *b"12+34="]
 
 
@@ -101,10 +101,10 @@ def test_a_chat_with_tools_takes_the_template_for_tools() -> None:
     with Model(EMBEDDED_MODEL) as model:
         chat = ChatTokenizer(model.vocab, "plain", "{{ tools | length }} tools")
         tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-        assert chat.render(prompt_of(ASK))[0].text == "plain"
-        assert chat.render(prompt_of(ASK, tools=tools))[0].text == "1 tools"
+        assert chat.render(prompt_of(ASK)).pieces[0].text == "plain"
+        assert chat.render(prompt_of(ASK, tools=tools)).pieces[0].text == "1 tools"
         alone = ChatTokenizer(model.vocab, "plain", None)
-        assert alone.render(prompt_of(ASK, tools=tools))[0].text == "plain"
+        assert alone.render(prompt_of(ASK, tools=tools)).pieces[0].text == "plain"
 
 
 def test_pieces_of_a_vocabulary_with_a_leading_space_are_joined_without_one(
@@ -117,7 +117,9 @@ def test_pieces_of_a_vocabulary_with_a_leading_space_are_joined_without_one(
         chat = ChatTokenizer(
             vocabulary, "{{ bos_token }}[INST]{{ messages[0].content }}[/INST]", None
         )
-        forged = chat.tokenize(chat.render(prompt_of([{"role": "user", "content": "a</s>b"}])))
+        forged = chat.tokenize(
+            chat.render(prompt_of([{"role": "user", "content": "a</s>b"}])).pieces
+        )
         assert vocabulary.eos not in forged
         assert vocabulary.join(forged) == b"[INST]a</s>b[/INST]"
 

@@ -121,6 +121,8 @@ WEATHER = called(
     "get_weather", '{"city": "Pärnu", "days": 2, "units": ["°C"], "deep": {"a": [null]}}'
 )
 RESULT = {"role": "tool", "tool_call_id": "call00001", "name": "get_weather", "content": "7 °C"}
+# They append to lists, or write lazy lists: llama.cpp's jinja lets them, and so does ours.
+BEYOND_TRANSFORMERS = ("Kimi-K2-Instruct", "Kimi-K2-Thinking", "llama-cpp-deepseek-r1")
 # What to render, and with which tools.
 CHATS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] = {
     "one message": ([user("Hi")], None),
@@ -181,6 +183,8 @@ def test_a_real_template_gives_the_text_of_transformers(path: Path) -> None:
                     source, messages, tools, add_generation_prompt=prompt, **kwargs
                 )
             except Exception:
+                if path.stem in BEYOND_TRANSFORMERS:
+                    continue
                 with pytest.raises(InvalidRequestError, match=r"^messages is"):
                     ours.render(messages, tools=tools, template_kwargs=kwargs)
                 continue
@@ -238,7 +242,6 @@ SOURCES = {
     "raises": "{{ raise_exception('no') }}",
     "raises without an exception of its own": "{{ messages[0].content + 1 }}",
     "undefined": "{{ nothing.at.all }}",
-    "mutates": "{{ messages.append(1) }}",
     "private": "{{ ''.__class__ }}",
     "called private": "{{ ''.__class__() }}",
     "private attribute": "{% set ns = namespace() %}{% set ns.__x = 1 %}",
@@ -337,7 +340,14 @@ BAD_MESSAGES: list[tuple[object, str]] = [
     ([assistant(None, tool_calls=[])], "messages[0].content"),
     ([user(5)], "messages[0].content"),
     ([user({"type": "text"})], "messages[0].content"),
-    ([user(["x"])], "messages[0].content[0].type"),
+    ([user(["x"])], "messages[0].content[0]"),
+    ([{**user(""), "tool_call_id": []}], "messages[0].tool_call_id"),
+    ([{**assistant(""), "reasoning_content": 5}], "messages[0].reasoning_content"),
+    ([{**assistant(""), "thinking": {}}], "messages[0].thinking"),
+    (
+        [{**assistant(""), "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}],
+        "messages[0].tool_calls[0].function.arguments",
+    ),
     ([user([{"type": "text", "text": ""}, {"type": "image_url"}])], "messages[0].content[1].type"),
     ([user([{"type": "text", "text": 1}])], "messages[0].content[0].text"),
     ([assistant("", tool_calls="x")], "messages[0].tool_calls"),
@@ -366,7 +376,17 @@ def test_bad_messages_are_named(messages: object, field: str) -> None:
         ("x", "tools"),
         ([{}] * 257, "tools"),
         ([{"a": "x" * MAX_TEXT_BYTES}], "tools"),
-        ([{}, 5], "tools[1]"),
+        ([SIMPLE_TOOL, 5], "tools[1]"),
+        ([{}], "tools[0].function"),
+        ([{"type": "function", "function": {}}], "tools[0].function.name"),
+        ([{"type": "function", "function": {"name": ""}}], "tools[0].function.name"),
+        ([{"type": "function", "function": {"name": "a\nb"}}], "tools[0].function.name"),
+        (
+            [{"type": "function", "function": {"name": "f", "parameters": 5}}],
+            "tools[0].function.parameters",
+        ),
+        ([{"type": "hammer", "function": {"name": "f"}}], "tools[0].type"),
+        ([SIMPLE_TOOL, SIMPLE_TOOL], "tools[1].function.name"),
         ([{"a": {"b": {3: 4}}}], "tools[0].a.b"),
         ([{"a": DEEP}], "tools[0].a" + "[0]" * 31),
     ],

@@ -111,9 +111,13 @@ def of_template(pieces: Sequence[Piece]) -> list[str]:
     return [piece.text for piece in pieces if piece.is_template]
 
 
+def tool_of(texts: Sequence[str]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f"}, texts[0]: texts[1]}
+
+
 def render(kind: str, texts: Sequence[str]) -> list[Piece]:
     kwargs: dict[str, Any] = {
-        "tools": [{texts[0]: texts[1]}],
+        "tools": [tool_of(texts)],
         "template_kwargs": {"extra": texts[1]},
     }
     return COMPILED[kind].render([user(text) for text in texts], **kwargs)
@@ -125,7 +129,13 @@ def test_no_name_of_a_caller_is_in_a_piece_of_the_template(
     kind: str, texts: tuple[str, str]
 ) -> None:
     own = names_in([SOURCES[kind]])
-    n_turns = {"chatml": 2, "trim": 2, "split": 2, "lines": texts[0].count("\n") + 1}.get(kind, 1)
+    n_turns = {
+        "chatml": 2,
+        "trim": 2,
+        "split": 2,
+        "lines": texts[0].count("\n") + 1,
+        "keys": 3,
+    }.get(kind, 1)
     found = names_in(of_template(render(kind, texts)))
     for name in NAMES:
         # In a loop, so often as it goes round; what is behind the loop of CHATML, once.
@@ -140,7 +150,7 @@ def test_the_text_is_that_of_transformers(kind: str, texts: tuple[str, str]) -> 
         texts = (texts[0].replace("§", ""), texts[1].replace("§", ""))
     rendered: Any = render_jinja_template(
         [[user(text) for text in texts]],
-        tools=[{texts[0]: texts[1]}],
+        tools=[tool_of(texts)],
         chat_template=SOURCES[kind],
         add_generation_prompt=True,
         bos_token="<s>",

@@ -1,0 +1,366 @@
+"""ChatTokenizer: messages to the tokens of a prompt, by a chat template, and how the answer is read.
+
+What callers say stays text: a control token that they spell out is tokenized as its letters.
+Tokenizer's thread only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import cached_property
+from typing import Any
+
+from cllm.engine.chat.call_grammar import CallGrammar, RoutedCallGrammar
+from cllm.engine.chat.chat_prompt import TOOL_CHOICES, ChatPrompt
+from cllm.engine.chat.chat_template import ChatTemplate, template_child
+from cllm.engine.chat.control_tokens import Piece
+from cllm.engine.chat.conversation import mended, mended_tools
+from cllm.engine.chat.format_detection import QUESTION, detect_format
+from cllm.engine.chat.messages import with_reasoning
+from cllm.engine.chat.named_formats import DEFAULT_CALLS
+from cllm.engine.chat.output_format import OutputFormat
+from cllm.engine.chat.output_parser import CallIds, OutputParser
+from cllm.engine.chat.template_abilities import TemplateAbilities, find_abilities
+from cllm.engine.request import Thinking
+from cllm.engine.vocabulary import ChatVocabulary
+from cllm.errors import InvalidRequestError
+
+# Behind the last message that the answer goes on with: what the template writes there is cut off.
+SENTINELS = tuple(map(chr, range(0xE0C0, 0xE0C8)))
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """How the answer to one chat is read.
+
+    Attributes
+    ----------
+    prefix : str
+        Markers that the prompt ends with.
+    spelled : mapping of int to bytes
+        Control tokens that are markers, and so have a text here.
+    grammar : str or None
+        What the answer has to be, in Lark, where calls are asked for.
+    thinking : Thinking or None
+        How the model thinks, if it does.
+    """
+
+    output_format: OutputFormat
+    tools: tuple[Mapping[str, Any], ...]
+    prefix: str
+    spelled: Mapping[int, bytes]
+    grammar: str | None = None
+    thinking: Thinking | None = None
+
+    def parser(self, seed: str) -> OutputParser:
+        """A parser at the beginning of the answer; the ids of calls come of the seed."""
+        ids = CallIds(seed)
+        return OutputParser(self.output_format, self.tools, prefix=self.prefix, call_ids=ids)
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """The text of a chat, in pieces that differ in who wrote them, and how its answer is read.
+
+    Attributes
+    ----------
+    answer : AnswerFormat or None
+        None: all of it is content.
+    """
+
+    pieces: list[Piece]
+    answer: AnswerFormat | None
+
+
+class ChatTokenizer:
+    """Renders and tokenizes chats for one model.
+
+    Parameters
+    ----------
+    vocabulary : ChatVocabulary
+    template, tool_template : str or None
+        The model's own, and the one that it has for chats with tools, if it has another.
+    """
+
+    def __init__(
+        self, vocabulary: ChatVocabulary, template: str | None, tool_template: str | None
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._child = template_child()
+        self.close = self._child.close  # any thread: ends what is rendered
+        self._source = template
+        self._tool_source = tool_template
+
+    def render(self, prompt: ChatPrompt) -> RenderedChat:
+        """The text of a chat.
+
+        Raises
+        ------
+        InvalidRequestError
+            Names what the template does not take.
+        """
+        own = self._for_tools if prompt.tools and self._tool_source else self._plain
+        return own.render(prompt)
+
+    @property
+    def abilities(self) -> TemplateAbilities:
+        """What the template can do, for chats with tools if there is another for them."""
+        return (self._for_tools if self._tool_source else self._plain).abilities
+
+    @property
+    def output_format(self) -> OutputFormat:
+        """How the model writes, as far as its template tells."""
+        return (self._for_tools if self._tool_source else self._plain).output_format
+
+    def tokenize(self, pieces: Sequence[Piece]) -> list[int]:
+        """Their tokens, from the beginning-of-sequence token on if the model wants it."""
+        vocabulary, tokens = self._vocabulary, list[int]()
+        for piece in pieces:
+            tokens += self._tokenize(piece.text, piece.is_template, is_first=not tokens)
+        if vocabulary.adds_bos and vocabulary.bos is not None and tokens[:1] != [vocabulary.bos]:
+            tokens.insert(0, vocabulary.bos)
+        return tokens
+
+    def _tokenize(self, text: str, parse_special: bool, *, is_first: bool) -> list[int]:
+        if is_first:
+            return self._vocabulary.tokenize(text, add_special=False, parse_special=parse_special)
+        return self._vocabulary.tokenize_inside(text, parse_special=parse_special)
+
+    @cached_property
+    def _plain(self) -> _KnownTemplate:
+        if self._source is None:
+            raise InvalidRequestError("messages", "a chat", "a prompt: the model has no template")
+        return self._compile(self._source)
+
+    @cached_property
+    def _for_tools(self) -> _KnownTemplate:
+        assert self._tool_source is not None
+        return self._compile(self._tool_source)
+
+    @cached_property
+    def _control_names(self) -> list[str]:
+        return self._vocabulary.control_names()
+
+    def _compile(self, source: str) -> _KnownTemplate:
+        vocabulary = self._vocabulary
+        template = ChatTemplate(
+            source,
+            bos_token="" if vocabulary.bos is None else vocabulary.text(vocabulary.bos),
+            eos_token="" if vocabulary.eos is None else vocabulary.text(vocabulary.eos),
+            control_names=self._control_names,
+            child=self._child,
+        )
+        return _KnownTemplate(source, template, self._spelled, self._marker_tokens)
+
+    def _marker_tokens(self, text: str) -> tuple[int, ...]:
+        return tuple(self._vocabulary.tokenize_inside(text, parse_special=True))
+
+    def _spelled(self, output_format: OutputFormat) -> dict[int, bytes]:
+        """The control tokens that are markers, or parts of them."""
+        markers = "\n".join(output_format.markers)
+        found: dict[int, bytes] = {}
+        for name in self._control_names:
+            if name and name in markers:
+                tokens = self._vocabulary.tokenize(name, add_special=False, parse_special=True)
+                if len(tokens) == 1:
+                    found[tokens[0]] = name.encode()
+        return found
+
+
+class _KnownTemplate:
+    """A template, and what has been found out about it."""
+
+    def __init__(
+        self,
+        source: str,
+        template: ChatTemplate,
+        spelled: Callable[[OutputFormat], dict[int, bytes]],
+        tokenize: Callable[[str], tuple[int, ...]],
+    ) -> None:
+        self._tokenize = tokenize
+        self._source = source
+        self._template = template
+        self._find_spelled = spelled
+
+    @cached_property
+    def output_format(self) -> OutputFormat:
+        return detect_format(self._source, self._probe)
+
+    @cached_property
+    def abilities(self) -> TemplateAbilities:
+        found = self.output_format
+        thinking = found.reasoning is not None or found.turn is not None
+        return find_abilities(self._source, self._probe, thinking=thinking)
+
+    def _probe(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        add_generation_prompt: bool,
+        **template_kwargs: object,
+    ) -> str:
+        pieces = self._pieces(messages, tools, add_generation_prompt, template_kwargs)
+        return "".join(piece.text for piece in pieces)
+
+    def _pieces(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        add_generation_prompt: bool,
+        template_kwargs: Mapping[str, object],
+    ) -> list[Piece]:
+        """Render, with what the template takes for granted."""
+        if self._needs == "functions":
+            listed = json.dumps(tools or [], indent=4, ensure_ascii=False)
+            today = datetime.now().strftime("%b %d %Y")
+            template_kwargs = {"functions": listed, "datetime": today, **template_kwargs}
+        if self._needs:
+            tools = tools or []
+        return self._template.render_checked(
+            messages, tools, add_generation_prompt, template_kwargs
+        )
+
+    @cached_property
+    def _needs(self) -> str:
+        """What a template that was written for chats with tools cannot do without.
+
+        llama.cpp's jinja takes what is not there for an empty list.
+        """
+        ways: dict[str, tuple[list[dict[str, Any]] | None, dict[str, object]]] = {
+            "": (None, {}),
+            "tools": ([], {}),
+            "functions": ([], {"functions": "[]", "datetime": ""}),
+        }
+        for name, (tools, kwargs) in ways.items():
+            try:
+                self._template.render_checked([QUESTION], tools, True, kwargs)
+            except InvalidRequestError:
+                continue
+            return name
+        return ""
+
+    def render(self, prompt: ChatPrompt) -> RenderedChat:
+        kwargs = {**self._effort(prompt.reasoning_effort), **prompt.template_kwargs}
+        tools = mended_tools(prompt.tools)
+        messages = mended(prompt.messages, tools, self.abilities, self.output_format.calls)
+        sentinel = ""
+        if prompt.continue_final_message:
+            sentinel = _unused(self._source, messages, tools, kwargs)
+            messages[-1] = _marked_end(with_reasoning(messages[-1]), sentinel)
+        pieces = self._pieces(
+            messages, tools, prompt.add_generation_prompt and not sentinel, kwargs
+        )
+        if sentinel:
+            pieces = _cut_at(pieces, sentinel)
+        text = "".join(piece.text for piece in pieces)
+        return RenderedChat(pieces, self._answer(prompt, text))
+
+    def _effort(self, effort: str | None) -> dict[str, object]:
+        """`reasoning_effort` as variables of the template."""
+        if effort is None:
+            return {}
+        abilities = self.abilities
+        if not (abilities.thinking_switch or abilities.reasoning_effort):
+            if effort == "none" and not abilities.thinking:
+                return {}
+            limit = "left out: the chat template has nothing that it changes"
+            raise InvalidRequestError("reasoning_effort", effort, limit)
+        return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+
+    def _answer(self, prompt: ChatPrompt, text: str) -> AnswerFormat | None:
+        found = self.output_format
+        if found.turn is None:
+            calls = (found.calls or DEFAULT_CALLS) if prompt.tools else None
+            found = replace(found, calls=calls)
+        if prompt.reasoning_budget is not None and found.thought is None:
+            limit = "left out: the chat template knows of no thinking"
+            raise InvalidRequestError("reasoning_budget", prompt.reasoning_budget, limit)
+        if not found.markers:
+            return None
+        prefix = found.opening(text)
+        if prompt.continue_final_message and found.turn is None and found.reasoning:
+            continues_thought = _ends_in_thought(with_reasoning(prompt.messages[-1]))
+            prefix = found.reasoning[0] if continues_thought else ""
+            if not (continues_thought or found.reasoning[0]):
+                found = replace(found, reasoning=None)  # which would begin by itself
+        return AnswerFormat(
+            found,
+            tuple(prompt.tools or ()),
+            prefix,
+            self._spelled,
+            self._grammar(prompt, found),
+            self._thinking(prompt, found, prefix),
+        )
+
+    def _grammar(self, prompt: ChatPrompt, found: OutputFormat) -> str | None:
+        """What the answer has to be, if calls are asked for."""
+        tools, choice = prompt.tools or [], prompt.tool_choice
+        if choice not in TOOL_CHOICES:
+            tools = [tool for tool in tools if tool["function"]["name"] == choice]
+        is_strict = any(tool["function"].get("strict") is True for tool in tools)
+        if not tools or (choice == "auto" and not is_strict and prompt.json_schema is None):
+            return None
+        grammar: CallGrammar | RoutedCallGrammar
+        if found.turn is not None:
+            several = prompt.parallel_tool_calls
+            grammar = RoutedCallGrammar(found.turn, tools, several, self._spelled)
+        else:
+            assert found.calls is not None
+            grammar = CallGrammar(found.calls, tools, prompt.parallel_tool_calls, self._spelled)
+        if choice != "auto":
+            return grammar.required()
+        return (
+            grammar.strict() if prompt.json_schema is None else grammar.or_else(prompt.json_schema)
+        )
+
+    def _thinking(self, prompt: ChatPrompt, found: OutputFormat, prefix: str) -> Thinking | None:
+        is_call = found.turn is not None and prompt.tool_choice not in ("auto", "none")
+        if (thought := found.thought) is None or is_call:  # its grammar has the thought in it
+            return None
+        start, ends, written = thought
+        return Thinking(
+            start=start.encode(),
+            ends=tuple(end.encode() for end in ends),
+            is_open=bool(prefix) if found.turn is None else True,
+            budget=prompt.reasoning_budget,
+            ending=self._tokenize(written),
+        )
+
+    @cached_property
+    def _spelled(self) -> dict[int, bytes]:
+        return self._find_spelled(self.output_format)
+
+
+def _unused(*values: object) -> str:
+    """A character that is in none of these."""
+    said = repr(values)
+    for sentinel in SENTINELS:
+        if sentinel not in said and ascii(sentinel)[1:-1] not in said:
+            return sentinel
+    raise InvalidRequestError("messages", "private-use characters", "text without them")
+
+
+def _marked_end(message: dict[str, Any], sentinel: str) -> dict[str, Any]:
+    """The message with a mark behind what the answer goes on with."""
+    if _ends_in_thought(message):
+        thought = message["reasoning_content"] + sentinel
+        return {**message, "reasoning_content": thought, "thinking": thought}
+    return {**message, "content": message["content"] + sentinel}
+
+
+def _ends_in_thought(message: dict[str, Any]) -> bool:
+    return bool(message.get("reasoning_content")) and not message.get("content")
+
+
+def _cut_at(pieces: list[Piece], sentinel: str) -> list[Piece]:
+    kept: list[Piece] = []
+    for piece in pieces:
+        before, found, _ = piece.text.partition(sentinel)
+        kept.append(Piece(before, piece.is_template))
+        if found:
+            return [piece for piece in kept if piece.text]
+    limit = "left out: the chat template does not show the end of that message"
+    raise InvalidRequestError("continue_final_message", True, limit)

@@ -1,0 +1,259 @@
+"""Conversations as clients send them, mended for what a template can do.  Pure.
+
+As llama-server does it: `developer` is `system`, a system message that a template has no place for goes
+into the next message, content that is null is empty.  Messages that a template does not take one behind
+the other are one.  What a template leaves out altogether, tools,
+calls, results, is said in words, in the format that `DEFAULT_CALLS` reads.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from cllm.engine.chat.call_literals import PythonCalls
+from cllm.engine.chat.call_syntax import CallSyntax, JsonCalls, NamedCalls
+from cllm.engine.chat.messages import REASONING_FIELDS
+from cllm.engine.chat.named_formats import DEFAULT_CALLS
+from cllm.engine.chat.template_abilities import TemplateAbilities
+
+SYSTEMS, RESULTS = ("system", "developer"), ("tool", "function")
+TOOL_PROMPT = """You may call one or more of these tools, each given with a JSON schema of its \
+arguments:
+<tools>
+{tools}
+</tools>
+To call a tool, answer with its name and its arguments as a JSON object in <tool_call> tags:
+<tool_call>
+{{"name": <name>, "arguments": <arguments>}}
+</tool_call>"""
+
+
+def mended(
+    messages: Sequence[dict[str, Any]],
+    tools: Sequence[dict[str, Any]] | None,
+    abilities: TemplateAbilities,
+    calls: CallSyntax | None = None,
+) -> list[dict[str, Any]]:
+    """The messages as the template takes them; `messages` stay as they are.
+
+    Parameters
+    ----------
+    calls : CallSyntax, optional
+        How the model writes calls, for a template that does not write them.
+    """
+    names: dict[str, str] = {}  # of the tools that were called, by the ids of the calls
+    one_each = abilities.tool_calls and not abilities.parallel_tool_calls
+    said = _with_ids(messages)
+    said = _one_call_each(said) if one_each else said
+    chat = [
+        mended_one
+        for message in said
+        for mended_one in _mended_message(dict(message), names, abilities, calls)
+    ]
+    if tools and not abilities.tools:
+        listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        n = next((i for i, m in enumerate(chat) if m["role"] not in SYSTEMS), len(chat))
+        chat.insert(n, {"role": "system", "content": TOOL_PROMPT.format(tools=listed)})
+    return _joined(_with_systems(chat, abilities), abilities)
+
+
+def _with_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Calls and results that have no ids belong together in their order; many templates want ids."""
+    said: list[dict[str, Any]] = []
+    open_ids: list[str] = []  # of calls whose results have not come
+    for message in messages:
+        if message["role"] in RESULTS:
+            given = message.get("tool_call_id")
+            if given is None and open_ids:
+                message = {**message, "tool_call_id": open_ids[0]}
+            open_ids = [one for one in open_ids if one != message.get("tool_call_id")]
+        elif calls := message.get("tool_calls"):
+            made = [{"id": f"call{len(said):03}{i:02}", **call} for i, call in enumerate(calls)]
+            message = {**message, "tool_calls": made}
+            open_ids = [call["id"] for call in made]
+        said.append(message)
+    return said
+
+
+def _with_systems(chat: list[dict[str, Any]], abilities: TemplateAbilities) -> list[dict[str, Any]]:
+    """System messages where the template takes them, or in the user message behind them."""
+    n_first = next((i for i, m in enumerate(chat) if m["role"] not in SYSTEMS), len(chat))
+    first, rest = chat[:n_first], chat[n_first:]
+    if first:
+        text = "\n\n".join(message["content"] for message in first)
+        first = [{**first[0], "content": text}]
+    kept: list[dict[str, Any]] = first if abilities.system else []
+    held = [] if abilities.system else [message["content"] for message in first]
+    for message in rest:
+        if message["role"] in SYSTEMS and not abilities.system_later:
+            held.append(message["content"])
+            continue
+        if held and message["role"] == "user":
+            message = {**message, "content": "\n".join([*held, message["content"]])}
+            held = []
+        elif held and not kept:
+            kept, held = [{"role": "user", "content": "\n".join(held)}], []
+        kept.append(message)
+    if held:
+        kept.append({"role": "user", "content": "\n".join(held)})
+    return kept
+
+
+def _joined(chat: list[dict[str, Any]], abilities: TemplateAbilities) -> list[dict[str, Any]]:
+    """Messages that a template does not take behind each other, as one."""
+    kept: list[dict[str, Any]] = []
+    for message in chat:
+        before = kept[-1]["role"] if kept else ""
+        joins = message["role"] == "user" and (
+            (before == "user" and not abilities.repeated_roles)
+            or (before == "tool" and not abilities.user_after_result)
+        )
+        joins |= (
+            message["role"] == before == "assistant"
+            and not abilities.repeated_roles
+            and not (message.get("tool_calls") or kept[-1].get("tool_calls"))
+        )
+        if joins:
+            text = f"{kept[-1]['content']}\n\n{message['content']}"
+            kept[-1] = {**kept[-1], "content": text}
+        else:
+            kept.append(message)
+    return kept
+
+
+def _one_call_each(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Turns with several calls as several turns, each followed by its result."""
+    said: list[dict[str, Any]] = []
+    left = list(messages)
+    while left:
+        message, *left = left
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            said.append(message)
+            continue
+        roles = [one["role"] for one in left]
+        n_results = next((i for i, role in enumerate(roles) if role not in RESULTS), len(left))
+        results, left = left[:n_results], left[n_results:]
+        for i, call in enumerate(calls):
+            begin = {"role": "assistant", "content": ""} if i else message
+            said.append({**begin, "tool_calls": [call]})
+            said += [result for result in results if result.get("tool_call_id") == call["id"]]
+        made = {call["id"] for call in calls}
+        said += [result for result in results if result.get("tool_call_id") not in made]
+    return said
+
+
+def mended_tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """The tools with what many templates write without asking whether it is there."""
+    if tools is None:
+        return None
+    optional = {"description": "", "parameters": {"type": "object", "properties": {}}}
+    functions = [
+        {name: tool["function"].get(name) or default for name, default in optional.items()}
+        for tool in tools
+    ]
+    return [
+        {**tool, "function": {**tool["function"], **function}}
+        for tool, function in zip(tools, functions, strict=True)
+    ]
+
+
+def _mended_message(
+    message: dict[str, Any],
+    names: dict[str, str],
+    abilities: TemplateAbilities,
+    syntax: CallSyntax | None,
+) -> list[dict[str, Any]]:
+    """The message, or two where the template drops one half of it."""
+    role = message["role"]
+    if message.get("content") is None:
+        message["content"] = ""
+    if role == "developer" and not abilities.developer:
+        message["role"] = "system"
+    if role == "assistant" and not (message["content"] or abilities.empty_content):
+        message["content"] = message["content"] if message.get("tool_calls") else " "
+    if role == "assistant" and message.get("tool_calls"):
+        return _parts_of(_mended_calls(message, names, abilities, syntax), abilities)
+    if role in RESULTS:
+        return [_mended_result({**message, "role": "tool"}, names, abilities)]
+    return [message]
+
+
+def _parts_of(message: dict[str, Any], abilities: TemplateAbilities) -> list[dict[str, Any]]:
+    """A turn with calls, as the template takes it."""
+    text = message["content"]
+    if not text or not message.get("tool_calls"):
+        return [message]
+    if not abilities.text_with_calls:
+        first = {name: value for name, value in message.items() if name != "tool_calls"}
+        return [first, {"role": "assistant", "content": "", "tool_calls": message["tool_calls"]}]
+    thought = next((message[name] for name in REASONING_FIELDS if message.get(name)), None)
+    if thought is not None and not abilities.thought_with_calls:
+        others = {name: v for name, v in message.items() if name not in REASONING_FIELDS}
+        return [{**others, "content": "", "reasoning_content": f"{thought}\n{text}"}]
+    return [message]
+
+
+def _mended_calls(
+    message: dict[str, Any],
+    names: dict[str, str],
+    abilities: TemplateAbilities,
+    syntax: CallSyntax | None,
+) -> dict[str, Any]:
+    calls = [_mended_call(call, names, abilities) for call in message["tool_calls"]]
+    if abilities.tool_calls:
+        return {**message, "tool_calls": calls}
+    del message["tool_calls"]
+    said = [message["content"], *(_call_in_words(call, syntax) for call in calls)]
+    return {**message, "content": "\n".join(filter(None, said))}
+
+
+def _mended_call(
+    call: dict[str, Any], names: dict[str, str], abilities: TemplateAbilities
+) -> dict[str, Any]:
+    function = call["function"]
+    if "id" in call:
+        names[call["id"]] = function["name"]
+        call = {**call, "id": _id(call["id"], abilities)}
+    arguments = function.get("arguments", {})
+    if abilities.text_arguments and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _call_in_words(call: dict[str, Any], syntax: CallSyntax | None) -> str:
+    function = call["function"]
+    arguments = given = function["arguments"]
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    if isinstance(syntax, PythonCalls) and isinstance(given, str):
+        syntax = None  # which writes an object alone
+    if isinstance(syntax, JsonCalls | NamedCalls | PythonCalls):
+        return syntax.write(function["name"], arguments)
+    return DEFAULT_CALLS.write(function["name"], arguments)
+
+
+def _mended_result(
+    message: dict[str, Any], names: dict[str, str], abilities: TemplateAbilities
+) -> dict[str, Any]:
+    given = message.get("tool_call_id")
+    if given is not None:
+        message["tool_call_id"] = _id(given, abilities)
+        if given in names:
+            message.setdefault("name", names[given])
+    if abilities.tool_results:
+        return message
+    text = f"<tool_response>\n{message['content']}\n</tool_response>"
+    return {"role": "user", "content": text}
+
+
+def _id(given: str, abilities: TemplateAbilities) -> str:
+    """An id that the template takes, the same for the same one."""
+    if abilities.any_ids or (len(given) == 9 and given.isalnum() and given.isascii()):
+        return given
+    digest = hashlib.sha256(given.encode("utf-8", "replace")).digest()
+    return base64.b32encode(digest).decode()[:9].lower()
