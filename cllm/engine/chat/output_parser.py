@@ -1,0 +1,337 @@
+"""OutputParser: the text of an answer, as it comes, into reasoning, content and calls.  Pure.
+
+Nothing is ever lost and nothing is raised: what is no call is content.  Only markers, and white space
+beside them, belong to no channel.  How the text was cut never changes what comes out in all.
+
+A call is held back until it is complete, so that nobody runs half a call; a long one is held until its
+arguments have `N_HELD` characters, and streams from then on.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cllm.engine.chat.call_syntax import CallSyntax, TaggedCalls
+from cllm.engine.chat.output_format import OutputFormat
+from cllm.engine.chat.text_reader import (
+    SPACE,
+    EndOfTextError,
+    Markers,
+    MismatchError,
+    Step,
+    TextReader,
+)
+from cllm.engine.request import ToolCallDelta
+
+N_HELD = 256
+# What looked like a call for longer than that is text as a whole: it is not searched once more.
+MAX_REREAD = 4096
+
+
+@dataclass(slots=True)
+class ParsedText:
+    """What one piece of text added to each channel."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+
+
+class OutputParser:
+    """The channels of one answer.
+
+    Parameters
+    ----------
+    output_format : OutputFormat
+    tools : sequence of mapping, optional
+        Those that were offered, as OpenAI has them: their schemas say which arguments are text.
+    prefix : str
+        Markers that the prompt ends with: they say where the answer begins.
+    call_ids : iterator of str
+        Ids for calls that come without one.
+
+    Attributes
+    ----------
+    n_calls : int
+        Calls that have begun to be told of.
+    is_reasoning : bool
+        What comes next is reasoning as far as is known.
+    """
+
+    def __init__(
+        self,
+        output_format: OutputFormat,
+        tools: Iterable[Mapping[str, Any]] = (),
+        *,
+        prefix: str = "",
+        call_ids: CallIds | None = None,
+    ) -> None:
+        self._format = output_format
+        self._schemas = dict(map(_name_and_schema, tools))
+        self._reader = TextReader()
+        self._call_ids = CallIds("call") if call_ids is None else call_ids
+        self._told = ParsedText()
+        self._held: ToolCallDelta | None = None  # the beginning of the call that is being read
+        self._pieces: list[str] = []  # of its arguments
+        self._n_held = 0
+        self._mark = 0  # where the text begins that is content if it is no call
+        # White space that may turn out to stand before a marker.
+        self._space = self._reasoning_space = ""
+        self._has_content = self._has_reasoning = self._follows_marker = False
+        self.n_calls = 0
+        self.is_reasoning = False
+        self._steps = self._turn() if output_format.turn is not None else self._channels()
+        self._is_over = False
+        self.push(prefix)
+
+    def push(self, text: str) -> ParsedText:
+        """Add text, and return what it added to the channels."""
+        is_open = self._has_content and not self._space
+        if is_open and self._reader.has_no_marker(text, self.content):
+            return ParsedText(text)  # as nearly every token is: the steps need not see it
+        if text and not self._is_over:
+            self._reader.add(text)
+            self._resume()
+        return self._take()
+
+    def finish(self) -> ParsedText:
+        """The text ends here."""
+        if not self._is_over:
+            self._reader.is_closed = True
+            self._resume()
+            self._is_over = True
+        return self._take()
+
+    def _resume(self) -> None:
+        try:
+            next(self._steps)
+        except StopIteration:
+            self._is_over = True
+
+    def _take(self) -> ParsedText:
+        told, self._told = self._told, ParsedText()
+        return told
+
+    # --- What the steps read -----------------------------------------------------------------
+    def _turn(self) -> Step[None]:
+        turn = self._format.turn
+        assert turn is not None
+        self._mark = self._reader.at
+        try:
+            yield from turn.read(self._reader, self)
+        except EndOfTextError:
+            self.fail()
+            left = self._reader.since(self._mark) + self._reader.rest()
+            self.content(turn.text_of(left))
+        self._end_space()
+
+    def _channels(self) -> Step[None]:
+        output_format, reader = self._format, self._reader
+        reasoning, calls = output_format.reasoning, output_format.calls
+        start = reasoning[0] if reasoning else ""
+        triggers = calls.triggers if calls else ()
+        markers = Markers((start, *triggers, *output_format.dropped))
+        if reasoning and not start:
+            yield from self._reasoning(reasoning[1])
+        while True:
+            if calls and calls.is_bare and not self._has_content:
+                yield from self._bare_call()
+            try:
+                marker = (yield from reader.until(*markers.markers, emit=self.content))[1]
+            except EndOfTextError:
+                self._end_space()
+                return
+            if reasoning and marker == start:
+                self._space = ""
+                yield from self._reasoning(reasoning[1])
+            elif marker in triggers:
+                yield from self._calls(marker)
+            else:
+                self._space, self._follows_marker = "", True
+
+    def _reasoning(self, end: str) -> Step[None]:
+        self.is_reasoning = True
+        try:
+            _, found = yield from self._reader.until(
+                end, *self._format.reasoning_stops, emit=self.reasoning
+            )
+            self._reader.at -= len(found) if found != end else 0
+            self._reasoning_space = ""
+        except EndOfTextError:
+            self._told.reasoning += self._reasoning_space
+        self.is_reasoning = False
+        self._follows_marker = True
+
+    def _bare_call(self) -> Step[None]:
+        """A call without a marker, if that is what the answer begins with."""
+        reader = self._reader
+        reader.hold()
+        mark = reader.at
+        yield from reader.skip_space()
+        first = yield from reader.peek()
+        self.content(reader.since(mark))
+        if first and first in "{[":
+            yield from self._calls("")
+        reader.release()
+
+    def _calls(self, trigger: str) -> Step[None]:
+        """A stretch of calls behind its trigger, or text that looked like one."""
+        reader, calls = self._reader, self._format.calls
+        assert calls is not None
+        reader.at -= len(trigger)  # to be kept from there on
+        reader.hold()
+        self._mark = start = reader.at
+        reader.at += len(trigger)
+        try:
+            yield from self._read(calls, trigger, start)
+        except EndOfTextError:
+            self.fail()
+            left = reader.since(self._mark) + reader.rest()
+            is_marker = left.strip() == trigger and not trigger.strip().isalpha()
+            self.content("" if is_marker else left)  # a marker alone is no text, a word is
+        except MismatchError:
+            self.fail()
+            if self._mark == start and reader.at - start <= MAX_REREAD:
+                # Read on right behind the trigger: there may be another one.
+                reader.at = start + max(len(trigger), 1)
+            self.content(reader.since(self._mark))
+        reader.release()
+
+    def _read(self, calls: CallSyntax, trigger: str, start: int) -> Step[None]:
+        try:
+            yield from calls.read(trigger, self._reader, self)
+        except EndOfTextError:
+            if self._held is None or not isinstance(calls, TaggedCalls):
+                raise
+            # Nothing but an end is missing, perhaps: that is known only now.
+            self.fail()
+            self._reader.at = max(self._mark, start + len(trigger))
+            yield from replace(calls, is_lenient=True).read(trigger, self._reader, self)
+
+    # --- What the steps tell -----------------------------------------------------------------
+    def content(self, text: str) -> None:
+        """See `CallSink`."""
+        kept = text.rstrip(SPACE)
+        if not kept:
+            self._space += text
+            return
+        if not self._has_content and (self._follows_marker or self.n_calls):
+            text, kept, self._space = text.lstrip(SPACE), kept.lstrip(SPACE), ""
+        self._told.content += self._space + kept
+        self._space = text[len(kept) :]
+        self._has_content = True
+
+    def reasoning(self, text: str) -> None:
+        """See `TurnSink`."""
+        kept = text.rstrip(SPACE)
+        if not kept:
+            self._reasoning_space += text
+            return
+        begin = self._reasoning_space + kept
+        self._told.reasoning += begin if self._has_reasoning else begin.lstrip(SPACE)
+        self._reasoning_space = text[len(kept) :]
+        self._has_reasoning = True
+
+    def mark(self) -> None:
+        """See `TurnSink`."""
+        self._mark = self._reader.at
+
+    def untold(self) -> str:
+        """See `TurnSink`."""
+        return self._reader.since(self._mark)
+
+    def between(self, text: str) -> None:
+        """See `CallSink`."""
+        self.content(text)
+        self.mark()
+
+    def _end_space(self) -> None:
+        """White space at the very end is content, unless it stands beside a marker."""
+        if not self.n_calls and (self._has_content or not self._follows_marker):
+            self._told.content += self._space
+        self._space = ""
+
+    def knows(self, name: str) -> bool:
+        """See `TurnSink`."""
+        return name in self._schemas
+
+    def schema_of(self, name: str) -> Mapping[str, Any]:
+        """See `CallSink`."""
+        return self._schemas.get(name, {})
+
+    def begin(self, name: str, call_id: str | None = None, *, must_be_known: bool = False) -> None:
+        """See `CallSink`."""
+        if not name or (must_be_known and not self.knows(name)):
+            raise MismatchError
+        call_id = call_id or self._call_ids.next()
+        self._held = ToolCallDelta(self.n_calls, encodable(call_id), encodable(name), "")
+        self._n_held = 0
+        self.n_calls += 1
+
+    def arguments(self, piece: str) -> None:
+        """See `CallSink`."""
+        if not piece:
+            return
+        self._pieces.append(encodable(piece))
+        self._n_held += len(piece)
+        if self._held is None or self._n_held >= N_HELD:
+            self._release()
+
+    def end(self) -> None:
+        """See `CallSink`."""
+        self._release()
+        self._mark = self._reader.at
+
+    def _release(self) -> None:
+        """Tell of what was held back of the call."""
+        if self._held is not None:
+            self._told.tool_calls += (self._held,)
+            self._held = None
+        if self._pieces:
+            piece = ToolCallDelta(self.n_calls - 1, None, None, "".join(self._pieces))
+            self._told.tool_calls += (piece,)
+            self._pieces.clear()
+        self._mark = self._reader.at
+
+    def fail(self) -> None:
+        """See `TurnSink`."""
+        if self._held is not None:
+            self._held = None
+            self._pieces.clear()
+            self.n_calls -= 1
+
+
+def encodable(text: str) -> str:
+    """The text without lone surrogates, which an escape in JSON may have made."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+
+
+class CallIds:
+    """Ids for calls, the same ones for the same text: nine letters and digits, as Mistral wants them.
+
+    Parameters
+    ----------
+    seed : str
+        Whose calls they are; two requests have different ones.
+    """
+
+    def __init__(self, seed: str) -> None:
+        self._seed = seed
+        self._n = 0
+
+    def next(self) -> str:
+        """Another one."""
+        digest = hashlib.sha256(f"{self._seed}:{self._n}".encode("utf-8", "replace")).digest()
+        self._n += 1
+        return base64.b32encode(digest).decode()[:9].lower()
+
+
+def _name_and_schema(tool: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    function = tool.get("function", tool)
+    schema = function.get("parameters") if isinstance(function, Mapping) else None
+    name = function.get("name", "") if isinstance(function, Mapping) else ""
+    return str(name), schema if isinstance(schema, Mapping) else {}

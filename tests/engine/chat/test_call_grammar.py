@@ -1,0 +1,141 @@
+"""What a grammar of calls asks for is what templates write, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cllm.bindings import Model
+from cllm.engine.chat.chat_prompt import ChatPrompt
+from cllm.engine.chat.chat_tokenizer import ChatTokenizer
+from cllm.engine.config import EMBEDDED_MODEL
+from cllm.engine.constraints.llguidance import Guidance
+from cllm.errors import InvalidRequestError
+from tests.engine.chat.test_chat_template import TEMPLATES
+from tests.engine.chat.test_formats import TOOL, USER, call, read_back
+
+# Elements with names of their own, or a call that is a message of its own with calls in tags.
+NOT_WANTED = ("MiniMax-M3", "muse-glimmer")
+# What these write has more in it than a call needs, ids, indentation, Python's notation of lists, or
+# the recipient in another place.
+WRITES_MORE = (
+    "Cohere2MoE", "CohereForAI-c4ai-command-r-plus-tool_use", "ByteDance-Seed-OSS",
+    "CohereForAI-c4ai-command-r7b-12-2024-tool_use", "openbmb-MiniCPM5-1B",
+    "openai-gpt-oss-120b", "mistralai-Mistral-Nemo-Instruct-2407", "ibm-granite-granite-3.3-2B-Instruct",
+)  # fmt: skip
+ARGUMENTS = {"city": "Zurich", "n_days": 3, "units": ["a", "b"]}
+pytestmark = pytest.mark.skipif(
+    not TEMPLATES, reason="no source of llama.cpp in the cache: tools/make_model.py"
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Model]:
+    with Model(EMBEDDED_MODEL, vocab_only=True) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def guidance(model: Model) -> Guidance:
+    return Guidance(model.vocab, 1)
+
+
+def grammar_of(chat: ChatTokenizer, **options: Any) -> str:
+    answer = chat.render(ChatPrompt.of([USER], tools=[TOOL], **options)).answer
+    assert answer is not None
+    assert answer.grammar is not None
+    return answer.grammar
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_a_call_that_is_asked_for_may_be_what_the_template_writes(
+    path: Any, model: Model, guidance: Guidance
+) -> None:
+    chat = ChatTokenizer(model.vocab, path.read_text(), None)
+    if path.stem in NOT_WANTED:
+        with pytest.raises(InvalidRequestError, match="tool_choice"):
+            grammar_of(chat, tool_choice="required")
+        chat.close()
+        return
+    matcher = guidance.compile("tools", grammar_of(chat, tool_choice="required")).start().matcher
+    message: dict[str, Any] = {"role": "assistant", "content": None}
+    message["tool_calls"] = [call(ARGUMENTS, "call12345")]
+    if chat.abilities.thinking:
+        message["reasoning_content"] = "Hm."
+    text, (_, _, calls) = read_back(chat, message)
+    assert [json.loads(arguments) for _, arguments in calls] == [ARGUMENTS]
+    chat.close()
+    if path.stem in WRITES_MORE:
+        return
+    # The end of the turn is no part of the call, and neither is a thought before it.
+    found = chat.output_format
+    begins = [text.find(t) for t in (found.calls.triggers if found.calls else ()) if t in text]
+    begin = min(begins, default=0)
+    accepted = max(
+        (end for end in range(begin, len(text) + 1) if is_whole(matcher, model, text[begin:end])),
+        default=None,
+    )
+    assert accepted is not None, text
+    assert "units" in text[:accepted]
+
+
+def is_whole(matcher: Any, model: Model, text: str) -> bool:
+    tokens, again = model.vocab.tokenize(text, add_special=False), matcher.deep_copy()
+    return bool(tokens) and again.try_consume_tokens(tokens) == len(tokens) and again.is_accepting()
+
+
+def test_a_named_tool_is_the_only_one(model: Model, guidance: Guidance) -> None:
+    (path,) = (path for path in TEMPLATES if path.stem == "Qwen-Qwen3-0.6B")
+    chat = ChatTokenizer(model.vocab, path.read_text(), None)
+    other = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    prompt = ChatPrompt.of([USER], tools=[TOOL, other], tool_choice="add")
+    answer = chat.render(prompt).answer
+    chat.close()
+    assert answer is not None
+    assert answer.grammar is not None
+    matcher = guidance.compile("tools", answer.grammar).start().matcher
+    wrong = '<tool_call>\n{"name": "get_weather", "arguments": {}}\n</tool_call>'
+    right = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
+    assert is_whole(matcher, model, right)
+    assert not is_whole(matcher, model, wrong)
+    assert not is_whole(matcher, model, "Hello")
+
+
+def test_calls_or_an_answer_of_a_schema(model: Model, guidance: Guidance) -> None:
+    (path,) = (path for path in TEMPLATES if path.stem == "Qwen-Qwen3-0.6B")
+    chat = ChatTokenizer(model.vocab, path.read_text(), None)
+    prompt = replace(ChatPrompt.of([USER], tools=[TOOL]), json_schema='{"type": "integer"}')
+    answer = chat.render(prompt).answer
+    chat.close()
+    assert answer is not None
+    assert answer.grammar is not None
+    matcher = guidance.compile("tools", answer.grammar).start().matcher
+    assert is_whole(matcher, model, "42")
+    assert is_whole(
+        matcher, model,
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "A"}}\n</tool_call>',
+    )  # fmt: skip
+    assert not is_whole(matcher, model, '"text"')
+
+
+def test_strict_tools_leave_text_free_and_calls_right(model: Model, guidance: Guidance) -> None:
+    (path,) = (path for path in TEMPLATES if path.stem == "Qwen-Qwen3-0.6B")
+    chat = ChatTokenizer(model.vocab, path.read_text(), None)
+    function: dict[str, Any] = {"strict": True}
+    function.update(TOOL["function"])
+    strict = {"type": "function", "function": function}
+    answer = chat.render(ChatPrompt.of([USER], tools=[strict])).answer
+    chat.close()
+    assert answer is not None
+    assert answer.grammar is not None
+    matcher = guidance.compile("tools", answer.grammar).start().matcher
+    begin = 'Let me see.\n<tool_call>\n{"name": "get_weather", "arguments": '
+    assert is_whole(matcher, model, "Hello <b>there</b>.")
+    assert is_whole(matcher, model, begin + '{"city": "A"}}\n</tool_call>')
+    tokens = model.vocab.tokenize(begin + '{"town": 5', add_special=False)
+    assert matcher.try_consume_tokens(tokens) < len(tokens)

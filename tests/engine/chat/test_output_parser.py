@@ -1,0 +1,239 @@
+"""What comes out of a parser: the same however the text was cut, and all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cllm.engine.chat.call_syntax import JsonCalls, NamedCalls, TaggedCalls
+from cllm.engine.chat.named_formats import DEFAULT_CALLS, NAMED, THINK
+from cllm.engine.chat.output_format import OutputFormat
+from cllm.engine.chat.output_parser import OutputParser
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {"text": {"type": "string"}, "n": {"type": "integer"}},
+            },
+        },
+    }
+    for name in ("save", "look_up")
+]
+HERMES = OutputFormat(THINK, DEFAULT_CALLS, name="hermes")
+CODER = OutputFormat(
+    THINK,
+    TaggedCalls(
+        call_start="<function=",
+        name_end=">",
+        key_start="<parameter=",
+        key_end=">",
+        value_end="</parameter>",
+        call_ends=("</function>",),
+        trims_newline=True,
+        section_start="<tool_call>",
+        section_end="</tool_call>",
+    ),
+    name="coder",
+)
+GLM = OutputFormat(
+    THINK,
+    TaggedCalls(
+        call_start="<tool_call>",
+        name_end="",
+        key_start="<arg_key>",
+        key_end="</arg_key>",
+        value_start="<arg_value>",
+        value_end="</arg_value>",
+        call_ends=("</tool_call>",),
+    ),
+    name="glm",
+)
+MISTRAL = OutputFormat(
+    ("[THINK]", "[/THINK]"),
+    NamedCalls("[TOOL_CALLS]", ("[ARGS]",), id_start="[CALL_ID]"),
+    name="mistral",
+)
+NEMO = OutputFormat(None, JsonCalls(("[TOOL_CALLS]",)), name="nemo")
+SELF_BEGUN = OutputFormat(
+    ("", "[BEGIN FINAL RESPONSE]"), JsonCalls(("<tool_calls>",)), name="apriel"
+)
+FORMATS = [HERMES, CODER, GLM, MISTRAL, NEMO, SELF_BEGUN, OutputFormat()]
+ALL = FORMATS + list(NAMED.values())
+NAMES = [found.name for found in FORMATS] + list(NAMED)
+
+Channels = tuple[str, str, list[tuple[str, str]]]
+
+
+def parsed(output_format: OutputFormat, parts: Iterable[str]) -> Channels:
+    """Content, reasoning and calls of a text that comes in these parts."""
+    prefix = output_format.turn.start if output_format.turn else ""
+    return channels_of(OutputParser(output_format, TOOLS, prefix=prefix), parts)
+
+
+def channels_of(parser: OutputParser, parts: Iterable[str]) -> Channels:
+    """What a parser makes of these parts."""
+    content, reasoning, calls = "", "", list[list[str]]()
+    for told in (*map(parser.push, parts), parser.finish()):
+        content += told.content
+        reasoning += told.reasoning
+        for delta in told.tool_calls:
+            if delta.name is not None:
+                assert delta.index == len(calls)
+                assert delta.id
+                calls.append([delta.name, ""])
+            calls[delta.index][1] += delta.arguments
+    return content, reasoning, [(name, arguments) for name, arguments in calls]
+
+
+def fragments_of(output_format: OutputFormat) -> list[str]:
+    """What an answer in this format is made of, and what only looks so."""
+    own = [marker for marker in output_format.markers if marker]
+    calls, turn = output_format.calls, output_format.turn
+    for syntax in (calls, turn, turn.calls if turn else None):
+        for name in getattr(type(syntax), "__slots__", ()):
+            value = getattr(syntax, name)
+            values = value if isinstance(value, tuple) else (value,)
+            own += [one for one in values if isinstance(one, str) and one]
+    whole = [
+        '{"name": "save", "arguments": {"text": "a b", "n": 7}}',
+        '[{"name": "look_up", "arguments": {"text": "</tool_call>"}}]',
+        'save', '{"text": "x"}', '{"n": [1, {"a": null}]}', '"', "'", "{", "}", "[", "]", ",", ":", "\\",
+        "[save(text='a', n=3)]", "text", "n", "7", "true", "\n", "  ", "<", "<|", "</", ">", "é🌸",
+        "assistant", " to=functions.save", "analysis", "final", "commentary", "all\n", "x" * 300,
+    ]  # fmt: skip
+    return own + whole
+
+
+@st.composite
+def cut_texts(draw: st.DrawFn) -> tuple[int, str, list[str]]:
+    """A format, a text, and the same text in parts."""
+    number = draw(st.integers(0, len(ALL) - 1))
+    fragments = draw(st.lists(st.sampled_from(fragments_of(ALL[number])), max_size=14))
+    text = "".join(fragments)
+    cuts = sorted(draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    return number, text, parts
+
+
+@settings(max_examples=300, deadline=None)
+@given(cut_texts())
+def test_how_a_text_is_cut_changes_nothing(case: tuple[int, str, list[str]]) -> None:
+    number, text, parts = case
+    whole = parsed(ALL[number], [text])
+    assert parsed(ALL[number], parts) == whole, NAMES[number]
+    assert parsed(ALL[number], text) == whole, NAMES[number]
+
+
+@settings(max_examples=300, deadline=None)
+@given(cut_texts(), st.data())
+def test_no_word_is_lost_or_said_twice(
+    case: tuple[int, str, list[str]], data: st.DataObject
+) -> None:
+    number, text, _ = case
+    # Words that are in nothing else, at any places of the text.
+    places = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5, unique=True)))
+    for i, place in reversed(list(enumerate(places))):
+        text = f"{text[:place]}⟦{i}⟧{text[place:]}"
+    content, reasoning, calls = parsed(ALL[number], [text])
+    told = content + reasoning + "".join(name + arguments for name, arguments in calls)
+    told = told.encode().decode("unicode_escape") if "\\u" in told else told
+    for i in range(len(places)):
+        assert told.count(f"⟦{i}⟧") == 1, (NAMES[number], text, i)
+
+
+# --- What was wrong once ---------------------------------------------------------------------
+def named(name: str) -> OutputFormat:
+    return ALL[NAMES.index(name)]
+
+
+SAVE = "<|channel|>commentary to=functions.save<|message|>"
+MARK = "]<]minimax[>["
+DEEP = "[" * 100_000
+ONCE: dict[str, tuple[str, str, Channels]] = {
+    "a call that failed is taken back": (
+        "harmony",
+        f'{SAVE}oops<|end|><|start|>assistant{SAVE}{{"text": "x"}}<|call|>',
+        (f"{SAVE}oops<|end|>", "", [("save", '{"text": "x"}')]),
+    ),
+    "so are its arguments": (
+        "harmony",
+        f'{SAVE}{{"text": oops}}<|call|><|start|>assistant{SAVE}{{"n": 1}}<|call|>',
+        (f'{SAVE}{{"text": oops}}<|call|><|start|>', "", [("save", '{"n": 1}')]),
+    ),
+    "functionary's too": (
+        "functionary-v3.2",
+        'save\nnot json>>>save\n{"n": 1}',
+        ("save\nnot json>>>", "", [("save", '{"n": 1}')]),
+    ),
+    "functions in functions": ("hermes", "<tool_call>" + '{"function":' * 600, ("", "", [])),
+    "brackets in a text": (
+        "hermes", f'<tool_call>{{"name":"save","arguments":"{DEEP}"}}</tool_call>', ("", "", []),
+    ),
+    "a marker in the JSON of a value": (
+        "coder",
+        '<tool_call>\n<function=save>\n<parameter=obj>\n{"a": "see </function> here"}\n'
+        "</parameter>\n</function>\n</tool_call>",
+        ("", "", [("save", '{"obj": {"a": "see </function> here"}}')]),
+    ),
+    "a marker in a list": (
+        "glm",
+        '<tool_call>save<arg_key>obj</arg_key><arg_value>["</tool_call>", 1]</arg_value></tool_call>',
+        ("", "", [("save", '{"obj": ["</tool_call>", 1]}')]),
+    ),
+    "an answer that is an empty list": ("llama-3", "[]", ("[]", "", [])),
+    "and one that begins with it": ("lfm2", "[] and more", ("[] and more", "", [])),
+    "a parameter that is called item": (
+        "minimax-m3",
+        f'{MARK}<tool_call>\n{MARK}<invoke name="save">{MARK}<item>5{MARK}</item>'
+        f"{MARK}</invoke>\n{MARK}</tool_call>",
+        ("", "", [("save", '{"item": 5}')]),
+    ),
+    "a word that is a trigger too": ("firefunction", "Use functools", ("Use functools", "", [])),
+    "a half of a character in an escape": (
+        "hermes",
+        '<tool_call>{"name":"\\ud800","arguments":{}}</tool_call>',
+        ("", "", [("?", "{}")]),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ONCE)
+def test_what_was_wrong_once_is_right(case: str) -> None:
+    name, text, expected = ONCE[case]
+    content, reasoning, calls = parsed(named(name), [text])
+    if not expected[0] and not expected[2]:  # no call: then it is text, to the last character
+        assert (content, calls) == (text, [])
+        return
+    assert (content, reasoning, calls) == expected
+    assert parsed(named(name), text) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("mistral", "[TOOL_CALLS]" * 20_000 + "[ARGS]x"),
+        ("kimi-k2", "<|tool_call_begin|>" * 10_000 + "<|tool_call_argument_begin|>x"),
+        ("mistral", "[TOOL_CALLS]a" + " " * 200_000 + "b[ARGS]{}"),
+        ("coder", "<tool_call>\n<function=" * 20_000 + ">x"),
+        ("coder", "<tool_call>\n<function=save>\n<parameter=a>" * 8_000
+         + "</parameter>\n<parameter=" + "x" * 1000),
+        ("gemma-4", "<|tool_call>call:save{a:1," * 8_000 + "}x"),
+    ],
+)  # fmt: skip
+def test_what_looks_like_calls_for_ever_is_looked_at_a_few_times(name: str, text: str) -> None:
+    """So many steps as there are characters: with the square of them, this would take minutes."""
+    content, _, calls = parsed(named(name), [text])
+    assert content.strip() == text.strip() or calls
+
+
+def test_a_marker_inside_of_a_longer_one_waits_for_it() -> None:
+    found = OutputFormat(dropped=("x<b>y", "<b>"))
+    assert parsed(found, ["1x<b>y2"]) == parsed(found, "1x<b>y2") == ("12", "", [])
+    assert parsed(found, ["1x<b>z2"]) == parsed(found, "1x<b>z2")
