@@ -6,20 +6,25 @@
 `cllm.bindings` has libllama as Python objects; `cllm.errors` has the tree of exceptions.
 """
 
+from cllm.engine.chat.template_abilities import TemplateAbilities
 from cllm.engine.config import EngineConfig, EngineOptions
 from cllm.engine.core.messages import SlotInfo, SlotState
 from cllm.engine.core.statistics import EngineStatistics, TickTimes
 from cllm.engine.engine import Engine
 from cllm.engine.health import EngineStatus, Health
+from cllm.engine.loop.request_call import ChatPromptOptions
 from cllm.engine.loop.stream import TokenStream
 from cllm.engine.request import (
     Completion,
     FinishReason,
     ModelInfo,
+    RenderedPrompt,
     Score,
     Timings,
     TokenDelta,
     TokenLogprob,
+    ToolCall,
+    ToolCallDelta,
     Usage,
 )
 from cllm.engine.sampling_params import SamplingOptions, SamplingParams
@@ -40,6 +45,7 @@ from cllm.errors import (
 __version__ = "0.1.0"  # that of pyproject.toml; a test compares them
 
 __all__ = (
+    "ChatPromptOptions",
     "CllmError",
     "ClosedError",
     "Completion",
@@ -59,16 +65,20 @@ __all__ = (
     "ModelLoadError",
     "PromptTooLongError",
     "QueueFullError",
+    "RenderedPrompt",
     "RequestError",
     "SamplingOptions",
     "SamplingParams",
     "Score",
     "SlotInfo",
     "SlotState",
+    "TemplateAbilities",
     "TickTimes",
     "Timings",
     "TokenDelta",
     "TokenLogprob",
     "TokenStream",
+    "ToolCall",
+    "ToolCallDelta",
     "Usage",
 )

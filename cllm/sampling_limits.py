@@ -43,6 +43,8 @@ FLOAT_RANGES = {
     "dry_base": (0.0, 100.0),
     "mirostat_tau": (0.0, 1e4),
     "mirostat_eta": (0.0, 1e4),
+    "adaptive_target": (-1.0, 1.0),
+    "adaptive_decay": (0.0, 0.99),
 }
 
 

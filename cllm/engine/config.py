@@ -56,6 +56,8 @@ class EngineOptions(TypedDict, total=False):
     yarn_beta_slow: float | None
     yarn_orig_ctx: int
     lora: Sequence[tuple[str | Path, float]]
+    chat_template: str | Path | None
+    model_sampling: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +120,11 @@ class EngineConfig:
         RoPE; None and 0 take the model's.
     lora : sequence of (path, scale)
         Adapters applied at load.
+    chat_template : str or Path, optional
+        Jinja, or a file with it, in place of the model's own: what has `{{` or `{%` in it is Jinja.
+    model_sampling : bool
+        Sampling fields that a request leaves out are what the model's file says
+        (`general.sampling.*`), where it says so.
 
     Raises
     ------
@@ -159,6 +166,8 @@ class EngineConfig:
     yarn_beta_slow: float | None = None
     yarn_orig_ctx: int = 0
     lora: Sequence[tuple[str | Path, float]] = ()
+    chat_template: str | Path | None = None
+    model_sampling: bool = True
 
     def __post_init__(self) -> None:
         check_bool("prefix_cache", self.prefix_cache)
@@ -181,7 +190,7 @@ class EngineConfig:
         if self.target_itl_ms is not None:
             check_float("target_itl_ms", self.target_itl_ms, 0.1, 1e6)
         check_int("n_gpu_layers", self.n_gpu_layers, -1, 2**31 - 1)
-        for field in ("kv_unified", "use_mmap", "use_mlock", "check_tensors"):
+        for field in ("kv_unified", "use_mmap", "use_mlock", "check_tensors", "model_sampling"):
             check_bool(field, getattr(self, field))
         if self.flash_attn is not None:
             check_bool("flash_attn", self.flash_attn)
@@ -194,6 +203,8 @@ class EngineConfig:
         if self.preflight != UNSEEN and not isinstance(self.preflight, bool):
             raise InvalidArgumentError("preflight", self.preflight, f"True, False or {UNSEEN!r}")
         _check_loras(self.lora)
+        if self.chat_template is not None and not is_jinja(self.chat_template):
+            _check_path("chat_template", self.chat_template)
 
     def to_json(self) -> str:
         """All fields, for another process: `EngineConfig(**json.loads(text))` takes them back."""
@@ -203,6 +214,23 @@ class EngineConfig:
     def model_path(self) -> Path:
         """The file to load."""
         return EMBEDDED_MODEL if self.model is None else Path(self.model)
+
+    def read_chat_template(self) -> str | None:
+        """The chat template that is used in place of the model's; None for the model's.
+
+        Raises
+        ------
+        InvalidArgumentError
+            There is no such file, or it is no text.
+        """
+        given = self.chat_template
+        if given is None or is_jinja(given):
+            return None if given is None else str(given)
+        try:
+            return Path(given).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            limit = f"Jinja, or a file with it ({error})"
+            raise InvalidArgumentError("chat_template", str(given), limit) from None
 
     @property
     def n_seq_ids(self) -> int:
@@ -227,6 +255,11 @@ class EngineConfig:
         """`(n_threads, n_threads_batch)` with None replaced."""
         n_threads = self.n_threads or n_physical_cores()
         return n_threads, self.n_threads_batch or n_threads
+
+
+def is_jinja(template: object) -> bool:
+    """Whether this is a template, and not the name of a file."""
+    return isinstance(template, str) and ("{{" in template or "{%" in template)
 
 
 def _check_path(field: str, path: object) -> None:

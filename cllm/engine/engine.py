@@ -6,11 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
 from cllm.engine.chat.chat_prompt import ChatPrompt
+from cllm.engine.chat.template_abilities import TemplateAbilities
 from cllm.engine.lifecycle import Lifecycle
 from cllm.engine.loop.generate_all import run_all
-from cllm.engine.loop.request_call import Prompt, RequestCall, call_of
+from cllm.engine.loop.request_call import (
+    ChatOptions,
+    ChatPromptOptions,
+    Prompt,
+    RequestCall,
+    call_of,
+    chat_prompt_of,
+)
 from cllm.engine.loop.stream import Channel, TokenStream
-from cllm.engine.request import Completion, Score
+from cllm.engine.request import Completion, RenderedPrompt, Score
 from cllm.engine.sampling_params import SamplingOptions, SamplingParams
 from cllm.errors import QueueFullError
 
@@ -70,7 +78,20 @@ class Engine(Lifecycle):
             Names the field, the value and the limit.  What needs the model to be known is raised
             when the stream is entered.
         """
-        return self._stream(call_of(prompt, params, sampling, priority, timeout, request_id))
+        return self._stream(self._call(prompt, params, sampling, priority, timeout, request_id))
+
+    def _call(
+        self,
+        prompt: Prompt | ChatPrompt,
+        params: SamplingParams | None,
+        sampling: SamplingOptions,
+        priority: int,
+        timeout: float | None,
+        request_id: str | None,
+    ) -> RequestCall:
+        """The arguments of a request; what they leave out of sampling, the model may say."""
+        given = sampling if params is not None else {**self.sampling_defaults, **sampling}
+        return call_of(prompt, params, given, priority, timeout, request_id)
 
     def _stream(self, call: RequestCall) -> TokenStream:
         self._check_serving()
@@ -104,7 +125,7 @@ class Engine(Lifecycle):
             The engine does not serve requests.
         """
         return await self._complete(
-            call_of(prompt, params, sampling, priority, timeout, request_id)
+            self._call(prompt, params, sampling, priority, timeout, request_id)
         )
 
     async def generate_all(
@@ -153,13 +174,10 @@ class Engine(Lifecycle):
         messages: Sequence[Mapping[str, Any]],
         params: SamplingParams | None = None,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: int = 0,
         timeout: float | None = None,
         request_id: str | None = None,
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[ChatOptions],
     ) -> TokenStream:
         """The answer to a chat, token by token, by the model's own chat template.
 
@@ -169,11 +187,23 @@ class Engine(Lifecycle):
             As OpenAI has them: `{"role": "user", "content": "Hello"}`.  Control tokens that they
             spell out stay text.
         tools : sequence of mapping, optional
-            For the template; what the model makes of them is in the text of its answer.
+            That the model may call, as OpenAI has them.  Calls are in the deltas' `tool_calls`.
+        tool_choice : str
+            "auto", "none", "required", or the name of one of the tools.
+        parallel_tool_calls : bool
+            The model may call several at once.
+        reasoning_effort : str, optional
+            "none" to "max": how much the model is to think, where its template knows of that.
+        reasoning_budget : int, optional
+            Tokens that the model may think; then the end of its thought is written.
+        continue_final_message : bool
+            The last message is the beginning of the answer, of which the rest is streamed.
         add_generation_prompt : bool
             End the prompt with the beginning of an answer.
         chat_template_kwargs : mapping, optional
             More variables for the template, such as `{"enable_thinking": False}`.
+        **options
+            Or the fields of `SamplingParams`, if there is no `params`.
 
         Raises
         ------
@@ -181,27 +211,49 @@ class Engine(Lifecycle):
             Names the message and the field.  Other arguments and errors as for `stream`; what the
             template does not like is raised when the stream is entered.
         """
-        prompt = ChatPrompt.of(messages, tools, add_generation_prompt, chat_template_kwargs)
-        return self._stream(call_of(prompt, params, sampling, priority, timeout, request_id))
+        prompt, sampling = chat_prompt_of(messages, options)
+        return self._stream(self._call(prompt, params, sampling, priority, timeout, request_id))
 
     async def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         params: SamplingParams | None = None,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: int = 0,
         timeout: float | None = None,
         request_id: str | None = None,
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[ChatOptions],
     ) -> Completion:
         """The whole answer to a chat; arguments as for `stream_chat`, errors as for `generate`."""
-        prompt = ChatPrompt.of(messages, tools, add_generation_prompt, chat_template_kwargs)
+        prompt, sampling = chat_prompt_of(messages, options)
         return await self._complete(
-            call_of(prompt, params, sampling, priority, timeout, request_id)
+            self._call(prompt, params, sampling, priority, timeout, request_id)
         )
+
+    async def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatPromptOptions]
+    ) -> RenderedPrompt:
+        """The prompt that a chat becomes, without an answer; arguments as for `stream_chat`.
+
+        Raises
+        ------
+        InvalidRequestError
+            Names the message and the field, or what the template does not like.
+        """
+        self._check_serving()
+        prompt, _ = chat_prompt_of(messages, options)
+        return await self._parts.input_processor.render_chat(prompt)
+
+    async def template_abilities(self) -> TemplateAbilities | None:
+        """What the chat template can do; None if there is no template.
+
+        Raises
+        ------
+        InvalidRequestError
+            The template cannot be used, or what renders it is not installed.
+        """
+        self._check_serving()
+        return await self._parts.input_processor.template_abilities()
 
     async def score(self, prompt: Prompt, continuation: Prompt) -> Score:
         """How likely the model holds a continuation to be, before any sampler.

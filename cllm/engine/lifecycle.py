@@ -26,6 +26,7 @@ from cllm.engine.loop.input_processor import InputProcessor
 from cllm.engine.loop.loop_guard import LoopGuard
 from cllm.engine.loop.queue_gate import QueueGate
 from cllm.engine.request import ModelInfo
+from cllm.engine.sampling_params import SamplingOptions
 from cllm.engine.thread.backend import Backend
 from cllm.engine.thread.inference_thread import InferenceThread
 from cllm.engine.thread.interrupter import Interrupter
@@ -193,6 +194,12 @@ class Lifecycle:
         if model is None:
             raise ClosedError("the engine has not been entered")
         return model
+
+    @property
+    def sampling_defaults(self) -> SamplingOptions:
+        """What of sampling the model's file says, for requests that leave it out."""
+        model = None if self._entered is None else self._entered.dispatcher.model
+        return SamplingOptions() if model is None else model.sampling
 
     def statistics(self) -> EngineStatistics:
         """A snapshot of the last tick.  Any thread, at any time."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from cllm.engine.constraint import CompiledConstraint
-from cllm.engine.sampling_params import SamplingParams
+from cllm.engine.sampling_params import SamplingOptions, SamplingParams
 from cllm.errors import ClosedError
 
 
@@ -15,9 +17,33 @@ class FinishReason(StrEnum):
 
     STOP = "stop"
     LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
     ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """How an output thinks before it answers.
+
+    Attributes
+    ----------
+    start, ends : bytes, tuple of bytes
+        What begins it, empty if it begins by itself; what ends it.
+    is_open : bool
+        The prompt has begun it.
+    budget : int or None
+        Tokens that it may have.
+    ending : tuple of int
+        Tokens that end it, as the template writes it.
+    """
+
+    start: bytes
+    ends: tuple[bytes, ...]
+    is_open: bool
+    budget: int | None
+    ending: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,6 +64,10 @@ class GenerationRequest:
         Whether the output begins a text, in a vocabulary that puts a space before a text.
     constraint : CompiledConstraint or None
         What `params.json_schema` or `params.regex` was compiled to.
+    spelled : mapping of int to bytes
+        Control tokens that are text in this output.
+    thinking : Thinking or None
+        What its constraint begins after, and how long that may take.
     """
 
     request_id: str
@@ -50,6 +80,8 @@ class GenerationRequest:
     first_scored: int | None = None
     strips_space: bool = False
     constraint: CompiledConstraint | None = None
+    spelled: Mapping[int, bytes] = field(default_factory=dict)
+    thinking: Thinking | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +108,48 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """The next piece of a call of a tool.
+
+    Attributes
+    ----------
+    index : int
+        Which call of the answer, from 0 on.
+    id, name : str or None
+        With the first piece of a call; None with the others.
+    arguments : str
+        The next piece of the JSON text of its arguments.
+    """
+
+    index: int
+    id: str | None
+    name: str | None
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool.
+
+    Attributes
+    ----------
+    arguments : str
+        JSON text: an object, unless the output was cut off inside of it.
+    """
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
 class TokenDelta:
     """What one tick added to an output.
 
     Attributes
     ----------
     text : str
-        Whole characters that can no longer change; may be empty.
+        Whole characters that can no longer change; may be empty.  Of a chat: what a reader is shown.
     token_ids : tuple of int
         Every sampled token, the end-of-generation token included.
     finish_reason : FinishReason or None
@@ -91,6 +158,10 @@ class TokenDelta:
         For `stop`: the stop string or the token id; for `length`: "max_tokens" or "context".
     logprobs : tuple of TokenLogprob or None
         One for each of `token_ids`; None unless asked for.
+    reasoning : str
+        Of a chat: what the model thinks.
+    tool_calls : tuple of ToolCallDelta
+        Of a chat: pieces of calls.
     """
 
     text: str
@@ -98,15 +169,18 @@ class TokenDelta:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one request: given, taken from a shared prefix, sampled."""
+    """Tokens of one request: given, taken from a shared prefix, sampled; of the last, for reasoning."""
 
     n_prompt: int
     n_cached: int
     n_output: int
+    n_reasoning: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +219,10 @@ class Completion:
     prompt_logprobs : tuple or None
         One for each of `prompt_token_ids`, None for the first, which follows nothing; None unless
         asked for.  What there is of it, if the request ended before its prompt was computed.
+    reasoning : str
+        Of a chat: what the model thought.
+    tool_calls : tuple of ToolCall
+        Of a chat.
     """
 
     request_id: str
@@ -157,6 +235,33 @@ class Completion:
     timings: Timings
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    def as_message(self) -> dict[str, Any]:
+        """The assistant's message, as OpenAI has it, for the next turn of a chat."""
+        content = self.text if self.text or not self.tool_calls else None
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in self.tool_calls
+            ]
+        return message
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPrompt:
+    """The prompt that a chat became: its text, and its tokens."""
+
+    text: str
+    token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +310,8 @@ class ModelInfo:
         Jinja; the second for chats with tools, if the model has another for them.
     n_ctx : int
         Positions that one sequence can have in this engine.
+    sampling : mapping
+        Sampling fields that a request has where it says nothing.
     """
 
     path: str
@@ -220,3 +327,4 @@ class ModelInfo:
     chat_template: str | None
     tool_chat_template: str | None
     n_ctx: int
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)

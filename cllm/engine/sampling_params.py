@@ -65,6 +65,8 @@ class SamplingOptions(TypedDict, total=False):
     mirostat: int
     mirostat_tau: float
     mirostat_eta: float
+    adaptive_target: float
+    adaptive_decay: float
     logit_bias: Mapping[int, float]
     samplers: Sequence[str]
     min_keep: int
@@ -113,6 +115,9 @@ class SamplingParams:
     mirostat : int
         1 or 2; 0 is off.  In place of all samplers but the temperature, penalties and biases.
     mirostat_tau, mirostat_eta : float
+    adaptive_target, adaptive_decay : float
+        Adaptive-p: choose tokens whose probability is near the target, on average over about
+        1 / (1 - decay) of them; behind all other samplers.  A target below 0 is off.
     logit_bias : mapping of int to float
         Added to the logits of tokens; -inf bans one.  At most 1,024.
     samplers : sequence of str
@@ -170,6 +175,8 @@ class SamplingParams:
     mirostat: int = 0
     mirostat_tau: float = 5.0
     mirostat_eta: float = 0.1
+    adaptive_target: float = -1.0
+    adaptive_decay: float = 0.9
     logit_bias: Mapping[int, float] = field(
         default_factory=lambda: MappingProxyType({}), hash=False
     )

@@ -2,7 +2,7 @@
 
 from cllm.testing.conformance import check_decoder
 from cllm.testing.fake_decoder import FakeDecoder, FakeRun, Fault, Latency, Poison
-from cllm.testing.fake_engine import FakeEngine
+from cllm.testing.fake_engine import FakeAnswer, FakeEngine
 from cllm.testing.fake_vocabulary import FakeVocabulary
 from cllm.testing.load import Moment, burst, cancel_storm, oracle, poisson, sequential, slow_readers
 from cllm.testing.load_summary import LoadSummary
@@ -37,6 +37,7 @@ __all__ = [
     "Difference",
     "FailCall",
     "FailDecode",
+    "FakeAnswer",
     "FakeDecoder",
     "FakeEngine",
     "FakeRun",

@@ -6,11 +6,14 @@ missing is the model.  It starts in a millisecond, and fails where a test says s
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Unpack
+from dataclasses import dataclass
+from typing import Any, Unpack
 
 from cllm import Engine, EngineConfig, InvalidArgumentError, SamplingParams
+from cllm.engine.chat.named_formats import DEFAULT_CALLS
 from cllm.engine.config import EngineOptions
 from cllm.engine.constraint import Mask
 from cllm.engine.core.kv_cache import KVCache
@@ -23,11 +26,45 @@ from cllm.testing.fake_decoder import FakeDecoder, Fault, Latency, Poison
 from cllm.testing.fake_vocabulary import FakeVocabulary
 from cllm.testing.reference import AskedSampler
 
-Answers = Mapping[str, str] | Callable[[str], str]
+
+@dataclass(frozen=True, slots=True)
+class FakeAnswer:
+    """An answer in channels, written in the format of a `FakeEngine`'s own template.
+
+    With another `chat_template`, script the text that a model of that template would write.
+
+    Parameters
+    ----------
+    text, reasoning : str
+    tool_calls : sequence
+        Each a name and its arguments, a mapping or JSON text: `[("get_weather", {"city": "Oslo"})]`.
+    """
+
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: Sequence[tuple[str, Mapping[str, Any] | str]] = ()
+
+    def written(self) -> str:
+        """The text that a model would write."""
+        thought = f"<think>\n{self.reasoning}\n</think>\n\n" if self.reasoning else ""
+        calls = []
+        for name, arguments in self.tool_calls:
+            text = arguments if isinstance(arguments, str) else json.dumps(dict(arguments))
+            calls.append(DEFAULT_CALLS.write(name, text))
+        return thought + "\n".join([*filter(None, [self.text]), *calls])
+
+
+Answer = str | FakeAnswer
+Answers = Mapping[str, Answer] | Callable[[str], Answer]
 
 N_CTX_TRAIN = 4096
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}"
+    "{% for message in messages %}{{ message['role'] }}: "
+    "{% if message.reasoning_content %}<think>\n{{ message.reasoning_content }}\n</think>\n\n{% endif %}"
+    "{{ message['content'] }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>\n{{ {'name': call.function.name,"
+    " 'arguments': call.function.arguments} | tojson }}\n</tool_call>{% endfor %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
@@ -46,9 +83,9 @@ class FakeEngine(Engine):
     answers : mapping or callable, optional
         From prompts to answers.  Of a mapping: the answer of the prompt; else of the key that ends
         last in the prompt, the longest of those, which finds the last question in a chat; else of
-        the key `""`.  A request that has none ends with an error, unless it asks for the log
-        probabilities of its prompt, as `score` does: its answer is empty.  None: every answer is its
-        prompt.
+        the key `""`.  An answer is a text, or a `FakeAnswer` with reasoning and calls.  A request
+        that has none ends with an error, unless it asks for the log probabilities of its prompt, as
+        `score` does: its answer is empty.  None: every answer is its prompt.
     latency_s : float or callable
         Seconds that a decode takes, or a function of its `FakeRun`s.  Real seconds.  Closing the
         engine ends such a decode.  Cancelling does as with llama.cpp: only if at least 16 of its
@@ -58,7 +95,8 @@ class FakeEngine(Engine):
     config : EngineConfig, optional
         All settings as one value; not together with the others.
     **options
-        The fields of `EngineConfig`; those of llama.cpp have no effect.
+        The fields of `EngineConfig`; those of llama.cpp have no effect.  `chat_template` is rendered
+        as an engine's; calls that a text makes are found in the format of that template.
 
     Raises
     ------
@@ -138,6 +176,7 @@ class _FakeBackend:
 
     def load(self, owned: ExitStack) -> Loaded:
         decoder, vocabulary = self._decoder, self._vocabulary
+        template = self._config.read_chat_template()
         return Loaded(
             model=ModelInfo(
                 path=vocabulary.path,
@@ -150,7 +189,7 @@ class _FakeBackend:
                 n_ctx_train=N_CTX_TRAIN,
                 n_embd=1,
                 n_layer=1,
-                chat_template=CHAT_TEMPLATE,
+                chat_template=CHAT_TEMPLATE if template is None else template,
                 tool_chat_template=None,
                 n_ctx=decoder.n_ctx_seq,
             ),
@@ -170,6 +209,7 @@ class _FakeBackend:
     def _make_sampler(self, request: GenerationRequest) -> _ScriptedSampler:
         prompt = self._vocabulary.join(request.prompt_token_ids).decode("utf-8", "replace")
         answers = self._answers
+        answer: Answer
         if callable(answers):
             answer = answers(prompt)
         elif (scripted := _answer_of(answers, prompt)) is not None:
@@ -178,7 +218,8 @@ class _FakeBackend:
             answer = ""
         else:
             raise LookupError(f"no answer is scripted for {prompt!r}, but for {list(answers)}")
-        return _ScriptedSampler(self._vocabulary.tokenize(answer))
+        text = answer.written() if isinstance(answer, FakeAnswer) else answer
+        return _ScriptedSampler(self._vocabulary.tokenize(text))
 
     def stop(self) -> None:
         self._decoder.stop()
@@ -191,7 +232,7 @@ def _repeat(prompt: str) -> str:
     return prompt
 
 
-def _answer_of(answers: Mapping[str, str], prompt: str) -> str | None:
+def _answer_of(answers: Mapping[str, Answer], prompt: str) -> Answer | None:
     """The answer of the prompt, else of the key that ends last in it, else of ""."""
     if prompt in answers:
         return answers[prompt]
@@ -205,7 +246,7 @@ def _answer_of(answers: Mapping[str, str], prompt: str) -> str | None:
 class _Unconstrained:
     """Scripted answers keep to nothing but their script."""
 
-    async def compile(self, params: SamplingParams) -> None:
+    async def compile(self, params: SamplingParams, tool_grammar: str | None = None) -> None:
         """Nothing to compile."""
 
     async def aclose(self) -> None:

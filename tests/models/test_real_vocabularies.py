@@ -295,7 +295,7 @@ async def opened(vocab: object, prompt: str | tuple[int, ...], gate: QueueGate) 
     """`strips_space` of the request that input_processor makes of a prompt."""
     found: list[bool] = []
 
-    def submit(request: GenerationRequest, stream_buffer: int) -> None:
+    def submit(request: GenerationRequest, stream_buffer: int, parser: object) -> None:
         found.append(request.strips_space)
 
     dispatcher = SimpleNamespace(

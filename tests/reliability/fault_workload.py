@@ -260,7 +260,7 @@ class Bench:
         if any(fault.function in ABOUT_CHATS for fault in faults):
             if (chat := self.engine._parts.input_processor._chat) is not None:
                 chat.close()
-            self.engine._parts.input_processor._chat = None
+            self.engine._parts.input_processor._chats = None
 
     async def count_calls(self, function: str, *faults: Fault) -> int:
         """How often a run with no other faults than these calls a function."""

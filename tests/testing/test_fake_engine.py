@@ -40,6 +40,28 @@ async def test_the_last_question_of_a_chat_is_answered(anyio_backend: str) -> No
         assert (await engine.chat(messages)).text == "4"
 
 
+async def test_another_chat_template_is_rendered_and_its_calls_are_found(
+    anyio_backend: str,
+) -> None:
+    llama = (
+        "{% if tools %}{{ tools | tojson }}{% endif %}"
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}"
+        '<|python_tag|>{"name": "{{ c.function.name }}", '
+        '"parameters": {{ c.function.arguments | tojson }}}<|eom_id|>{% endfor %}{% endfor %}'
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    answers = {
+        "Oslo": '<|python_tag|>{"name": "get_weather", "parameters": {"city": "Oslo"}}<|eom_id|>'
+    }
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": {}}}
+    async with FakeEngine(answers, chat_template=llama) as engine:
+        messages = [{"role": "user", "content": "Oslo"}]
+        rendered = await engine.render_chat(messages)
+        assert rendered.text == "<|user|>Oslo<|assistant|>"
+        completion = await engine.chat(messages, tools=[tool])
+        assert [call.name for call in completion.tool_calls] == ["get_weather"]
+
+
 async def test_answers_may_be_a_function_and_are_the_prompt_by_default(anyio_backend: str) -> None:
     async with FakeEngine(str.upper) as engine:
         assert (await engine.generate("hello")).text == "HELLO"

@@ -44,14 +44,18 @@ class ConstraintCompiler:
         for trial in self._trials.values():
             await trial.aclose()
 
-    async def compile(self, params: SamplingParams) -> CompiledConstraint | None:
-        """What llguidance has to do in these parameters, ready to start.
+    async def compile(
+        self, params: SamplingParams, tool_grammar: str | None = None
+    ) -> CompiledConstraint | None:
+        """What llguidance has to do in these parameters, or in this grammar, ready to start.
 
         Raises
         ------
         InvalidRequestError
             A constraint that cannot be used, or would cost too much.
         """
+        if tool_grammar is not None:
+            return await self._compile("tools", tool_grammar)
         if params.grammar is not None:
             trial = self._trial("llama.cpp")
             if not trial.knows(params.grammar):

@@ -21,8 +21,9 @@ from cllm.errors import CllmError, InvalidRequestError
 
 N_COMPILED_MAX = 16  # remembered; one may hold tens of MiB
 MAX_PART = 256
-# Any amount of whitespace would be JSON too, and a model that is lost in it never ends.
-WHITESPACE = r"[ \t\r\n]{0,40}"
+# Any amount of whitespace would be JSON too, and a model that is lost in it never ends.  A schema that
+# wants more of it says so: `"x-guidance": {"whitespace_pattern": …}`.
+WHITESPACE = r"[ \n]?"
 
 
 class Guidance:
@@ -61,7 +62,7 @@ class Guidance:
         self._compiled: OrderedDict[tuple[str, str], CompiledMatcher] = OrderedDict()
 
     def compile(self, field: str, text: str) -> CompiledMatcher:
-        """A constraint, of `json_schema` or `regex`.  Worker thread.
+        """A constraint, of `json_schema`, `regex` or `tools`, a grammar in Lark.  Worker thread.
 
         Raises
         ------
@@ -79,13 +80,13 @@ class Guidance:
     def _compile(self, field: str, text: str) -> CompiledMatcher:
         matchers = self._llguidance.LLMatcher
         try:
-            grammar = (
-                matchers.grammar_from_regex(text)
-                if field == "regex"
-                else matchers.grammar_from_json_schema(
-                    text, defaults={"whitespace_pattern": WHITESPACE}
-                )
-            )
+            if field == "regex":
+                grammar = matchers.grammar_from_regex(text)
+            elif field == "tools":
+                grammar = matchers.grammar_from_lark(text)
+            else:
+                defaults = {"whitespace_pattern": WHITESPACE}
+                grammar = matchers.grammar_from_json_schema(text, defaults=defaults)
         except ValueError as error:
             raise InvalidRequestError(field, text, f"usable ({error})") from None
         matcher = matchers(self._tokenizer, grammar, log_level=0)

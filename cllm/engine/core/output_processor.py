@@ -135,8 +135,9 @@ class OutputProcessor:
             end = TokenDelta("", (token,), FinishReason.STOP, token, logprobs)
             self._queue.finish(sequence, end)
             return
-        detokenizer = sequence.detokenizer
-        text = sequence.append_text(detokenizer.push(self._vocabulary.piece(token)))
+        detokenizer, spelled = sequence.detokenizer, sequence.request.spelled
+        piece = spelled[token] if token in spelled else self._vocabulary.piece(token)
+        text = sequence.append_text(detokenizer.push(piece))
         reason, stop_reason = None, None
         if (match := detokenizer.stop_match) is not None:
             reason, stop_reason = FinishReason.STOP, match

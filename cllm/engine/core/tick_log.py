@@ -44,7 +44,7 @@ logger = logging.getLogger("cllm.engine")
 T = TypeVar("T")
 
 # Another one for each change of what a line says: no replay then takes an old log for a wrong one.
-FORMAT = "cllm tick log 2"
+FORMAT = "cllm tick log 3"
 KV_CACHE = ("n_cells", "n_seq_ids", "n_ctx_seq", "kv_unified", "has_pos_min", "is_windowed")
 # What of the configuration, with its None replaced, decides about ticks.
 SETTINGS = (
@@ -97,10 +97,12 @@ class TickLog:
         match command:
             case AddRequest(request):
                 values = {f.name: getattr(request, f.name) for f in fields(request)}
-                del values["constraint"]  # it has decided about the tokens, which are noted
+                # They have decided about the tokens, which are noted.
+                del values["constraint"], values["thinking"]
                 params = {f.name: getattr(request.params, f.name) for f in fields(request.params)}
                 params["logit_bias"] = dict(request.params.logit_bias)
-                self._write(submit={**values, "params": params})
+                spelled = {t: name.hex() for t, name in request.spelled.items()}
+                self._write(submit={**values, "params": params, "spelled": spelled})
             case CancelRequest(request_id):
                 self._write(cancel=request_id)
             case Read(request_id, n_deltas):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any, cast
 
 from cllm.bindings import Context, LoraAdapter, Model
 from cllm.engine.config import EngineConfig
@@ -13,9 +16,12 @@ from cllm.engine.llama.preflight import Preflight
 from cllm.engine.llama.sampler import SamplerFactory
 from cllm.engine.request import ModelInfo
 from cllm.engine.sampling.logprobs import LogprobReader
+from cllm.engine.sampling_params import SamplingOptions, SamplingParams
 from cllm.engine.thread.backend import CheckServing, Loaded
 from cllm.engine.thread.worker_thread import WorkerThreads
 from cllm.errors import ModelLoadError
+
+logger = logging.getLogger("cllm.engine")
 
 # On a CPU.  2,000 tokens beside 4 streams, in batches of 128, 192, 256 and 512: 13.2, 11.9, 11.7 and
 # 11.2 s, while the streams stood still for 1.0, 1.4, 1.9 and 3.3 s (qwen3-0.6b, 2 cores).
@@ -40,6 +46,7 @@ class LlamaBackend:
     def load(self, owned: ExitStack) -> Loaded:
         """See `Backend`; freed in reverse order: context, adapters, model."""
         config = self._config
+        config.read_chat_template()  # before a file is loaded for minutes
         self.preflight.run()
         path = config.model_path
         if config.model is None and not path.is_file():
@@ -72,7 +79,7 @@ class LlamaBackend:
         make_sampler = SamplerFactory(model, kv_cache.n_ctx_seq)
         owned.callback(make_sampler.close)
         loaded = Loaded(
-            model=_model_info(model, context),
+            model=_model_info(model, context, config),
             vocabulary=model.vocab,
             decoder=decoder,
             kv_cache=kv_cache,
@@ -102,7 +109,41 @@ class LlamaBackend:
         return ConstraintCompiler(check_serving, workers, n_threads=n_threads)
 
 
-def _model_info(model: Model, context: Context) -> ModelInfo:
+# What a model's file may say of sampling, and what that is called here.
+SAMPLING_KEYS: dict[str, tuple[str, type[int] | type[float]]] = {
+    "top_k": ("top_k", int),
+    "top_p": ("top_p", float),
+    "min_p": ("min_p", float),
+    "xtc_probability": ("xtc_probability", float),
+    "xtc_threshold": ("xtc_threshold", float),
+    "temp": ("temperature", float),
+    "penalty_last_n": ("repeat_last_n", int),
+    "penalty_repeat": ("repeat_penalty", float),
+    "mirostat": ("mirostat", int),
+    "mirostat_tau": ("mirostat_tau", float),
+    "mirostat_eta": ("mirostat_eta", float),
+}
+
+
+def sampling_of(metadata_value: Callable[[str], str | None]) -> SamplingOptions:
+    """The sampling fields that a model's file brings; one that cannot be used is left out."""
+    found: dict[str, Any] = {}
+    for key, (field, kind) in SAMPLING_KEYS.items():
+        text = metadata_value(f"general.sampling.{key}")
+        if text is None:
+            continue
+        try:
+            value = kind(float(text))
+            SamplingParams(**{field: value})  # type: ignore[arg-type]
+        except (ValueError, OverflowError):  # an InvalidRequestError is one
+            logger.warning("the model's file says general.sampling.%s = %.40s: left out", key, text)
+            continue
+        found[field] = value
+    return cast(SamplingOptions, found)
+
+
+def _model_info(model: Model, context: Context, config: EngineConfig) -> ModelInfo:
+    template = config.read_chat_template()
     return ModelInfo(
         path=model.path,
         name=model.metadata_value("general.name") or "",
@@ -114,7 +155,8 @@ def _model_info(model: Model, context: Context) -> ModelInfo:
         n_ctx_train=model.n_ctx_train,
         n_embd=model.n_embd,
         n_layer=model.n_layer,
-        chat_template=model.chat_template(),
-        tool_chat_template=model.chat_template("tool_use"),
+        chat_template=model.chat_template() if template is None else template,
+        tool_chat_template=model.chat_template("tool_use") if template is None else None,
         n_ctx=context.n_ctx_seq,
+        sampling=sampling_of(model.metadata_value) if config.model_sampling else {},
     )

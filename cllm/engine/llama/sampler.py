@@ -21,6 +21,7 @@ from cllm.engine.constraint import Mask, TokenConstraint
 from cllm.engine.request import GenerationRequest
 from cllm.engine.sampling.batch_sampler import TokenSampler
 from cllm.engine.sampling.row_sampler import TOUCHING, RowSampler
+from cllm.engine.sampling.thinking import ThinkingConstraint, ThinkingFamily
 from cllm.engine.sampling_params import SamplingParams, window
 from cllm.errors import CllmError
 
@@ -84,6 +85,8 @@ class LlamaChain:
                 chain.add_mirostat(seed, params.mirostat_tau, params.mirostat_eta)
             else:
                 chain.add_mirostat_v2(seed, params.mirostat_tau, params.mirostat_eta)
+        elif params.adaptive_target >= 0:
+            chain.add_adaptive_p(params.adaptive_target, params.adaptive_decay, seed)
         else:
             chain.add_dist(seed)
         if params.has_penalties or params.has_dry:
@@ -238,6 +241,7 @@ class SamplerFactory:
         self._n_ctx = n_ctx
         self._memory = RowMemory(model.vocab.n_tokens)
         self._grammars = LlamaGrammars(self._memory)
+        self._thinking = ThinkingFamily(model.vocab.n_tokens, model.vocab.is_eog)
         self._parsed: OrderedDict[str, Grammar] = OrderedDict()
 
     def close(self) -> None:
@@ -256,7 +260,7 @@ class SamplerFactory:
     def __call__(self, request: GenerationRequest) -> TokenSampler | None:
         """None if the most likely token is always the choice."""
         params, suppressed = request.params, self._model.vocab.suppressed
-        is_constrained = params.grammar is not None or request.constraint is not None
+        is_constrained = any((params.grammar, request.constraint, request.thinking))
         may_end = not (params.ignore_eos or params.min_tokens)
         if (
             params.is_greedy
@@ -292,6 +296,17 @@ class SamplerFactory:
         return sampler
 
     def _constraint(self, request: GenerationRequest) -> TokenConstraint | None:
+        inner, rules = self._answer_constraint(request), request.thinking
+        if rules is None:
+            return inner
+        spelled, piece = request.spelled, self._model.vocab.piece
+
+        def spelling(token: int) -> bytes:
+            return spelled[token] if token in spelled else piece(token)
+
+        return ThinkingConstraint(self._thinking, rules, inner, spelling)
+
+    def _answer_constraint(self, request: GenerationRequest) -> TokenConstraint | None:
         if request.params.grammar is not None:
             return LlamaGrammar(self._grammars, self._grammar(request.params.grammar).clone())
         return None if request.constraint is None else request.constraint.start()

@@ -7,6 +7,7 @@ from typing import Any
 
 import anyio
 
+from cllm.engine.chat.output_parser import OutputParser
 from cllm.engine.core.messages import (
     AddRequest,
     Audit,
@@ -23,6 +24,7 @@ from cllm.engine.core.messages import (
     Stopped,
 )
 from cllm.engine.loop.loop_guard import LoopGuard
+from cllm.engine.loop.output_channels import OutputChannels
 from cllm.engine.loop.queue_gate import QueueGate
 from cllm.engine.loop.stream import Channel
 from cllm.engine.request import GenerationRequest, ModelInfo
@@ -62,9 +64,12 @@ class Dispatcher:
         """Whether a request of this id is being worked on."""
         return request_id in self._channels
 
-    def submit(self, request: GenerationRequest, capacity: int) -> Channel:
+    def submit(
+        self, request: GenerationRequest, capacity: int, parser: OutputParser | None = None
+    ) -> Channel:
         """Send a request to the thread; its deltas arrive in the channel."""
-        channel = Channel(request.request_id, self._inbox, self._loop_guard, capacity)
+        channels = None if parser is None else OutputChannels(parser)
+        channel = Channel(request.request_id, self._inbox, self._loop_guard, capacity, channels)
         self._channels[request.request_id] = channel
         self._inbox.put(AddRequest(request))
         return channel

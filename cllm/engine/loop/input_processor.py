@@ -7,13 +7,18 @@ known about a request is checked here, before the inference thread hears of it.
 from __future__ import annotations
 
 import logging
+import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import anyio
 
 from cllm.checks import check_bool, check_several
-from cllm.engine.chat.chat_prompt import ChatPrompt, ChatTokenizer
+from cllm.engine.chat.chat_prompt import ChatPrompt
+from cllm.engine.chat.chat_tokenizer import AnswerFormat, ChatTokenizer
+from cllm.engine.chat.control_tokens import Piece
+from cllm.engine.chat.template_abilities import TemplateAbilities
 from cllm.engine.constraint import CompiledConstraint
 from cllm.engine.loop.dispatcher import Dispatcher
 from cllm.engine.loop.queue_gate import QueueGate
@@ -26,7 +31,7 @@ from cllm.engine.loop.request_call import (
     new_request_id,
 )
 from cllm.engine.loop.stream import Channel
-from cllm.engine.request import GenerationRequest
+from cllm.engine.request import GenerationRequest, RenderedPrompt, Thinking
 from cllm.engine.sampling_params import SamplingParams
 from cllm.engine.thread.backend import Constraints
 from cllm.engine.thread.worker_thread import WorkerThreads
@@ -70,7 +75,7 @@ class InputProcessor:
         self._stream_buffer = stream_buffer
         self._n_serial = 0
         self._has_warned = False
-        self._chat: ChatTokenizer | None = None
+        self._chats: ChatTokenizer | None = None
         self._workers = workers
         self._tokenizer = workers.start("cllm-tokenizer")
         self._constraints = constraints
@@ -91,15 +96,19 @@ class InputProcessor:
         vocabulary = self._check_serving()
         submitted_at = time.perf_counter()
         tokens: tuple[int, ...] = ()
+        answer: AnswerFormat | None = None
         constraint: CompiledConstraint | None = None
         self._gate.enter()
         try:
             # What expires here is submitted all the same: it ends as every other that expires.
             with anyio.move_on_after(call.timeout) as scope:
-                tokens = await self._tokens(call.prompt)
+                if isinstance(call.prompt, ChatPrompt):
+                    tokens, answer = await self._chat_tokens(call.prompt)
+                else:
+                    tokens = await self._tokens(call.prompt)
                 check_tokens(tokens, call.params, self._n_ctx, vocabulary.n_tokens)
                 self._warn_of_length(len(tokens))
-                constraint = await self._constraints.compile(call.params)
+                constraint = await self._compile(call.params, answer)
             self._check_serving(draining=True)
             if self._dispatcher.is_open(call.request_id):
                 raise InvalidRequestError("request_id", call.request_id, "not in use")
@@ -126,8 +135,13 @@ class InputProcessor:
             first_scored=first_scored,
             strips_space=strips_space,
             constraint=constraint,
+            spelled={} if answer is None else answer.spelled,
+            thinking=_thinking_of(answer, call.params, constraint),
         )
-        return self._dispatcher.submit(request, self._stream_buffer)
+        # The ids of calls are nobody else's, even where a gateway gives all requests one id.
+        seed = f"{call.request_id}:{secrets.token_hex(8)}"
+        parser = None if answer is None else answer.parser(seed)
+        return self._dispatcher.submit(request, self._stream_buffer, parser)
 
     def _warn_of_length(self, n_tokens: int) -> None:
         """Once: a prompt longer than any that the model was trained on."""
@@ -177,26 +191,75 @@ class InputProcessor:
                 return both[len(before) :]
         return tuple(await self.tokenize(continuation, add_special=False))
 
-    async def _tokens(self, prompt: str | tuple[int, ...] | ChatPrompt) -> tuple[int, ...]:
-        if isinstance(prompt, ChatPrompt):
-            return await self._chat_tokens(prompt)
+    async def _tokens(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
         if not isinstance(prompt, str):
             return prompt
         check_length(prompt, self._n_ctx)
         return tuple(await self.tokenize(prompt))
 
-    async def _chat_tokens(self, prompt: ChatPrompt) -> tuple[int, ...]:
-        model = self._dispatcher.model
-        assert model is not None
-        if self._chat is None:
-            vocabulary = self._check_serving(draining=True)
-            self._chat = ChatTokenizer(vocabulary, model.chat_template, model.tool_chat_template)
-            self._workers.end_first(self._chat.close)
+    async def _chat_tokens(self, prompt: ChatPrompt) -> tuple[tuple[int, ...], AnswerFormat | None]:
         chat = self._chat
-        pieces = await self._tokenizer.run(lambda: chat.render(prompt))
+        rendered = await self._tokenizer.run(lambda: chat.render(prompt))
+        return await self._piece_tokens(rendered.pieces), rendered.answer
+
+    async def _compile(
+        self, params: SamplingParams, answer: AnswerFormat | None
+    ) -> CompiledConstraint | None:
+        grammar = None if answer is None else answer.grammar
+        try:
+            return await self._constraints.compile(params, grammar)
+        except InvalidRequestError as error:
+            if answer is None or error.field != "tools":
+                raise
+            raise await self._error_of_tools(answer.tools, error) from error
+
+    async def _error_of_tools(
+        self, tools: Sequence[Mapping[str, Any]], error: InvalidRequestError
+    ) -> InvalidRequestError:
+        """The error of a grammar that nobody has seen, as one of the tool whose schema it is."""
+        functions = [tool["function"] for tool in tools]
+        for i, function in enumerate(functions if error.__cause__ is None else ()):
+            schema = function.get("parameters")
+            try:
+                if schema is not None:
+                    await self._constraints.compile(SamplingParams(json_schema=schema))
+            except InvalidRequestError as found:
+                field = f"tools[{i}].function.parameters"
+                return InvalidRequestError(field, schema, found.limit)
+        return InvalidRequestError("tools", [f["name"] for f in functions], error.limit)
+
+    async def _piece_tokens(self, pieces: Sequence[Piece]) -> tuple[int, ...]:
         check_length("".join(piece.text for piece in pieces), self._n_ctx, "messages")
         self._check_serving(draining=True)
+        chat = self._chat
         return tuple(await self._tokenizer.run(lambda: chat.tokenize(pieces)))
+
+    async def render_chat(self, prompt: ChatPrompt) -> RenderedPrompt:
+        """See `Engine.render_chat`."""
+        chat = self._chat
+        rendered = await self._tokenizer.run(lambda: chat.render(prompt))
+        text = "".join(piece.text for piece in rendered.pieces)
+        return RenderedPrompt(text, await self._piece_tokens(rendered.pieces))
+
+    async def template_abilities(self) -> TemplateAbilities | None:
+        """See `Engine.template_abilities`."""
+        model = self._dispatcher.model
+        assert model is not None
+        if model.chat_template is None:
+            return None
+        chat = self._chat
+        return await self._tokenizer.run(lambda: chat.abilities)
+
+    @property
+    def _chat(self) -> ChatTokenizer:
+        """Made when the first chat comes."""
+        if self._chats is None:
+            model = self._dispatcher.model
+            assert model is not None
+            vocabulary = self._check_serving(draining=True)
+            self._chats = ChatTokenizer(vocabulary, model.chat_template, model.tool_chat_template)
+            self._workers.end_first(self._chats.close)
+        return self._chats
 
     async def tokenize(
         self, text: str, *, add_special: bool = True, parse_special: bool = False
@@ -232,6 +295,16 @@ class InputProcessor:
             return [vocabulary.piece(token) for token in token_ids]
 
         return call() if len(token_ids) <= SHORT_TOKENS else await self._tokenizer.run(call)
+
+
+def _thinking_of(
+    answer: AnswerFormat | None, params: SamplingParams, constraint: CompiledConstraint | None
+) -> Thinking | None:
+    """How the output thinks, where that matters to what it may be."""
+    if answer is None or answer.thinking is None:
+        return None
+    is_constrained = constraint is not None or params.grammar is not None
+    return answer.thinking if is_constrained or answer.thinking.budget is not None else None
 
 
 def _begins_text(prompt: str | tuple[int, ...] | ChatPrompt, vocabulary: EngineVocabulary) -> bool:

@@ -6,8 +6,9 @@ Each check raises a `RequestError` that names the field, the value and the limit
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypedDict, cast
 
 from cllm.checks import INT32_MAX, MAX_TEXT_BYTES, check_float, check_int, encode_text
 from cllm.engine.chat.chat_prompt import ChatPrompt
@@ -54,6 +55,40 @@ def new_request_id() -> str:
     return secrets.token_hex(8)
 
 
+class ChatPromptOptions(TypedDict, total=False):
+    """How to render a chat, beside its messages; see `Engine.stream_chat`."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: str
+    parallel_tool_calls: bool
+    add_generation_prompt: bool
+    continue_final_message: bool
+    reasoning_effort: str | None
+    reasoning_budget: int | None
+    chat_template_kwargs: Mapping[str, Any] | None
+
+
+class ChatOptions(ChatPromptOptions, SamplingOptions, total=False):
+    """What `Engine.chat` takes beside messages: how to render them, and sampling fields."""
+
+
+def chat_prompt_of(
+    messages: Sequence[Mapping[str, Any]], options: ChatOptions | ChatPromptOptions
+) -> tuple[ChatPrompt, SamplingOptions]:
+    """The chat, and what is left of the options.
+
+    Raises
+    ------
+    InvalidRequestError
+        Names the message and the field.
+    """
+    given: dict[str, Any] = dict(options)
+    known = ChatPromptOptions.__annotations__
+    chat = {name: given.pop(name) for name in known.keys() & given.keys()}
+    chat["template_kwargs"] = chat.pop("chat_template_kwargs", None)
+    return ChatPrompt.of(messages, **chat), cast(SamplingOptions, given)
+
+
 def call_of(
     prompt: Prompt | ChatPrompt,
     params: SamplingParams | None,
@@ -65,13 +100,28 @@ def call_of(
     """The arguments that all ways to make a request have in common."""
     if params is not None and sampling:
         raise TypeError("params cannot be combined with single sampling fields")
+    params = params_from(sampling) if params is None else params
     return RequestCall(
-        prompt=prompt if isinstance(prompt, ChatPrompt) else check_prompt(prompt),
-        params=params_from(sampling) if params is None else params,
+        prompt=_constrained(prompt, params)
+        if isinstance(prompt, ChatPrompt)
+        else check_prompt(prompt),
+        params=params,
         priority=priority,
         timeout=timeout,
         request_id=new_request_id() if request_id is None else request_id,
     )
+
+
+def _constrained(prompt: ChatPrompt, params: SamplingParams) -> ChatPrompt:
+    """The chat with what its answer is constrained to, if calls are no part of that."""
+    if not prompt.tools or not isinstance(params, SamplingParams):
+        return prompt
+    for field in ("grammar", "regex"):
+        if (given := getattr(params, field)) is not None:
+            raise InvalidRequestError(field, given, "left out beside tools")
+    if params.json_schema is None:
+        return prompt
+    return replace(prompt, json_schema=str(params.json_schema))
 
 
 def params_from(sampling: SamplingOptions) -> SamplingParams:

@@ -5,6 +5,7 @@ A `Channel` is the loop's side of a running request; the engine fills it, the st
 
 from __future__ import annotations
 
+import logging
 import warnings
 import weakref
 from collections import deque
@@ -17,9 +18,12 @@ import anyio.lowlevel
 
 from cllm.engine.core.messages import CancelRequest, Finished, Read
 from cllm.engine.loop.loop_guard import LoopGuard
+from cllm.engine.loop.output_channels import OutputChannels
 from cllm.engine.request import Completion, TokenDelta
 from cllm.engine.thread.mailbox import Inbox
 from cllm.errors import ClosedError, EngineFailedError, GenerationError
+
+logger = logging.getLogger("cllm.engine")
 
 
 class Channel:
@@ -29,7 +33,15 @@ class Channel:
     than the reader has told it to have read.
     """
 
-    def __init__(self, request_id: str, inbox: Inbox, loop_guard: LoopGuard, capacity: int) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        inbox: Inbox,
+        loop_guard: LoopGuard,
+        capacity: int,
+        channels: OutputChannels | None = None,
+    ) -> None:
+        self._channels = channels
         self.request_id = request_id
         self._inbox = inbox
         # Half of the buffer is read before the thread is told: it goes on computing meanwhile.
@@ -48,6 +60,11 @@ class Channel:
 
     def push(self, delta: TokenDelta) -> None:
         """A delta has arrived."""
+        if self._channels is not None:
+            try:
+                delta = self._channels.split(delta)
+            except Exception:
+                self._give_up_channels()
         self._deltas.append(delta)
         self.wake()
 
@@ -55,7 +72,21 @@ class Channel:
         """The last delta has arrived."""
         self.completion = event.completion
         self.error = event.error
-        self.push(event.delta)
+        delta = event.delta
+        if self._channels is not None:
+            try:
+                delta, self.completion = self._channels.finish(delta, event.completion)
+            except Exception:
+                self._give_up_channels()
+            if isinstance(self.error, GenerationError):
+                self.error.completion = self.completion
+        self._deltas.append(delta)
+        self.wake()
+
+    def _give_up_channels(self) -> None:
+        """A fault of the parser's is nobody else's, and ends no stream: all is text from here on."""
+        logger.exception("the answer of %s cannot be split into channels", self.request_id)
+        self._channels = None
 
     def fail(self, error: ClosedError | EngineFailedError) -> None:
         """Nothing more will arrive."""

@@ -27,7 +27,9 @@ CheckServing = Callable[[], EngineVocabulary]
 class Constraints(Protocol):
     """Compiles what a request may be constrained by; event loop only."""
 
-    async def compile(self, params: SamplingParams) -> CompiledConstraint | None: ...
+    async def compile(
+        self, params: SamplingParams, tool_grammar: str | None = None
+    ) -> CompiledConstraint | None: ...
     async def aclose(self) -> None: ...
 
 

@@ -1,0 +1,85 @@
+"""OutputChannels: the deltas of a chat's answer, split into reasoning, content and calls.
+
+Event loop only: the inference thread knows one text, of which this makes three.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cllm.engine.chat.output_parser import OutputParser, ParsedText
+from cllm.engine.request import Completion, FinishReason, TokenDelta, ToolCall, ToolCallDelta
+
+
+class OutputChannels:
+    """What one answer has said so far.
+
+    Parameters
+    ----------
+    parser : OutputParser
+    """
+
+    def __init__(self, parser: OutputParser) -> None:
+        self._parser = parser
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[_Call] = []
+        self._n_reasoning = 0
+
+    def split(self, delta: TokenDelta) -> TokenDelta:
+        """The delta with its text in the channels that it belongs to."""
+        told = self._parser.push(delta.text)
+        if told.reasoning or self._parser.is_reasoning:
+            self._n_reasoning += len(delta.token_ids)
+        if told.content is delta.text and not (told.reasoning or told.tool_calls):
+            self._content.append(delta.text)  # nearly every one: as fast as possible
+            return delta
+        return self._told(delta, told)
+
+    def finish(self, delta: TokenDelta, completion: Completion) -> tuple[TokenDelta, Completion]:
+        """The last delta, and all of the output."""
+        delta = self.split(delta)
+        rest = self._told(delta, self._parser.finish())
+        reason = completion.finish_reason
+        if reason is FinishReason.STOP and self._calls:
+            reason = FinishReason.TOOL_CALLS
+        last = replace(
+            rest,
+            text=delta.text + rest.text,
+            reasoning=delta.reasoning + rest.reasoning,
+            tool_calls=delta.tool_calls + rest.tool_calls,
+            finish_reason=reason,
+        )
+        whole = replace(
+            completion,
+            text="".join(self._content),
+            reasoning="".join(self._reasoning),
+            tool_calls=tuple(call.whole() for call in self._calls),
+            finish_reason=reason,
+            usage=replace(completion.usage, n_reasoning=self._n_reasoning),
+        )
+        return last, whole
+
+    def _told(self, delta: TokenDelta, told: ParsedText) -> TokenDelta:
+        self._content.append(told.content)
+        self._reasoning.append(told.reasoning)
+        for piece in told.tool_calls:
+            if piece.name is not None:
+                self._calls.append(_Call(piece))
+            self._calls[piece.index].arguments.append(piece.arguments)
+        return replace(
+            delta, text=told.content, reasoning=told.reasoning, tool_calls=told.tool_calls
+        )
+
+
+class _Call:
+    """A call of which more may come."""
+
+    def __init__(self, first: ToolCallDelta) -> None:
+        self._first = first
+        self.arguments: list[str] = []
+
+    def whole(self) -> ToolCall:
+        assert self._first.id is not None
+        assert self._first.name is not None
+        return ToolCall(self._first.id, self._first.name, "".join(self.arguments))

@@ -1,0 +1,204 @@
+"""Constraints that begin when a model has thought, and an end to thinking.  Pure.
+
+While it thinks, an output is free, but for its budget; then comes what it is constrained to.  Where the
+thought ends is seen in the bytes of the tokens: its marker may be one token or several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
+
+import numpy as np
+
+from cllm.engine.constraint import Mask, TokenConstraint
+from cllm.engine.request import Thinking
+
+SPACE = b" \t\r\n"
+MAX_GAP = 4  # bytes of white space between a thought and what comes after it
+MAX_LATE = 4  # tokens beyond the budget that complete a character
+
+Spelling = Callable[[int], bytes]
+
+
+class _State(Enum):
+    BEFORE = auto()  # nothing has been said yet: it may think, or not
+    THINKING = auto()
+    ENDING = auto()  # the budget is used up, or the output wants to end: the marker is written
+    GAP = auto()
+    AFTER = auto()
+
+
+class ThinkingFamily:
+    """The constraint family of outputs that think.
+
+    Parameters
+    ----------
+    n_vocab : int
+    is_eog : callable
+        Whether a token ends an output.
+    """
+
+    def __init__(self, n_vocab: int, is_eog: Callable[[int], bool]) -> None:
+        self.n_vocab = n_vocab
+        self.is_eog = is_eog
+        self._going_on: dict[bytes, Mask] = {}
+
+    def going_on(self, text: bytes, spelling: Spelling) -> Mask:
+        """The tokens that begin like this text, or with it; found out once for each."""
+        mask = self._going_on.get(text)
+        if mask is None:
+            pieces = map(spelling, range(self.n_vocab))
+            fits = [bool(p) and (text.startswith(p) or p.startswith(text)) for p in pieces]
+            mask = self._going_on[text] = np.array(fits, np.bool_)
+        return mask
+
+    def masks(self, constraints: Sequence[ThinkingConstraint]) -> list[Mask | Exception]:
+        """See `ConstraintFamily`."""
+        return [constraint.mask() for constraint in constraints]
+
+
+class ThinkingConstraint:
+    """A `TokenConstraint` that is another one, after the thinking.
+
+    Parameters
+    ----------
+    rules : Thinking
+    inner : TokenConstraint or None
+        What the answer keeps to; None: nothing.
+    spelling : callable
+        The bytes of a token, of a control token that is a marker its name.
+    """
+
+    def __init__(
+        self,
+        family: ThinkingFamily,
+        rules: Thinking,
+        inner: TokenConstraint | None,
+        spelling: Spelling,
+    ) -> None:
+        self.family = family
+        self._rules = rules
+        self._inner = inner
+        self._spelling = spelling
+        self._tail = b""  # the end of what has been said, as far as a marker may begin in it
+        self._n_tokens = self._n_forced = self._n_gap = 0
+        begins = rules.is_open or not rules.start
+        self._state = _State.THINKING if begins else _State.BEFORE
+        self._longest = max(map(len, rules.ends))
+        self._end_if_over()
+
+    def allows(self, token: int) -> bool:
+        """Whether the output may go on, or end, with this token."""
+        match self._state:
+            case _State.BEFORE:
+                if self._begins_thought(token) or self._inner is None:
+                    return True
+                return not self._tail and self._inner.allows(token)  # a marker is written whole
+            case _State.THINKING:
+                return self._inner is None or not self.family.is_eog(token)
+            case _State.ENDING:
+                return token == self._rules.ending[self._n_forced]
+            case _State.GAP:
+                return self._is_gap(token) or self._inner_allows(token)
+        return self._inner_allows(token)
+
+    def accept(self, token: int) -> None:
+        """The output goes on with this token, which it allows."""
+        match self._state:
+            case _State.BEFORE:
+                self._begin(token)
+            case _State.THINKING:
+                self._think(token)
+            case _State.ENDING:
+                self._n_forced += 1
+                if self._n_forced == len(self._rules.ending):
+                    self._state = _State.GAP
+            case _State.GAP:
+                if self._is_gap(token):
+                    self._n_gap += len(self._spelling(token))
+                else:
+                    self._go_on_after(token)
+            case _State.AFTER:
+                self._go_on_after(token)
+
+    def mask(self) -> Mask | Exception:
+        """Which tokens may come next; asked for where one was refused."""
+        if self._state is _State.THINKING:
+            # It was about to end without an answer: the thought ends, the output does not.
+            self._state = _State.ENDING
+        if self._state is _State.ENDING:
+            forced: Mask = np.zeros(self.family.n_vocab, np.bool_)
+            forced[self._rules.ending[self._n_forced]] = True
+            return forced
+        if self._state is _State.BEFORE and self._tail:
+            left = self._rules.start[len(self._tail.lstrip(SPACE)) :]
+            return self.family.going_on(left, self._spelling)
+        assert self._inner is not None
+        return self._inner.family.masks([self._inner])[0]
+
+    def close(self) -> None:
+        """Free what it holds."""
+        if self._inner is not None:
+            self._inner.close()
+
+    def _inner_allows(self, token: int) -> bool:
+        return self._inner is None or self._inner.allows(token)
+
+    def _go_on_after(self, token: int) -> None:
+        self._state = _State.AFTER
+        if self._inner is not None:
+            self._inner.accept(token)
+
+    def _begin(self, token: int) -> None:
+        """What an output begins with: its thought, or its answer."""
+        said = (self._tail + self._spelling(token)).lstrip(SPACE)
+        is_whole = said.startswith(self._rules.start)
+        is_answer = not self._begins_thought(token) or (
+            # It may be either: a marker that is one token is none of an answer's.
+            self._inner is not None and not (is_whole or self._tail) and self._inner.allows(token)
+        )
+        if is_answer:
+            self._go_on_after(token)
+        elif is_whole:
+            self._state, self._tail = _State.THINKING, b""
+            self._end_if_over()
+        else:
+            self._tail += self._spelling(token)
+
+    def _begins_thought(self, token: int) -> bool:
+        start = self._rules.start
+        said = (self._tail + self._spelling(token)).lstrip(SPACE)
+        return bool(said) and (start.startswith(said) or said.startswith(start))
+
+    def _is_gap(self, token: int) -> bool:
+        piece = self._spelling(token)
+        return bool(piece) and not piece.strip(SPACE) and self._n_gap + len(piece) <= MAX_GAP
+
+    def _think(self, token: int) -> None:
+        self._n_tokens += 1
+        self._tail += self._spelling(token)
+        if any(end in self._tail for end in self._rules.ends):
+            self._state = _State.GAP
+            return
+        self._tail = self._tail[-self._longest - 4 :]
+        self._end_if_over()
+
+    def _end_if_over(self) -> None:
+        budget = self._rules.budget
+        if self._state is not _State.THINKING or budget is None or self._n_tokens < budget:
+            return
+        if self._n_tokens < budget + MAX_LATE and not _is_whole(self._tail):
+            return
+        self._state, self._n_forced = _State.ENDING, 0
+
+
+def _is_whole(tail: bytes) -> bool:
+    """Whether bytes do not end inside of a character."""
+    for n in range(1, min(4, len(tail)) + 1):
+        lead = tail[-n]
+        if lead & 0xC0 != 0x80:
+            return not (
+                (lead >= 0xF0 and n < 4) or (lead >= 0xE0 and n < 3) or (lead >= 0xC0 and n < 2)
+            )
+    return True
