@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from cllm import CllmError, Engine, EngineConfig, __version__
-from cllm.server import generate, info, openai, tokens
+from cllm.server import generate, info, messages, openai, responses, tokens
 from cllm.server.config import ServerConfig
 from cllm.server.engine_task import EngineTask, MountedStart
 from cllm.server.limits import STATIC_URL, HeadAsGet, Limits
@@ -81,7 +81,7 @@ def create_app(
         lifespan=lifespan,
     )
     app.state.server = state
-    for routes in (generate, openai, tokens, info):
+    for routes in (generate, openai, responses, messages, tokens, info):
         app.include_router(routes.router, responses=RESPONSES)
     for error in (CllmError, Problem, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(error, answer_problem)

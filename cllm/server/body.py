@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Coroutine
+from itertools import islice
 from typing import Any
 
 from fastapi import Request
@@ -14,6 +17,7 @@ from starlette.responses import Response
 from cllm.server.problems import Problem
 
 MAX_CONTAINERS = 1 << 14
+LARGE = re.compile(rb"[eE]\+?[0-9]{3}|[0-9]{300}")  # numbers that may be beyond a float
 MAX_BRACKETS = 1 << 18  # of which some may be text
 
 
@@ -35,6 +39,8 @@ class SafeRequest(Request):
                 self._json = from_json(body, allow_inf_nan=False)
             except ValueError as error:
                 raise Problem(400, f"the body is not JSON: {error}") from None
+            if LARGE.search(body) and not _is_finite(self._json):
+                raise Problem(400, "the body is not JSON: a number is too large")
         return self._json
 
 
@@ -46,7 +52,32 @@ def _check_size(body: bytes) -> None:
         outside = body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2]
         n_containers = _n_containers(b"".join(outside))
     if n_containers > MAX_CONTAINERS:
-        raise Problem(400, f"the body has more than {MAX_CONTAINERS} arrays and objects")
+        limit = f"the body has more than {MAX_CONTAINERS} arrays and objects"
+        raise Problem(400, limit, param=_field_beyond(body))
+
+
+def _field_beyond(body: bytes) -> str | None:
+    """The field in which the body has too many parts; None if that is not to be seen."""
+    brackets = re.finditer(rb"[\[{]", body)
+    end = next(islice(brackets, MAX_CONTAINERS, None)).start()
+    try:
+        begun = from_json(body[:end], allow_partial=True)
+    except ValueError:
+        return None
+    return next(reversed(begun), None) if isinstance(begun, dict) else None
+
+
+def _is_finite(value: object) -> bool:
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, dict):
+            left += one.values()
+        elif isinstance(one, list):
+            left += one
+        elif isinstance(one, float) and not math.isfinite(one):
+            return False
+    return True
 
 
 def _n_containers(text: bytes) -> int:

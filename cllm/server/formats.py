@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from cllm import Completion, FinishReason, TokenDelta, TokenLogprob
+from cllm import Completion, FinishReason, TokenDelta, TokenLogprob, ToolCallDelta
 
 LOWEST = -9999.0  # OpenAI's stand-in for a probability of 0: JSON has no infinity
 
@@ -28,13 +28,13 @@ class Format(Protocol):
 
 
 def finish_reason_of(reason: FinishReason | None) -> str | None:
-    """OpenAI knows `stop` and `length`: a deadline is a length in time.
+    """OpenAI knows `stop`, `tool_calls` and `length`: a deadline is a length in time.
 
     An end that is an error is told as one, after the last chunk.
     """
     if reason in (None, FinishReason.ERROR, FinishReason.CANCELLED):
         return None
-    return "stop" if reason is FinishReason.STOP else "length"
+    return str(reason) if reason in (FinishReason.STOP, FinishReason.TOOL_CALLS) else "length"
 
 
 class _Common:
@@ -63,6 +63,9 @@ class _Common:
             "completion_tokens": n_output,
             "total_tokens": n_prompt + n_output,
             "prompt_tokens_details": {"cached_tokens": sum(usage.n_cached for usage in prompts)},
+            "completion_tokens_details": {
+                "reasoning_tokens": sum(one.usage.n_reasoning for one in completions)
+            },
         }
 
     @property
@@ -147,8 +150,12 @@ class ChatFormat(_Common):
             self._begun.add(index)
             yield self._chunk(index, {"role": "assistant", "content": ""})
         reason = finish_reason_of(delta.finish_reason)
+        if delta.reasoning:
+            yield self._chunk(index, {"reasoning_content": delta.reasoning})
         if delta.text or delta.logprobs:
             yield self._chunk(index, {"content": delta.text}, delta.logprobs)
+        for call in delta.tool_calls:
+            yield self._chunk(index, {"tool_calls": [_call_delta(call)]})
         if reason is not None:
             yield self._chunk(index, {}, reason=reason)
 
@@ -172,13 +179,25 @@ class ChatFormat(_Common):
         choices = [
             {
                 "index": i,
-                "message": {"role": "assistant", "content": c.text, "refusal": None},
+                "message": _message(c),
                 "logprobs": _chat_logprobs(c.logprobs),
                 "finish_reason": finish_reason_of(c.finish_reason),
             }
             for i, c in enumerate(completions)
         ]
         return {**self._head, "choices": choices, "usage": self._usage(completions)}
+
+
+def _message(completion: Completion) -> dict[str, Any]:
+    return {**completion.as_message(), "refusal": None}
+
+
+def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
+    function = {"arguments": call.arguments}
+    if call.name is None:
+        return {"index": call.index, "function": function}
+    function = {"name": call.name, **function}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}
 
 
 def _chat_logprobs(logprobs: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:

@@ -24,7 +24,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
     """The output of one request, whole or as server-sent events."""
     state, request_id = state_of(request), request_id_of(request)
     engine = state.serving
-    params = sampling_of(body, allow_grammar=state.config.allow_grammar)
+    params = sampling_of(body, engine.sampling_defaults, allow_grammar=state.config.allow_grammar)
     check_logprobs(state, params)
     check_length(engine, body.prompt)
     if body.stream and params.prompt_logprobs is not None:

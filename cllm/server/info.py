@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 import anyio
@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
-from cllm import EngineStatus
+from cllm import EngineStatus, SamplingParams, __version__
 from cllm.server.problems import RETRY_AFTER_S, unavailable
 from cllm.server.state import state_of
 
@@ -19,6 +19,7 @@ SLOTS_S = 5.0
 router = APIRouter(tags=["operation"])
 
 
+@router.get("/v1/health", summary="Whether requests are served", include_in_schema=False)
 @router.get("/health", summary="Whether requests are served")
 async def health(request: Request) -> JSONResponse:
     """200 only while requests are served and the inference thread's heart beats."""
@@ -39,6 +40,27 @@ async def health(request: Request) -> JSONResponse:
     if answer["status"] == EngineStatus.READY:
         return JSONResponse({**answer, "status": "ok"})
     return JSONResponse(answer, 503, headers={"Retry-After": str(RETRY_AFTER_S)})
+
+
+@router.get("/props", summary="The model, its template and what that can do")
+async def props(request: Request) -> dict[str, Any]:
+    """What llama-server's clients look up before they begin."""
+    engine = state_of(request).serving
+    model, config = engine.model, engine.config
+    abilities = await engine.template_abilities()
+    params = SamplingParams()
+    defaults = {field.name: getattr(params, field.name) for field in fields(params)}
+    defaults["logit_bias"] = {}
+    return {
+        "default_generation_settings": {"n_ctx": model.n_ctx, "params": defaults},
+        "total_slots": config.n_seq_max,
+        "model_alias": state_of(request).model_name,
+        "model_path": model.path,
+        "modalities": {"vision": False, "audio": False},
+        "chat_template": model.chat_template,
+        "chat_template_caps": None if abilities is None else asdict(abilities),
+        "build_info": f"cllm {__version__}",
+    }
 
 
 @router.get("/metrics", summary="Prometheus metrics")

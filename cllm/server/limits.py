@@ -17,7 +17,7 @@ from cllm.server.problems import Problem
 
 STATIC_URL = "/static"
 # Documentation is no secret, and a browser cannot send a key with its first request.
-OPEN_PATHS = frozenset(("/health", "/docs", "/openapi.json"))
+OPEN_PATHS = frozenset(("/health", "/v1/health", "/docs", "/openapi.json"))
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 HEADER = "x-request-id"
 LOCAL_DOMAINS = (".local", ".localhost", ".internal", ".home.arpa", ".test", ".alt")
@@ -69,8 +69,9 @@ class Limits:
         if self._key is not None and not is_open(route_path(scope)):
             # As the bytes that came: `compare_digest` refuses text that is not ASCII.
             scheme, _, token = headers.get("authorization", "").partition(" ")
-            is_right = hmac.compare_digest(token.strip().encode("latin-1"), self._key)
-            if scheme.lower() != "bearer" or not is_right:
+            if scheme.lower() != "bearer":
+                token = headers.get("x-api-key", "")  # what Anthropic's clients send
+            if not hmac.compare_digest(token.strip().encode("latin-1"), self._key):
                 headers_out = {"WWW-Authenticate": "Bearer"}
                 raise Problem(401, "the API key is missing or wrong", headers=headers_out)
         encoding = headers.get("content-encoding", "identity").lower()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -11,7 +10,8 @@ from starlette.responses import Response
 
 from cllm import Engine, FinishReason, PromptTooLongError, SamplingParams, TokenDelta, TokenStream
 from cllm.server.body import SafeRoute
-from cllm.server.fields import MAX_SEED
+from cllm.server.chat_call import ChatCall, seeded, tools_of
+from cllm.server.fields import CONSTRAINTS, MAX_SEED
 from cllm.server.formats import ChatFormat, CompletionFormat, Format
 from cllm.server.generate import check_length, check_logprobs
 from cllm.server.problems import Problem, invalid, shutting_down, too_long
@@ -22,7 +22,7 @@ from cllm.server.schemas import (
     ChatFields,
     CompletionBody,
     CompletionFields,
-    apply_response_format,
+    constraint_of,
     sampling_of,
 )
 from cllm.server.state import ServerState, log_request, request_id_of, state_of
@@ -55,7 +55,7 @@ async def models(request: Request) -> dict[str, Any]:
     return {"object": "list", "data": [model]}
 
 
-@router.get("/models/{model}", summary="The model, by its name")
+@router.get("/models/{model:path}", summary="The model, by its name")
 async def model(model: str, request: Request) -> dict[str, Any]:
     """The one model that is served."""
     (only,) = (await models(request))["data"]
@@ -78,7 +78,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
 
     def streams(engine_id: str) -> list[TokenStream]:
         return [
-            engine.stream(prompt, _seeded(params, i), **_options(body, engine_id, number, i))
+            engine.stream(prompt, seeded(params, i), **_options(body, engine_id, number, i))
             for number, prompt in enumerate(prompts)
             for i in range(n)
         ]
@@ -98,34 +98,49 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     engine = state.serving
     if len(body.messages) > state.config.max_messages:
         raise invalid("messages", f"at most {state.config.max_messages}")
-    if body.tool_choice not in (None, "auto", "none"):
-        raise invalid("tool_choice", 'must be "auto" or "none": calls are not parsed yet')
     n_top = (body.top_logprobs or 0) if body.logprobs else None
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs", "needs logprobs to be true")
     if n_top is not None and not 0 <= n_top <= state.config.max_logprobs:
         raise invalid("top_logprobs", f"is {n_top}, must be 0 to {state.config.max_logprobs}")
     params = _params(body, state, logprobs=n_top)
-    tools = None if body.tool_choice == "none" else body.tools
     n = _n(body, state)
+    call = ChatCall(
+        body.messages,
+        chat_options(body),
+        params,
+        {"priority": body.priority, "timeout": body.timeout},
+    )
 
     def streams(engine_id: str) -> list[TokenStream]:
-        return [
-            engine.stream_chat(
-                body.messages,
-                _seeded(params, i),
-                tools=tools,
-                add_generation_prompt=body.add_generation_prompt,
-                chat_template_kwargs=body.chat_template_kwargs,
-                **_options(body, engine_id, 0, i),
-            )
-            for i in range(n)
-        ]
+        return call.streams(engine, engine_id, n)
 
     log_request(state, request_id, body.messages)
     form = ChatFormat(request_id, state.model_name, n_choices=n)
     observation = state.observation(request, "chat", params)
     return _answer(state, body, streams, form, observation, prompt_field="messages")
+
+
+def chat_options(body: ChatFields) -> dict[str, Any]:
+    """What a body says about how a chat is rendered."""
+    tools, choice = tools_of(body.tools, body.tool_choice)
+    return {
+        "tools": tools,
+        "tool_choice": choice,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "add_generation_prompt": body.add_generation_prompt,
+        "continue_final_message": body.continue_final_message,
+        "reasoning_effort": body.reasoning_effort,
+        "reasoning_budget": body.reasoning_budget,
+        "chat_template_kwargs": body.chat_template_kwargs,
+    }
+
+
+@router.post("/chat/completions/input_tokens", summary="How many tokens a chat has")
+async def chat_input_tokens(body: ChatBody, request: Request) -> dict[str, Any]:
+    """The tokens of the prompt that a chat becomes."""
+    rendered = await state_of(request).serving.render_chat(body.messages, **chat_options(body))
+    return {"object": "response.input_tokens", "input_tokens": len(rendered.token_ids)}
 
 
 def _answer(
@@ -171,23 +186,21 @@ def _params(
     default_max_tokens: int | None = None,
     **changes: Any,
 ) -> SamplingParams:
-    changes.update(apply_response_format(body))
+    constraint = constraint_of(body.response_format)
+    for name in CONSTRAINTS if constraint else ():
+        if getattr(body, name, None) is not None:
+            raise invalid(name, "must be left out beside response_format")
+    changes.update(constraint)
     if (seed := getattr(body, "seed", None)) is not None:  # OpenAI has 64 bits of it
         changes["seed"] = seed % (MAX_SEED + 1)
     if body.max_completion_tokens is not None:
         changes["max_tokens"] = body.max_completion_tokens
     elif "max_tokens" not in body.model_fields_set and default_max_tokens is not None:
         changes["max_tokens"] = default_max_tokens
-    params = sampling_of(body, allow_grammar=state.config.allow_grammar, **changes)
+    defaults = state.serving.sampling_defaults
+    params = sampling_of(body, defaults, allow_grammar=state.config.allow_grammar, **changes)
     check_logprobs(state, params)
     return params
-
-
-def _seeded(params: SamplingParams, index: int) -> SamplingParams:
-    """The parameters of the i-th of n: each draws its own numbers."""
-    if params.seed is None or index == 0:
-        return params
-    return replace(params, seed=(params.seed + index) % (MAX_SEED + 1))
 
 
 def _n(body: CompletionFields | ChatFields, state: ServerState) -> int:

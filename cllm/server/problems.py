@@ -85,12 +85,13 @@ class Problem(Exception):
         """The object that is sent."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {
+            "type": "error",  # for Anthropic's clients
             "error": {
                 "message": str(self),
                 "type": KINDS.get(self.status, kind),
                 "param": self.param,
                 "code": self.code,
-            }
+            },
         }
 
     @property

@@ -50,8 +50,8 @@ class Writer:
         response = Response(content, media_type="application/json")
         await response(self._scope, self._receive, self._send)
 
-    async def event(self, value: Mapping[str, Any] | str) -> None:
-        """One event."""
+    async def event(self, value: Mapping[str, Any] | str, name: str | None = None) -> None:
+        """One event; with a name where a client wants one."""
         if not self.is_streaming:
             self.is_streaming = True
             headers = [
@@ -62,11 +62,16 @@ class Writer:
             start = {"type": "http.response.start", "status": 200, "headers": headers}
             await self._send(start)
         data = value.encode() if isinstance(value, str) else _dumped(value)
-        await self._body(b"data: " + data + b"\n\n", more=True)
+        head = b"data: " if name is None else b"event: %b\ndata: " % name.encode()
+        await self._body(head + data + b"\n\n", more=True)
 
     async def end(self) -> None:
-        """No more events."""
+        """No more events, as OpenAI's chats say it."""
         await self.event(DONE)
+        await self.close()
+
+    async def close(self) -> None:
+        """No more events."""
         await self._body(b"", more=False)
 
     async def _body(self, data: bytes, *, more: bool) -> None:

@@ -7,13 +7,12 @@ besides, and what changes nothing here, is taken and left aside.  Any other name
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
-from cllm import SamplingParams
+from cllm import SamplingOptions, SamplingParams
 from cllm.server.fields import (
-    CONSTRAINTS,
     SAMPLING_FIELDS,
     Flag,
     Integer,
@@ -39,9 +38,7 @@ HARMLESS = frozenset(
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
-        "reasoning_effort",
         "verbosity",
-        "parallel_tool_calls",
         "prediction",
         "cache_prompt",
         "id_slot",
@@ -67,10 +64,34 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 
 
+# Names that others have for what has another one here.
+HINTS = {
+    "n_predict": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "num_predict": "max_tokens",
+    "repetition_penalty": "repeat_penalty",
+    "typ_p": "typical_p",
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_grammar": "grammar",
+    "structured_outputs": "json_schema, regex or grammar",
+    "functions": "tools",
+    "function_call": "tool_choice",
+    "enable_thinking": "chat_template_kwargs.enable_thinking or reasoning_effort",
+    "thinking": "reasoning_effort",
+    "thinking_budget": "reasoning_budget",
+    "thinking_budget_tokens": "reasoning_budget",
+    "chat_template": "--chat-template when the server is started",
+    "n_probs": "logprobs",
+}
+
+
 class Body(BaseModel):
     """What every body has in common."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    harmless: ClassVar[frozenset[str]] = HARMLESS
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = NEUTRAL
 
     @model_validator(mode="before")
     @classmethod
@@ -79,13 +100,20 @@ class Body(BaseModel):
         if not isinstance(data, Mapping):
             return data
         for name in data:
-            if name in cls.model_fields or name in HARMLESS:
+            if name in cls.model_fields or name in cls.harmless or data[name] is None:
                 continue
-            if name not in NEUTRAL:
-                raise invalid(str(name)[:80], "is not known")
-            if data[name] not in NEUTRAL[name]:
+            if name not in cls.neutral:
+                hint = f": use {HINTS[name]}" if name in HINTS else ""
+                raise invalid(str(name)[:80], f"is not known{hint}")
+            if data[name] not in cls.neutral[name]:
                 raise invalid(name, "is not there yet")
-        return {name: value for name, value in data.items() if name in cls.model_fields}
+        return {
+            name: value
+            for name, value in data.items()
+            # null says that there is none, and many clients send it for what is not there.
+            if name in cls.model_fields
+            and (value is not None or cls.model_fields[name].is_required())
+        }
 
 
 class _Request(Body):
@@ -150,6 +178,10 @@ class ChatFields(_Request):
     tool_choice: Text | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: Flag = True
+    continue_final_message: Flag = False
+    parallel_tool_calls: Flag | None = None
+    reasoning_effort: Text | None = None
+    reasoning_budget: Integer | None = Field(None, description="Tokens that the model may think")
 
 
 ChatBody: Any = create_model(
@@ -175,15 +207,23 @@ class DetokenizeBody(Body):
     tokens: Tokens
 
 
-def sampling_of(body: BaseModel, *, allow_grammar: bool, **changes: Any) -> SamplingParams:
+def sampling_of(
+    body: BaseModel, defaults: SamplingOptions, *, allow_grammar: bool, **changes: Any
+) -> SamplingParams:
     """The sampling parameters in a body; what it leaves out, or null, has its default.
+
+    Parameters
+    ----------
+    defaults : mapping
+        Those of the model.
 
     Raises
     ------
     Problem, InvalidRequestError
         Names the field.
     """
-    values = {
+    values: dict[str, Any] = dict(defaults)
+    values |= {
         name: value
         for name in SAMPLING_FIELDS
         if (value := getattr(body, name, None)) is not None and name in body.model_fields_set
@@ -199,21 +239,19 @@ def sampling_of(body: BaseModel, *, allow_grammar: bool, **changes: Any) -> Samp
     return SamplingParams(**values)
 
 
-def apply_response_format(body: CompletionFields | ChatFields) -> dict[str, Any]:
+def constraint_of(
+    response_format: Mapping[str, Any] | None, field: str = "response_format"
+) -> dict[str, Any]:
     """OpenAI's `response_format` as sampling parameters."""
-    response_format = body.response_format
     kind = "text" if response_format is None else response_format.get("type")
     if response_format is None or kind == "text":
         return {}
-    for name in CONSTRAINTS:
-        if getattr(body, name, None) is not None:
-            raise invalid(name, "must be left out beside response_format")
     if kind == "json_object":
         return {"json_schema": response_format.get("schema") or {"type": "object"}}
     if kind == "json_schema":
         inner = response_format.get("json_schema")
         schema = inner.get("schema") if isinstance(inner, Mapping) else None
         if not isinstance(schema, Mapping):
-            raise invalid("response_format.json_schema.schema", "must be an object")
+            raise invalid(f"{field}.json_schema.schema", "must be an object")
         return {"json_schema": dict(schema)}
-    raise invalid("response_format.type", "must be text, json_object or json_schema")
+    raise invalid(f"{field}.type", "must be text, json_object or json_schema")

@@ -11,9 +11,10 @@ from starlette.responses import Response
 
 from cllm import Engine
 from cllm.server.body import SafeRoute
+from cllm.server.openai import chat_options
 from cllm.server.problems import invalid, too_many
 from cllm.server.replies import Reply, Writer, list_parts
-from cllm.server.schemas import DetokenizeBody, TokenizeBody
+from cllm.server.schemas import ChatBody, DetokenizeBody, TokenizeBody
 from cllm.server.state import ServerState, state_of
 
 router = APIRouter(route_class=SafeRoute, tags=["llama-server"])
@@ -79,6 +80,13 @@ async def detokenize(body: DetokenizeBody, request: Request) -> Response:
         await writer.json(lambda: {"content": content})
 
     return Reply(produce)
+
+
+@router.post("/apply-template", summary="A chat to the text of its prompt")
+async def apply_template(body: ChatBody, request: Request) -> dict[str, str]:
+    """What the chat template makes of messages, without an answer."""
+    rendered = await state_of(request).serving.render_chat(body.messages, **chat_options(body))
+    return {"prompt": rendered.text}
 
 
 def _check_tokens(engine: Engine, tokens: Sequence[int]) -> None:

@@ -40,6 +40,8 @@ SAMPLING: dict[str, Any] = {
     "mirostat": 2,
     "mirostat_tau": 4.0,
     "mirostat_eta": 0.2,
+    "adaptive_target": 0.3,
+    "adaptive_decay": 0.8,
     "logit_bias": {"65": 1.5, "66": False},
     "samplers": ["top_k", "temperature"],
     "min_keep": 1,

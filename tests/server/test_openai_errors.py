@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -59,20 +60,60 @@ def test_a_stream_that_fails_ends_with_its_error_alone(api: openai.OpenAI) -> No
     assert all(chunk.choices[0].finish_reason is None for chunk in chunks)
 
 
-def test_tools_are_taken_and_a_required_call_is_refused_by_name(api: openai.OpenAI) -> None:
-    for choice in ("auto", "none"):
-        done = api.chat.completions.create(
-            model=MODEL, messages=ASK, temperature=0, tools=[TOOL], tool_choice=choice
-        )
-        assert done.choices[0].message.content is not None
+def test_a_call_is_made_where_one_is_required(api: openai.OpenAI) -> None:
     named = {"type": "function", "function": {"name": "add"}}
-    for wanted in ("required", named):
-        error = refused(
-            openai.BadRequestError, api.chat.completions.create,
-            messages=ASK, tools=[TOOL], tool_choice=wanted,
+    choices: list[Any] = ["required", named]
+    for choice in choices:
+        done = api.chat.completions.create(
+            model=MODEL, messages=ASK, temperature=0, tools=[TOOL], tool_choice=choice,
+            parallel_tool_calls=False,
         )  # fmt: skip
-        assert error.param == "tool_choice"
-        assert "tool_choice" in error.message
+        assert done.choices[0].finish_reason == "tool_calls"
+        calls: list[Any] = list(done.choices[0].message.tool_calls or ())
+        (call,) = calls
+        assert call.function.name == "add"
+        json.loads(call.function.arguments)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+        ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
+        ({"tools": [TOOL] * 300}, "tools"),
+        ({"tools": [TOOL], "tool_choice": "subtract"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "hammer"}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "regex": "a"}, "regex"),
+        ({"reasoning_effort": "a lot"}, "reasoning_effort"),
+        ({"reasoning_budget": -1}, "reasoning_budget"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"n_predict": 5}, "n_predict"),
+    ],
+)
+def test_what_cannot_be_asked_of_a_chat_is_named(
+    api: openai.OpenAI, fields: dict[str, Any], param: str
+) -> None:
+    error = refused(
+        openai.BadRequestError, api.chat.completions.create, messages=ASK, extra_body=fields
+    )
+    assert error.param == param
+
+
+def test_messages_of_a_loop_that_cannot_be_are_named(api: openai.OpenAI) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "call_2", "content": "3"}
+    huge = {**call, "function": {"name": "add", "arguments": '{"a": "' + "x" * 1_100_000 + '"}'}}
+    for messages, param in (
+        ([*ASK, said, result], "messages[2].tool_call_id"),
+        ([*ASK, {**said, "tool_calls": [{"id": "call_1"}]}], "messages[1].tool_calls[0].function"),
+        ([*ASK, {**said, "tool_calls": [huge]}], "messages"),
+    ):
+        error = refused(
+            openai.BadRequestError, api.chat.completions.create, messages=messages, tools=[TOOL]
+        )
+        assert error.param == param, messages
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,8 @@ def test_the_documentation_names_every_route_and_sampling_field(client: httpx.Cl
     assert set(document["paths"]) == {
         "/generate", "/tokenize", "/detokenize", "/health", "/metrics", "/slots",
         "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model}",
+        "/v1/chat/completions/input_tokens", "/v1/responses", "/v1/responses/input_tokens",
+        "/v1/messages", "/v1/messages/count_tokens", "/apply-template", "/props",
     }  # fmt: skip
     for path in document["paths"].values():
         for operation in path.values():

@@ -16,11 +16,14 @@ pytestmark = pytest.mark.full
 
 # Of each hundred, by route; those without a body have little to vary.
 SHARES = {
-    "/generate": 30,
-    "/v1/completions": 25,
-    "/v1/chat/completions": 25,
-    "/tokenize": 10,
-    "/detokenize": 10,
+    "/generate": 20,
+    "/v1/completions": 15,
+    "/v1/chat/completions": 20,
+    "/v1/responses": 15,
+    "/v1/messages": 15,
+    "/apply-template": 5,
+    "/tokenize": 5,
+    "/detokenize": 5,
 }
 N_PLAIN = 10
 EXPECTED = {200, 307, 400, 401, 404, 405, 406, 408, 413, 415, 422, 429, 431}
@@ -28,12 +31,13 @@ EXPECTED = {200, 307, 400, 401, 404, 405, 406, 408, 413, 415, 422, 429, 431}
 
 def keep_small(body: Any) -> None:
     """What is generated must end soon: few tokens, in little time."""
-    if not isinstance(body, dict) or not body.keys() & {"prompt", "messages"}:
+    if not isinstance(body, dict) or not body.keys() & {"prompt", "messages", "input"}:
         return
-    for name in ("max_tokens", "max_completion_tokens"):
+    own = "max_output_tokens" if "input" in body else "max_tokens"
+    for name in (own, "max_completion_tokens"):
         value: Any = body.get(name)
         is_many = type(value) in (int, float) and value > 4
-        if is_many or (value is None and name == "max_tokens"):
+        if is_many or (value is None and name == own):
             body[name] = 4
     if type(body.get("timeout")) in (int, float) and body["timeout"] > 2:
         body["timeout"] = 2

@@ -1,0 +1,208 @@
+"""A chat that some route has been asked for, as the engine takes it."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from starlette.responses import Response
+
+from cllm import (
+    Completion,
+    Engine,
+    FinishReason,
+    InvalidRequestError,
+    PromptTooLongError,
+    SamplingParams,
+    TokenDelta,
+    TokenStream,
+    ToolCallDelta,
+)
+from cllm.server.fields import MAX_SEED
+from cllm.server.problems import Problem, invalid, problem_of, shutting_down, too_long
+from cllm.server.replies import Reply, Writer
+from cllm.server.running import Observation, run_streams
+from cllm.server.state import ServerState
+
+logger = logging.getLogger("cllm.server")
+
+Event = tuple[str, dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCall:
+    """Messages, how to render them, and how to sample.
+
+    Attributes
+    ----------
+    messages : list of mapping
+    options : mapping
+        The arguments of `Engine.stream_chat` about the chat itself.
+    params : SamplingParams
+    scheduling : mapping
+        `priority` and `timeout`.
+    fields : sequence of str
+        Where each message comes from, if the client does not call it `messages[i]`.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    options: Mapping[str, Any]
+    params: SamplingParams
+    scheduling: Mapping[str, Any] = field(default_factory=dict)
+    fields: Sequence[str] = ()
+
+    def as_said(self, error: InvalidRequestError) -> InvalidRequestError:
+        """The error by the names that the client knows."""
+        match = re.match(r"messages\[(\d+)\]", error.field)
+        if match is None or int(match[1]) >= len(self.fields):
+            return error
+        name = self.fields[int(match[1])] + error.field[match.end() :]
+        return InvalidRequestError(name, error.value, error.limit)
+
+    def streams(self, engine: Engine, request_id: str, n: int = 1) -> list[TokenStream]:
+        """The answers, not submitted yet."""
+        return [
+            engine.stream_chat(
+                self.messages,
+                seeded(self.params, i),
+                request_id=request_id if i == 0 else f"{request_id}-0-{i}",
+                **self.scheduling,
+                **self.options,
+            )
+            for i in range(n)
+        ]
+
+
+class ChatForm(Protocol):
+    """The shape of one route's answers.
+
+    Attributes
+    ----------
+    prompt_field : str
+        What a prompt that is too long is called.
+    """
+
+    prompt_field: str
+
+    def events(self, delta: TokenDelta) -> Iterator[Event]:
+        """Names and objects of the events for one delta."""
+
+    def end(self, completion: Completion) -> Iterator[Event]:
+        """The last events."""
+
+    def failed(self, problem: Problem) -> Iterator[Event]:
+        """The last events of an answer that failed on its way."""
+
+    def whole(self, completion: Completion) -> dict[str, Any]:
+        """The whole answer."""
+
+
+def answer_chat(
+    state: ServerState,
+    call: ChatCall,
+    form: ChatForm,
+    observation: Observation,
+    request_id: str,
+    *,
+    is_streamed: bool,
+) -> Response:
+    """One answer, whole or as named events."""
+    engine = state.serving
+
+    async def produce(writer: Writer) -> None:
+        async def on_delta(_: int, delta: TokenDelta) -> None:
+            for name, event in form.events(delta):
+                await writer.event(event, name)
+
+        async def run() -> Completion:
+            if len(call.messages) > state.config.max_messages:
+                raise invalid(form.prompt_field, f"at most {state.config.max_messages}")
+            with state.unique(request_id) as engine_id:
+                streams = call.streams(engine, engine_id)
+                (done,) = await run_streams(streams, observation, on_delta if is_streamed else None)
+            if done.finish_reason is FinishReason.CANCELLED:
+                raise shutting_down()
+            return done
+
+        try:
+            done = await run()
+        except PromptTooLongError as error:
+            raise too_long(error, form.prompt_field) from None
+        except InvalidRequestError as error:
+            raise call.as_said(error) from None
+        except Exception as error:
+            if not writer.is_streaming:
+                raise
+            last = form.failed(problem_of(error))
+        else:
+            if not is_streamed:
+                await writer.json(lambda: form.whole(done))
+                return
+            last = form.end(done)
+        for name, event in last:
+            await writer.event(event, name)
+        await writer.close()
+
+    return Reply(produce)
+
+
+def as_delta(completion: Completion) -> TokenDelta:
+    """A whole answer as if it had come at once."""
+    calls = [
+        ToolCallDelta(i, call.id, call.name, call.arguments)
+        for i, call in enumerate(completion.tool_calls)
+    ]
+    return TokenDelta(completion.text, (), reasoning=completion.reasoning, tool_calls=tuple(calls))
+
+
+def seeded(params: SamplingParams, index: int) -> SamplingParams:
+    """The parameters of the i-th of n: each draws its own numbers."""
+    if params.seed is None or index == 0:
+        return params
+    return replace(params, seed=(params.seed + index) % (MAX_SEED + 1))
+
+
+def tools_of(
+    tools: Sequence[Mapping[str, Any]] | None, choice: object
+) -> tuple[list[Mapping[str, Any]] | None, str]:
+    """The tools that may be called, and `tool_choice` as the engine has it: a word, or a name."""
+    kept = _functions(tools)
+    if choice is None:
+        return kept, "auto"
+    if isinstance(choice, str):
+        return kept, choice
+    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    if kind == "function" and (name := _name_of(choice)) is not None:
+        return kept, name
+    if kind == "allowed_tools":
+        assert isinstance(choice, Mapping)
+        given = choice.get("allowed_tools", choice)
+        allowed = given.get("tools") if isinstance(given, Mapping) else None
+        mode = given.get("mode", "auto") if isinstance(given, Mapping) else None
+        if isinstance(allowed, list) and mode in ("auto", "required"):
+            names = [_name_of(tool) for tool in allowed]
+            return [tool for tool in kept or () if _name_of(tool) in names], str(mode)
+    raise invalid(
+        "tool_choice", "must be auto, none, required, allowed_tools, or a function's name"
+    )
+
+
+def _name_of(tool: object) -> str | None:
+    """The name of a function, beside its type or inside of it."""
+    inner = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    name = inner.get("name") if isinstance(inner, Mapping) else None
+    return name if isinstance(name, str) else None
+
+
+def _functions(tools: Sequence[Mapping[str, Any]] | None) -> list[Mapping[str, Any]] | None:
+    """The tools that are functions; others run elsewhere, and the model is not told of them."""
+    if tools is None:
+        return None
+    kept = [tool for tool in tools if tool.get("type") in (None, "function")]
+    if len(kept) < len(tools):
+        others = {str(tool.get("type"))[:40] for tool in tools} - {"function", "None"}
+        logger.warning("tools of the types %s are left out", ", ".join(sorted(others)))
+    return [{**tool, "type": "function"} for tool in kept]

@@ -1,0 +1,324 @@
+"""Anthropic's `/v1/messages` and `count_tokens`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from cllm import Completion, Engine, FinishReason, SamplingParams, TokenDelta
+from cllm.server.body import SafeRoute
+from cllm.server.chat_call import ChatCall, answer_chat, as_delta
+from cllm.server.event_blocks import CALL, REASONING, Block, Blocks, Step
+from cllm.server.fields import Flag, Integer, Number, Text, Texts
+from cllm.server.problems import Problem, invalid
+from cllm.server.schemas import Body, constraint_of, sampling_of
+from cllm.server.state import log_request, request_id_of, state_of
+
+router = APIRouter(prefix="/v1", route_class=SafeRoute, tags=["Anthropic"])
+
+Event = tuple[str, dict[str, Any]]
+# Its text is another one for each request: with it, no prompt would share anything with the last.
+BILLING = "x-anthropic-billing-header"
+SIGNATURE = "cllm"
+
+
+class CountBody(Body):
+    """`POST /v1/messages/count_tokens`."""
+
+    harmless: ClassVar = frozenset(
+        ["metadata", "service_tier", "container", "context_management",
+         "cache_control", "mcp_servers", "betas", "inference_geo", "speed"]
+    )  # fmt: skip
+
+    model: Text | None = None
+    messages: list[dict[str, Any]] = Field(
+        examples=[[{"role": "user", "content": "1+1="}]], json_schema_extra={"minItems": 1}
+    )
+    system: Text | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+
+
+class MessagesBody(CountBody):
+    """`POST /v1/messages`."""
+
+    max_tokens: Integer
+    stop_sequences: Texts | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: Integer | None = None
+    stream: Flag | None = False
+
+
+@router.post("/messages", summary="Answer, as a list of blocks")
+async def messages(body: MessagesBody, request: Request) -> Response:
+    """Anthropic's messages: text, thinking and uses of tools as blocks."""
+    state, request_id = state_of(request), request_id_of(request)
+    engine = state.serving
+    log_request(state, request_id, body.messages)
+    given = {"top_p": body.top_p, "top_k": body.top_k, "temperature": body.temperature}
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    changes |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences or ()}
+    form = (body.output_config or {}).get("format")
+    if isinstance(form, Mapping):
+        inner = {"type": form.get("type"), "json_schema": form}
+        changes |= constraint_of(inner, "output_config.format")
+    call = await chat_call_of(
+        engine, body, sampling_of(body, engine.sampling_defaults, allow_grammar=False, **changes)
+    )
+    message = MessageForm(request_id, state.model_name)
+    observation = state.observation(request, "chat", call.params)
+    return answer_chat(state, call, message, observation, request_id, is_streamed=bool(body.stream))
+
+
+@router.post("/messages/count_tokens", summary="How many tokens messages have")
+async def count_tokens(body: CountBody, request: Request) -> dict[str, Any]:
+    """The tokens of the prompt that messages become."""
+    engine = state_of(request).serving
+    call = await chat_call_of(engine, body, sampling_of(body, {}, allow_grammar=False))
+    rendered = await engine.render_chat(call.messages, **call.options)
+    return {"input_tokens": len(rendered.token_ids)}
+
+
+async def chat_call_of(engine: Engine, body: CountBody, params: SamplingParams) -> ChatCall:
+    """The chat that a body asks for.
+
+    Raises
+    ------
+    Problem
+        Names the message and the field.
+    """
+    if not body.messages:
+        raise invalid("messages", "must have one message at the least")
+    chat, fields = list[dict[str, Any]](), list[str]()
+    if system := _system(body.system):
+        chat, fields = [{"role": "system", "content": system}], ["system"]
+    for i, message in enumerate(body.messages):
+        said = _said(i, message)
+        chat += said
+        fields += [f"messages[{i}]"] * len(said)
+    last = chat[-1]
+    choice = body.tool_choice or {}
+    options: dict[str, Any] = {
+        "tools": _functions(body.tools),
+        "tool_choice": _choice(choice),
+        "parallel_tool_calls": choice.get("disable_parallel_tool_use") is not True,
+        # What stands last of the assistant's is the beginning of its answer.
+        "continue_final_message": last["role"] == "assistant"
+        and bool(last["content"])
+        and "tool_calls" not in last,
+    }
+    if body.thinking is not None:
+        thinks = body.thinking.get("type") != "disabled"
+        options["chat_template_kwargs"] = {"enable_thinking": thinks}
+        abilities = await engine.template_abilities()
+        budget = body.thinking.get("budget_tokens")
+        if isinstance(budget, int) and abilities is not None and abilities.thinking:
+            options["reasoning_budget"] = budget
+    return ChatCall(chat, options, params, fields=fields)
+
+
+def _system(system: str | Sequence[Mapping[str, Any]] | None) -> str:
+    if system is None or isinstance(system, str):
+        return system or ""
+    texts = [_text(f"system[{i}]", part) for i, part in enumerate(system)]
+    return "\n\n".join(text for text in texts if not text.startswith(BILLING))
+
+
+def _choice(choice: Mapping[str, Any]) -> str:
+    kind = choice.get("type", "auto")
+    if kind == "tool" and isinstance(choice.get("name"), str):
+        return str(choice["name"])
+    words = {"auto": "auto", "any": "required", "none": "none"}
+    if not isinstance(kind, str) or kind not in words:
+        raise invalid("tool_choice.type", "must be auto, any, none, or tool with a name")
+    return words[kind]
+
+
+def _functions(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Tools that clients run; those of Anthropic's own have no schema, and run elsewhere."""
+    if tools is None:
+        return None
+    own = [tool for tool in tools if tool.get("type") in (None, "custom")]
+    functions = [
+        {
+            "name": tool.get("name"),
+            "description": tool.get("description"),
+            "parameters": tool.get("input_schema"),
+            "strict": tool.get("strict") is True,
+        }
+        for tool in own
+    ]
+    return [{"type": "function", "function": function} for function in functions]
+
+
+def _said(i: int, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One message as those of a chat: results of tools stand by themselves there."""
+    field, role, content = f"messages[{i}]", message.get("role"), message.get("content")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    if not isinstance(content, list):
+        raise invalid(f"{field}.content", "must be text, or a list of blocks")
+    results: list[dict[str, Any]] = []
+    texts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    thoughts: list[str] = []
+    for k, block in enumerate(content):
+        name = f"{field}.content[{k}]"
+        match block.get("type") if isinstance(block, Mapping) else None:
+            case "text":
+                texts.append(_text(name, block))
+            case "tool_use":
+                function = {"name": block.get("name"), "arguments": block.get("input", {})}
+                calls.append({"id": block.get("id"), "type": "function", "function": function})
+            case "tool_result":
+                text = _result(f"{name}.content", block.get("content"))
+                text = f"Error: {text}" if block.get("is_error") is True else text
+                called = {"role": "tool", "tool_call_id": block.get("tool_use_id")}
+                results.append({**called, "content": text})
+            case "thinking":
+                thoughts.append(str(block.get("thinking", "")))
+            case "redacted_thinking":
+                pass  # nobody but its author can read it
+            case kind:
+                known = "text, tool_use, tool_result or thinking"
+                raise invalid(f"{name}.type", f"is {str(kind)[:40]!r}, must be {known}")
+    is_text = texts or (role == "assistant" and not calls)
+    said: dict[str, Any] = {"role": role, "content": "\n".join(texts) if is_text else None}
+    if calls:
+        said["tool_calls"] = calls
+    if thoughts:
+        said["reasoning_content"] = "\n".join(thoughts)
+    return [*results, said] if texts or calls or thoughts or not results else results
+
+
+def _text(field: str, block: object) -> str:
+    text = block.get("text") if isinstance(block, Mapping) else None
+    if not isinstance(text, str):
+        raise invalid(f"{field}.text", "must be text")
+    return text
+
+
+def _result(field: str, content: object) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise invalid(field, "must be text, or a list of blocks with text")
+    return "\n".join(_text(f"{field}[{i}]", block) for i, block in enumerate(content))
+
+
+class MessageForm:
+    """A `ChatForm`: the message, and the events that build it."""
+
+    prompt_field = "messages"
+
+    def __init__(self, request_id: str, model: str) -> None:
+        self._head = {
+            "id": f"msg_{request_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+        }
+        self._blocks = Blocks()
+        self._has_begun = False
+
+    def events(self, delta: TokenDelta) -> Iterator[Event]:
+        """See `ChatForm`."""
+        if not self._has_begun:
+            self._has_begun = True
+            usage = {"input_tokens": 0, "output_tokens": 0}
+            nothing: dict[str, Any] = {
+                "content": [],
+                "stop_reason": None,
+                "stop_sequence": None,
+                "usage": usage,
+            }
+            yield _event("message_start", message={**self._head, **nothing})
+        for step in self._blocks.steps(delta):
+            yield from _step_events(step)
+
+    def end(self, completion: Completion) -> Iterator[Event]:
+        """See `ChatForm`."""
+        for step in self._blocks.end():
+            yield from _step_events(step)
+        yield _event("message_delta", delta=_stop(completion), usage=_usage(completion))
+        yield _event("message_stop")
+
+    def failed(self, problem: Problem) -> Iterator[Event]:
+        """See `ChatForm`."""
+        yield _event("error", error=problem.body["error"])
+
+    def whole(self, completion: Completion) -> dict[str, Any]:
+        """See `ChatForm`."""
+        list(self._blocks.steps(as_delta(completion)))
+        content = [_block(block) for block in self._blocks.done]
+        usage = _usage(completion)
+        return {**self._head, "content": content, **_stop(completion), "usage": usage}
+
+
+def _event(kind: str, **fields: Any) -> Event:
+    return kind, {"type": kind, **fields}
+
+
+def _step_events(step: Step) -> Iterator[Event]:
+    index, kind = step.block.index, step.block.kind
+    if step.what == "begin":
+        begun = Block(kind, index, "", step.block.id, step.block.name)
+        yield _event("content_block_start", index=index, content_block=_block(begun))
+    elif step.what == "end":
+        if kind == REASONING:
+            signature = {"type": "signature_delta", "signature": SIGNATURE}
+            yield _event("content_block_delta", index=index, delta=signature)
+        yield _event("content_block_stop", index=index)
+    else:
+        delta = {
+            CALL: {"type": "input_json_delta", "partial_json": step.text},
+            REASONING: {"type": "thinking_delta", "thinking": step.text},
+        }.get(kind, {"type": "text_delta", "text": step.text})
+        yield _event("content_block_delta", index=index, delta=delta)
+
+
+def _block(block: Block) -> dict[str, Any]:
+    if block.kind == REASONING:
+        # A client takes a thought without a signature for one of another model's.
+        signature = SIGNATURE if block.text else ""
+        return {"type": "thinking", "thinking": block.text, "signature": signature}
+    if block.kind != CALL:
+        return {"type": "text", "text": block.text}
+    used: Any = {}
+    if block.text:
+        try:
+            used = json.loads(block.text)
+            json.dumps(used, allow_nan=False)  # a number may be too large for one
+        except ValueError:  # or it is cut off: what there is of it is not lost
+            used = {"_cut_off": block.text}
+    return {"type": "tool_use", "id": block.id, "name": block.name, "input": used}
+
+
+def _stop(completion: Completion) -> dict[str, Any]:
+    sequence = completion.stop_reason if isinstance(completion.stop_reason, str) else None
+    match completion.finish_reason:
+        case FinishReason.TOOL_CALLS:
+            return {"stop_reason": "tool_use", "stop_sequence": None}
+        case FinishReason.STOP if sequence is not None:
+            return {"stop_reason": "stop_sequence", "stop_sequence": sequence}
+        case FinishReason.STOP:
+            return {"stop_reason": "end_turn", "stop_sequence": None}
+    return {"stop_reason": "max_tokens", "stop_sequence": None}
+
+
+def _usage(completion: Completion) -> dict[str, int]:
+    usage = completion.usage
+    return {
+        "input_tokens": usage.n_prompt - usage.n_cached,
+        "cache_read_input_tokens": usage.n_cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": usage.n_output,
+    }
