@@ -9,15 +9,17 @@ from __future__ import annotations
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from io import TextIOWrapper
+from pathlib import Path
 from typing import Annotated
 
 import anyio
 import typer
 
 from cllm import (
+    ChatPromptOptions,
     CllmError,
     Completion,
     Engine,
@@ -28,10 +30,11 @@ from cllm import (
     SamplingParams,
     TokenStream,
 )
-from cllm.cli.history import History, Messages, Turn
+from cllm.cli.history import History, Message, Messages, Turn
 from cllm.cli.options import EngineFlags, SamplingFlags, text_or_file, with_flags
 from cllm.cli.terminal import (
     BOLD,
+    DIM,
     StandardOutput,
     complain,
     is_terminal,
@@ -40,6 +43,10 @@ from cllm.cli.terminal import (
     run,
     styled,
 )
+from cllm.cli.tool_file import FunctionTool, load_tools, run_tool
+
+# Calls of tools in one turn, before a model that goes on calling is stopped.
+MAX_ROUNDS = 16
 
 with suppress(ImportError):  # Python may be built without; then `input` has no editing
     import readline  # noqa: F401
@@ -65,8 +72,18 @@ class Chat:
     """
 
     def __init__(
-        self, engine: Engine, params: SamplingParams, system: str | None, out: StandardOutput
+        self,
+        engine: Engine,
+        params: SamplingParams,
+        system: str | None,
+        out: StandardOutput,
+        tools: Mapping[str, FunctionTool] | None = None,
+        effort: str | None = None,
     ) -> None:
+        self._tools = tools or {}
+        self._options: ChatPromptOptions = {"reasoning_effort": effort}
+        if self._tools:
+            self._options["tools"] = [tool.definition for tool in self._tools.values()]
         # Beyond the context of its training a model goes on, but not sensibly.
         n_ctx = min(engine.model.n_ctx, engine.model.n_ctx_train)
         self._engine = engine
@@ -134,28 +151,52 @@ class Chat:
 
     async def _answer_after(self, turns: list[Turn], message: str) -> bool:
         """Print an answer as it comes and remember it; False if the prompt is too long."""
-        messages = self.history.messages(turns, message)
-        text = ""
+        said: list[Message] = []
+        for _ in range(MAX_ROUNDS):
+            messages = [*self.history.messages(turns, message), *said]
+            stream = self._engine.stream_chat(messages, self._params, **self._options)
+            try:
+                async with self._opened(stream):
+                    if not said and (n_dropped := self.history.keep(turns)):
+                        note(f"The context is full: the first {_turns(n_dropped)} were dropped.")
+                    completion = await self._print(stream)
+            except PromptTooLongError:
+                if not turns or said:
+                    raise
+                return False
+            said.append(completion.as_message())
+            if completion.finish_reason is not FinishReason.TOOL_CALLS:
+                break
+            for call in completion.tool_calls:
+                result = await run_tool(self._tools, call)
+                note(f"{call.name} {call.arguments} → {result}")
+                said.append({"role": "tool", "tool_call_id": call.id, "content": result})
+        else:
+            note(f"The model goes on calling: stopped after {MAX_ROUNDS} rounds.")
+        self._remember(message, said, completion)
+        return True
+
+    async def _print(self, stream: TokenStream) -> Completion:
+        """Write an answer as it comes: thoughts to standard error, where somebody sees them."""
+        text, shows_thoughts = "", is_terminal(sys.stderr)
         try:
-            async with self._opened(self._engine.stream_chat(messages, self._params)) as stream:
-                if n_dropped := self.history.keep(turns):
-                    note(f"The context is full: the first {_turns(n_dropped)} were dropped.")
-                async for delta in stream:
-                    text += delta.text
-                    if delta.text:
-                        await self._out.write(delta.text)
-                completion = await stream.completion()
-        except PromptTooLongError:
-            if not turns:
-                raise
-            return False
+            async for delta in stream:
+                text += delta.text
+                if delta.reasoning and shows_thoughts:
+                    print(
+                        styled(delta.reasoning, DIM, sys.stderr),
+                        end="",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                if delta.text:
+                    await self._out.write(delta.text)
+            return await stream.completion()
         finally:
             if text and not text.endswith("\n"):
                 await self._out.write("\n")
-        self._remember(message, completion)
-        return True
 
-    def _remember(self, message: str, completion: Completion) -> None:
+    def _remember(self, message: str, said: list[Message], completion: Completion) -> None:
         """Keep what there is of an answer, and say how it went."""
         usage = completion.usage
         is_stopped = completion.finish_reason is FinishReason.CANCELLED
@@ -164,7 +205,7 @@ class Chat:
             return
         self._last = completion
         self.history.turns.append(
-            Turn(message, completion.text, n_tokens=usage.n_prompt + usage.n_output)
+            Turn(message, tuple(said), n_tokens=usage.n_prompt + usage.n_output)
         )
         if completion.stop_reason == "context":
             note("The context is full: the answer ends here.")
@@ -189,7 +230,8 @@ class Chat:
     async def _count_prompt(self, messages: Messages) -> int:
         """Tokens of a prompt.  It gets computed, which is not lost: the next one begins with it."""
         try:
-            async with self._opened(self._engine.stream_chat(messages, max_tokens=1)) as stream:
+            asked = self._engine.stream_chat(messages, max_tokens=1, **self._options)
+            async with self._opened(asked) as stream:
                 return (await stream.completion()).usage.n_prompt
         except PromptTooLongError as error:
             return error.n_prompt
@@ -253,12 +295,18 @@ def _ask() -> str | None:
         signal.signal(signal.SIGINT, previous)
 
 
-async def _chat(config: EngineConfig, params: SamplingParams, system: str | None) -> int:
+async def _chat(
+    config: EngineConfig,
+    params: SamplingParams,
+    system: str | None,
+    tools: Mapping[str, FunctionTool] | None,
+    effort: str | None,
+) -> int:
     is_script = not is_terminal(sys.stdin)
     async with loaded(config) as engine:
         if engine.model.chat_template is None:
             raise CllmError(f"{_name(engine)} has no chat template; try cllm generate")
-        chat = Chat(engine, params, system, StandardOutput())
+        chat = Chat(engine, params, system, StandardOutput(), tools, effort)
         await chat.run()
     return 1 if is_script and chat.has_failed else 0
 
@@ -270,9 +318,17 @@ def chat(
     system: Annotated[
         str | None, typer.Option(help="What the model is told first; text or @FILE.")
     ] = None,
+    tools: Annotated[
+        Path | None, typer.Option(help="A Python file; the model may call its functions.")
+    ] = None,
+    reasoning_effort: Annotated[
+        str | None, typer.Option(help="none to max: how much the model thinks.")
+    ] = None,
 ) -> int:
-    """Talk to the model: it streams, remembers, and stops on Ctrl-C."""
+    """Talk to the model: it streams, remembers, calls tools, and stops on Ctrl-C."""
+    functions = None if tools is None else load_tools(tools)
     told = None if system is None else text_or_file(system, "--system")
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
-    return run(_chat, engine.config(n_seq_max=1), sampling.params(), told)
+    config = engine.config(n_seq_max=1)
+    return run(_chat, config, sampling.params(), told, functions, reasoning_effort)

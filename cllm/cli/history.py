@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-Messages = list[dict[str, str]]
+Message = dict[str, Any]
+Messages = list[Message]
 
 # What a template puts around a message, in tokens; only a guess is needed.
 N_AROUND = 16
@@ -17,13 +19,23 @@ class Turn:
 
     Attributes
     ----------
+    said : tuple of message
+        What came after the message: calls of tools and their results, and at last the answer.
     n_tokens : int
-        Of the prompt that ended with the message, and of the answer.
+        Of the last prompt, and of the answer.
     """
 
     message: str
-    answer: str
+    said: tuple[Message, ...]
     n_tokens: int
+
+    @property
+    def texts(self) -> list[str]:
+        """What takes room of it."""
+        calls = [
+            call["function"]["arguments"] for m in self.said for call in m.get("tool_calls", ())
+        ]
+        return [self.message, *(m["content"] or "" for m in self.said), *calls]
 
 
 class History:
@@ -60,10 +72,11 @@ class History:
 
     def messages(self, turns: Sequence[Turn], message: str) -> Messages:
         """These turns and one more message, as the engine takes them."""
-        messages = [] if self._system is None else [{"role": "system", "content": self._system}]
+        messages: Messages = []
+        if self._system is not None:
+            messages.append({"role": "system", "content": self._system})
         for turn in turns:
-            messages.append({"role": "user", "content": turn.message})
-            messages.append({"role": "assistant", "content": turn.answer})
+            messages += [{"role": "user", "content": turn.message}, *turn.said]
         return [*messages, {"role": "user", "content": message}]
 
     async def fitting(
@@ -95,7 +108,7 @@ class History:
         kept = list(self.turns)
         while kept and n_prompt > n_wanted:
             dropped = kept.pop(0)
-            n_prompt -= await count(dropped.message) + await count(dropped.answer)
+            n_prompt -= sum([await count(text) for text in dropped.texts])
         return kept
 
     def keep(self, turns: list[Turn]) -> int:

@@ -157,6 +157,18 @@ class EngineFlags:
     rope_freq_scale: Annotated[
         float | None, _engine("RoPE frequency scale; the model's.", "--rope-freq-scale")
     ] = None
+    chat_template: Annotated[
+        str | None,
+        _engine("Jinja, or a file with it, in place of the model's own.", "--chat-template"),
+    ] = None
+    model_sampling: Annotated[
+        bool,
+        _engine(
+            "Take what the model's file says of sampling.",
+            "--model-sampling/--no-model-sampling",
+            default=True,
+        ),
+    ] = True
     tick_log: Annotated[
         Path | None,
         _engine("Write every tick to this file, prompts and answers too.", "--tick-log"),

@@ -9,6 +9,7 @@ import numpy as np
 
 from cllm.bindings import Batch, Context, Model, Vocabulary
 from cllm.doctor.findings import Check, Status
+from cllm.doctor.template_check import check_chat_template
 from cllm.doctor.workload import TEXT, ProbeContext, prompt_tokens
 from cllm.errors import CllmError, NoKVSlotError
 
@@ -25,7 +26,7 @@ def model_checks(model: Model, *, n_threads: int) -> Iterator[Check]:
         f"{model.n_ctx_train:,} positions",
     )
     yield check_vocabulary(model.vocab)
-    yield _check_chat_template(model)
+    yield check_chat_template(model)
     try:
         with ProbeContext(
             model, n_ctx=N_CELLS, n_batch=N_CELLS // 2, n_ubatch=N_CELLS // 2, n_seq_max=3,
@@ -53,13 +54,6 @@ def check_vocabulary(vocab: Vocabulary) -> Check:
         return Check("vocabulary", Status.WARNING, f"{found}; no token ends an output")
     names = ", ".join(dict.fromkeys(vocab.text(token) for token in endings))
     return Check("vocabulary", Status.OK, f"{found}; outputs end with {names}")
-
-
-def _check_chat_template(model: Model) -> Check:
-    template = model.chat_template()
-    if template is None:
-        return Check("chat template", Status.WARNING, "none: chats need one, prompts do not")
-    return Check("chat template", Status.OK, f"{len(template):,} characters")
 
 
 def _check_decode(context: Context, prompt: list[int]) -> Check:

@@ -187,11 +187,11 @@ async def test_what_there_is_of_a_stopped_answer_stays_in_the_history() -> None:
         await chat.answer("count:1..900")
         (turn,) = chat.history.turns
         assert turn.message == "count:1..900"
-        assert turn.answer.startswith("1 2 3 4 5 6 7 8")
-        assert out.printed == turn.answer + "\n"
-        assert chat.history.messages(chat.history.turns, "next")[1] == {
-            "role": "assistant", "content": turn.answer,
-        }  # fmt: skip
+        (answer,) = turn.said
+        assert answer["content"].startswith("1 2 3 4 5 6 7 8")
+        assert out.printed == answer["content"] + "\n"
+        assert chat.history.messages(chat.history.turns, "next")[1] == answer
+        assert answer["role"] == "assistant"
         assert engine.statistics().n_running == 0
 
 
@@ -199,7 +199,9 @@ async def test_what_there_is_of_a_stopped_answer_stays_in_the_history() -> None:
 def history_of(n_turns: int, n_tokens: int) -> History:
     """Turns of eight characters, in a context of 400 tokens of which an answer may want 100."""
     history = History("system", n_ctx=400, n_answer_max=None)
-    history.turns += [Turn(f"ask{n}", f"say{n}", n_tokens) for n in range(n_turns)]
+    for n in range(n_turns):
+        said = ({"role": "assistant", "content": f"say{n}"},)
+        history.turns.append(Turn(f"ask{n}", said, n_tokens))
     return history
 
 

@@ -21,6 +21,7 @@ from cllm.doctor.installation import (
 )
 from cllm.doctor.model_checks import model_checks
 from cllm.doctor.preflight import preflight_check
+from cllm.doctor.template_check import check_chat_template
 from cllm.errors import AbiMismatchError, LibraryNotFoundError, NoKVSlotError
 from tools import make_model
 
@@ -123,6 +124,41 @@ def test_the_embedded_model_passes_every_check(model: Model) -> None:
     assert "<|im_end|>" in checks["vocabulary"].text
     assert "seq_pos_max 15, seq_rm returned True" in checks["seq_rm"].text
     assert "256 of 256 used; 128 freed" in checks["KV cells"].text
+
+
+SAID = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+THINKS = (
+    "{% for m in messages %}{{ m.role }}: "
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n{% endif %}"
+    "{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% if not enable_thinking %}<think>\n\n</think>\n"
+    "{% endif %}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "status", "found"),
+    [
+        (None, Status.WARNING, "none: chats need one"),
+        ("{{ messages[", Status.WARNING, "chats fail: "),
+        (SAID, Status.OK, "takes system messages, results of calls; told in words: tools, calls"),
+        (THINKS, Status.OK, "thinking (can be switched)"),
+    ],
+)
+def test_the_template_tells_what_of_a_conversation_it_takes(
+    template: str | None,
+    status: Status,
+    found: str,
+    model: Model,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        Model, "chat_template", lambda _, name=None: template if name is None else None
+    )
+    check = check_chat_template(model)
+    assert check.status is status
+    assert found in check.text
+    assert "\n" not in check.text
 
 
 @pytest.mark.parametrize("name", ["tiny-swa", "tiny-recurrent", "tiny-hybrid"])
