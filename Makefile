@@ -1,5 +1,5 @@
 # The two commands of the README, and what CI runs.  Everything is quick the second time.
-.PHONY: demo test test-full test-exhaustive test-asan test-leaks soak check bench native clean help
+.PHONY: demo test test-clients test-real test-full test-exhaustive test-asan test-leaks soak check bench native clean help
 
 PYTHON ?= python3
 MINUTES ?= 1
@@ -10,13 +10,15 @@ help:
 	@echo "make demo    install, build libllama, and watch eight answers at once"
 	@echo "make test    install, and run the fast tests: two minutes"
 	@echo "make test-full         all tests: some five minutes on two cores"
+	@echo "make test-clients      openai, anthropic, openai-agents, pydantic-ai, langchain, LiteLLM"
+	@echo "make test-real         a real model: SmolLM2-135M-Instruct, 98 MB, fetched once"
 	@echo "make test-exhaustive   the full numbers of docs/reliability.md"
 	@echo "make test-asan   the suites of bindings and engine with sanitizers in libllama"
 	@echo "make test-leaks  a thousand requests under LeakSanitizer: nothing grows"
 	@echo "make soak    everything that callers do, for MINUTES=1, with injected faults"
 	@echo "make check   ruff and mypy --strict"
 	@echo "make bench   cllm beside the others, an hour; BENCH_ARGS=--quick: 10 minutes"
-	@echo "make clean   remove .venv, .venv-peers and build results (cached libraries stay)"
+	@echo "make clean   remove .venv, .venv-clients, .venv-peers and build results (cached libraries stay)"
 
 demo:
 	@PYTHON=$(PYTHON) tools/setup.sh server
@@ -30,7 +32,18 @@ test:
 # With the tests that take seconds each.
 test-full:
 	@PYTHON=$(PYTHON) tools/setup.sh dev
-	@.venv/bin/python -m pytest -q $(WORKERS) -m "not exhaustive" --timeout=300 $(PYTEST_ARGS)
+	@.venv/bin/python -m pytest -q $(WORKERS) -m "not exhaustive and not real" --timeout=300 $(PYTEST_ARGS)
+
+# In an environment of their own, with pinned versions.
+test-clients:
+	@PYTHON=$(PYTHON) tools/setup.sh clients
+	@.venv-clients/bin/python -m pytest -q tests/clients $(PYTEST_ARGS)
+
+# Fetches the model into the cache directory, once.
+test-real:
+	@PYTHON=$(PYTHON) tools/setup.sh dev
+	@.venv/bin/python -m tools.real_model
+	@.venv/bin/python -m pytest -q -m real --timeout=300 $(PYTEST_ARGS)
 
 # What both leave out: the full numbers of docs/reliability.md.
 test-exhaustive:
@@ -70,4 +83,4 @@ native:
 	@PYTHON=$(PYTHON) ./build_llama.sh
 
 clean:
-	rm -rf .venv .venv-peers build dist *.egg-info cllm/_native .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-clients .venv-peers build dist *.egg-info cllm/_native .mypy_cache .ruff_cache .pytest_cache .hypothesis

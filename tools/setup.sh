@@ -3,11 +3,12 @@
 #
 #   tools/setup.sh server    what every command of `cllm` needs
 #   tools/setup.sh dev       and what the tests and the linters need
+#   tools/setup.sh clients   in .venv-clients: the clients that have to work unchanged
 #
 # Idempotent: the second run only looks at a stamp and asks build_llama.sh, which has its own.
 set -euo pipefail
 
-extra=${1:?usage: tools/setup.sh server|dev}
+extra=${1:?usage: tools/setup.sh server|dev|clients}
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 
@@ -30,12 +31,14 @@ fi
 
 # The stamp of `dev` serves `server` too.
 wanted=$(cat pyproject.toml setup.py | sha256sum | cut -c1-16)
-installed() { [ "$(cat ".venv/.installed-$1" 2>/dev/null)" = "$wanted" ] && [ -x .venv/bin/cllm ]; }
+venv=.venv
+[ "$extra" = clients ] && venv=.venv-clients
+installed() { [ "$(cat "$venv/.installed-$1" 2>/dev/null)" = "$wanted" ] && [ -x "$venv/bin/cllm" ]; }
 if ! installed dev && ! installed "$extra"; then
-    echo "installing cllm[$extra] into .venv"
-    [ -x .venv/bin/python ] || "$python" -m venv .venv
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[$extra]"
-    echo "$wanted" >".venv/.installed-$extra"
+    echo "installing cllm[$extra] into $venv"
+    [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".[$extra]"
+    echo "$wanted" >"$venv/.installed-$extra"
 fi
 
-PYTHON=.venv/bin/python ./build_llama.sh
+PYTHON=$venv/bin/python ./build_llama.sh
