@@ -42,7 +42,7 @@ PENALTIES: dict[str, Any] = {
 # Company changes a logit by a hundredth; no seed here draws a token so near to the next.
 # Submitted together, in this order.  The first three do not fit side by side to their ends.
 REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "greedy": (HEAD, {"temperature": 0.0, "ignore_eos": True, "max_tokens": 26}),
+    "greedy": (HEAD + "No", {"temperature": 0.0, "ignore_eos": True, "max_tokens": 26}),
     "seeded": ("In a small town in the north there was " * 2, {**EVERY_SAMPLER, "max_tokens": 26}),
     "penalized": ("Two and two make four, and the cat sat. " * 2, {**PENALTIES, "max_tokens": 20}),
     "numbers": ("Count: ", {"grammar": NUMBERS, "temperature": 0.0}),

@@ -27,6 +27,8 @@ METHODS: dict[str, Callable[[Engine], Any]] = {
     "generate": lambda engine: engine.generate("1+1="),
     "generate_all": lambda engine: engine.generate_all(["1+1="]),
     "chat": lambda engine: engine.chat(CHAT),
+    "render_chat": lambda engine: engine.render_chat(CHAT),
+    "template_abilities": lambda engine: engine.template_abilities(),
     "score": lambda engine: engine.score("1+1=", "2"),
     "tokenize": lambda engine: engine.tokenize("1+1="),
     "detokenize": lambda engine: engine.detokenize([97]),
