@@ -6,7 +6,7 @@ under a temporary name first, and is the same to the byte whenever it is written
 carries `GENERATOR`, which rises with every change here that changes a file.
 
     python -m tools.make_model tiny-llama --type Q8_0        # prints the path
-    python -m tools.make_model qwen3-0.6b --type Q4_K_M      # after ./build_llama.sh --tools
+    python -m tools.make_model qwen3-0.6b --type Q4_K_M      # after ./build_llama.sh
 
 The tiny models share one vocabulary (`tiny_vocabulary`).  The others have Qwen2's, read from the
 llama.cpp source that ./build_llama.sh keeps.  Logits are finite, about normal, and depend on all
@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import subprocess
 import sys
 import tempfile
 import zlib
@@ -32,6 +31,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
+from cllm.errors import CllmError
 from tools.tiny_vocabulary import CHAT_TEMPLATE, add_vocabulary
 
 __all__ = (
@@ -48,11 +48,10 @@ GENERATOR = 1
 SEED = 20261120
 UNIT = 32  # elements per block of Q8_0 and Q4_0, and what `Noise` is cut into
 N_WINDOW_TINY = 16
-QUANTIZE_TOOL = Path(__file__).resolve().parents[1] / "cllm" / "_native" / "bin" / "llama-quantize"
 VOCABULARY_NAME = "ggml-vocab-qwen2.gguf"
 
 Metadata = Mapping[str, int | float | list[int]]
-FileType = Literal["F16", "Q8_0", "Q4_0", "Q4_K_M"]
+FileType = Literal["F16", "Q8_0", "Q4_0", "Q4_K_M", "Q6_K"]
 SIMPLE_TYPES: tuple[FileType, ...] = ("F16", "Q8_0", "Q4_0")
 
 # Tensors and their dimensions in ggml's order, as `load_arch_tensors` in llama.cpp/src/models has.
@@ -173,6 +172,10 @@ MODELS: dict[str, Model] = {
     "tiny-llama": Model("the plain case", "llama", _TINY, _UNTIED, (_LLAMA,) * 2),
     "tiny-qwen3": Model(
         "the architecture of qwen3-0.6b", "qwen3", _TINY, _UNTIED, (_QWEN3,) * 2, _QWEN3_KEYS),
+    "qwen3-wide": Model(
+        "layers as wide as Qwen3-0.6B's: K-quants and every kernel of theirs",
+        "qwen3", Shape(1024, 3072, 16, 8, 128, 260, 2048), _UNTIED, (_QWEN3,) * 2, _QWEN3_KEYS,
+        (*SIMPLE_TYPES, "Q4_K_M", "Q6_K")),
     "tiny-swa": Model(
         f"gemma3: a window of {N_WINDOW_TINY} tokens in the first of two layers",
         "gemma3", _TINY, _UNTIED, (_GEMMA3,) * 2, _SWA_KEYS),
@@ -293,7 +296,7 @@ def _write(path: Path, name: str, file_type: FileType, vocab: Path | None) -> No
         writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{file_type}"])
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         _add_metadata(writer, model)
-        if name.startswith("tiny-"):
+        if model.shape.n_vocab == _TINY.n_vocab:
             add_vocabulary(writer)
             writer.add_token_type_count(1)  # bert's kind of token types; it does not load without
             writer.add_chat_template(CHAT_TEMPLATE)
@@ -313,14 +316,13 @@ def _write(path: Path, name: str, file_type: FileType, vocab: Path | None) -> No
 
 
 def _quantize(source: Path, path: Path, file_type: FileType) -> None:
-    """Write `path` from the F16 model `source` with llama.cpp's own tool."""
-    if not QUANTIZE_TOOL.is_file():
-        raise MakeModelError(f"no {QUANTIZE_TOOL}: run ./build_llama.sh --tools")
-    command = [str(QUANTIZE_TOOL), str(source), str(path), file_type]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
-    if done.returncode != 0:
-        last = done.stdout.decode(errors="replace").strip().rpartition("\n")[2]
-        raise MakeModelError(f"{QUANTIZE_TOOL.name}: exit {done.returncode}: {last}")
+    """Write `path` from the F16 model `source`, as llama.cpp does it."""
+    from cllm.bindings import quantize  # not before it is needed: it needs the library
+
+    try:
+        quantize(source, path, file_type)
+    except CllmError as error:
+        raise MakeModelError(str(error)) from error
 
 
 def ensure(
@@ -332,7 +334,7 @@ def ensure(
 ) -> Path:
     """Path of a model, which is made first unless it is there.
 
-    Q4_K_M is quantized from F16, which is made and kept as well.  `vocab` is a GGUF file with
+    The K-quants are written from F16, which is made and kept as well.  `vocab` is a GGUF file with
     Qwen2's vocabulary, by default the one of llama.cpp's source; tiny models need none.
 
     Raises
@@ -364,7 +366,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("name", nargs="?", help="a name that --list shows")
-    parser.add_argument("--type", default="F16", help="F16 (default), Q8_0, Q4_0 or Q4_K_M")
+    parser.add_argument("--type", default="F16", help="F16 (default), Q8_0, Q4_0, Q4_K_M or Q6_K")
     parser.add_argument("--output", type=Path, metavar="DIR", help="instead of the cache directory")
     parser.add_argument("--vocab", type=Path, metavar="PATH", help=f"a {VOCABULARY_NAME}")
     parser.add_argument("--list", action="store_true", help="show what can be made")

@@ -9,6 +9,7 @@ from cllm.bindings._library import find_library, library
 from cllm.bindings.batch import Batch, Run
 from cllm.bindings.context import Context, Logits, system_info
 from cllm.bindings.model import LoraAdapter, Model
+from cllm.bindings.quantization import quantize
 from cllm.bindings.sampler import CANDIDATE, Candidates, Grammar, SamplerChain
 from cllm.bindings.vocabulary import Vocabulary
 
@@ -28,5 +29,6 @@ __all__ = (
     "find_library",
     "fork_generation",
     "library",
+    "quantize",
     "system_info",
 )

@@ -149,6 +149,24 @@ class LazyMode(IntEnum):
     ON = 2
 
 
+class FileType(IntEnum):
+    """`enum llama_ftype`: what `quantize` writes."""
+
+    F16 = 1
+    Q4_0 = 2
+    Q4_1 = 3
+    Q8_0 = 7
+    Q5_0 = 8
+    Q5_1 = 9
+    Q2_K = 10
+    Q3_K_M = 12
+    Q4_K_S = 14
+    Q4_K_M = 15
+    Q5_K_M = 17
+    Q6_K = 18
+    BF16 = 32
+
+
 class ContextType(IntEnum):
     """`enum llama_context_type`."""
 
@@ -168,6 +186,7 @@ C_PREFIX: dict[type[IntEnum] | type[IntFlag], tuple[str, str]] = {
     SplitMode: ("llama_split_mode", "LLAMA_SPLIT_MODE_"),
     LoadMode: ("llama_load_mode", "LLAMA_LOAD_MODE_"),
     LazyMode: ("llama_lazy_mode", "LLAMA_LAZY_MODE_"),
+    FileType: ("llama_ftype", "LLAMA_FTYPE_MOSTLY_"),
     ContextType: ("llama_context_type", "LLAMA_CONTEXT_TYPE_"),
 }
 
@@ -264,6 +283,23 @@ struct llama_context_params {
     size_t n_samplers;
     struct llama_context * ctx_other;
 };
+struct llama_model_quantize_params {
+    int32_t nthread;
+    enum llama_ftype ftype;
+    enum ggml_type output_tensor_type;
+    enum ggml_type token_embedding_type;
+    bool allow_requantize;
+    bool quantize_output_tensor;
+    bool only_copy;
+    bool pure;
+    bool keep_split;
+    bool dry_run;
+    const struct llama_model_imatrix_data * imatrix;
+    const struct llama_model_kv_override * kv_overrides;
+    const struct llama_model_tensor_override * tt_overrides;
+    const int32_t * prune_layers;
+    size_t max_buf_size;
+};
 struct llama_logit_bias {
     llama_token token;
     float bias;
@@ -283,6 +319,7 @@ const char * llama_version(void);
 struct llama_model_params llama_model_default_params(void);
 struct llama_context_params llama_context_default_params(void);
 struct llama_sampler_chain_params llama_sampler_chain_default_params(void);
+struct llama_model_quantize_params llama_model_quantize_default_params(void);
 void llama_backend_init(void);
 struct llama_model * llama_model_load_from_file(const char * path_model, struct llama_model_params params);
 void llama_model_free(struct llama_model * model);
@@ -318,6 +355,7 @@ bool llama_model_has_decoder(const struct llama_model * model);
 bool llama_model_is_recurrent(const struct llama_model * model);
 bool llama_model_is_hybrid(const struct llama_model * model);
 bool llama_model_is_diffusion(const struct llama_model * model);
+uint32_t llama_model_quantize(const char * fname_inp, const char * fname_out, const struct llama_model_quantize_params * params);
 struct llama_adapter_lora * llama_adapter_lora_init(struct llama_model * model, const char * path_lora);
 void llama_adapter_lora_free(struct llama_adapter_lora * adapter);
 int32_t llama_set_adapters_lora(struct llama_context * ctx, struct llama_adapter_lora ** adapters, size_t n_adapters, float * scales);
@@ -389,7 +427,7 @@ RELEASES_GIL = frozenset({
     "llama_backend_init", "llama_model_load_from_file", "llama_model_free",
     "llama_init_from_model", "llama_free", "llama_adapter_lora_init", "llama_memory_clear",
     "llama_state_seq_get_size", "llama_state_seq_get_data", "llama_state_seq_set_data",
-    "llama_decode", "llama_synchronize", "llama_tokenize", "llama_detokenize",
+    "llama_model_quantize", "llama_decode", "llama_synchronize", "llama_tokenize", "llama_detokenize",
     "llama_chat_apply_template", "llama_sampler_sample", "llama_sampler_init_grammar",
     "llama_sampler_init_dry",
 })  # fmt: skip

@@ -1,0 +1,52 @@
+"""Write a model in another data type."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+from cllm.bindings import _llama_h as h
+from cllm.bindings._library import forward_log, library
+from cllm.bindings.model import check_model_file
+from cllm.checks import MAX_THREADS, check_int
+from cllm.errors import InvalidArgumentError, LlamaCallError
+
+
+def quantize(source: str | Path, target: str | Path, file_type: str, *, n_threads: int = 2) -> None:
+    """Write a model of F32, F16 or BF16 weights in another data type.
+
+    Parameters
+    ----------
+    source, target : str or Path
+        GGUF files; `target` is written over.
+    file_type : str
+        F16, BF16, Q8_0, Q6_K, Q5_K_M, Q5_1, Q5_0, Q4_K_M, Q4_K_S, Q4_1, Q4_0, Q3_K_M or Q2_K; as
+        llama-quantize, some tensors of the mixed ones get more bits.
+    n_threads : int
+
+    Raises
+    ------
+    InvalidArgumentError
+        No such type.
+    ModelLoadError
+        `source` is no GGUF file.
+    LlamaCallError
+        llama.cpp says why it could not.
+
+    Notes
+    -----
+    See `llama_model_quantize` in llama.h.  Releases the GIL for as long as it takes.
+    """
+    if file_type not in h.FileType.__members__:
+        raise InvalidArgumentError("file_type", file_type, ", ".join(h.FileType.__members__))
+    check_model_file(str(source))
+    lib = library()
+    params = lib.llama_model_quantize_default_params()
+    params.ftype = h.FileType[file_type]
+    params.nthread = check_int("n_threads", n_threads, 1, MAX_THREADS)
+    forward_log()
+    code = lib.llama_model_quantize(os.fsencode(source), os.fsencode(target), ctypes.byref(params))
+    reason = forward_log()
+    if code != 0:
+        raise LlamaCallError("llama_model_quantize", int(code), reason or "no reason given")
