@@ -36,6 +36,9 @@ class Model(NativeHandle):
         Layers to offload; -1 means all that fit.
     use_mmap, use_mlock, check_tensors : bool
         Map the file, lock it in memory, look for NaN and infinities in the weights.
+    use_extra_bufts : bool
+        Let the CPU backend rearrange weights for faster products of many rows; the logits of a row
+        then depend on how many are computed with it.
     vocab_only : bool
         Load the vocabulary alone; such a model can have no context.
     on_progress : callable, optional
@@ -61,6 +64,7 @@ class Model(NativeHandle):
         use_mmap: bool = True,
         use_mlock: bool = False,
         check_tensors: bool = False,
+        use_extra_bufts: bool = True,
         vocab_only: bool = False,
         on_progress: Callable[[float], bool | None] | None = None,
     ) -> None:
@@ -72,6 +76,7 @@ class Model(NativeHandle):
         params.n_gpu_layers = check_int("n_gpu_layers", n_gpu_layers, -1, INT32_MAX)
         params.load_mode = _LOAD_MODE[bool(use_mmap), bool(use_mlock)]
         params.check_tensors = bool(check_tensors)
+        params.use_extra_bufts = bool(use_extra_bufts)
         params.vocab_only = bool(vocab_only)
         params.progress_callback = progress.callback
         forward_log()

@@ -117,7 +117,17 @@ class EngineFlags:
     ] = None
     kv_unified: Annotated[
         bool | None,
-        _engine("One KV buffer for all requests; on by default.", "--kv-unified/--no-kv-unified"),
+        _engine(
+            "One KV buffer for all requests; by default, but for --deterministic.",
+            "--kv-unified/--no-kv-unified",
+        ),
+    ] = None
+    deterministic: Annotated[
+        bool | None,
+        _engine(
+            "The same tokens for the same request, to the bit, whatever runs beside it. CPU only.",
+            "--deterministic/--no-deterministic",
+        ),
     ] = None
     flash_attn: Annotated[
         bool | None, _engine("By default llama.cpp decides.", "--flash-attn/--no-flash-attn")

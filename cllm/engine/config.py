@@ -14,6 +14,7 @@ from cllm.checks import MAX_THREADS, check_bool, check_float, check_int
 from cllm.errors import InvalidArgumentError
 
 N_SEQ_IDS = 256  # LLAMA_MAX_SEQ: all that libllama has
+AUTO: Final = "auto"
 N_CACHED_IDS = 16  # of the prefix cache, at the most
 
 UNSEEN: Final = "unseen"
@@ -30,8 +31,9 @@ class EngineOptions(TypedDict, total=False):
     n_threads: int | None
     n_threads_batch: int | None
     n_gpu_layers: int
-    kv_unified: bool
+    kv_unified: bool | Literal["auto"]
     flash_attn: bool | None
+    deterministic: bool
     type_k: str
     type_v: str
     use_mmap: bool
@@ -78,12 +80,19 @@ class EngineConfig:
         Compute threads for one row and for many; None: the physical cores this process may use.
     n_gpu_layers : int
         Layers on the GPU; -1 means all that fit.
-    kv_unified : bool
-        One KV buffer for all sequences; False gives each its own share of `n_ctx`.
+    kv_unified : bool or "auto"
+        One KV buffer for all sequences; False gives each its own share of `n_ctx`, which
+        `deterministic` needs.  "auto": False if `deterministic`.
     flash_attn : bool, optional
         None lets llama.cpp decide.
+    deterministic : bool
+        Tokens and log probabilities of a request depend on the request alone, to the bit: not on
+        the others in its batch, on chunks, prefix cache, preemption or threads.  CPU only, and
+        slower (docs/determinism.md).  Loading a model ends with a test of it, and is refused where
+        that fails.
     type_k, type_v : str
         Data type of the KV cache: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0 or iq4_nl.
+        With `deterministic`, f16 becomes bf16.
     use_mmap, use_mlock, check_tensors : bool
         Map the file, lock it in memory, look for NaN in the weights.
     max_queue : int
@@ -140,8 +149,9 @@ class EngineConfig:
     n_threads: int | None = None
     n_threads_batch: int | None = None
     n_gpu_layers: int = -1
-    kv_unified: bool = True
+    kv_unified: bool | Literal["auto"] = AUTO
     flash_attn: bool | None = None
+    deterministic: bool = False
     type_k: str = "f16"
     type_v: str = "f16"
     use_mmap: bool = True
@@ -190,8 +200,14 @@ class EngineConfig:
         if self.target_itl_ms is not None:
             check_float("target_itl_ms", self.target_itl_ms, 0.1, 1e6)
         check_int("n_gpu_layers", self.n_gpu_layers, -1, 2**31 - 1)
-        for field in ("kv_unified", "use_mmap", "use_mlock", "check_tensors", "model_sampling"):
+        for field in (
+            "use_mmap", "use_mlock", "check_tensors", "model_sampling", "deterministic",
+        ):  # fmt: skip
             check_bool(field, getattr(self, field))
+        if self.kv_unified != AUTO and not isinstance(self.kv_unified, bool):
+            raise InvalidArgumentError("kv_unified", self.kv_unified, f"True, False or {AUTO!r}")
+        if self.deterministic:
+            self._check_deterministic()
         if self.flash_attn is not None:
             check_bool("flash_attn", self.flash_attn)
         check_int("max_queue", self.max_queue, 0, 1 << 20)
@@ -205,6 +221,23 @@ class EngineConfig:
         _check_loras(self.lora)
         if self.chat_template is not None and not is_jinja(self.chat_template):
             _check_path("chat_template", self.chat_template)
+
+    def _check_deterministic(self) -> None:
+        """What it cannot be had with."""
+        n_rows = 2 * self.n_seq_max
+        for field, is_wrong, limit in (
+            ("kv_unified", self.kv_unified is True, f"False or {AUTO!r} with deterministic"),
+            ("flash_attn", self.flash_attn is False, "True or None with deterministic"),
+            ("type_k", self.type_k == "f32", "bf16 or a quantized type with deterministic"),
+            ("type_v", self.type_v == "f32", "bf16 or a quantized type with deterministic"),
+            (
+                "n_ubatch",
+                self.n_ubatch < n_rows,
+                f"at least 2 x n_seq_max ({n_rows}) with deterministic",
+            ),
+        ):
+            if is_wrong:
+                raise InvalidArgumentError(field, getattr(self, field), limit)
 
     def to_json(self) -> str:
         """All fields, for another process: `EngineConfig(**json.loads(text))` takes them back."""
@@ -233,13 +266,28 @@ class EngineConfig:
             raise InvalidArgumentError("chat_template", str(given), limit) from None
 
     @property
+    def is_kv_unified(self) -> bool:
+        """`kv_unified`, "auto" replaced."""
+        return not self.deterministic if self.kv_unified == AUTO else bool(self.kv_unified)
+
+    @property
+    def kv_types(self) -> tuple[str, str]:
+        """`(type_k, type_v)` as they are used."""
+        types = self.type_k, self.type_v
+        if self.deterministic:
+            # Of f16 and f32, llama.cpp's attention takes rows by tiles from 64 on, and splits a
+            # single one between threads.
+            types = tuple("bf16" if t == "f16" else t for t in types)  # type: ignore[assignment]
+        return types
+
+    @property
     def n_seq_ids(self) -> int:
         """seq_ids of the context: the running sequences' and the prefix cache's own.
 
         In the per-sequence layout each would cost its share of `n_ctx`: there the prefix cache
         lives in seq_ids that no running sequence needs.
         """
-        if not self.prefix_cache or not self.kv_unified:
+        if not self.prefix_cache or not self.is_kv_unified:
             return self.n_seq_max
         return min(self.n_seq_max + min(self.n_seq_max, N_CACHED_IDS), N_SEQ_IDS)
 

@@ -144,7 +144,7 @@ class FakeEngine(Engine):
             n_ctx=max(self.config.n_ctx or N_CTX_TRAIN, n_seq_ids),
             n_seq_max=n_seq_ids,
             n_batch=self.config.n_batch,
-            kv_unified=self.config.kv_unified,
+            kv_unified=self.config.is_kv_unified,
             faults=faults,
             poison=poison,
             call_faults=call_faults,

@@ -70,8 +70,11 @@ for name, low, high in (
     for n in (low - 1, high + 1):
         refuse_setting("1.2 other integers", f"{low} to {high}", **{name: n})
     refuse_setting("1.2 other integers", "an integer", **{name: 1.5})
-for name in ("kv_unified", "use_mmap", "use_mlock", "check_tensors", "prefix_cache", "flash_attn"):
+for name in (
+    "use_mmap", "use_mlock", "check_tensors", "prefix_cache", "flash_attn", "deterministic",
+):  # fmt: skip
     refuse_setting("1.2 other integers", "True or False", **{name: "yes"})
+refuse_setting("1.2 other integers", "True, False or 'auto'", kv_unified="yes")
 for name in ("target_itl_ms", "stall_timeout_s"):
     refuse_setting(ROPE, "finite", **{name: NAN})
     refuse_setting(ROPE, "a number", **{name: "1"})

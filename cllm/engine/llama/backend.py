@@ -12,6 +12,7 @@ from cllm.engine.config import EngineConfig
 from cllm.engine.constraints.compiler import ConstraintCompiler
 from cllm.engine.core.kv_cache import KVCache
 from cllm.engine.llama.decoder import LlamaDecoder, make_context
+from cllm.engine.llama.determinism import deterministic_decoder
 from cllm.engine.llama.preflight import Preflight
 from cllm.engine.llama.sampler import SamplerFactory
 from cllm.engine.request import ModelInfo
@@ -58,11 +59,13 @@ class LlamaBackend:
                 use_mmap=config.use_mmap,
                 use_mlock=config.use_mlock,
                 check_tensors=config.check_tensors,
+                use_extra_bufts=not config.deterministic,
                 on_progress=lambda _: not self._is_stopping,
             )
         )
         loras = [(owned.enter_context(LoraAdapter(model, p)), scale) for p, scale in config.lora]
-        decoder = LlamaDecoder(lambda: make_context(model, config, loras), n_batch=config.n_batch)
+        make_decoder = deterministic_decoder if config.deterministic else _plain_decoder
+        decoder = make_decoder(model, lambda: make_context(model, config, loras), config.n_batch)
         owned.callback(self._close, decoder)
         self._decoder = decoder
         if self._is_stopping:
@@ -71,15 +74,15 @@ class LlamaBackend:
         kv_cache = KVCache(
             n_cells=context.n_ctx,
             n_seq_ids=context.n_seq_max,
-            n_ctx_seq=context.n_ctx_seq,
-            kv_unified=config.kv_unified,
+            n_ctx_seq=decoder.n_ctx_seq,
+            kv_unified=config.is_kv_unified,
             has_pos_min=not (model.has_state or model.n_swa),
             is_windowed=bool(model.n_swa) and not model.has_state,
         )
         make_sampler = SamplerFactory(model, kv_cache.n_ctx_seq)
         owned.callback(make_sampler.close)
         loaded = Loaded(
-            model=_model_info(model, context, config),
+            model=_model_info(model, kv_cache.n_ctx_seq, config),
             vocabulary=model.vocab,
             decoder=decoder,
             kv_cache=kv_cache,
@@ -107,6 +110,10 @@ class LlamaBackend:
         """See `Backend`."""
         n_threads = self._config.compute_threads[1]
         return ConstraintCompiler(check_serving, workers, n_threads=n_threads)
+
+
+def _plain_decoder(model: Model, make_context: Callable[[], Context], n_batch: int) -> LlamaDecoder:
+    return LlamaDecoder(make_context, n_batch)
 
 
 # What a model's file may say of sampling, and what that is called here.
@@ -142,7 +149,7 @@ def sampling_of(metadata_value: Callable[[str], str | None]) -> SamplingOptions:
     return cast(SamplingOptions, found)
 
 
-def _model_info(model: Model, context: Context, config: EngineConfig) -> ModelInfo:
+def _model_info(model: Model, n_ctx_seq: int, config: EngineConfig) -> ModelInfo:
     template = config.read_chat_template()
     return ModelInfo(
         path=model.path,
@@ -157,6 +164,6 @@ def _model_info(model: Model, context: Context, config: EngineConfig) -> ModelIn
         n_layer=model.n_layer,
         chat_template=model.chat_template() if template is None else template,
         tool_chat_template=model.chat_template("tool_use") if template is None else None,
-        n_ctx=context.n_ctx_seq,
+        n_ctx=n_ctx_seq,
         sampling=sampling_of(model.metadata_value) if config.model_sampling else {},
     )

@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 from cllm.bindings import Batch, Context, LoraAdapter, Model
 from cllm.engine.config import EngineConfig
 
+# Rows, and output rows, that a `PaddedDecoder` may add for each sequence.
+N_PADDING_ROWS = 2
+
 
 class LlamaDecoder:
     """A `Decoder` over a context and one batch.
@@ -25,6 +28,8 @@ class LlamaDecoder:
     ----------
     context : Context
         The present one.
+    n_ctx_seq : int
+        Positions that a sequence may have.
     """
 
     def __init__(self, make_context: Callable[[], Context], n_batch: int) -> None:
@@ -36,6 +41,7 @@ class LlamaDecoder:
     def _open(self) -> None:
         self.context = context = self._make_context()
         self.n_outputs_max, self.n_vocab = context.n_outputs_max, context.n_vocab
+        self.n_ctx_seq = context.n_ctx_seq
         self.allow()
         self._batch = Batch(context.n_batch)
 
@@ -112,18 +118,21 @@ def make_context(
     # llama.cpp aborts unless a batch and the cache have room for a row of every seq_id.
     # Recurrent memory costs a state for each seq_id, and shares none.
     n_seq_ids = config.n_seq_max if model.has_state else config.n_seq_ids
+    n_padding = N_PADDING_ROWS * n_seq_ids if config.deterministic else 0
+    type_k, type_v = config.kv_types
     context = Context(
         model,
         n_ctx=max(config.n_ctx, n_seq_ids) if config.n_ctx else 0,
-        n_batch=max(config.n_batch, n_seq_ids),
+        n_batch=max(config.n_batch, n_seq_ids) + n_padding,
         n_ubatch=config.n_ubatch,
         n_seq_max=n_seq_ids,
+        n_outputs_max=n_seq_ids + n_padding,
         n_threads=n_threads,
         n_threads_batch=n_threads_batch,
-        kv_unified=config.kv_unified,
-        flash_attn=config.flash_attn,
-        type_k=config.type_k,
-        type_v=config.type_v,
+        kv_unified=config.is_kv_unified,
+        flash_attn=True if config.deterministic else config.flash_attn,
+        type_k=type_k,
+        type_v=type_v,
         # A shared cell is never used again, though the window of every holder has passed it: the
         # small cache of the window alone would fill up.
         swa_full=config.prefix_cache,

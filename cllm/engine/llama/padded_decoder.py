@@ -1,0 +1,92 @@
+"""A decoder that computes no row alone, for models whose weights are F16 or F32.
+
+llama.cpp multiplies such weights with one row otherwise than with many (`llamafile_sgemm` refuses
+n < 2), so the logits of a row would depend on whether it had company.  Where it would have none, a
+row of padding is added behind each sequence, and removed after the decode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cllm.bindings import Context
+from cllm.engine.llama.decoder import N_PADDING_ROWS, LlamaDecoder
+from cllm.errors import LlamaCallError
+
+PADDING = 0  # a token; every vocabulary has it
+
+
+class Rows(NamedTuple):
+    """Consecutive rows of one sequence, the last `n_outputs` of them output rows."""
+
+    seq_id: int
+    tokens: list[int]
+    p0: int
+    n_outputs: int
+
+
+class PaddedDecoder(LlamaDecoder):
+    """A `LlamaDecoder` in the per-sequence layout.
+
+    llama.cpp cuts a batch into physical ones of neighbouring seq_ids with as many rows of each
+    (`llama_batch_allocr::split_equal`), and computes the ends of the model for output rows alone.
+    With a padding row behind each sequence, which is an output row, and another output row before
+    its own, every row and every output row has at least one neighbour, however it is cut.
+    """
+
+    def __init__(self, make_context: Callable[[], Context], n_batch: int) -> None:
+        self._added: list[Rows] = []
+        self._n_outputs = 0
+        super().__init__(make_context, n_batch)
+
+    def _open(self) -> None:
+        super()._open()
+        self.n_outputs_max -= N_PADDING_ROWS * self.context.n_seq_max
+        self.n_ctx_seq -= 1  # the last one is for padding
+
+    def clear(self) -> None:
+        """Forget the rows added so far."""
+        self._added.clear()
+        self._n_outputs = 0
+
+    def add(self, seq_id: int, tokens: list[int], p0: int, *, n_outputs: int) -> range:
+        """Add rows."""
+        self._added.append(Rows(seq_id, tokens, p0, n_outputs))
+        first, self._n_outputs = self._n_outputs, self._n_outputs + n_outputs
+        return range(first, self._n_outputs)
+
+    def decode(self) -> NDArray[np.float32]:
+        """Compute the batch, and more rows if some would be alone; see `Decoder`."""
+        super().clear()
+        if not has_lone_rows(self._added):
+            for rows in self._added:
+                super().add(rows.seq_id, rows.tokens, rows.p0, n_outputs=rows.n_outputs)
+            return super().decode()
+        wanted: list[int] = []
+        for seq_id, tokens, p0, n_outputs in self._added:
+            n_asked = min(n_outputs + 1, len(tokens)) if n_outputs else 0
+            outputs = super().add(seq_id, tokens, p0, n_outputs=n_asked)
+            wanted += outputs[n_asked - n_outputs :]
+            super().add(seq_id, [PADDING], p0 + len(tokens), n_outputs=1)
+        try:
+            logits = super().decode()
+        finally:
+            for seq_id, tokens, p0, _ in self._added:
+                self._remove_padding(seq_id, p0 + len(tokens))
+        return logits[wanted]
+
+    def _remove_padding(self, seq_id: int, p0: int) -> None:
+        if not self.context.seq_rm(seq_id, p0):
+            raise LlamaCallError("llama_memory_seq_rm", 0, f"seq_id {seq_id} keeps its padding")
+
+
+def has_lone_rows(added: Sequence[Rows]) -> bool:
+    """Whether some row, or output row, may be computed alone."""
+    if any(len(rows.tokens) != 1 or rows.n_outputs != 1 for rows in added):
+        return True
+    seq_ids = {rows.seq_id for rows in added}
+    return any(i - 1 not in seq_ids and i + 1 not in seq_ids for i in seq_ids)
