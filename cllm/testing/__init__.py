@@ -16,6 +16,7 @@ from cllm.testing.records import (
     assert_no_drift,
 )
 from cllm.testing.replay import Difference, Replay, replay
+from cllm.testing.reproducibility import assert_reproducible
 from cllm.testing.schedules import Schedule, ScheduleError, random_schedule
 from cllm.testing.simulation import SimulationFailure, SimulationReport, simulate
 from cllm.testing.simulator import Simulator
@@ -67,6 +68,7 @@ __all__ = [
     "assert_books_agree",
     "assert_isolated",
     "assert_no_drift",
+    "assert_reproducible",
     "burst",
     "cancel_storm",
     "check_decoder",

@@ -1,0 +1,156 @@
+"""Random schedules on deterministic engines: every answer is that of the request alone, to the bit.
+
+    python -m tests.reliability.determinism [--schedules 200] [MODEL/TYPE ...]
+
+Each engine has settings of its own: seq_ids, rows of a tick, chunks, threads, prefix cache, swapping.
+Each schedule is a random order of arrivals, cancellations and readers who come late.  Without
+`deterministic` the same is counted, not required.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from cllm import Completion, Engine, InvalidArgumentError, SamplingParams
+from cllm.testing.load_calls import Call, make_calls
+from cllm.testing.reproducibility import Round, difference
+from tools import make_model, real_model
+
+MODELS = (
+    "embedded", "SmolLM2",
+    *(f"qwen3-wide/{t}" for t in ("F16", "Q8_0", "Q4_0", "Q4_K_M", "Q6_K")),
+)  # fmt: skip
+N_SCHEDULES = 200
+N_SCHEDULES_EACH = 5  # of one engine
+N_REQUESTS, N_OUTPUT = 7, 12
+N_CTX_SEQ = 512
+SAMPLINGS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.8, "seed": 3},
+    {"temperature": 1.2, "seed": 4, "top_p": 0.9, "min_p": 0.01},
+    {"temperature": 0.7, "seed": 5, "repeat_penalty": 1.2, "dry_multiplier": 0.5},
+    {"mirostat": 2, "seed": 6},
+)
+
+
+@dataclasses.dataclass
+class Tally:
+    """What came of one model: requests that were compared, those that differed, preemptions."""
+
+    n_compared: int = 0
+    n_differing: int = 0
+    n_preemptions: int = 0
+    n_cached_tokens: int = 0
+    examples: list[str] = dataclasses.field(default_factory=list)
+
+
+def model_path(name: str) -> Path | None:
+    """The file of a model; None for the embedded one."""
+    if name == "embedded":
+        return None
+    if name == "SmolLM2":
+        return real_model.fetch()
+    model, _, file_type = name.partition("/")
+    return make_model.ensure(model, file_type)  # type: ignore[arg-type]
+
+
+def drawn_options(choose: random.Random) -> dict[str, Any]:
+    """The settings of one engine."""
+    n_seq_max = choose.choice([1, 2, 3, 5])
+    return {
+        "n_seq_max": n_seq_max,
+        "n_ctx": N_CTX_SEQ * n_seq_max,
+        "n_batch": choose.choice([7, 16, 100, 512]),
+        "n_prefill_chunk": choose.choice([7, 60, 128, 512]),
+        "n_threads": choose.choice([1, 2]),
+        "prefix_cache": choose.random() < 0.7,
+        "swap_tokens": choose.choice([0, None]),
+        "stream_buffer": choose.choice([1, 64]),
+    }
+
+
+def drawn_calls(engine: Engine, choose: random.Random, n_vocab: int) -> list[Call]:
+    """Requests whose prompts share heads, of any length up to 300 tokens."""
+    head = [choose.randrange(3, n_vocab) for _ in range(300)]
+    calls = []
+    for _ in range(N_REQUESTS):
+        n_shared, n_own = choose.choice([0, 1, 63, 64, 200]), choose.choice([1, 2, 9, 90])
+        prompt = [*head[:n_shared], *(choose.randrange(3, n_vocab) for _ in range(n_own))]
+        params = SamplingParams(
+            max_tokens=choose.choice([1, N_OUTPUT]), logprobs=2, ignore_eos=True,
+            **choose.choice(SAMPLINGS),
+        )  # fmt: skip
+        calls += make_calls(engine, [prompt], params, {})
+    return calls
+
+
+async def alone(path: Path | None, calls: list[Call], *, deterministic: bool) -> list[Completion]:
+    """Each request on an engine that serves one at a time and keeps nothing."""
+    options: dict[str, Any] = {"n_seq_max": 1, "n_ctx": N_CTX_SEQ, "prefix_cache": False}
+    async with Engine(path, deterministic=deterministic, **options) as engine:
+        return [await engine.generate(call.prompt, call.params) for call in calls]
+
+
+async def examine(name: str, n_schedules: int, *, deterministic: bool = True) -> Tally:
+    """All schedules of a model."""
+    tally, path = Tally(), model_path(name)
+    layout: dict[str, Any] = {} if deterministic else {"kv_unified": True}
+    for first in range(0, n_schedules, N_SCHEDULES_EACH):
+        choose = random.Random(f"{name} {first}")
+        options = drawn_options(choose)
+        async with Engine(path, deterministic=deterministic, **layout, **options) as engine:
+            assert engine.model is not None
+            calls = drawn_calls(engine, choose, engine.model.n_vocab)
+            expected = await alone(path, calls, deterministic=deterministic)
+            for number in range(first, min(first + N_SCHEDULES_EACH, n_schedules)):
+                found = await Round(engine, calls, random.Random(f"{name} {number}")).run()
+                for index, completion in found.items():
+                    said = difference(completion, expected[index])
+                    tally.n_compared += 1
+                    tally.n_differing += bool(said)
+                    if said:
+                        tally.examples.append(f"schedule {number}, {options}: {said}")
+            statistics = engine.statistics()
+            assert statistics.n_discrepancies == 0
+            tally.n_preemptions += statistics.n_preemptions
+            tally.n_cached_tokens += statistics.n_cached_tokens
+    return tally
+
+
+def main() -> int:
+    """Run the command line; 1 if some answer was another."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("models", nargs="*", default=list(MODELS), metavar="MODEL/TYPE")
+    parser.add_argument("--schedules", type=int, default=N_SCHEDULES)
+    parser.add_argument("--without", action="store_true", help="count without deterministic")
+    given = parser.parse_args()
+    n_wrong = 0
+    for name in given.models:
+        try:
+            tally = anyio.run(_examine, name, given.schedules, not given.without)
+        except InvalidArgumentError as refused:
+            print(f"{name}: refused: {refused}", flush=True)
+            continue
+        print(
+            f"{name}: {given.schedules} schedules, {tally.n_compared} answers, "
+            f"{tally.n_differing} not those of alone; {tally.n_preemptions} preemptions, "
+            f"{tally.n_cached_tokens} tokens from the prefix cache",
+            *tally.examples[:2], sep="\n    ", flush=True,
+        )  # fmt: skip
+        n_wrong += tally.n_differing
+    return int(n_wrong > 0 and not given.without)
+
+
+async def _examine(name: str, n_schedules: int, deterministic: bool) -> Tally:
+    return await examine(name, n_schedules, deterministic=deterministic)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
