@@ -68,6 +68,8 @@ class GenerationRequest:
         Control tokens that are text in this output.
     thinking : Thinking or None
         What its constraint begins after, and how long that may take.
+    fingerprint : str
+        Of the engine; see `Completion`.
     """
 
     request_id: str
@@ -82,6 +84,7 @@ class GenerationRequest:
     constraint: CompiledConstraint | None = None
     spelled: Mapping[int, bytes] = field(default_factory=dict)
     thinking: Thinking | None = None
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +226,9 @@ class Completion:
         Of a chat: what the model thought.
     tool_calls : tuple of ToolCall
         Of a chat.
+    fingerprint : str
+        Of model, library, CPU features and settings: while it is the same, a `deterministic` engine
+        gives the same answer to the same request.
     """
 
     request_id: str
@@ -237,6 +243,7 @@ class Completion:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
+    fingerprint: str = ""
 
     def as_message(self) -> dict[str, Any]:
         """The assistant's message, as OpenAI has it, for the next turn of a chat."""
@@ -312,6 +319,8 @@ class ModelInfo:
         Positions that one sequence can have in this engine.
     sampling : mapping
         Sampling fields that a request has where it says nothing.
+    fingerprint : str
+        What `Completion.fingerprint` is.
     """
 
     path: str
@@ -328,3 +337,4 @@ class ModelInfo:
     tool_chat_template: str | None
     n_ctx: int
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    fingerprint: str = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from cllm import Completion, FinishReason, TokenDelta, TokenLogprob, ToolCallDelta
 
@@ -37,9 +37,16 @@ def finish_reason_of(reason: FinishReason | None) -> str | None:
     return str(reason) if reason in (FinishReason.STOP, FinishReason.TOOL_CALLS) else "length"
 
 
+class Served(NamedTuple):
+    """What a reply says of the model: the name that clients know, and `Completion.fingerprint`."""
+
+    name: str
+    fingerprint: str
+
+
 class _Common:
     def __init__(
-        self, prefix: str, kind: str, request_id: str, model: str, *, n_choices: int
+        self, prefix: str, kind: str, request_id: str, model: Served, *, n_choices: int
     ) -> None:
         self.request_id = request_id
         self._n_choices = n_choices
@@ -47,7 +54,8 @@ class _Common:
             "id": f"{prefix}-{request_id}",
             "object": kind,
             "created": int(time.time()),
-            "model": model,
+            "model": model.name,
+            "system_fingerprint": model.fingerprint,
         }
 
     def usage_chunk(self, completions: Sequence[Completion]) -> dict[str, Any]:
@@ -83,7 +91,7 @@ class CompletionFormat(_Common):
     """
 
     def __init__(
-        self, request_id: str, model: str, echoes: Sequence[str], *, n_choices: int
+        self, request_id: str, model: Served, echoes: Sequence[str], *, n_choices: int
     ) -> None:
         super().__init__("cmpl", "text_completion", request_id, model, n_choices=n_choices)
         self._echoes = list(echoes)
@@ -136,7 +144,7 @@ class CompletionFormat(_Common):
 class ChatFormat(_Common):
     """`chat.completion`, and `chat.completion.chunk` for its parts."""
 
-    def __init__(self, request_id: str, model: str, *, n_choices: int) -> None:
+    def __init__(self, request_id: str, model: Served, *, n_choices: int) -> None:
         super().__init__("chatcmpl", "chat.completion", request_id, model, n_choices=n_choices)
         self._begun: set[int] = set()
 

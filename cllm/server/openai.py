@@ -86,7 +86,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     log_request(state, request_id, body.prompt)
     echoes = [await _echo(engine, prompt) if body.echo else "" for prompt in prompts]
     all_echoes = [echo for echo in echoes for _ in range(n)]
-    form = CompletionFormat(request_id, state.model_name, all_echoes, n_choices=n)
+    form = CompletionFormat(request_id, state.served, all_echoes, n_choices=n)
     observation = state.observation(request, "text_completion", params)
     return _answer(state, body, streams, form, observation)
 
@@ -116,7 +116,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
         return call.streams(engine, engine_id, n)
 
     log_request(state, request_id, body.messages)
-    form = ChatFormat(request_id, state.model_name, n_choices=n)
+    form = ChatFormat(request_id, state.served, n_choices=n)
     observation = state.observation(request, "chat", params)
     return _answer(state, body, streams, form, observation, prompt_field="messages")
 

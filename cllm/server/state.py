@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from cllm import Engine, SamplingParams
 from cllm.server.config import ServerConfig
+from cllm.server.formats import Served
 from cllm.server.metrics import Metrics
 from cllm.server.problems import shutting_down, unavailable
 from cllm.server.running import Observation
@@ -97,6 +98,12 @@ class ServerState:
         if self.config.model_name is not None:
             return self.config.model_name
         return self.serving.config.model_path.stem
+
+    @property
+    def served(self) -> Served:
+        """What replies say of the model."""
+        model = self.serving.model
+        return Served(self.model_name, "" if model is None else model.fingerprint)
 
     def observation(self, request: Request, operation: str, params: SamplingParams) -> Observation:
         """What is told of a request, which was asked for with these parameters."""

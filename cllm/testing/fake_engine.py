@@ -192,6 +192,7 @@ class _FakeBackend:
                 chat_template=CHAT_TEMPLATE if template is None else template,
                 tool_chat_template=None,
                 n_ctx=decoder.n_ctx_seq,
+                fingerprint="fake",
             ),
             vocabulary=vocabulary,
             decoder=decoder,

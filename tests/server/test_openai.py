@@ -106,6 +106,14 @@ def test_a_chat_streams(api: openai.OpenAI) -> None:
     assert last.finish_reason == "stop"
 
 
+def test_every_reply_and_chunk_has_the_fingerprint(api: openai.OpenAI) -> None:
+    whole = api.chat.completions.create(model=MODEL, messages=ASK, max_tokens=2)
+    assert whole.system_fingerprint is not None
+    assert whole.system_fingerprint.startswith("fp_")
+    chunks = api.completions.create(model=MODEL, prompt="1+1=", max_tokens=2, stream=True)
+    assert {chunk.system_fingerprint for chunk in chunks} == {whole.system_fingerprint}
+
+
 def test_usage_comes_in_a_chunk_of_its_own_if_wanted(api: openai.OpenAI) -> None:
     options: Any = {"stream": True, "stream_options": {"include_usage": True}}
     text = list(api.completions.create(model=MODEL, prompt="1+1=", temperature=0, **options))

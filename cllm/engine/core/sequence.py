@@ -214,6 +214,7 @@ class Sequence:
             stop_reason=stop_reason,
             usage=Usage(n_prompt=self.n_prompt, n_cached=self.n_cached, n_output=self.n_output),
             timings=self._timings(now),
+            fingerprint=self.request.fingerprint,
             logprobs=None if self.request.params.logprobs is None else tuple(self._logprobs),
             prompt_logprobs=(
                 None

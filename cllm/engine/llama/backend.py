@@ -13,7 +13,8 @@ from cllm.engine.constraints.compiler import ConstraintCompiler
 from cllm.engine.core.kv_cache import KVCache
 from cllm.engine.llama.decoder import LlamaDecoder, make_context
 from cllm.engine.llama.determinism import deterministic_decoder
-from cllm.engine.llama.preflight import Preflight
+from cllm.engine.llama.fingerprint import fingerprint
+from cllm.engine.llama.preflight import Preflight, model_files
 from cllm.engine.llama.sampler import SamplerFactory
 from cllm.engine.request import ModelInfo
 from cllm.engine.sampling.logprobs import LogprobReader
@@ -166,4 +167,5 @@ def _model_info(model: Model, n_ctx_seq: int, config: EngineConfig) -> ModelInfo
         tool_chat_template=model.chat_template("tool_use") if template is None else None,
         n_ctx=n_ctx_seq,
         sampling=sampling_of(model.metadata_value) if config.model_sampling else {},
+        fingerprint=fingerprint(model_files(config), config, n_ctx_seq),
     )

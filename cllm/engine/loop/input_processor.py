@@ -124,6 +124,7 @@ class InputProcessor:
         deadline = None if call.timeout is None else submitted_at + call.timeout
         if scope.cancelled_caught:  # without its constraint, it must not compute a token
             deadline = submitted_at
+        model = self._dispatcher.model
         request = GenerationRequest(
             request_id=call.request_id,
             serial=self._n_serial,
@@ -137,6 +138,7 @@ class InputProcessor:
             constraint=constraint,
             spelled={} if answer is None else answer.spelled,
             thinking=_thinking_of(answer, call.params, constraint),
+            fingerprint="" if model is None else model.fingerprint,
         )
         # The ids of calls are nobody else's, even where a gateway gives all requests one id.
         seed = f"{call.request_id}:{secrets.token_hex(8)}"

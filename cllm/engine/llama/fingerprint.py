@@ -1,0 +1,69 @@
+"""A short name for all that answers depend on besides the request: model, library, settings."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from cllm.bindings import find_library, system_info
+from cllm.engine.config import EngineConfig
+
+BLOCK = 4096
+N_BLOCKS = 256  # of a file, evenly spaced: reading it all would take minutes
+
+SETTINGS = (
+    "rope_scaling", "rope_freq_base", "rope_freq_scale", "yarn_ext_factor", "yarn_attn_factor",
+    "yarn_beta_fast", "yarn_beta_slow", "yarn_orig_ctx", "deterministic", "kv_types",
+)  # fmt: skip
+# What decides about batches, on which answers depend unless the engine is deterministic.
+BATCH_SETTINGS = (
+    "n_seq_max", "n_batch", "n_ubatch", "compute_threads", "n_gpu_layers", "is_kv_unified",
+    "flash_attn", "prefix_cache", "prefix_cache_tokens", "swap_tokens", "n_prefill_chunk",
+    "target_itl_ms",
+)  # fmt: skip
+
+
+def fingerprint(files: list[Path], config: EngineConfig, n_ctx_seq: int) -> str:
+    """The same wherever the same request gives the same answer on a deterministic engine.
+
+    Parameters
+    ----------
+    files : list of Path
+        Of the model and its adapters: their sizes and blocks of them count, not their names.
+    n_ctx_seq : int
+        Positions that a sequence may have: an output may end there.
+    """
+    names = SETTINGS if config.deterministic else (*SETTINGS, *BATCH_SETTINGS)
+    _, build = find_library()
+    values = {
+        "settings": {name: getattr(config, name) for name in names},
+        "scales": [scale for _, scale in config.lora],
+        "n_ctx_seq": n_ctx_seq,
+        "build": build,
+        "cpu": system_info(),
+        "cllm": _version(),
+    }
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode())
+    for path in files:
+        for block in _blocks(path):
+            digest.update(block)
+    return f"fp_{digest.hexdigest()[:16]}"
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    n_bytes = path.stat().st_size
+    yield n_bytes.to_bytes(8, "little")
+    with path.open("rb") as file:
+        for i in range(N_BLOCKS):
+            file.seek(max(0, n_bytes - BLOCK) * i // (N_BLOCKS - 1))
+            yield file.read(BLOCK)
+
+
+def _version() -> str:
+    try:
+        return version("cllm")
+    except PackageNotFoundError:
+        return ""
