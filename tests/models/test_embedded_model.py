@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import pytest
 
-from cllm import Engine, FinishReason, SamplingOptions
+from cllm import Engine, SamplingOptions
 from cllm.bindings import Model
 from cllm.engine.config import EMBEDDED_MODEL
 from tests.conftest import QUIET
@@ -85,8 +85,9 @@ MAX_WRONG = {"repeat": 2, "reverse": 1, "count": 2}
 
 
 async def n_wrong(engine: Engine, questions: list[tuple[str, str]]) -> int:
-    completions = await engine.generate_all([prompt for prompt, _ in questions], **GREEDY)
-    assert {c.finish_reason for c in completions} <= {FinishReason.STOP}
+    """One that does not end is wrong, too."""
+    prompts = [prompt for prompt, _ in questions]
+    completions = await engine.generate_all(prompts, temperature=0.0, max_tokens=300)
     return sum(c.text != answer for c, (_, answer) in zip(completions, questions, strict=True))
 
 
