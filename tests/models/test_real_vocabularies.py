@@ -299,7 +299,7 @@ async def opened(vocab: object, prompt: str | tuple[int, ...], gate: QueueGate) 
         found.append(request.strips_space)
 
     dispatcher = SimpleNamespace(
-        model=SimpleNamespace(n_ctx_train=10**6, n_ctx=64),
+        model=SimpleNamespace(n_ctx_train=10**6, n_ctx=64, fingerprint="fp"),
         is_open=lambda request_id: False,
         submit=submit,
     )
