@@ -12,6 +12,7 @@ import json
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -69,7 +70,11 @@ def main() -> None:
     parser.add_argument("--deterministic", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.measure:
-        print(json.dumps(anyio.run(_measured, given.measure, given.deterministic)))
+        print(
+            json.dumps(
+                anyio.run(partial(measured, given.measure, deterministic=given.deterministic))
+            )
+        )
         return
     print(f"{machine()}; deterministic / default, median of {N_TURNS} turns (least, most)")
     for name in given.models:
@@ -84,10 +89,6 @@ def main() -> None:
             ratios = sorted(exact[case] / plain[case] for plain, exact in turns)
             shown.append(f"{case} {median(ratios):.2f} ({ratios[0]:.2f}, {ratios[-1]:.2f})")
         print(f"{name}: {'; '.join(shown)}", flush=True)
-
-
-async def _measured(path: Path, deterministic: bool) -> dict[str, float]:
-    return await measured(path, deterministic=deterministic)
 
 
 if __name__ == "__main__":

@@ -273,12 +273,13 @@ class EngineConfig:
     @property
     def kv_types(self) -> tuple[str, str]:
         """`(type_k, type_v)` as they are used."""
-        types = self.type_k, self.type_v
-        if self.deterministic:
-            # Of f16 and f32, llama.cpp's attention takes rows by tiles from 64 on, and splits a
-            # single one between threads.
-            types = tuple("bf16" if t == "f16" else t for t in types)  # type: ignore[assignment]
-        return types
+
+        # Of f16 and f32, llama.cpp's attention takes rows by tiles from 64 on, and splits a single
+        # one between threads.
+        def used(type_kv: str) -> str:
+            return "bf16" if self.deterministic and type_kv == "f16" else type_kv
+
+        return used(self.type_k), used(self.type_v)
 
     @property
     def n_seq_ids(self) -> int:

@@ -101,6 +101,28 @@ def _tokens(completion: Completion) -> list[tuple[int, float]]:
     ]
 
 
+class DeltaClock:
+    """Deltas of all requests together as the time of a schedule: real time would not repeat."""
+
+    def __init__(self) -> None:
+        self.n_deltas = self._n_streaming = 0
+        self._changed = anyio.Event()
+
+    async def wait(self, n_deltas: int) -> None:
+        """Until so many deltas have come, or nobody is there whose deltas could come."""
+        await anyio.lowlevel.checkpoint()
+        # Without asking again and again: the inference thread would wait for the GIL at every call.
+        while self.n_deltas < n_deltas and self._n_streaming:
+            await self._changed.wait()
+
+    def count(self, *, n_deltas: int = 0, n_streaming: int = 0) -> None:
+        """So many deltas have come, and so many streams, which are being read."""
+        self.n_deltas += n_deltas
+        self._n_streaming += n_streaming
+        self._changed.set()
+        self._changed = anyio.Event()
+
+
 class Round:
     """All requests once, each in a task of its own, at moments that are drawn."""
 
@@ -111,8 +133,7 @@ class Round:
         self._plans = [
             (draw.choice(ARRIVALS), draw.choice(CANCELS), draw.choice(STALLS)) for _ in calls
         ]
-        self._n_deltas = self._n_streaming = 0
-        self._changed = anyio.Event()
+        self._clock = DeltaClock()
         self._completions: dict[int, Completion] = {}
 
     async def run(self) -> dict[int, Completion]:
@@ -122,36 +143,24 @@ class Round:
                 tasks.start_soon(self._run_one, index)
         return self._completions
 
-    async def _wait(self, n_deltas: int) -> None:
-        """Until so many deltas have come, or nobody is there whose deltas could come."""
-        await anyio.lowlevel.checkpoint()
-        while self._n_deltas < n_deltas and self._n_streaming:
-            await self._changed.wait()
-
-    def _count(self, *, n_deltas: int = 0, n_streaming: int = 0) -> None:
-        self._n_deltas += n_deltas
-        self._n_streaming += n_streaming
-        self._changed.set()
-        self._changed = anyio.Event()
-
     async def _run_one(self, index: int) -> None:
-        call = self._calls[index]
+        call, clock = self._calls[index], self._clock
         arrives_after, cancelled_after, stalls_after = self._plans[index]
-        await self._wait(arrives_after)
-        self._count(n_streaming=1)
+        await clock.wait(arrives_after)
+        clock.count(n_streaming=1)
         async with self._engine.stream(call.prompt, call.params) as stream:
             n_read = 0
             while n_read != cancelled_after:
                 if n_read == stalls_after:
-                    self._count(n_streaming=-1)
-                    await self._wait(self._n_deltas + N_STALLED)
-                    self._count(n_streaming=1)
+                    clock.count(n_streaming=-1)
+                    await clock.wait(clock.n_deltas + N_STALLED)
+                    clock.count(n_streaming=1)
                 try:
                     await stream.__anext__()
                 except StopAsyncIteration:
                     break
                 n_read += 1
-                self._count(n_deltas=1)
+                clock.count(n_deltas=1)
             await stream.cancel()
             self._completions[index] = await stream.completion()
-        self._count(n_streaming=-1)
+        clock.count(n_streaming=-1)

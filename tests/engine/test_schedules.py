@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
-import anyio.lowlevel
 import pytest
 
 from cllm import Completion, Engine, FinishReason, SamplingOptions
+from cllm.testing.reproducibility import DeltaClock
 from tests.conftest import QUIET
 
 pytestmark = [pytest.mark.anyio, pytest.mark.full]
@@ -58,9 +58,7 @@ class Schedule:
     number: int
     requests: list[Planned] = field(default_factory=list)
     completions: dict[int, Completion] = field(default_factory=dict)
-    n_deltas: int = 0
-    n_reading: int = 0
-    changed: anyio.Event = field(default_factory=anyio.Event)
+    clock: DeltaClock = field(default_factory=DeltaClock)
 
     def __post_init__(self) -> None:
         choose = random.Random(self.number)
@@ -82,42 +80,29 @@ class Schedule:
             for index in range(len(self.requests)):
                 tasks.start_soon(self._run_one, engine, index)
 
-    async def _wait(self, n_deltas: int) -> None:
-        """Until the schedule has seen so many deltas, or nobody is there to make them."""
-        await anyio.lowlevel.checkpoint()
-        # Without asking again and again: the inference thread would wait for the GIL at every call.
-        while self.n_deltas < n_deltas and self.n_reading:
-            await self.changed.wait()
-
-    def _count(self, *, n_deltas: int = 0, n_reading: int = 0) -> None:
-        self.n_deltas += n_deltas
-        self.n_reading += n_reading
-        self.changed.set()
-        self.changed = anyio.Event()
-
     async def _run_one(self, engine: Engine, index: int) -> None:
-        planned = self.requests[index]
-        await self._wait(planned.arrives_after)
+        planned, clock = self.requests[index], self.clock
+        await clock.wait(planned.arrives_after)
         stream = engine.stream(
             planned.prompt, max_tokens=planned.max_tokens, priority=planned.priority, temperature=0
         )
-        self._count(n_reading=1)
+        clock.count(n_streaming=1)
         async with stream:
             n_read = 0
             while n_read != planned.cancelled_after:
                 if n_read == planned.stops_reading_after:
-                    self._count(n_reading=-1)
-                    await self._wait(self.n_deltas + 30)
-                    self._count(n_reading=1)
+                    clock.count(n_streaming=-1)
+                    await clock.wait(clock.n_deltas + 30)
+                    clock.count(n_streaming=1)
                 try:
                     await stream.__anext__()
                 except StopAsyncIteration:
                     break
                 n_read += 1
-                self._count(n_deltas=1)
+                clock.count(n_deltas=1)
             await stream.cancel()
             self.completions[index] = await stream.completion()
-        self._count(n_reading=-1)
+        clock.count(n_streaming=-1)
 
     def check(self, oracle: dict[str, tuple[int, ...]]) -> None:
         """Who ended by itself gave what it gives alone; the others the beginning of it."""

@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import random
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,9 @@ def main() -> int:
     n_wrong = 0
     for name in given.models:
         try:
-            tally = anyio.run(_examine, name, given.schedules, not given.without)
+            tally = anyio.run(
+                partial(examine, name, given.schedules, deterministic=not given.without)
+            )
         except InvalidArgumentError as refused:
             print(f"{name}: refused: {refused}", flush=True)
             continue
@@ -146,10 +149,6 @@ def main() -> int:
         )  # fmt: skip
         n_wrong += tally.n_differing
     return int(n_wrong > 0 and not given.without)
-
-
-async def _examine(name: str, n_schedules: int, deterministic: bool) -> Tally:
-    return await examine(name, n_schedules, deterministic=deterministic)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ class LlamaBackend:
     def load(self, owned: ExitStack) -> Loaded:
         """See `Backend`; freed in reverse order: context, adapters, model."""
         config = self._config
-        config.read_chat_template()  # before a file is loaded for minutes
+        template = config.read_chat_template()  # before a file is loaded for minutes
         self.preflight.run()
         path = config.model_path
         if config.model is None and not path.is_file():
@@ -65,8 +65,14 @@ class LlamaBackend:
             )
         )
         loras = [(owned.enter_context(LoraAdapter(model, p)), scale) for p, scale in config.lora]
-        make_decoder = deterministic_decoder if config.deterministic else _plain_decoder
-        decoder = make_decoder(model, lambda: make_context(model, config, loras), config.n_batch)
+
+        def make() -> Context:
+            return make_context(model, config, loras)
+
+        if config.deterministic:
+            decoder = deterministic_decoder(model, make, config.n_batch)
+        else:
+            decoder = LlamaDecoder(make, config.n_batch)
         owned.callback(self._close, decoder)
         self._decoder = decoder
         if self._is_stopping:
@@ -83,7 +89,7 @@ class LlamaBackend:
         make_sampler = SamplerFactory(model, kv_cache.n_ctx_seq)
         owned.callback(make_sampler.close)
         loaded = Loaded(
-            model=_model_info(model, kv_cache.n_ctx_seq, config),
+            model=_model_info(model, kv_cache.n_ctx_seq, config, template),
             vocabulary=model.vocab,
             decoder=decoder,
             kv_cache=kv_cache,
@@ -111,10 +117,6 @@ class LlamaBackend:
         """See `Backend`."""
         n_threads = self._config.compute_threads[1]
         return ConstraintCompiler(check_serving, workers, n_threads=n_threads)
-
-
-def _plain_decoder(model: Model, make_context: Callable[[], Context], n_batch: int) -> LlamaDecoder:
-    return LlamaDecoder(make_context, n_batch)
 
 
 # What a model's file may say of sampling, and what that is called here.
@@ -150,8 +152,9 @@ def sampling_of(metadata_value: Callable[[str], str | None]) -> SamplingOptions:
     return cast(SamplingOptions, found)
 
 
-def _model_info(model: Model, n_ctx_seq: int, config: EngineConfig) -> ModelInfo:
-    template = config.read_chat_template()
+def _model_info(
+    model: Model, n_ctx_seq: int, config: EngineConfig, template: str | None
+) -> ModelInfo:
     return ModelInfo(
         path=model.path,
         name=model.metadata_value("general.name") or "",
