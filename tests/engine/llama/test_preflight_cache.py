@@ -12,8 +12,9 @@ import pytest
 
 from cllm import Engine, EngineConfig, ModelLoadError
 from cllm.engine.llama import preflight, preflight_cache
+from cllm.engine.llama.cache_directory import cache_file
 from cllm.engine.llama.preflight import Preflight
-from cllm.engine.llama.preflight_cache import are_seen, fingerprints, registry_path, remember
+from cllm.engine.llama.preflight_cache import FILE, are_seen, fingerprints, remember
 from tests.conftest import QUIET
 
 pytestmark = pytest.mark.full
@@ -112,13 +113,13 @@ REGISTRIES = {
 
 @pytest.mark.parametrize("name", REGISTRIES)
 def test_a_registry_that_is_damaged_is_empty_and_is_replaced(name: str, model: Path) -> None:
-    registry_path().parent.mkdir(parents=True)
-    registry_path().write_bytes(REGISTRIES[name])
+    cache_file(FILE).parent.mkdir(parents=True)
+    cache_file(FILE).write_bytes(REGISTRIES[name])
     files = fingerprints([model], "a")
     assert not are_seen(files)
     remember(files)
     assert are_seen(files)
-    assert isinstance(json.loads(registry_path().read_text()), dict)
+    assert isinstance(json.loads(cache_file(FILE).read_text()), dict)
 
 
 def a_file_in_place_of(path: Path) -> None:
@@ -136,11 +137,11 @@ def test_a_registry_that_cannot_be_written_is_left_and_leaves_nothing(
         case "its directory":
             a_file_in_place_of(cache / "cllm")
         case _:
-            registry_path().mkdir(parents=True)
+            cache_file(FILE).mkdir(parents=True)
     files = fingerprints([model], "a")
     remember(files)
     assert not are_seen(files)
-    assert [path.name for path in cache.glob("cllm/*")] in ([], [registry_path().name])
+    assert [path.name for path in cache.glob("cllm/*")] in ([], [cache_file(FILE).name])
 
 
 def test_without_a_home_nothing_is_remembered(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +161,7 @@ def test_a_relative_cache_directory_counts_as_none(
     monkeypatch.setenv("HOME", str(tmp_path))
     for value in ("", "relative"):
         monkeypatch.setenv("XDG_CACHE_HOME", value)
-        assert registry_path() == tmp_path / ".cache" / "cllm" / "seen_models.json"
+        assert cache_file(FILE) == tmp_path / ".cache" / "cllm" / "seen_models.json"
 
 
 # --- The engine ------------------------------------------------------------------------------
@@ -228,12 +229,12 @@ async def test_true_tries_every_time_and_keeps_no_registry(
     model: Path, tried: list[str], anyio_backend: str
 ) -> None:
     await enter(model)
-    registry_path().unlink()
+    cache_file(FILE).unlink()
     for _ in range(2):
         await enter(model, preflight=True)
     await enter(None, preflight=True)
     assert len(tried) == 4
-    assert not registry_path().exists()
+    assert not cache_file(FILE).exists()
 
 
 @pytest.mark.anyio

@@ -1,0 +1,52 @@
+"""Small JSON files in the cache directory: what was learned here, and may be lost.
+
+A file that cannot be read is empty, and one that cannot be written stays as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def cache_file(name: str) -> Path:
+    """A file of this name, in the directory that `build_llama.sh` uses too.  It may not exist yet.
+
+    Raises
+    ------
+    RuntimeError
+        Nobody says where the home directory is.
+    """
+    # An empty or relative XDG_CACHE_HOME counts as unset (XDG base directory specification).
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    base = base if base.is_absolute() else Path.home() / ".cache"
+    return base / "cllm" / name
+
+
+def read_cached(name: str) -> dict[str, object]:
+    """The object in a file; empty if there is none that can be read."""
+    try:
+        known = json.loads(cache_file(name).read_bytes())
+    except (OSError, ValueError, RuntimeError):  # RecursionError, of what is nested, is the last
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def write_cached(name: str, values: Mapping[str, object]) -> None:
+    """Replace a file.
+
+    Raises
+    ------
+    OSError, RuntimeError
+        It stays as it was.
+    """
+    file = cache_file(name)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    # Another process may read meanwhile: it finds the old file, or the new one.
+    with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.stem}-") as directory:
+        written = Path(directory) / file.name
+        written.write_text(json.dumps(values, indent=1))
+        written.replace(file)
