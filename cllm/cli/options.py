@@ -129,6 +129,14 @@ class EngineFlags:
             "--deterministic/--no-deterministic",
         ),
     ] = None
+    speculation: Annotated[
+        str | None,
+        _engine(
+            'Guess tokens, and compute the guesses with the token they follow: "ngram", or the '
+            "file of a smaller model with the same vocabulary.",
+            "--speculation",
+        ),
+    ] = None
     flash_attn: Annotated[
         bool | None, _engine("By default llama.cpp decides.", "--flash-attn/--no-flash-attn")
     ] = None

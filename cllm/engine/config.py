@@ -15,6 +15,7 @@ from cllm.errors import InvalidArgumentError
 
 N_SEQ_IDS = 256  # LLAMA_MAX_SEQ: all that libllama has
 AUTO: Final = "auto"
+NGRAM: Final = "ngram"
 N_CACHED_IDS = 16  # of the prefix cache, at the most
 
 UNSEEN: Final = "unseen"
@@ -34,6 +35,7 @@ class EngineOptions(TypedDict, total=False):
     kv_unified: bool | Literal["auto"]
     flash_attn: bool | None
     deterministic: bool
+    speculation: str | Path | None
     type_k: str
     type_v: str
     use_mmap: bool
@@ -90,6 +92,11 @@ class EngineConfig:
         the others in its batch, on chunks, prefix cache, preemption or threads.  CPU only, and
         slower (docs/determinism.md).  Loading a model ends with a test of it, and is refused where
         that fails.
+    speculation : "ngram", str or Path, optional
+        Guess tokens and compute the guesses with the token they follow, as many as are worth their
+        time: the answers stay what they were, and may come sooner.  "ngram": from the tokens of the
+        request itself.  A path: by a smaller model with the same vocabulary, a GGUF file.  What a
+        JSON schema or an expression forces is guessed with either.
     type_k, type_v : str
         Data type of the KV cache: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0 or iq4_nl.
         With `deterministic`, f16 becomes bf16.
@@ -152,6 +159,7 @@ class EngineConfig:
     kv_unified: bool | Literal["auto"] = AUTO
     flash_attn: bool | None = None
     deterministic: bool = False
+    speculation: str | Path | None = None
     type_k: str = "f16"
     type_v: str = "f16"
     use_mmap: bool = True
@@ -213,7 +221,7 @@ class EngineConfig:
         check_int("max_queue", self.max_queue, 0, 1 << 20)
         check_int("stream_buffer", self.stream_buffer, 1, 1 << 20)
         check_float("stall_timeout_s", self.stall_timeout_s, 0.001, 1e6)
-        for field in ("model", "tick_log"):
+        for field in ("model", "tick_log", "speculation"):
             if (path := getattr(self, field)) is not None:
                 _check_path(field, path)
         if self.preflight != UNSEEN and not isinstance(self.preflight, bool):
@@ -247,6 +255,12 @@ class EngineConfig:
     def model_path(self) -> Path:
         """The file to load."""
         return EMBEDDED_MODEL if self.model is None else Path(self.model)
+
+    @property
+    def draft_model(self) -> Path | None:
+        """The file of the model that drafts."""
+        given = self.speculation
+        return None if given is None or given == NGRAM else Path(given)
 
     def read_chat_template(self) -> str | None:
         """The chat template that is used in place of the model's; None for the model's.

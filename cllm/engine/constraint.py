@@ -42,6 +42,9 @@ class TokenConstraint(Protocol):
     def accept(self, token: int) -> None:
         """The output goes on with this token, which it allows."""
 
+    def forced(self) -> Sequence[int]:
+        """The next tokens, as far as it leaves no choice of the text; empty where it cannot say."""
+
     def close(self) -> None:
         """Free what it holds."""
 

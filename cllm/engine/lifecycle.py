@@ -115,6 +115,7 @@ class Lifecycle:
             stream_buffer=self.config.stream_buffer,
             constraints=backend.constraints(lambda: self._check_serving(draining=True), workers),
             workers=workers,
+            can_speculate=self.config.speculation is not None,
         )
         thread.start()
         parts = Parts(loop_guard, inbox, dispatcher, interrupter, thread, input_processor)

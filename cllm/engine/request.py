@@ -178,12 +178,24 @@ class TokenDelta:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one request: given, taken from a shared prefix, sampled; of the last, for reasoning."""
+    """Tokens of one request.
+
+    Attributes
+    ----------
+    n_prompt, n_cached : int
+        Given, and those of them that were taken from a shared prefix.
+    n_output, n_reasoning : int
+        Sampled, and those of them that are reasoning.
+    n_drafted, n_accepted : int
+        Computed as guesses of the output (speculation), and those of them that were right.
+    """
 
     n_prompt: int
     n_cached: int
     n_output: int
     n_reasoning: int = 0
+    n_drafted: int = 0
+    n_accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

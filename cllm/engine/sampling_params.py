@@ -79,6 +79,7 @@ class SamplingOptions(TypedDict, total=False):
     grammar: str | None
     json_schema: Mapping[str, object] | str | None
     regex: str | None
+    speculation: bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +192,7 @@ class SamplingParams:
     grammar: str | None = None
     json_schema: Mapping[str, object] | str | None = None
     regex: str | None = None
+    speculation: bool | None = None
 
     def __post_init__(self) -> None:
         error = InvalidRequestError
@@ -200,6 +202,8 @@ class SamplingParams:
         for name in FLOAT_RANGES:
             check_limits(name, getattr(self, name), error)
         check_bool("ignore_eos", self.ignore_eos, error)
+        if self.speculation is not None:
+            check_bool("speculation", self.speculation, error)
         for name, value in (
             ("stop", _stop_strings(self.stop)),
             ("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids)),

@@ -151,6 +151,7 @@ _TYPES: dict[str, Any] = {
     "stop": Text | Texts,
     "stop_token_ids": Annotated[Tokens, BeforeValidator(_check_stop_tokens)],
     "ignore_eos": Flag,
+    "speculation": Flag,
     "grammar": Text,
     "json_schema": Annotated[dict[str, Any] | Text, BeforeValidator(_check_schema)],
     "regex": Text,

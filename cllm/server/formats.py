@@ -65,14 +65,19 @@ class _Common:
         """Tokens of all choices; a prompt counts once, however many choices it has."""
         prompts = [one.usage for one in completions[:: self._n_choices]]
         n_prompt = sum(usage.n_prompt for usage in prompts)
-        n_output = sum(one.usage.n_output for one in completions)
+        outputs = [one.usage for one in completions]
+        n_output = sum(usage.n_output for usage in outputs)
         return {
             "prompt_tokens": n_prompt,
             "completion_tokens": n_output,
             "total_tokens": n_prompt + n_output,
             "prompt_tokens_details": {"cached_tokens": sum(usage.n_cached for usage in prompts)},
             "completion_tokens_details": {
-                "reasoning_tokens": sum(one.usage.n_reasoning for one in completions)
+                "reasoning_tokens": sum(usage.n_reasoning for usage in outputs),
+                "accepted_prediction_tokens": sum(usage.n_accepted for usage in outputs),
+                "rejected_prediction_tokens": sum(
+                    usage.n_drafted - usage.n_accepted for usage in outputs
+                ),
             },
         }
 

@@ -28,6 +28,8 @@ COUNTERS = {
     "prompt_tokens": ("n_prefill_tokens", "Prompt tokens computed"),
     "prompt_tokens_cached": ("n_cached_tokens", "Prompt tokens shared instead of computed"),
     "output_tokens": ("n_output_tokens", "Tokens sampled"),
+    "drafted_tokens": ("n_drafted_tokens", "Guesses of tokens that were computed"),
+    "accepted_tokens": ("n_accepted_tokens", "Guesses of tokens that were right"),
     "preemptions": ("n_preemptions", "Sequences sent back to the queue"),
     "swaps": ("n_swaps", "Preempted sequences whose cells were saved"),
     "evictions": ("n_evictions", "Cached prefixes given up"),

@@ -14,9 +14,11 @@ from typing import Any, Unpack
 
 from cllm import Engine, EngineConfig, InvalidArgumentError, SamplingParams
 from cllm.engine.chat.named_formats import DEFAULT_CALLS
-from cllm.engine.config import EngineOptions
+from cllm.engine.config import NGRAM, EngineOptions
 from cllm.engine.constraint import Mask
 from cllm.engine.core.kv_cache import KVCache
+from cllm.engine.core.ngram_drafter import NgramDrafter
+from cllm.engine.core.speculation import N_DRAFT_ROWS
 from cllm.engine.request import GenerationRequest, ModelInfo
 from cllm.engine.sampling.logprobs import LogprobReader
 from cllm.engine.sampling.row_scan import RowScan
@@ -145,6 +147,7 @@ class FakeEngine(Engine):
             n_seq_max=n_seq_ids,
             n_batch=self.config.n_batch,
             kv_unified=self.config.is_kv_unified,
+            n_outputs_max=n_seq_ids + (N_DRAFT_ROWS if self.config.speculation else 0),
             faults=faults,
             poison=poison,
             call_faults=call_faults,
@@ -205,6 +208,7 @@ class _FakeBackend:
             make_sampler=self._make_sampler,
             read_logprob=LogprobReader(vocabulary, decoder.n_vocab).read,
             n_prefill_chunk=self._config.n_batch,
+            drafter=NgramDrafter() if self._config.speculation == NGRAM else None,
         )
 
     def _make_sampler(self, request: GenerationRequest) -> _ScriptedSampler:

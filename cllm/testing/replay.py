@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ from numpy.typing import NDArray
 from cllm.engine.constraint import Mask
 from cllm.engine.core.engine_core import EngineCore
 from cllm.engine.core.messages import AddRequest
+from cllm.engine.core.scheduler import Chunk
+from cllm.engine.core.sequence import Sequence
+from cllm.engine.core.speculation import N_DRAFT_ROWS
 from cllm.engine.core.tick_log import describe_event
 from cllm.engine.request import GenerationRequest, TokenLogprob
 from cllm.engine.sampling.row_scan import RowScan
@@ -164,10 +167,12 @@ class _Script:
     def __init__(self, log: TickLogFile) -> None:
         self._times: deque[float] = deque()
         self.calls = _Calls(log.faults())
-        self.decoder = _ScriptedDecoder(log.config.n_batch, log.kv_cache.n_seq_ids, self.calls)
+        n_outputs_max = log.kv_cache.n_seq_ids + N_DRAFT_ROWS
+        self.decoder = _ScriptedDecoder(log.config.n_batch, n_outputs_max, self.calls)
         self._pieces = log.pieces()
         self._tokens = log.tokens()
         self._choices: deque[int | Exception] = deque()
+        self._drafts: deque[dict[int, tuple[int, ...]]] = deque()
         self.core = EngineCore(
             self.decoder,
             self,
@@ -176,12 +181,14 @@ class _Script:
             self._read_logprob,
             log.config,
             clock=self._clock,
+            speculation=self,
         )
 
     def begin(self, line: LogLine) -> None:
         """Lay out what a line needs."""
         self._times.extend(line.clock)
         self.decoder.positions.extend(line.positions)
+        self._drafts.extend(line.drafts)
         batches = line.command.batches if isinstance(line.command, Ticked) else ()
         self.decoder.script = deque(batches)
         self.decoder.decoded = []
@@ -229,6 +236,22 @@ class _Script:
         self.calls.count("is_eog")
         # A token whose piece could not be made has none in the log.
         return bool(self._pieces.get(token, (b"", False))[1])
+
+    # --- The drafts --------------------------------------------------------------------------
+    def extend(
+        self, chunks: list[Chunk], n_rows: int, n_outputs: int, target_s: float | None
+    ) -> list[Chunk]:
+        """See `Speculation`."""
+        drafts = self._drafts.popleft() if self._drafts else {}
+        return [
+            replace(chunk, drafts=drafts.get(chunk.sequence.slot.seq_id, ()))
+            if chunk.sequence.slot
+            else chunk
+            for chunk in chunks
+        ]
+
+    def observe(self, sequence: Sequence, n_drafted: int, n_accepted: int) -> None:
+        """See `Speculation`: they are not chosen by what is learned, but from the log."""
 
     # --- The samplers ------------------------------------------------------------------------
     def _make_sampler(self, request: GenerationRequest) -> _ScriptedSampler:

@@ -17,12 +17,26 @@ from cllm import EngineConfig
 from cllm.engine.core.engine_core import EngineCore
 from cllm.engine.core.kv_cache import KVCache
 from cllm.engine.core.messages import Finished, Progressed
+from cllm.engine.core.ngram_drafter import NgramDrafter
+from cllm.engine.core.row_cost import RowCost
+from cllm.engine.core.sequence import Sequence as RunningSequence
+from cllm.engine.core.speculation import N_DRAFT_ROWS, BudgetedSpeculation, Drafter
 from cllm.engine.request import FinishReason, GenerationRequest
 from cllm.engine.sampling.logprobs import LogprobReader
 from cllm.engine.sampling_params import SamplingParams
 from cllm.testing.expect import demand, expect
 from cllm.testing.fake_decoder import Answer, FakeDecoder, Fault, Latency, Poison
-from cllm.testing.reference import COMPLETED, VOCABULARY, CountingSampler, Outcome, alone, babble
+from cllm.testing.oracle_drafter import NextToken, OracleDrafter
+from cllm.testing.reference import (
+    COMPLETED,
+    END,
+    VOCABULARY,
+    CountingSampler,
+    Outcome,
+    alone,
+    babble,
+    shifted,
+)
 
 ABOUT_REQUESTS = (Progressed, Finished)
 
@@ -75,6 +89,8 @@ class Simulator:
         Whether `check` follows every tick.
     has_pos_min, is_windowed : bool
         As memory of recurrent models is not, and of models with a sliding window is.
+    draft_share : float, optional
+        Draft whenever there is room, so often right; None: as the configuration says.
 
     Attributes
     ----------
@@ -109,6 +125,7 @@ class Simulator:
         is_checked: bool = True,
         has_pos_min: bool = True,
         is_windowed: bool = False,
+        draft_share: float | None = None,
         **options: Any,
     ) -> None:
         self.config = EngineConfig(
@@ -116,11 +133,13 @@ class Simulator:
         )
         n_seq_ids = self.config.n_seq_ids
         self._clock = _Clock()
+        is_drafting = draft_share is not None or self.config.speculation is not None
         self.decoder = decoder_type(
             n_ctx=n_ctx,
             n_seq_max=n_seq_ids,
             n_batch=n_batch,
             kv_unified=kv_unified,
+            n_outputs_max=n_seq_ids + (N_DRAFT_ROWS if is_drafting else 0),
             answer=answer,
             faults=faults,
             call_faults=call_faults,
@@ -140,6 +159,11 @@ class Simulator:
         )
         self.samplers: list[CountingSampler] = []
         self._make_sampler = partial(_make_sampler, self.samplers)
+        self._drafter: Drafter | None = None
+        if draft_share is not None:
+            self._drafter = OracleDrafter(_next_token_of(answer), draft_share)
+        elif self.config.speculation is not None:
+            self._drafter = NgramDrafter()
         self.core = self._make_core()
         self.requests: dict[str, GenerationRequest] = {}
         self.stopped: set[str] = set()
@@ -149,6 +173,15 @@ class Simulator:
         self.finished: dict[str, Finished] = {}
 
     def _make_core(self) -> EngineCore:
+        row_cost, speculation = RowCost(), None
+        if self._drafter is not None:
+            speculation = BudgetedSpeculation(
+                self._drafter,
+                row_cost,
+                n_ctx_seq=self.kv_cache.n_ctx_seq,
+                stream_buffer=self.config.stream_buffer,
+                kv_unified=self.kv_cache.kv_unified,
+            )
         return EngineCore(
             self.decoder,
             VOCABULARY,
@@ -157,6 +190,8 @@ class Simulator:
             LogprobReader(VOCABULARY, self.decoder.n_vocab).read,
             self.config,
             clock=self._clock.read,
+            speculation=speculation,
+            row_cost=row_cost,
         )
 
     @property
@@ -333,6 +368,17 @@ class Simulator:
                 expect(actual.token_ids, beginning, f"beginning of the answer of {request_id}")
                 is_error = actual.reason is FinishReason.ERROR
                 expect(event.error is not None, is_error, f"whether {request_id} has an error")
+
+
+def _next_token_of(answer: Answer) -> NextToken:
+    def next_token(sequence: RunningSequence, tokens: list[int]) -> int | None:
+        token = answer(tokens)
+        if token == END:
+            return None
+        n_said = len(tokens) - sequence.n_prompt
+        return token if sequence.request.params.is_greedy else shifted(token, n_said)
+
+    return next_token
 
 
 def _make_sampler(

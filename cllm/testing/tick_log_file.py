@@ -58,7 +58,7 @@ class LogLine:
     ----------
     number : int
         In the file, from 1 on.
-    clock, positions, faults, pieces
+    clock, positions, faults, drafts, pieces
         What was read while it lasted; see `cllm.engine.core.tick_log`.
     """
 
@@ -67,6 +67,7 @@ class LogLine:
     clock: list[float]
     positions: list[int | None]
     faults: list[tuple[str, int, bool | str]]
+    drafts: list[dict[int, tuple[int, ...]]]
     pieces: dict[int, tuple[bytes, bool]]
 
 
@@ -168,7 +169,11 @@ def _line(number: int, values: dict[str, Any]) -> LogLine:
         int(token): (bytes.fromhex(piece), is_eog)
         for token, (piece, is_eog) in values.pop("pieces", {}).items()
     }
-    return LogLine(number, _entry(values), [*clock], [*positions], faults, pieces)
+    drafts = [
+        {int(seq_id): tuple(tokens) for seq_id, tokens in of_batch.items()}
+        for of_batch in values.pop("drafts", [])
+    ]
+    return LogLine(number, _entry(values), [*clock], [*positions], faults, drafts, pieces)
 
 
 def _entry(values: dict[str, Any]) -> Entry:

@@ -74,7 +74,9 @@ def test_json_has_a_line_for_each_prompt_with_all_there_is_to_know() -> None:
         "index", "prompt", "text", "finish_reason", "stop_reason", "usage", "timings",
     }  # fmt: skip
     assert (second["index"], second["text"], second["finish_reason"]) == (1, "2", "stop")
-    assert set(second["usage"]) == {"n_prompt", "n_cached", "n_output", "n_reasoning"}
+    assert set(second["usage"]) == {
+        "n_prompt", "n_cached", "n_output", "n_reasoning", "n_drafted", "n_accepted",
+    }  # fmt: skip
     assert (second["usage"]["n_prompt"], second["usage"]["n_output"]) == (5, 2)
     assert second["timings"]["ttft_s"] > 0
 

@@ -311,6 +311,7 @@ async def opened(vocab: object, prompt: str | tuple[int, ...], gate: QueueGate) 
         stream_buffer=64,
         constraints=ConstraintCompiler(lambda: cast(Vocabulary, vocab), workers, n_threads=1),
         workers=workers,
+        can_speculate=False,
     )
     try:
         await input_processor.open(RequestCall(prompt, SamplingParams(), 0, None, "r"))

@@ -12,7 +12,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from cllm import Engine, FinishReason
+from cllm import Engine, FinishReason, ModelLoadError
+from cllm.engine.config import EMBEDDED_MODEL
 from tests.conftest import QUIET
 from tools.real_model import MODEL
 
@@ -165,3 +166,25 @@ async def test_a_schema_begins_after_a_thought_that_has_a_budget() -> None:
         assert completion.reasoning
         assert completion.usage.n_reasoning <= 24 + 8  # and the marker's own tokens
         jsonschema.validate(json.loads(completion.text), PERSON)
+
+
+async def test_a_draft_model_with_other_tokens_is_refused() -> None:
+    with pytest.raises(ModelLoadError, match="cannot draft: it has 260 tokens, not 49152"):
+        async with Engine(MODEL, speculation=EMBEDDED_MODEL, n_ctx=512, n_seq_max=1, **QUIET):
+            pass
+
+
+@pytest.mark.usefixtures("free_rows")
+async def test_text_that_is_copied_is_the_same_in_fewer_ticks_with_speculation() -> None:
+    text = "The harbour master counts seven red boats, four blue ones, and a grey one at 6:45. "
+    chat = [{"role": "user", "content": f"Repeat this word for word: {2 * text}"}]
+    n_ticks, answers = [], []
+    for speculation in (None, "ngram"):
+        exact: dict[str, Any] = {"deterministic": True, "n_ctx": 2048, "n_seq_max": 2}
+        async with Engine(MODEL, speculation=speculation, **exact, **QUIET) as engine:
+            answers.append(await engine.chat(chat, temperature=0, max_tokens=100, logprobs=1))
+            n_ticks.append(engine.statistics().n_ticks)
+    assert answers[1].token_ids == answers[0].token_ids
+    assert answers[1].logprobs == answers[0].logprobs
+    assert answers[1].usage.n_accepted > 20
+    assert n_ticks[1] < 0.8 * n_ticks[0]

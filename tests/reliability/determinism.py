@@ -1,10 +1,11 @@
 """Random schedules on deterministic engines: every answer is that of the request alone, to the bit.
 
-    python -m tests.reliability.determinism [--schedules 200] [MODEL/TYPE ...]
+    python -m tests.reliability.determinism [--schedules 200] [--speculation SHARE] [MODEL/TYPE ...]
 
 Each engine has settings of its own: seq_ids, rows of a tick, chunks, threads, prefix cache, swapping.
-Each schedule is a random order of arrivals, cancellations and readers who come late.  Without
-`deterministic` the same is counted, not required.
+Each schedule is a random order of arrivals, cancellations and readers who come late.  With
+speculation, tokens are guessed whenever there is room, so often right.  Without `deterministic` the
+same is counted, not required.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from typing import Any
 
 import anyio
 
-from cllm import Completion, Engine, InvalidArgumentError, SamplingParams
-from cllm.testing.load_calls import Call, make_calls
+from cllm import Completion, Engine, EngineStatistics, InvalidArgumentError, SamplingParams
+from cllm.testing.load_calls import make_calls
+from cllm.testing.oracle_drafter import OracleDrafter, OracleEngine, known_answers
 from cllm.testing.reproducibility import Round, difference
 from tools import make_model, real_model
 
@@ -32,6 +34,7 @@ N_SCHEDULES = 200
 N_SCHEDULES_EACH = 5  # of one engine
 N_REQUESTS, N_OUTPUT = 7, 12
 N_CTX_SEQ = 512
+N_UNREAD = 8  # guesses need room at the reader
 SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.8, "seed": 3},
@@ -49,7 +52,17 @@ class Tally:
     n_differing: int = 0
     n_preemptions: int = 0
     n_cached_tokens: int = 0
+    n_drafted_tokens: int = 0
+    n_accepted_tokens: int = 0
     examples: list[str] = dataclasses.field(default_factory=list)
+
+    def count(self, statistics: EngineStatistics) -> None:
+        """What one engine counted."""
+        assert statistics.n_discrepancies == 0
+        self.n_preemptions += statistics.n_preemptions
+        self.n_cached_tokens += statistics.n_cached_tokens
+        self.n_drafted_tokens += statistics.n_drafted_tokens
+        self.n_accepted_tokens += statistics.n_accepted_tokens
 
 
 def model_path(name: str) -> Path | None:
@@ -77,10 +90,13 @@ def drawn_options(choose: random.Random) -> dict[str, Any]:
     }
 
 
-def drawn_calls(engine: Engine, choose: random.Random, n_vocab: int) -> list[Call]:
+Request = tuple[list[int], SamplingParams]
+
+
+def drawn_requests(choose: random.Random, n_vocab: int) -> list[Request]:
     """Requests whose prompts share heads, of any length up to 300 tokens."""
     head = [choose.randrange(3, n_vocab) for _ in range(300)]
-    calls = []
+    requests = []
     for _ in range(N_REQUESTS):
         n_shared, n_own = choose.choice([0, 1, 63, 64, 200]), choose.choice([1, 2, 9, 90])
         prompt = [*head[:n_shared], *(choose.randrange(3, n_vocab) for _ in range(n_own))]
@@ -88,28 +104,43 @@ def drawn_calls(engine: Engine, choose: random.Random, n_vocab: int) -> list[Cal
             max_tokens=choose.choice([1, N_OUTPUT]), logprobs=2, ignore_eos=True,
             **choose.choice(SAMPLINGS),
         )  # fmt: skip
-        calls += make_calls(engine, [prompt], params, {})
-    return calls
+        requests.append((prompt, params))
+    return requests
 
 
-async def alone(path: Path | None, calls: list[Call], *, deterministic: bool) -> list[Completion]:
-    """Each request on an engine that serves one at a time and keeps nothing."""
+async def alone(
+    path: Path | None, choose: random.Random, *, deterministic: bool
+) -> tuple[list[Request], list[Completion]]:
+    """Some requests, each on an engine that serves one at a time and keeps nothing."""
     options: dict[str, Any] = {"n_seq_max": 1, "n_ctx": N_CTX_SEQ, "prefix_cache": False}
     async with Engine(path, deterministic=deterministic, **options) as engine:
-        return [await engine.generate(call.prompt, call.params) for call in calls]
+        assert engine.model is not None
+        requests = drawn_requests(choose, engine.model.n_vocab)
+        return requests, [await engine.generate(*request) for request in requests]
 
 
-async def examine(name: str, n_schedules: int, *, deterministic: bool = True) -> Tally:
-    """All schedules of a model."""
+async def examine(
+    name: str, n_schedules: int, *, deterministic: bool = True, share: float | None = None
+) -> Tally:
+    """All schedules of a model; with a share, so many guesses are right."""
     tally, path = Tally(), model_path(name)
     layout: dict[str, Any] = {} if deterministic else {"kv_unified": True}
     for first in range(0, n_schedules, N_SCHEDULES_EACH):
         choose = random.Random(f"{name} {first}")
-        options = drawn_options(choose)
-        async with Engine(path, deterministic=deterministic, **layout, **options) as engine:
-            assert engine.model is not None
-            calls = drawn_calls(engine, choose, engine.model.n_vocab)
-            expected = await alone(path, calls, deterministic=deterministic)
+        options = {**drawn_options(choose), **layout, "deterministic": deterministic}
+        requests, expected = await alone(path, choose, deterministic=deterministic)
+        if share is None:
+            made = Engine(path, **options)
+        else:
+            drafter = OracleDrafter(known_answers(expected), share)
+            options["stream_buffer"] = max(options["stream_buffer"], N_UNREAD)
+            made = OracleEngine(path, drafter=drafter, **options)
+        async with made as engine:
+            calls = [
+                call
+                for prompt, params in requests
+                for call in make_calls(engine, [prompt], params, {})
+            ]
             for number in range(first, min(first + N_SCHEDULES_EACH, n_schedules)):
                 found = await Round(engine, calls, random.Random(f"{name} {number}")).run()
                 for index, completion in found.items():
@@ -118,10 +149,7 @@ async def examine(name: str, n_schedules: int, *, deterministic: bool = True) ->
                     tally.n_differing += bool(said)
                     if said:
                         tally.examples.append(f"schedule {number}, {options}: {said}")
-            statistics = engine.statistics()
-            assert statistics.n_discrepancies == 0
-            tally.n_preemptions += statistics.n_preemptions
-            tally.n_cached_tokens += statistics.n_cached_tokens
+            tally.count(engine.statistics())
     return tally
 
 
@@ -131,12 +159,19 @@ def main() -> int:
     parser.add_argument("models", nargs="*", default=list(MODELS), metavar="MODEL/TYPE")
     parser.add_argument("--schedules", type=int, default=N_SCHEDULES)
     parser.add_argument("--without", action="store_true", help="count without deterministic")
+    parser.add_argument("--speculation", type=float, metavar="SHARE", help="of guesses right")
     given = parser.parse_args()
     n_wrong = 0
     for name in given.models:
         try:
             tally = anyio.run(
-                partial(examine, name, given.schedules, deterministic=not given.without)
+                partial(
+                    examine,
+                    name,
+                    given.schedules,
+                    deterministic=not given.without,
+                    share=given.speculation,
+                )
             )
         except InvalidArgumentError as refused:
             print(f"{name}: refused: {refused}", flush=True)
@@ -144,7 +179,8 @@ def main() -> int:
         print(
             f"{name}: {given.schedules} schedules, {tally.n_compared} answers, "
             f"{tally.n_differing} not those of alone; {tally.n_preemptions} preemptions, "
-            f"{tally.n_cached_tokens} tokens from the prefix cache",
+            f"{tally.n_cached_tokens} tokens from the prefix cache, "
+            f"{tally.n_drafted_tokens} guessed, {tally.n_accepted_tokens} of them right",
             *tally.examples[:2], sep="\n    ", flush=True,
         )  # fmt: skip
         n_wrong += tally.n_differing

@@ -49,6 +49,7 @@ SAMPLING: dict[str, Any] = {
     "stop": ["\n"],
     "stop_token_ids": [10],
     "ignore_eos": True,
+    "speculation": False,
     "logprobs": 2,
     "prompt_logprobs": 1,
     "grammar": 'root ::= "2"',

@@ -154,6 +154,10 @@ class Matcher:
         if token not in self.family.ends and not self.matcher.consume_token(token):
             raise self.failure()
 
+    def forced(self) -> list[int]:
+        """The next tokens, as far as it leaves no choice of the text."""
+        return list(self.matcher.compute_ff_tokens())
+
     def failure(self) -> CllmError:
         """Why it cannot go on."""
         return CllmError(f"the constraint cannot be followed: {_reason(self.matcher)}")

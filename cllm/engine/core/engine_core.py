@@ -29,10 +29,12 @@ from cllm.engine.core.messages import (
 )
 from cllm.engine.core.output_processor import OutputProcessor, ReadLogprob
 from cllm.engine.core.recovery import Recovery, Verdict
+from cllm.engine.core.row_cost import RowCost
 from cllm.engine.core.run_queue import MakeSampler, RunQueue, last_delta
 from cllm.engine.core.scheduler import Chunk
 from cllm.engine.core.sequence import Sequence
 from cllm.engine.core.slots import slots_of
+from cllm.engine.core.speculation import Speculation, is_decoding
 from cllm.engine.core.statistics import EngineStatistics, Recorder
 from cllm.engine.core.tick_cost import TickCost, cells_attended
 from cllm.engine.request import FinishReason, TokenDelta
@@ -49,7 +51,7 @@ PROBE_TOKEN = 0  # belongs to no request; every vocabulary has it
 class EngineCore:
     """All requests, and what one tick does with them.
 
-    Its parts are public: `queue`, `manager`, `kv_cache`, `recovery`, `tick_cost`, `recorder`.
+    Its parts are public: `queue`, `manager`, `kv_cache`, `recovery`, `tick_cost`, `row_cost`, `recorder`.
 
     Parameters
     ----------
@@ -70,6 +72,10 @@ class EngineCore:
         Seconds; the only source of time.
     on_batch : callable
         Called with the chunks of a batch just before it is decoded, and with none just after.
+    speculation : Speculation, optional
+        Whom drafts come from; None: there are none.
+    row_cost : RowCost, optional
+        What is known of it; learns from every tick that only decodes.
     """
 
     def __init__(
@@ -84,6 +90,8 @@ class EngineCore:
         reader: CacheReader | None = None,
         clock: Callable[[], float] = time.perf_counter,
         on_batch: Callable[[list[Chunk]], None] = lambda chunks: None,
+        speculation: Speculation | None = None,
+        row_cost: RowCost | None = None,
     ) -> None:
         self._decoder = decoder
         self._reader = decoder if reader is None else reader
@@ -94,6 +102,9 @@ class EngineCore:
         self.recovery = Recovery()
         self.recorder = Recorder()
         self.tick_cost = TickCost()
+        self.row_cost = RowCost() if row_cost is None else row_cost
+        # Memory that forgets positions cannot give up a wrong guess.
+        self._speculation = speculation if kv_cache.has_pos_min else None
         self.manager = KVCacheManager(
             decoder,
             kv_cache,
@@ -123,8 +134,10 @@ class EngineCore:
             # With flash attention it has not been seen to.
             nan_spreads=config.flash_attn is not True,
             clock=clock,
+            on_drafts=None if self._speculation is None else self._speculation.observe,
         )
         self._n_rebuilds_in_vain = 0
+        self._is_decoding_only = False  # the tick that is going on
         # Fewer after llama.cpp found no room where the bookkeeping saw some.
         self._n_rows_max = decoder.n_batch
 
@@ -195,7 +208,7 @@ class EngineCore:
             return
         self._on_batch([])
         recorder.decode_s += self._clock() - planned
-        n_rows = sum(chunk.n_tokens for chunk in chunks)
+        n_rows = sum(chunk.n_rows for chunk in chunks)
         outputs = self._processor.commit(chunks, logits)
         recorder.count_tick(n_rows, len(outputs))
         self.recovery.on_success()
@@ -203,7 +216,15 @@ class EngineCore:
         if outputs:
             self._n_rebuilds_in_vain = 0
             self._processor.sample(outputs, logits)
-        self.tick_cost.observe(n_rows, n_cells, self._clock() - started)
+        self._learn(chunks, n_rows, n_cells, self._clock() - started)
+
+    def _learn(self, chunks: list[Chunk], n_rows: int, n_cells: int, seconds: float) -> None:
+        """Remember what a tick has taken."""
+        self.tick_cost.observe(n_rows, n_cells, seconds)
+        # In the per-sequence layout, sequences with unequal numbers of rows are computed apart.
+        is_whole = self.kv_cache.kv_unified or len({chunk.n_rows for chunk in chunks}) == 1
+        if is_whole and self._is_decoding_only:
+            self.row_cost.observe(n_rows, seconds)
 
     def _plan(self, now: float) -> list[Chunk]:
         """The chunks of this tick; with `target_itl_ms`, prompts keep out of the others' way."""
@@ -216,13 +237,23 @@ class EngineCore:
             # Any prompt will do: what a chunk attends to costs less than its rows.
             n_computed = max((s.n_computed for s in ready if s.n_pending > 1), default=0)
             n_prompt_rows = self.tick_cost.n_prompt_rows(decoding, n_computed, target_ms / 1000.0)
-        return scheduler.plan(
+        chunks = scheduler.plan(
             running,
             n_rows,
             n_prompt_rows,
             n_prefill_chunk=self._config.n_prefill_chunk if target_ms is None else None,
             n_outputs_max=self._decoder.n_outputs_max,
             now=now,
+        )
+        self._is_decoding_only = all(is_decoding(chunk) for chunk in chunks)
+        if self._speculation is None or not self._is_decoding_only or not self.recovery.is_over:
+            return chunks
+        # Each of them has one row, which is an output row.
+        return self._speculation.extend(
+            chunks,
+            n_rows - len(chunks),
+            self._decoder.n_outputs_max - len(chunks),
+            None if target_ms is None else target_ms / 1000.0,
         )
 
     def _fill_batch(self, chunks: list[Chunk]) -> None:
@@ -232,6 +263,7 @@ class EngineCore:
             sequence, start = chunk.sequence, chunk.sequence.n_computed
             assert sequence.slot is not None
             tokens = sequence.tokens[start : start + chunk.n_tokens]
+            tokens.extend(chunk.drafts)
             self._decoder.add(sequence.slot.seq_id, tokens, start, n_outputs=chunk.n_outputs)
 
     # --- Failures ----------------------------------------------------------------------------
@@ -257,7 +289,7 @@ class EngineCore:
 
     def _shrink(self, chunks: list[Chunk], error: NoKVSlotError) -> None:
         """llama.cpp finds no room where the bookkeeping saw some: ask for less and less."""
-        queue, n_rows = self.queue, sum(chunk.n_tokens for chunk in chunks)
+        queue, n_rows = self.queue, sum(chunk.n_rows for chunk in chunks)
         first = scheduler.most_urgent((c.sequence for c in chunks), self._clock())
         holders = [s for s in queue.running if s.n_computed and s is not first]
         if self.manager.evict_all():

@@ -148,7 +148,7 @@ class KVCacheManager:
             if match.entry is not None:
                 self.prefixes.touch(match.entry)
             self._copy(match.source, slot, match.n_tokens)
-        self._truncate(slot, match.n_tokens)
+        self.truncate(slot, match.n_tokens)
         self._recorder.n_cached_tokens += sequence.place(slot.n_computed)
         if slot.n_computed:
             logger.debug("request %s: shares %d tokens", sequence.request_id, slot.n_computed)
@@ -189,11 +189,11 @@ class KVCacheManager:
             else:
                 self._memory.seq_cp(source.seq_id, slot.seq_id)
                 self.kv_cache.share(source, slot, source.n_computed)
-                self._truncate(slot, n_tokens)
+                self.truncate(slot, n_tokens)
         except Exception as error:
             self.fault = error
 
-    def _truncate(self, slot: Slot, n_tokens: int) -> None:
+    def truncate(self, slot: Slot, n_tokens: int) -> None:
         """Leave the first `n_tokens` positions of a slot."""
         if n_tokens < slot.n_computed:
             self._remove(slot.seq_id, n_tokens)
@@ -257,7 +257,7 @@ class KVCacheManager:
             self._copy(slot, kept, n_tokens)
         else:
             kept = slot
-            self._truncate(slot, n_tokens)
+            self.truncate(slot, n_tokens)
             kv_cache.set_cached(slot, True)
             logger.debug(
                 "request %s: seq_id %d handed to the prefix cache, %d positions",
@@ -335,7 +335,7 @@ class KVCacheManager:
                 self.kv_cache.truncate(slot, 0)
             else:
                 # Rows that were stored though their logits are lost: compute them again.
-                self._truncate(slot, sequence.n_settled)
+                self.truncate(slot, sequence.n_settled)
 
     def reset(self) -> None:
         """The context is new and empty."""

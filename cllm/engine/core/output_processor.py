@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,30 @@ from cllm.engine.vocabulary import OutputVocabulary
 
 # The log probability of a token in a row, and those of so many alternatives.
 ReadLogprob = Callable[[NDArray[np.float32], int, int], TokenLogprob]
+# A sequence, how many drafts it had, how many of them were right.
+OnDrafts = Callable[[Sequence, int, int], None]
 Logprobs = tuple[TokenLogprob, ...] | None
+
+
+class Output(NamedTuple):
+    """An output row to sample from.
+
+    Attributes
+    ----------
+    drafts : tuple of int
+        Guesses of the tokens of this tick.  Each has a row, after the first one and in order.
+    n_accepted : int
+        How many of them have been sampled: the next is the guess of what this row gives.
+    """
+
+    row: int
+    sequence: Sequence
+    drafts: tuple[int, ...] = ()
+    n_accepted: int = 0
+
+    def is_right(self, token: int | Exception) -> bool:
+        """Whether this token was guessed."""
+        return self.drafts[self.n_accepted : self.n_accepted + 1] == (token,)
 
 
 class OutputProcessor:
@@ -31,6 +55,8 @@ class OutputProcessor:
     n_vocab : int
     nan_spreads : bool
         Whether NaN in one sequence's cells can get into the logits of others.
+    on_drafts : callable, optional
+        Told what became of the drafts of a sequence.
     """
 
     def __init__(
@@ -45,6 +71,7 @@ class OutputProcessor:
         n_vocab: int,
         nan_spreads: bool,
         clock: Callable[[], float],
+        on_drafts: OnDrafts | None = None,
     ) -> None:
         self._vocabulary = vocabulary
         self._kv_cache = kv_cache
@@ -55,10 +82,9 @@ class OutputProcessor:
         self._sampler = BatchSampler(n_vocab)
         self._nan_spreads = nan_spreads
         self._clock = clock
+        self._on_drafts = on_drafts
 
-    def commit(
-        self, chunks: list[Chunk], logits: NDArray[np.float32]
-    ) -> list[tuple[int, Sequence]]:
+    def commit(self, chunks: list[Chunk], logits: NDArray[np.float32]) -> list[Output]:
         """The chunks are computed: advance the bookkeeping, score, and say which rows to sample from."""
         outputs, row = [], 0
         for chunk in chunks:
@@ -66,25 +92,54 @@ class OutputProcessor:
             assert sequence.slot is not None
             n_prompt_left = max(0, sequence.n_prompt - sequence.n_computed)
             self._recorder.n_prefill_tokens += min(chunk.n_tokens, n_prompt_left)
-            self._kv_cache.advance(sequence.slot, chunk.n_tokens)
+            # Of the drafts too: what turns out to be wrong is removed when that is known.
+            self._kv_cache.advance(sequence.slot, chunk.n_rows)
+            sequence.n_drafted += len(chunk.drafts)
+            self._recorder.n_drafted_tokens += len(chunk.drafts)
             rows = logits[row : row + n_outputs]
             if (sequence.is_scored or self._score(sequence, rows)) and completes:
-                outputs.append((row + n_outputs - 1, sequence))
+                first = row + n_outputs - 1 - len(chunk.drafts)
+                outputs.append(Output(first, sequence, chunk.drafts))
             row += n_outputs
         return outputs
 
-    def sample(self, outputs: list[tuple[int, Sequence]], logits: NDArray[np.float32]) -> None:
-        """Give each of these sequences its next token, from its row."""
-        started = self._clock()
-        rows, sequences = [row for row, _ in outputs], [sequence for _, sequence in outputs]
-        n_handovers = self._sampler.n_gil_handovers
-        tokens = self._sampler.sample(logits, rows, [s.sampler for s in sequences])
-        self._recorder.n_gil_handovers += self._sampler.n_gil_handovers - n_handovers
-        sampled = self._clock()
-        self._recorder.sample_s += sampled - started
-        for row, sequence, token in zip(rows, sequences, tokens, strict=True):
-            self._advance(sequence, token, logits[row], sampled)
-        self._recorder.detokenize_s += self._clock() - sampled
+    def sample(self, outputs: list[Output], logits: NDArray[np.float32]) -> None:
+        """Give each of these sequences its next token, from its row, and more if drafts are right."""
+        while outputs:
+            started = self._clock()
+            n_handovers = self._sampler.n_gil_handovers
+            tokens = self._sampler.sample(
+                logits, [o.row for o in outputs], [o.sequence.sampler for o in outputs]
+            )
+            self._recorder.n_gil_handovers += self._sampler.n_gil_handovers - n_handovers
+            sampled = self._clock()
+            self._recorder.sample_s += sampled - started
+            following = []
+            for output, token in zip(outputs, tokens, strict=True):
+                is_right, sequence = output.is_right(token), output.sequence
+                if is_right:
+                    sequence.n_accepted += 1
+                    self._recorder.n_accepted_tokens += 1
+                self._advance(sequence, token, logits[output.row], sampled)
+                if is_right and sequence.slot is not None:
+                    accepted = output.n_accepted + 1
+                    following.append(output._replace(row=output.row + 1, n_accepted=accepted))
+                elif output.drafts:
+                    self._settle(output, output.n_accepted + is_right)
+            outputs = following
+            self._recorder.n_decoding_rows += len(outputs)
+            self._recorder.detokenize_s += self._clock() - sampled
+
+    def _settle(self, output: Output, n_accepted: int) -> None:
+        """No more of these drafts is right: remove what was computed in vain, and learn."""
+        self._remove_surplus(output.sequence)
+        if self._on_drafts is not None:
+            self._on_drafts(output.sequence, len(output.drafts), n_accepted)
+
+    def _remove_surplus(self, sequence: Sequence) -> None:
+        """Leave nothing computed after the last token but one: those were drafts."""
+        if sequence.slot is not None:
+            self._manager.truncate(sequence.slot, sequence.n_settled)
 
     def _score(self, sequence: Sequence, logits: NDArray[np.float32]) -> bool:
         """Each of these rows says how likely the prompt token after it was, if one is left."""
@@ -132,8 +187,7 @@ class OutputProcessor:
         """Turn a new token into text and an event, the last one where the output ends."""
         params = sequence.request.params
         if self._vocabulary.is_eog(token) or token in params.stop_token_ids:
-            end = TokenDelta("", (token,), FinishReason.STOP, token, logprobs)
-            self._queue.finish(sequence, end)
+            self._end(sequence, TokenDelta("", (token,), FinishReason.STOP, token, logprobs))
             return
         detokenizer, spelled = sequence.detokenizer, sequence.request.spelled
         piece = spelled[token] if token in spelled else self._vocabulary.piece(token)
@@ -147,7 +201,12 @@ class OutputProcessor:
             reason, stop_reason = FinishReason.LENGTH, "context"
         delta = TokenDelta(text, (token,), reason, stop_reason, logprobs)
         if reason is not None:
-            self._queue.finish(sequence, delta)
+            self._end(sequence, delta)
             return
         sequence.n_unread += 1
         self._queue.events.append(Progressed(sequence.request_id, delta))
+
+    def _end(self, sequence: Sequence, delta: TokenDelta) -> None:
+        """End a request whose output is complete."""
+        self._remove_surplus(sequence)  # before the prefix cache gets it
+        self._queue.finish(sequence, delta)

@@ -23,10 +23,16 @@ N_AHEAD_AGAIN = 16
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The next `n_tokens` pending tokens of one sequence."""
+    """The next `n_tokens` pending tokens of one sequence, and guesses of those after them."""
 
     sequence: Sequence
     n_tokens: int
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of the batch."""
+        return self.n_tokens + len(self.drafts)
 
     @property
     def completes(self) -> bool:
@@ -36,7 +42,7 @@ class Chunk:
     @property
     def n_outputs(self) -> int:
         """Output rows among its rows, the last of them."""
-        return self.sequence.n_outputs(self.n_tokens)
+        return self.sequence.n_outputs(self.n_tokens) + len(self.drafts)
 
 
 def plan(

@@ -57,6 +57,8 @@ class Sequence:
         Its cells, if they were saved when it was preempted.
     n_cached : int
         Prompt tokens that were shared and not computed.
+    n_drafted, n_accepted : int
+        Guesses of its tokens, and those that were right.
     n_unread : int
         Deltas that the reader has not taken yet.
     n_scored : int
@@ -74,7 +76,7 @@ class Sequence:
         self.leader: Sequence | None = None
         self.n_expected = 0
         self.swapped: SwappedState | None = None
-        self.n_cached = 0
+        self.n_cached = self.n_drafted = self.n_accepted = 0
         self.detokenizer = Detokenizer(request.params.stop, strips_space=request.strips_space)
         first_scored = request.first_scored
         self.n_scored = self.n_prompt if first_scored is None else first_scored
@@ -212,7 +214,13 @@ class Sequence:
             prompt_token_ids=self.request.prompt_token_ids,
             finish_reason=reason,
             stop_reason=stop_reason,
-            usage=Usage(n_prompt=self.n_prompt, n_cached=self.n_cached, n_output=self.n_output),
+            usage=Usage(
+                n_prompt=self.n_prompt,
+                n_cached=self.n_cached,
+                n_output=self.n_output,
+                n_drafted=self.n_drafted,
+                n_accepted=self.n_accepted,
+            ),
             timings=self._timings(now),
             fingerprint=self.request.fingerprint,
             logprobs=None if self.request.params.logprobs is None else tuple(self._logprobs),

@@ -39,6 +39,8 @@ class EngineStatistics:
         Decodes that sampled at least one token, and the tokens they sampled.
     n_prefill_tokens, n_cached_tokens, n_output_tokens : int
         Prompt tokens computed, prompt tokens shared instead, tokens sampled.
+    n_drafted_tokens, n_accepted_tokens : int
+        Guesses that were computed (speculation), and those of them that were right.
     n_preemptions, n_swaps : int
         Sequences sent back to the queue, and those of them whose cells were saved.
     n_evictions, n_rebuilds : int
@@ -64,6 +66,8 @@ class EngineStatistics:
     n_prefill_tokens: int = 0
     n_cached_tokens: int = 0
     n_output_tokens: int = 0
+    n_drafted_tokens: int = 0
+    n_accepted_tokens: int = 0
     n_preemptions: int = 0
     n_swaps: int = 0
     n_evictions: int = 0
@@ -103,6 +107,7 @@ class Recorder:
         self.n_ticks = self.n_decode_rows = 0
         self.n_decoding_ticks = self.n_decoding_rows = 0
         self.n_prefill_tokens = self.n_cached_tokens = self.n_output_tokens = 0
+        self.n_drafted_tokens = self.n_accepted_tokens = 0
         self.n_preemptions = self.n_swaps = self.n_evictions = self.n_rebuilds = 0
         self.n_discrepancies = 0
         self.n_kv_cells_used = self.n_kv_cells_cached = self.n_kv_cells = 0

@@ -115,6 +115,4 @@ class TickCost:
 
 def cells_attended(chunks: Iterable[Chunk]) -> int:
     """Cells that all rows of a batch attend to, each row to those before it and its own."""
-    return sum(
-        c.n_tokens * c.sequence.n_computed + c.n_tokens * (c.n_tokens + 1) // 2 for c in chunks
-    )
+    return sum(c.n_rows * c.sequence.n_computed + c.n_rows * (c.n_rows + 1) // 2 for c in chunks)

@@ -7,7 +7,8 @@ The lines: a `header` with the `format`; `submit`, `cancel`, `read`, `reset_pref
 `cancel_all` as they are handled; `mark_corrupt` after an audit; `tick` with its batches as
 `[seq_id, p0, n_tokens, n_outputs]`.
 Each has what was read while it lasted: the `clock`, the `positions` that llama.cpp answered, the
-`faults` of calls, the `pieces` of tokens met for the first time.
+`faults` of calls, the `drafts` of each batch by seq_id, the `pieces` of tokens met for the first
+time.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ from cllm.engine.core.messages import (
     Progressed,
     Read,
 )
+from cllm.engine.core.scheduler import Chunk
+from cllm.engine.core.speculation import Drafts, Speculation
 from cllm.engine.vocabulary import OutputVocabulary
 from cllm.errors import InvalidArgumentError, LlamaCallError
 
@@ -44,7 +47,7 @@ logger = logging.getLogger("cllm.engine")
 T = TypeVar("T")
 
 # Another one for each change of what a line says: no replay then takes an old log for a wrong one.
-FORMAT = "cllm tick log 3"
+FORMAT = "cllm tick log 4"
 KV_CACHE = ("n_cells", "n_seq_ids", "n_ctx_seq", "kv_unified", "has_pos_min", "is_windowed")
 # What of the configuration, with its None replaced, decides about ticks.
 SETTINGS = (
@@ -77,6 +80,7 @@ class TickLog:
         self._batches: list[dict[str, Any]] = []
         self._faults: list[tuple[str, int, bool | str]] = []
         self._positions: list[int | None] = []
+        self._drafts: list[dict[int, Drafts]] = []
         self._pieces: dict[int, tuple[str, bool]] = {}
         self._known: set[int] = set()
 
@@ -128,10 +132,11 @@ class TickLog:
             "clock": self._clock,
             "faults": self._faults,
             "positions": self._positions,
+            "drafts": self._drafts,
             "pieces": self._pieces,
         }
         line.update({name: value for name, value in extra.items() if value})
-        self._clock, self._faults, self._positions, self._pieces = [], [], [], {}
+        self._clock, self._faults, self._positions, self._drafts, self._pieces = [], [], [], [], {}
         if self._is_failing:
             return
         try:
@@ -165,6 +170,10 @@ class TickLog:
     def position(self, position: int | None) -> None:
         """What llama.cpp said about the end of a sequence."""
         self._positions.append(position)
+
+    def drafts(self, drafts: dict[int, Drafts]) -> None:
+        """What was guessed in a tick that could have guesses, by seq_id."""
+        self._drafts.append(drafts)
 
     def piece(self, token: int, piece: bytes, is_eog: bool) -> None:
         """What a token is, the first time it is met."""
@@ -272,6 +281,24 @@ class LoggedDecoder:
     def rebuild(self) -> None:
         """See `Decoder`."""
         self._call("rebuild", self._decoder.rebuild)
+
+
+class LoggedSpeculation:
+    """A `Speculation` whose drafts are noted."""
+
+    def __init__(self, speculation: Speculation, log: TickLog) -> None:
+        self._speculation = speculation
+        self._log = log
+        self.observe = speculation.observe
+
+    def extend(
+        self, chunks: list[Chunk], n_rows: int, n_outputs: int, target_s: float | None
+    ) -> list[Chunk]:
+        """See `Speculation`."""
+        extended = self._speculation.extend(chunks, n_rows, n_outputs, target_s)
+        slots = ((chunk.sequence.slot, chunk.drafts) for chunk in extended)
+        self._log.drafts({slot.seq_id: drafts for slot, drafts in slots if slot and drafts})
+        return extended
 
 
 class LoggedVocabulary:

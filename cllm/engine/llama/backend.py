@@ -8,13 +8,18 @@ from contextlib import ExitStack
 from typing import Any, cast
 
 from cllm.bindings import Context, LoraAdapter, Model
-from cllm.engine.config import EngineConfig
+from cllm.engine.config import NGRAM, EngineConfig
 from cllm.engine.constraints.compiler import ConstraintCompiler
 from cllm.engine.core.kv_cache import KVCache
+from cllm.engine.core.ngram_drafter import NgramDrafter
+from cllm.engine.core.row_cost import RowCost
+from cllm.engine.core.speculation import Drafter
 from cllm.engine.llama.decoder import LlamaDecoder, make_context
 from cllm.engine.llama.determinism import deterministic_decoder
+from cllm.engine.llama.draft_model import DraftModel
 from cllm.engine.llama.fingerprint import fingerprint
 from cllm.engine.llama.preflight import Preflight, model_files
+from cllm.engine.llama.row_cost_cache import load_table, save_table, table_key
 from cllm.engine.llama.sampler import SamplerFactory
 from cllm.engine.request import ModelInfo
 from cllm.engine.sampling.logprobs import LogprobReader
@@ -88,17 +93,64 @@ class LlamaBackend:
         )
         make_sampler = SamplerFactory(model, kv_cache.n_ctx_seq)
         owned.callback(make_sampler.close)
+        model_info = _model_info(model, kv_cache.n_ctx_seq, config, template)
         loaded = Loaded(
-            model=_model_info(model, kv_cache.n_ctx_seq, config, template),
+            model=model_info,
             vocabulary=model.vocab,
             decoder=decoder,
             kv_cache=kv_cache,
             make_sampler=make_sampler,
             read_logprob=LogprobReader(model.vocab, decoder.n_vocab).read,
             n_prefill_chunk=config.n_batch if model.is_on_gpu else N_PREFILL_CHUNK,
+            drafter=self._drafter(model, kv_cache, owned),
+            row_cost=self._row_cost(model_info, owned),
         )
         self.preflight.passed()
         return loaded
+
+    def _drafter(self, model: Model, kv_cache: KVCache, owned: ExitStack) -> Drafter | None:
+        """Whom the configuration has drafts from."""
+        config, path = self._config, self._config.draft_model
+        if config.speculation == NGRAM:
+            return NgramDrafter()
+        if path is None:
+            return None
+        drafts = owned.enter_context(
+            Model(
+                path,
+                n_gpu_layers=config.n_gpu_layers,
+                use_mmap=config.use_mmap,
+                use_mlock=config.use_mlock,
+                check_tensors=config.check_tensors,
+                on_progress=lambda _: not self._is_stopping,
+            )
+        )
+        n_seq_ids, n_threads = kv_cache.n_seq_ids, config.compute_threads
+
+        def make() -> Context:
+            return Context(
+                drafts,
+                n_ctx=max(kv_cache.n_cells, n_seq_ids),
+                n_batch=max(config.n_batch, 2 * n_seq_ids),
+                n_ubatch=config.n_ubatch,
+                n_seq_max=n_seq_ids,
+                n_threads=n_threads[0],
+                n_threads_batch=n_threads[1],
+                swa_full=True,
+            )
+
+        drafter = DraftModel(drafts, model.vocab, make)
+        owned.callback(drafter.close)
+        return drafter
+
+    def _row_cost(self, model: ModelInfo, owned: ExitStack) -> RowCost:
+        """What earlier engines have learned here, if anybody wants to know."""
+        if self._config.speculation is None:
+            return RowCost()
+        key = table_key(model.fingerprint, self._config)
+        row_cost = RowCost(load_table(key))
+        owned.callback(lambda: save_table(key, row_cost.table))
+        return row_cost
 
     def _close(self, decoder: LlamaDecoder) -> None:
         self._decoder = None

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from cllm.bindings import Batch, Context, LoraAdapter, Model
 from cllm.engine.config import EngineConfig
+from cllm.engine.core.speculation import N_DRAFT_ROWS
 
 # Rows, and output rows, that a `PaddedDecoder` may add for each sequence.
 N_PADDING_ROWS = 2
@@ -119,14 +120,16 @@ def make_context(
     # Recurrent memory costs a state for each seq_id, and shares none.
     n_seq_ids = config.n_seq_max if model.has_state else config.n_seq_ids
     n_padding = N_PADDING_ROWS * n_seq_ids if config.deterministic else 0
+    n_drafts = N_DRAFT_ROWS if config.speculation is not None else 0
+    n_batch = max(config.n_batch, n_seq_ids) + n_padding
     type_k, type_v = config.kv_types
     context = Context(
         model,
         n_ctx=max(config.n_ctx, n_seq_ids) if config.n_ctx else 0,
-        n_batch=max(config.n_batch, n_seq_ids) + n_padding,
+        n_batch=n_batch,
         n_ubatch=config.n_ubatch,
         n_seq_max=n_seq_ids,
-        n_outputs_max=n_seq_ids + n_padding,
+        n_outputs_max=min(n_seq_ids + n_padding + n_drafts, n_batch),
         n_threads=n_threads,
         n_threads_batch=n_threads_batch,
         kv_unified=config.is_kv_unified,

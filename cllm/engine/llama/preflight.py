@@ -77,7 +77,8 @@ class Preflight:
         _, record = find_library()
         build = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
         try:
-            self._files = preflight_cache.fingerprints(model_files(config), build)
+            files = [*model_files(config), *_draft_files(config)]
+            self._files = preflight_cache.fingerprints(files, build)
         except (OSError, ValueError):
             self._files = {}  # the process will say what is wrong with them
         if config.preflight == UNSEEN and (
@@ -154,7 +155,7 @@ class Preflight:
 
 
 def model_files(config: EngineConfig) -> list[Path]:
-    """Every file that a load reads: the model, all parts of a split one, the adapters."""
+    """Every file that answers depend on: the model, all parts of a split one, the adapters."""
     files = [config.model_path, *(Path(path) for path, _ in config.lora)]
     if (split := _SPLIT.fullmatch(config.model_path.name)) is not None:
         name, n_parts = split.groups()
@@ -163,9 +164,14 @@ def model_files(config: EngineConfig) -> list[Path]:
     return files
 
 
+def _draft_files(config: EngineConfig) -> list[Path]:
+    """The model that drafts, if there is one."""
+    return [] if config.draft_model is None else [config.draft_model]
+
+
 def _is_embedded(config: EngineConfig) -> bool:
     """Whether nothing is loaded that did not come with cllm."""
-    return config.model is None and not config.lora
+    return config.model is None and not (config.lora or config.draft_model)
 
 
 def _settings_line(config: EngineConfig) -> bytes:

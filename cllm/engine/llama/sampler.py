@@ -219,6 +219,10 @@ class LlamaGrammar:
         """The output goes on with this token, which it allows."""
         self.timed(self.grammar.accept, token)
 
+    def forced(self) -> tuple[int, ...]:
+        """None: llama.cpp's grammars say of a token whether they allow it, and no more."""
+        return ()
+
     def timed(self, call: Callable[[A], R], argument: A) -> R:
         """The result of a call, whose time is noted: that of this thread, not of its neighbours."""
         started = time.thread_time()

@@ -68,6 +68,7 @@ class InputProcessor:
         stream_buffer: int,
         constraints: Constraints,
         workers: WorkerThreads,
+        can_speculate: bool,
     ) -> None:
         self._check_serving = check_serving
         self._gate = gate
@@ -79,6 +80,7 @@ class InputProcessor:
         self._workers = workers
         self._tokenizer = workers.start("cllm-tokenizer")
         self._constraints = constraints
+        self._can_speculate = can_speculate
 
     async def aclose(self) -> None:
         """End what tries constraints."""
@@ -94,6 +96,9 @@ class InputProcessor:
     async def open(self, call: RequestCall) -> Channel:
         """Tokenize, check and submit; see `TokenStream` for what it raises."""
         vocabulary = self._check_serving()
+        if call.params.speculation and not self._can_speculate:
+            limit = "left out: the engine was started without speculation"
+            raise InvalidRequestError("speculation", True, limit)
         submitted_at = time.perf_counter()
         tokens: tuple[int, ...] = ()
         answer: AnswerFormat | None = None

@@ -122,6 +122,14 @@ class ThinkingConstraint:
             case _State.AFTER:
                 self._go_on_after(token)
 
+    def forced(self) -> Sequence[int]:
+        """The end of a thought that was cut, or what the answer's own constraint says."""
+        if self._state is _State.ENDING:
+            return self._rules.ending[self._n_forced :]
+        if self._state is _State.AFTER and self._inner is not None:
+            return self._inner.forced()
+        return ()
+
     def mask(self) -> Mask | Exception:
         """Which tokens may come next; asked for where one was refused."""
         if self._state is _State.THINKING:

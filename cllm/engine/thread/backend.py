@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from cllm.engine.constraint import CompiledConstraint
 from cllm.engine.core.decoder import Decoder
 from cllm.engine.core.kv_cache import KVCache
 from cllm.engine.core.output_processor import ReadLogprob
+from cllm.engine.core.row_cost import RowCost
 from cllm.engine.core.run_queue import MakeSampler
+from cllm.engine.core.speculation import Drafter
 from cllm.engine.request import ModelInfo
 from cllm.engine.sampling_params import SamplingParams
 from cllm.engine.thread.interrupter import Abortable
@@ -47,6 +49,10 @@ class Loaded:
         The bookkeeping, empty.
     n_prefill_chunk : int
         What `EngineConfig.n_prefill_chunk` is if it says nothing.
+    drafter : Drafter or None
+        Whom drafts come from.
+    row_cost : RowCost
+        What earlier engines have left of it; filled while this one runs.
     """
 
     model: ModelInfo
@@ -56,6 +62,8 @@ class Loaded:
     make_sampler: MakeSampler
     read_logprob: ReadLogprob
     n_prefill_chunk: int
+    drafter: Drafter | None = None
+    row_cost: RowCost = field(default_factory=RowCost)
 
 
 class Backend(Protocol):

@@ -32,8 +32,9 @@ from cllm.engine.core.messages import (
     Stopped,
 )
 from cllm.engine.core.scheduler import Chunk
+from cllm.engine.core.speculation import BudgetedSpeculation, Speculation
 from cllm.engine.core.statistics import EngineStatistics, Recorder
-from cllm.engine.core.tick_log import LoggedDecoder, LoggedVocabulary, TickLog
+from cllm.engine.core.tick_log import LoggedDecoder, LoggedSpeculation, LoggedVocabulary, TickLog
 from cllm.engine.request import ModelInfo
 from cllm.engine.thread.backend import Backend, Loaded
 from cllm.engine.thread.interrupter import Interrupter
@@ -176,12 +177,24 @@ class InferenceThread:
         clock, config = time.perf_counter, self._config
         if config.n_prefill_chunk is None:
             config = replace(config, n_prefill_chunk=loaded.n_prefill_chunk)
+        kv_cache = loaded.kv_cache
+        speculation: Speculation | None = None
+        if loaded.drafter is not None:
+            speculation = BudgetedSpeculation(
+                loaded.drafter,
+                loaded.row_cost,
+                n_ctx_seq=kv_cache.n_ctx_seq,
+                stream_buffer=config.stream_buffer,
+                kv_unified=kv_cache.kv_unified,
+            )
         if config.tick_log is not None:
             self._log = log = owned.enter_context(closing(TickLog(config.tick_log)))
             log.header(config, loaded.kv_cache)
             decoder, vocabulary = LoggedDecoder(decoder, log), LoggedVocabulary(vocabulary, log)
             make_sampler, clock = log.calls("make_sampler", make_sampler), log.clock
             read_logprob = log.calls("read_logprob", read_logprob)
+            if speculation is not None:
+                speculation = LoggedSpeculation(speculation, log)
         return EngineCore(
             decoder,
             vocabulary,
@@ -192,6 +205,8 @@ class InferenceThread:
             reader=loaded.decoder,  # audits are no part of what a replay repeats
             clock=clock,
             on_batch=self._on_batch,
+            speculation=speculation,
+            row_cost=loaded.row_cost,
         )
 
     def _loop(self, core: EngineCore) -> None:
@@ -262,7 +277,7 @@ class InferenceThread:
     def _on_batch(self, chunks: list[Chunk]) -> None:
         """A decode is about to begin, or has ended if there are no chunks."""
         if chunks:
-            self._interrupter.begin({c.sequence.request_id: c.n_tokens for c in chunks})
+            self._interrupter.begin({c.sequence.request_id: c.n_rows for c in chunks})
         else:
             self._interrupter.end()
 

@@ -114,6 +114,9 @@ class RandomConstraint:
     def start(self) -> RandomConstraint:
         return self
 
+    def forced(self) -> Sequence[int]:
+        return ()
+
     def close(self) -> None:
         """Nothing to free."""
 

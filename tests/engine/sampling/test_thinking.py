@@ -41,6 +41,9 @@ class Digits:
         assert self.allows(token)
         self.said += VOCABULARY.piece(token)
 
+    def forced(self) -> Sequence[int]:
+        return ()
+
     def close(self) -> None:
         self.is_closed = True
 

@@ -1,0 +1,157 @@
+"""NgramDrafter: drafts from a sequence's own tokens, what followed the same few tokens before.
+
+Text that is copied, edited, quoted or repeated is found in the prompt or in the output so far.
+How likely such a draft is right depends on how long the match already is, and is learned from every
+token that is sampled, whether it was drafted or not.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence as SequenceOf
+from weakref import WeakKeyDictionary
+
+from cllm.engine.core.sequence import Sequence
+from cllm.engine.core.speculation import Drafts
+
+# Tokens that have to be the same before the ones after them are a guess.
+N_MATCH_MIN = 3
+# Where the last such place is of little length, an earlier one may be of more.
+N_MATCH_LONGER = (12, 6)
+TOKEN_BYTES = 4
+# Matches of 2-3, 4-7, 8-15, 16-31 tokens, and longer ones: what is expected before it is learned.
+AT_FIRST = (0.3, 0.5, 0.7, 0.8, 0.9)
+# Of what all sequences have shown, and what this one has.
+FORGETTING_ALL, FORGETTING = 0.995, 0.9
+# What all sequences have shown counts as so many tokens of this one.
+N_PRIOR = 2.0
+N_FIRST = 20.0
+
+
+class _Hits:
+    """How often guesses were right, by the length of the match they followed."""
+
+    def __init__(self, forgetting: float, first: float = 0.0) -> None:
+        self._forgetting = forgetting
+        self.hits = [first * share for share in AT_FIRST]
+        self.guesses = [first for _ in AT_FIRST]
+
+    def add(self, level: int, is_hit: bool) -> None:
+        self.hits[level] = self._forgetting * self.hits[level] + is_hit
+        self.guesses[level] = self._forgetting * self.guesses[level] + 1
+
+
+def _level(n_match: int) -> int:
+    return min(max(n_match.bit_length() - 2, 0), len(AT_FIRST) - 1)
+
+
+class NgramMatch:
+    """Where the end of one sequence was met before.
+
+    Attributes
+    ----------
+    at : int or None
+        The token that followed there; None: the end was not met before.
+    n_match : int
+        Tokens before it that are the same.
+    """
+
+    def __init__(self, everybody: _Hits) -> None:
+        self._everybody = everybody
+        self._own = _Hits(FORGETTING)
+        self._bytes = bytearray()
+        self._n_seen = 0
+        self.at: int | None = None
+        self.n_match = 0
+
+    def update(self, tokens: list[int]) -> None:
+        """Read the tokens that have come since."""
+        n_known, self._n_seen = self._n_seen, len(tokens)
+        self._bytes += array("i", tokens[n_known:]).tobytes()
+        for token in tokens[n_known:]:
+            if self.at is None:
+                break
+            is_hit = tokens[self.at] == token
+            level = _level(self.n_match)
+            self._own.add(level, is_hit)
+            self._everybody.add(level, is_hit)
+            self.at = self.at + 1 if is_hit else None
+            self.n_match += 1
+        if self.at is None and n_known < len(tokens):
+            self._search(tokens)
+
+    def expect(self, n_max: int) -> list[float]:
+        """How likely the next drafts are right, each with all before it."""
+        expected, probability = [], 1.0
+        for n in range(n_max):
+            level = _level(self.n_match + n)
+            share = self._everybody.hits[level] / self._everybody.guesses[level]
+            n_own = self._own.guesses[level] + N_PRIOR
+            probability *= (self._own.hits[level] + N_PRIOR * share) / n_own
+            expected.append(probability)
+        return expected
+
+    def drafts(self, tokens: list[int], n: int) -> Drafts:
+        """The next `n` tokens, if it goes on as it did there."""
+        assert self.at is not None
+        found = tokens[self.at : self.at + n]
+        # A match that overlaps its own end is a period.
+        return tuple((found * (n // len(found) + 1))[:n])
+
+    def _search(self, tokens: list[int]) -> None:
+        """The last place where the last tokens were met before."""
+        place = self._find(N_MATCH_MIN)
+        if place is None:
+            return
+        n_match = self._length(tokens, place)
+        for n_tokens in N_MATCH_LONGER:
+            if n_match >= n_tokens:
+                break
+            if (longer := self._find(n_tokens)) is not None:
+                place, n_match = longer, self._length(tokens, longer)
+                break
+        self.at, self.n_match = place, n_match
+
+    def _find(self, n_tokens: int) -> int | None:
+        """The index after the last but one place of the last `n_tokens` tokens."""
+        size = TOKEN_BYTES * n_tokens
+        if len(self._bytes) <= size:
+            return None
+        pattern, end = bytes(self._bytes[-size:]), len(self._bytes) - TOKEN_BYTES
+        while (found := self._bytes.rfind(pattern, 0, end)) >= 0:
+            if found % TOKEN_BYTES == 0:
+                return found // TOKEN_BYTES + n_tokens
+            end = found + size - 1
+        return None
+
+    def _length(self, tokens: list[int], place: int) -> int:
+        """How many tokens before a place are those before the end."""
+        n_match, n_most = 0, min(place, 1 << len(AT_FIRST))
+        while n_match < n_most and tokens[place - 1 - n_match] == tokens[-1 - n_match]:
+            n_match += 1
+        return n_match
+
+
+class NgramDrafter:
+    """A `Drafter` that looks for the end of a sequence in the sequence itself."""
+
+    step_s = 0.0
+
+    def __init__(self) -> None:
+        self._everybody = _Hits(FORGETTING_ALL, N_FIRST)
+        self._matches: WeakKeyDictionary[Sequence, NgramMatch] = WeakKeyDictionary()
+
+    def expect(self, sequence: Sequence, n_max: int) -> list[float]:
+        """See `Drafter`."""
+        match = self._matches.get(sequence)
+        if match is None:
+            match = self._matches[sequence] = NgramMatch(self._everybody)
+        match.update(sequence.tokens)
+        return [] if match.at is None else match.expect(n_max)
+
+    def draft(self, wanted: SequenceOf[tuple[Sequence, int]]) -> list[Drafts]:
+        """See `Drafter`."""
+        return [self._matches[sequence].drafts(sequence.tokens, n) for sequence, n in wanted]
+
+    def observe(self, sequence: Sequence, n_drafted: int, n_accepted: int) -> None:
+        """Nothing: it is learned from the tokens themselves."""

@@ -1,0 +1,241 @@
+"""Speculation: drafts of the next tokens, computed together with the token they follow.
+
+A draft is a guess.  Its row is computed in the same decode as the row before it, and sampled from
+only if that row gave just this token: what is sampled is what would have been sampled, one tick a
+token, whatever the guesses were.  A wrong one has cost its row.
+
+How many rows that is worth in a tick is decided here, for all sequences together: as many as give
+the most tokens a second, by what the drafter expects of its drafts and by what rows were measured
+to cost (`row_cost`).  None where rows are not free.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from cllm.engine.core.row_cost import RowCost
+from cllm.engine.core.scheduler import Chunk
+from cllm.engine.core.sequence import Sequence
+
+# Rows of drafts in one tick, at the most.
+N_DRAFT_ROWS = 32
+# Expected tokens a second have to be better by this, or the rows are left alone.
+MARGIN = 1.03
+# A draft that is less likely than this is not looked at.
+MIN_PROBABILITY = 0.05
+# Of tokens that a constraint forces.  Where it forces bytes, another cut of them is a token too.
+FORCED_AT_FIRST, FORCED_WEIGHT = 0.95, 0.05
+
+Drafts = tuple[int, ...]
+
+
+class Drafter(Protocol):
+    """Where drafts come from.  Inference thread only.
+
+    Attributes
+    ----------
+    step_s : float
+        Seconds that it takes to draft one token more, of all sequences together.
+    """
+
+    @property
+    def step_s(self) -> float: ...
+
+    def expect(self, sequence: Sequence, n_max: int) -> list[float]:
+        """For each of its next drafts, at most `n_max`: how likely it and all before it are right.
+
+        None of them is larger than the one before it; empty where there is nothing to draft.
+        """
+
+    def draft(self, wanted: SequenceOf[tuple[Sequence, int]]) -> list[Drafts]:
+        """So many drafts of each sequence, or fewer; asked after `expect`, in the same tick."""
+
+    def observe(self, sequence: Sequence, n_drafted: int, n_accepted: int) -> None:
+        """Its drafts were computed; the first `n_accepted` of them were right."""
+
+
+class Speculation(Protocol):
+    """What the core asks for drafts."""
+
+    def extend(
+        self, chunks: list[Chunk], n_rows: int, n_outputs: int, target_s: float | None
+    ) -> list[Chunk]:
+        """The chunks of a tick, some of them with drafts.
+
+        Parameters
+        ----------
+        chunks : list of Chunk
+        n_rows, n_outputs : int
+            Rows, and output rows, that are left in the batch.
+        target_s : float or None
+            No tick that only decodes is to take longer.
+        """
+
+    def observe(self, sequence: Sequence, n_drafted: int, n_accepted: int) -> None:
+        """What became of the drafts of a sequence."""
+
+
+@dataclass(slots=True)
+class _Offer:
+    """What one sequence could have drafted."""
+
+    index: int  # of its chunk
+    probabilities: list[float]
+    forced: Drafts
+
+
+class BudgetedSpeculation:
+    """A `Speculation` with as many rows as are worth their time.
+
+    Parameters
+    ----------
+    drafter : Drafter
+    row_cost : RowCost
+    n_ctx_seq : int
+        Positions that one sequence can have.
+    stream_buffer : int
+        Deltas that a reader may leave unread.
+    kv_unified : bool
+        False: llama.cpp computes sequences with different numbers of rows one after another.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        row_cost: RowCost,
+        *,
+        n_ctx_seq: int,
+        stream_buffer: int,
+        kv_unified: bool,
+    ) -> None:
+        self._drafter = drafter
+        self._row_cost = row_cost
+        self._n_ctx_seq = n_ctx_seq
+        self._stream_buffer = stream_buffer
+        self._kv_unified = kv_unified
+        self._forced_share = FORCED_AT_FIRST
+        self._forced: set[Sequence] = set()
+
+    def extend(
+        self, chunks: list[Chunk], n_rows: int, n_outputs: int, target_s: float | None
+    ) -> list[Chunk]:
+        """See `Speculation`: none beside prompts, whose rows are not free."""
+        self._forced.clear()
+        n_max = min(n_rows, n_outputs, N_DRAFT_ROWS)
+        if n_max <= 0 or not all(is_decoding(chunk) for chunk in chunks):
+            return chunks
+        offers = [o for i, chunk in enumerate(chunks) if (o := self._offer(i, chunk.sequence))]
+        counts = self._choose(len(chunks), offers, n_max, target_s) if offers else []
+        if not any(counts):
+            return chunks
+        wanted = [(o, n) for o, n in zip(offers, counts, strict=True) if n]
+        guessed = iter(
+            self._drafter.draft([(chunks[o.index].sequence, n) for o, n in wanted if not o.forced])
+        )
+        extended = list(chunks)
+        for offer, n in wanted:
+            drafts = offer.forced[:n] if offer.forced else next(guessed)
+            if offer.forced:
+                self._forced.add(chunks[offer.index].sequence)
+            extended[offer.index] = replace(chunks[offer.index], drafts=drafts)
+        return extended
+
+    def observe(self, sequence: Sequence, n_drafted: int, n_accepted: int) -> None:
+        """See `Speculation`."""
+        if sequence not in self._forced:
+            self._drafter.observe(sequence, n_drafted, n_accepted)
+            return
+        for is_right in [True] * n_accepted + [False] * (n_accepted < n_drafted):
+            self._forced_share += FORCED_WEIGHT * (is_right - self._forced_share)
+
+    def _offer(self, index: int, sequence: Sequence) -> _Offer | None:
+        """What could be drafted for a sequence, if anything."""
+        params = sequence.request.params
+        limits = [N_DRAFT_ROWS, self._n_ctx_seq - len(sequence.tokens)]
+        limits.append(self._stream_buffer - sequence.n_unread - 1)
+        if params.max_tokens is not None:
+            limits.append(params.max_tokens - sequence.n_output - 1)
+        n_max = min(limits)
+        if n_max <= 0 or params.speculation is False:
+            return None
+        forced: Drafts = ()
+        if sequence.sampler is not None and (constraint := sequence.sampler.constraint) is not None:
+            forced = tuple(constraint.forced()[:n_max])
+        if forced:
+            expected = [self._forced_share ** (n + 1) for n in range(len(forced))]
+        else:
+            expected = self._drafter.expect(sequence, n_max)
+        likely = [p for p in expected if p >= MIN_PROBABILITY]
+        return _Offer(index, likely, forced) if likely else None
+
+    def _choose(
+        self, n_decoding: int, offers: list[_Offer], n_max: int, target_s: float | None
+    ) -> list[int]:
+        """How many drafts of each offer give the most tokens a second."""
+        best: list[int] = []
+        best_rate = MARGIN * n_decoding / self._seconds(n_decoding, [])
+        step_s = self._drafter.step_s
+        is_even = bool(step_s) or not self._kv_unified
+        for counts, gain in (_levels if is_even else _one_by_one)(offers, n_max):
+            seconds = self._seconds(n_decoding, counts)
+            if step_s:
+                guessed = (n for o, n in zip(offers, counts, strict=True) if not o.forced)
+                seconds += step_s * max(guessed, default=0)
+            if target_s is not None and seconds > target_s:
+                break
+            if (rate := (n_decoding + gain) / seconds) > best_rate:
+                best, best_rate = list(counts), rate
+        return best
+
+    def _seconds(self, n_decoding: int, counts: list[int]) -> float:
+        """What a decode takes with so many drafts for some of its sequences."""
+        if self._kv_unified:
+            return self._row_cost.seconds(n_decoding + sum(counts))
+        # `llama_batch_allocr::split_equal`: as many rows of each sequence that has any left.
+        seconds, n_done = 0.0, -1
+        for count in sorted({0, *counts} if len(counts) < n_decoding else set(counts)):
+            n_sequences = sum(n >= count for n in counts) if count else n_decoding
+            seconds += self._row_cost.seconds(n_sequences * (count - n_done))
+            n_done = count
+        return seconds
+
+
+def is_decoding(chunk: Chunk) -> bool:
+    """Whether a chunk is the last token of a sequence, to be sampled after, and nothing else."""
+    return chunk.n_tokens == 1 and chunk.completes and chunk.sequence.is_scored
+
+
+def _one_by_one(offers: list[_Offer], n_max: int) -> Iterator[tuple[list[int], float]]:
+    """One draft more each time, the most likely one; all counts, and what they are expected to gain."""
+    counts, gain = [0] * len(offers), 0.0
+    heap = [(-offer.probabilities[0], i) for i, offer in enumerate(offers)]
+    heapq.heapify(heap)
+    for _ in range(n_max):
+        if not heap:
+            return
+        negative, i = heap[0]
+        counts[i] += 1
+        gain -= negative
+        probabilities = offers[i].probabilities
+        if counts[i] < len(probabilities):
+            heapq.heapreplace(heap, (-probabilities[counts[i]], i))
+        else:
+            heapq.heappop(heap)
+        yield counts, gain
+
+
+def _levels(offers: list[_Offer], n_max: int) -> Iterator[tuple[list[int], float]]:
+    """One draft more for everybody that has one, each time."""
+    counts, gain = [0] * len(offers), 0.0
+    for level in range(max(len(offer.probabilities) for offer in offers)):
+        more = [i for i, offer in enumerate(offers) if level < len(offer.probabilities)]
+        if sum(counts) + len(more) > n_max:
+            return
+        for i in more:
+            counts[i] += 1
+            gain += offers[i].probabilities[level]
+        yield counts, gain

@@ -1,0 +1,58 @@
+"""What rows cost, remembered for each machine and model from one engine to the next."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from pathlib import Path
+
+from cllm.engine.config import EngineConfig
+from cllm.engine.core.row_cost import N_ROWS_MAX
+from cllm.engine.llama.cache_directory import read_cached, write_cached
+
+logger = logging.getLogger("cllm.engine")
+
+FILE = "row_cost.json"
+MAX_TABLES = 64
+MAX_S = 3600.0
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def table_key(fingerprint: str, config: EngineConfig) -> str:
+    """What a table is of: the model with its settings, and the machine that computes."""
+    values = (fingerprint, _cpu_name(), config.compute_threads, config.n_gpu_layers)
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
+
+
+def load_table(key: str) -> dict[int, float]:
+    """Seconds by rows, as an engine has left them; empty if none has."""
+    table = read_cached(FILE).get(key)
+    if not isinstance(table, dict):
+        return {}
+    try:
+        found = {int(rows): float(seconds) for rows, seconds in table.items()}
+    except (TypeError, ValueError):
+        return {}
+    return {r: s for r, s in found.items() if 0 < r <= N_ROWS_MAX and 0.0 < s < MAX_S}
+
+
+def save_table(key: str, table: dict[int, float]) -> None:
+    """Leave a table to the next engine.  Of very many, those that were left last are kept."""
+    if not table:
+        return
+    known = read_cached(FILE)
+    known.pop(key, None)  # to its place at the end
+    known[key] = table
+    try:
+        write_cached(FILE, dict(list(known.items())[-MAX_TABLES:]))
+    except (OSError, RuntimeError) as error:
+        logger.info("it is not remembered what rows cost: %s", error)
+
+
+def _cpu_name() -> str:
+    try:
+        lines = CPU_INFO.read_text(errors="replace").splitlines()
+    except OSError:  # not on macOS
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model")), "")

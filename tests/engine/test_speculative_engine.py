@@ -1,0 +1,228 @@
+"""Speculation with a model: the same tokens and log probabilities, to the bit, in fewer ticks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cllm import Completion, Engine, InvalidArgumentError, InvalidRequestError, ModelLoadError
+from cllm.engine.core.speculation import BudgetedSpeculation, _Offer
+from cllm.engine.llama import row_cost_cache
+from cllm.engine.llama.draft_model import check_vocabulary
+from cllm.testing import replay
+from cllm.testing.oracle_drafter import OracleDrafter, OracleEngine, known_answers
+from cllm.testing.reproducibility import difference
+from tests.conftest import QUIET
+from tools import make_model
+
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("free_rows")]
+
+EXACT: dict[str, Any] = {"deterministic": True, "n_ctx": 2048, "n_seq_max": 4, **QUIET}
+PROMPTS = ["repeat: a b c d e f g h", "1+1=", "count: 1 2 3", "x"]
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "temperature_in_celsius": {"type": "integer"},
+        "is_raining": {"type": "boolean"},
+    },
+    "required": ["temperature_in_celsius", "is_raining"],
+    "additionalProperties": False,
+}
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "seeded": {"temperature": 1.0, "seed": 1},
+    "narrow": {"temperature": 0.9, "seed": 2, "top_k": 5, "top_p": 0.8, "min_p": 0.02},
+    "typical": {"temperature": 1.1, "seed": 3, "typical_p": 0.7, "top_n_sigma": 2.0},
+    "penalties": {"temperature": 0.8, "seed": 4, "repeat_penalty": 1.3, "presence_penalty": 0.4},
+    "greedy penalties": {"temperature": 0.0, "frequency_penalty": 0.7, "repeat_last_n": 8},
+    "dry": {"temperature": 0.8, "seed": 5, "dry_multiplier": 0.8, "dry_allowed_length": 1},
+    "xtc": {"temperature": 1.0, "seed": 6, "xtc_probability": 0.5, "xtc_threshold": 0.05},
+    "dynatemp": {"temperature": 0.9, "seed": 7, "dynatemp_range": 0.5},
+    "mirostat": {"mirostat": 1, "seed": 8},
+    "mirostat 2": {"mirostat": 2, "seed": 9},
+    "adaptive": {"adaptive_target": 0.4, "seed": 10},
+    "biases": {"temperature": 0.7, "seed": 11, "logit_bias": {5: 2.0, 9: float("-inf")}},
+    "ends late": {"temperature": 1.0, "seed": 12, "min_tokens": 12},
+    "stop strings": {"temperature": 1.0, "seed": 13, "stop": ["a", "1", "e"]},
+    "schema": {"temperature": 1.0, "seed": 14, "json_schema": SCHEMA},
+    "expression": {"temperature": 1.0, "seed": 15, "regex": r"(yes|no) [0-9]{3,9}"},
+    "grammar": {"temperature": 1.0, "seed": 16, "grammar": 'root ::= "abc" [0-9]+ "."'},
+}
+
+
+async def answers(engine: Engine, **sampling: Any) -> list[Completion]:
+    options = {"max_tokens": 24, "logprobs": 2, **sampling}
+    return list(await engine.generate_all(PROMPTS, **options))
+
+
+def assert_same(found: list[Completion], expected: list[Completion]) -> None:
+    for completion, alone in zip(found, expected, strict=True):
+        assert not difference(completion, alone)
+        assert completion.text == alone.text
+        assert completion.finish_reason == alone.finish_reason
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+async def test_no_sampler_constraint_or_stop_sees_that_tokens_were_guessed(name: str) -> None:
+    async with Engine(**EXACT) as engine:
+        plain = await answers(engine, **SAMPLINGS[name])
+    for share in (0.6, 1.0):
+        drafter = OracleDrafter(known_answers(plain), share)
+        async with OracleEngine(drafter=drafter, **EXACT) as engine:
+            assert_same(await answers(engine, **SAMPLINGS[name]), plain)
+            told = engine.statistics()
+            assert told.n_discrepancies == 0
+        assert 0 < told.n_accepted_tokens <= told.n_drafted_tokens
+        assert share == 1.0 or told.n_accepted_tokens < told.n_drafted_tokens
+
+
+async def test_what_a_schema_forces_takes_fewer_ticks() -> None:
+    ticks, completions = [], []
+    for speculation in (None, "ngram"):
+        async with Engine(speculation=speculation, **EXACT) as engine:
+            completions.append(
+                await engine.generate("x", json_schema=SCHEMA, seed=3, max_tokens=100, logprobs=0)
+            )
+            ticks.append(engine.statistics().n_ticks)
+    assert_same(completions[1:], completions[:1])
+    assert json.loads(completions[0].text).keys() == SCHEMA["properties"].keys()
+    assert ticks[0] >= 1.5 * ticks[1]
+
+
+async def test_a_model_that_drafts_for_itself_is_mostly_right_and_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def four(_self: object, _n: int, offers: Sequence[_Offer], *_limits: object) -> list[int]:
+        return [min(4, len(offer.probabilities)) for offer in offers]
+
+    # A model as large as the one it drafts for is not worth its time, and would not be asked.
+    monkeypatch.setattr(BudgetedSpeculation, "_choose", four)
+    path = make_model.ensure("tiny-llama", "F16")
+    small: dict[str, Any] = {"n_ctx": 512, "n_seq_max": 2, **QUIET}
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+    async with Engine(path, deterministic=True, **small) as engine:
+        plain = await engine.generate_all([[5, 6, 7], [8] * 90], logprobs=0, **options)
+    async with Engine(path, deterministic=True, speculation=path, **small) as engine:
+        found = await engine.generate_all([[5, 6, 7], [8] * 90], logprobs=0, **options)
+        told = engine.statistics()
+    assert_same(list(found), list(plain))
+    assert told.n_drafted_tokens > 0
+    assert told.n_accepted_tokens > 0.6 * told.n_drafted_tokens
+
+
+class Words:
+    """A vocabulary of these words."""
+
+    def __init__(self, *words: bytes) -> None:
+        self._words = words
+        self.n_tokens = len(words)
+
+    def spelling(self, token: int) -> bytes:
+        return self._words[token]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ((b"a",), "it has 1 tokens, not 2"),
+        ((b"a", b"c"), "its token 1 is b'c', not b'b'"),
+    ],
+)
+def test_a_draft_model_with_other_tokens_is_refused_by_name(
+    words: tuple[bytes, ...], reason: str
+) -> None:
+    check_vocabulary("small.gguf", Words(b"a", b"b"), Words(b"a", b"b"))
+    with pytest.raises(ModelLoadError, match=r"small\.gguf.*cannot draft") as caught:
+        check_vocabulary("small.gguf", Words(*words), Words(b"a", b"b"))
+    assert reason in caught.value.reason
+
+
+async def test_a_draft_model_that_cannot_forget_is_refused() -> None:
+    path = make_model.ensure("tiny-recurrent", "F16")
+    with pytest.raises(ModelLoadError, match="a recurrent model cannot draft"):
+        async with Engine(path, speculation=path, n_ctx=256, n_seq_max=1, **QUIET):
+            pass
+
+
+async def test_a_model_that_cannot_forget_has_no_drafts_and_answers() -> None:
+    path = make_model.ensure("tiny-recurrent", "F16")
+    async with Engine(path, speculation="ngram", n_ctx=256, n_seq_max=1, **QUIET) as engine:
+        completion = await engine.generate([5, 6, 7] * 5, temperature=0, max_tokens=20)
+    assert completion.usage.n_drafted == 0
+    assert completion.usage.n_output > 0
+
+
+async def test_a_request_may_refuse_guesses_and_cannot_ask_for_what_is_not_there() -> None:
+    async with Engine(**EXACT) as engine:
+        with pytest.raises(InvalidRequestError, match="speculation") as caught:
+            await engine.generate("x", speculation=True)
+        assert caught.value.field == "speculation"
+        assert (await engine.generate("x", speculation=False, max_tokens=3)).usage.n_output
+    async with Engine(speculation="ngram", **EXACT) as engine:
+        options: dict[str, Any] = {"json_schema": SCHEMA, "max_tokens": 60, "seed": 1}
+        without = await engine.generate("x", speculation=False, **options)
+        with_them = await engine.generate("x", speculation=True, **options)
+    assert without.usage.n_drafted == 0 < with_them.usage.n_drafted
+    assert without.token_ids == with_them.token_ids
+
+
+@pytest.mark.parametrize("given", ["", "a\0b", 3])
+async def test_a_name_that_no_file_can_have_is_refused(given: object) -> None:
+    with pytest.raises(InvalidArgumentError, match="speculation"):
+        Engine(speculation=given)  # type: ignore[arg-type]
+
+
+async def test_a_replay_repeats_the_ticks_with_their_guesses(tmp_path: Path) -> None:
+    path = tmp_path / "ticks"
+    async with Engine(speculation="ngram", tick_log=path, **EXACT) as engine:
+        await engine.generate_all(PROMPTS, json_schema=SCHEMA, max_tokens=40, seed=5)
+        told = engine.statistics()
+    assert told.n_accepted_tokens > 0
+    repeated = replay(path)
+    repeated.check()
+    assert (repeated.n_ticks, repeated.n_tokens) == (told.n_ticks, told.n_output_tokens)
+
+
+async def test_what_rows_cost_is_left_to_the_next_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: dict[str, dict[int, float]] = {}
+    monkeypatch.setattr("cllm.engine.llama.backend.save_table", kept.__setitem__)
+    async with Engine(speculation="ngram", **EXACT) as engine:
+        await engine.generate("x", max_tokens=10, ignore_eos=True)
+    ((key, table),) = kept.items()
+    assert 1 in table
+    monkeypatch.setattr(
+        "cllm.engine.llama.backend.load_table", lambda asked: {key: {60: 1.5}}[asked]
+    )
+    async with Engine(speculation="ngram", **EXACT) as engine:
+        await engine.generate("x", max_tokens=10, ignore_eos=True)
+    assert kept[key][60] == 1.5
+
+
+TABLES = {
+    "none": {},
+    "another value": {"key": [1, 2]},
+    "no numbers": {"key": {"one": 1.0}},
+    "no times": {"key": {"1": "fast"}},
+    "absurd": {"key": {"0": 1.0, "1": -1.0, "2": 0.0, "3": 1e9, "99999": 1.0}},
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_that_makes_no_sense_is_empty(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_cost_cache, "read_cached", lambda _: TABLES[name])
+    assert row_cost_cache.load_table("key") == {}
+
+
+def test_a_table_is_read_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for n in range(row_cost_cache.MAX_TABLES + 1):
+        row_cost_cache.save_table(f"key {n}", {1: 0.5, 8: 0.75 + n})
+    row_cost_cache.save_table("nothing was measured", {})
+    assert row_cost_cache.load_table(f"key {row_cost_cache.MAX_TABLES}") == {1: 0.5, 8: 64.75}
+    assert row_cost_cache.load_table("key 0") == {}  # of many, the last are kept
+    assert row_cost_cache.load_table("key 1") == {1: 0.5, 8: 1.75}
+    assert [path.name for path in (tmp_path / "cllm").iterdir()] == [row_cost_cache.FILE]
