@@ -60,7 +60,8 @@ def _all_threads_end() -> Iterator[None]:
 @pytest.fixture
 def free_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guesses are computed wherever there is hope, however busy this machine is."""
-    monkeypatch.setattr(RowCost, "seconds", lambda _self, n_rows: 1.0 + 0.001 * n_rows)
+    for name in ("seconds", "measured"):
+        monkeypatch.setattr(RowCost, name, lambda _self, n_rows: 1.0 + 0.001 * n_rows)
 
 
 @pytest.fixture(scope="session", autouse=True)

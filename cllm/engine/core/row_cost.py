@@ -7,13 +7,14 @@ as numbers.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping
 
 # The median of so many ticks: one that the machine disturbed says nothing.
 N_KEPT = 7
-# The table is made again when a median has moved by this much.
+# A median that has moved by less than this is the old one.
 TOLERANCE = 0.01
 # What nobody has measured beyond the ends of the table: hopeful, so that it is tried once, and
 # then measured.
@@ -33,15 +34,12 @@ class RowCost:
     def __init__(self, known: Mapping[int, float] | None = None) -> None:
         self._medians = dict(known or {})
         self._recent: dict[int, deque[float]] = {}
-        self._rows: list[int] = []
-        self._seconds: list[float] = []
-        self._is_stale = True
+        self._envelope: dict[int, float] | None = None
 
     @property
     def table(self) -> dict[int, float]:
-        """Seconds by rows, of the numbers that were met: no row more makes a decode shorter."""
-        self._fit()
-        return dict(zip(self._rows, self._seconds, strict=True))
+        """Seconds by rows, of the numbers that were met."""
+        return dict(sorted(self._medians.items()))
 
     def observe(self, n_rows: int, seconds: float) -> None:
         """A decode of so many rows, no prompt's among them, took `seconds`."""
@@ -52,34 +50,35 @@ class RowCost:
         median = sorted(recent)[(len(recent) - 1) // 2]
         if abs(median - self._medians.get(n_rows, 0.0)) > TOLERANCE * median:
             self._medians[n_rows] = median
-            self._is_stale = True
+            self._envelope = None
+
+    def measured(self, n_rows: int) -> float:
+        """What a decode of just so many rows is expected to take.
+
+        It may be more than one of some more rows: 15 are computed 4 by 4 and one by one, 16 at once.
+        """
+        return self._at(n_rows, self._medians)
 
     def seconds(self, n_rows: int) -> float:
-        """What a decode of so many rows is expected to take; of no use before one was measured."""
-        self._fit()
-        rows, seconds = self._rows, self._seconds
-        if not rows:
-            return float(n_rows**UNKNOWN_GROWTH)
-        i = bisect_left(rows, n_rows)
-        if i < len(rows) and rows[i] == n_rows:
-            return seconds[i]
-        if 0 < i < len(rows):
-            share = (n_rows - rows[i - 1]) / (rows[i] - rows[i - 1])
-            return seconds[i - 1] + share * (seconds[i] - seconds[i - 1])
-        end = min(i, len(rows) - 1)
-        return float(seconds[end] * (n_rows / rows[end]) ** UNKNOWN_GROWTH)
+        """The same where rows may be added: no number of rows costs more than a larger one."""
+        if self._envelope is None:
+            self._envelope, least = {}, math.inf
+            for rows in sorted(self._medians, reverse=True):
+                least = min(least, self._medians[rows])
+                self._envelope[rows] = least
+        return self._at(n_rows, self._envelope)
 
-    def _fit(self) -> None:
-        """The nearest table that never falls: neighbours that do are given their mean."""
-        if not self._is_stale:
-            return
-        self._is_stale = False
-        blocks: list[tuple[float, int]] = []  # mean, and how many it is the mean of
-        self._rows = sorted(self._medians)
-        for n_rows in self._rows:
-            mean, n = self._medians[n_rows], 1
-            while blocks and blocks[-1][0] > mean:
-                earlier, n_earlier = blocks.pop()
-                mean, n = (mean * n + earlier * n_earlier) / (n + n_earlier), n + n_earlier
-            blocks.append((mean, n))
-        self._seconds = [mean for mean, n in blocks for _ in range(n)]
+    def _at(self, n_rows: int, seconds: Mapping[int, float]) -> float:
+        """The value of a table, also where it has none; of no use before one was measured."""
+        if n_rows in seconds:
+            return seconds[n_rows]
+        if not seconds:
+            return float(n_rows**UNKNOWN_GROWTH)
+        rows = sorted(seconds)
+        i = bisect_left(rows, n_rows)
+        if 0 < i < len(rows):
+            low, high = rows[i - 1], rows[i]
+            share = (n_rows - low) / (high - low)
+            return seconds[low] + share * (seconds[high] - seconds[low])
+        end = rows[min(i, len(rows) - 1)]
+        return float(seconds[end] * (n_rows / end) ** UNKNOWN_GROWTH)

@@ -177,7 +177,7 @@ class BudgetedSpeculation:
     ) -> list[int]:
         """How many drafts of each offer give the most tokens a second."""
         best: list[int] = []
-        best_rate = MARGIN * n_decoding / self._seconds(n_decoding, [])
+        best_rate = MARGIN * n_decoding / self._row_cost.measured(n_decoding)
         step_s = self._drafter.step_s
         is_even = bool(step_s) or not self._kv_unified
         for counts, gain in (_levels if is_even else _one_by_one)(offers, n_max):

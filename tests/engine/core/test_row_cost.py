@@ -21,6 +21,12 @@ def test_more_rows_never_cost_less(ticks: list[tuple[int, float]]) -> None:
     costs = [row_cost.seconds(n_rows) for n_rows in range(1, 60)]
     assert all(a <= b * (1 + 1e-9) for a, b in pairwise(costs))
     assert set(row_cost.table) == {n_rows for n_rows, _ in ticks}
+    # Nothing is hoped for that was not measured: of those rows, or of more.
+    assert all(
+        row_cost.seconds(n_rows) in row_cost.table.values()
+        and row_cost.seconds(n_rows) <= row_cost.measured(n_rows) == seconds
+        for n_rows, seconds in row_cost.table.items()
+    )
 
 
 @given(TICKS)
@@ -32,6 +38,13 @@ def test_a_table_that_was_kept_says_the_same(ticks: list[tuple[int, float]]) -> 
     assert [again.seconds(n) for n in range(1, 60)] == pytest.approx(
         [row_cost.seconds(n) for n in range(1, 60)]
     )
+
+
+def test_rows_that_cost_more_than_some_more_are_known_to() -> None:
+    # Q4_0 on a CPU: 15 rows are three times four and three times one, 16 are computed at once.
+    row_cost = RowCost({14: 0.034, 15: 0.038, 16: 0.028, 17: 0.032})
+    assert row_cost.measured(15) == 0.038
+    assert row_cost.seconds(15) == row_cost.seconds(16) == 0.028
 
 
 def test_what_was_measured_is_said_and_what_lies_between_is_between() -> None:
