@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from cllm import Completion, Engine
+from cllm.engine.core.run_queue import MakeSampler
 from cllm.engine.core.sequence import Sequence
 from cllm.engine.core.speculation import Drafter, Drafts
 from cllm.engine.thread.backend import Backend, Loaded
@@ -69,28 +70,39 @@ class OracleEngine(Engine):
     ----------
     *arguments, **options
         Of `Engine`.
-    drafter : Drafter
+    drafter : Drafter, optional
+        None: nothing is guessed.
+    make_sampler : callable, optional
+        Chooses the tokens in place of the model; None: it does.
     """
 
-    def __init__(self, *arguments: Any, drafter: Drafter, **options: Any) -> None:
+    def __init__(
+        self,
+        *arguments: Any,
+        drafter: Drafter | None,
+        make_sampler: MakeSampler | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(*arguments, speculation="ngram", **options)
-        self._drafter = drafter
+        self._replaced: dict[str, Any] = {"drafter": drafter}
+        if make_sampler is not None:
+            self._replaced["make_sampler"] = make_sampler
 
     def _make_backend(self) -> Backend:
-        return _WithDrafter(super()._make_backend(), self._drafter)
+        return _WithParts(super()._make_backend(), self._replaced)
 
 
-class _WithDrafter:
-    """A `Backend` with another drafter."""
+class _WithParts:
+    """A `Backend` with other parts."""
 
-    def __init__(self, backend: Backend, drafter: Drafter) -> None:
+    def __init__(self, backend: Backend, parts: dict[str, Any]) -> None:
         self._backend = backend
-        self._drafter = drafter
+        self._parts = parts
         self.stop = backend.stop
         self.constraints = backend.constraints
 
     def load(self, owned: ExitStack) -> Loaded:
-        return replace(self._backend.load(owned), drafter=self._drafter)
+        return replace(self._backend.load(owned), **self._parts)
 
 
 def known_answers(completions: Iterable[Completion]) -> NextToken:

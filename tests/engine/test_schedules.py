@@ -13,6 +13,7 @@ import anyio
 import pytest
 
 from cllm import Completion, Engine, FinishReason, SamplingOptions
+from cllm.testing.oracle_drafter import OracleDrafter, OracleEngine, known_answers
 from cllm.testing.reproducibility import DeltaClock
 from tests.conftest import QUIET
 
@@ -120,11 +121,22 @@ class Schedule:
         assert len(self.completions) == len(self.requests)
 
 
+@pytest.mark.usefixtures("free_rows")
+@pytest.mark.parametrize("share", [None, 0.6], ids=["no guesses", "guesses"])
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-async def test_every_answer_is_the_one_computed_alone(anyio_backend: str, name: str) -> None:
+async def test_every_answer_is_the_one_computed_alone(
+    anyio_backend: str, name: str, share: float | None
+) -> None:
     async with Engine(n_ctx=512, n_seq_max=1, prefix_cache=False, **QUIET) as engine:
-        oracle = {p: (await engine.generate(p, **GREEDY)).token_ids for p in PROMPTS}
-    async with Engine(**{"stream_buffer": 4, **CONFIGURATIONS[name], **QUIET}) as engine:
+        alone = {p: await engine.generate(p, **GREEDY) for p in PROMPTS}
+    oracle = {prompt: completion.token_ids for prompt, completion in alone.items()}
+    options: dict[str, Any] = {"stream_buffer": 4, **CONFIGURATIONS[name], **QUIET}
+    made = Engine(**options)
+    if share is not None:
+        drafter = OracleDrafter(known_answers(alone.values()), share)
+        options["stream_buffer"] = 4  # guesses need room at the reader
+        made = OracleEngine(drafter=drafter, **options)
+    async with made as engine:
         for number in range(N_SCHEDULES):
             schedule = Schedule(number + 1000 * list(CONFIGURATIONS).index(name))
             with anyio.fail_after(20):
@@ -135,6 +147,7 @@ async def test_every_answer_is_the_one_computed_alone(anyio_backend: str, name: 
         statistics = engine.statistics()
         assert statistics.n_finished[FinishReason.CANCELLED] > 0
         assert statistics.n_finished[FinishReason.ERROR] == 0
+        assert (statistics.n_accepted_tokens > 0) == (share is not None)
         # How many depends on how soon readers read, and so on the machine.
         assert statistics.n_preemptions > 0 or "tight" not in name
         assert (statistics.n_cached_tokens > 0) == (name != "tight without prefixes")

@@ -1,6 +1,6 @@
 """The fault matrix: every function that a serving engine calls fails, in many ways, at every call.
 
-    python -m tests.reliability.fault_matrix [--calls 200] [--function NAME …] [--save]
+    python -m tests.reliability.fault_matrix [--calls 200] [--function NAME …] [--speculation SHARE] [--save]
 
 For each function, each outcome and each k the whole workload is served with that one fault.  Who is to
 suffer follows from the fault: from the function, and from the request whose call it was.  Everybody
@@ -300,9 +300,9 @@ def record(found: Sequence[Tried], seconds: float) -> Record:
     return Record("fault_matrix", CLAIM, command, figures, [table(found)])
 
 
-async def prove(rows: Sequence[Row], n_calls: int) -> list[Tried]:
+async def prove(rows: Sequence[Row], n_calls: int, share: float | None = None) -> list[Tried]:
     """The matrix, each row at every call up to the `n_calls`th."""
-    async with Bench() as bench:
+    async with Bench(share) as bench:
         return await try_rows(bench, rows, range(1, n_calls + 1))
 
 
@@ -311,11 +311,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.reliability.fault_matrix")
     parser.add_argument("--calls", type=int, default=200, help="k from 1 to this")
     parser.add_argument("--function", nargs="*", choices=FUNCTIONS, help="only these")
+    parser.add_argument("--speculation", type=float, metavar="SHARE", help="of guesses right")
     parser.add_argument("--save", action="store_true", help="keep the record")
     arguments = parser.parse_args()
     rows = [r for r in ROWS if not arguments.function or r.function in arguments.function]
     started = time.perf_counter()
-    found = anyio.run(prove, rows, arguments.calls)
+    found = anyio.run(prove, rows, arguments.calls, arguments.speculation)
     seconds = time.perf_counter() - started
     return conclude(record(found, seconds), wrong_in(found), is_kept=arguments.save)
 

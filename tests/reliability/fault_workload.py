@@ -20,9 +20,11 @@ from cllm import Completion, Engine, FinishReason, TokenStream
 from cllm.bindings import Grammar
 from cllm.engine.core import swap_store
 from cllm.engine.core.messages import CancelRequest, Command
+from cllm.engine.core.row_cost import RowCost
 from cllm.engine.llama.sampler import SamplerFactory
 from cllm.engine.thread import inference_thread
 from cllm.errors import CllmError, EngineFailedError, GenerationError
+from cllm.testing.oracle_drafter import OracleDrafter, OracleEngine, known_answers
 from tests.conftest import QUIET, our_threads, put_at_once
 from tests.reliability.answers import unlike, unlike_beginning
 from tests.reliability.native_faults import Fault, Met, NativeFaults, raises
@@ -116,12 +118,15 @@ class Bench:
 
     Attributes
     ----------
+    share : float, optional
+        Guess tokens whenever there is room, so often right.
     alone : dict
         What each request gives by itself, without any fault.
     n_engines : int
     """
 
-    def __init__(self) -> None:
+    def __init__(self, share: float | None = None) -> None:
+        self.share = share
         self.faults = NativeFaults()
         self.alone: dict[str, Completion] = {}
         self.n_engines = 0
@@ -140,6 +145,9 @@ class Bench:
             async with self._stream(name) as stream:
                 self.alone[name] = await stream.completion()
             await self.engine.reset_prefix_cache()
+        if self.share is not None:
+            assert not await self._close()
+            await self._open()
         self._probe = await self._ask()
         return self
 
@@ -156,7 +164,11 @@ class Bench:
             self._stack.close()
 
     async def _open(self) -> None:
-        self.engine = await Engine(**OPTIONS).__aenter__()
+        engine = Engine(**OPTIONS)
+        if self.share is not None and self.alone:
+            drafter = OracleDrafter(known_answers(self.alone.values()), self.share)
+            engine = OracleEngine(drafter=drafter, **OPTIONS)
+        self.engine = await engine.__aenter__()
         await self.engine.audit()  # its own first one is over
         self.n_engines += 1
 
@@ -345,6 +357,8 @@ def _always_the_same() -> Iterator[None]:
         patch.setattr(inference_thread, "AUDIT_EVERY_TICK", False)
         patch.setattr(inference_thread, "IDLE_AUDIT_S", float("inf"))
         patch.setattr(swap_store.SwapStore, "is_worth", lambda *_: True)
+        for name in ("seconds", "measured"):  # and not whatever this machine does meanwhile
+            patch.setattr(RowCost, name, lambda _self, n_rows: 1.0 + 0.001 * n_rows)
         grammar_of = SamplerFactory._grammar
 
         def parsed_anew(factory: SamplerFactory, text: str) -> Grammar:

@@ -241,9 +241,8 @@ class NativeFaults:
         first = call.arguments[0] if call.arguments else None
         owner, is_grammar = self.opening or _served(), False
         if fault.function == "llama_get_logits":
-            owners = _row_owners()
-            call.row = call.number % len(owners)
-            owner = owners[call.row]
+            rows = _rows_that_count()
+            call.row, owner = rows[call.number % len(rows)]
         elif isinstance(first, SAMPLER):
             owner, is_grammar = self._samplers[_address(first)]
         return Met(fault, owner, self.opening is not None, is_grammar)
@@ -285,7 +284,12 @@ def _served() -> str | None:
     return None
 
 
-def _row_owners() -> list[str]:
-    """The request of each output row of the batch that was just decoded."""
+def _rows_that_count() -> list[tuple[int, str]]:
+    """The output rows of the batch that was just decoded, and their requests; none of drafts."""
     chunks: list[Chunk] = next(_locals("chunks"))
-    return [chunk.sequence.request_id for chunk in chunks for _ in range(chunk.n_outputs)]
+    rows, n_before = [], 0
+    for chunk in chunks:
+        n_own = chunk.n_outputs - len(chunk.drafts)
+        rows += [(n_before + n, chunk.sequence.request_id) for n in range(n_own)]
+        n_before += chunk.n_outputs
+    return rows

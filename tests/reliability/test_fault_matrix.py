@@ -44,6 +44,17 @@ async def test_a_call_that_fails_at_some_moment_costs_whom_it_is_to_cost(
     assert wrong_in(found) == []
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_the_same_holds_with_guesses_in_the_batch(family: str, anyio_backend: str) -> None:
+    async with Bench(share=0.6) as bench:
+        await bench.run()
+        counts = bench.engine.statistics()
+        found = await try_rows(bench, FAMILIES[family], CALLS[anyio_backend][:1])
+    assert wrong_in(found) == []
+    assert 0 < counts.n_accepted_tokens < counts.n_drafted_tokens
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 @pytest.mark.anyio
