@@ -1,9 +1,10 @@
 """What speculation gains: tokens a second with it over without, by turns in one process.
 
-    python -m benchmarks.speculation [MODEL/TYPE ...]
+    python -m benchmarks.speculation [MODEL/TYPE | FILE.gguf ...] [--llama-server PROGRAM]
 
-SmolLM2 copies a text, edits one, writes JSON of a schema, and tells stories.  A model of random
-weights has no text to copy: its own answers are guessed, so often right.
+SmolLM2, or the model in a file, copies a text, edits one, writes JSON of a schema, and tells stories.  A model of random
+weights computes as any other, but what it says is drawn beforehand: that is guessed, so often right.  With
+`--llama-server`, it copies for clients over HTTP, each server with its own speculation.
 """
 
 from __future__ import annotations
@@ -11,22 +12,44 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import anyio
+import httpx
 
-from benchmarks.measure import machine
-from cllm import Completion, Engine
-from cllm.testing.oracle_drafter import OracleDrafter, OracleEngine, known_answers
+from benchmarks.measure import TEXT_TOKENS, machine
+from benchmarks.side_by_side.peers import Peers
+from benchmarks.side_by_side.records import LLAMA_SERVER
+from benchmarks.side_by_side.servers import (
+    ServerPeer,
+    cllm_serve,
+    free_port,
+    llama_server,
+    running,
+)
+from benchmarks.side_by_side.workload import Setup
+from cllm import Completion, Engine, EngineConfig
+from cllm.engine.constraint import Mask
+from cllm.engine.core.sequence import Sequence
+from cllm.engine.request import GenerationRequest
+from cllm.engine.sampling.row_scan import RowScan
+from cllm.testing.oracle_drafter import OracleDrafter, OracleEngine
+from cllm.testing.reference import AskedSampler
 from tools import make_model, real_model
 
-MODELS = ("SmolLM2", "qwen3-0.6b/Q4_K_M")
+SMOLLM2, GGUF = "SmolLM2", ".gguf"
+MODELS = (SMOLLM2, "qwen3-0.6b/Q4_K_M")
 WIDTHS = (1, 4, 8, 16)
 SHARES = (0.0, 0.5, 1.0)
-N_TURNS, N_TOKENS = 4, 120
+N_TURNS, N_TOKENS, N_TOKENS_DRAWN = 4, 120, 64
 N_CTX_SEQ = 1024
+SPEC_TYPES = ("ngram-mod", "ngram-simple", "ngram-map-k")
 WORDS = [
     "harbour",
     "master",
@@ -101,14 +124,42 @@ WORK: dict[str, Ask] = {
     "copy": chat_of("Repeat this text word for word:"),
     "edit": chat_of("Write this text again, with every 'red' replaced by 'green':"),
     "json": chat_of("Describe what this text tells as JSON:", json_schema=SCHEMA),
-    "story": chat_of("Tell a story of {} foxes.", with_text=False, temperature=0.8, seed=1),
+    "story": chat_of(
+        "Tell a story of {} foxes.", with_text=False, temperature=0.8, seed=1, ignore_eos=True
+    ),
 }
+
+
+def drawn(seed: str, n_tokens: int) -> list[int]:
+    """Tokens of every vocabulary in use."""
+    return random.Random(seed).choices(TEXT_TOKENS, k=n_tokens)
 
 
 def tokens_of(engine: Engine, client: int) -> Any:
     """A request to a model of random weights."""
-    prompt = random.Random(client).choices(range(3, 200), k=40)
-    return engine.generate(prompt, temperature=0, ignore_eos=True, max_tokens=N_TOKENS)
+    prompt = drawn(f"prompt {client}", 40)
+    return engine.generate(prompt, temperature=0, ignore_eos=True, max_tokens=N_TOKENS_DRAWN)
+
+
+def answer_to(prompt: tuple[int, ...]) -> list[int]:
+    """What is said to a prompt, whatever its logits are."""
+    return drawn(f"answer {prompt}", N_TOKENS_DRAWN)
+
+
+class DrawnSampler(AskedSampler):
+    """Says the answer to a prompt."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self._answer = iter(answer_to(request.prompt_token_ids))
+
+    def choose(self, scan: RowScan, allowed: Mask | None = None) -> int:
+        return next(self._answer)
+
+
+def next_token(sequence: Sequence, tokens: list[int]) -> int | None:
+    """What the sampler is going to say."""
+    left = answer_to(sequence.request.prompt_token_ids)[len(tokens) - sequence.n_prompt :]
+    return left[0] if left else None
 
 
 async def run(engine: Engine, ask: Ask, n_clients: int) -> tuple[float, list[Completion]]:
@@ -153,7 +204,7 @@ async def compare(name: str, plain: Engine, fast: Engine, ask: Ask, n_clients: i
     )
 
 
-def options_for(n_clients: int, given: Sequence[str]) -> dict[str, Any]:
+def options_for(n_clients: int, given: SequenceOf[str]) -> dict[str, Any]:
     """Of an engine: what is measured is decoding."""
     return {
         "n_ctx": N_CTX_SEQ * n_clients,
@@ -163,11 +214,16 @@ def options_for(n_clients: int, given: Sequence[str]) -> dict[str, Any]:
     }
 
 
-async def measure(name: str, widths: Sequence[int], given: Sequence[str]) -> None:
+def chat_model(name: str) -> Path:
+    """The file of a model that chats."""
+    return Path(name) if name.endswith(GGUF) else real_model.fetch()
+
+
+async def measure(name: str, widths: SequenceOf[int], given: SequenceOf[str]) -> None:
     """Everything about one model."""
     print(f"{name} {' '.join(given)}", flush=True)
-    if name == "SmolLM2":
-        path = real_model.fetch()
+    if name == SMOLLM2 or name.endswith(GGUF):
+        path = chat_model(name)
         for n_clients in widths:
             options = options_for(n_clients, given)
             async with (
@@ -181,12 +237,87 @@ async def measure(name: str, widths: Sequence[int], given: Sequence[str]) -> Non
     path = make_model.ensure(model, file_type)  # type: ignore[arg-type]
     for n_clients in widths:
         options = options_for(n_clients, given)
-        async with Engine(path, **options) as plain:
-            _, answers = await run(plain, tokens_of, n_clients)
+        options["make_sampler"] = DrawnSampler
+        async with OracleEngine(path, drafter=None, **options) as plain:
             for share in SHARES:
-                drafter = OracleDrafter(known_answers(answers), share, is_honest=True)
+                drafter = OracleDrafter(next_token, share, is_honest=True)
                 async with OracleEngine(path, drafter=drafter, **options) as fast:
                     await compare(f"{share:.0%} right", plain, fast, tokens_of, n_clients)
+
+
+# --- Over HTTP ------------------------------------------------------------------------------------
+def servers(program: Path, path: Path, n_clients: int) -> dict[str, ServerPeer]:
+    """`cllm serve` and llama-server, without and with what each has."""
+    n_threads = EngineConfig().compute_threads[0]
+    setup = Setup(path, n_threads, N_CTX_SEQ * n_clients, n_clients)
+    peers = Peers(program.parent, None, {LLAMA_SERVER: ""})
+    found = {}
+    for name, options in (
+        ("cllm", ()), ("cllm ngram", ("--speculation", "ngram")),
+        ("llama-server", ()),
+        *((f"llama-server {t}", ("--spec-type", t)) for t in SPEC_TYPES),
+    ):  # fmt: skip
+        port = free_port()
+        is_own = name.startswith("cllm")
+        peer = cllm_serve(setup, port) if is_own else llama_server(setup, port, peers)
+        found[f"http://127.0.0.1:{port} {name}"] = replace(peer, command=(*peer.command, *options))
+    return found
+
+
+async def copied_per_s(url: str, n_clients: int) -> float:
+    """Tokens a second of so many clients who have a text copied."""
+    n_tokens = 0
+
+    async def one(client: httpx.AsyncClient, number: int) -> None:
+        nonlocal n_tokens
+        said = f"Repeat this text word for word:\n\n{text_of(number)}"
+        body = {
+            "messages": [{"role": "user", "content": said}],
+            "temperature": 0, "max_tokens": N_TOKENS, "cache_prompt": True,
+        }  # fmt: skip
+        answer = await client.post(f"{url}/v1/chat/completions", json=body, timeout=600)
+        n_tokens += answer.raise_for_status().json()["usage"]["completion_tokens"]
+
+    async with httpx.AsyncClient() as client:
+        started = time.perf_counter()
+        async with anyio.create_task_group() as tasks:
+            for number in range(n_clients):
+                tasks.start_soon(one, client, number)
+        return n_tokens / (time.perf_counter() - started)
+
+
+def compare_servers(program: Path, path: Path, widths: SequenceOf[int]) -> None:
+    """By turns, all of them running."""
+    for n_clients in widths:
+        with ExitStack() as stack:
+            peers = servers(program, path, n_clients)
+            rates: dict[str, list[float]] = {named: [] for named in peers}
+            broken: dict[str, str] = {}
+            for named, peer in peers.items():
+                stack.enter_context(running(peer, int(named.split()[0].rpartition(":")[2])))
+            for turn in range(N_TURNS + 1):
+                for named in peers if turn % 2 else reversed(peers):
+                    if named in broken:
+                        continue
+                    try:
+                        rate = anyio.run(copied_per_s, named.split()[0], n_clients)
+                    except* httpx.HTTPError as group:
+                        broken[named] = repr(group.exceptions[0])
+                    if turn and named not in broken:  # prompts are in the cache then
+                        rates[named].append(rate)
+        for named, found in rates.items():
+            if named in broken:
+                print(
+                    f"  {n_clients} clients, {named.partition(' ')[2]}: {broken[named]}", flush=True
+                )
+                continue
+            own = rates[next(n for n in peers if n.endswith(" cllm ngram"))]
+            ratios = sorted(a / b for a, b in zip(own, found, strict=True))
+            print(
+                f"  {n_clients} clients, {named.partition(' ')[2]}: {median(found):.0f} tokens/s, "
+                f"cllm ngram is {median(ratios):.2f} x ({ratios[0]:.2f}, {ratios[-1]:.2f})",
+                flush=True,
+            )
 
 
 def main() -> None:
@@ -196,8 +327,12 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
     parser.add_argument("--with", nargs="*", dest="given", default=[], metavar="SETTING",
                         choices=["deterministic", "per-sequence"])  # fmt: skip
+    parser.add_argument("--llama-server", type=Path, metavar="PROGRAM")
     given = parser.parse_args()
     print(f"{machine()}; with speculation / without, median of {N_TURNS} turns (least, most)")
+    if given.llama_server:
+        compare_servers(given.llama_server, chat_model(given.models[0]), given.widths)
+        return
     for name in given.models:
         anyio.run(measure, name, given.widths, given.given)
 
