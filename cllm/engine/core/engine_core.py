@@ -216,11 +216,13 @@ class EngineCore:
         if outputs:
             self._n_rebuilds_in_vain = 0
             self._processor.sample(outputs, logits)
-        self._learn(chunks, n_rows, n_cells, self._clock() - started)
+        ended = self._clock()
+        self.tick_cost.observe(n_rows, n_cells, ended - started)
+        # Without the plan, in which drafts are made: what those cost is known to their drafter.
+        self._learn_row_cost(chunks, n_rows, ended - planned)
 
-    def _learn(self, chunks: list[Chunk], n_rows: int, n_cells: int, seconds: float) -> None:
-        """Remember what a tick has taken."""
-        self.tick_cost.observe(n_rows, n_cells, seconds)
+    def _learn_row_cost(self, chunks: list[Chunk], n_rows: int, seconds: float) -> None:
+        """Remember what so many rows have taken, if there were no others."""
         # In the per-sequence layout, sequences with unequal numbers of rows are computed apart.
         is_whole = self.kv_cache.kv_unified or len({chunk.n_rows for chunk in chunks}) == 1
         if is_whole and self._is_decoding_only:

