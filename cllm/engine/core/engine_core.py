@@ -250,13 +250,18 @@ class EngineCore:
         self._is_decoding_only = all(is_decoding(chunk) for chunk in chunks)
         if self._speculation is None or not self._is_decoding_only or not self.recovery.is_over:
             return chunks
-        # Each of them has one row, which is an output row.
-        return self._speculation.extend(
-            chunks,
-            n_rows - len(chunks),
-            self._decoder.n_outputs_max - len(chunks),
-            None if target_ms is None else target_ms / 1000.0,
-        )
+        try:
+            # Each of them has one row, which is an output row.
+            return self._speculation.extend(
+                chunks,
+                n_rows - len(chunks),
+                self._decoder.n_outputs_max - len(chunks),
+                None if target_ms is None else target_ms / 1000.0,
+            )
+        except Exception:
+            logger.exception("nothing is guessed any more")
+            self._speculation = None
+            return chunks
 
     def _fill_batch(self, chunks: list[Chunk]) -> None:
         """Put the chunks into the batch."""

@@ -162,10 +162,7 @@ class BudgetedSpeculation:
         n_max = min(limits)
         if n_max <= 0 or params.speculation is False:
             return None
-        forced: Drafts = ()
-        if sequence.sampler is not None and (constraint := sequence.sampler.constraint) is not None:
-            forced = tuple(constraint.forced()[:n_max])
-        if forced:
+        if forced := _forced(sequence)[:n_max]:
             expected = [self._forced_share ** (n + 1) for n in range(len(forced))]
         else:
             expected = self._drafter.expect(sequence, n_max)
@@ -207,6 +204,16 @@ class BudgetedSpeculation:
 def is_decoding(chunk: Chunk) -> bool:
     """Whether a chunk is the last token of a sequence, to be sampled after, and nothing else."""
     return chunk.n_tokens == 1 and chunk.completes and chunk.sequence.is_scored
+
+
+def _forced(sequence: Sequence) -> Drafts:
+    """What the constraint of a sequence leaves no choice of."""
+    if sequence.sampler is None or (constraint := sequence.sampler.constraint) is None:
+        return ()
+    try:
+        return tuple(constraint.forced())
+    except Exception:  # of one that cannot go on: it says so when it is asked about a token
+        return ()
 
 
 def _one_by_one(offers: list[_Offer], n_max: int) -> Iterator[tuple[list[int], float]]:

@@ -296,6 +296,39 @@ class Forcing:
         return self.tokens
 
 
+class Broken:
+    """A constraint that cannot go on."""
+
+    def forced(self) -> SequenceOf[int]:
+        raise RuntimeError("broken")
+
+
+def test_a_constraint_that_fails_forces_nothing() -> None:
+    sequence = decoding(0)
+    sequence.sampler = Forced()  # type: ignore[assignment]
+    sequence.sampler.constraint = Broken()  # type: ignore[union-attr, misc, assignment]
+    assert n_drafted([sequence], FLAT, share=1.0) == [N_DRAFT_ROWS]
+
+
+def test_a_drafter_that_fails_is_not_asked_again_and_nobody_else_notices(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sim = Simulator(answer=endless, n_ctx=256, draft_share=1.0)
+    asked = []
+
+    def fails(wanted: object) -> list[Drafts]:
+        asked.append(wanted)
+        raise RuntimeError("broken")
+
+    assert sim._drafter is not None
+    sim._drafter.draft = fails  # type: ignore[method-assign]
+    request_id = sim.submit(b"prompt", max_tokens=20)
+    sim.run()
+    assert sim.outcome(request_id) == sim.alone(request_id)
+    assert len(asked) == 1
+    assert "nothing is guessed any more" in caplog.text
+
+
 class Forced:
     """A sampler that has such a constraint."""
 
