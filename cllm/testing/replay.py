@@ -22,7 +22,6 @@ from cllm.engine.core.engine_core import EngineCore
 from cllm.engine.core.messages import AddRequest
 from cllm.engine.core.scheduler import Chunk
 from cllm.engine.core.sequence import Sequence
-from cllm.engine.core.speculation import N_DRAFT_ROWS
 from cllm.engine.core.tick_log import describe_event
 from cllm.engine.request import GenerationRequest, TokenLogprob
 from cllm.engine.sampling.row_scan import RowScan
@@ -167,8 +166,7 @@ class _Script:
     def __init__(self, log: TickLogFile) -> None:
         self._times: deque[float] = deque()
         self.calls = _Calls(log.faults())
-        n_outputs_max = log.kv_cache.n_seq_ids + N_DRAFT_ROWS
-        self.decoder = _ScriptedDecoder(log.config.n_batch, n_outputs_max, self.calls)
+        self.decoder = _ScriptedDecoder(log.n_batch, log.n_outputs_max, self.calls)
         self._pieces = log.pieces()
         self._tokens = log.tokens()
         self._choices: deque[int | Exception] = deque()

@@ -77,6 +77,8 @@ class TickLogFile:
 
     config: EngineConfig
     kv_cache: KVCache
+    n_batch: int
+    n_outputs_max: int
     lines: list[LogLine]
 
     @classmethod
@@ -97,12 +99,14 @@ class TickLogFile:
             )
         with _malformed(path, 1):
             kv_cache = KVCache(**header.pop("kv_cache"))
+            limits = header.pop("decoder")
+            n_batch, n_outputs_max = int(limits["n_batch"]), int(limits["n_outputs_max"])
             config = EngineConfig(**header)
         lines: list[LogLine] = []
         for number, values in enumerate(objects[1:], 2):
             with _malformed(path, number):
                 lines.append(_line(number, values))
-        return cls(config, kv_cache, lines)
+        return cls(config, kv_cache, n_batch, n_outputs_max, lines)
 
     def faults(self) -> dict[tuple[str, int], bool | str]:
         """The calls that failed, by method and number."""

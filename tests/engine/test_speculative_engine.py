@@ -144,16 +144,17 @@ def test_a_draft_model_with_other_tokens_is_refused_by_name(
 async def test_a_draft_model_that_cannot_forget_is_refused() -> None:
     path = make_model.ensure("tiny-recurrent", "F16")
     with pytest.raises(ModelLoadError, match="a recurrent model cannot draft"):
-        async with Engine(path, speculation=path, n_ctx=256, n_seq_max=1, **QUIET):
+        async with Engine(speculation=path, n_ctx=256, n_seq_max=1, **QUIET):
             pass
 
 
 async def test_a_model_that_cannot_forget_has_no_drafts_and_answers() -> None:
     path = make_model.ensure("tiny-recurrent", "F16")
-    async with Engine(path, speculation="ngram", n_ctx=256, n_seq_max=1, **QUIET) as engine:
-        completion = await engine.generate([5, 6, 7] * 5, temperature=0, max_tokens=20)
-    assert completion.usage.n_drafted == 0
-    assert completion.usage.n_output > 0
+    for speculation in ("ngram", path):
+        async with Engine(path, speculation=speculation, n_ctx=256, n_seq_max=1, **QUIET) as engine:
+            completion = await engine.generate([5, 6, 7] * 5, temperature=0, max_tokens=20)
+        assert completion.usage.n_drafted == 0
+        assert completion.usage.n_output > 0
 
 
 async def test_a_request_may_refuse_guesses_and_cannot_ask_for_what_is_not_there() -> None:
@@ -185,6 +186,42 @@ async def test_a_replay_repeats_the_ticks_with_their_guesses(tmp_path: Path) -> 
     repeated = replay(path)
     repeated.check()
     assert (repeated.n_ticks, repeated.n_tokens) == (told.n_ticks, told.n_output_tokens)
+
+
+async def test_a_replay_repeats_scored_prompts_too(tmp_path: Path) -> None:
+    for speculation in (None, "ngram"):
+        path = tmp_path / f"ticks {speculation}"
+        async with Engine(speculation=speculation, tick_log=path, **EXACT) as engine:
+            await engine.generate("a note " * 40, prompt_logprobs=1, max_tokens=3)
+        replay(path).check()
+
+
+async def test_a_context_that_is_smaller_than_a_batch_has_room_for_guesses() -> None:
+    small: dict[str, Any] = {"n_ctx": 16, "n_seq_max": 1, "prefix_cache": False, **QUIET}
+    async with Engine(speculation="ngram", **small) as engine:
+        completion = await engine.generate("x", regex="a{48}", max_tokens=60)
+        assert completion.text == "a" * len(completion.text) != ""
+        assert engine.statistics().n_rebuilds == 0
+
+
+async def test_a_draft_model_has_room_for_some_where_not_for_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def four(_self: object, _n: int, offers: Sequence[_Offer], *_limits: object) -> list[int]:
+        return [min(4, len(offer.probabilities)) for offer in offers]
+
+    monkeypatch.setattr(BudgetedSpeculation, "_choose", four)
+    path = make_model.ensure("tiny-llama", "F16")
+    head = [7 + n % 50 for n in range(300)]
+    prompts = [[*head, 9 + n] for n in range(4)]
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 30, "ignore_eos": True}
+    # The head is there once for the requests; the model that drafts shares nothing.
+    async with Engine(path, speculation=path, n_ctx=600, n_seq_max=4, **QUIET) as engine:
+        completions = await engine.generate_all(prompts, **options)
+        told = engine.statistics()
+    assert [c.usage.n_output for c in completions] == [30] * 4
+    assert sum(c.usage.n_accepted > 0 for c in completions) in (1, 2, 3, 4)
+    assert told.n_accepted_tokens > 20
 
 
 async def test_what_rows_cost_is_left_to_the_next_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ class LoggedBench(Simulator):
         super().__init__(answer=babble, **options)
 
     def _make_core(self) -> EngineCore:
-        self.log.header(self.config, self.kv_cache)
+        self.log.header(self.config, self.kv_cache, self.decoder)
         return EngineCore(
             LoggedDecoder(self.decoder, self.log),
             LoggedVocabulary(VOCABULARY, self.log),

@@ -8,7 +8,7 @@ llguidance comes with the extra `structured` and is imported when it is first wa
 from __future__ import annotations
 
 import importlib
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -139,6 +139,7 @@ class Matcher:
     def __init__(self, family: Guidance, matcher: Any) -> None:
         self.family = family
         self.matcher = matcher
+        self._forced: deque[int] = deque()  # found before, and still to come
 
     def allows(self, token: int) -> bool:
         """Whether the output may go on, or end, with this token."""
@@ -153,10 +154,14 @@ class Matcher:
         """The output goes on with this token, which it allows."""
         if token not in self.family.ends and not self.matcher.consume_token(token):
             raise self.failure()
+        if self._forced and self._forced.popleft() != token:
+            self._forced.clear()
 
-    def forced(self) -> list[int]:
+    def forced(self) -> Sequence[int]:
         """The next tokens, as far as it leaves no choice of the text."""
-        return list(self.matcher.compute_ff_tokens())
+        if not self._forced:  # the whole of a long text is found at once
+            self._forced.extend(self.matcher.compute_ff_tokens())
+        return self._forced
 
     def failure(self) -> CllmError:
         """Why it cannot go on."""

@@ -45,6 +45,7 @@ logger = logging.getLogger("cllm.engine")
 
 ABORTED = 2  # llama_decode: the abort flag was set
 MAX_REBUILDS_IN_VAIN = 8  # new contexts without a token from any of them
+N_PLAIN_TICKS = 16  # without drafts, after a decode that had some has failed
 PROBE_TOKEN = 0  # belongs to no request; every vocabulary has it
 
 
@@ -134,10 +135,11 @@ class EngineCore:
             # With flash attention it has not been seen to.
             nan_spreads=config.flash_attn is not True,
             clock=clock,
-            on_drafts=None if self._speculation is None else self._speculation.observe,
+            on_drafts=self._observe_drafts,
         )
         self._n_rebuilds_in_vain = 0
         self._is_decoding_only = False  # the tick that is going on
+        self._n_plain_ticks = 0
         # Fewer after llama.cpp found no room where the bookkeeping saw some.
         self._n_rows_max = decoder.n_batch
 
@@ -217,8 +219,10 @@ class EngineCore:
             self._n_rebuilds_in_vain = 0
             self._processor.sample(outputs, logits)
         ended = self._clock()
-        self.tick_cost.observe(n_rows, n_cells, ended - started)
-        # Without the plan, in which drafts are made: what those cost is known to their drafter.
+        # Without a plan in which drafts may be made: what those cost is known to their drafter.
+        self.tick_cost.observe(
+            n_rows, n_cells, ended - (planned if self._is_decoding_only else started)
+        )
         self._learn_row_cost(chunks, n_rows, ended - planned)
 
     def _learn_row_cost(self, chunks: list[Chunk], n_rows: int, seconds: float) -> None:
@@ -248,7 +252,9 @@ class EngineCore:
             now=now,
         )
         self._is_decoding_only = all(is_decoding(chunk) for chunk in chunks)
-        if self._speculation is None or not self._is_decoding_only or not self.recovery.is_over:
+        can_draft = self._is_decoding_only and self.recovery.is_over and not self._n_plain_ticks
+        self._n_plain_ticks = max(0, self._n_plain_ticks - 1)
+        if self._speculation is None or not can_draft:
             return chunks
         try:
             # Each of them has one row, which is an output row.
@@ -259,9 +265,20 @@ class EngineCore:
                 None if target_ms is None else target_ms / 1000.0,
             )
         except Exception:
-            logger.exception("nothing is guessed any more")
-            self._speculation = None
+            self._give_up_drafts()
             return chunks
+
+    def _observe_drafts(self, sequence: Sequence, n_drafted: int, n_accepted: int) -> None:
+        """What became of the drafts of a sequence."""
+        if self._speculation is not None:
+            try:
+                self._speculation.observe(sequence, n_drafted, n_accepted)
+            except Exception:
+                self._give_up_drafts()
+
+    def _give_up_drafts(self) -> None:
+        logger.exception("nothing is guessed any more")
+        self._speculation = None
 
     def _fill_batch(self, chunks: list[Chunk]) -> None:
         """Put the chunks into the batch."""
@@ -276,8 +293,12 @@ class EngineCore:
     # --- Failures ----------------------------------------------------------------------------
     def _after_failed_decode(self, chunks: list[Chunk], error: Exception) -> None:
         """Read the bookkeeping back, and let as few suffer as possible."""
+        has_drafts = any(chunk.drafts for chunk in chunks)
+        if has_drafts:
+            self._n_plain_ticks = N_PLAIN_TICKS
         if isinstance(error, NoKVSlotError):  # nothing was stored
-            self._shrink(chunks, error)
+            if not has_drafts:  # which nobody else is to make room for
+                self._shrink(chunks, error)
             return
         verdict = None
         if not (isinstance(error, DecodeFailedError) and error.code == ABORTED):

@@ -55,7 +55,7 @@ class OutputProcessor:
     n_vocab : int
     nan_spreads : bool
         Whether NaN in one sequence's cells can get into the logits of others.
-    on_drafts : callable, optional
+    on_drafts : callable
         Told what became of the drafts of a sequence.
     """
 
@@ -71,7 +71,7 @@ class OutputProcessor:
         n_vocab: int,
         nan_spreads: bool,
         clock: Callable[[], float],
-        on_drafts: OnDrafts | None = None,
+        on_drafts: OnDrafts,
     ) -> None:
         self._vocabulary = vocabulary
         self._kv_cache = kv_cache
@@ -133,8 +133,7 @@ class OutputProcessor:
     def _settle(self, output: Output, n_accepted: int) -> None:
         """No more of these drafts is right: remove what was computed in vain, and learn."""
         self._remove_surplus(output.sequence)
-        if self._on_drafts is not None:
-            self._on_drafts(output.sequence, len(output.drafts), n_accepted)
+        self._on_drafts(output.sequence, len(output.drafts), n_accepted)
 
     def _remove_surplus(self, sequence: Sequence) -> None:
         """Leave nothing computed after the last token but one: those were drafts."""

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 
 # The median of so many ticks: one that the machine disturbed says nothing.
 N_KEPT = 7
+# A number of rows that was met less often, and seems dear, is given another try.
+N_TRUSTED = 3
 # A median that has moved by less than this is the old one.
 TOLERANCE = 0.01
 # What nobody has measured beyond the ends of the table: hopeful, so that it is tried once, and
@@ -33,13 +35,15 @@ class RowCost:
 
     def __init__(self, known: Mapping[int, float] | None = None) -> None:
         self._medians = dict(known or {})
+        self._trusted = set(self._medians)
         self._recent: dict[int, deque[float]] = {}
+        self._believed: dict[int, float] | None = None
         self._envelope: dict[int, float] | None = None
 
     @property
     def table(self) -> dict[int, float]:
-        """Seconds by rows, of the numbers that were met."""
-        return dict(sorted(self._medians.items()))
+        """Seconds by rows, of the numbers that were met often enough."""
+        return {rows: self._medians[rows] for rows in sorted(self._trusted)}
 
     def observe(self, n_rows: int, seconds: float) -> None:
         """A decode of so many rows, no prompt's among them, took `seconds`."""
@@ -48,25 +52,41 @@ class RowCost:
         recent = self._recent.setdefault(n_rows, deque(maxlen=N_KEPT))
         recent.append(seconds)
         median = sorted(recent)[(len(recent) - 1) // 2]
-        if abs(median - self._medians.get(n_rows, 0.0)) > TOLERANCE * median:
+        is_new = len(recent) >= N_TRUSTED and n_rows not in self._trusted
+        if is_new:
+            self._trusted.add(n_rows)
+        if is_new or abs(median - self._medians.get(n_rows, 0.0)) > TOLERANCE * median:
             self._medians[n_rows] = median
-            self._envelope = None
+            self._believed = self._envelope = None
 
     def measured(self, n_rows: int) -> float:
         """What a decode of just so many rows is expected to take.
 
         It may be more than one of some more rows: 15 are computed 4 by 4 and one by one, 16 at once.
         """
-        return self._at(n_rows, self._medians)
+        return self._at(n_rows, self._belief())
 
     def seconds(self, n_rows: int) -> float:
         """The same where rows may be added: no number of rows costs more than a larger one."""
         if self._envelope is None:
             self._envelope, least = {}, math.inf
-            for rows in sorted(self._medians, reverse=True):
-                least = min(least, self._medians[rows])
+            believed = self._belief()
+            for rows in sorted(believed, reverse=True):
+                least = min(least, believed[rows])
                 self._envelope[rows] = least
         return self._at(n_rows, self._envelope)
+
+    def _belief(self) -> dict[int, float]:
+        """The medians, but hope where there are few measurements: one may have been disturbed."""
+        if self._believed is None:
+            trusted = self.table
+            self._believed = {
+                rows: median
+                if rows in trusted or not trusted
+                else min(median, self._at(rows, trusted))
+                for rows, median in self._medians.items()
+            }
+        return self._believed
 
     def _at(self, n_rows: int, seconds: Mapping[int, float]) -> float:
         """The value of a table, also where it has none; of no use before one was measured."""

@@ -12,6 +12,7 @@ to cost (`row_cost`).  None where rows are not free.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
@@ -28,7 +29,9 @@ MARGIN = 1.03
 # A draft that is less likely than this is not looked at.
 MIN_PROBABILITY = 0.05
 # Of tokens that a constraint forces.  Where it forces bytes, another cut of them is a token too.
-FORCED_AT_FIRST, FORCED_WEIGHT = 0.95, 0.05
+FORCED_AT_FIRST, FORCED_WEIGHT, FORCED_RECOVERY = 0.95, 0.05, 0.002
+# Less likely than this, the drafter is asked instead.
+FORCED_MIN = 0.3
 
 Drafts = tuple[int, ...]
 
@@ -162,10 +165,12 @@ class BudgetedSpeculation:
         n_max = min(limits)
         if n_max <= 0 or params.speculation is False:
             return None
-        if forced := _forced(sequence)[:n_max]:
+        forced, expected = _forced(sequence, n_max), []
+        if forced:
             expected = [self._forced_share ** (n + 1) for n in range(len(forced))]
-        else:
-            expected = self._drafter.expect(sequence, n_max)
+            self._forced_share += FORCED_RECOVERY * (FORCED_AT_FIRST - self._forced_share)
+        if not expected or expected[0] < FORCED_MIN:
+            forced, expected = (), self._drafter.expect(sequence, n_max)
         likely = [p for p in expected if p >= MIN_PROBABILITY]
         return _Offer(index, likely, forced) if likely else None
 
@@ -206,12 +211,12 @@ def is_decoding(chunk: Chunk) -> bool:
     return chunk.n_tokens == 1 and chunk.completes and chunk.sequence.is_scored
 
 
-def _forced(sequence: Sequence) -> Drafts:
+def _forced(sequence: Sequence, n_max: int) -> Drafts:
     """What the constraint of a sequence leaves no choice of."""
     if sequence.sampler is None or (constraint := sequence.sampler.constraint) is None:
         return ()
     try:
-        return tuple(constraint.forced())
+        return tuple(itertools.islice(constraint.forced(), n_max))
     except Exception:  # of one that cannot go on: it says so when it is asked about a token
         return ()
 

@@ -84,11 +84,13 @@ class TickLog:
         self._pieces: dict[int, tuple[str, bool]] = {}
         self._known: set[int] = set()
 
-    def header(self, config: EngineConfig, kv_cache: KVCache) -> None:
+    def header(self, config: EngineConfig, kv_cache: KVCache, decoder: Decoder) -> None:
         """The first line; `config` is the one that the core is made with."""
         settings = {name: getattr(config, name) for name in SETTINGS}
         new_kv_cache = {name: getattr(kv_cache, name) for name in KV_CACHE}
-        self._write(header={"format": FORMAT, **settings, "kv_cache": new_kv_cache})
+        limits = {"n_batch": decoder.n_batch, "n_outputs_max": decoder.n_outputs_max}
+        header = {"format": FORMAT, **settings, "kv_cache": new_kv_cache, "decoder": limits}
+        self._write(header=header)
 
     def clock(self) -> float:
         """The time, noted."""

@@ -115,6 +115,9 @@ class LlamaBackend:
             return NgramDrafter()
         if path is None:
             return None
+        if not kv_cache.has_pos_min:
+            logger.warning("nothing is guessed: the model's memory cannot give up single positions")
+            return None
         drafts = owned.enter_context(
             Model(
                 path,
@@ -130,7 +133,7 @@ class LlamaBackend:
         def make() -> Context:
             return Context(
                 drafts,
-                n_ctx=max(kv_cache.n_cells, n_seq_ids),
+                n_ctx=max(kv_cache.n_cells, 2 * n_seq_ids),
                 n_batch=max(config.n_batch, 2 * n_seq_ids),
                 n_ubatch=config.n_ubatch,
                 n_seq_max=n_seq_ids,

@@ -35,7 +35,7 @@ class LlamaDecoder:
 
     def __init__(self, make_context: Callable[[], Context], n_batch: int) -> None:
         self._make_context = make_context
-        self.n_batch = n_batch
+        self._n_batch = n_batch
         self._is_stopping = False
         self._open()
 
@@ -43,6 +43,7 @@ class LlamaDecoder:
         self.context = context = self._make_context()
         self.n_outputs_max, self.n_vocab = context.n_outputs_max, context.n_vocab
         self.n_ctx_seq = context.n_ctx_seq
+        self.n_batch = min(self._n_batch, context.n_batch)  # llama.cpp: never more than n_ctx
         self.allow()
         self._batch = Batch(context.n_batch)
 

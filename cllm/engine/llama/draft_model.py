@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 from cllm.bindings import Batch, Context, Model
 from cllm.engine.core.sequence import Sequence
 from cllm.engine.core.speculation import Drafts
-from cllm.errors import CllmError, ModelLoadError, NoKVSlotError
+from cllm.errors import CllmError, ModelLoadError
 
 logger = logging.getLogger("cllm.engine")
 
@@ -25,7 +25,9 @@ N_DRAFTS_MAX = 8
 AT_FIRST, WEIGHT = 0.6, 0.1
 # A sequence that it was wrong about gets another try in time.
 RECOVERY = 0.003
-STEP_WEIGHT = 0.1
+STEP_WEIGHT, STEP_RECOVERY = 0.1, 0.001
+# Tokens that it reads in a tick to catch up with requests, and those left for the first step.
+N_CATCH_UP, N_LAST = 128, 4
 STEP_AT_FIRST_S = 1e-6  # nobody has measured it yet: tried once
 
 
@@ -66,6 +68,7 @@ class DraftModel:
         self._shares: WeakKeyDictionary[Sequence, float] = WeakKeyDictionary()
         self._share = AT_FIRST
         self._is_broken = False
+        self._n_measured = 0
         self.step_s = STEP_AT_FIRST_S
 
     def close(self) -> None:
@@ -76,6 +79,7 @@ class DraftModel:
         """See `Drafter`."""
         if self._is_broken:
             return []
+        self.step_s *= 1.0 - STEP_RECOVERY  # once too dear, it is measured again in time
         share = self._shares.get(sequence, self._share)
         self._shares[sequence] = share + RECOVERY * (AT_FIRST - share)
         return [share ** (n + 1) for n in range(min(n_max, N_DRAFTS_MAX))]
@@ -93,19 +97,37 @@ class DraftModel:
         if not wanted:
             return []
         try:
-            return self._draft(wanted)
-        except NoKVSlotError:
-            self._forget_all()  # others' tokens are in the way
+            return self._draft(self._fitting(wanted))
         except CllmError as error:
             logger.warning("the model that drafts is not used any more: %s", error)
             self._is_broken = True
-        return [()] * len(wanted)
+            return [()] * len(wanted)
+
+    def _fitting(self, wanted: SequenceOf[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
+        """With no drafts for those that there are no cells for: nothing is shared here."""
+        n_left, fitting = self._context.n_ctx, []
+        for sequence, n in wanted:
+            n_cells = len(sequence.tokens) + n
+            fits = n_cells <= n_left
+            n_left -= n_cells if fits else 0
+            fitting.append((sequence, n if fits else 0))
+        served = {_seq_id(sequence) for sequence, n in fitting if n}
+        n_others = sum(len(held) for seq_id, held in self._held.items() if seq_id not in served)
+        if n_others > n_left:
+            for seq_id in self._held.keys() - served:
+                self._context.seq_rm(seq_id)
+                del self._held[seq_id]
+        return fitting
 
     def _draft(self, wanted: SequenceOf[tuple[Sequence, int]]) -> list[Drafts]:
-        started = self._clock()
+        n_left = N_CATCH_UP
         guesses: list[list[int]] = [[] for _ in wanted]
-        pending = [self._catch_up(sequence) for sequence, _ in wanted]
-        n_steps = 0
+        pending: list[list[int]] = []
+        for sequence, n in wanted:
+            last, n_read = self._catch_up(sequence, n_left) if n else ([], 0)
+            pending.append(last)
+            n_left -= n_read
+        n_steps, started = 0, self._clock()
         while active := [
             i for i, (_, n) in enumerate(wanted) if pending[i] and len(guesses[i]) < n
         ]:
@@ -121,15 +143,20 @@ class DraftModel:
                 pending[i] = [token]
             n_steps += 1
         if n_steps:
-            measured = (self._clock() - started) / n_steps
-            is_first = self.step_s == STEP_AT_FIRST_S
-            self.step_s += (1.0 if is_first else STEP_WEIGHT) * (measured - self.step_s)
+            self._learn_step((self._clock() - started) / n_steps)
         return [tuple(guess) for guess in guesses]
 
-    def _catch_up(self, sequence: Sequence) -> list[int]:
-        """Compute what the sequence has more of, but its last tokens, which are returned.
+    def _learn_step(self, seconds: float) -> None:
+        """The first time is that of a cold model, and tells nothing."""
+        self._n_measured += 1
+        if self._n_measured > 1:
+            weight = 1.0 if self._n_measured == 2 else STEP_WEIGHT
+            self.step_s += weight * (seconds - self.step_s)
 
-        Nothing if there is too much to be computed in one tick: the rest is another tick's.
+    def _catch_up(self, sequence: Sequence, n_left: int) -> tuple[list[int], int]:
+        """Read what the sequence has more of: its last tokens, to be computed, and rows computed.
+
+        No tokens if there are more than may be read in a tick: the rest is another tick's.
         """
         seq_id, tokens = _seq_id(sequence), sequence.tokens
         held = self._held.setdefault(seq_id, [])
@@ -137,21 +164,19 @@ class DraftModel:
         if n_same < len(held):
             self._context.seq_rm(seq_id, n_same or None)
             del held[n_same:]
-        n_room = self._context.n_batch - self._context.n_seq_max
-        missing = tokens[n_same:]
-        if len(missing) <= n_room // self._context.n_seq_max:
-            return missing
-        piece = missing[: min(n_room, len(missing) - 1)]
-        self._batch.clear()
-        self._batch.add(seq_id, piece, n_same, n_outputs=0)
-        self._context.decode(self._batch)
-        held += piece
-        return []
-
-    def _forget_all(self) -> None:
-        for seq_id in self._held:
-            self._context.seq_rm(seq_id)
-        self._held.clear()
+        n_missing = len(tokens) - n_same
+        # One row is every sequence's own in the steps; a few more cost little.
+        n_last = max(1, min(N_LAST, self._context.n_batch // self._context.n_seq_max))
+        n_read = min(n_missing - n_last, n_left, self._context.n_batch)
+        if n_read > 0:
+            piece = tokens[n_same : n_same + n_read]
+            self._batch.clear()
+            self._batch.add(seq_id, piece, n_same, n_outputs=0)
+            self._context.decode(self._batch)
+            held += piece
+        n_read = max(0, n_read)
+        is_ready = n_missing - n_read <= n_last
+        return (tokens[n_same + n_read :] if is_ready else []), n_read
 
 
 def _seq_id(sequence: Sequence) -> int:

@@ -45,7 +45,9 @@ class PaddedDecoder(LlamaDecoder):
 
     def _open(self) -> None:
         super()._open()
-        self.n_outputs_max -= N_PADDING_ROWS * self.context.n_seq_max
+        n_padding = N_PADDING_ROWS * self.context.n_seq_max
+        self.n_outputs_max -= n_padding
+        self.n_batch = max(1, min(self._n_batch, self.context.n_batch - n_padding))
         self.n_ctx_seq -= 1  # the last one is for padding
 
     def clear(self) -> None:

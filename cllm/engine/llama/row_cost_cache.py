@@ -32,7 +32,7 @@ def load_table(key: str) -> dict[int, float]:
         return {}
     try:
         found = {int(rows): float(seconds) for rows, seconds in table.items()}
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return {}
     return {r: s for r, s in found.items() if 0 < r <= N_ROWS_MAX and 0.0 < s < MAX_S}
 

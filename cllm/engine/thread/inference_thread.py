@@ -189,7 +189,7 @@ class InferenceThread:
             )
         if config.tick_log is not None:
             self._log = log = owned.enter_context(closing(TickLog(config.tick_log)))
-            log.header(config, loaded.kv_cache)
+            log.header(config, loaded.kv_cache, decoder)
             decoder, vocabulary = LoggedDecoder(decoder, log), LoggedVocabulary(vocabulary, log)
             make_sampler, clock = log.calls("make_sampler", make_sampler), log.clock
             read_logprob = log.calls("read_logprob", read_logprob)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cllm.engine.core.row_cost import N_KEPT, RowCost
+from cllm.engine.core.row_cost import N_KEPT, N_TRUSTED, RowCost
 
 TICKS = st.lists(st.tuples(st.integers(1, 40), st.floats(1e-4, 10.0)), max_size=60)
 
@@ -17,7 +17,8 @@ TICKS = st.lists(st.tuples(st.integers(1, 40), st.floats(1e-4, 10.0)), max_size=
 def test_more_rows_never_cost_less(ticks: list[tuple[int, float]]) -> None:
     row_cost = RowCost()
     for n_rows, seconds in ticks:
-        row_cost.observe(n_rows, seconds)
+        for _ in range(N_TRUSTED):
+            row_cost.observe(n_rows, seconds)
     costs = [row_cost.seconds(n_rows) for n_rows in range(1, 60)]
     assert all(a <= b * (1 + 1e-9) for a, b in pairwise(costs))
     assert set(row_cost.table) == {n_rows for n_rows, _ in ticks}
@@ -33,7 +34,8 @@ def test_more_rows_never_cost_less(ticks: list[tuple[int, float]]) -> None:
 def test_a_table_that_was_kept_says_the_same(ticks: list[tuple[int, float]]) -> None:
     row_cost = RowCost()
     for n_rows, seconds in ticks:
-        row_cost.observe(n_rows, seconds)
+        for _ in range(N_TRUSTED):
+            row_cost.observe(n_rows, seconds)
     again = RowCost(row_cost.table)
     assert [again.seconds(n) for n in range(1, 60)] == pytest.approx(
         [row_cost.seconds(n) for n in range(1, 60)]
@@ -50,7 +52,8 @@ def test_rows_that_cost_more_than_some_more_are_known_to() -> None:
 def test_what_was_measured_is_said_and_what_lies_between_is_between() -> None:
     row_cost = RowCost()
     for n_rows, seconds in ((1, 0.030), (4, 0.060), (16, 0.150)):
-        row_cost.observe(n_rows, seconds)
+        for _ in range(N_TRUSTED):
+            row_cost.observe(n_rows, seconds)
     assert [row_cost.seconds(n) for n in (1, 4, 16)] == [0.030, 0.060, 0.150]
     assert row_cost.seconds(10) == pytest.approx(0.105)
 
@@ -84,3 +87,14 @@ def test_a_clock_that_stood_still_says_nothing() -> None:
     row_cost = RowCost()
     row_cost.observe(3, 0.0)
     assert row_cost.table == {}
+
+
+def test_one_slow_decode_of_rows_that_were_never_met_is_not_believed() -> None:
+    row_cost = RowCost({1: 0.010})
+    hoped = row_cost.seconds(32)
+    row_cost.observe(32, 0.500)
+    assert row_cost.seconds(32) == pytest.approx(hoped)
+    assert 32 not in row_cost.table  # nor left to the next engine
+    for _ in range(N_TRUSTED):
+        row_cost.observe(32, 0.500)
+    assert row_cost.seconds(32) == row_cost.table[32] == 0.500

@@ -306,7 +306,7 @@ class Broken:
 def test_a_constraint_that_fails_forces_nothing() -> None:
     sequence = decoding(0)
     sequence.sampler = Forced()  # type: ignore[assignment]
-    sequence.sampler.constraint = Broken()  # type: ignore[union-attr, misc, assignment]
+    sequence.sampler.constraint = Broken()  # type: ignore[union-attr, misc]
     assert n_drafted([sequence], FLAT, share=1.0) == [N_DRAFT_ROWS]
 
 
@@ -361,7 +361,8 @@ def test_a_constraint_whose_words_are_cut_otherwise_is_believed_less() -> None:
     assert len(speculation.extend([Chunk(sequence, 1)], 100, 100, None)[0].drafts) == 3
     for _ in range(60):
         speculation.observe(sequence, 3, 0)
-    assert speculation.extend([Chunk(sequence, 1)], 100, 100, None)[0].drafts == ()
+    # The drafter is asked in its place.
+    assert set(speculation.extend([Chunk(sequence, 1)], 100, 100, None)[0].drafts) == {7}
 
 
 def test_the_time_in_which_drafts_are_made_is_no_cost_of_rows() -> None:
@@ -390,5 +391,5 @@ def test_what_rows_cost_is_learned_from_ticks_that_only_decode() -> None:
     sim.run()
     assert sim.finished[request_id].completion.finish_reason is FinishReason.LENGTH
     table = sim.core.row_cost.table
-    assert table
+    assert table  # of what was met often enough
     assert all(seconds == pytest.approx(0.001 * n_rows) for n_rows, seconds in table.items())
