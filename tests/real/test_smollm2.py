@@ -186,5 +186,6 @@ async def test_text_that_is_copied_is_the_same_in_fewer_ticks_with_speculation()
             n_ticks.append(engine.statistics().n_ticks)
     assert answers[1].token_ids == answers[0].token_ids
     assert answers[1].logprobs == answers[0].logprobs
-    assert answers[1].usage.n_accepted > 20
+    # How often it copies the text before it ends is another thing on another CPU.
+    assert answers[1].usage.n_accepted > 0.3 * answers[1].usage.n_output
     assert n_ticks[1] < 0.8 * n_ticks[0]
