@@ -93,14 +93,18 @@ async def test_what_a_schema_forces_takes_fewer_ticks() -> None:
     assert ticks[0] >= 1.5 * ticks[1]
 
 
-async def test_a_model_that_drafts_for_itself_is_mostly_right_and_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def four_drafts_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model as large as the one it drafts for is not worth its time, and would not be asked."""
+
     def four(_self: object, _n: int, offers: Sequence[_Offer], *_limits: object) -> list[int]:
         return [min(4, len(offer.probabilities)) for offer in offers]
 
-    # A model as large as the one it drafts for is not worth its time, and would not be asked.
     monkeypatch.setattr(BudgetedSpeculation, "_choose", four)
+
+
+@pytest.mark.usefixtures("four_drafts_each")
+async def test_a_model_that_drafts_for_itself_is_mostly_right_and_changes_nothing() -> None:
     path = make_model.ensure("tiny-llama", "F16")
     small: dict[str, Any] = {"n_ctx": 512, "n_seq_max": 2, **QUIET}
     options: dict[str, Any] = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
@@ -204,13 +208,8 @@ async def test_a_context_that_is_smaller_than_a_batch_has_room_for_guesses() -> 
         assert engine.statistics().n_rebuilds == 0
 
 
-async def test_a_draft_model_has_room_for_some_where_not_for_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def four(_self: object, _n: int, offers: Sequence[_Offer], *_limits: object) -> list[int]:
-        return [min(4, len(offer.probabilities)) for offer in offers]
-
-    monkeypatch.setattr(BudgetedSpeculation, "_choose", four)
+@pytest.mark.usefixtures("four_drafts_each")
+async def test_a_draft_model_has_room_for_some_where_not_for_all() -> None:
     path = make_model.ensure("tiny-llama", "F16")
     head = [7 + n % 50 for n in range(300)]
     prompts = [[*head, 9 + n] for n in range(4)]

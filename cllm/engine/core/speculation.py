@@ -152,7 +152,7 @@ class BudgetedSpeculation:
         if sequence not in self._forced:
             self._drafter.observe(sequence, n_drafted, n_accepted)
             return
-        for is_right in [True] * n_accepted + [False] * (n_accepted < n_drafted):
+        for is_right in verdicts(n_drafted, n_accepted):
             self._forced_share += FORCED_WEIGHT * (is_right - self._forced_share)
 
     def _offer(self, index: int, sequence: Sequence) -> _Offer | None:
@@ -198,9 +198,10 @@ class BudgetedSpeculation:
         if self._kv_unified:
             return self._row_cost.seconds(n_decoding + sum(counts))
         # `llama_batch_allocr::split_equal`: as many rows of each sequence that has any left.
+        everybody = [*counts, *[0] * (n_decoding - len(counts))]
         seconds, n_done = 0.0, -1
-        for count in sorted({0, *counts} if len(counts) < n_decoding else set(counts)):
-            n_sequences = sum(n >= count for n in counts) if count else n_decoding
+        for count in sorted(set(everybody)):
+            n_sequences = sum(n >= count for n in everybody)
             seconds += self._row_cost.seconds(n_sequences * (count - n_done))
             n_done = count
         return seconds
@@ -209,6 +210,11 @@ class BudgetedSpeculation:
 def is_decoding(chunk: Chunk) -> bool:
     """Whether a chunk is the last token of a sequence, to be sampled after, and nothing else."""
     return chunk.n_tokens == 1 and chunk.completes and chunk.sequence.is_scored
+
+
+def verdicts(n_drafted: int, n_accepted: int) -> list[bool]:
+    """Whether each draft that was looked at was right: behind a wrong one, none is."""
+    return [True] * n_accepted + [False] * (n_accepted < n_drafted)
 
 
 def _forced(sequence: Sequence, n_max: int) -> Drafts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, cast
 
 from cllm.bindings import Context, LoraAdapter, Model
@@ -58,17 +59,7 @@ class LlamaBackend:
         path = config.model_path
         if config.model is None and not path.is_file():
             raise ModelLoadError(str(path), "the embedded model is not installed")
-        model = owned.enter_context(
-            Model(
-                path,
-                n_gpu_layers=config.n_gpu_layers,
-                use_mmap=config.use_mmap,
-                use_mlock=config.use_mlock,
-                check_tensors=config.check_tensors,
-                use_extra_bufts=not config.deterministic,
-                on_progress=lambda _: not self._is_stopping,
-            )
-        )
+        model = self._open_model(path, owned, use_extra_bufts=not config.deterministic)
         loras = [(owned.enter_context(LoraAdapter(model, p)), scale) for p, scale in config.lora]
 
         def make() -> Context:
@@ -108,6 +99,21 @@ class LlamaBackend:
         self.preflight.passed()
         return loaded
 
+    def _open_model(self, path: Path, owned: ExitStack, *, use_extra_bufts: bool = True) -> Model:
+        """A file as the configuration wants models opened."""
+        config = self._config
+        return owned.enter_context(
+            Model(
+                path,
+                n_gpu_layers=config.n_gpu_layers,
+                use_mmap=config.use_mmap,
+                use_mlock=config.use_mlock,
+                check_tensors=config.check_tensors,
+                use_extra_bufts=use_extra_bufts,
+                on_progress=lambda _: not self._is_stopping,
+            )
+        )
+
     def _drafter(self, model: Model, kv_cache: KVCache, owned: ExitStack) -> Drafter | None:
         """Whom the configuration has drafts from."""
         config, path = self._config, self._config.draft_model
@@ -118,16 +124,7 @@ class LlamaBackend:
         if not kv_cache.has_pos_min:
             logger.warning("nothing is guessed: the model's memory cannot give up single positions")
             return None
-        drafts = owned.enter_context(
-            Model(
-                path,
-                n_gpu_layers=config.n_gpu_layers,
-                use_mmap=config.use_mmap,
-                use_mlock=config.use_mlock,
-                check_tensors=config.check_tensors,
-                on_progress=lambda _: not self._is_stopping,
-            )
-        )
+        drafts = self._open_model(path, owned)  # whose last digits no answer depends on
         n_seq_ids, n_threads = kv_cache.n_seq_ids, config.compute_threads
 
         def make() -> Context:

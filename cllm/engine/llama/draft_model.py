@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from cllm.bindings import Batch, Context, Model
 from cllm.engine.core.sequence import Sequence
-from cllm.engine.core.speculation import Drafts
+from cllm.engine.core.speculation import Drafts, verdicts
 from cllm.errors import CllmError, ModelLoadError
 
 logger = logging.getLogger("cllm.engine")
@@ -87,7 +87,7 @@ class DraftModel:
     def observe(self, sequence: Sequence, n_drafted: int, n_accepted: int) -> None:
         """See `Drafter`."""
         share = self._shares.get(sequence, self._share)
-        for is_right in [True] * n_accepted + [False] * (n_accepted < n_drafted):
+        for is_right in verdicts(n_drafted, n_accepted):
             share += WEIGHT * (is_right - share)
         self._shares[sequence] = share
         self._share += WEIGHT * (share - self._share)
