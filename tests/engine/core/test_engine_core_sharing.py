@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from cllm.engine.core.kv_cache_manager import MIN_STREAM_SHARE
 from cllm.engine.request import FinishReason
 from cllm.engine.sampling_params import SamplingParams
 from cllm.testing.reference import endless, says
@@ -43,13 +44,37 @@ def test_prompts_with_a_shared_head_compute_it_once(kv_unified: bool) -> None:
 def test_n_identical_prompts_cost_one_prefill_and_a_row_each(
     n_prompt: int, kv_unified: bool
 ) -> None:
-    sim = Simulator(n_ctx=2048, n_seq_max=8, n_batch=16, kv_unified=kv_unified, answer=endless)
+    sim = Simulator(n_ctx=16384, n_seq_max=8, n_batch=16, kv_unified=kv_unified, answer=endless)
     prompt = bytes(range(n_prompt))
     for _ in range(8):
         sim.submit(prompt, max_tokens=2)
     sim.run()
-    is_worth_a_copy = kv_unified or n_prompt >= sim.kv_cache.n_ctx_seq // 32
+    is_worth_a_copy = kv_unified or n_prompt >= sim.kv_cache.n_ctx_seq * MIN_STREAM_SHARE
     assert n_computed(sim) == (n_prompt + 7 if is_worth_a_copy else 8 * n_prompt)
+    sim.check_outcomes()
+
+
+@LAYOUTS
+def test_a_question_that_begins_as_a_long_chat_did_leaves_the_chat_cached(
+    kv_unified: bool,
+) -> None:
+    sim = Simulator(n_ctx=1024, n_seq_max=4, n_batch=256, kv_unified=kv_unified, answer=endless)
+    system, chat = b"s" * 20, b"c" * 100
+    for prompt in (system + chat, system + b"q" * 5, system + chat + b"d" * 10):
+        sim.submit(prompt, max_tokens=1)
+        sim.run()
+    n_cached = [done.completion.usage.n_cached for done in sim.finished.values()]
+    assert n_cached == [0, 20, 120]
+    sim.check_outcomes()
+
+
+def test_without_a_free_seq_id_what_is_shared_is_taken_over_uncopied() -> None:
+    sim = Simulator(n_ctx=256, n_seq_max=1, n_batch=256, kv_unified=False, answer=endless)
+    for prompt in (b"s" * 20 + b"c" * 100, b"s" * 20 + b"q"):
+        sim.submit(prompt, max_tokens=1)
+        sim.run()
+    assert [done.completion.usage.n_cached for done in sim.finished.values()] == [0, 20]
+    assert not sim.decoder.n_calls["seq_cp"]
     sim.check_outcomes()
 
 

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
+from cllm.engine.core.kv_cache_manager import MIN_STREAM_SHARE
 from cllm.engine.request import FinishReason, GenerationRequest, TokenLogprob
 from cllm.engine.sampling.batch_sampler import NotFiniteError
 from cllm.engine.sampling_params import SamplingParams
@@ -183,13 +184,13 @@ def test_scored_prompts_take_the_output_rows_that_nobody_else_needs() -> None:
 def test_a_scored_prompt_shares_what_comes_before_its_first_scored_row(
     kind: str, first_scored: int, kv_unified: bool
 ) -> None:
-    sim = Simulator(n_ctx=1024, n_seq_max=2, n_batch=64, kv_unified=kv_unified, answer=endless)
+    sim = Simulator(n_ctx=16384, n_seq_max=2, n_batch=64, kv_unified=kv_unified, answer=endless)
     prompt = prompt_of(40)
     sim.submit(prompt, max_tokens=1 if kind == "finished" else 30)
     sim.tick(3)
     second = submit_scored(sim, prompt, first_scored, max_tokens=2)
     sim.run()
-    is_worth_a_copy = kv_unified or first_scored - 1 >= sim.kv_cache.n_ctx_seq // 32
+    is_worth_a_copy = kv_unified or first_scored - 1 >= sim.kv_cache.n_ctx_seq * MIN_STREAM_SHARE
     expected = first_scored - 1 if is_worth_a_copy else 0
     assert sim.finished[second].completion.usage.n_cached == expected
     check_all(sim, is_undisturbed=True)
