@@ -118,7 +118,7 @@ class EngineFlags:
     kv_unified: Annotated[
         bool | None,
         _engine(
-            "One KV buffer for all requests; by default, but for --deterministic.",
+            "One KV buffer for all requests, or a share for each; by default what refuses none.",
             "--kv-unified/--no-kv-unified",
         ),
     ] = None

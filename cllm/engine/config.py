@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Final, Literal, TypedDict
+from typing import Any, Final, Literal, NamedTuple, TypedDict
 
 from cllm.checks import MAX_THREADS, check_bool, check_float, check_int
 from cllm.errors import InvalidArgumentError
@@ -83,8 +83,9 @@ class EngineConfig:
     n_gpu_layers : int
         Layers on the GPU; -1 means all that fit.
     kv_unified : bool or "auto"
-        One KV buffer for all sequences; False gives each its own share of `n_ctx`, which
-        `deterministic` needs.  "auto": False if `deterministic`.
+        One KV buffer for all sequences; False gives each its own share of `n_ctx`: what ran before
+        does not change the answers of who runs alone.  "auto": False if `deterministic`, or if each
+        share has room for all positions that the model was trained for.
     flash_attn : bool, optional
         None lets llama.cpp decide.
     deterministic : bool
@@ -280,11 +281,6 @@ class EngineConfig:
             raise InvalidArgumentError("chat_template", str(given), limit) from None
 
     @property
-    def is_kv_unified(self) -> bool:
-        """`kv_unified`, "auto" replaced."""
-        return not self.deterministic if self.kv_unified == AUTO else bool(self.kv_unified)
-
-    @property
     def kv_types(self) -> tuple[str, str]:
         """`(type_k, type_v)` as they are used."""
 
@@ -295,16 +291,23 @@ class EngineConfig:
 
         return used(self.type_k), used(self.type_v)
 
-    @property
-    def n_seq_ids(self) -> int:
-        """seq_ids of the context: the running sequences' and the prefix cache's own.
+    def kv_layout(self, n_ctx_train: int, *, has_state: bool = False) -> KVLayout:
+        """`kv_unified` and the number of seq_ids, for a model trained for so many positions.
 
-        In the per-sequence layout each would cost its share of `n_ctx`: there the prefix cache
-        lives in seq_ids that no running sequence needs.
+        The prefix cache has seq_ids of its own.  In the per-sequence layout each costs a share of
+        `n_ctx`: there it lives in those that no running sequence needs, and "auto" sees to one more.
+        Recurrent memory (`has_state`) costs a state for each seq_id, and shares none.
         """
-        if not self.prefix_cache or not self.is_kv_unified:
-            return self.n_seq_max
-        return min(self.n_seq_max + min(self.n_seq_max, N_CACHED_IDS), N_SEQ_IDS)
+        n_running = self.n_seq_max
+        n_cached = min(n_running, N_CACHED_IDS) if self.prefix_cache and not has_state else 0
+        n_unified = min(n_running + n_cached, N_SEQ_IDS)
+        if self.kv_unified != AUTO:
+            return KVLayout(True, n_unified) if self.kv_unified else KVLayout(False, n_running)
+        # Who scales positions wants more of them than the model was trained for.
+        n_whole = self.n_ctx // n_ctx_train if n_ctx_train and self.rope_scaling is None else 0
+        if not has_state and n_whole >= n_running + bool(n_cached):
+            return KVLayout(False, min(n_whole, n_unified))
+        return KVLayout(False, n_running) if self.deterministic else KVLayout(True, n_unified)
 
     def n_prefix_cache_tokens(self, n_cells: int) -> int:
         """KV cells that finished sequences may leave occupied, of so many in all."""
@@ -318,6 +321,13 @@ class EngineConfig:
         """`(n_threads, n_threads_batch)` with None replaced."""
         n_threads = self.n_threads or n_physical_cores()
         return n_threads, self.n_threads_batch or n_threads
+
+
+class KVLayout(NamedTuple):
+    """How a context divides its KV cells."""
+
+    kv_unified: bool
+    n_seq_ids: int
 
 
 def is_jinja(template: object) -> bool:

@@ -141,12 +141,12 @@ class FakeEngine(Engine):
             limit = "a mapping from prompts to answers, a function or None: there is no model"
             raise InvalidArgumentError("answers", answers, limit)
         self._answers: Answers = _repeat if answers is None else answers
-        n_seq_ids = self.config.n_seq_ids
+        kv_unified, n_seq_ids = self.config.kv_layout(N_CTX_TRAIN)
         self.decoder = FakeDecoder(
             n_ctx=max(self.config.n_ctx or N_CTX_TRAIN, n_seq_ids),
             n_seq_max=n_seq_ids,
             n_batch=self.config.n_batch,
-            kv_unified=self.config.is_kv_unified,
+            kv_unified=kv_unified,
             n_outputs_max=n_seq_ids + (N_DRAFT_ROWS if self.config.speculation else 0),
             faults=faults,
             poison=poison,

@@ -131,7 +131,7 @@ class Simulator:
         self.config = EngineConfig(
             n_ctx=n_ctx, n_seq_max=n_seq_max, n_batch=n_batch, kv_unified=kv_unified, **options
         )
-        n_seq_ids = self.config.n_seq_ids
+        _, n_seq_ids = self.config.kv_layout(n_ctx)
         self._clock = _Clock()
         is_drafting = draft_share is not None or self.config.speculation is not None
         self.decoder = decoder_type(

@@ -81,7 +81,31 @@ def test_the_prefix_cache_has_seq_ids_of_its_own_within_what_libllama_has(
     config = EngineConfig(
         n_seq_max=n_seq_max, prefix_cache=prefix_cache, kv_unified=kv_unified, n_ctx=0
     )
-    assert config.n_seq_ids == n_seq_ids
+    assert config.kv_layout(2048) == (kv_unified, n_seq_ids)
+
+
+@pytest.mark.parametrize(
+    ("options", "layout"),
+    [
+        ({"n_ctx": 4096, "n_seq_max": 16}, (True, 32)),
+        ({"n_ctx": 2048, "n_seq_max": 1}, (True, 2)),  # no room for a cached prefix
+        ({"n_ctx": 2048, "n_seq_max": 1, "prefix_cache": False}, (False, 1)),
+        ({"n_ctx": 4096, "n_seq_max": 1}, (False, 2)),
+        ({"n_ctx": 8 * 2048, "n_seq_max": 8}, (True, 16)),
+        ({"n_ctx": 9 * 2048, "n_seq_max": 8}, (False, 9)),
+        ({"n_ctx": 40 * 2048, "n_seq_max": 8}, (False, 16)),
+        ({"n_ctx": 9 * 2048, "n_seq_max": 8, "rope_scaling": "yarn"}, (True, 16)),
+        ({"n_ctx": 4096, "n_seq_max": 16, "deterministic": True}, (False, 16)),
+        ({"n_ctx": 0, "n_seq_max": 1}, (True, 2)),
+    ],
+    ids=str,
+)
+def test_each_sequence_has_its_own_cells_where_that_refuses_no_request(
+    options: dict[str, Any], layout: tuple[bool, int]
+) -> None:
+    assert EngineConfig(**options).kv_layout(2048) == layout
+    state = EngineConfig(**options).kv_layout(2048, has_state=True)
+    assert state == (not options.get("deterministic"), options["n_seq_max"])
 
 
 def test_the_prefix_cache_may_fill_the_context_unless_told_otherwise() -> None:

@@ -179,7 +179,13 @@ async def test_cancelling_inside_a_long_decode_aborts_it(
 ) -> None:
     path = tmp_path / "ticks.jsonl"
     async with Engine(
-        n_ctx=16384, n_seq_max=4, n_batch=16384, n_ubatch=64, tick_log=path, **QUIET
+        n_ctx=16384,
+        n_seq_max=4,
+        n_batch=16384,
+        n_ubatch=64,
+        kv_unified=True,
+        tick_log=path,
+        **QUIET,
     ) as engine:
         long = engine.stream([65] * 16000, request_id="long", **GREEDY)
         await long.__aenter__()

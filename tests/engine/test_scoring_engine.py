@@ -350,7 +350,7 @@ async def test_a_score_that_the_end_of_the_engine_interrupts_is_no_score(
 
     async with (
         anyio.create_task_group() as tasks,
-        Engine(n_ctx=8192, n_seq_max=1, n_batch=64, **QUIET) as engine,
+        Engine(n_ctx=8192, n_seq_max=1, n_batch=64, kv_unified=True, **QUIET) as engine,
     ):
         tasks.start_soon(score, engine)
         while not engine.statistics().n_running:

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
+import anyio
 import jsonschema
 import pytest
 
 from cllm import Engine, FinishReason, ModelLoadError
 from cllm.engine.config import EMBEDDED_MODEL
+from cllm.engine.request import TokenLogprob
 from tests.conftest import QUIET
 from tools.real_model import MODEL
 
@@ -189,3 +192,35 @@ async def test_text_that_is_copied_is_the_same_in_fewer_ticks_with_speculation()
     # How often it copies the text before it ends is another thing on another CPU.
     assert answers[1].usage.n_accepted > 0.3 * answers[1].usage.n_output
     assert n_ticks[1] < 0.8 * n_ticks[0]
+
+
+async def test_what_ran_before_changes_no_chat_where_each_sequence_has_its_own_cells() -> None:
+    """In one buffer for all, most of these would differ: cells lie in another order."""
+    options: dict[str, Any] = {"n_ctx": 4 * 2048, "n_seq_max": 4, "kv_unified": False, **QUIET}
+    chats = [
+        [{"role": "system", "content": manner}, {"role": "user", "content": question}]
+        for manner, question in (
+            ("You are a friendly guide.", "What is the capital of France?"),
+            ("Answer as a sailor would.", "Write a sentence about the sea. " * 12),
+        )
+    ]
+
+    async def ask(engine: Engine, chat: list[dict[str, str]]) -> tuple[TokenLogprob, ...]:
+        answer = await engine.chat(
+            chat, temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=1
+        )
+        assert answer.logprobs is not None
+        return answer.logprobs
+
+    fresh = []
+    for chat in chats:
+        async with Engine(MODEL, **options) as engine:
+            fresh.append(await ask(engine, chat))
+    async with Engine(MODEL, **options) as engine:
+        async with anyio.create_task_group() as tasks:
+            for i in range(40):
+                other = partial(
+                    engine.generate, "Once upon a time " * (1 + i % 4), seed=i, max_tokens=3 + i % 6
+                )
+                tasks.start_soon(other)
+        assert [await ask(engine, chat) for chat in chats] == fresh

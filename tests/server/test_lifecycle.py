@@ -302,7 +302,7 @@ def test_a_server_without_its_extra_says_so() -> None:
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One request at a time, and thousands of ticks for a long prompt."""
     path = tmp_path_factory.mktemp("narrow") / "log"
-    with running(path, *VAST, "--n-seq-max", "1", "--n-batch", "4") as server:
+    with running(path, *VAST, "--n-seq-max", "1", "--n-batch", "4", "--kv-unified") as server:
         yield server
 
 

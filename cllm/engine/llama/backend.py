@@ -78,13 +78,13 @@ class LlamaBackend:
             n_cells=context.n_ctx,
             n_seq_ids=context.n_seq_max,
             n_ctx_seq=decoder.n_ctx_seq,
-            kv_unified=config.is_kv_unified,
+            kv_unified=context.kv_unified,
             has_pos_min=not (model.has_state or model.n_swa),
             is_windowed=bool(model.n_swa) and not model.has_state,
         )
         make_sampler = SamplerFactory(model, kv_cache.n_ctx_seq)
         owned.callback(make_sampler.close)
-        model_info = _model_info(model, kv_cache.n_ctx_seq, config, template)
+        model_info = _model_info(model, kv_cache, config, template)
         loaded = Loaded(
             model=model_info,
             vocabulary=model.vocab,
@@ -205,7 +205,7 @@ def sampling_of(metadata_value: Callable[[str], str | None]) -> SamplingOptions:
 
 
 def _model_info(
-    model: Model, n_ctx_seq: int, config: EngineConfig, template: str | None
+    model: Model, kv_cache: KVCache, config: EngineConfig, template: str | None
 ) -> ModelInfo:
     return ModelInfo(
         path=model.path,
@@ -220,7 +220,7 @@ def _model_info(
         n_layer=model.n_layer,
         chat_template=model.chat_template() if template is None else template,
         tool_chat_template=model.chat_template("tool_use") if template is None else None,
-        n_ctx=n_ctx_seq,
+        n_ctx=kv_cache.n_ctx_seq,
         sampling=sampling_of(model.metadata_value) if config.model_sampling else {},
-        fingerprint=fingerprint(model_files(config), config, n_ctx_seq),
+        fingerprint=fingerprint(model_files(config), config, kv_cache),
     )

@@ -118,8 +118,7 @@ def make_context(
     """The context of an engine, empty."""
     n_threads, n_threads_batch = config.compute_threads
     # llama.cpp aborts unless a batch and the cache have room for a row of every seq_id.
-    # Recurrent memory costs a state for each seq_id, and shares none.
-    n_seq_ids = config.n_seq_max if model.has_state else config.n_seq_ids
+    kv_unified, n_seq_ids = config.kv_layout(model.n_ctx_train, has_state=model.has_state)
     n_padding = N_PADDING_ROWS * n_seq_ids if config.deterministic else 0
     n_drafts = N_DRAFT_ROWS if config.speculation is not None else 0
     n_batch = max(config.n_batch, n_seq_ids) + n_padding
@@ -133,7 +132,7 @@ def make_context(
         n_outputs_max=min(n_seq_ids + n_padding + n_drafts, n_batch),
         n_threads=n_threads,
         n_threads_batch=n_threads_batch,
-        kv_unified=config.is_kv_unified,
+        kv_unified=kv_unified,
         flash_attn=True if config.deterministic else config.flash_attn,
         type_k=type_k,
         type_v=type_v,

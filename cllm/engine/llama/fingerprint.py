@@ -10,6 +10,7 @@ from pathlib import Path
 
 from cllm.bindings import find_library, system_info
 from cllm.engine.config import EngineConfig
+from cllm.engine.core.kv_cache import KVCache
 
 BLOCK = 4096
 N_BLOCKS = 256  # of a file, evenly spaced: reading it all would take minutes
@@ -20,28 +21,28 @@ SETTINGS = (
 )  # fmt: skip
 # What decides about batches, on which answers depend unless the engine is deterministic.
 BATCH_SETTINGS = (
-    "n_seq_max", "n_batch", "n_ubatch", "compute_threads", "n_gpu_layers", "is_kv_unified",
-    "flash_attn", "prefix_cache", "prefix_cache_tokens", "swap_tokens", "n_prefill_chunk",
-    "target_itl_ms",
+    "n_seq_max", "n_batch", "n_ubatch", "compute_threads", "n_gpu_layers", "flash_attn",
+    "prefix_cache", "prefix_cache_tokens", "swap_tokens", "n_prefill_chunk", "target_itl_ms",
 )  # fmt: skip
 
 
-def fingerprint(files: list[Path], config: EngineConfig, n_ctx_seq: int) -> str:
+def fingerprint(files: list[Path], config: EngineConfig, kv_cache: KVCache) -> str:
     """The same wherever the same request gives the same answer on a deterministic engine.
 
     Parameters
     ----------
     files : list of Path
         Of the model and its adapters: their sizes and blocks of them count, not their names.
-    n_ctx_seq : int
-        Positions that a sequence may have: an output may end there.
+    kv_cache : KVCache
+        Its layout, and how many positions a sequence may have: an output may end there.
     """
     names = SETTINGS if config.deterministic else (*SETTINGS, *BATCH_SETTINGS)
     _, build = find_library()
     values = {
         "settings": {name: getattr(config, name) for name in names},
         "scales": [scale for _, scale in config.lora],
-        "n_ctx_seq": n_ctx_seq,
+        "n_ctx_seq": kv_cache.n_ctx_seq,
+        "kv_unified": kv_cache.kv_unified,
         "build": build,
         "cpu": system_info(),
         "cllm": _version(),

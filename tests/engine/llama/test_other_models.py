@@ -95,7 +95,9 @@ async def test_a_sliding_window_shares_the_whole_of_a_turn_and_no_part_of_it() -
 async def test_a_cancelled_decode_is_mended_in_every_architecture(name: str) -> None:
     """An abort leaves part of a batch behind; recurrent memory cannot give up a part of it."""
     path = make_model.ensure(name, "F16")
-    async with Engine(path, n_ctx=8192, n_seq_max=2, n_batch=8192, n_ubatch=32, **QUIET) as engine:
+    async with Engine(
+        path, n_ctx=8192, n_seq_max=2, n_batch=8192, n_ubatch=32, kv_unified=True, **QUIET
+    ) as engine:
         alone = await engine.generate("some text", max_tokens=12, temperature=0)
         for _ in range(3):
             long = engine.stream([5] * 8000, request_id="long", temperature=0)
