@@ -116,7 +116,7 @@ class EngineConfig:
         than computing them again; None: as many as `n_ctx`, 0: never.
     n_prefill_chunk : int, optional
         Rows of a tick that a prompt may take while others wait for the tick to end; prompts of up
-        to twice as many tokens are not cut, and together take up to four times as many.  None: 128
+        to twice as many tokens are not cut, and together take up to twice as many.  None: 128
         where the CPU computes, `n_batch` where a GPU does.  Not used with `target_itl_ms`.
     target_itl_ms : float, optional
         Milliseconds between two tokens of a stream while a prompt comes in: its chunks are sized

@@ -186,6 +186,14 @@ class EngineCore:
         """When a tick is due even if there is no work."""
         return self.queue.next_deadline
 
+    def next_tick_s(self) -> float:
+        """What a tick with those that run now would take; 0 while nothing is known."""
+        ready = [s for s in self.queue.running if s.is_ready]
+        n_rows = scheduler.n_rows_wanted(ready, self._n_rows_max)
+        if n_rows == len(ready) and self.row_cost.table:
+            return self.row_cost.measured(n_rows)
+        return self.tick_cost.seconds(n_rows, sum(s.n_computed for s in ready))
+
     def tick(self) -> None:
         """Advance every running sequence by one chunk, in one decode."""
         recorder, queue, started = self.recorder, self.queue, self._clock()

@@ -14,9 +14,9 @@ from cllm.engine.core.sequence import Sequence
 # 2,000 tokens beside 4 streams took 15.0 s in batches of 64, and 18.6 s in batches of 68.
 ATTENTION_TILE = 64
 # A prompt of no more chunks than this is not cut, and whole prompts are computed together up to so
-# many chunks.  Half as many at once give 8 equal clients their first token in 0.5 of the time, and
-# cost them 5 % of their throughput: they come out of step, and rows that ride along cost nothing.
-N_CHUNKS_SHORT, N_CHUNKS_AT_ONCE = 2, 4
+# many chunks.  Twice as many at once give 8 equal clients their first token in 1.8 times the time,
+# and not a hundredth more tokens a second (`benchmarks.closed_loop`).
+N_CHUNKS_WHOLE = 2
 # Tokens that everybody has room for before a sequence that was preempted may run again.
 N_AHEAD_AGAIN = 16
 
@@ -103,9 +103,10 @@ def _n_polite(
         n_least = -(-(n_decoding + ATTENTION_TILE // 2) // ATTENTION_TILE) * ATTENTION_TILE
         return max(n_rows, n_least) - n_decoding - n_taken
 
-    n_whole = n_left(N_CHUNKS_AT_ONCE * n_prefill_chunk)
-    is_short = len(sequence.tokens) <= N_CHUNKS_SHORT * n_prefill_chunk
-    if is_short and sequence.n_pending <= min(n_tokens, n_whole):
+    n_whole = N_CHUNKS_WHOLE * n_prefill_chunk
+    is_short = len(sequence.tokens) <= n_whole
+    has_room = not n_taken or sequence.n_pending <= n_left(n_whole)
+    if is_short and has_room and sequence.n_pending <= n_tokens:
         return n_tokens
     return min(n_tokens, n_left(n_prefill_chunk))
 

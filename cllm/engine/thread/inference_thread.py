@@ -20,6 +20,7 @@ from dataclasses import replace
 from cllm.engine.config import EngineConfig
 from cllm.engine.core.decoder import Decoder
 from cllm.engine.core.engine_core import EngineCore
+from cllm.engine.core.linger import Linger
 from cllm.engine.core.messages import (
     Audit,
     Audited,
@@ -27,6 +28,7 @@ from cllm.engine.core.messages import (
     Command,
     Ended,
     Event,
+    Finished,
     Ready,
     Shutdown,
     Stopped,
@@ -35,7 +37,7 @@ from cllm.engine.core.scheduler import Chunk
 from cllm.engine.core.speculation import BudgetedSpeculation, Speculation
 from cllm.engine.core.statistics import EngineStatistics, Recorder
 from cllm.engine.core.tick_log import LoggedDecoder, LoggedSpeculation, LoggedVocabulary, TickLog
-from cllm.engine.request import ModelInfo
+from cllm.engine.request import FinishReason, ModelInfo
 from cllm.engine.thread.backend import Backend, Loaded
 from cllm.engine.thread.interrupter import Interrupter
 from cllm.engine.thread.mailbox import Inbox, Outbox
@@ -83,6 +85,7 @@ class InferenceThread:
         self._audited_at = float("-inf")
         self._log: TickLog | None = None
         self._busy_since: float | None = None
+        self._linger = Linger()
         self._thread = threading.Thread(target=self._run, name="cllm-inference", daemon=True)
 
     def start(self) -> None:
@@ -210,11 +213,12 @@ class InferenceThread:
         )
 
     def _loop(self, core: EngineCore) -> None:
+        n_ended = 0
         while True:
             self._busy_since = None
             if not core.has_work:
                 self._audit_when_idle(core)
-            commands = self._inbox.drain(wait=not core.has_work, until=core.next_deadline)
+            commands = self._drain(core, n_ended)
             self._busy_since = time.perf_counter()
             is_last = any(isinstance(command, Shutdown) for command in commands)
             for command in commands:
@@ -223,6 +227,7 @@ class InferenceThread:
                 core.queue.cancel_all()
             else:
                 core.tick()
+                self._linger.on_tick(time.perf_counter() - self._busy_since)
                 if AUDIT_EVERY_TICK and (found := core.discrepancies()):
                     raise CllmError(
                         f"the KV cache bookkeeping and llama.cpp disagree: {'; '.join(found)}"
@@ -231,7 +236,8 @@ class InferenceThread:
             events = core.take_events()
             if self._log is not None:
                 self._log.cancel_all() if is_last else self._log.tick(events)
-            started = time.perf_counter()
+            n_ended, started = sum(map(_has_ended_well, events)), time.perf_counter()
+            self._linger.on_ends(n_ended, started)
             listened = self._outbox.post(events) if events else True
             # While this waits, it must not hold what keeps callers, and with them the engine, alive.
             del events
@@ -241,6 +247,24 @@ class InferenceThread:
                 return
             if is_last:
                 return
+
+    def _drain(self, core: EngineCore, n_ended: int) -> list[Command]:
+        """Commands; where it is worth it, after a wait for the clients of those that have ended."""
+        linger, now, until = self._linger, time.perf_counter(), core.next_deadline
+        for at in self._inbox.take_arrivals():
+            linger.on_arrival(at)
+        linger.settle(now)
+        if not core.has_work:
+            return self._inbox.drain(wait=True, until=until)
+        wait_s = 0.0
+        if n_ended:
+            wait_s = linger.seconds(n_ended, len(core.queue.running), core.next_tick_s())
+        if not wait_s:
+            return self._inbox.drain(wait=False)
+        until = now + wait_s if until is None else min(until, now + wait_s)
+        commands = self._inbox.drain_requests(n_ended, until)
+        linger.on_wait(time.perf_counter() - now)
+        return commands
 
     def _handle(self, core: EngineCore, command: Command) -> None:
         if isinstance(command, Audit):
@@ -283,6 +307,15 @@ class InferenceThread:
 
     def _publish(self, core: EngineCore) -> None:
         self._recorder = core.snapshot()
+
+
+def _has_ended_well(event: Event) -> bool:
+    """Whether somebody has got an answer, and may come back with the next request."""
+    return (
+        isinstance(event, Finished)
+        and event.error is None
+        and event.completion.finish_reason is not FinishReason.CANCELLED
+    )
 
 
 def _stop_at_exit(reference: weakref.ref[InferenceThread]) -> None:

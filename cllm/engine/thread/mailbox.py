@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import queue
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import anyio.lowlevel
 
-from cllm.engine.core.messages import CancelRequest, Command
+from cllm.engine.core.messages import AddRequest, CancelRequest, Command, Read
 
 T = TypeVar("T")
 
@@ -29,12 +30,15 @@ class Inbox:
 
     def __init__(self, on_cancel: Callable[[str], None] = lambda request_id: None) -> None:
         self._queue: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._arrivals: deque[float] = deque()
         self._on_cancel = on_cancel
 
     def put(self, command: Command) -> None:
         """Never blocks."""
         if isinstance(command, CancelRequest):
             self._on_cancel(command.request_id)  # first: the thread forgets it when it is handled
+        elif isinstance(command, AddRequest):
+            self._arrivals.append(time.perf_counter())
         self._queue.put(command)
 
     def drain(self, *, wait: bool, until: float | None = None) -> list[Command]:
@@ -59,6 +63,31 @@ class Inbox:
                 commands.append(self._queue.get_nowait())
             except queue.Empty:
                 return commands
+
+    def drain_requests(self, n_requests: int, until: float) -> list[Command]:
+        """All commands there are, after a wait for so many requests; no longer than `until`.
+
+        Any other command but a `Read` ends the wait.  Inference thread only.
+        """
+        commands = self.drain(wait=False)
+        n_left, n_seen = n_requests, 0
+        while True:
+            for command in commands[n_seen:]:
+                if isinstance(command, AddRequest):
+                    n_left -= 1
+                elif not isinstance(command, Read):
+                    return commands
+            n_seen = len(commands)
+            if n_left <= 0 or time.perf_counter() >= until:
+                return commands
+            commands += self.drain(wait=True, until=until)
+
+    def take_arrivals(self) -> list[float]:
+        """When the requests were put that came since this was last called.  Inference thread only."""
+        arrivals = []
+        while self._arrivals:
+            arrivals.append(self._arrivals.popleft())
+        return arrivals
 
 
 class Outbox(Generic[T]):

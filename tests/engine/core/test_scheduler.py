@@ -117,8 +117,13 @@ def test_a_prompt_goes_on_beside_any_number_of_streams_and_keeps_to_tiles(
 
 def test_short_prompts_are_computed_together_and_whole() -> None:
     present = running(*(sequence_of(64, serial) for serial in range(8)))
-    assert prompt_rows(present, n_prefill_chunk=128) == [64] * 8
-    assert prompt_rows(present, n_prefill_chunk=32) == [64] * 2
+    assert prompt_rows(present, n_prefill_chunk=256) == [64] * 8
+    assert prompt_rows(present, n_prefill_chunk=32) == [64]
+
+
+def test_a_short_prompt_is_whole_beside_any_number_of_streams() -> None:
+    present = running(sequence_of(256), *decoding(40))
+    assert prompt_rows(present, n_prefill_chunk=128) == [256]
 
 
 def test_who_is_computed_with_a_long_prompt_waits_for_no_more_than_a_chunk_of_it() -> None:

@@ -1,0 +1,187 @@
+"""Clients in a closed loop, simulated: the real engine core, a virtual clock, a table of costs.
+
+    python -m benchmarks.closed_loop [--clients 8 32] [--each 16] [--turnaround-ms 8]
+
+Says what a policy is worth before it is measured: time to first token, gaps, tokens/s, with and
+without `Linger`.  Costs are those of a 0.6B model, Q4_K_M, on two cores with AVX-512.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cllm.engine.core.linger import Linger
+from cllm.testing.fake_decoder import FakeRun
+from cllm.testing.reference import endless
+from cllm.testing.simulator import Simulator
+
+# Milliseconds of a tick of so many rows that only decode.
+ROWS_MS = {1: 30, 2: 45, 3: 52, 4: 57, 5: 75, 6: 85, 7: 95, 8: 100, 16: 145, 32: 290}
+PROMPT_ROW_MS, CELL_MS, OUTPUT_ROW_MS = 3.4, 0.45e-3, 4.5
+N_PROMPT, N_OUTPUT = 64, 32
+FIRST_GAP_S = 0.0015  # between the first requests of two clients
+SCATTER = 0.3  # of turnarounds
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Seconds, but for `tokens_per_s`."""
+
+    tokens_per_s: float
+    ttft_p50: float
+    ttft_p99: float
+    itl_p99: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tokens_per_s:5.1f} tokens/s, TTFT p50 {self.ttft_p50:.2f} s, "
+            f"p99 {self.ttft_p99:.2f} s, ITL p99 {self.itl_p99:.2f} s"
+        )
+
+
+def decode_s(n_rows: int) -> float:
+    """What a tick takes that only decodes."""
+    known = sorted(ROWS_MS)
+    if n_rows >= known[-1]:
+        return ROWS_MS[known[-1]] * n_rows / known[-1] / 1000.0
+    below, above = next((a, b) for a, b in itertools.pairwise(known) if a <= n_rows < b)
+    share = (n_rows - below) / (above - below)
+    return (ROWS_MS[below] + share * (ROWS_MS[above] - ROWS_MS[below])) / 1000.0
+
+
+def tick_s(runs: Sequence[FakeRun], n_cells: int) -> float:
+    """What a tick takes."""
+    n_rows = sum(len(run.tokens) for run in runs)
+    if n_rows == len(runs):
+        return decode_s(n_rows)
+    n_outputs = sum(run.n_outputs for run in runs)
+    n_attended = -(-max(n_cells, 256) // 256) * 256
+    ms = n_rows * (PROMPT_ROW_MS + n_attended * CELL_MS) + n_outputs * OUTPUT_ROW_MS
+    return max(ROWS_MS[1], ms) / 1000.0
+
+
+class ClosedLoop:
+    """Clients that each send their next request when the last one has ended.
+
+    Parameters
+    ----------
+    turnaround_s : float
+        From the end of a request to the client's next one; up to `SCATTER` longer at random.
+    lingers : bool
+        Whether the engine waits for those who come back.
+    """
+
+    def __init__(
+        self, n_clients: int, n_each: int, *, turnaround_s: float, lingers: bool, seed: int = 0
+    ) -> None:
+        self._random = random.Random(seed)
+        self._n_each, self._turnaround_s = n_each, turnaround_s
+        self._linger = Linger() if lingers else None
+        self._sim = Simulator(
+            n_ctx=-(-n_clients * (N_PROMPT + N_OUTPUT) // 256) * 256,
+            n_seq_max=n_clients,
+            n_batch=512,
+            latency_s=lambda runs: tick_s(runs, self._n_cells),
+            is_checked=False,
+            n_prefill_chunk=128,
+            answer=endless,
+            swap_tokens=0,
+        )
+        # When a client comes, and how many requests it has had.
+        self._arrivals = [(i * FIRST_GAP_S, i, 0) for i in range(n_clients)]
+        self._owners: dict[str, tuple[int, int]] = {}
+        self._heard_at: dict[str, float] = {}
+        self._ttfts: list[float] = []
+        self._gaps: list[float] = []
+
+    @property
+    def _n_cells(self) -> int:
+        return self._sim.kv_cache.n_cells - self._sim.kv_cache.n_free
+
+    def run(self) -> Outcome:
+        """Until every client has had its requests answered."""
+        sim = self._sim
+        sim.now = 0.0
+        while self._arrivals or sim.core.has_work:
+            if not sim.core.has_work:
+                sim.now = max(sim.now, self._arrivals[0][0])
+            self._deliver()
+            n_ended = self._tick()
+            if n_ended and self._linger is not None and sim.core.has_work:
+                self._wait(self._linger, n_ended)
+        n_tokens = sum(len(tokens) for tokens in sim.tokens.values())
+        ttfts, gaps = sorted(self._ttfts), sorted(self._gaps)
+        return Outcome(
+            n_tokens / sim.now,
+            statistics.median(ttfts),
+            ttfts[int(0.99 * (len(ttfts) - 1))],
+            gaps[int(0.99 * (len(gaps) - 1))],
+        )
+
+    def _deliver(self) -> None:
+        sim = self._sim
+        while self._arrivals and self._arrivals[0][0] <= sim.now + 1e-12:
+            at, client, n_had = heapq.heappop(self._arrivals)
+            prompt = [self._random.randrange(3, 200) for _ in range(N_PROMPT)]
+            request_id = sim.submit(prompt, max_tokens=N_OUTPUT, ignore_eos=True)
+            self._owners[request_id] = client, n_had
+            self._heard_at[request_id] = at
+            if self._linger is not None:
+                self._linger.on_arrival(at)
+        if self._linger is not None:
+            self._linger.settle(sim.now)
+
+    def _tick(self) -> int:
+        """Tick; how many requests ended."""
+        sim, n_ended, began = self._sim, 0, self._sim.now
+        heard = sim.tick()
+        if self._linger is not None:
+            self._linger.on_tick(sim.now - began)
+        for request_id in heard:
+            is_first = len(sim.tokens[request_id]) == 1
+            gap_s = sim.now - self._heard_at[request_id]
+            (self._ttfts if is_first else self._gaps).append(gap_s)
+            self._heard_at[request_id] = sim.now
+            if request_id not in sim.finished:
+                continue
+            n_ended += 1
+            client, n_had = self._owners[request_id]
+            if n_had + 1 < self._n_each:
+                back_s = self._turnaround_s * (1 + SCATTER * self._random.random())
+                heapq.heappush(self._arrivals, (sim.now + back_s, client, n_had + 1))
+        return n_ended
+
+    def _wait(self, linger: Linger, n_ended: int) -> None:
+        sim = self._sim
+        linger.on_ends(n_ended, sim.now)
+        wait_s = linger.seconds(n_ended, len(sim.core.queue.running), sim.core.next_tick_s())
+        if not wait_s:
+            return
+        back = [at for at, _, _ in sorted(self._arrivals) if at <= sim.now + wait_s][:n_ended]
+        until = back[-1] if len(back) == n_ended else sim.now + wait_s
+        linger.on_wait(until - sim.now)
+        sim.now = until
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.closed_loop")
+    parser.add_argument("--clients", type=int, nargs="+", default=[8, 32])
+    parser.add_argument("--each", type=int, default=16)
+    parser.add_argument("--turnaround-ms", type=float, default=8.0)
+    options = parser.parse_args(arguments)
+    for n_clients, lingers in itertools.product(options.clients, (False, True)):
+        loop = ClosedLoop(
+            n_clients, options.each, turnaround_s=options.turnaround_ms / 1000.0, lingers=lingers
+        )
+        print(f"{n_clients} clients, {'lingering' if lingers else 'at once'}: {loop.run()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""How long to wait, after a tick that ended requests, for the clients that come straight back.
+
+Clients in a closed loop send their next request as soon as the last one has ended: milliseconds
+after the next tick has begun without them, for all of which they then wait.  A wait of a few
+percent of that tick lets them ride along.  Pure: times come in as numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+HORIZON_S = 0.02  # who comes later has not come straight back
+MAX_TICK_SHARE = 0.5  # of the next tick, which everybody else waits for
+BUDGET_SHARE = 0.01  # of the time spent in ticks, in all
+MIN_P_RETURN = 0.3
+# Of what has been seen lately: how many of the last ends count, and the turnaround that this share
+# of those who came back had taken.
+N_REMEMBERED = 64
+QUANTILE = 0.9
+MARGIN = 1.25  # turnarounds scatter
+
+
+class Linger:
+    """Learns from ends and arrivals; one for each engine."""
+
+    def __init__(self) -> None:
+        # Ends of which some might still come back: when, and how many.
+        self._ends: deque[list[float]] = deque()
+        # The turnaround of each of the last ends; infinite for those who did not come back.
+        self._turnarounds: deque[float] = deque(maxlen=N_REMEMBERED)
+        self._budget_s = 0.0
+
+    def on_tick(self, seconds: float) -> None:
+        """A tick has taken so long."""
+        self._budget_s = min(HORIZON_S, self._budget_s + BUDGET_SHARE * seconds)
+
+    def on_wait(self, seconds: float) -> None:
+        """Everybody has waited so long."""
+        self._budget_s -= seconds
+
+    def on_ends(self, n_requests: int, now: float) -> None:
+        """So many requests have ended, and their clients hear of it now."""
+        if n_requests:
+            self._ends.append([now, n_requests])
+
+    def on_arrival(self, at: float) -> None:
+        """A request came; in the order of their times, and before `settle` of any later time."""
+        self.settle(at)
+        for end in reversed(self._ends):
+            if end[0] <= at and end[1]:
+                end[1] -= 1
+                self._turnarounds.append(at - end[0])
+                return
+
+    def settle(self, now: float) -> None:
+        """All that arrived before `now` has been told."""
+        while self._ends and now - self._ends[0][0] > HORIZON_S:
+            _, n_left = self._ends.popleft()
+            self._turnarounds.extend([math.inf] * int(n_left))
+
+    def seconds(self, n_ended: int, n_running: int, next_tick_s: float) -> float:
+        """How long a wait is worth its cost; 0: not at all.
+
+        Parameters
+        ----------
+        n_ended : int
+            Requests that the last tick ended.
+        n_running : int
+            Those who wait, too.
+        next_tick_s : float
+            What the next tick is expected to take, and a late one to wait.
+        """
+        known = sorted(t for t in self._turnarounds if t < math.inf)
+        if not (n_ended and known):
+            return 0.0
+        p_return = len(known) / len(self._turnarounds)
+        wait_s = MARGIN * known[min(len(known) - 1, int(QUANTILE * len(known)))]
+        # A shorter wait than they need would cost as much, and gain nothing.
+        if p_return < MIN_P_RETURN or wait_s > min(MAX_TICK_SHARE * next_tick_s, self._budget_s):
+            return 0.0
+        return wait_s if p_return * n_ended * next_tick_s > wait_s * n_running else 0.0
