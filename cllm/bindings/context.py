@@ -100,6 +100,8 @@ class Context(Memory):
     ----------
     n_ctx, n_ctx_seq, n_batch, n_ubatch, n_seq_max, n_outputs_max : int
         What llama.cpp really uses.
+    is_on_gpu : bool
+        Whether layers of the model are.
     n_decodes : int
         Calls of `decode` so far; ties logits to their decode.
 
@@ -199,6 +201,7 @@ class Context(Memory):
         self._loras: tuple[LoraAdapter, ...] = ()
         with self._closed_on_error():
             self.n_vocab = model.vocab.n_tokens
+            self.is_on_gpu = model.is_on_gpu
             self.n_batch = int(lib.llama_n_batch(pointer))
             self.n_ubatch = int(lib.llama_n_ubatch(pointer))
         self.n_outputs_max = n_outputs_max

@@ -112,6 +112,7 @@ class FakeDecoder:
         n_batch: int = 16,
         kv_unified: bool = True,
         n_outputs_max: int | None = None,
+        separates_prompts: bool = False,
         answer: Answer | None = None,
         faults: Mapping[int, Fault] | None = None,
         poison: Poison | None = None,
@@ -127,6 +128,7 @@ class FakeDecoder:
         self.n_ctx_seq = n_ctx if kv_unified else n_ctx // n_seq_max
         n_outputs = n_seq_max if n_outputs_max is None else n_outputs_max
         self.n_outputs_max = check_int("n_outputs_max", n_outputs, n_seq_max, INT32_MAX)
+        self.separates_prompts = separates_prompts
         self.answer: Answer = self._hash if answer is None else answer
         self.faults: dict[int, Fault] = dict(faults or {})
         self.poison = poison

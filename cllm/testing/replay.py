@@ -166,7 +166,7 @@ class _Script:
     def __init__(self, log: TickLogFile) -> None:
         self._times: deque[float] = deque()
         self.calls = _Calls(log.faults())
-        self.decoder = _ScriptedDecoder(log.n_batch, log.n_outputs_max, self.calls)
+        self.decoder = _ScriptedDecoder(log, self.calls)
         self._pieces = log.pieces()
         self._tokens = log.tokens()
         self._choices: deque[int | Exception] = deque()
@@ -295,9 +295,10 @@ class _ScriptedDecoder:
 
     n_vocab = 1
 
-    def __init__(self, n_batch: int, n_outputs_max: int, calls: _Calls) -> None:
-        self.n_batch = n_batch
-        self.n_outputs_max = n_outputs_max
+    def __init__(self, log: TickLogFile, calls: _Calls) -> None:
+        self.n_batch = log.n_batch
+        self.n_outputs_max = log.n_outputs_max
+        self.separates_prompts = log.separates_prompts
         self._calls = calls
         self._runs: Runs = []
         self.script: deque[dict[str, Any]] = deque()

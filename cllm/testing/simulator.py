@@ -126,6 +126,7 @@ class Simulator:
         has_pos_min: bool = True,
         is_windowed: bool = False,
         draft_share: float | None = None,
+        separates_prompts: bool = False,
         **options: Any,
     ) -> None:
         self.config = EngineConfig(
@@ -146,6 +147,7 @@ class Simulator:
             poison=poison,
             latency_s=latency_s,
             wait=self._clock.wait,
+            separates_prompts=separates_prompts,
         )
         self.decoder.batches = []
         self.is_checked = is_checked

@@ -79,6 +79,7 @@ class TickLogFile:
     kv_cache: KVCache
     n_batch: int
     n_outputs_max: int
+    separates_prompts: bool
     lines: list[LogLine]
 
     @classmethod
@@ -101,12 +102,13 @@ class TickLogFile:
             kv_cache = KVCache(**header.pop("kv_cache"))
             limits = header.pop("decoder")
             n_batch, n_outputs_max = int(limits["n_batch"]), int(limits["n_outputs_max"])
+            separates_prompts = bool(limits["separates_prompts"])
             config = EngineConfig(**header)
         lines: list[LogLine] = []
         for number, values in enumerate(objects[1:], 2):
             with _malformed(path, number):
                 lines.append(_line(number, values))
-        return cls(config, kv_cache, n_batch, n_outputs_max, lines)
+        return cls(config, kv_cache, n_batch, n_outputs_max, separates_prompts, lines)
 
     def faults(self) -> dict[tuple[str, int], bool | str]:
         """The calls that failed, by method and number."""

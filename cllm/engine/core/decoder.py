@@ -32,11 +32,15 @@ class Decoder(CacheMemory, Protocol):
         Rows, and output rows, that one decode takes.
     n_vocab : int
         Logits of a row.
+    separates_prompts : bool
+        Whether prompts are better computed in decodes of their own.  From 64 rows on, llama.cpp's
+        attention on a CPU goes by tiles, in which a row that only decodes costs as much as 64.
     """
 
     n_batch: int
     n_outputs_max: int
     n_vocab: int
+    separates_prompts: bool
 
     def clear(self) -> None:
         """Forget the rows added so far."""

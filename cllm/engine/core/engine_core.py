@@ -139,6 +139,8 @@ class EngineCore:
         )
         self._n_rebuilds_in_vain = 0
         self._is_decoding_only = False  # the tick that is going on
+        self._is_prompts_turn = False
+        self._n_decoded = 0  # rows of ticks without prompts
         self._n_plain_ticks = 0
         # Fewer after llama.cpp found no room where the bookkeeping saw some.
         self._n_rows_max = decoder.n_batch
@@ -251,10 +253,15 @@ class EngineCore:
             # Any prompt will do: what a chunk attends to costs less than its rows.
             n_computed = max((s.n_computed for s in ready if s.n_pending > 1), default=0)
             n_prompt_rows = self.tick_cost.n_prompt_rows(decoding, n_computed, target_ms / 1000.0)
+        is_apart = self._decoder.separates_prompts and target_ms is None and bool(decoding)
+        self._is_prompts_turn = (
+            is_apart and len(ready) > len(decoding) and not self._is_prompts_turn
+        )
         chunks = scheduler.plan(
-            running,
+            self._whose_turn(running) if is_apart else running,
             n_rows,
             n_prompt_rows,
+            is_awaited=self._is_prompts_turn,
             n_prefill_chunk=self._config.n_prefill_chunk if target_ms is None else None,
             n_outputs_max=self._decoder.n_outputs_max,
             now=now,
@@ -275,6 +282,14 @@ class EngineCore:
         except Exception:
             self._give_up_drafts()
             return chunks
+
+    def _whose_turn(self, running: list[Sequence]) -> list[Sequence]:
+        """Prompts, or those that decode: a tick of both takes longer than one of each."""
+        if self._is_prompts_turn:
+            return scheduler.prompts_of(running)
+        decoding = scheduler.decoding_of(running, self._n_decoded)
+        self._n_decoded += len(decoding)
+        return decoding
 
     def _observe_drafts(self, sequence: Sequence, n_drafted: int, n_accepted: int) -> None:
         """What became of the drafts of a sequence."""

@@ -52,6 +52,7 @@ def plan(
     *,
     n_prefill_chunk: int | None = None,
     n_outputs_max: int,
+    is_awaited: bool = False,
     now: float,
 ) -> list[Chunk]:
     """Share `n_rows` rows, and `n_outputs_max` output rows, among the running sequences.
@@ -59,7 +60,8 @@ def plan(
     Decoding sequences come first, one row each, so that a prompt never makes them wait.  What is
     left, at most `n_prompt_rows`, goes to prompts one after another, most urgent first: computing
     them all at once would give each its first token as late as the last.  With `n_prefill_chunk`,
-    a long prompt gets no more than that of a tick which somebody else waits for.  A prompt that is
+    a long prompt gets no more than that of a tick which somebody else waits for; with `is_awaited`
+    that is somebody who is not among the running ones given here.  A prompt that is
     scored takes the output rows that nobody else may need.  Chunks are in the order of their
     seq_ids, which lets llama.cpp use its graph again.
     """
@@ -81,7 +83,7 @@ def plan(
         for sequence in sorted(prompts, key=lambda s: urgencies[s.request_id]):
             # One output row is every sequence's own.
             n_tokens = min(sequence.n_pending, n_rows, _n_tokens_for(sequence, 1 + n_spare))
-            if n_prefill_chunk is not None and (decoding or n_taken):
+            if n_prefill_chunk is not None and (decoding or n_taken or is_awaited):
                 n_tokens = _n_polite(n_tokens, sequence, n_prefill_chunk, len(decoding), n_taken)
             if n_tokens <= 0:
                 break
@@ -91,6 +93,24 @@ def plan(
             n_spare -= max(0, chunks[-1].n_outputs - 1)
     chunks.sort(key=lambda c: c.sequence.slot.seq_id if c.sequence.slot else -1)
     return chunks
+
+
+def prompts_of(running: Iterable[Sequence]) -> list[Sequence]:
+    """Those of whom a tick is that has no rows that only decode."""
+    return [s for s in running if not s.is_ready or s.n_pending > 1]
+
+
+def decoding_of(running: Iterable[Sequence], n_before: int) -> list[Sequence]:
+    """Those of whom a tick is that has no prompts.
+
+    No more of them than one less than a tile of attention: 64 rows have taken twice the time of 63.
+    They take turns, by the number of rows that have been decoded before.
+    """
+    decoding = [s for s in running if s.is_ready and s.n_pending == 1]
+    n, n_most = len(decoding), ATTENTION_TILE - 1
+    if n <= n_most:
+        return decoding
+    return [decoding[(n_before + i) % n] for i in range(n_most)]
 
 
 def _n_polite(

@@ -47,9 +47,10 @@ logger = logging.getLogger("cllm.engine")
 T = TypeVar("T")
 
 # Another one for each change of what a line says: no replay then takes an old log for a wrong one.
-FORMAT = "cllm tick log 4"
+FORMAT = "cllm tick log 5"
 KV_CACHE = ("n_cells", "n_seq_ids", "n_ctx_seq", "kv_unified", "has_pos_min", "is_windowed")
 # What of the configuration, with its None replaced, decides about ticks.
+DECODER = ("n_batch", "n_outputs_max", "separates_prompts")
 SETTINGS = (
     "n_ctx", "n_seq_max", "n_batch", "kv_unified", "flash_attn", "prefix_cache",
     "prefix_cache_tokens", "swap_tokens", "n_prefill_chunk", "target_itl_ms", "stream_buffer",
@@ -88,7 +89,7 @@ class TickLog:
         """The first line; `config` is the one that the core is made with."""
         settings = {name: getattr(config, name) for name in SETTINGS}
         new_kv_cache = {name: getattr(kv_cache, name) for name in KV_CACHE}
-        limits = {"n_batch": decoder.n_batch, "n_outputs_max": decoder.n_outputs_max}
+        limits = {name: getattr(decoder, name) for name in DECODER}
         header = {"format": FORMAT, **settings, "kv_cache": new_kv_cache, "decoder": limits}
         self._write(header=header)
 
@@ -230,6 +231,7 @@ class LoggedDecoder:
         self._runs: list[tuple[int, int, int, int]] = []
         self.n_batch, self.n_vocab = decoder.n_batch, decoder.n_vocab
         self.n_outputs_max = decoder.n_outputs_max
+        self.separates_prompts = decoder.separates_prompts
 
     def clear(self) -> None:
         """See `Decoder`."""

@@ -1,0 +1,83 @@
+"""Where a decode of both is dear, prompts and rows that decode take turns; nobody starves."""
+
+from __future__ import annotations
+
+import pytest
+
+from cllm.engine.core.scheduler import ATTENTION_TILE
+from cllm.testing import simulate
+from cllm.testing.reference import endless
+from cllm.testing.simulator import Simulator
+
+
+@pytest.mark.parametrize("draft_share", [None, 0.7])
+def test_every_request_gets_its_answer_and_the_books_agree(draft_share: float | None) -> None:
+    report = simulate(300, seed=18, separates_prompts=True, draft_share=draft_share)
+    assert report.n_tokens > 500
+
+
+def n_rows_of(sim: Simulator, n_ticks: int) -> list[tuple[int, int]]:
+    """Rows that decode, and rows of prompts, of each tick."""
+    batches = sim.decoder.batches = []
+    sim.tick(n_ticks)
+    return [
+        (
+            sum(n_tokens for _, n_tokens, _ in runs if n_tokens == 1),
+            sum(n_tokens for _, n_tokens, _ in runs if n_tokens > 1),
+        )
+        for runs in batches
+    ]
+
+
+def with_streams(n_streams: int, *, separates_prompts: bool) -> Simulator:
+    """So many requests that decode."""
+    sim = Simulator(
+        n_ctx=4096,
+        n_seq_max=2 * n_streams,
+        n_batch=512,
+        n_prefill_chunk=128,
+        answer=endless,
+        separates_prompts=separates_prompts,
+    )
+    for _ in range(n_streams):
+        sim.submit(b"ab", max_tokens=1000)
+    while len(sim.tokens) < n_streams:
+        sim.tick()
+    return sim
+
+
+def test_a_long_prompt_and_the_streams_take_turns_in_chunks() -> None:
+    sim = with_streams(4, separates_prompts=True)
+    sim.submit(b"p" * 500, max_tokens=1)
+    assert n_rows_of(sim, 6) == [(0, 128), (4, 0)] * 3
+
+
+def test_elsewhere_they_share_a_tick() -> None:
+    sim = with_streams(4, separates_prompts=False)
+    sim.submit(b"p" * 500, max_tokens=1)
+    assert n_rows_of(sim, 2) == [(4, 124)] * 2
+
+
+def test_with_a_target_for_the_gap_they_share_a_tick() -> None:
+    sim = Simulator(
+        n_ctx=4096, n_batch=512, target_itl_ms=50.0, answer=endless, separates_prompts=True
+    )
+    sim.submit(b"ab", max_tokens=1000)
+    sim.tick(2)
+    sim.submit(b"p" * 500, max_tokens=1)
+    ((n_decoding, n_prompt_rows),) = n_rows_of(sim, 1)
+    assert n_decoding == 1
+    assert n_prompt_rows > 0
+
+
+@pytest.mark.parametrize("n_streams", [ATTENTION_TILE - 1, ATTENTION_TILE, 100])
+def test_fewer_rows_decode_than_fill_a_tile_and_everybody_gets_as_many_tokens(
+    n_streams: int,
+) -> None:
+    sim = with_streams(n_streams, separates_prompts=True)
+    n_before = [len(tokens) for tokens in sim.tokens.values()]
+    n_ticks = 10
+    assert n_rows_of(sim, n_ticks) == [(ATTENTION_TILE - 1, 0)] * n_ticks
+    n_after = [len(tokens) for tokens in sim.tokens.values()]
+    n_tokens = {after - before for before, after in zip(n_before, n_after, strict=True)}
+    assert max(n_tokens) - min(n_tokens) <= 1
