@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 
@@ -10,7 +11,7 @@ import anyio
 from anyio.lowlevel import current_token
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cllm import CllmError, Engine, EngineConfig
+from cllm import CllmError, Engine, EngineConfig, InvalidRequestError
 from cllm.server.limits import is_open, route_path
 from cllm.server.state import ServerState
 
@@ -51,6 +52,7 @@ class EngineTask:
         state = self._state
         try:
             async with Engine(config=self._config) as engine:
+                await _warm_up(engine)
                 state.metrics.watch(engine.statistics)
                 state.engine = engine
                 logger.info("serving %s", engine.config.model_path.name)
@@ -89,6 +91,13 @@ class EngineTask:
             import trio
 
             trio.lowlevel.spawn_system_task(self.run)
+
+
+async def _warm_up(engine: Engine) -> None:
+    """What the first chat would wait for: the template imported, compiled and tried."""
+    with contextlib.suppress(InvalidRequestError):  # a chat will be told
+        if await engine.template_abilities() is not None:
+            await engine.render_chat([{"role": "user", "content": "?"}])
 
 
 class MountedStart:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 import anyio
 import anyio.lowlevel
@@ -13,7 +14,7 @@ from fastapi import FastAPI, Request
 from starlette.middleware.base import RequestResponseEndpoint
 from starlette.responses import Response
 
-from cllm import Engine, EngineConfig
+from cllm import Engine, EngineConfig, TemplateAbilities
 from cllm.server import create_app
 from cllm.server.config import ServerConfig
 from cllm.server.engine_task import EngineTask
@@ -134,3 +135,35 @@ def test_a_mounted_application_starts_again_in_the_next_event_loop() -> None:
             return text
 
     assert [anyio.run(ask) for _ in range(2)] == ["2", "2"]
+
+
+@pytest.mark.anyio
+async def test_ready_is_said_when_the_template_has_been_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or the first chat would wait for it: five times as long for its first token as the second."""
+    begun, go_on = anyio.Event(), anyio.Event()
+    real = Engine.template_abilities
+
+    async def try_it_later(self: Engine) -> TemplateAbilities | None:
+        begun.set()
+        await go_on.wait()
+        return await real(self)
+
+    monkeypatch.setattr(Engine, "template_abilities", try_it_later)
+    async with client_of(mounted(create_app(EngineConfig(**QUIET)))) as client:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(client.post, "/llm/generate", json=QUESTION))
+            await begun.wait()
+            assert (await client.get("/llm/health")).json()["status"] == "starting"
+            go_on.set()
+        assert (await client.get("/llm/health")).status_code == 200
+
+
+@pytest.mark.anyio
+async def test_a_model_whose_template_cannot_be_used_is_served_but_for_chats() -> None:
+    app = create_app(EngineConfig(chat_template="{% endif %}", **QUIET))
+    async with client_of(mounted(app)) as client:
+        assert (await client.post("/llm/generate", json=QUESTION)).json()["text"] == "2"
+        chat = {"model": "x", "messages": [{"role": "user", "content": "1+1="}]}
+        assert (await client.post("/llm/v1/chat/completions", json=chat)).status_code == 400
