@@ -92,6 +92,7 @@ class ClosedLoop:
             n_prefill_chunk=128,
             answer=endless,
             swap_tokens=0,
+            separates_prompts=True,
         )
         # When a client comes, and how many requests it has had.
         self._arrivals = [(i * FIRST_GAP_S, i, 0) for i in range(n_clients)]

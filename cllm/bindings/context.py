@@ -100,8 +100,9 @@ class Context(Memory):
     ----------
     n_ctx, n_ctx_seq, n_batch, n_ubatch, n_seq_max, n_outputs_max : int
         What llama.cpp really uses.
-    is_on_gpu : bool
-        Whether layers of the model are.
+    has_tiled_attention : bool
+        Whether attention goes by tiles where a batch has 64 rows, whosever they are: on a CPU, with
+        flash attention, F16 or F32 cells and one buffer for all (`ops.cpp`, not in llama.h).
     n_decodes : int
         Calls of `decode` so far; ties logits to their decode.
 
@@ -194,14 +195,20 @@ class Context(Memory):
         forward_log()
         pointer = lib.llama_init_from_model(model._pointer, params)
         # One buffer for many sequences may well have more cells than one of them has positions.
-        reason = forward_log(no_warning="> n_ctx_train" if kv_unified and n_seq_max > 1 else "")
+        reason = forward_log(no_warning="> n_ctx_train" if n_seq_max > 1 else "")
         if not pointer:
             raise ContextError(reason or "llama.cpp could not create the context")
         super().__init__(pointer, model, kv_unified=bool(kv_unified))
         self._loras: tuple[LoraAdapter, ...] = ()
         with self._closed_on_error():
             self.n_vocab = model.vocab.n_tokens
-            self.is_on_gpu = model.is_on_gpu
+            self.has_tiled_attention = (
+                not model.is_on_gpu
+                and kv_unified
+                and flash_attn is not False
+                and type_k == type_v
+                and type_k in ("f16", "f32")
+            )
             self.n_batch = int(lib.llama_n_batch(pointer))
             self.n_ubatch = int(lib.llama_n_ubatch(pointer))
         self.n_outputs_max = n_outputs_max

@@ -118,7 +118,7 @@ class EngineFlags:
     kv_unified: Annotated[
         bool | None,
         _engine(
-            "One KV buffer for all requests, or a share for each; by default what refuses none.",
+            "One KV buffer for all requests, or a share for each; by default shares if each is as long as the model was trained for.",
             "--kv-unified/--no-kv-unified",
         ),
     ] = None

@@ -83,9 +83,11 @@ class EngineConfig:
     n_gpu_layers : int
         Layers on the GPU; -1 means all that fit.
     kv_unified : bool or "auto"
-        One KV buffer for all sequences; False gives each its own share of `n_ctx`: what ran before
-        does not change the answers of who runs alone.  "auto": False if `deterministic`, or if each
-        share has room for all positions that the model was trained for.
+        One KV buffer for all sequences; False gives each its own share of `n_ctx`, and no request
+        may be longer: what ran before does not change the answers of who runs alone, but for hits
+        of the prefix cache.  "auto": False if `deterministic`, or if `n_ctx` has room for
+        `n_seq_max` sequences, and one more for the prefix cache, as long as the model was trained
+        for; not with recurrent memory or scaled positions.
     flash_attn : bool, optional
         None lets llama.cpp decide.
     deterministic : bool
@@ -303,11 +305,22 @@ class EngineConfig:
         n_unified = min(n_running + n_cached, N_SEQ_IDS)
         if self.kv_unified != AUTO:
             return KVLayout(True, n_unified) if self.kv_unified else KVLayout(False, n_running)
+        if self.deterministic:
+            return KVLayout(False, n_running)
+        n_whole = self.n_ctx // n_ctx_train if n_ctx_train else 0
         # Who scales positions wants more of them than the model was trained for.
-        n_whole = self.n_ctx // n_ctx_train if n_ctx_train and self.rope_scaling is None else 0
-        if not has_state and n_whole >= n_running + bool(n_cached):
-            return KVLayout(False, min(n_whole, n_unified))
-        return KVLayout(False, n_running) if self.deterministic else KVLayout(True, n_unified)
+        if has_state or self._scales_positions or n_whole < n_running + bool(n_cached):
+            return KVLayout(True, n_unified)
+        return KVLayout(False, min(n_whole, n_unified))
+
+    @property
+    def _scales_positions(self) -> bool:
+        """Whether positions are not those that the model was trained with."""
+        return any(
+            getattr(self, field.name) != field.default
+            for field in fields(self)
+            if field.name.startswith(("rope_", "yarn_"))
+        )
 
     def n_prefix_cache_tokens(self, n_cells: int) -> int:
         """KV cells that finished sequences may leave occupied, of so many in all."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable
 
@@ -11,11 +10,13 @@ import anyio
 from anyio.lowlevel import current_token
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cllm import CllmError, Engine, EngineConfig, InvalidRequestError
+from cllm import CllmError, ClosedError, Engine, EngineConfig, EngineFailedError
 from cllm.server.limits import is_open, route_path
 from cllm.server.state import ServerState
 
 logger = logging.getLogger("cllm.server")
+
+WARM_UP_LIMIT_S = 10.0  # of a template that takes its time over everything it is tried with
 
 
 class EngineTask:
@@ -95,9 +96,14 @@ class EngineTask:
 
 async def _warm_up(engine: Engine) -> None:
     """What the first chat would wait for: the template imported, compiled and tried."""
-    with contextlib.suppress(InvalidRequestError):  # a chat will be told
-        if await engine.template_abilities() is not None:
-            await engine.render_chat([{"role": "user", "content": "?"}])
+    try:
+        with anyio.move_on_after(WARM_UP_LIMIT_S):
+            if await engine.template_abilities() is not None:
+                await engine.render_chat([{"role": "user", "content": "?"}])
+    except (ClosedError, EngineFailedError):
+        raise
+    except Exception as error:  # a chat will be told; whatever else is asked for can be had
+        logger.warning("the chat template cannot be used: %s", error)
 
 
 class MountedStart:

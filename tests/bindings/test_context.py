@@ -148,6 +148,25 @@ def test_the_layouts_share_the_cells_differently(new_context: NewContext) -> Non
 
 
 # --- KV cache --------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("options", "has_tiled_attention"),
+    [
+        ({}, True),
+        ({"type_k": "f32", "type_v": "f32"}, True),
+        ({"kv_unified": False}, False),
+        ({"flash_attn": False}, False),
+        ({"type_k": "q8_0", "type_v": "q8_0", "flash_attn": True}, False),
+        ({"type_k": "bf16", "type_v": "bf16", "flash_attn": True}, False),
+    ],
+    ids=str,
+)
+def test_attention_goes_by_tiles_in_one_buffer_of_f16_or_f32(
+    new_context: NewContext, options: dict[str, Any], has_tiled_attention: bool
+) -> None:
+    context = new_context(**{"n_ctx": 512, "n_seq_max": 2, "kv_unified": True, **options})
+    assert context.has_tiled_attention == has_tiled_attention
+
+
 def test_seq_rm_lets_a_sequence_start_anew(context: Context) -> None:
     first = decode(context, 0, TEXT, 0)
     decode(context, 1, OTHER, 0)

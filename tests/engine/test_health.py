@@ -40,7 +40,7 @@ async def test_health_says_stalled_while_a_tick_takes_too_long_and_ready_after_i
     anyio_backend: str,
 ) -> None:
     async with Engine(
-        n_ctx=8192, n_seq_max=1, n_batch=8192, stall_timeout_s=0.001, **QUIET
+        n_ctx=8192, n_seq_max=1, n_batch=8192, kv_unified=True, stall_timeout_s=0.001, **QUIET
     ) as engine:
         async with engine.stream([65] * 8000, max_tokens=1, temperature=0) as stream:
             health = await health_of(engine, EngineStatus.STALLED)

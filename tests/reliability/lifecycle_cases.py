@@ -52,7 +52,7 @@ async def close_during(seed: int) -> None:
     moment, chance = moments[seed % 4], random.Random(seed)
     constrained = SamplingParams(json_schema=SCHEMA | {"title": str(seed)}, max_tokens=1000)
     found: list[str] = []
-    room = {"n_ctx": 32768, "n_batch": 8 if moment == "prompt" else 512}
+    room = {"n_ctx": 32768, "kv_unified": True, "n_batch": 8 if moment == "prompt" else 512}
     async with Engine(**OPTIONS | room) as engine:
         calls: dict[str, Callable[[], Awaitable[Any]]] = {
             "prompt": lambda: engine.generate([97] * 30_000, max_tokens=1, temperature=0.0),

@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request
 from starlette.middleware.base import RequestResponseEndpoint
 from starlette.responses import Response
 
-from cllm import Engine, EngineConfig, TemplateAbilities
+from cllm import Engine, EngineConfig, PromptTooLongError, TemplateAbilities
 from cllm.server import create_app
 from cllm.server.config import ServerConfig
 from cllm.server.engine_task import EngineTask
@@ -158,6 +158,19 @@ async def test_ready_is_said_when_the_template_has_been_tried(
             assert (await client.get("/llm/health")).json()["status"] == "starting"
             go_on.set()
         assert (await client.get("/llm/health")).status_code == 200
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("error", [RuntimeError("no"), PromptTooLongError(9, 5)], ids=str)
+async def test_a_model_is_served_whatever_its_template_does_when_it_is_tried(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(self: Engine) -> None:
+        raise error
+
+    monkeypatch.setattr(Engine, "template_abilities", fail)
+    async with client_of(mounted(create_app(EngineConfig(**QUIET)))) as client:
+        assert (await client.post("/llm/generate", json=QUESTION)).json()["text"] == "2"
 
 
 @pytest.mark.anyio

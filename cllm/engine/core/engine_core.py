@@ -140,7 +140,8 @@ class EngineCore:
         self._n_rebuilds_in_vain = 0
         self._is_decoding_only = False  # the tick that is going on
         self._is_prompts_turn = False
-        self._n_decoded = 0  # rows of ticks without prompts
+        self._last_id = -1  # of those that decode, where they take turns
+        self._prompts_tick_s = 0.0  # what the last tick with prompts has taken
         self._n_plain_ticks = 0
         # Fewer after llama.cpp found no room where the bookkeeping saw some.
         self._n_rows_max = decoder.n_batch
@@ -188,16 +189,23 @@ class EngineCore:
         """When a tick is due even if there is no work."""
         return self.queue.next_deadline
 
+    @property
+    def may_wait(self) -> bool:
+        """Whether the next tick may wait for new requests: it mends nothing, and admits nobody."""
+        return bool(self.queue.running) and not self.queue.waiting and self.manager.fault is None
+
     def next_tick_s(self) -> float:
-        """What a tick with those that run now would take; 0 while nothing is known."""
+        """What the next tick, or two, of those that run now take; 0 while nothing is known."""
         ready = [s for s in self.queue.running if s.is_ready]
-        n_rows = scheduler.n_rows_wanted(ready, self._n_rows_max)
-        if n_rows == len(ready) and self.row_cost.table:
-            return self.row_cost.measured(n_rows)
-        return self.tick_cost.seconds(n_rows, sum(s.n_computed for s in ready))
+        n_decoding = sum(s.n_pending == 1 for s in ready)
+        # Not by `tick_cost`: a fit depends on when it is made, and a replay would not make it.
+        seconds = self._prompts_tick_s if n_decoding < len(ready) else 0.0
+        if n_decoding and self.row_cost.table:
+            seconds += self.row_cost.measured(n_decoding)
+        return seconds
 
     def tick(self) -> None:
-        """Advance every running sequence by one chunk, in one decode."""
+        """Advance the running sequences by a chunk each, in one decode: all, or one kind of them."""
         recorder, queue, started = self.recorder, self.queue, self._clock()
         queue.expire(started)
         self._rebuild_if_corrupt()
@@ -233,6 +241,8 @@ class EngineCore:
         self.tick_cost.observe(
             n_rows, n_cells, ended - (planned if self._is_decoding_only else started)
         )
+        if not self._is_decoding_only:
+            self._prompts_tick_s = ended - started
         self._learn_row_cost(chunks, n_rows, ended - planned)
 
     def _learn_row_cost(self, chunks: list[Chunk], n_rows: int, seconds: float) -> None:
@@ -259,7 +269,8 @@ class EngineCore:
         )
         chunks = scheduler.plan(
             self._whose_turn(running) if is_apart else running,
-            n_rows,
+            # Prompts leave the cells of those whose turn is next.
+            n_rows - (len(decoding) if self._is_prompts_turn else 0),
             n_prompt_rows,
             is_awaited=self._is_prompts_turn,
             n_prefill_chunk=self._config.n_prefill_chunk if target_ms is None else None,
@@ -287,8 +298,7 @@ class EngineCore:
         """Prompts, or those that decode: a tick of both takes longer than one of each."""
         if self._is_prompts_turn:
             return scheduler.prompts_of(running)
-        decoding = scheduler.decoding_of(running, self._n_decoded)
-        self._n_decoded += len(decoding)
+        decoding, self._last_id = scheduler.decoding_of(running, self._last_id)
         return decoding
 
     def _observe_drafts(self, sequence: Sequence, n_drafted: int, n_accepted: int) -> None:
@@ -341,7 +351,7 @@ class EngineCore:
     def _shrink(self, chunks: list[Chunk], error: NoKVSlotError) -> None:
         """llama.cpp finds no room where the bookkeeping saw some: ask for less and less."""
         queue, n_rows = self.queue, sum(chunk.n_rows for chunk in chunks)
-        first = scheduler.most_urgent((c.sequence for c in chunks), self._clock())
+        first = scheduler.most_urgent((s for s in queue.running if s.is_ready), self._clock())
         holders = [s for s in queue.running if s.n_computed and s is not first]
         if self.manager.evict_all():
             return

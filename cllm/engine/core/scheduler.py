@@ -100,17 +100,19 @@ def prompts_of(running: Iterable[Sequence]) -> list[Sequence]:
     return [s for s in running if not s.is_ready or s.n_pending > 1]
 
 
-def decoding_of(running: Iterable[Sequence], n_before: int) -> list[Sequence]:
-    """Those of whom a tick is that has no prompts.
+def decoding_of(running: Iterable[Sequence], last_id: int) -> tuple[list[Sequence], int]:
+    """Those of whom a tick is that has no prompts, and the seq_id of the last of them.
 
     No more of them than one less than a tile of attention: 64 rows have taken twice the time of 63.
-    They take turns, by the number of rows that have been decoded before.
+    They take turns, in the order of their seq_ids, from the one after `last_id` on.
     """
     decoding = [s for s in running if s.is_ready and s.n_pending == 1]
-    n, n_most = len(decoding), ATTENTION_TILE - 1
-    if n <= n_most:
-        return decoding
-    return [decoding[(n_before + i) % n] for i in range(n_most)]
+    if len(decoding) < ATTENTION_TILE:
+        return decoding, last_id
+    ids = {id(s): s.slot.seq_id for s in decoding if s.slot}
+    decoding.sort(key=lambda s: (ids[id(s)] <= last_id, ids[id(s)]))
+    chosen = decoding[: ATTENTION_TILE - 1]
+    return chosen, ids[id(chosen[-1])]
 
 
 def _n_polite(

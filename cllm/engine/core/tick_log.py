@@ -49,8 +49,8 @@ T = TypeVar("T")
 # Another one for each change of what a line says: no replay then takes an old log for a wrong one.
 FORMAT = "cllm tick log 5"
 KV_CACHE = ("n_cells", "n_seq_ids", "n_ctx_seq", "kv_unified", "has_pos_min", "is_windowed")
-# What of the configuration, with its None replaced, decides about ticks.
 DECODER = ("n_batch", "n_outputs_max", "separates_prompts")
+# What of the configuration, with its None replaced, decides about ticks.
 SETTINGS = (
     "n_ctx", "n_seq_max", "n_batch", "kv_unified", "flash_attn", "prefix_cache",
     "prefix_cache_tokens", "swap_tokens", "n_prefill_chunk", "target_itl_ms", "stream_buffer",

@@ -43,7 +43,7 @@ class LlamaDecoder:
         self.context = context = self._make_context()
         self.n_outputs_max, self.n_vocab = context.n_outputs_max, context.n_vocab
         self.n_ctx_seq = context.n_ctx_seq
-        self.separates_prompts = not context.is_on_gpu
+        self.separates_prompts = context.has_tiled_attention
         self.n_batch = min(self._n_batch, context.n_batch)  # llama.cpp: never more than n_ctx
         self.allow()
         self._batch = Batch(context.n_batch)

@@ -257,7 +257,7 @@ class InferenceThread:
         if not core.has_work:
             return self._inbox.drain(wait=True, until=until)
         wait_s = 0.0
-        if n_ended:
+        if n_ended and core.may_wait:
             wait_s = linger.seconds(n_ended, len(core.queue.running), core.next_tick_s())
         if not wait_s:
             return self._inbox.drain(wait=False)

@@ -70,6 +70,23 @@ def test_with_a_target_for_the_gap_they_share_a_tick() -> None:
     assert n_prompt_rows > 0
 
 
+def test_who_has_its_turn_does_not_wait_longer_because_others_end() -> None:
+    """By their places in a list that grows shorter, one would be left out for ever."""
+    sim = Simulator(n_ctx=8192, n_seq_max=128, n_batch=512, answer=endless, separates_prompts=True)
+    for number in range(ATTENTION_TILE):
+        sim.submit(b"ab", max_tokens=40 + number)
+    while len(sim.tokens) < ATTENTION_TILE:
+        sim.tick()
+    unheard = dict.fromkeys(sim.requests, 0)
+    for number in range(60):
+        heard = sim.tick()
+        for request_id in unheard.keys() - sim.finished.keys():
+            unheard[request_id] = 0 if request_id in heard else unheard[request_id] + 1
+            assert unheard[request_id] <= 3
+        if len(sim.requests) - len(sim.finished) < ATTENTION_TILE:
+            unheard[sim.submit(b"ab", max_tokens=40 + number)] = 0
+
+
 @pytest.mark.parametrize("n_streams", [ATTENTION_TILE - 1, ATTENTION_TILE, 100])
 def test_fewer_rows_decode_than_fill_a_tile_and_everybody_gets_as_many_tokens(
     n_streams: int,
