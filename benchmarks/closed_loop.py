@@ -16,6 +16,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from cllm.engine.core.linger import Linger
 from cllm.testing.fake_decoder import FakeRun
 from cllm.testing.reference import endless
@@ -47,12 +49,8 @@ class Outcome:
 
 def decode_s(n_rows: int) -> float:
     """What a tick takes that only decodes."""
-    known = sorted(ROWS_MS)
-    if n_rows >= known[-1]:
-        return ROWS_MS[known[-1]] * n_rows / known[-1] / 1000.0
-    below, above = next((a, b) for a, b in itertools.pairwise(known) if a <= n_rows < b)
-    share = (n_rows - below) / (above - below)
-    return (ROWS_MS[below] + share * (ROWS_MS[above] - ROWS_MS[below])) / 1000.0
+    ms = float(np.interp(n_rows, list(ROWS_MS), list(ROWS_MS.values())))
+    return ms * max(1.0, n_rows / max(ROWS_MS)) / 1000.0
 
 
 def tick_s(runs: Sequence[FakeRun], n_cells: int) -> float:
@@ -114,7 +112,7 @@ class ClosedLoop:
                 sim.now = max(sim.now, self._arrivals[0][0])
             self._deliver()
             n_ended = self._tick()
-            if n_ended and self._linger is not None and sim.core.has_work:
+            if n_ended and self._linger is not None and sim.core.may_wait:
                 self._wait(self._linger, n_ended)
         n_tokens = sum(len(tokens) for tokens in sim.tokens.values())
         ttfts, gaps = sorted(self._ttfts), sorted(self._gaps)

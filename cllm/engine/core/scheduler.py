@@ -91,7 +91,7 @@ def plan(
             n_rows -= n_tokens
             n_taken += n_tokens
             n_spare -= max(0, chunks[-1].n_outputs - 1)
-    chunks.sort(key=lambda c: c.sequence.slot.seq_id if c.sequence.slot else -1)
+    chunks.sort(key=lambda c: _seq_id(c.sequence))
     return chunks
 
 
@@ -109,10 +109,14 @@ def decoding_of(running: Iterable[Sequence], last_id: int) -> tuple[list[Sequenc
     decoding = [s for s in running if s.is_ready and s.n_pending == 1]
     if len(decoding) < ATTENTION_TILE:
         return decoding, last_id
-    ids = {id(s): s.slot.seq_id for s in decoding if s.slot}
-    decoding.sort(key=lambda s: (ids[id(s)] <= last_id, ids[id(s)]))
+    decoding.sort(key=lambda s: (_seq_id(s) <= last_id, _seq_id(s)))
     chosen = decoding[: ATTENTION_TILE - 1]
-    return chosen, ids[id(chosen[-1])]
+    return chosen, _seq_id(chosen[-1])
+
+
+def _seq_id(sequence: Sequence) -> int:
+    """Of a sequence that runs."""
+    return sequence.slot.seq_id if sequence.slot else -1
 
 
 def _n_polite(
