@@ -83,6 +83,7 @@ class InferenceThread:
         self.failure: BaseException | None = None
         self._interrupter = interrupter
         self._audited_at = float("-inf")
+        self._audits: list[Audit] = []  # asked for, not yet answered
         self._log: TickLog | None = None
         self._busy_since: float | None = None
         self._linger = Linger()
@@ -236,6 +237,7 @@ class InferenceThread:
             events = core.take_events()
             if self._log is not None:
                 self._log.cancel_all() if is_last else self._log.tick(events)
+            events += self._answer_audits(core)
             n_ended, started = sum(map(_has_ended_well, events)), time.perf_counter()
             self._linger.on_ends(n_ended, started)
             listened = self._outbox.post(events) if events else True
@@ -268,13 +270,20 @@ class InferenceThread:
 
     def _handle(self, core: EngineCore, command: Command) -> None:
         if isinstance(command, Audit):
-            core.post(Audited(command.call_id, tuple(self._audit(core))))
+            self._audits.append(command)
         else:
             core.handle(command)
         if isinstance(command, CancelRequest):
             self._interrupter.forget(command.request_id)
         if self._log is not None:
             self._log.command(command)
+
+    def _answer_audits(self, core: EngineCore) -> list[Event]:
+        """Look for those who have asked, but not while something known is to be mended."""
+        if not self._audits or core.manager.fault is not None:
+            return []
+        audits, self._audits = self._audits, []
+        return [Audited(audit.call_id, tuple(self._audit(core))) for audit in audits]
 
     def _audit_when_idle(self, core: EngineCore) -> None:
         """Audit, at most once a second."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 
+import anyio
 import pytest
 
 from cllm.engine.thread import inference_thread
@@ -55,6 +57,35 @@ async def test_wrong_books_are_told_once_and_are_right_from_then_on(anyio_backen
         assert await engine.audit() == []
         assert engine.statistics().n_discrepancies == 1
         assert (await engine.generate("one")).text == "one"
+
+
+async def test_what_is_known_to_be_wrong_is_mended_before_an_audit_looks(
+    anyio_backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removing, asked = threading.Event(), threading.Event()
+
+    def refuses_once(seq_id: int, p0: int | None = None) -> bool:
+        monkeypatch.setattr(engine.decoder, "seq_rm", seq_rm)
+        removing.set()
+        assert asked.wait(60)
+        return False
+
+    found = []
+    async with FakeEngine(prefix_cache=False) as engine:
+
+        async def audit() -> None:
+            found.append(await engine.audit())
+
+        seq_rm = engine.decoder.seq_rm
+        monkeypatch.setattr(engine.decoder, "seq_rm", refuses_once)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(engine.generate, "one")
+            await anyio.to_thread.run_sync(removing.wait)
+            tasks.start_soon(audit)
+            await anyio.wait_all_tasks_blocked()
+            asked.set()
+        assert found == [[]]
+        assert engine.statistics().n_rebuilds == 1
 
 
 async def test_an_idle_engine_looks_by_itself(
