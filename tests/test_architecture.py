@@ -83,7 +83,7 @@ LIBRARIES: list[tuple[str, str]] = [
     ("cllm.server.tracing", "anyio fastapi opentelemetry starlette"),
     (
         "cllm.server",
-        "anyio fastapi fastapi_offline h11 prometheus_client pydantic pydantic_core starlette"
+        "anyio fastapi fastapi_offline httptools orjson prometheus_client pydantic pydantic_core starlette"
         " uvicorn",
     ),
     ("cllm", "anyio"),

@@ -13,6 +13,7 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
+import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -112,7 +113,11 @@ def list_parts(items: Iterable[object]) -> Iterator[bytes]:
 
 
 def _dumped(value: object) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    try:
+        return orjson.dumps(value)
+    except TypeError:  # integers beyond 64 bits, half of a pair of surrogates
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        return text.encode("utf-8", "replace")
 
 
 class Reply(Response):

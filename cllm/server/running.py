@@ -69,30 +69,42 @@ async def run_streams(
     All are submitted before the first is read, so that a refusal comes before any answer.  The
     first failure cancels the others and is raised as it is.
     """
+    started_ns = time.time_ns()
+
+    async def read(index: int, stream: TokenStream) -> Completion:
+        with observation.of(stream, started_ns) as finished:
+            on_each = on_delta and partial(on_delta, index)
+            completion = await _read(stream, observation.metrics, on_each)
+            finished(completion)
+            return completion
+
+    async with AsyncExitStack() as opened:
+        for stream in streams:
+            await opened.enter_async_context(stream)
+        if len(streams) == 1:  # needs no task of its own
+            return [await read(0, streams[0])]
+        return await _all_of([partial(read, i, stream) for i, stream in enumerate(streams)])
+
+
+async def _all_of(calls: Sequence[Callable[[], Awaitable[Completion]]]) -> list[Completion]:
+    """What the calls return, side by side."""
     completions: dict[int, Completion] = {}
     failure: Exception | None = None
 
-    async def read(index: int, stream: TokenStream) -> None:
+    async def call(index: int) -> None:
         nonlocal failure
         try:
-            with observation.of(stream, started_ns) as finished:
-                on_each = on_delta and partial(on_delta, index)
-                completions[index] = await _read(stream, observation.metrics, on_each)
-                finished(completions[index])
+            completions[index] = await calls[index]()
         except Exception as error:
             failure = failure or error
             tasks.cancel_scope.cancel()
 
-    started_ns = time.time_ns()
-    async with AsyncExitStack() as opened:
-        for stream in streams:
-            await opened.enter_async_context(stream)
-        async with anyio.create_task_group() as tasks:
-            for index, stream in enumerate(streams):
-                tasks.start_soon(read, index, stream)
+    async with anyio.create_task_group() as tasks:
+        for index in range(len(calls)):
+            tasks.start_soon(call, index)
     if failure is not None:
         raise failure
-    return [completions[index] for index in range(len(streams))]
+    return [completions[index] for index in range(len(calls))]
 
 
 async def _read(
