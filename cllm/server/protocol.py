@@ -1,35 +1,42 @@
-"""HTTP/1.1 as uvicorn speaks it, with a limit on the time that clients take to send and to read."""
+"""HTTP/1.1 as uvicorn speaks it, with limits on headers and on the time that clients take."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+import httptools
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from cllm.server.problems import Problem
 
 
 def protocol_with(
     *,
+    max_header_bytes: int,
     header_timeout_s: float,
     write_timeout_s: float,
     on_refused: Callable[[int], None] = lambda _: None,
-) -> type[H11Protocol]:
+) -> type[HttpToolsProtocol]:
     """Uvicorn's protocol class, for clients that send and read within so many seconds.
 
     Parameters
     ----------
+    max_header_bytes : int
+        What may be received without being a part of a body: headers, trailers, a chunk's length.
     on_refused : callable
         Called with the status of an answer that no application has given.
     """
 
-    class PunctualProtocol(H11Protocol):
+    class PunctualProtocol(HttpToolsProtocol):
         _header_timer: asyncio.TimerHandle | None = None
         _write_timer: asyncio.TimerHandle | None = None
+        _n_pending = 0  # bytes of which nothing has come yet
+        _data = b""  # what is being parsed
+        _is_in_body = False
+        _refusal: Problem | None = None  # of what has come too early to be answered
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -38,14 +45,32 @@ def protocol_with(
             self._await_headers()
 
         def data_received(self, data: bytes) -> None:
+            self._n_pending += len(data)
+            self._data = data
             super().data_received(data)
-            is_answered = self.cycle is not None and self.cycle.response_complete
-            if self.conn.their_state is h11.IDLE or (
-                is_answered and self.conn.their_state is h11.SEND_BODY
-            ):
+            self._data = b""
+            if self._n_pending > max_header_bytes:
+                limit = f"the headers have more than {max_header_bytes} bytes"
+                self._refuse(Problem(431, limit))
+            elif self.cycle is None or self.cycle.response_complete:
                 self._await_headers()  # of the next request, after what is left of this one
             else:
                 self._stop_header_timer()
+
+        def on_headers_complete(self) -> None:
+            _check_framing(self.headers, self.parser)
+            if not self.parser.should_upgrade():  # or it comes once more, without that
+                super().on_headers_complete()
+                self._n_pending, self._is_in_body = 0, True
+
+        def on_body(self, body: bytes) -> None:
+            self._n_pending = 0
+            super().on_body(body)
+
+        def on_message_complete(self) -> None:
+            if not self.parser.should_upgrade():
+                self._n_pending, self._is_in_body = 0, False
+                super().on_message_complete()
 
         def pause_writing(self) -> None:
             super().pause_writing()
@@ -60,12 +85,32 @@ def protocol_with(
             self._stop_write_timer()
             super().connection_lost(exc)
 
+        def _unsupported_upgrade_warning(self) -> None:
+            """A request that would rather be HTTP/2 (h2c) is one of HTTP/1.1; its body comes yet.
+
+            The parser takes what follows for another protocol's.
+            """
+            upgrade = sys.exception()
+            assert isinstance(upgrade, httptools.HttpParserUpgrade)
+            rest = self._data[upgrade.args[0] :]
+            fields = [(n, v) for n, v in self.headers if n != b"upgrade"]
+            lines = [b"%b %b HTTP/1.1" % (self.parser.get_method(), self.url)]
+            lines += [b"%b: %b" % field for field in fields]
+            self.parser = httptools.HttpRequestParser(self)
+            self.data_received(b"\r\n".join([*lines, b"", rest]))
+
+        def on_response_complete(self) -> None:
+            is_last = not self.pipeline
+            super().on_response_complete()
+            if is_last and self._refusal is not None:
+                self._refuse(self._refusal)
+
         def send_400_response(self, msg: str) -> None:
-            """What h11 does not like: too long a header is one thing, nonsense another."""
-            # Its hint may be 501, but what a client sends is never the server's fault.
-            is_too_large = getattr(sys.exception(), "error_status_hint", 400) == 431
-            message = "the headers are too large" if is_too_large else "this is not HTTP"
-            self._refuse(Problem(431 if is_too_large else 400, message))
+            """The parser makes nothing of what has come."""
+            if "Content-Length overflow" in str(sys.exception()):
+                self._refuse(Problem(413, "the body has more bytes than can be counted"))
+            else:
+                self._refuse(Problem(400, "this is not HTTP"))
 
         def _await_headers(self) -> None:
             if self._header_timer is None:
@@ -100,19 +145,41 @@ def protocol_with(
                 self.transport.abort()
 
         def _refuse(self, problem: Problem) -> None:
-            if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-                self.transport.close()  # an answer has been given, or begun
-                return
-            on_refused(problem.status)
-            body = json.dumps(problem.body).encode()
-            headers = [
-                (b"content-type", b"application/json"),
-                (b"content-length", str(len(body)).encode()),
-                (b"connection", b"close"),
-            ]
-            response = h11.Response(status_code=problem.status, headers=headers)
-            for event in (response, h11.Data(data=body), h11.EndOfMessage()):
-                self.transport.write(self.conn.send(event))
-            self.transport.close()
+            """Answer what cannot be read on, and close; after the answers that are due before."""
+            cycle = self.cycle
+            is_due = cycle is not None and not cycle.response_complete
+            if self.pipeline or (is_due and not self._is_in_body):
+                self._refusal = self._refusal or problem
+            elif self._is_in_body and cycle.response_started:
+                self.transport.close()
+            elif not self.transport.is_closing():
+                on_refused(problem.status)
+                self.transport.write(_on_wire(problem))
+                self.transport.close()
 
     return PunctualProtocol
+
+
+def _check_framing(
+    headers: Sequence[tuple[bytes, bytes]], parser: httptools.HttpRequestParser
+) -> None:
+    """What the parser lets pass, though others may read it otherwise.
+
+    Raises
+    ------
+    ValueError
+        No host or two of them, a body that is encoded, a tunnel.
+    """
+    names = [name for name, _ in headers]
+    if names.count(b"host") != 1 and (parser.get_http_version() == "1.1" or b"host" in names):
+        raise ValueError("there must be one host")
+    if any(n == b"transfer-encoding" and v.lower() != b"chunked" for n, v in headers):
+        raise ValueError("transfer-encoding must be chunked")
+    if parser.get_method() == b"CONNECT":
+        raise ValueError("this is no proxy")
+
+
+def _on_wire(problem: Problem) -> bytes:
+    body = json.dumps(problem.body).encode()
+    head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: "
+    return b"%b%b%d\r\n\r\n%b" % (STATUS_LINE[problem.status], head, len(body), body)

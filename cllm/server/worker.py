@@ -82,11 +82,11 @@ def serve(
         uvicorn.Config(
             app,
             http=protocol_with(
+                max_header_bytes=config.max_header_bytes,
                 header_timeout_s=config.header_timeout_s,
                 write_timeout_s=config.write_timeout_s,
                 on_refused=partial(app.state.server.metrics.answered, "none"),
             ),
-            h11_max_incomplete_event_size=config.max_header_bytes,
             timeout_keep_alive=int(config.keep_alive_s),
             timeout_graceful_shutdown=int(config.drain_timeout_s) + MARGIN_S,
             lifespan="on",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import threading
 import time
@@ -12,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.conftest import TIMEOUT_S, Server, ask, hasty, refusal_of
+from tests.server.conftest import ENDLESS, TIMEOUT_S, Server, ask, hasty, refusal_of
 
 HEAD = b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 BODY = b'{"prompt": "1+1=", "temperature": 0}'
@@ -159,6 +160,51 @@ def test_headers_that_never_end_are_431(server: Server) -> None:
         assert wire.read_status() == 431
 
 
+def test_trailers_that_never_end_are_cut_off(server: Server) -> None:
+    with Wire(server) as wire:
+        wire.send(HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\n \r\n0\r\n")
+        assert wire.send(b"X: y\r\n" * (8 << 10)).read_status() == 431
+
+
+GET_HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+def test_requests_that_do_not_wait_are_answered_in_their_order(server: Server) -> None:
+    last = GET_HEALTH.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+    with Wire(server) as wire:
+        length = b"Content-Length: %d\r\n\r\n" % len(BODY)
+        answers = wire.send(HEAD + length + BODY + GET_HEALTH + last).read().split(b"HTTP/1.1 ")
+    assert [answer[:3] for answer in answers] == [b"", b"200", b"200", b"200"]
+    assert [b'"n_preemptions"' in answer for answer in answers[1:]] == [True, False, False]
+
+
+def test_nonsense_behind_a_request_is_refused_after_its_answer(server: Server) -> None:
+    with Wire(server) as wire:
+        answers = wire.send(GET_HEALTH + b"nonsense\r\n\r\n").read().split(b"HTTP/1.1 ")
+    assert [answer[:3] for answer in answers] == [b"", b"200", b"400"]
+
+
+def test_slow_headers_behind_a_request_leave_its_answer_alone(impatient: Server) -> None:
+    """The answer takes about a second, twice as long as headers may."""
+    body = json.dumps({**ENDLESS, "stream": True, "max_tokens": 400}).encode()
+    with Wire(impatient) as wire:
+        wire.send(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body + b"GET /he")
+        wire.read_until(b"[DONE]")
+
+
+@pytest.mark.parametrize("cut", [0, 1, 60, 150])
+def test_a_request_that_would_rather_be_http_2_is_served_with_its_body(
+    server: Server, cut: int
+) -> None:
+    """What Java's client sends: the body follows before anybody has agreed to anything."""
+    upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n"
+    request = HEAD + upgrade + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
+    with Wire(server) as wire:
+        for _ in range(2):
+            wire.send(request[:cut]).send(request[cut:]).read_until(b'"n_preemptions":0}}')
+    assert "upgrade" not in server.log.lower()
+
+
 def test_slow_headers_are_408(impatient: Server) -> None:
     with Wire(impatient) as wire:
         assert status_of(wire.drip(b"GET /health HTTP/1.1\r\nX: " + b"y" * 999, 0.05)) == 408
@@ -231,6 +277,9 @@ def test_deep_json_is_400(client: httpx.Client, path: str, opening: bytes) -> No
         HEAD + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\n",
         HEAD + b"Transfer-Encoding: chunked\r\n\r\nnot a chunk\r\n",
         HEAD + b"Transfer-Encoding: gzip, chunked\r\n\r\n",
+        HEAD + b"Content-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /health HTTP/1.0\r\nHost: localhost\r\nHost: evil\r\n\r\n",
     ],
 )
 def test_what_is_not_http_is_400(server: Server, head: bytes) -> None:
