@@ -5,6 +5,7 @@ What waits in one loop is never woken by another: a call from elsewhere would ha
 
 from __future__ import annotations
 
+import asyncio
 from threading import get_ident
 
 import anyio
@@ -19,6 +20,10 @@ class LoopGuard:
     def __init__(self) -> None:
         self._thread = get_ident()
         self._token = current_token()
+        loop = self._token.native_token
+        self._asyncio_loop = loop if isinstance(loop, asyncio.AbstractEventLoop) else None
+        # `anyio.Event()` asks each time which loop is running: microseconds for every token.
+        self._event_type = type(anyio.Event())
 
     def check(self) -> None:
         """Refuse callers from another thread or another event loop.
@@ -28,12 +33,18 @@ class LoopGuard:
         WrongThreadError
         """
         self.check_thread()
+        if self._asyncio_loop is not None and asyncio._get_running_loop() is self._asyncio_loop:
+            return
         try:
             is_home = current_token() == self._token
         except anyio.NoEventLoopError:
             return  # no task: it can wait for nothing
         if not is_home:
             raise WrongThreadError("the engine was entered in another event loop than this one")
+
+    def event(self) -> anyio.Event:
+        """An event of this loop."""
+        return self._event_type()
 
     def check_thread(self) -> None:
         """Refuse callers from another thread, which is nearly all of `check` and costs nothing."""

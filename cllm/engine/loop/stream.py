@@ -114,8 +114,8 @@ class Channel:
                 return None
             if self._waiter is not None:
                 raise anyio.BusyResourceError("reading from")
-            self._loop_guard.check()  # not for every delta: it costs microseconds
-            self._waiter = anyio.Event()
+            self._loop_guard.check()
+            self._waiter = self._loop_guard.event()
             try:
                 await self._waiter.wait()
             finally:
