@@ -10,12 +10,12 @@ from cllm.bindings.batch import Batch, Run
 from cllm.bindings.context import Context, Logits, system_info
 from cllm.bindings.model import LoraAdapter, Model
 from cllm.bindings.quantization import quantize
-from cllm.bindings.sampler import CANDIDATE, Candidates, Grammar, SamplerChain
+from cllm.bindings.sampler import CandidateMemory, Candidates, Grammar, SamplerChain
 from cllm.bindings.vocabulary import Vocabulary
 
 __all__ = (
-    "CANDIDATE",
     "Batch",
+    "CandidateMemory",
     "Candidates",
     "Context",
     "Grammar",

@@ -9,6 +9,7 @@ ends the process.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -29,39 +30,50 @@ N_SHORT = 256
 
 _ARRAY = h.DECLARATIONS.structs["llama_token_data_array"]
 _DATA_POINTER = ctypes.POINTER(h.DECLARATIONS.structs["llama_token_data"])
-CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
+_CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
+
+
+class CandidateMemory:
+    """Memory for the candidates of one sampling after another, so long that none needs more.
+
+    Parameters
+    ----------
+    n : int
+        Candidates that it has room for.
+    """
+
+    def __init__(self, n: int) -> None:
+        data = np.empty(n, _CANDIDATE)
+        # Made for each use anew these would cost more than what is done with them.
+        self.ids, self.logits, self.p = data["id"], data["logit"], data["p"]
+        self.pointer = ctypes.cast(data.ctypes.data, _DATA_POINTER)  # the fields keep it alive
 
 
 class Candidates:
-    """A `llama_token_data_array` over numpy memory.
+    """A `llama_token_data_array` over numpy memory, which samplers sort and shorten in place.
 
     Parameters
     ----------
     ids, logits : ndarray
         Alike in length, at least one.
-    memory : ndarray, optional
-        To be used in place of new memory: of `CANDIDATE`, at least as long.
-
-    Attributes
-    ----------
-    data : ndarray
-        Structured, fields `id`, `logit`, `p`; samplers sort and shorten it in place.
+    memory : CandidateMemory, optional
+        To be used in place of new memory: with room for as many.
     """
 
     def __init__(
         self,
         ids: NDArray[np.integer],
         logits: NDArray[np.float32],
-        memory: NDArray[np.void] | None = None,
+        memory: CandidateMemory | None = None,
     ) -> None:
         n = len(ids)
         if n != len(logits) or n == 0:
             raise InvalidArgumentError("candidates", n, "at least one, ids and logits alike")
-        self.data = data = np.empty(n, CANDIDATE) if memory is None else memory[:n]
-        data["id"] = ids
-        data["logit"] = logits
-        data["p"] = 0.0
-        self.struct = _ARRAY(ctypes.cast(data.ctypes.data, _DATA_POINTER), n, -1, False)
+        self._memory = memory = CandidateMemory(n) if memory is None else memory
+        memory.ids[:n] = ids
+        memory.logits[:n] = logits
+        memory.p[:n] = 0.0
+        self.struct = _ARRAY(memory.pointer, n, -1, False)
 
     def __len__(self) -> int:
         return int(self.struct.size)
@@ -69,19 +81,19 @@ class Candidates:
     @property
     def ids(self) -> NDArray[np.int32]:
         """Ids of the candidates that are left, in the array's present order."""
-        ids: NDArray[np.int32] = self.data["id"][: len(self)]
+        ids: NDArray[np.int32] = self._memory.ids[: len(self)]
         return ids
 
     @property
     def logits(self) -> NDArray[np.float32]:
         """Logits of the candidates that are left."""
-        logits: NDArray[np.float32] = self.data["logit"][: len(self)]
+        logits: NDArray[np.float32] = self._memory.logits[: len(self)]
         return logits
 
     @property
     def selected_logit(self) -> float:
         """The logit of the selected candidate, as the samplers left it."""
-        return float(self.data["logit"][int(self.struct.selected)])
+        return float(self._memory.logits[self.struct.selected])
 
     def check_ids(self, n_vocab: int) -> None:
         """Refuse ids that a vocabulary does not have: some samplers look them up."""
@@ -91,8 +103,8 @@ class Candidates:
     @property
     def selected(self) -> int | None:
         """The selected token id, if a sampler has selected one."""
-        index = int(self.struct.selected)
-        return int(self.data["id"][index]) if 0 <= index < len(self) else None
+        index = self.struct.selected
+        return int(self._memory.ids[index]) if 0 <= index < self.struct.size else None
 
 
 class SamplerChain(NativeHandle):
@@ -103,6 +115,11 @@ class SamplerChain(NativeHandle):
     Parameters
     ----------
     vocab : Vocabulary
+
+    Attributes
+    ----------
+    remembers : bool
+        Whether what it selects depends on what was accepted; otherwise `accept` does nothing.
     """
 
     def __init__(self, vocab: Vocabulary) -> None:
@@ -111,14 +128,14 @@ class SamplerChain(NativeHandle):
         vocab._pointer  # noqa: B018  # raises if the model is closed, or of another process
         params = lib.llama_sampler_chain_default_params()
         self._adopt("llama_sampler_chain_init", lib.llama_sampler_chain_init(params))
-        self._selects = False
+        self._selects = self.remembers = False
 
     def _adopt(self, function: str, pointer: Any) -> None:
         if not pointer:
             raise LlamaCallError(function, 0)
         super().__init__(pointer, self._lib.llama_sampler_free, parent=self._vocab._model)
 
-    def _add(self, sampler: Any, *, selects: bool = False) -> Self:
+    def _add(self, sampler: Any, *, selects: bool = False, remembers: bool = False) -> Self:
         if not sampler:
             raise InvalidArgumentError("sampler", None, "one that llama.cpp accepts")
         if self._selects:
@@ -126,6 +143,7 @@ class SamplerChain(NativeHandle):
             raise InvalidArgumentError("sampler", self.names[-1], "the last: it selects")
         self._lib.llama_sampler_chain_add(self._pointer, sampler)
         self._selects = selects
+        self.remembers = self.remembers or remembers
         return self
 
     # --- The samplers that select, and must come last ----------------------------------------
@@ -161,7 +179,8 @@ class SamplerChain(NativeHandle):
         check_float("adaptive_target", target, 0.0, 1.0)
         check_float("adaptive_decay", decay, 0.0, 0.99)
         check_limits("seed", seed)
-        return self._add(self._lib.llama_sampler_init_adaptive_p(target, decay, seed), selects=True)
+        sampler = self._lib.llama_sampler_init_adaptive_p(target, decay, seed)
+        return self._add(sampler, selects=True, remembers=True)
 
     # --- The samplers that narrow or change the candidates -----------------------------------
     def add_top_k(self, k: int) -> Self:
@@ -220,7 +239,8 @@ class SamplerChain(NativeHandle):
         check_limits("presence_penalty", presence)
         n_vocab = self._vocab.n_tokens
         return self._add(
-            self._lib.llama_sampler_init_penalties(n_vocab, last_n, repeat, frequency, presence)
+            self._lib.llama_sampler_init_penalties(n_vocab, last_n, repeat, frequency, presence),
+            remembers=True,
         )
 
     def add_dry(
@@ -242,7 +262,8 @@ class SamplerChain(NativeHandle):
         return self._add(
             self._lib.llama_sampler_init_dry(
                 self._vocab._pointer, multiplier, base, allowed_length, last_n, array, len(texts)
-            )
+            ),
+            remembers=True,
         )
 
     def add_logit_bias(self, biases: Mapping[int, float]) -> Self:
@@ -283,13 +304,13 @@ class SamplerChain(NativeHandle):
         """
         self._lib.llama_sampler_apply(self._pointer, candidates.struct)
         token = candidates.selected
-        if token is None or not np.isfinite(candidates.selected_logit):
+        if token is None or not math.isfinite(candidates.selected_logit):
             # Biases and bans can leave nothing; llama.cpp then answers the last candidate.
             raise InvalidArgumentError("candidates", len(candidates), "some with a finite logit")
         return token
 
     def accept(self, token: int) -> None:
-        """Tell the samplers that have a memory (penalties, DRY, mirostat) what was sampled."""
+        """Tell the samplers that have a memory (penalties, DRY, adaptive-p) what was sampled."""
         self._lib.llama_sampler_accept(self._pointer, self._vocab.check_token(token))
 
     def sample(self, context: Context, row: int) -> int:
@@ -315,7 +336,8 @@ class SamplerChain(NativeHandle):
         llama.cpp starts the random numbers of a cloned adaptive-p sampler anew.
         """
         twin = SamplerChain.__new__(SamplerChain)
-        twin._lib, twin._vocab, twin._selects = self._lib, self._vocab, self._selects
+        twin._lib, twin._vocab = self._lib, self._vocab
+        twin._selects, twin.remembers = self._selects, self.remembers
         twin._adopt("llama_sampler_clone", self._lib.llama_sampler_clone(self._pointer))
         return twin
 

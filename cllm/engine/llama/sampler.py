@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.bindings import CANDIDATE, Candidates, Grammar, Model, SamplerChain
+from cllm.bindings import CandidateMemory, Candidates, Grammar, Model, SamplerChain
 from cllm.checks import MAX_SEED
 from cllm.engine.constraint import Mask, TokenConstraint
 from cllm.engine.request import GenerationRequest
@@ -63,7 +63,6 @@ class LlamaChain:
         self._n_vocab = model.vocab.n_tokens
         self._chain = chain = SamplerChain(model.vocab)
         self.close = chain.close
-        self.accept = chain.accept
         try:
             self._fill(params, seed, prompt, n_ctx)
         except BaseException:
@@ -132,12 +131,18 @@ class LlamaChain:
 
     def choose(self, ids: NDArray[np.integer], logits: NDArray[np.float32]) -> int:
         """One of the candidates; not accepted yet."""
-        return self._decide(Candidates(ids, logits), float(logits.max(initial=-math.inf)))
+        largest = float(logits.max(initial=-math.inf))
+        return self._decide(Candidates(ids, logits, self._memory.of_all), largest)
 
     def choose_from_row(self, row: NDArray[np.float32], banned: NDArray[np.integer]) -> int:
         """One of all tokens but the banned ones; not accepted yet."""
         candidates = self._memory.candidates(row, banned)
         return self._decide(candidates, float(candidates.logits.max()))
+
+    def accept(self, token: int) -> None:
+        """Remember what was chosen, if anything depends on it."""
+        if self._chain.remembers:
+            self._chain.accept(token)
 
     def _decide(self, candidates: Candidates, largest: float) -> int:
         # The largest of the row may be banned, and nothing finite left: `apply` says so.  The ids
@@ -154,6 +159,11 @@ class RowMemory:
         self._n_vocab = n_vocab
         self._ids: NDArray[np.int32] | None = None
 
+    @cached_property
+    def of_all(self) -> CandidateMemory:
+        """Has room for every token."""
+        return CandidateMemory(self._n_vocab)
+
     def all_alike(self) -> Candidates:
         """Every token, with the same logit; valid until the next call."""
         row = np.zeros(self._n_vocab, np.float32)
@@ -164,7 +174,6 @@ class RowMemory:
         if self._ids is None:
             self._ids = np.arange(self._n_vocab, dtype=np.int32)
             self._kept_ids, self._kept_row = np.empty_like(self._ids), np.empty_like(row)
-            self._candidates = np.empty(self._n_vocab, CANDIDATE)
         ids, logits = self._ids, row
         if len(banned):
             n_kept, start = 0, 0
@@ -174,7 +183,7 @@ class RowMemory:
                 self._kept_row[n_kept : n_kept + n] = row[start:end]
                 n_kept, start = n_kept + n, end + 1
             ids, logits = self._kept_ids[:n_kept], self._kept_row[:n_kept]
-        return Candidates(ids, logits, self._candidates)
+        return Candidates(ids, logits, self.of_all)
 
 
 class LlamaGrammars:
