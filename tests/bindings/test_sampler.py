@@ -83,6 +83,22 @@ def test_sampler_has_llamas_name_and_selects_a_candidate(chain: SamplerChain, me
     assert name in repr(chain)
 
 
+@pytest.mark.parametrize("method", SAMPLERS)
+def test_a_chain_says_whether_what_was_accepted_matters(vocab: Vocabulary, method: str) -> None:
+    """The same three rows again and again, so that DRY sees a repetition."""
+    with SamplerChain(vocab) as told, SamplerChain(vocab) as untold:
+        for chain in (told, untold):
+            SAMPLERS[method][1](chain)
+            if method not in SELECTING:
+                chain.add_greedy()
+        differs = False
+        for step in range(60):
+            token = told.apply(random_candidates(step % 3))
+            differs |= untold.apply(random_candidates(step % 3)) != token
+            told.accept(token)
+        assert differs == told.remembers
+
+
 # llama.cpp gives the clone of an adaptive-p sampler a generator that starts at the seed again.
 _RESTARTS = pytest.param("add_adaptive_p", marks=pytest.mark.xfail(reason="llama.cpp's clone"))
 
