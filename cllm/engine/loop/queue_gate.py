@@ -34,7 +34,7 @@ class QueueGate:
         # Times between two that left, with work all the while.
         self._gaps: deque[float] = deque(maxlen=N_TIMES)
         self._since = 0.0
-        self._left = anyio.Event()
+        self._left: anyio.Event | None = None  # that somebody waits for
         self.n_open = 0
 
     def enter(self) -> None:
@@ -64,11 +64,14 @@ class QueueGate:
 
     def wake(self) -> None:
         """Let those who wait for room look again."""
-        self._left.set()
-        self._left = anyio.Event()
+        if self._left is not None:
+            self._left.set()
+            self._left = None
 
     async def wait_left(self) -> None:
         """Wait until some request has left."""
+        if self._left is None:
+            self._left = anyio.Event()
         await self._left.wait()
 
     def _seconds_per_request(self) -> float:
