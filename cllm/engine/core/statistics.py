@@ -14,7 +14,10 @@ from cllm.engine.request import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class TickTimes:
-    """Seconds spent in each stage of all ticks so far."""
+    """Seconds spent in each stage of all ticks so far.
+
+    Events that are delivered as a decode begins count for the decode alone.
+    """
 
     plan_s: float = 0.0
     decode_s: float = 0.0

@@ -29,6 +29,7 @@ from cllm.engine.core.messages import (
     Ended,
     Event,
     Finished,
+    Progressed,
     Ready,
     Shutdown,
     Stopped,
@@ -83,6 +84,8 @@ class InferenceThread:
         self.failure: BaseException | None = None
         self._interrupter = interrupter
         self._audited_at = float("-inf")
+        self._held: list[Event] = []  # not yet posted
+        self._is_listened_to = True
         self._audits: list[Audit] = []  # asked for, not yet answered
         self._log: TickLog | None = None
         self._busy_since: float | None = None
@@ -164,7 +167,8 @@ class InferenceThread:
             events = core.take_events()
             if self._log is not None:
                 self._log.tick(events)
-            self._outbox.post(events)
+            self._held += events
+            self._post_held()
             del events  # their errors know the frames of the callers: see `_loop`
             raise
 
@@ -240,15 +244,31 @@ class InferenceThread:
             events += self._answer_audits(core)
             n_ended, started = sum(map(_has_ended_well, events)), time.perf_counter()
             self._linger.on_ends(n_ended, started)
-            listened = self._outbox.post(events) if events else True
+            if not self._may_hold(core, events):
+                self._post_held()
             # While this waits, it must not hold what keeps callers, and with them the engine, alive.
             del events
             core.recorder.deliver_s += time.perf_counter() - started
-            if not listened:
+            if not self._is_listened_to:
                 core.queue.cancel_all()
                 return
             if is_last:
                 return
+
+    def _may_hold(self, core: EngineCore, events: list[Event]) -> bool:
+        """Hold these events; whether they may stay until the next decode has begun.
+
+        Tokens of those that run on: then the event loop works while llama.cpp computes, not while
+        this thread wants the GIL.  Whatever somebody may wait for before he asks for more does not.
+        """
+        is_late = bool(self._held)  # the tick has made no decode
+        self._held += events
+        return core.has_work and not is_late and all(isinstance(e, Progressed) for e in events)
+
+    def _post_held(self) -> None:
+        if self._held:
+            held, self._held = self._held, []
+            self._is_listened_to = self._outbox.post(held)
 
     def _drain(self, core: EngineCore, n_ended: int) -> list[Command]:
         """Commands; where it is worth it, after a wait for the clients of those that have ended."""
@@ -310,6 +330,7 @@ class InferenceThread:
     def _on_batch(self, chunks: list[Chunk]) -> None:
         """A decode is about to begin, or has ended if there are no chunks."""
         if chunks:
+            self._post_held()
             self._interrupter.begin({c.sequence.request_id: c.n_rows for c in chunks})
         else:
             self._interrupter.end()
