@@ -27,6 +27,8 @@ from cllm.engine.sampling.batch_sampler import TokenSampler
 
 # One level of priority is worth so many seconds of waiting: nothing starves.
 AGEING_S = 5.0
+# Prompts of as many parts of so many tokens are as long as each other.
+N_ALIKE = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,16 +145,18 @@ class Sequence:
         """Whether a tick can compute tokens of it."""
         return self.is_placed and not self.is_paused
 
-    def urgency(self, now: float) -> tuple[int, float, int]:
+    def urgency(self, now: float) -> tuple[int, int, float, int]:
         """Sort key: the smallest is served first.
 
-        Priority, less a level for every `AGEING_S` seconds since submission; then the earliest
+        Priority, less a level for every `AGEING_S` seconds since submission; then the least to be
+        computed before the first token, which keeps the fewest waiting; then the earliest
         deadline; then arrival.
         """
         request = self.request
         n_levels = int((now - request.submitted_at) / AGEING_S)
         deadline = float("inf") if request.deadline is None else request.deadline
-        return (request.priority - n_levels, deadline, request.serial)
+        n_parts = 0 if self.n_output else -(-self.n_pending // N_ALIKE)
+        return (request.priority - n_levels, n_parts, deadline, request.serial)
 
     def token_array(self) -> NDArray[np.int32]:
         """`tokens` as int32, shape `(n_tokens,)`: a view, valid until the next call."""

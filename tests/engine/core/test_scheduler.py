@@ -16,7 +16,7 @@ from cllm.engine.core.scheduler import (
     next_admitted,
     plan,
 )
-from cllm.engine.core.sequence import AGEING_S, Sequence
+from cllm.engine.core.sequence import AGEING_S, N_ALIKE, Sequence
 from cllm.engine.request import GenerationRequest
 from cllm.engine.sampling_params import SamplingParams
 
@@ -219,8 +219,33 @@ def test_nothing_starves_although_more_comes_than_can_be_served(priority: int) -
     assert served.index(0) <= 2 * (priority + 1) * AGEING_S
 
 
+def test_of_a_level_short_prompts_are_first_but_not_for_ever() -> None:
+    long, short = sequence_of(1000, 1, deadline=1.0), sequence_of(2, 2)
+    assert next_admitted([long, short], 0.0) is short
+    later = sequence_of(2, 3, submitted_at=AGEING_S)
+    assert next_admitted([long, later], AGEING_S) is long
+    assert next_admitted([long, sequence_of(2, 4, priority=1)], 0.0) is long
+
+
+def test_a_preempted_output_goes_on_before_new_prompts_are_begun() -> None:
+    preempted, short = sequence_of(1000, 1), sequence_of(2, 2)
+    preempted.append(7, 0.0)
+    assert next_admitted([short, preempted], 0.0) is preempted
+
+
+def test_a_prompt_that_has_nearly_been_computed_is_a_short_one() -> None:
+    nearly, new = sequence_of(1000, 1), sequence_of(300, 2)
+    assert nearly.urgency(0.0) > new.urgency(0.0)
+    kv_cache = KVCache(n_cells=1000, n_seq_ids=1, n_ctx_seq=1000)
+    nearly.start(kv_cache.open(), 0.0)
+    nearly.place(0)
+    assert nearly.slot is not None
+    kv_cache.advance(nearly.slot, 900)
+    assert nearly.urgency(0.0) < new.urgency(0.0)
+
+
 def test_nobody_overtakes_the_most_urgent_waiting_sequence() -> None:
-    big, small = sequence_of(500, 1), sequence_of(2, 2)
+    big, small = sequence_of(N_ALIKE, 1), sequence_of(2, 2)
     assert next_admitted([small, big], 0.0) is big
     big.n_unread = STREAM_BUFFER
     assert next_admitted([small, big], 0.0) is small, "unless its reader has stopped"

@@ -89,7 +89,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def look_at_a_plan_for_fewer_rows(self, n_rows: int, n_prompt_rows: int | None) -> None:
         self.check(n_rows, n_prompt_rows)
 
-    def urgency(self, sequence: Sequence) -> tuple[int, float, int]:
+    def urgency(self, sequence: Sequence) -> tuple[int, int, float, int]:
         """A leader's is that of the most urgent sequence that waits for it, if that is more."""
         followers = [s for s in self.running if s.leader is sequence and not s.is_paused]
         return min(s.urgency(self.now) for s in (sequence, *followers))
