@@ -15,7 +15,9 @@ from rich.text import Text
 
 from cllm import EngineConfig
 from cllm.doctor import (
+    N_TURNS,
     PLOT_FORMATS,
+    QUICK_N_TURNS,
     Check,
     Conclusion,
     Experiment,
@@ -23,11 +25,15 @@ from cllm.doctor import (
     Measurement,
     Plan,
     Report,
+    RowCosts,
     Status,
     examine,
     growth,
     has_matplotlib,
+    measure_rows,
+    preflight_check,
     save_plot,
+    save_rows_plot,
 )
 
 N_FIRST, N_LAST = 6, 2  # requests of a table; those between them follow the same pattern
@@ -165,6 +171,45 @@ def _examine(config: EngineConfig, *, is_quick: bool, as_json: bool) -> Report:
     return Report(tuple(findings))
 
 
+def _show_rows(console: Console, costs: RowCosts) -> None:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    for column in ("rows", "decode ms", "× of one row", "tokens/s"):
+        table.add_column(column, justify="right")
+    for rows, seconds in costs.seconds.items():
+        table.add_row(
+            str(rows),
+            f"{1000 * seconds:.2f}",
+            f"{seconds / costs.seconds[1]:.2f}",
+            f"{costs.tokens_per_s(rows):.0f}",
+        )
+    console.print(table)
+    best = costs.best
+    console.print(f"most tokens/s with {best} rows: {costs.tokens_per_s(best):.0f}")
+    for rows, more in costs.cheaper_with_more.items():
+        console.print(f"{rows} rows take longer than {more}")
+    for rows, factor in costs.steps.items():
+        console.print(f"{rows} rows take {factor:.2f} times as long as {rows - 1}")
+
+
+def _measure_rows(config: EngineConfig, *, is_quick: bool, as_json: bool) -> RowCosts | None:
+    """None if the model cannot be used."""
+    console = Console(highlight=False, quiet=as_json)
+    check = preflight_check(config.model_path)
+    if check.status is Status.FAILED:
+        _show_check(Console(highlight=False, stderr=True), check)
+        return None
+    n_turns = QUICK_N_TURNS if is_quick else N_TURNS
+    with console.status("measuring") as status:
+        costs = measure_rows(
+            config.model_path,
+            n_threads=_n_threads(config),
+            n_turns=n_turns,
+            on_turn=lambda turn: status.update(f"measuring, turn {turn + 1} of {n_turns}"),
+        )
+    _show_rows(console, costs)
+    return costs
+
+
 def doctor(
     model: Annotated[
         Path | None,
@@ -174,6 +219,12 @@ def doctor(
         bool,
         typer.Option(
             "--quick", help="Fewer requests: seconds for a small model; it says how many."
+        ),
+    ] = False,
+    rows: Annotated[
+        bool,
+        typer.Option(
+            "--rows", help="Measure what a decode of 1 to 64 rows takes, and nothing else."
         ),
     ] = False,
     plot: Annotated[
@@ -190,6 +241,16 @@ def doctor(
         print("cllm: no picture without the extra plot: pip install 'cllm[plot]'", file=sys.stderr)
         plot = None
     config = EngineConfig(model=model, n_threads=threads)
+    if rows:
+        costs = _measure_rows(config, is_quick=quick, as_json=as_json)
+        if costs is None:
+            return 1
+        if as_json:
+            typer.echo(json.dumps(costs.as_dict()))
+        if plot is not None:
+            save_rows_plot(costs, plot, title=f"Rows of a decode of {config.model_path.name}")
+            print(f"picture: {plot}", file=sys.stderr)
+        return 0
     report = _examine(config, is_quick=quick, as_json=as_json)
     if as_json:
         typer.echo(json.dumps(report.as_dict()))

@@ -20,10 +20,14 @@ from cllm.doctor.findings import (
     Shape,
     Status,
 )
-from cllm.doctor.plot import PLOT_FORMATS, has_matplotlib, save_plot
+from cllm.doctor.plot import PLOT_FORMATS, has_matplotlib, save_plot, save_rows_plot
+from cllm.doctor.preflight import preflight_check
+from cllm.doctor.row_costs import N_TURNS, QUICK_N_TURNS, RowCosts, measure_rows
 
 __all__ = (
+    "N_TURNS",
     "PLOT_FORMATS",
+    "QUICK_N_TURNS",
     "Cause",
     "Check",
     "Conclusion",
@@ -34,6 +38,7 @@ __all__ = (
     "Plan",
     "Refusal",
     "Report",
+    "RowCosts",
     "Shape",
     "Status",
     "conclude",
@@ -41,5 +46,8 @@ __all__ = (
     "examine",
     "growth",
     "has_matplotlib",
+    "measure_rows",
+    "preflight_check",
     "save_plot",
+    "save_rows_plot",
 )

@@ -1,4 +1,4 @@
-"""The experiments as a picture: what of a request grows, and what does not.  Needs matplotlib."""
+"""What was measured as pictures: what of a request grows, what rows cost.  Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cllm.doctor.findings import Experiment, Measurement, Report
+from cllm.doctor.row_costs import RowCosts
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -70,6 +71,26 @@ def save_plot(report: Report, path: Path, *, title: str) -> None:
     if report.conclusion is not None:
         answer = textwrap.fill(report.conclusion.text, 58)
         key.text(0.02, 0.0, answer, va="bottom", fontsize=9, transform=key.transAxes)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+
+
+def save_rows_plot(costs: RowCosts, path: Path, *, title: str) -> None:
+    """Draw milliseconds and tokens a second over the number of rows; see `save_plot`."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    rows = list(costs.seconds)
+    curves = {
+        "decode time, ms": [1000 * seconds for seconds in costs.seconds.values()],
+        "tokens a second, all sequences": [costs.tokens_per_s(n) for n in rows],
+    }
+    for axes, (label, values) in zip(figure.subplots(1, 2).flat, curves.items(), strict=True):
+        axes.plot(rows, values, markersize=4, **_STYLES[0])
+        axes.set_title(label)
+        axes.set_xlabel("rows")
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
     figure.suptitle(title)
     figure.savefig(path, dpi=120)
 

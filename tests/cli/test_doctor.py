@@ -36,6 +36,23 @@ def test_json_is_one_object_with_checks_experiments_and_the_answer() -> None:
     assert {check["status"] for check in told["checks"]} <= {"ok", "warning"}
 
 
+def test_rows_are_measured_and_nothing_else() -> None:
+    done = run_doctor("--rows", "--quick", "--json", "--threads", "1")
+    assert done.return_value == 0
+    told: dict[str, Any] = json.loads(done.stdout)
+    assert [*told["decode_ms"]] == [str(rows) for rows in range(1, 65)]
+    assert min(told["decode_ms"].values()) > 0
+    assert 1 <= told["best"] <= 64
+
+
+def test_rows_of_a_model_that_cannot_be_used_are_exit_code_1(tmp_path: Path) -> None:
+    path = tmp_path / "no.gguf"
+    path.write_bytes(b"GGUF")
+    done = run_doctor("--rows", "--model", str(path))
+    assert done.return_value == 1
+    assert "failed" in done.stderr
+
+
 @pytest.mark.full
 def test_the_tables_show_each_experiment_its_verdict_and_the_answer() -> None:
     done = run_doctor("--quick", "--threads", "1")
