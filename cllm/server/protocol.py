@@ -25,7 +25,7 @@ def protocol_with(
     Parameters
     ----------
     max_header_bytes : int
-        What may be received without being a part of a body: headers, trailers, a chunk's length.
+        Of a request line, headers and trailers, and of what comes without completing any of them.
     on_refused : callable
         Called with the status of an answer that no application has given.
     """
@@ -33,10 +33,11 @@ def protocol_with(
     class PunctualProtocol(HttpToolsProtocol):
         _header_timer: asyncio.TimerHandle | None = None
         _write_timer: asyncio.TimerHandle | None = None
-        _n_pending = 0  # bytes of which nothing has come yet
+        _n_header_bytes = 0  # of this request
+        _n_pending = 0  # bytes received since a head, a part of a body or a request was complete
         _data = b""  # what is being parsed
         _is_in_body = False
-        _refusal: Problem | None = None  # of what has come too early to be answered
+        _refusal: Problem | None = None  # of what has come before it could be answered
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -45,17 +46,39 @@ def protocol_with(
             self._await_headers()
 
         def data_received(self, data: bytes) -> None:
+            if self._refusal is not None:
+                return
             self._n_pending += len(data)
             self._data = data
             super().data_received(data)
             self._data = b""
             if self._n_pending > max_header_bytes:
-                limit = f"the headers have more than {max_header_bytes} bytes"
-                self._refuse(Problem(431, limit))
+                self._refuse(_too_large(max_header_bytes))
             elif self.cycle is None or self.cycle.response_complete:
                 self._await_headers()  # of the next request, after what is left of this one
             else:
                 self._stop_header_timer()
+
+        def on_message_begin(self) -> None:
+            """Requests wait for each other: nothing is parsed that is not yet to be answered."""
+            if self.cycle is not None and not self.cycle.response_complete:
+                raise Problem(400, "a request must wait for the answer to the one before it")
+            self._n_header_bytes = 0
+            super().on_message_begin()
+
+        def on_url(self, url: bytes) -> None:
+            self._count(len(url))
+            super().on_url(url)
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            self._count(len(name) + len(value) + 4)  # ": " and CRLF
+            if not self._is_in_body:  # trailers are no headers
+                super().on_header(name, value)
+
+        def _count(self, n_bytes: int) -> None:
+            self._n_header_bytes += n_bytes
+            if self._n_header_bytes > max_header_bytes:
+                raise _too_large(max_header_bytes)
 
         def on_headers_complete(self) -> None:
             _check_framing(self.headers, self.parser)
@@ -94,23 +117,26 @@ def protocol_with(
             assert isinstance(upgrade, httptools.HttpParserUpgrade)
             rest = self._data[upgrade.args[0] :]
             fields = [(n, v) for n, v in self.headers if n != b"upgrade"]
-            lines = [b"%b %b HTTP/1.1" % (self.parser.get_method(), self.url)]
+            version = self.parser.get_http_version().encode()
+            lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
             lines += [b"%b: %b" % field for field in fields]
             self.parser = httptools.HttpRequestParser(self)
             self.data_received(b"\r\n".join([*lines, b"", rest]))
 
         def on_response_complete(self) -> None:
-            is_last = not self.pipeline
             super().on_response_complete()
-            if is_last and self._refusal is not None:
+            if self._refusal is not None:
                 self._refuse(self._refusal)
 
         def send_400_response(self, msg: str) -> None:
-            """The parser makes nothing of what has come."""
-            if "Content-Length overflow" in str(sys.exception()):
-                self._refuse(Problem(413, "the body has more bytes than can be counted"))
-            else:
-                self._refuse(Problem(400, "this is not HTTP"))
+            """The parser makes nothing of what has come, or is told so by its callbacks."""
+            error = sys.exception()
+            problem = None if error is None else error.__context__
+            if "Content-Length overflow" in str(error):
+                problem = Problem(413, "the body has more bytes than can be counted")
+            if not isinstance(problem, Problem):
+                problem = Problem(400, "this is not HTTP")
+            self._refuse(problem)
 
         def _await_headers(self) -> None:
             if self._header_timer is None:
@@ -145,11 +171,11 @@ def protocol_with(
                 self.transport.abort()
 
         def _refuse(self, problem: Problem) -> None:
-            """Answer what cannot be read on, and close; after the answers that are due before."""
+            """Answer what cannot be read on, and close; after the answer that is due before."""
             cycle = self.cycle
             is_due = cycle is not None and not cycle.response_complete
-            if self.pipeline or (is_due and not self._is_in_body):
-                self._refusal = self._refusal or problem
+            if is_due and not self._is_in_body:
+                self._refusal = problem
             elif self._is_in_body and cycle.response_started:
                 self.transport.close()
             elif not self.transport.is_closing():
@@ -167,16 +193,20 @@ def _check_framing(
 
     Raises
     ------
-    ValueError
+    Problem
         No host or two of them, a body that is encoded, a tunnel.
     """
     names = [name for name, _ in headers]
     if names.count(b"host") != 1 and (parser.get_http_version() == "1.1" or b"host" in names):
-        raise ValueError("there must be one host")
+        raise Problem(400, "there must be one host")
     if any(n == b"transfer-encoding" and v.lower() != b"chunked" for n, v in headers):
-        raise ValueError("transfer-encoding must be chunked")
+        raise Problem(400, "transfer-encoding must be chunked")
     if parser.get_method() == b"CONNECT":
-        raise ValueError("this is no proxy")
+        raise Problem(400, "this is no proxy")
+
+
+def _too_large(max_header_bytes: int) -> Problem:
+    return Problem(431, f"the headers have more than {max_header_bytes} bytes")
 
 
 def _on_wire(problem: Problem) -> bytes:

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.conftest import ENDLESS, TIMEOUT_S, Server, ask, hasty, refusal_of
+from tests.server.conftest import ENDLESS, TIMEOUT_S, Server, ask, hasty, refusal_of, wait_until
 
 HEAD = b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 BODY = b'{"prompt": "1+1=", "temperature": 0}'
@@ -160,36 +160,58 @@ def test_headers_that_never_end_are_431(server: Server) -> None:
         assert wire.read_status() == 431
 
 
-def test_trailers_that_never_end_are_cut_off(server: Server) -> None:
+@pytest.mark.parametrize("n_sends", [1, 2])
+def test_trailers_that_never_end_are_431_however_they_come(server: Server, n_sends: int) -> None:
+    head = HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\n \r\n0\r\n"
+    trailers = b"X: y\r\n" * (8 << 10)
     with Wire(server) as wire:
-        wire.send(HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\n \r\n0\r\n")
-        assert wire.send(b"X: y\r\n" * (8 << 10)).read_status() == 431
+        for part in [head + trailers] if n_sends == 1 else [head, trailers]:
+            wire.send(part)
+        assert wire.read_status() == 431
+
+
+def test_trailers_are_no_headers(server: Server) -> None:
+    head = HEAD + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    body = b"%x\r\n%b\r\n0\r\nX-Request-ID: theirs\r\nHost: evil\r\n\r\n" % (len(BODY), BODY)
+    with Wire(server) as wire:
+        answer = wire.send(head + body).read()
+    assert status_of(answer) == 200
+    assert b"theirs" not in answer
 
 
 GET_HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
-def test_requests_that_do_not_wait_are_answered_in_their_order(server: Server) -> None:
-    last = GET_HEALTH.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+@pytest.mark.parametrize(
+    "early", [GET_HEALTH, GET_HEALTH * 5000, b"GET /he", b"nonsense\r\n\r\n", b"x" * (1 << 20)]
+)
+def test_what_does_not_wait_for_an_answer_is_refused_after_it(server: Server, early: bytes) -> None:
+    length = b"Content-Length: %d\r\n\r\n" % len(BODY)
     with Wire(server) as wire:
-        length = b"Content-Length: %d\r\n\r\n" % len(BODY)
-        answers = wire.send(HEAD + length + BODY + GET_HEALTH + last).read().split(b"HTTP/1.1 ")
-    assert [answer[:3] for answer in answers] == [b"", b"200", b"200", b"200"]
-    assert [b'"n_preemptions"' in answer for answer in answers[1:]] == [True, False, False]
+        answers = wire.send(HEAD + length + BODY + early).read().split(b"HTTP/1.1 ")
+    assert [answer[:3] for answer in answers] == [b"", b"200", b"400"]
+    assert b'"n_preemptions"' in answers[1]
 
 
-def test_nonsense_behind_a_request_is_refused_after_its_answer(server: Server) -> None:
+def test_many_requests_for_http_2_at_once_are_one_and_a_refusal(server: Server) -> None:
+    upgrade = b"Connection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
     with Wire(server) as wire:
-        answers = wire.send(GET_HEALTH + b"nonsense\r\n\r\n").read().split(b"HTTP/1.1 ")
+        many = GET_HEALTH.replace(b"\r\n\r\n", b"\r\n" + upgrade) * 500
+        answers = wire.send(many).read().split(b"HTTP/1.1 ")
     assert [answer[:3] for answer in answers] == [b"", b"200", b"400"]
 
 
-def test_slow_headers_behind_a_request_leave_its_answer_alone(impatient: Server) -> None:
-    """The answer takes about a second, twice as long as headers may."""
-    body = json.dumps({**ENDLESS, "stream": True, "max_tokens": 400}).encode()
-    with Wire(impatient) as wire:
-        wire.send(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body + b"GET /he")
-        wire.read_until(b"[DONE]")
+def test_a_client_that_leaves_is_heard_though_it_has_sent_more(server: Server) -> None:
+    body = json.dumps({**ENDLESS, "stream": True, "max_tokens": 4000}).encode()
+
+    def n_cancelled() -> float:
+        return server.metrics()["cllm_requests_finished_total{reason=cancelled}"]
+
+    before = n_cancelled()
+    with Wire(server) as wire:
+        wire.send(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body + GET_HEALTH)
+        wire.read_until(b"data: ")
+    wait_until(lambda: n_cancelled() > before, "it is cancelled")
 
 
 @pytest.mark.parametrize("cut", [0, 1, 60, 150])

@@ -185,6 +185,11 @@ class EngineCore:
         return self.queue.has_work or self.manager.fault is not None
 
     @property
+    def decodes_next(self) -> bool:
+        """Whether a tick has nothing else to do first that takes long: mending, or making drafts."""
+        return self.has_work and self.manager.fault is None and self._speculation is None
+
+    @property
     def next_deadline(self) -> float | None:
         """When a tick is due even if there is no work."""
         return self.queue.next_deadline

@@ -120,6 +120,11 @@ class KVCacheManager:
             if leader is None or not leader.is_ready or leader.n_computed >= sequence.n_expected:
                 self._place(sequence, self._match(sequence, running))
 
+    def n_shareable(self, sequence: Sequence, running: Iterable[Sequence]) -> int:
+        """The first tokens of a sequence that it would not have to compute now."""
+        match = self._match(sequence, running)
+        return max(match.n_tokens, match.n_expected)
+
     def _match(self, sequence: Sequence, running: Iterable[Sequence]) -> Match:
         if not self._n_tokens_max or sequence.swapped:
             return Match()

@@ -71,6 +71,7 @@ class RunQueue:
         except Exception as error:
             self.finish(sequence, last_delta(FinishReason.ERROR), cause=error)
             return
+        sequence.n_shareable = self._manager.n_shareable(sequence, self.running)
         logger.debug("request %s: new, %d prompt tokens", request.request_id, sequence.n_prompt)
 
     def cancel(self, request_id: str) -> None:

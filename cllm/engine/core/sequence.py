@@ -55,6 +55,8 @@ class Sequence:
     leader : Sequence or None
         Computes the first `n_expected` tokens, which this one waits for rather than computing
         them twice.
+    n_shareable : int
+        The first tokens that others had computed, or were to, when it was submitted.
     swapped : SwappedState or None
         Its cells, if they were saved when it was preempted.
     n_cached : int
@@ -76,7 +78,7 @@ class Sequence:
         self.slot: Slot | None = None
         self.is_placed = False
         self.leader: Sequence | None = None
-        self.n_expected = 0
+        self.n_expected = self.n_shareable = 0
         self.swapped: SwappedState | None = None
         self.n_cached = self.n_drafted = self.n_accepted = 0
         self.detokenizer = Detokenizer(request.params.stop, strips_space=request.strips_space)
@@ -149,13 +151,14 @@ class Sequence:
         """Sort key: the smallest is served first.
 
         Priority, less a level for every `AGEING_S` seconds since submission; then the least to be
-        computed before the first token, which keeps the fewest waiting; then the earliest
-        deadline; then arrival.
+        computed before the first token, so that few wait for much; then the earliest deadline;
+        then arrival.
         """
         request = self.request
         n_levels = int((now - request.submitted_at) / AGEING_S)
         deadline = float("inf") if request.deadline is None else request.deadline
-        n_parts = 0 if self.n_output else -(-self.n_pending // N_ALIKE)
+        n_left = self.n_to_compute - (0 if self.slot else self.n_shareable)
+        n_parts = 0 if self.n_output else -(-n_left // N_ALIKE)
         return (request.priority - n_levels, n_parts, deadline, request.serial)
 
     def token_array(self) -> NDArray[np.int32]:

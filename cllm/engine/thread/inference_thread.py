@@ -237,14 +237,16 @@ class InferenceThread:
                     raise CllmError(
                         f"the KV cache bookkeeping and llama.cpp disagree: {'; '.join(found)}"
                     )
-            self._publish(core)
             events = core.take_events()
             if self._log is not None:
                 self._log.cancel_all() if is_last else self._log.tick(events)
             events += self._answer_audits(core)
+            self._publish(core)
             n_ended, started = sum(map(_has_ended_well, events)), time.perf_counter()
             self._linger.on_ends(n_ended, started)
-            if not self._may_hold(core, events):
+            is_late = bool(self._held)  # the tick has made no decode
+            self._held += events
+            if is_late or not core.decodes_next or not all(map(_is_progress, events)):
                 self._post_held()
             # While this waits, it must not hold what keeps callers, and with them the engine, alive.
             del events
@@ -255,17 +257,12 @@ class InferenceThread:
             if is_last:
                 return
 
-    def _may_hold(self, core: EngineCore, events: list[Event]) -> bool:
-        """Hold these events; whether they may stay until the next decode has begun.
-
-        Tokens of those that run on: then the event loop works while llama.cpp computes, not while
-        this thread wants the GIL.  Whatever somebody may wait for before he asks for more does not.
-        """
-        is_late = bool(self._held)  # the tick has made no decode
-        self._held += events
-        return core.has_work and not is_late and all(isinstance(e, Progressed) for e in events)
-
     def _post_held(self) -> None:
+        """Tell the event loop.
+
+        Tokens of those that run on, as the next decode begins: then the loop works while llama.cpp
+        computes, not while this thread wants the GIL.
+        """
         if self._held:
             held, self._held = self._held, []
             self._is_listened_to = self._outbox.post(held)
@@ -337,6 +334,11 @@ class InferenceThread:
 
     def _publish(self, core: EngineCore) -> None:
         self._recorder = core.snapshot()
+
+
+def _is_progress(event: Event) -> bool:
+    """Whether it is but a token: nobody has to hear of it to go on."""
+    return isinstance(event, Progressed)
 
 
 def _has_ended_well(event: Event) -> bool:

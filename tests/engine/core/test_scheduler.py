@@ -244,6 +244,13 @@ def test_a_prompt_that_has_nearly_been_computed_is_a_short_one() -> None:
     assert nearly.urgency(0.0) < new.urgency(0.0)
 
 
+def test_a_prompt_that_others_have_nearly_computed_is_a_short_one() -> None:
+    turn, new = sequence_of(1000, 1), sequence_of(300, 2)
+    assert next_admitted([turn, new], 0.0) is new
+    turn.n_shareable = 990
+    assert next_admitted([turn, new], 0.0) is turn
+
+
 def test_nobody_overtakes_the_most_urgent_waiting_sequence() -> None:
     big, small = sequence_of(N_ALIKE, 1), sequence_of(2, 2)
     assert next_admitted([small, big], 0.0) is big

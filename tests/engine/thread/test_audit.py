@@ -54,6 +54,7 @@ async def test_wrong_books_are_told_once_and_are_right_from_then_on(anyio_backen
         engine.decoder.seq_rm(cached)  # behind the back of the bookkeeping
         (found,) = await engine.audit()
         assert found.startswith(f"seq_id {cached}: llama.cpp holds positions (None, None)")
+        assert engine.statistics().n_discrepancies == 1
         assert await engine.audit() == []
         assert engine.statistics().n_discrepancies == 1
         assert (await engine.generate("one")).text == "one"
