@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-PATH = "/v1/completions"
+PATH, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
 TIMEOUT_S = 600.0
 EVENT = b'"choices"'
 ERROR = b'"error"'
@@ -43,6 +43,8 @@ class Answer:
         As the server counts them, if it does.
     failure : str
         What was wrong, or ended it early.
+    received : bytearray or None
+        The body as it came, if it is wanted: see `text`.
     """
 
     status: int = 0
@@ -53,6 +55,14 @@ class Answer:
     n_tokens: int | None = None
     finish_reason: str = ""
     failure: str = ""
+    received: bytearray | None = None
+
+    def text(self) -> str:
+        """What a chat has said, of what was received."""
+        events = unchunked(bytes(self.received or b"")).split(b"\n")
+        chunks = [json.loads(line[6:]) for line in events if line.startswith(b"data: {")]
+        deltas = [choice["delta"] for chunk in chunks for choice in chunk.get("choices", ())]
+        return "".join(delta.get("content") or "" for delta in deltas)
 
     @property
     def is_complete(self) -> bool:
@@ -74,6 +84,16 @@ class Answer:
         return [b - a for a, b in pairwise(self.arrivals) if b > since and a < until]
 
 
+def unchunked(body: bytes) -> bytes:
+    """What is in the chunks of a body."""
+    content, left = b"", body
+    while left:
+        size, _, left = left.partition(b"\r\n")
+        n = int(size, 16)
+        content, left = content + left[:n], left[n + 2 :]
+    return content
+
+
 async def read_answer(reader: asyncio.StreamReader, answer: Answer, clock: Clock) -> None:
     """Read the body of an answer whose status is 200, as it comes.
 
@@ -89,6 +109,8 @@ async def read_answer(reader: asyncio.StreamReader, answer: Answer, clock: Clock
             answer.arrivals.append(clock())
             answer.n_events += n_events
         tail = (tail + data)[-N_TAIL:]
+        if answer.received is not None:
+            answer.received += data
     if ERROR in tail:
         line = tail[tail.index(ERROR) :].partition(b"\n")[0]
         answer.failure = line[:N_FAILURE].decode("utf-8", "replace")
@@ -124,7 +146,9 @@ class Connection:
         if self._streams is None:
             self._streams = await asyncio.open_connection("127.0.0.1", self._port)
 
-    async def stream(self, body: Mapping[str, Any], answer: Answer | None = None) -> Answer:
+    async def stream(
+        self, body: Mapping[str, Any], answer: Answer | None = None, *, path: str = PATH
+    ) -> Answer:
         """Ask, and read the answer to its end.
 
         Parameters
@@ -135,7 +159,7 @@ class Connection:
         answer = Answer() if answer is None else answer
         data = json.dumps(body).encode()
         head = (
-            f"POST {PATH} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+            f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(data)}\r\n\r\n"
         )
         try:

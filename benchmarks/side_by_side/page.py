@@ -28,6 +28,7 @@ SECTIONS = {
     "g": "Overhead: a model of two layers",
     "h": "An event loop half busy with callbacks of 2 ms",
     "i": "Memory, import, cold start",
+    "r": "Real chats: four turns, a shared system prompt, SmolLM2",
 }
 UNITS = {"_per_s": " tokens/s", "_ms": " ms", "_mib": " MiB", "_us": " µs", "_s": " s"}
 SIGNS = {">=": "≥", "<=": "≤"}

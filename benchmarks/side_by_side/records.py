@@ -30,7 +30,7 @@ class Record:
     Attributes
     ----------
     measurement : str
-        The letter of its part: "a" to "i".
+        The letter of its part: "a" to "i", "r".
     model : str
         `name/file type`.
     case : str

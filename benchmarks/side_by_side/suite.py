@@ -1,4 +1,4 @@
-"""The measurements a to i: which peers take turns at what, and with which sizes."""
+"""The measurements a to i and r: which peers take turns at what, and with which sizes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from benchmarks.side_by_side import (
     http_loop,
     joining,
     overflow,
+    real_chats,
     sequential,
     servers,
     shared_head,
@@ -46,7 +47,7 @@ from benchmarks.side_by_side.targets import (
     WIDTHS,
     sequences,
 )
-from benchmarks.side_by_side.workload import Setup, cells_for, model_path
+from benchmarks.side_by_side.workload import REAL_MODEL, Setup, cells_for, model_path
 
 N_PROMPT = 64
 QUICK_WIDTHS = (1, 8, 32)
@@ -248,4 +249,5 @@ MEASUREMENTS: Mapping[str, Callable[[Options], Iterator[Record]]] = {
     "g": measure_g,
     "h": measure_h,
     "i": measure_i,
+    "r": _http_part("r", real_chats, REAL_MODEL),
 }

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from benchmarks.side_by_side import http_loop, joining, overflow, sequential, shared_head
+from benchmarks.side_by_side import (
+    http_loop,
+    joining,
+    overflow,
+    real_chats,
+    sequential,
+    shared_head,
+)
 from benchmarks.side_by_side.records import (
     BATCHED_BENCH,
     CLLM,
@@ -20,6 +27,7 @@ from benchmarks.side_by_side.records import (
     spread,
     values_of,
 )
+from benchmarks.side_by_side.workload import REAL_MODEL
 
 MODEL = "qwen3-0.6b/Q4_K_M"
 SMALL_MODEL = "two-layer/F16"
@@ -201,6 +209,32 @@ def _load() -> Iterator[Target]:
         )
 
 
+def _chats() -> Iterator[Target]:
+    served = partial(
+        Target, measurement="r", model=REAL_MODEL, peer=CLLM_SERVE, against=LLAMA_SERVER
+    )
+    for sizes in real_chats.FULL:
+        if sizes.think_s:  # the clients' time, not the server's
+            continue
+        yield served(
+            key=f"r{sizes.n_clients}",
+            text=f"real chats: throughput, {sizes.case}",
+            case=sizes.case,
+            metric="tokens_per_s",
+            relation=">=",
+            bound=1.0 if sizes.n_clients == 1 else 2.0,
+        )
+        if sizes.n_clients == EQUAL_CLIENTS:
+            yield served(
+                key=f"r{sizes.n_clients}t",
+                text=f"real chats: TTFT p50 of turns 2 to 4, {sizes.case}",
+                case=sizes.case,
+                metric="later_turns_ttft_p50_ms",
+                relation="<=",
+                bound=0.8,
+            )
+
+
 def _process() -> Iterator[Target]:
     own = partial(Target, model=MODEL, peer=CLLM, against=None)
     for key, case in (("h", DEFAULT_SWITCH), ("hq", QUICK_SWITCH)):
@@ -224,5 +258,8 @@ def _process() -> Iterator[Target]:
 
 
 TARGETS = tuple(
-    sorted([*_decode(), *_http(), *_load(), *_process()], key=lambda target: target.measurement)
+    sorted(
+        [*_decode(), *_http(), *_load(), *_chats(), *_process()],
+        key=lambda target: target.measurement,
+    )
 )

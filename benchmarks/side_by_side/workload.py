@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from benchmarks.measure import TEXT_TOKENS
-from tools import make_model
+from tools import make_model, real_model
+
+REAL_MODEL = "SmolLM2-135M-Instruct/Q4_1"
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,9 @@ class Setup:
 
 
 def model_path(name: str) -> Path:
-    """A random-weight model by name and file type: `qwen3-0.6b/Q4_K_M`."""
+    """A random-weight model by name and file type, `qwen3-0.6b/Q4_K_M`, or the real one."""
+    if name == REAL_MODEL:
+        return real_model.fetch()
     model, file_type = name.split("/")
     return make_model.ensure(model, cast(make_model.FileType, file_type))
 

@@ -19,6 +19,7 @@ from benchmarks.side_by_side import (
     http_loop,
     joining,
     overflow,
+    real_chats,
     sequential,
     shared_head,
     workload,
@@ -300,6 +301,41 @@ def test_a_closed_loop_of_clients(port: int) -> None:
     assert metrics["tokens_per_event"] >= 1
     assert 0 < metrics["ttft_p50_ms"] <= metrics["ttft_p99_ms"]
     assert 0 < metrics["itl_p50_ms"] <= metrics["itl_p99_ms"]
+
+
+def chat_event(text: str | None, **fields: Any) -> str:
+    choice = {"delta": {"content": text, **fields}, "finish_reason": None}
+    return f"data: {json.dumps({'choices': [choice]}, ensure_ascii=False)}\n\n"
+
+
+def test_the_text_of_a_chat_is_that_of_its_deltas_however_it_is_framed() -> None:
+    events = chat_event("", role="assistant"), PING, chat_event(TRICKY), chat_event(None), DONE
+    for framed in (body(*events), body("".join(events))):
+        assert Answer(received=bytearray(framed)).text() == TRICKY
+    assert Answer().text() == ""
+
+
+def test_real_chats_feed_the_answers_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[dict[str, str]]] = []
+    make_body = real_chats.chat_body
+
+    def recorded(peer: str, messages: Sequence[dict[str, str]], n_output: int) -> dict[str, Any]:
+        asked.append(list(messages))
+        return make_body(peer, messages, n_output)
+
+    monkeypatch.setattr(real_chats, "chat_body", recorded)
+    sizes = real_chats.ChatSizes(2, 0.0, n_output=6)
+    assert (sizes.case, sizes.n_seq_max) == ("2 clients, 0 s to think", 2)
+    with running(tmp_path / "log", "--n-ctx", "8192", "--n-seq-max", "2") as server:
+        outcome = asyncio.run(real_chats.measure(server.port, CLLM_SERVE, sizes))
+    metrics = outcome.metrics
+    assert (metrics["n_failed"], outcome.failures) == (0, ())
+    assert metrics["tokens_per_s"] > 0
+    assert metrics["first_turn_ttft_p50_ms"] > 0
+    assert metrics["later_turns_ttft_p50_ms"] > 0
+    last = max(asked, key=len)
+    assert [m["role"] for m in last] == ["system", *["user", "assistant"] * 3, "user"]
+    assert all(m["content"] for m in last)
 
 
 def test_requests_that_share_a_head(port: int) -> None:

@@ -1,0 +1,119 @@
+"""r: chats of several turns on a real model; each answer is fed back, and the system prompt is shared."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.side_by_side.http_client import CHAT_PATH, Answer, Connection
+from benchmarks.side_by_side.http_load import (
+    Outcome,
+    connected,
+    failures_of,
+    in_ms,
+    n_tokens_of,
+    total_s,
+    ttfts_s,
+)
+from benchmarks.side_by_side.records import PYTHON_SERVER
+from benchmarks.side_by_side.workload import cells_for
+
+SYSTEM = (
+    "You are the assistant of a small library. Readers of all ages ask you about what they have read. "
+    "Answer in plain English, in two or three short sentences, and never mention that you are a "
+    "program. If you do not know something, say so, and name a kind of book in which it may be found. "
+    "Do not use lists, headings or tables, and do not repeat the question."
+)
+TOPICS = (
+    "the moon", "bread", "bridges", "whales", "glass", "the violin", "volcanoes", "honey",
+    "windmills", "chess", "paper", "the heart", "rice", "lightning", "salt", "trains",
+    "spiders", "the compass", "coffee", "rivers", "clocks", "wool", "owls", "maps",
+)  # fmt: skip
+QUESTIONS = (
+    "What should a child of ten know about {}?",
+    "Why is that so?",
+    "Tell me something about it that few people know.",
+    "Which of these things would you tell first to somebody in a hurry?",
+)
+N_CHAT = 640  # tokens of a whole chat, and more
+
+
+@dataclass(frozen=True)
+class ChatSizes:
+    """How many clients, and how long each thinks before it asks again."""
+
+    n_clients: int
+    think_s: float
+    n_output: int = 48
+
+    @property
+    def case(self) -> str:
+        """The same words for every peer."""
+        clients = f"{self.n_clients} client{'s' * (self.n_clients > 1)}"
+        return f"{clients}, {self.think_s:g} s to think"
+
+    @property
+    def n_seq_max(self) -> int:
+        """So that no client waits for a place."""
+        return self.n_clients
+
+    @property
+    def n_ctx(self) -> int:
+        """So that all fit at once."""
+        return cells_for(self.n_clients, N_CHAT)
+
+
+FULL = tuple(ChatSizes(n, think_s) for think_s in (0.0, 1.0) for n in (1, 8, 24))
+QUICK = (ChatSizes(1, 0.0, 24), ChatSizes(8, 0.0, 24))
+
+
+def chat_body(peer: str, messages: Sequence[dict[str, str]], n_output: int) -> dict[str, Any]:
+    """A greedy, streamed turn, which the model ends itself or so many tokens do."""
+    body = {
+        "model": "model",
+        "messages": list(messages),
+        "max_tokens": n_output,
+        "temperature": 0,
+        "stream": True,
+    }
+    return body if peer == PYTHON_SERVER else body | {"stream_options": {"include_usage": True}}
+
+
+async def measure(port: int, peer: str, sizes: ChatSizes) -> Outcome:
+    """Throughput and latencies as the clients see them; the first turn's TTFT apart from the others'.
+
+    Throughput is tokens by the time from the first send to the last end, the time to think included.
+    """
+    turns: list[list[Answer]] = [[] for _ in QUESTIONS]
+
+    async def client(number: int, connection: Connection) -> None:
+        messages = [{"role": "system", "content": SYSTEM}]
+        for turn, question in enumerate(QUESTIONS):
+            if turn:
+                await asyncio.sleep(sizes.think_s)
+            asked = question.format(TOPICS[number % len(TOPICS)])
+            messages.append({"role": "user", "content": asked})
+            answer = Answer(received=bytearray())
+            body = chat_body(peer, messages, sizes.n_output)
+            turns[turn].append(await connection.stream(body, answer, path=CHAT_PATH))
+            messages.append({"role": "assistant", "content": answer.text()})
+
+    warm = Answer()
+    async with connected(port, 1) as (connection,):
+        body = chat_body(peer, [{"role": "user", "content": "Hello"}], 2)
+        await connection.stream(body, warm, path=CHAT_PATH)
+    async with connected(port, sizes.n_clients) as connections, asyncio.TaskGroup() as tasks:
+        for number, connection in enumerate(connections):
+            tasks.create_task(client(number, connection))
+    answers = [answer for turn in turns for answer in turn]
+    done = [a for a in answers if a.is_complete]
+    metrics = {
+        "tokens_per_s": sum(n_tokens_of(a, sizes.n_output) for a in done) / total_s(answers),
+        **in_ms("first_turn_ttft", ttfts_s(turns[0])),
+        **in_ms("later_turns_ttft", ttfts_s(a for turn in turns[1:] for a in turn)),
+        **in_ms("itl", [gap for a in done for gap in a.gaps_s()]),
+        "n_failed": len(answers) - len(done),
+    }
+    return Outcome(metrics, failures_of(answers))
