@@ -127,6 +127,8 @@ def page(
         if found := tables(records, measurement):
             blocks.append(f"## {measurement}. {title}")
             blocks += _section(found)
+            busy = max(r.busy for r in records if r.measurement == measurement)
+            blocks.append(f"A loop took at most {busy:.2f} times as long as at its fastest.")
             if measurement in pictures:
                 blocks.append(f"![{title}]({pictures[measurement]})")
     return "\n\n".join(blocks) + "\n"

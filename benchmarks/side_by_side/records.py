@@ -40,6 +40,8 @@ class Record:
         Records of one turn were measured one right after the other.
     metrics : mapping
         Name (with its unit: `tokens_per_s`, `ttft_p50_ms`) to value.
+    busy : float
+        How many times as long as at its fastest a fixed loop took before or after: see `quiet`.
     """
 
     measurement: str
@@ -48,6 +50,7 @@ class Record:
     peer: str
     turn: int
     metrics: Mapping[str, float]
+    busy: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import os
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from benchmarks.side_by_side import (
@@ -24,6 +24,7 @@ from benchmarks.side_by_side import (
 from benchmarks.side_by_side.engine_loop import Decoding
 from benchmarks.side_by_side.http_load import Outcome
 from benchmarks.side_by_side.peers import Peers
+from benchmarks.side_by_side.quiet import DISTURBED, Quiet
 from benchmarks.side_by_side.raw_loop import raw_decode_rate
 from benchmarks.side_by_side.records import (
     BATCHED_BENCH,
@@ -50,6 +51,7 @@ from benchmarks.side_by_side.targets import (
 from benchmarks.side_by_side.workload import REAL_MODEL, Setup, cells_for, model_path
 
 N_PROMPT = 64
+N_TRIES = 3  # of a turn, until the machine is left alone
 QUICK_WIDTHS = (1, 8, 32)
 
 Metrics = Mapping[str, float]
@@ -85,6 +87,7 @@ class Options:
     n_turns: int
     is_quick: bool
     tell: Callable[[str], None]
+    quiet: Quiet = field(default_factory=Quiet)
 
     def setup(self, model: str, n_ctx: int, n_seq_max: int) -> Setup:
         """The settings of one case."""
@@ -100,18 +103,39 @@ def in_turns(
 ) -> Iterator[Record]:
     """Every peer once in a turn; every other turn in the opposite order.
 
-    A peer that fails is told of and has no record of that turn: the others have.
+    A turn in which the machine was disturbed is thrown away, and made again; of so many that all
+    were, the last one stays, with what is known of it.  A peer that fails is told of and has no
+    record of that turn: the others have.
     """
     for turn in range(options.n_turns):
-        for peer in list(tasks)[:: -1 if turn % 2 else 1]:
-            try:
-                metrics = tasks[peer]()
-            except Exception as error:
-                options.tell(f"{measurement} {case}: {peer} failed: {error!r}")
-                continue
-            shown = ", ".join(f"{k} {v:.4g}" for k, v in metrics.items())
-            options.tell(f"{measurement} {model} {case} turn {turn + 1}: {peer}: {shown}")
-            yield Record(measurement, model, case, peer, turn, metrics)
+        for left in reversed(range(N_TRIES)):
+            records = list(_turn(options, (measurement, model, case), turn, tasks))
+            busy = max((r.busy for r in records), default=1.0)
+            if busy <= DISTURBED or not left:
+                break
+            options.tell(
+                f"{measurement} {case} turn {turn + 1}: thrown away, a loop took {busy:.2f} times "
+                "as long as at its fastest"
+            )
+        yield from records
+
+
+def _turn(
+    options: Options, place: tuple[str, str, str], turn: int, tasks: Mapping[str, Task]
+) -> Iterator[Record]:
+    measurement, model, case = place
+    before = options.quiet.busy()
+    for peer in list(tasks)[:: -1 if turn % 2 else 1]:
+        try:
+            metrics = tasks[peer]()
+        except Exception as error:
+            options.tell(f"{measurement} {case}: {peer} failed: {error!r}")
+            continue
+        after = options.quiet.busy()
+        shown = ", ".join(f"{k} {v:.4g}" for k, v in metrics.items())
+        options.tell(f"{measurement} {model} {case} turn {turn + 1}: {peer}: {shown}")
+        yield Record(*place, peer, turn, metrics, max(before, after))
+        before = after
 
 
 def available(options: Options, tasks: Mapping[str, Task]) -> dict[str, Task]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 import anyio
@@ -11,6 +12,7 @@ from benchmarks.side_by_side import engine_loop, workload
 from benchmarks.side_by_side.engine_loop import Decoding
 from benchmarks.side_by_side.page import SECTIONS
 from benchmarks.side_by_side.peers import Peers
+from benchmarks.side_by_side.quiet import Quiet
 from benchmarks.side_by_side.suite import MEASUREMENTS, Options, available, in_turns
 from benchmarks.side_by_side.targets import TARGETS
 from benchmarks.side_by_side.workload import Setup
@@ -19,7 +21,10 @@ from cllm.engine.config import EMBEDDED_MODEL
 
 def options(n_turns: int, told: list[str], missing: Mapping[str, str] | None = None) -> Options:
     peers = Peers(None, None, missing or {})
-    return Options(peers, n_threads=1, n_turns=n_turns, is_quick=True, tell=told.append)
+    quiet = Quiet(lambda: 1.0)
+    return Options(
+        peers, n_threads=1, n_turns=n_turns, is_quick=True, tell=told.append, quiet=quiet
+    )
 
 
 def test_peers_take_turns_and_every_other_turn_the_last_begins() -> None:
@@ -35,6 +40,34 @@ def test_peers_take_turns_and_every_other_turn_the_last_begins() -> None:
     assert [(r.peer, r.turn, r.metrics["n"]) for r in records[:4]] == [
         ("A", 0, 1), ("B", 0, 2), ("C", 0, 3), ("C", 1, 4),
     ]  # fmt: skip
+
+
+def test_a_turn_on_a_disturbed_machine_is_thrown_away_and_told_of() -> None:
+    told: list[str] = []
+    # Before the first turn, and after each peer: the second peer of the first turn met another.
+    loops = iter([1.0, 1.1, 1.5, *(1.0, 1.05, 1.2)])
+    quiet = Quiet(lambda: next(loops))
+    calls: list[str] = []
+
+    def task(name: str) -> Mapping[str, float]:
+        calls.append(name)
+        return {"n": len(calls)}
+
+    tasks = {name: lambda name=name: task(name) for name in "AB"}
+    chosen = dataclasses.replace(options(1, told), quiet=quiet)
+    records = list(in_turns(chosen, "a", "model", "case", tasks))
+    assert calls == [*"AB", *"AB"]
+    assert [(r.peer, r.metrics["n"], r.busy) for r in records] == [("A", 3, 1.05), ("B", 4, 1.2)]
+    assert [line for line in told if "thrown away" in line] == [
+        "a case turn 1: thrown away, a loop took 1.50 times as long as at its fastest"
+    ]
+
+
+def test_where_the_machine_is_never_left_alone_the_last_turn_stays() -> None:
+    loops = iter([1.0, *[2.0] * 10])
+    chosen = dataclasses.replace(options(1, []), quiet=Quiet(lambda: next(loops)))
+    records = list(in_turns(chosen, "a", "model", "case", {"A": dict}))
+    assert [r.busy for r in records] == [2.0]
 
 
 def test_a_peer_that_fails_is_told_of_and_the_others_are_measured() -> None:
