@@ -51,7 +51,8 @@ class LoopSizes:
         return cells_for(self.n_clients, self.n_prompt + self.n_output)
 
 
-FULL = (LoopSizes(1, 8), LoopSizes(8, 4), LoopSizes(32, 2))
+# A client's first request comes with everybody's: of few requests that would be most of it.
+FULL = (LoopSizes(1, 16), LoopSizes(8, 16), LoopSizes(32, 16))
 QUICK = (LoopSizes(1, 4), LoopSizes(8, 2), LoopSizes(32, 1))
 
 
