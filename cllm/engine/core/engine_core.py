@@ -159,7 +159,7 @@ class EngineCore:
             case ClearPrefixCache():
                 self.manager.evict_all()
             case Inspect(call_id):
-                self.post(Inspected(call_id, self.slots()))
+                self.queue.events.append(Inspected(call_id, self.slots()))
 
     def fail_all(self, cause: BaseException) -> None:
         """The engine has failed: end every request, leaving llama.cpp alone."""
@@ -168,10 +168,6 @@ class EngineCore:
     def mark_corrupt(self, cause: Exception) -> None:
         """The bookkeeping and llama.cpp do not agree: recreate the context before the next decode."""
         self.manager.fault = cause
-
-    def post(self, event: Event) -> None:
-        """Add an event to those of this tick."""
-        self.queue.events.append(event)
 
     def take_events(self) -> list[Event]:
         """What happened since this was last called."""
@@ -202,7 +198,7 @@ class EngineCore:
     def next_tick_s(self) -> float:
         """What the next tick, or two, of those that run now take; 0 while nothing is known."""
         ready = [s for s in self.queue.running if s.is_ready]
-        n_decoding = sum(s.n_pending == 1 for s in ready)
+        n_decoding = sum(s.is_decoding for s in ready)
         # Not by `tick_cost`: a fit depends on when it is made, and a replay would not make it.
         seconds = self._prompts_tick_s if n_decoding < len(ready) else 0.0
         if n_decoding and self.row_cost.table:
@@ -263,7 +259,7 @@ class EngineCore:
         n_rows = min(self._n_rows_max, self.kv_cache.n_free)
         n_prompt_rows, target_ms = None, self._config.target_itl_ms
         ready = [s for s in running if s.is_ready]
-        decoding = [s.n_computed for s in ready if s.n_pending == 1]
+        decoding = [s.n_computed for s in ready if s.is_decoding]
         if target_ms is not None and decoding:
             # Any prompt will do: what a chunk attends to costs less than its rows.
             n_computed = max((s.n_computed for s in ready if s.n_pending > 1), default=0)

@@ -68,7 +68,7 @@ def plan(
     sequences = list(running)
     ready = [s for s in sequences if s.is_ready]
     n_rows = max(0, n_rows)
-    decoding = [s for s in ready if s.n_pending == 1]
+    decoding = [s for s in ready if s.is_decoding]
     if len(decoding) > n_rows:
         decoding = sorted(decoding, key=lambda s: s.urgency(now))[:n_rows]
     chunks = [Chunk(s, 1) for s in decoding]
@@ -106,7 +106,7 @@ def decoding_of(running: Iterable[Sequence], last_id: int) -> tuple[list[Sequenc
     No more of them than one less than a tile of attention: 64 rows have taken twice the time of 63.
     They take turns, in the order of their seq_ids, from the one after `last_id` on.
     """
-    decoding = [s for s in running if s.is_ready and s.n_pending == 1]
+    decoding = [s for s in running if s.is_decoding]
     if len(decoding) < ATTENTION_TILE:
         return decoding, last_id
     decoding.sort(key=lambda s: (_seq_id(s) <= last_id, _seq_id(s)))
@@ -188,7 +188,7 @@ def choose_preempted(running: Iterable[Sequence]) -> Sequence:
 
 def n_rows_needed(running: Iterable[Sequence]) -> int:
     """Cells that this tick needs at least: one for every sequence that is decoding."""
-    return sum(1 for s in running if s.is_ready and s.n_pending == 1)
+    return sum(1 for s in running if s.is_decoding)
 
 
 def n_rows_wanted(running: Iterable[Sequence], n_rows: int) -> int:

@@ -147,6 +147,11 @@ class Sequence:
         """Whether a tick can compute tokens of it."""
         return self.is_placed and not self.is_paused
 
+    @property
+    def is_decoding(self) -> bool:
+        """Whether a tick can compute its last token, which is all that is pending."""
+        return self.is_ready and self.n_pending == 1
+
     def urgency(self, now: float) -> tuple[int, int, float, int]:
         """Sort key: the smallest is served first.
 
