@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -40,16 +40,16 @@ def body_for(peer: str, prompt: Sequence[int], n_output: int) -> dict[str, Any]:
     cllm and llama-server know `ignore_eos`, the latter as a bias of minus infinity on the tokens
     that end a generation; the example server has the bias alone.
     """
-    body = {
-        "model": "model",
-        "prompt": list(prompt),
-        "max_tokens": n_output,
-        "temperature": 0,
-        "stream": True,
-    }
+    body = greedy_body(peer, n_output, prompt=list(prompt))
     if peer == PYTHON_SERVER:
         return body | {"logit_bias": {str(token): BANNED for token in END_TOKENS}}
-    return body | {"ignore_eos": True, "stream_options": {"include_usage": True}}
+    return body | {"ignore_eos": True}
+
+
+def greedy_body(peer: str, n_output: int, **asked: Any) -> dict[str, Any]:
+    """A greedy, streamed request for at most so many tokens, which are counted if the peer can."""
+    body = {"model": "model", **asked, "max_tokens": n_output, "temperature": 0, "stream": True}
+    return body if peer == PYTHON_SERVER else body | {"stream_options": {"include_usage": True}}
 
 
 def n_tokens_of(answer: Answer, n_output: int) -> int:
@@ -74,6 +74,15 @@ async def connected(port: int, n: int) -> AsyncIterator[list[Connection]]:
     finally:
         for connection in connections:
             connection.close()
+
+
+async def run_clients(
+    port: int, n: int, client: Callable[[int, Connection], Coroutine[Any, Any, None]]
+) -> None:
+    """So many clients side by side, each with its number and a connection of its own."""
+    async with connected(port, n) as connections, asyncio.TaskGroup() as tasks:
+        for number, connection in enumerate(connections):
+            tasks.create_task(client(number, connection))
 
 
 async def ask_together(port: int, bodies: Sequence[Mapping[str, Any]]) -> list[Answer]:

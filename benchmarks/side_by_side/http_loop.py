@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 
 from benchmarks.side_by_side.http_client import Answer, Connection
 from benchmarks.side_by_side.http_load import (
     Outcome,
     body_for,
-    connected,
     failures_of,
     in_ms,
     n_tokens_of,
+    run_clients,
     total_s,
     ttfts_s,
     warm_up,
 )
-from benchmarks.side_by_side.workload import cells_for, prompt_of
+from benchmarks.side_by_side.workload import cells_for, clients, prompt_of
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class LoopSizes:
     @property
     def case(self) -> str:
         """The same words for every peer."""
-        return f"{self.n_clients} client{'s' * (self.n_clients > 1)}"
+        return clients(self.n_clients)
 
     @property
     def n_seq_max(self) -> int:
@@ -76,9 +75,7 @@ async def measure(port: int, peer: str, sizes: LoopSizes, seed: str = "") -> Out
             answers.append(await connection.stream(body_for(peer, prompt, sizes.n_output)))
 
     await warm_up(port, peer, seed)
-    async with connected(port, sizes.n_clients) as connections, asyncio.TaskGroup() as tasks:
-        for number, connection in enumerate(connections):
-            tasks.create_task(client(number, connection))
+    await run_clients(port, sizes.n_clients, client)
     done = [a for a in answers if a.is_complete]
     n_tokens = sum(n_tokens_of(a, sizes.n_output) for a in done)
     metrics = {

@@ -127,8 +127,10 @@ def page(
         if found := tables(records, measurement):
             blocks.append(f"## {measurement}. {title}")
             blocks += _section(found)
-            busy = max(r.busy for r in records if r.measurement == measurement)
-            blocks.append(f"A loop took at most {busy:.2f} times as long as at its fastest.")
+            known = [r.busy for r in records if r.measurement == measurement and r.busy]
+            if known:
+                busy = max(known)
+                blocks.append(f"A loop took at most {busy:.2f} times as long as at its fastest.")
             if measurement in pictures:
                 blocks.append(f"![{title}]({pictures[measurement]})")
     return "\n\n".join(blocks) + "\n"

@@ -12,13 +12,14 @@ from benchmarks.side_by_side.http_load import (
     Outcome,
     connected,
     failures_of,
+    greedy_body,
     in_ms,
     n_tokens_of,
+    run_clients,
     total_s,
     ttfts_s,
 )
-from benchmarks.side_by_side.records import PYTHON_SERVER
-from benchmarks.side_by_side.workload import cells_for
+from benchmarks.side_by_side.workload import cells_for, clients
 
 SYSTEM = (
     "You are the assistant of a small library. Readers of all ages ask you about what they have read. "
@@ -51,8 +52,7 @@ class ChatSizes:
     @property
     def case(self) -> str:
         """The same words for every peer."""
-        clients = f"{self.n_clients} client{'s' * (self.n_clients > 1)}"
-        return f"{clients}, {self.think_s:g} s to think"
+        return f"{clients(self.n_clients)}, {self.think_s:g} s to think"
 
     @property
     def n_seq_max(self) -> int:
@@ -71,14 +71,7 @@ QUICK = (ChatSizes(1, 0.0, 24), ChatSizes(8, 0.0, 24))
 
 def chat_body(peer: str, messages: Sequence[dict[str, str]], n_output: int) -> dict[str, Any]:
     """A greedy, streamed turn, which the model ends itself or so many tokens do."""
-    body = {
-        "model": "model",
-        "messages": list(messages),
-        "max_tokens": n_output,
-        "temperature": 0,
-        "stream": True,
-    }
-    return body if peer == PYTHON_SERVER else body | {"stream_options": {"include_usage": True}}
+    return greedy_body(peer, n_output, messages=list(messages))
 
 
 async def measure(port: int, peer: str, sizes: ChatSizes) -> Outcome:
@@ -100,13 +93,10 @@ async def measure(port: int, peer: str, sizes: ChatSizes) -> Outcome:
             turns[turn].append(await connection.stream(body, answer, path=CHAT_PATH))
             messages.append({"role": "assistant", "content": answer.text()})
 
-    warm = Answer()
     async with connected(port, 1) as (connection,):
         body = chat_body(peer, [{"role": "user", "content": "Hello"}], 2)
-        await connection.stream(body, warm, path=CHAT_PATH)
-    async with connected(port, sizes.n_clients) as connections, asyncio.TaskGroup() as tasks:
-        for number, connection in enumerate(connections):
-            tasks.create_task(client(number, connection))
+        await connection.stream(body, path=CHAT_PATH)
+    await run_clients(port, sizes.n_clients, client)
     answers = [answer for turn in turns for answer in turn]
     done = [a for a in answers if a.is_complete]
     metrics = {

@@ -40,8 +40,9 @@ class Record:
         Records of one turn were measured one right after the other.
     metrics : mapping
         Name (with its unit: `tokens_per_s`, `ttft_p50_ms`) to value.
-    busy : float
+    busy : float or None
         How many times as long as at its fastest a fixed loop took before or after: see `quiet`.
+        Records of before there was such a loop do not know.
     """
 
     measurement: str
@@ -50,7 +51,7 @@ class Record:
     peer: str
     turn: int
     metrics: Mapping[str, float]
-    busy: float = 1.0
+    busy: float | None = None
 
 
 @dataclass(frozen=True)

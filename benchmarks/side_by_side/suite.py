@@ -110,7 +110,7 @@ def in_turns(
     for turn in range(options.n_turns):
         for left in reversed(range(N_TRIES)):
             records = list(_turn(options, (measurement, model, case), turn, tasks))
-            busy = max((r.busy for r in records), default=1.0)
+            busy = max((r.busy for r in records if r.busy), default=1.0)
             if busy <= DISTURBED or not left:
                 break
             options.tell(

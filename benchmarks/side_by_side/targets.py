@@ -27,7 +27,7 @@ from benchmarks.side_by_side.records import (
     spread,
     values_of,
 )
-from benchmarks.side_by_side.workload import REAL_MODEL
+from benchmarks.side_by_side.workload import REAL_MODEL, clients
 
 MODEL = "qwen3-0.6b/Q4_K_M"
 SMALL_MODEL = "two-layer/F16"
@@ -96,11 +96,6 @@ def sequences(n: int) -> str:
     return f"{n} sequence{'s' * (n > 1)}"
 
 
-def clients(n: int) -> str:
-    """The case of so many clients in a closed loop."""
-    return http_loop.LoopSizes(n, 1).case
-
-
 def _decode() -> Iterator[Target]:
     rate = partial(Target, metric="tokens_per_s", peer=CLLM, against=BATCHED_BENCH, relation=">=")
     for n in WIDTHS:
@@ -150,29 +145,30 @@ def _http() -> Iterator[Target]:
             relation="<=",
             bound=bound,
         )
+    small = partial(
+        Target, measurement="g", model=SMALL_MODEL, peer=CLLM_SERVE, against=LLAMA_SERVER
+    )
     for n in SMALL_WIDTHS:
-        yield Target(
+        yield small(
             key=f"g{n}h",
             text=f"two layers: throughput over HTTP, {clients(n)}",
-            measurement="g",
-            model=SMALL_MODEL,
             case=clients(n),
             metric="tokens_per_s",
-            peer=CLLM_SERVE,
-            against=LLAMA_SERVER,
             relation=">=",
             bound=2.5 if n == MANY_CLIENTS else 1.0,
         )
-    alone = partial(
-        Target, measurement="g", model=SMALL_MODEL, case=clients(1), peer=CLLM_SERVE,
-        against=LLAMA_SERVER, relation="<=",
-    )  # fmt: skip
-    yield alone(
-        key="g1t", text=f"two layers: TTFT p50, {clients(1)}", metric="ttft_p50_ms", bound=1.25
-    )
-    yield alone(
-        key="g1i", text=f"two layers: ITL p99, {clients(1)}", metric="itl_p99_ms", bound=1.3
-    )
+    for key, what, metric, bound in (
+        ("g1t", "TTFT p50", "ttft_p50_ms", 1.25),
+        ("g1i", "ITL p99", "itl_p99_ms", 1.3),
+    ):
+        yield small(
+            key=key,
+            text=f"two layers: {what}, {clients(1)}",
+            case=clients(1),
+            metric=metric,
+            relation="<=",
+            bound=bound,
+        )
 
 
 def _load() -> Iterator[Target]:

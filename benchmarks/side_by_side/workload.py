@@ -39,6 +39,11 @@ def model_path(name: str) -> Path:
     return make_model.ensure(model, cast(make_model.FileType, file_type))
 
 
+def clients(n: int) -> str:
+    """The case of so many clients, in the same words everywhere."""
+    return f"{n} client{'s' * (n > 1)}"
+
+
 def prompt_of(seed: str, n_tokens: int) -> list[int]:
     """Token ids that are the same for every peer, and shared by no other seed."""
     return random.Random(seed).choices(TEXT_TOKENS, k=n_tokens)

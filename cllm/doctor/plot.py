@@ -87,10 +87,7 @@ def save_rows_plot(costs: RowCosts, path: Path, *, title: str) -> None:
     }
     for axes, (label, values) in zip(figure.subplots(1, 2).flat, curves.items(), strict=True):
         axes.plot(rows, values, markersize=4, **_STYLES[0])
-        axes.set_title(label)
-        axes.set_xlabel("rows")
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
+        _label(axes, label, "rows")
     figure.suptitle(title)
     figure.savefig(path, dpi=120)
 
@@ -102,7 +99,11 @@ def _draw(
         numbers = range(1, len(experiment.requests) + 1)
         values = [value(request) for request in experiment.requests]
         axes.plot(numbers, values, label=experiment.name, markersize=4, alpha=0.85, **style)
-    axes.set_title(label)
-    axes.set_xlabel("request")
+    _label(axes, label, "request")
+
+
+def _label(axes: Axes, title: str, over: str) -> None:
+    axes.set_title(title)
+    axes.set_xlabel(over)
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)

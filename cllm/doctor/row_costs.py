@@ -114,9 +114,8 @@ def measure_rows(
         tokens = (model.vocab.tokenize(TEXT) * N_POSITIONS)[:N_POSITIONS]
         for turn in range(n_turns):
             on_turn(turn)
-            upwards = list(taken)
-            decodes = _decodes(context, tokens, upwards[::-1] if turn % 2 else upwards, clock)
-            for rows, seconds in decodes:
+            numbers = list(taken)[:: -1 if turn % 2 else 1]
+            for rows, seconds in _decodes(context, tokens, numbers, clock):
                 taken[rows].append(seconds)
     return RowCosts({rows: median(seconds) for rows, seconds in taken.items()})
 
