@@ -1,9 +1,9 @@
 """Clients in a closed loop, simulated: the real engine core, a virtual clock, a table of costs.
 
-    python -m benchmarks.closed_loop [--clients 8 32] [--each 16] [--turnaround-ms 8]
+    python -m benchmarks.closed_loop [--costs chat] [--clients 8 32] [--each 16] [--turnaround-ms 8]
 
 Says what a policy is worth before it is measured: time to first token, gaps, tokens/s, with and
-without `Linger`.  Costs are those of a 0.6B model, Q4_K_M, on two cores with AVX-512.
+without `Linger`.
 """
 
 from __future__ import annotations
@@ -13,22 +13,79 @@ import heapq
 import itertools
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from cllm.engine.core.linger import Linger
+from cllm.engine.core.scheduler import ATTENTION_TILE
 from cllm.testing.fake_decoder import FakeRun
 from cllm.testing.reference import endless
 from cllm.testing.simulator import Simulator
 
-# Milliseconds of a tick of so many rows that only decode.
-ROWS_MS = {1: 30, 2: 45, 3: 52, 4: 57, 5: 75, 6: 85, 7: 95, 8: 100, 16: 145, 32: 290}
-PROMPT_ROW_MS, CELL_MS, OUTPUT_ROW_MS = 3.4, 0.45e-3, 4.5
-N_PROMPT, N_OUTPUT = 64, 32
 FIRST_GAP_S = 0.0015  # between the first requests of two clients
 SCATTER = 0.3  # of turnarounds
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What ticks take, and of how many tokens a request is.
+
+    Attributes
+    ----------
+    rows_ms : mapping
+        Of a tick of so many rows that only decode, as `cllm doctor --rows` measures it.
+    prompt_row_ms, cell_ms, output_row_ms : float
+        Of a row of a prompt, of a cell that such a row attends to, and of a row that is sampled.
+    n_history : int
+        Tokens that each request has in the cache from before.
+    passed_cell_ms, tile_cell_ms : float
+        Of each cell in use for a row that passes it by, and for one in a tile of several prompts.
+    """
+
+    rows_ms: Mapping[int, float]
+    prompt_row_ms: float
+    cell_ms: float
+    output_row_ms: float
+    n_prompt: int
+    n_output: int
+    n_history: int = 0
+    passed_cell_ms: float = 0.0
+    tile_cell_ms: float = 0.0
+
+    def tick_s(self, runs: Sequence[FakeRun], n_cells: int) -> float:
+        """What a tick takes."""
+        n_rows = sum(len(run.tokens) for run in runs)
+        is_tiled = n_rows >= ATTENTION_TILE and len(runs) > 1
+        cell_ms = self.tile_cell_ms if is_tiled else self.passed_cell_ms
+        return (
+            self._without_others_ms(runs, n_rows, n_cells) + n_rows * n_cells * cell_ms
+        ) / 1000.0
+
+    def _without_others_ms(self, runs: Sequence[FakeRun], n_rows: int, n_cells: int) -> float:
+        if n_rows == len(runs):
+            known = self.rows_ms
+            ms = float(np.interp(n_rows, list(known), list(known.values())))
+            return ms * max(1.0, n_rows / max(known))
+        n_outputs = sum(run.n_outputs for run in runs)
+        n_attended = -(-max(n_cells, 256) // 256) * 256
+        row_ms = self.prompt_row_ms + n_attended * self.cell_ms
+        return max(self.rows_ms[1], n_rows * row_ms + n_outputs * self.output_row_ms)
+
+
+# A 0.6B model, Q4_K_M, on two cores with AVX-512; 64 tokens in, 32 out.
+LARGE = Costs(
+    {1: 30, 2: 45, 3: 52, 4: 57, 5: 75, 6: 85, 7: 95, 8: 100, 16: 145, 32: 290},
+    prompt_row_ms=3.4, cell_ms=0.45e-3, output_row_ms=4.5, n_prompt=64, n_output=32,
+)  # fmt: skip
+# SmolLM2-135M, Q4_1, on two cores with AVX2: a short question, and what a chat answers to it.
+CHAT = Costs(
+    {1: 11, 2: 20, 4: 33, 8: 50, 12: 63, 16: 95, 24: 145, 32: 190, 48: 260, 63: 310},
+    prompt_row_ms=4.2, cell_ms=0.0, output_row_ms=2.0, n_prompt=25, n_output=48,
+    n_history=200, passed_cell_ms=0.25e-3, tile_cell_ms=1e-3,
+)  # fmt: skip
+COSTS = {"large": LARGE, "chat": CHAT}
 
 
 @dataclass(frozen=True)
@@ -47,23 +104,6 @@ class Outcome:
         )
 
 
-def decode_s(n_rows: int) -> float:
-    """What a tick takes that only decodes."""
-    ms = float(np.interp(n_rows, list(ROWS_MS), list(ROWS_MS.values())))
-    return ms * max(1.0, n_rows / max(ROWS_MS)) / 1000.0
-
-
-def tick_s(runs: Sequence[FakeRun], n_cells: int) -> float:
-    """What a tick takes."""
-    n_rows = sum(len(run.tokens) for run in runs)
-    if n_rows == len(runs):
-        return decode_s(n_rows)
-    n_outputs = sum(run.n_outputs for run in runs)
-    n_attended = -(-max(n_cells, 256) // 256) * 256
-    ms = n_rows * (PROMPT_ROW_MS + n_attended * CELL_MS) + n_outputs * OUTPUT_ROW_MS
-    return max(ROWS_MS[1], ms) / 1000.0
-
-
 class ClosedLoop:
     """Clients that each send their next request when the last one has ended.
 
@@ -76,16 +116,23 @@ class ClosedLoop:
     """
 
     def __init__(
-        self, n_clients: int, n_each: int, *, turnaround_s: float, lingers: bool, seed: int = 0
+        self,
+        n_clients: int,
+        n_each: int,
+        *,
+        turnaround_s: float,
+        lingers: bool,
+        costs: Costs = LARGE,
+        seed: int = 0,
     ) -> None:
-        self._random = random.Random(seed)
-        self._n_each, self._turnaround_s = n_each, turnaround_s
+        self._random, self._costs = random.Random(seed), costs
+        self._n_clients, self._n_each, self._turnaround_s = n_clients, n_each, turnaround_s
         self._linger = Linger() if lingers else None
         self._sim = Simulator(
-            n_ctx=-(-n_clients * (N_PROMPT + N_OUTPUT) // 256) * 256,
+            n_ctx=-(-n_clients * (costs.n_prompt + costs.n_output) // 256) * 256,
             n_seq_max=n_clients,
             n_batch=512,
-            latency_s=lambda runs: tick_s(runs, self._n_cells),
+            latency_s=lambda runs: costs.tick_s(runs, self._n_cells),
             is_checked=False,
             n_prefill_chunk=128,
             answer=endless,
@@ -101,7 +148,7 @@ class ClosedLoop:
 
     @property
     def _n_cells(self) -> int:
-        return self._sim.kv_cache.n_cells - self._sim.kv_cache.n_free
+        return self._sim.kv_cache.n_held + self._n_clients * self._costs.n_history
 
     def run(self) -> Outcome:
         """Until every client has had its requests answered."""
@@ -127,8 +174,8 @@ class ClosedLoop:
         sim = self._sim
         while self._arrivals and self._arrivals[0][0] <= sim.now + 1e-12:
             at, client, n_had = heapq.heappop(self._arrivals)
-            prompt = [self._random.randrange(3, 200) for _ in range(N_PROMPT)]
-            request_id = sim.submit(prompt, max_tokens=N_OUTPUT, ignore_eos=True)
+            prompt = [self._random.randrange(3, 200) for _ in range(self._costs.n_prompt)]
+            request_id = sim.submit(prompt, max_tokens=self._costs.n_output, ignore_eos=True)
             self._owners[request_id] = client, n_had
             self._heard_at[request_id] = at
             if self._linger is not None:
@@ -171,13 +218,18 @@ class ClosedLoop:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.closed_loop")
+    parser.add_argument("--costs", choices=COSTS, default="large")
     parser.add_argument("--clients", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--each", type=int, default=16)
     parser.add_argument("--turnaround-ms", type=float, default=8.0)
     options = parser.parse_args(arguments)
     for n_clients, lingers in itertools.product(options.clients, (False, True)):
         loop = ClosedLoop(
-            n_clients, options.each, turnaround_s=options.turnaround_ms / 1000.0, lingers=lingers
+            n_clients,
+            options.each,
+            turnaround_s=options.turnaround_ms / 1000.0,
+            lingers=lingers,
+            costs=COSTS[options.costs],
         )
         print(f"{n_clients} clients, {'lingering' if lingers else 'at once'}: {loop.run()}")
 

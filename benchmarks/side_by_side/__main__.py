@@ -49,26 +49,27 @@ def main() -> None:
     for peer, why in found.missing.items():
         if why:
             tell(f"{peer} is left out: {why}")
+    where = page.environment(
+        datetime.date.today().isoformat(), "quick" if given.quick else "full", found
+    )
     options = Options(
         peers=found,
         n_threads=given.threads or EngineConfig().compute_threads[0],
         n_turns=given.turns or (1 if given.quick else 3),
         is_quick=given.quick,
         tell=tell,
+        where=str(where),
     )
     out = given.out or (RESULTS / "quick" if given.quick else RESULTS)
     out.mkdir(parents=True, exist_ok=True)
     path = out / RECORDS
     done = records.load(path) if (given.keep or given.page_only) and path.exists() else []
     if not given.page_only:
-        done = [r for r in done if r.measurement not in given.only]
         for letter in given.only:
+            done = [r for r in done if r.measurement != letter]
             for record in MEASUREMENTS[letter](options):
                 done.append(record)
                 records.save(done, path)
-        where = page.environment(
-            datetime.date.today().isoformat(), "quick" if given.quick else "full", found
-        )
         (out / ENVIRONMENT).write_text(json.dumps(dataclasses.asdict(where), indent=2) + "\n")
     where = page.Environment(**json.loads((out / ENVIRONMENT).read_text()))
     tell(f"wrote {page.write(done, where, out)}")

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.measure import machine
@@ -53,6 +54,9 @@ class Environment:
     commit: str
     record: Mapping[str, Any]
     missing: Mapping[str, str]
+
+    def __str__(self) -> str:
+        return f"{self.date}, cllm {self.commit}, {self.machine}"
 
 
 def environment(date: str, options: str, peers: Peers) -> Environment:
@@ -127,10 +131,7 @@ def page(
         if found := tables(records, measurement):
             blocks.append(f"## {measurement}. {title}")
             blocks += _section(found)
-            known = [r.busy for r in records if r.measurement == measurement and r.busy]
-            if known:
-                busy = max(known)
-                blocks.append(f"A loop took at most {busy:.2f} times as long as at its fastest.")
+            blocks += _circumstances([r for r in records if r.measurement == measurement], where)
             if measurement in pictures:
                 blocks.append(f"![{title}]({pictures[measurement]})")
     return "\n\n".join(blocks) + "\n"
@@ -177,7 +178,7 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _about(where: Environment) -> str:
     record = where.record
     lines = [
-        f"- {where.date}, cllm {where.commit}, {where.machine}",
+        f"- {where}",
         f"- options: {where.options}",
         f"- llama.cpp {record.get('commit', 'unknown')}, {record.get('compiler', 'unknown')}, "
         f"AMX {record.get('amx', 'unknown')}, `{' '.join(record.get('flags', []))}`",
@@ -186,6 +187,18 @@ def _about(where: Environment) -> str:
         lines.append(f"- {XLLAMACPP} runs the llama.cpp of its wheel, which has no AVX-512")
     lines += [f"- not measured: {peer} ({why})" for peer, why in where.missing.items() if why]
     return "\n".join(lines)
+
+
+def _circumstances(records: Sequence[Record], where: Environment) -> list[str]:
+    """Where else than the page says this was measured, and how busy the machine was."""
+    elsewhere = dict.fromkeys(r.where for r in records if r.where not in ("", str(where)))
+    lines = [f"Measured elsewhere: {place}." for place in elsewhere]
+    if known := [r.busy for r in records if r.busy]:
+        lines.append(
+            f"A loop beside each took {median(known):.2f} times as long as at its fastest, "
+            f"{max(known):.2f} at most."
+        )
+    return lines
 
 
 def _summary(verdicts: Sequence[Verdict]) -> str:

@@ -3,33 +3,41 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from statistics import median
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from statistics import fmean, median
 
-N_STEPS, N_LOOPS = 300_000, 5
+# Half a second in loops of about a millisecond: on a rented processor others come and go within
+# tenths of a second, and a shorter look says only who was there just then.
+N_STEPS, N_LOOPS = 60_000, 500
 DISTURBED = 1.25
 
 
-def spin_s() -> float:
-    """Seconds of the loop, the median of some."""
-    taken = []
+def spin() -> list[float]:
+    """Seconds of each of some loops."""
+    ends = [time.perf_counter()]
     for _ in range(N_LOOPS):
-        started = time.perf_counter()
         for _ in range(N_STEPS):
             pass
-        taken.append(time.perf_counter() - started)
-    return median(taken)
+        ends.append(time.perf_counter())
+    return [b - a for a, b in pairwise(ends)]
 
 
 class Quiet:
-    """Compares every loop to the fastest of this run."""
+    """Compares loops to the fastest of this run, and looks to what is usual in it."""
 
-    def __init__(self, spin: Callable[[], float] = spin_s) -> None:
+    def __init__(self, spin: Callable[[], Sequence[float]] = spin) -> None:
         self._spin = spin
         self._least_s = float("inf")
+        self._usual_s: list[float] = []
 
     def busy(self) -> float:
-        """How many times as long as at its fastest the loop takes now; above `DISTURBED`, too long."""
-        seconds = self._spin()
-        self._least_s = min(self._least_s, seconds)
-        return seconds / self._least_s
+        """How many times as long as at its fastest the loop takes now, on average."""
+        loops = self._spin()
+        self._least_s = min(self._least_s, *loops)
+        self._usual_s.append(fmean(loops))
+        return self._usual_s[-1] / self._least_s
+
+    def is_disturbed(self, busy: float) -> bool:
+        """Whether that is much more than usual: some machines are never left alone."""
+        return busy * self._least_s > DISTURBED * median(self._usual_s)

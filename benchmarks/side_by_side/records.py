@@ -43,6 +43,8 @@ class Record:
     busy : float or None
         How many times as long as at its fastest a fixed loop took before or after: see `quiet`.
         Records of before there was such a loop do not know.
+    where : str
+        Date, commit and machine: measurements of several hours are not all made in one run.
     """
 
     measurement: str
@@ -52,6 +54,7 @@ class Record:
     turn: int
     metrics: Mapping[str, float]
     busy: float | None = None
+    where: str = ""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from benchmarks.side_by_side import (
 from benchmarks.side_by_side.engine_loop import Decoding
 from benchmarks.side_by_side.http_load import Outcome
 from benchmarks.side_by_side.peers import Peers
-from benchmarks.side_by_side.quiet import DISTURBED, Quiet
+from benchmarks.side_by_side.quiet import Quiet
 from benchmarks.side_by_side.raw_loop import raw_decode_rate
 from benchmarks.side_by_side.records import (
     BATCHED_BENCH,
@@ -51,7 +51,7 @@ from benchmarks.side_by_side.targets import (
 from benchmarks.side_by_side.workload import REAL_MODEL, Setup, cells_for, model_path
 
 N_PROMPT = 64
-N_TRIES = 3  # of a turn, until the machine is left alone
+N_TRIES = 2  # of a turn, if the machine is disturbed
 QUICK_WIDTHS = (1, 8, 32)
 
 Metrics = Mapping[str, float]
@@ -80,6 +80,8 @@ class Options:
     n_turns : int
     tell : callable
         Called with a line about each step.
+    where : str
+        Date, commit and machine.
     """
 
     peers: Peers
@@ -88,6 +90,7 @@ class Options:
     is_quick: bool
     tell: Callable[[str], None]
     quiet: Quiet = field(default_factory=Quiet)
+    where: str = ""
 
     def setup(self, model: str, n_ctx: int, n_seq_max: int) -> Setup:
         """The settings of one case."""
@@ -111,7 +114,7 @@ def in_turns(
         for left in reversed(range(N_TRIES)):
             records = list(_turn(options, (measurement, model, case), turn, tasks))
             busy = max((r.busy for r in records if r.busy), default=1.0)
-            if busy <= DISTURBED or not left:
+            if not (left and options.quiet.is_disturbed(busy)):
                 break
             options.tell(
                 f"{measurement} {case} turn {turn + 1}: thrown away, a loop took {busy:.2f} times "
@@ -134,7 +137,7 @@ def _turn(
         after = options.quiet.busy()
         shown = ", ".join(f"{k} {v:.4g}" for k, v in metrics.items())
         options.tell(f"{measurement} {model} {case} turn {turn + 1}: {peer}: {shown}")
-        yield Record(*place, peer, turn, metrics, max(before, after))
+        yield Record(*place, peer, turn, metrics, max(before, after), options.where)
         before = after
 
 

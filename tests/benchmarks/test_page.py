@@ -159,6 +159,20 @@ def test_failures_are_shown_where_there_are_some(n_failed: int, is_shown: bool) 
     assert ("| failed" in text_of(records)) is is_shown
 
 
+def test_a_section_says_where_else_it_was_measured_and_beside_what() -> None:
+    records = [
+        Record("e", "m/F16", "x", CLLM_SERVE, 0, {"total_s": 1.0}, 1.5, str(ENVIRONMENT)),
+        Record("e", "m/F16", "x", CLLM_SERVE, 1, {"total_s": 1.0}, 1.1, "2026-01-30, cllm abc, b"),
+        Record("e", "m/F16", "x", CLLM_SERVE, 2, {"total_s": 1.0}, 1.2, "2026-01-30, cllm abc, b"),
+        Record("f", "m/F16", "x", CLLM_SERVE, 0, {"total_s": 1.0}, None, str(ENVIRONMENT)),
+    ]
+    text = text_of(records)
+
+    assert text.count("Measured elsewhere: 2026-01-30, cllm abc, b.") == 1
+    assert text.count("took 1.20 times as long as at its fastest, 1.50 at most.") == 1
+    assert text.count("A loop beside each") == 1
+
+
 def test_columns_stand_under_each_other() -> None:
     table = page.markdown(["", "what"], [["a1", "decode"], ["b", "÷ 2"]])
 

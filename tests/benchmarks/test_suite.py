@@ -21,7 +21,7 @@ from cllm.engine.config import EMBEDDED_MODEL
 
 def options(n_turns: int, told: list[str], missing: Mapping[str, str] | None = None) -> Options:
     peers = Peers(None, None, missing or {})
-    quiet = Quiet(lambda: 1.0)
+    quiet = Quiet(lambda: [1.0, 1.0])
     return Options(
         peers, n_threads=1, n_turns=n_turns, is_quick=True, tell=told.append, quiet=quiet
     )
@@ -46,7 +46,7 @@ def test_a_turn_on_a_disturbed_machine_is_thrown_away_and_told_of() -> None:
     told: list[str] = []
     # Before the first turn, and after each peer: the second peer of the first turn met another.
     loops = iter([1.0, 1.1, 1.5, *(1.0, 1.05, 1.2)])
-    quiet = Quiet(lambda: next(loops))
+    quiet = Quiet(lambda: [next(loops)] * 2)
     calls: list[str] = []
 
     def task(name: str) -> Mapping[str, float]:
@@ -64,10 +64,19 @@ def test_a_turn_on_a_disturbed_machine_is_thrown_away_and_told_of() -> None:
 
 
 def test_where_the_machine_is_never_left_alone_the_last_turn_stays() -> None:
-    loops = iter([1.0, *[2.0] * 10])
-    chosen = dataclasses.replace(options(1, []), quiet=Quiet(lambda: next(loops)))
+    loops = iter([1.0, 1.0, 2.0, 1.0, 1.0, 2.0])
+    chosen = dataclasses.replace(options(1, []), quiet=Quiet(lambda: [next(loops)] * 2))
+    records = list(in_turns(chosen, "a", "model", "case", {"A": dict, "B": dict}))
+    assert [r.busy for r in records] == [1.0, 2.0]
+
+
+def test_a_machine_that_is_always_as_busy_is_not_disturbed() -> None:
+    told: list[str] = []
+    quiet = Quiet(lambda: [1.0, 2.0, 2.0])
+    chosen = dataclasses.replace(options(2, told), quiet=quiet)
     records = list(in_turns(chosen, "a", "model", "case", {"A": dict}))
-    assert [r.busy for r in records] == [2.0]
+    assert [r.busy for r in records] == pytest.approx([5 / 3, 5 / 3])
+    assert not [line for line in told if "thrown away" in line]
 
 
 def test_a_peer_that_fails_is_told_of_and_the_others_are_measured() -> None:
