@@ -211,6 +211,8 @@ class Simulator:
         params: SamplingParams | None = None,
         priority: int = 0,
         timeout: float | None = None,
+        generated: Sequence[int] = (),
+        resamples: bool = False,
         **sampling: Any,
     ) -> str:
         """Submit a request, greedy unless it says otherwise, and return its id (r0, r1, …)."""
@@ -223,6 +225,8 @@ class Simulator:
             priority=priority,
             submitted_at=self.now,
             deadline=None if timeout is None else self.now + timeout,
+            generated_token_ids=tuple(generated),
+            resamples=resamples,
         )
         self.requests[request.request_id] = request
         self.core.queue.submit(request)
@@ -298,7 +302,7 @@ class Simulator:
         demand(held.keys().isdisjoint(cached), "a seq_id has a request and is cached")
         occupied = {i: tokens for i, tokens in (held | cached).items() if tokens}
         expect(decoder.cells, occupied, "tokens in the cache, by seq_id")
-        expect(decoder.n_cells_used, kv_cache.n_cells - kv_cache.n_free, "cells in use")
+        expect(decoder.n_cells_used, kv_cache.n_held, "cells in use")
         demand(decoder.n_cells_used <= decoder.n_ctx, "more cells in use than there are")
         expect((len(held), kv_cache.n_live_ids), (len(queue.running),) * 2, "seq_ids of requests")
         demand(len(held) <= self.config.n_seq_max, "more sequences run than n_seq_max")

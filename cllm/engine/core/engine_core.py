@@ -8,6 +8,7 @@ decided in `recovery`, and done here.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 
@@ -28,6 +29,7 @@ from cllm.engine.core.messages import (
     SlotInfo,
 )
 from cllm.engine.core.output_processor import OutputProcessor, ReadLogprob
+from cllm.engine.core.prompt_cost import PromptCost
 from cllm.engine.core.recovery import Recovery, Verdict
 from cllm.engine.core.row_cost import RowCost
 from cllm.engine.core.run_queue import MakeSampler, RunQueue, last_delta
@@ -121,6 +123,7 @@ class EngineCore:
             self.tick_cost,
             self.recorder,
             make_sampler,
+            vocabulary,
             stream_buffer=config.stream_buffer,
             clock=clock,
         )
@@ -141,7 +144,9 @@ class EngineCore:
         self._is_decoding_only = False  # the tick that is going on
         self._is_prompts_turn = False
         self._last_id = -1  # of those that decode, where they take turns
-        self._prompts_tick_s = 0.0  # what the last tick with prompts has taken
+        self._prompt_cost = PromptCost()
+        # What the last tick that only decoded, and the last one with prompts, has taken.
+        self._decoding_tick_s = self._prompts_tick_s = 0.0
         self._n_plain_ticks = 0
         # Fewer after llama.cpp found no room where the bookkeeping saw some.
         self._n_rows_max = decoder.n_batch
@@ -242,8 +247,14 @@ class EngineCore:
         self.tick_cost.observe(
             n_rows, n_cells, ended - (planned if self._is_decoding_only else started)
         )
-        if not self._is_decoding_only:
+        if self._is_decoding_only:
+            self._decoding_tick_s = ended - started
+        else:
             self._prompts_tick_s = ended - started
+            if not any(is_decoding(chunk) for chunk in chunks):
+                self._prompt_cost.observe(
+                    n_rows, n_cells, len(chunks), self.kv_cache.n_held, ended - started
+                )
         self._learn_row_cost(chunks, n_rows, ended - planned)
 
     def _learn_row_cost(self, chunks: list[Chunk], n_rows: int, seconds: float) -> None:
@@ -268,6 +279,11 @@ class EngineCore:
         self._is_prompts_turn = (
             is_apart and len(ready) > len(decoding) and not self._is_prompts_turn
         )
+        n_together = math.inf
+        if self._decoder.separates_prompts and len(ready) > len(decoding):
+            n_together = self._prompt_cost.n_rows_together(
+                self._decoding_tick_s, self.kv_cache.n_held
+            )
         chunks = scheduler.plan(
             self._whose_turn(running) if is_apart else running,
             # Prompts leave the cells of those whose turn is next.
@@ -275,6 +291,7 @@ class EngineCore:
             n_prompt_rows,
             is_awaited=self._is_prompts_turn,
             n_prefill_chunk=self._config.n_prefill_chunk if target_ms is None else None,
+            n_together=n_together,
             n_outputs_max=self._decoder.n_outputs_max,
             now=now,
         )

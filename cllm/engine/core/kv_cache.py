@@ -126,6 +126,11 @@ class KVCache:
         return self.n_cells - self._n_held
 
     @property
+    def n_held(self) -> int:
+        """Cells that live sequences or cached ones hold."""
+        return self._n_held
+
+    @property
     def n_available(self) -> int:
         """Cells that no live request holds: free, or the prefix cache's to give."""
         return self.n_cells - self.n_used

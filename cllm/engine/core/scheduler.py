@@ -5,6 +5,7 @@ Nothing here calls llama.cpp, reads a clock or knows about threads: same input, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -14,8 +15,7 @@ from cllm.engine.core.sequence import Sequence
 # 2,000 tokens beside 4 streams took 15.0 s in batches of 64, and 18.6 s in batches of 68.
 ATTENTION_TILE = 64
 # A prompt of no more chunks than this is not cut, and whole prompts are computed together up to so
-# many chunks.  Twice as many at once give 8 equal clients their first token in 1.8 times the time,
-# and not a hundredth more tokens a second (`benchmarks.closed_loop`).
+# many chunks at most.
 N_CHUNKS_WHOLE = 2
 # Tokens that everybody has room for before a sequence that was preempted may run again.
 N_AHEAD_AGAIN = 16
@@ -51,6 +51,7 @@ def plan(
     n_prompt_rows: int | None = None,
     *,
     n_prefill_chunk: int | None = None,
+    n_together: float = math.inf,
     n_outputs_max: int,
     is_awaited: bool = False,
     now: float,
@@ -61,9 +62,10 @@ def plan(
     left, at most `n_prompt_rows`, goes to prompts one after another, most urgent first: computing
     them all at once would give each its first token as late as the last.  With `n_prefill_chunk`,
     a long prompt gets no more than that of a tick which somebody else waits for; with `is_awaited`
-    that is somebody who is not among the running ones given here.  A prompt that is
-    scored takes the output rows that nobody else may need.  Chunks are in the order of their
-    seq_ids, which lets llama.cpp use its graph again.
+    that is somebody who is not among the running ones given here.  Other prompts join one in a tick
+    up to `n_together` rows, if that is less than two such chunks.  A prompt that is scored takes the
+    output rows that nobody else may need.  Chunks are in the order of their seq_ids, which lets
+    llama.cpp use its graph again.
     """
     sequences = list(running)
     ready = [s for s in sequences if s.is_ready]
@@ -84,7 +86,9 @@ def plan(
             # One output row is every sequence's own.
             n_tokens = min(sequence.n_pending, n_rows, _n_tokens_for(sequence, 1 + n_spare))
             if n_prefill_chunk is not None and (decoding or n_taken or is_awaited):
-                n_tokens = _n_polite(n_tokens, sequence, n_prefill_chunk, len(decoding), n_taken)
+                n_tokens = _n_polite(
+                    n_tokens, sequence, n_prefill_chunk, n_together, len(decoding), n_taken
+                )
             if n_tokens <= 0:
                 break
             chunks.append(Chunk(sequence, n_tokens))
@@ -120,7 +124,12 @@ def _seq_id(sequence: Sequence) -> int:
 
 
 def _n_polite(
-    n_tokens: int, sequence: Sequence, n_prefill_chunk: int, n_decoding: int, n_taken: int
+    n_tokens: int,
+    sequence: Sequence,
+    n_prefill_chunk: int,
+    n_together: float,
+    n_decoding: int,
+    n_taken: int,
 ) -> int:
     """So many tokens of a prompt that those who wait for the tick do not wait too long."""
 
@@ -130,11 +139,12 @@ def _n_polite(
         return max(n_rows, n_least) - n_decoding - n_taken
 
     n_whole = N_CHUNKS_WHOLE * n_prefill_chunk
-    is_short = len(sequence.tokens) <= n_whole
-    has_room = not n_taken or sequence.n_pending <= n_left(n_whole)
-    if is_short and has_room and sequence.n_pending <= n_tokens:
+    is_whole = len(sequence.tokens) <= n_whole and sequence.n_pending <= n_tokens
+    if not n_taken:
+        return n_tokens if is_whole else min(n_tokens, n_left(n_prefill_chunk))
+    if is_whole and sequence.n_pending <= min(n_left(n_whole), n_together - n_taken):
         return n_tokens
-    return min(n_tokens, n_left(n_prefill_chunk))
+    return int(min(n_tokens, n_left(n_prefill_chunk), n_together - n_taken))
 
 
 def _n_tokens_for(sequence: Sequence, n_outputs: int) -> int:

@@ -54,6 +54,8 @@ class EngineStatistics:
         Held by live requests, held by the prefix cache (some may be both), in all.
     n_seq_ids_used, n_seq_ids_cached : int
         Held by live requests, held by the prefix cache.
+    n_restarts : int
+        Times that the engine's process was started anew, after it had ended by itself.
     n_gil_handovers : int
         Calls of a tick that give the GIL away and have to get it back.
     """
@@ -82,6 +84,7 @@ class EngineStatistics:
     n_seq_ids_used: int = 0
     n_seq_ids_cached: int = 0
     n_gil_handovers: int = 0
+    n_restarts: int = 0
     uptime_s: float = 0.0
     tick_times: TickTimes = field(default_factory=TickTimes)
 
@@ -93,7 +96,9 @@ class EngineStatistics:
         return cls(**values, n_finished=_by_reason(recorder.n_finished), tick_times=times)
 
 
-SAME_NAMES = {f.name for f in fields(EngineStatistics)} - {"n_finished", "tick_times"}
+SAME_NAMES = {f.name for f in fields(EngineStatistics)} - {
+    "n_finished", "tick_times", "n_restarts",
+}  # fmt: skip
 
 
 class Recorder:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -75,9 +77,22 @@ def test_a_long_prompt_never_delays_a_decoding_sequence() -> None:
         assert plan(present, 8, n_prompt_rows, n_outputs_max=256, now=0.0) == [Chunk(decoding, 1)]
 
 
-def prompt_rows(present: list[Sequence], *, n_rows: int = 512, n_prefill_chunk: int) -> list[int]:
+def prompt_rows(
+    present: list[Sequence],
+    *,
+    n_rows: int = 512,
+    n_prefill_chunk: int,
+    n_together: float = math.inf,
+) -> list[int]:
     """What each prompt gets, in the order of the seq_ids."""
-    chunks = plan(present, n_rows, n_prefill_chunk=n_prefill_chunk, n_outputs_max=512, now=0.0)
+    chunks = plan(
+        present,
+        n_rows,
+        n_prefill_chunk=n_prefill_chunk,
+        n_together=n_together,
+        n_outputs_max=512,
+        now=0.0,
+    )
     return [c.n_tokens for c in chunks if c.sequence.n_prompt > 1]
 
 
@@ -119,6 +134,23 @@ def test_short_prompts_are_computed_together_and_whole() -> None:
     present = running(*(sequence_of(64, serial) for serial in range(8)))
     assert prompt_rows(present, n_prefill_chunk=256) == [64] * 8
     assert prompt_rows(present, n_prefill_chunk=32) == [64]
+
+
+@pytest.mark.parametrize(
+    ("n_together", "taken"),
+    [(math.inf, [25] * 8), (120, [25] * 4 + [20]), (63, [25, 25, 13])],
+)
+def test_prompts_join_one_up_to_the_rows_that_are_worth_it(
+    n_together: float, taken: list[int]
+) -> None:
+    present = running(*(sequence_of(25, serial) for serial in range(8)))
+    assert prompt_rows(present, n_prefill_chunk=128, n_together=n_together) == taken
+
+
+def test_a_prompt_alone_is_as_whole_where_few_rows_are_worth_it() -> None:
+    assert prompt_rows(running(sequence_of(256)), n_prefill_chunk=128, n_together=64) == [256]
+    beside = running(sequence_of(256), *decoding(4))
+    assert prompt_rows(beside, n_prefill_chunk=128, n_together=64) == [256]
 
 
 def test_a_short_prompt_is_whole_beside_any_number_of_streams() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.closed_loop import CHAT, ClosedLoop
 from cllm.engine.core.scheduler import ATTENTION_TILE
 from cllm.testing import simulate
 from cllm.testing.reference import endless
@@ -50,6 +51,14 @@ def test_a_long_prompt_and_the_streams_take_turns_in_chunks() -> None:
     sim = with_streams(4, separates_prompts=True)
     sim.submit(b"p" * 500, max_tokens=1)
     assert n_rows_of(sim, 6) == [(0, 128), (4, 0)] * 3
+
+
+def test_short_questions_that_come_at_once_do_not_all_wait_for_the_last() -> None:
+    """With the costs of a small model on two cores, in the real core and a virtual clock."""
+    n_clients = 8
+    outcome = ClosedLoop(n_clients, 8, turnaround_s=0.008, lingers=True, costs=CHAT).run()
+    all_together_s = n_clients * CHAT.n_prompt * CHAT.prompt_row_ms / 1000.0
+    assert outcome.ttft_p50 < 0.6 * all_together_s
 
 
 def test_elsewhere_they_share_a_tick() -> None:
