@@ -29,7 +29,7 @@ Numbers are attributes as well as text.  Cancellation and deadlines are finish r
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from cllm.engine.request import Completion
@@ -217,6 +217,13 @@ class GenerationError(RequestError):
 
     completion: Completion | None = None
 
+    @classmethod
+    def of(cls, request_id: str, cause: BaseException) -> Self:
+        """The error of a request that failed because of this."""
+        error = cls(f"request {request_id} failed: {cause}")
+        error.__cause__ = cause
+        return error
+
 
 class StaleLogitsError(CllmError):
     """The logits belong to a decode that is no longer the last one, or that failed."""
@@ -232,6 +239,13 @@ class EngineFailedError(CllmError):
     """
 
     completion: Completion | None = None
+
+    @classmethod
+    def of(cls, cause: BaseException) -> Self:
+        """The error of a request whose engine has failed because of this."""
+        error = cls(f"the engine has failed: {cause!r}")
+        error.__cause__ = cause
+        return error
 
 
 class ClosedError(CllmError):

@@ -56,6 +56,7 @@ class Engine(Lifecycle):
         priority: int = 0,
         timeout: float | None = None,
         request_id: str | None = None,
+        generated: Sequence[int] = (),
         **sampling: Unpack[SamplingOptions],
     ) -> TokenStream:
         """The output of one request, token by token.
@@ -71,6 +72,10 @@ class Engine(Lifecycle):
         timeout : float, optional
             Seconds from submission; then the request ends with `deadline`.
         request_id : str, optional
+        generated : sequence of int
+            The beginning of the output, sampled before, here or elsewhere: it goes on after these
+            tokens as if it had never been cut, and the deltas and the completion have what comes
+            after them.  `max_tokens` counts them; a `seed` makes what is drawn the same.
 
         Raises
         ------
@@ -78,7 +83,9 @@ class Engine(Lifecycle):
             Names the field, the value and the limit.  What needs the model to be known is raised
             when the stream is entered.
         """
-        return self._stream(self._call(prompt, params, sampling, priority, timeout, request_id))
+        return self._stream(
+            self._call(prompt, params, sampling, priority, timeout, request_id, generated)
+        )
 
     def _call(
         self,
@@ -88,10 +95,11 @@ class Engine(Lifecycle):
         priority: int,
         timeout: float | None,
         request_id: str | None,
+        generated: Sequence[int] = (),
     ) -> RequestCall:
         """The arguments of a request; what they leave out of sampling, the model may say."""
         given = sampling if params is not None else {**self.sampling_defaults, **sampling}
-        return call_of(prompt, params, given, priority, timeout, request_id)
+        return call_of(prompt, params, given, priority, timeout, request_id, generated)
 
     def _stream(self, call: RequestCall) -> TokenStream:
         self._check_serving()
@@ -113,6 +121,7 @@ class Engine(Lifecycle):
         priority: int = 0,
         timeout: float | None = None,
         request_id: str | None = None,
+        generated: Sequence[int] = (),
         **sampling: Unpack[SamplingOptions],
     ) -> Completion:
         """The whole output of one request; arguments as for `stream`.
@@ -125,7 +134,7 @@ class Engine(Lifecycle):
             The engine does not serve requests.
         """
         return await self._complete(
-            self._call(prompt, params, sampling, priority, timeout, request_id)
+            self._call(prompt, params, sampling, priority, timeout, request_id, generated)
         )
 
     async def generate_all(
@@ -177,6 +186,7 @@ class Engine(Lifecycle):
         priority: int = 0,
         timeout: float | None = None,
         request_id: str | None = None,
+        generated: Sequence[int] = (),
         **options: Unpack[ChatOptions],
     ) -> TokenStream:
         """The answer to a chat, token by token, by the model's own chat template.
@@ -212,7 +222,9 @@ class Engine(Lifecycle):
             template does not like is raised when the stream is entered.
         """
         prompt, sampling = chat_prompt_of(messages, options)
-        return self._stream(self._call(prompt, params, sampling, priority, timeout, request_id))
+        return self._stream(
+            self._call(prompt, params, sampling, priority, timeout, request_id, generated)
+        )
 
     async def chat(
         self,
@@ -222,12 +234,13 @@ class Engine(Lifecycle):
         priority: int = 0,
         timeout: float | None = None,
         request_id: str | None = None,
+        generated: Sequence[int] = (),
         **options: Unpack[ChatOptions],
     ) -> Completion:
         """The whole answer to a chat; arguments as for `stream_chat`, errors as for `generate`."""
         prompt, sampling = chat_prompt_of(messages, options)
         return await self._complete(
-            self._call(prompt, params, sampling, priority, timeout, request_id)
+            self._call(prompt, params, sampling, priority, timeout, request_id, generated)
         )
 
     async def render_chat(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import builtins
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 from cllm.engine.constraint import CompiledConstraint
@@ -70,6 +73,14 @@ class GenerationRequest:
         What its constraint begins after, and how long that may take.
     fingerprint : str
         Of the engine; see `Completion`.
+    generated_token_ids : tuple of int
+        The beginning of its output, which was sampled elsewhere: the request goes on after it.
+    resamples : bool
+        Whether its sampler has to see the logits that these were sampled from.
+    seed : int or None
+        Of what is drawn; None: that of `params`, or any.
+    n_unread : int
+        Deltas of before that its reader has not taken yet.
     """
 
     request_id: str
@@ -85,6 +96,10 @@ class GenerationRequest:
     spelled: Mapping[int, bytes] = field(default_factory=dict)
     thinking: Thinking | None = None
     fingerprint: str = ""
+    generated_token_ids: tuple[int, ...] = ()
+    resamples: bool = False
+    seed: int | None = None
+    n_unread: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +120,7 @@ class TokenLogprob:
 
     token_id: int
     text: str
-    bytes: bytes
+    bytes: builtins.bytes
     logprob: float
     top: tuple[TokenLogprob, ...] = ()
 
@@ -222,10 +237,35 @@ class Timings:
     itl_max_s: float | None
     n_preemptions: int
 
+    @classmethod
+    def of(
+        cls,
+        submitted: float,
+        admitted: float,
+        tokens: Sequence[float],
+        ended: float,
+        n_preemptions: int = 0,
+    ) -> Timings:
+        """From when things happened; `tokens` are the times of each."""
+        first = tokens[0] if tokens else ended
+        gaps = [later - earlier for earlier, later in pairwise(tokens)]
+        return cls(
+            queued_s=admitted - submitted,
+            prefill_s=first - admitted,
+            decode_s=tokens[-1] - first if tokens else 0.0,
+            ttft_s=first - submitted if tokens else None,
+            total_s=ended - submitted,
+            itl_p50_s=median(gaps) if gaps else None,
+            itl_max_s=max(gaps, default=None),
+            n_preemptions=n_preemptions,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:
     """All of one output; for a request that ended early, what there was of it.
+
+    Of one that went on after `generated` tokens: what came after them, but all of its calls.
 
     Attributes
     ----------

@@ -6,7 +6,7 @@ that a test can give it that and no more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 
@@ -15,6 +15,11 @@ class OutputVocabulary(Protocol):
 
     def piece(self, token: int) -> bytes: ...
     def is_eog(self, token: int) -> bool: ...
+
+
+def spelled_piece(spelled: Mapping[int, bytes], vocabulary: OutputVocabulary, token: int) -> bytes:
+    """What a token adds to a text in which some control tokens are spelled."""
+    return spelled[token] if token in spelled else vocabulary.piece(token)
 
 
 class SpellingVocabulary(Protocol):

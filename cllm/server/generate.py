@@ -27,6 +27,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
     params = sampling_of(body, engine.sampling_defaults, allow_grammar=state.config.allow_grammar)
     check_logprobs(state, params)
     check_length(engine, body.prompt)
+    check_length(engine, body.generated)
     if body.stream and params.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "is for answers that are not streamed")
     log_request(state, request_id, body.prompt)
@@ -43,6 +44,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
                 priority=body.priority,
                 timeout=body.timeout,
                 request_id=engine_id,
+                generated=body.generated,
             )
             on_each = on_delta if body.stream else None
             (completion,) = await run_streams([stream], observation, on_each)

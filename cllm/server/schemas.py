@@ -126,6 +126,7 @@ class GenerateFields(_Request):
     """`POST /generate`."""
 
     prompt: Prompt = Field(description="Text, or token ids", examples=["1+1="])
+    generated: Tokens = Field((), description="The beginning of the output: it goes on after these")
 
 
 GenerateBody: Any = create_model(

@@ -55,6 +55,10 @@ class AskedSampler:
     def accept(self, token: int) -> None:
         """Nothing to remember."""
 
+    def recall(self, token: int) -> None:
+        """See `TokenSampler`."""
+        self.accept(token)
+
     def close(self) -> None:
         """Nothing to free."""
 

@@ -254,7 +254,8 @@ class _Script:
     # --- The samplers ------------------------------------------------------------------------
     def _make_sampler(self, request: GenerationRequest) -> _ScriptedSampler:
         self.calls.count("make_sampler")
-        return _ScriptedSampler(self._choices)
+        seen = request.generated_token_ids if request.resamples else ()
+        return _ScriptedSampler(deque([*seen, *self._choices]))
 
     def _read_logprob(self, row: NDArray[np.float32], token: int, n_top: int) -> TokenLogprob:
         self.calls.count("read_logprob")

@@ -205,11 +205,9 @@ def _entry(values: dict[str, Any]) -> Entry:
 def _request(values: dict[str, Any]) -> GenerationRequest:
     biases = {int(token): bias for token, bias in values["params"]["logit_bias"].items()}
     params = SamplingParams(**{**values["params"], "logit_bias": biases})
-    prompt = tuple(values["prompt_token_ids"])
+    ids = {name: tuple(values[name]) for name in ("prompt_token_ids", "generated_token_ids")}
     spelled = {int(token): bytes.fromhex(name) for token, name in values["spelled"].items()}
-    return GenerationRequest(
-        **{**values, "prompt_token_ids": prompt, "params": params, "spelled": spelled}
-    )
+    return GenerationRequest(**{**values, **ids, "params": params, "spelled": spelled})
 
 
 def _ticked(batches: list[dict[str, Any]], events: list[dict[str, Any] | None]) -> Ticked:

@@ -101,6 +101,18 @@ def test_a_prompt_may_be_token_ids(client: httpx.Client) -> None:
     assert ask(client, tokens["tokens"]).json()["text"] == "7"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_goes_on_after_the_tokens_that_a_client_has(
+    client: httpx.Client, stream: bool
+) -> None:
+    whole = ask(client, LONG, seed=3, temperature=1.0).json()
+    cut = whole["token_ids"][:5]
+    response = ask(client, LONG, seed=3, temperature=1.0, generated=cut, stream=stream)
+    parts = events_of(response) if stream else [response.json()]
+    assert [t for part in parts for t in part["token_ids"]] == whole["token_ids"][5:]
+    assert whole["text"].endswith("".join(part["text"] for part in parts))
+
+
 def test_max_tokens_and_stop_end_an_answer_with_their_reason(client: httpx.Client) -> None:
     short = ask(client, LONG, max_tokens=3).json()
     assert (short["finish_reason"], short["stop_reason"]) == ("length", "max_tokens")
@@ -174,6 +186,9 @@ def test_what_changes_nothing_is_left_aside(client: httpx.Client, name: str) -> 
         ("prompt", [1.5]),
         ("prompt", [-1]),
         ("prompt", [260]),
+        ("generated", [260]),
+        ("generated", ["a"]),
+        ("generated", "text"),
         ("max_tokens", "10"),
         ("max_tokens", 0),
         ("temperature", "hot"),

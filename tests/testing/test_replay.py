@@ -14,7 +14,7 @@ from cllm.engine.core.engine_core import EngineCore
 from cllm.engine.core.messages import AddRequest, CancelRequest, ClearPrefixCache, Read
 from cllm.engine.core.tick_log import LoggedDecoder, LoggedVocabulary, TickLog
 from cllm.engine.sampling.logprobs import LogprobReader
-from cllm.engine.sampling_params import SamplingParams
+from cllm.engine.sampling_params import SamplingOptions, SamplingParams
 from cllm.errors import InvalidArgumentError
 from cllm.testing import FakeVocabulary, replay
 from cllm.testing.fake_decoder import Fault
@@ -57,7 +57,7 @@ class LoggedBench(Simulator):
 
 def log_of(path: Path, number: int, **options: Any) -> LoggedBench:
     """A random life: requests, cancellations, slow readers, faults."""
-    choose = random.Random(number)
+    choose, goes_on = random.Random(number), random.Random(f"goes on {number}")
     sim = LoggedBench(path, **options)
     kinds: list[Fault] = [1, 2, -1, -3, "nan", RuntimeError("scripted")]
     for _ in range(12):
@@ -66,13 +66,14 @@ def log_of(path: Path, number: int, **options: Any) -> LoggedBench:
                 choose.randint(1, 9)
             )
             request_id = sim.submit(
-                prompt[: sim.decoder.n_ctx_seq],
+                prompt[: sim.decoder.n_ctx_seq - 2],
                 params=SamplingParams(
                     temperature=choose.choice([0.0, 1.0]),
                     max_tokens=choose.choice([None, 3, 20]),
                     stop=choose.choice([(), "ab"]),
                 ),
                 priority=choose.randint(-1, 1),
+                generated=goes_on.choice([(), (), b"xy"]),
                 timeout=choose.choice([None, None, 4.0]),
             )
             sim.obey(AddRequest(sim.requests[request_id]))
@@ -112,7 +113,9 @@ def test_a_log_is_repeated_batch_by_batch_and_event_by_event(
         sim = log_of(path, number, latency_s=0.01, **options)
         result = replay(path)
         assert result.differences == [], number
-        assert result.n_batches == sim.decoder.n_decodes
+        # After a `seq_rm` that has failed, a batch may be refused before it is decoded.
+        n_refused = path.read_text().count('"error":"PositionError"')
+        assert result.n_batches == sim.decoder.n_decodes + n_refused
         n_batches += result.n_batches
     assert n_batches > 500
 
@@ -133,7 +136,7 @@ def changed(lines: list[dict[str, Any]], what: str) -> None:
 @pytest.mark.parametrize("what", ["batch", "event", "request"])
 def test_a_replay_that_differs_says_where(tmp_path: Path, what: str) -> None:
     path = tmp_path / "ticks.jsonl"
-    log_of(path, 3)
+    log_of(path, 7)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     changed(lines, what)
     path.write_text("\n".join(map(json.dumps, lines)))
@@ -161,9 +164,9 @@ def test_a_file_that_is_no_tick_log_is_refused(tmp_path: Path) -> None:
         ('{"format": "cllm tick log 0"}', "of the format 'cllm tick log 0', must be"),
         ("{}", "of the format None, must be"),
         ("5", "malformed in line 1"),
-        ('{"format": "cllm tick log 5"}', "malformed in line 1.*kv_cache"),
-        ('{"format": "cllm tick log 5", "kv_cache": 5}', "malformed in line 1"),
-        ('{"format": "cllm tick log 5", "kv_cache": {"n_cells": 1}}', "malformed in line 1"),
+        ('{"format": "cllm tick log 6"}', "malformed in line 1.*kv_cache"),
+        ('{"format": "cllm tick log 6", "kv_cache": 5}', "malformed in line 1"),
+        ('{"format": "cllm tick log 6", "kv_cache": {"n_cells": 1}}', "malformed in line 1"),
     ],
 )
 def test_a_header_of_another_kind_is_refused_by_name(
@@ -186,7 +189,7 @@ def test_a_header_of_another_kind_is_refused_by_name(
 )  # fmt: skip
 def test_a_line_that_no_log_has_is_refused_by_its_number(tmp_path: Path, wrong: str) -> None:
     path = tmp_path / "ticks.jsonl"
-    log_of(path, 3)
+    log_of(path, 7)
     head, *rest = path.read_text().splitlines()
     path.write_text("\n".join([head, rest[0], wrong, *rest[1:], ""]))
     with pytest.raises(ValueError, match=r"ticks\.jsonl is malformed in line 3"):
@@ -197,7 +200,7 @@ def test_a_line_that_no_log_has_is_refused_by_its_number(tmp_path: Path, wrong: 
 def test_a_log_that_ends_within_a_line_is_repeated_up_to_it(tmp_path: Path, n_lost: int) -> None:
     """The disk was full, or the process was killed; a newline alone is no loss."""
     path = tmp_path / "ticks.jsonl"
-    log_of(path, 3)
+    log_of(path, 7)
     n_ticks = replay(path).n_ticks
     path.write_bytes(path.read_bytes()[:-n_lost])
     result = replay(path)
@@ -216,6 +219,19 @@ async def test_a_long_prompt_beside_a_stream_is_cut_again_as_the_engine_cut_it(
         assert len(prompt) > 600
         with submitted_together(engine, 2):
             await engine.generate_all(["count:1..30", prompt], temperature=0, max_tokens=30)
+    replay(path).check()
+
+
+@pytest.mark.anyio
+async def test_requests_that_went_on_after_given_tokens_go_on_again(
+    anyio_backend: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "ticks.jsonl"
+    xtc: SamplingOptions = {"xtc_probability": 0.5, "xtc_threshold": 0.05}
+    async with Engine(n_ctx=512, n_seq_max=2, tick_log=path, **QUIET) as engine:
+        ids = await engine.tokenize("12, 3, ", add_special=False)
+        for sampling in ({"temperature": 0.0}, {"seed": 1}, {"seed": 1, **xtc}):
+            await engine.generate("count:", generated=ids, max_tokens=20, **sampling)
     replay(path).check()
 
 

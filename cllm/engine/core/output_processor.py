@@ -141,12 +141,16 @@ class OutputProcessor:
             self._manager.truncate(sequence.slot, sequence.n_settled)
 
     def _score(self, sequence: Sequence, logits: NDArray[np.float32]) -> bool:
-        """Each of these rows says how likely the prompt token after it was, if one is left."""
-        n_top = sequence.request.params.prompt_logprobs or 0
+        """Show these rows to those who want to know what the tokens after them were chosen from."""
+        n_top, sampler = sequence.request.params.prompt_logprobs or 0, sequence.sampler
         try:
-            for row in logits[: sequence.n_prompt - sequence.n_scored]:
+            for row in logits[: sequence.n_to_score - sequence.n_scored]:
                 token = sequence.tokens[sequence.n_scored]
-                sequence.append_prompt_logprob(self._read_logprob(row, token, n_top))
+                if sequence.n_scored < sequence.n_prompt:
+                    sequence.append_prompt_logprob(self._read_logprob(row, token, n_top))
+                elif sampler is not None:
+                    self._sampler.resample(row, sampler, token)
+                sequence.n_scored += 1
         except Exception as error:
             self._fail(sequence, error)
             return False
@@ -188,11 +192,9 @@ class OutputProcessor:
         if self._vocabulary.is_eog(token) or token in params.stop_token_ids:
             self._end(sequence, TokenDelta("", (token,), FinishReason.STOP, token, logprobs))
             return
-        detokenizer, spelled = sequence.detokenizer, sequence.request.spelled
-        piece = spelled[token] if token in spelled else self._vocabulary.piece(token)
-        text = sequence.append_text(detokenizer.push(piece))
+        text = sequence.append_text(sequence.push(token, self._vocabulary))
         reason, stop_reason = None, None
-        if (match := detokenizer.stop_match) is not None:
+        if (match := sequence.detokenizer.stop_match) is not None:
             reason, stop_reason = FinishReason.STOP, match
         elif sequence.n_output == params.max_tokens:
             reason, stop_reason = FinishReason.LENGTH, "max_tokens"

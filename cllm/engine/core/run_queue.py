@@ -19,6 +19,7 @@ from cllm.engine.core.statistics import Recorder
 from cllm.engine.core.tick_cost import TickCost
 from cllm.engine.request import FinishReason, GenerationRequest, TokenDelta
 from cllm.engine.sampling.batch_sampler import TokenSampler
+from cllm.engine.vocabulary import OutputVocabulary
 from cllm.errors import EngineFailedError, GenerationError
 
 logger = logging.getLogger("cllm.engine")
@@ -44,6 +45,7 @@ class RunQueue:
         tick_cost: TickCost,
         recorder: Recorder,
         make_sampler: MakeSampler,
+        vocabulary: OutputVocabulary,
         *,
         stream_buffer: int,
         clock: Callable[[], float],
@@ -53,6 +55,7 @@ class RunQueue:
         self._tick_cost = tick_cost
         self._recorder = recorder
         self._make_sampler = make_sampler
+        self._vocabulary = vocabulary
         self._stream_buffer = stream_buffer
         self._clock = clock
         self._by_id: dict[str, Sequence] = {}
@@ -68,6 +71,7 @@ class RunQueue:
         self.waiting.append(sequence)
         try:
             sequence.sampler = self._make_sampler(request)
+            sequence.recall(self._vocabulary)
         except Exception as error:
             self.finish(sequence, last_delta(FinishReason.ERROR), cause=error)
             return
@@ -178,16 +182,13 @@ class RunQueue:
         self._manager.leave(sequence, keep=cause is None)
         error = None
         if cause is not None:
-            error = GenerationError(f"request {sequence.request_id} failed: {cause}")
-            error.__cause__ = cause
+            error = GenerationError.of(sequence.request_id, cause)
         self._report(sequence, delta, error)
 
     def fail_all(self, cause: BaseException) -> None:
         """The engine has failed: end every request, leaving llama.cpp alone."""
         for sequence in list(self._by_id.values()):
-            error = EngineFailedError(f"the engine has failed: {cause!r}")
-            error.__cause__ = cause
-            self._report(sequence, last_delta(FinishReason.ERROR), error)
+            self._report(sequence, last_delta(FinishReason.ERROR), EngineFailedError.of(cause))
 
     def _report(
         self,

@@ -7,8 +7,6 @@ output) and `n_computed`, and every tick moves the second towards the first.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
-from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +22,7 @@ from cllm.engine.request import (
     Usage,
 )
 from cllm.engine.sampling.batch_sampler import TokenSampler
+from cllm.engine.vocabulary import OutputVocabulary, spelled_piece
 
 # One level of priority is worth so many seconds of waiting: nothing starves.
 AGEING_S = 5.0
@@ -65,16 +64,19 @@ class Sequence:
         Guesses of its tokens, and those that were right.
     n_unread : int
         Deltas that the reader has not taken yet.
-    n_scored : int
-        Prompt tokens whose log probability is known, or never wanted; the row before the next of
-        them is an output row.
+    n_given : int
+        Tokens of the prompt, and of the output as far as it was sampled elsewhere.
+    n_scored, n_to_score : int
+        Tokens whose logits have been seen, or are never wanted, and how many that shall be; the row
+        before the next of them is an output row.
     """
 
     def __init__(self, request: GenerationRequest, *, stream_buffer: int = 64) -> None:
         self.request = request
         self.sampler: TokenSampler | None = None
-        self.tokens = list(request.prompt_token_ids)
-        self.n_prompt = len(self.tokens)
+        self.tokens = [*request.prompt_token_ids, *request.generated_token_ids]
+        self.n_prompt = len(request.prompt_token_ids)
+        self.n_given = len(self.tokens)
         self.slot: Slot | None = None
         self.is_placed = False
         self.leader: Sequence | None = None
@@ -84,16 +86,17 @@ class Sequence:
         self.detokenizer = Detokenizer(request.params.stop, strips_space=request.strips_space)
         first_scored = request.first_scored
         self.n_scored = self.n_prompt if first_scored is None else first_scored
+        self.n_to_score = self.n_given if request.resamples else self.n_prompt
         self._prompt_logprobs: list[TokenLogprob] = []
         self._logprobs: list[TokenLogprob] = []
-        self.n_unread = 0
+        self.n_unread = request.n_unread
         self._stream_buffer = stream_buffer
         self.n_preemptions = 0
         self._texts: list[str] = []
         self._admitted_at: float | None = None
         self._token_times: list[float] = []
         self._array: NDArray[np.int32] = np.array(self.tokens, np.int32)
-        self._n_in_array = self.n_prompt
+        self._n_in_array = self.n_given
 
     @property
     def request_id(self) -> str:
@@ -122,8 +125,8 @@ class Sequence:
 
     @property
     def is_scored(self) -> bool:
-        """Whether no log probability of the prompt is wanted any more."""
-        return self.n_scored >= self.n_prompt
+        """Whether nobody wants to see the logits of a token that was given any more."""
+        return self.n_scored >= self.n_to_score
 
     @property
     def n_settled(self) -> int:
@@ -139,8 +142,13 @@ class Sequence:
 
     @property
     def n_output(self) -> int:
-        """Sampled tokens."""
+        """Tokens of the output, those that were sampled elsewhere among them."""
         return len(self.tokens) - self.n_prompt
+
+    @property
+    def n_sampled(self) -> int:
+        """Tokens that were sampled here."""
+        return len(self.tokens) - self.n_given
 
     @property
     def is_ready(self) -> bool:
@@ -186,13 +194,31 @@ class Sequence:
         """Start computing after `n_shared` tokens; return how many of them are prompt tokens."""
         self.is_placed, self.leader, self.n_expected = True, None, 0
         n_cached = min(n_shared, self.n_prompt)
-        if not self.n_output and not self.n_preemptions:
+        if not self.n_sampled and not self.n_preemptions:
             self.n_cached = n_cached
         return n_cached
 
     def leave(self) -> None:
         """It holds nothing any more."""
         self.slot, self.leader, self.is_placed, self.n_expected = None, None, False, 0
+
+    def recall(self, vocabulary: OutputVocabulary) -> None:
+        """Bring text and sampler to where tokens that were sampled elsewhere have brought them.
+
+        Raises
+        ------
+        InvalidArgumentError
+            The output could not have gone on with one of them.
+        """
+        request, sampler = self.request, self.sampler
+        for token in request.generated_token_ids:
+            self.push(token, vocabulary)
+            if sampler is not None and not request.resamples:
+                sampler.recall(token)
+
+    def push(self, token: int, vocabulary: OutputVocabulary) -> str:
+        """The text that is certain once the output has gone on with this token."""
+        return self.detokenizer.push(spelled_piece(self.request.spelled, vocabulary, token))
 
     def append(self, token: int, now: float) -> None:
         """Add a sampled token."""
@@ -202,7 +228,6 @@ class Sequence:
     def append_prompt_logprob(self, logprob: TokenLogprob) -> None:
         """Add the log probability of the next prompt token."""
         self._prompt_logprobs.append(logprob)
-        self.n_scored += 1
 
     def append_logprob(self, logprob: TokenLogprob) -> tuple[TokenLogprob]:
         """Add the log probability of a sampled token."""
@@ -222,18 +247,24 @@ class Sequence:
         return Completion(
             request_id=self.request_id,
             text="".join(self._texts),
-            token_ids=tuple(self.tokens[self.n_prompt :]),
+            token_ids=tuple(self.tokens[self.n_given :]),
             prompt_token_ids=self.request.prompt_token_ids,
             finish_reason=reason,
             stop_reason=stop_reason,
             usage=Usage(
                 n_prompt=self.n_prompt,
                 n_cached=self.n_cached,
-                n_output=self.n_output,
+                n_output=self.n_sampled,
                 n_drafted=self.n_drafted,
                 n_accepted=self.n_accepted,
             ),
-            timings=self._timings(now),
+            timings=Timings.of(
+                self.request.submitted_at,
+                now if self._admitted_at is None else self._admitted_at,
+                self._token_times,
+                now,
+                self.n_preemptions,
+            ),
             fingerprint=self.request.fingerprint,
             logprobs=None if self.request.params.logprobs is None else tuple(self._logprobs),
             prompt_logprobs=(
@@ -241,23 +272,6 @@ class Sequence:
                 if self.request.first_scored is None
                 else (*[None] * self.request.first_scored, *self._prompt_logprobs)
             ),
-        )
-
-    def _timings(self, now: float) -> Timings:
-        submitted = self.request.submitted_at
-        times = self._token_times
-        admitted = now if self._admitted_at is None else self._admitted_at
-        first = times[0] if times else now
-        gaps = [later - earlier for earlier, later in pairwise(times)]
-        return Timings(
-            queued_s=admitted - submitted,
-            prefill_s=first - admitted,
-            decode_s=times[-1] - first if times else 0.0,
-            ttft_s=first - submitted if times else None,
-            total_s=now - submitted,
-            itl_p50_s=median(gaps) if gaps else None,
-            itl_max_s=max(gaps, default=None),
-            n_preemptions=self.n_preemptions,
         )
 
     def __repr__(self) -> str:

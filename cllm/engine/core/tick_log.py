@@ -47,7 +47,7 @@ logger = logging.getLogger("cllm.engine")
 T = TypeVar("T")
 
 # Another one for each change of what a line says: no replay then takes an old log for a wrong one.
-FORMAT = "cllm tick log 5"
+FORMAT = "cllm tick log 6"
 KV_CACHE = ("n_cells", "n_seq_ids", "n_ctx_seq", "kv_unified", "has_pos_min", "is_windowed")
 DECODER = ("n_batch", "n_outputs_max", "separates_prompts")
 # What of the configuration, with its None replaced, decides about ticks.

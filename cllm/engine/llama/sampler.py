@@ -9,7 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeVar
 
 import numpy as np
@@ -23,6 +23,7 @@ from cllm.engine.sampling.batch_sampler import TokenSampler
 from cllm.engine.sampling.row_sampler import TOUCHING, RowSampler
 from cllm.engine.sampling.thinking import ThinkingConstraint, ThinkingFamily
 from cllm.engine.sampling_params import SamplingParams, window
+from cllm.engine.vocabulary import spelled_piece
 from cllm.errors import CllmError
 
 logger = logging.getLogger("cllm.engine")
@@ -143,6 +144,10 @@ class LlamaChain:
         """Remember what was chosen, if anything depends on it."""
         if self._chain.remembers:
             self._chain.accept(token)
+
+    def draw(self) -> None:
+        """Draw as for one token, from nothing: samplers leave a single candidate alone."""
+        self._chain.apply(Candidates(np.zeros(1, np.int32), np.zeros(1, np.float32)))
 
     def _decide(self, candidates: Candidates, largest: float) -> int:
         # The largest of the row may be banned, and nothing finite left: `apply` says so.  The ids
@@ -282,7 +287,9 @@ class SamplerFactory:
         ):
             return None
         prompt = request.prompt_token_ids
-        seed = secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed
+        seed = request.seed if params.seed is None else params.seed
+        if seed is None:
+            seed = secrets.randbelow(MAX_SEED + 1)
         with ExitStack() as unfinished:  # what refuses its arguments leaves nothing open
             constraint = self._constraint(request)
             if constraint is not None:
@@ -312,11 +319,7 @@ class SamplerFactory:
         inner, rules = self._answer_constraint(request), request.thinking
         if rules is None:
             return inner
-        spelled, piece = request.spelled, self._model.vocab.piece
-
-        def spelling(token: int) -> bytes:
-            return spelled[token] if token in spelled else piece(token)
-
+        spelling = partial(spelled_piece, request.spelled, self._model.vocab)
         return ThinkingConstraint(self._thinking, rules, inner, spelling)
 
     def _answer_constraint(self, request: GenerationRequest) -> TokenConstraint | None:

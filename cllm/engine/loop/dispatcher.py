@@ -7,7 +7,6 @@ from typing import Any
 
 import anyio
 
-from cllm.engine.chat.output_parser import OutputParser
 from cllm.engine.core.messages import (
     AddRequest,
     Audit,
@@ -65,10 +64,12 @@ class Dispatcher:
         return request_id in self._channels
 
     def submit(
-        self, request: GenerationRequest, capacity: int, parser: OutputParser | None = None
+        self,
+        request: GenerationRequest,
+        capacity: int,
+        channels: OutputChannels | None = None,
     ) -> Channel:
         """Send a request to the thread; its deltas arrive in the channel."""
-        channels = None if parser is None else OutputChannels(parser)
         channel = Channel(request.request_id, self._inbox, self._loop_guard, capacity, channels)
         self._channels[request.request_id] = channel
         self._inbox.put(AddRequest(request))

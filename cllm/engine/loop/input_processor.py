@@ -21,6 +21,7 @@ from cllm.engine.chat.control_tokens import Piece
 from cllm.engine.chat.template_abilities import TemplateAbilities
 from cllm.engine.constraint import CompiledConstraint
 from cllm.engine.loop.dispatcher import Dispatcher
+from cllm.engine.loop.output_channels import OutputChannels
 from cllm.engine.loop.queue_gate import QueueGate
 from cllm.engine.loop.request_call import (
     Prompt,
@@ -29,9 +30,11 @@ from cllm.engine.loop.request_call import (
     check_prompt,
     check_tokens,
     new_request_id,
+    text_told,
 )
 from cllm.engine.loop.stream import Channel
 from cllm.engine.request import GenerationRequest, RenderedPrompt, Thinking
+from cllm.engine.sampling.row_sampler import resamples
 from cllm.engine.sampling_params import SamplingParams
 from cllm.engine.thread.backend import Constraints
 from cllm.engine.thread.worker_thread import WorkerThreads
@@ -103,6 +106,7 @@ class InputProcessor:
         tokens: tuple[int, ...] = ()
         answer: AnswerFormat | None = None
         constraint: CompiledConstraint | None = None
+        told, strips_space = "", False
         self._gate.enter()
         try:
             # What expires here is submitted all the same: it ends as every other that expires.
@@ -111,13 +115,14 @@ class InputProcessor:
                     tokens, answer = await self._chat_tokens(call.prompt)
                 else:
                     tokens = await self._tokens(call.prompt)
-                check_tokens(tokens, call.params, self._n_ctx, vocabulary.n_tokens)
+                check_tokens(tokens, call.params, self._n_ctx, vocabulary.n_tokens, call.generated)
                 self._warn_of_length(len(tokens))
+                strips_space = vocabulary.prefixes_space and _begins_text(call.prompt, vocabulary)
+                told = await self._told(call, answer, strips_space=strips_space)
                 constraint = await self._compile(call.params, answer)
             self._check_serving(draining=True)
             if self._dispatcher.is_open(call.request_id):
                 raise InvalidRequestError("request_id", call.request_id, "not in use")
-            strips_space = vocabulary.prefixes_space and _begins_text(call.prompt, vocabulary)
         except BaseException:
             self._gate.leave(is_served=False)
             raise
@@ -130,6 +135,7 @@ class InputProcessor:
         if scope.cancelled_caught:  # without its constraint, it must not compute a token
             deadline = submitted_at
         model = self._dispatcher.model
+        thinking = _thinking_of(answer, call.params, constraint)
         request = GenerationRequest(
             request_id=call.request_id,
             serial=self._n_serial,
@@ -142,13 +148,35 @@ class InputProcessor:
             strips_space=strips_space,
             constraint=constraint,
             spelled={} if answer is None else answer.spelled,
-            thinking=_thinking_of(answer, call.params, constraint),
+            thinking=thinking,
             fingerprint="" if model is None else model.fingerprint,
+            generated_token_ids=call.generated,
+            resamples=bool(call.generated) and resamples(call.params, constraint, thinking),
         )
         # The ids of calls are nobody else's, even where a gateway gives all requests one id.
         seed = f"{call.request_id}:{secrets.token_hex(8)}"
-        parser = None if answer is None else answer.parser(seed)
-        return self._dispatcher.submit(request, self._stream_buffer, parser)
+        channels = None if answer is None else OutputChannels(answer.parser(seed), told)
+        return self._dispatcher.submit(request, self._stream_buffer, channels)
+
+    async def _told(
+        self, call: RequestCall, answer: AnswerFormat | None, *, strips_space: bool
+    ) -> str:
+        """What the reader has been told of an output that goes on."""
+        if not call.generated:
+            return ""
+        vocabulary = self._check_serving(draining=True)
+
+        def tell() -> str:
+            return text_told(
+                call.generated,
+                call.params,
+                vocabulary,
+                spelled={} if answer is None else answer.spelled,
+                strips_space=strips_space,
+            )
+
+        is_short = len(call.generated) <= SHORT_TOKENS
+        return tell() if is_short else await self._tokenizer.run(tell)
 
     def _warn_of_length(self, n_tokens: int) -> None:
         """Once: a prompt longer than any that the model was trained on."""

@@ -17,14 +17,20 @@ class OutputChannels:
     Parameters
     ----------
     parser : OutputParser
+    told : str
+        What its reader has been told before: it is in no delta, and of the completion in the calls
+        alone.
     """
 
-    def __init__(self, parser: OutputParser) -> None:
+    def __init__(self, parser: OutputParser, told: str = "") -> None:
         self._parser = parser
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[_Call] = []
         self._n_reasoning = 0
+        if told:
+            self._note(parser.push(told))
+            self._content, self._reasoning = [], []
 
     def split(self, delta: TokenDelta) -> TokenDelta:
         """The delta with its text in the channels that it belongs to."""
@@ -61,15 +67,18 @@ class OutputChannels:
         return last, whole
 
     def _told(self, delta: TokenDelta, told: ParsedText) -> TokenDelta:
+        self._note(told)
+        return replace(
+            delta, text=told.content, reasoning=told.reasoning, tool_calls=told.tool_calls
+        )
+
+    def _note(self, told: ParsedText) -> None:
         self._content.append(told.content)
         self._reasoning.append(told.reasoning)
         for piece in told.tool_calls:
             if piece.name is not None:
                 self._calls.append(_Call(piece))
             self._calls[piece.index].arguments.append(piece.arguments)
-        return replace(
-            delta, text=told.content, reasoning=told.reasoning, tool_calls=told.tool_calls
-        )
 
 
 class _Call:

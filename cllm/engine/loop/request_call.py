@@ -12,7 +12,9 @@ from typing import Any, TypedDict, cast
 
 from cllm.checks import INT32_MAX, MAX_TEXT_BYTES, check_float, check_int, encode_text
 from cllm.engine.chat.chat_prompt import ChatPrompt
+from cllm.engine.core.detokenizer import Detokenizer
 from cllm.engine.sampling_params import SamplingOptions, SamplingParams
+from cllm.engine.vocabulary import OutputVocabulary, spelled_piece
 from cllm.errors import InvalidRequestError, PromptTooLongError
 
 Prompt = str | Sequence[int]
@@ -30,6 +32,8 @@ class RequestCall:
     ----------
     first_scored : int or None
         See `GenerationRequest`.
+    generated : tuple of int
+        The output so far.
     """
 
     prompt: str | tuple[int, ...] | ChatPrompt
@@ -38,6 +42,7 @@ class RequestCall:
     timeout: float | None
     request_id: str
     first_scored: int | None = None
+    generated: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         error = InvalidRequestError
@@ -48,6 +53,11 @@ class RequestCall:
             check_float("timeout", self.timeout, 0.0, 1e9, error)
         if not isinstance(self.request_id, str) or not 1 <= len(self.request_id) <= 256:
             raise error("request_id", self.request_id, "a string of 1 to 256 characters")
+        n_generated, n_most = len(self.generated), self.params.max_tokens
+        if n_most is not None and n_generated and n_generated >= n_most:
+            raise error(
+                "generated", n_generated, f"fewer tokens than max_tokens, which is {n_most}"
+            )
 
 
 def new_request_id() -> str:
@@ -96,6 +106,7 @@ def call_of(
     priority: int,
     timeout: float | None,
     request_id: str | None,
+    generated: Sequence[int] = (),
 ) -> RequestCall:
     """The arguments that all ways to make a request have in common."""
     if params is not None and sampling:
@@ -109,6 +120,7 @@ def call_of(
         priority=priority,
         timeout=timeout,
         request_id=new_request_id() if request_id is None else request_id,
+        generated=_token_ids("generated", generated),
     )
 
 
@@ -137,9 +149,13 @@ def check_prompt(prompt: Prompt, field: str = "prompt") -> str | tuple[int, ...]
     """The prompt as text or as token ids."""
     if isinstance(prompt, str):
         return prompt
-    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
-        raise InvalidRequestError(field, prompt, "a string or a sequence of token ids")
-    return tuple(check_int(field, token, 0, INT32_MAX, InvalidRequestError) for token in prompt)
+    return _token_ids(field, prompt, "a string or a sequence of token ids")
+
+
+def _token_ids(field: str, ids: object, limit: str = "a sequence of token ids") -> tuple[int, ...]:
+    if not isinstance(ids, Sequence) or isinstance(ids, str | bytes | bytearray | memoryview):
+        raise InvalidRequestError(field, ids, limit)
+    return tuple(check_int(field, token, 0, INT32_MAX, InvalidRequestError) for token in ids)
 
 
 def check_length(text: str, n_ctx: int, field: str = "prompt") -> None:
@@ -151,16 +167,48 @@ def check_length(text: str, n_ctx: int, field: str = "prompt") -> None:
         raise InvalidRequestError(field, f"{n_bytes} bytes", f"at most {MAX_TEXT_BYTES} bytes")
 
 
-def check_tokens(tokens: tuple[int, ...], params: SamplingParams, n_ctx: int, n_vocab: int) -> None:
+def check_tokens(
+    tokens: tuple[int, ...],
+    params: SamplingParams,
+    n_ctx: int,
+    n_vocab: int,
+    generated: tuple[int, ...] = (),
+) -> None:
     """Refuse token ids that the context or the vocabulary has no place for."""
     if not tokens:
         raise InvalidRequestError("prompt", "", "at least one token")
-    if len(tokens) > n_ctx:
-        raise PromptTooLongError(len(tokens), n_ctx)
+    if (n_tokens := len(tokens) + len(generated)) > n_ctx:
+        raise PromptTooLongError(n_tokens, n_ctx)
     for field, ids in (
         ("prompt", tokens),
+        ("generated", generated),
         ("stop_token_ids", params.stop_token_ids),
         ("logit_bias", tuple(params.logit_bias)),
     ):
         if ids and max(ids) >= n_vocab:
             raise InvalidRequestError(field, max(ids), f"token ids 0 to {n_vocab - 1}")
+
+
+def text_told(
+    generated: tuple[int, ...],
+    params: SamplingParams,
+    vocabulary: OutputVocabulary,
+    *,
+    spelled: Mapping[int, bytes],
+    strips_space: bool,
+) -> str:
+    """What the reader of an output has been told after these tokens.
+
+    Raises
+    ------
+    InvalidRequestError
+        The output has ended with them.
+    """
+    detokenizer, texts = Detokenizer(params.stop, strips_space=strips_space), []
+    for token in generated:
+        is_end = vocabulary.is_eog(token) or token in params.stop_token_ids
+        if not is_end:
+            texts.append(detokenizer.push(spelled_piece(spelled, vocabulary, token)))
+        if is_end or detokenizer.stop_match is not None:
+            raise InvalidRequestError("generated", token, "tokens of an output that has not ended")
+    return "".join(texts)

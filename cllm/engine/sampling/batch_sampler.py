@@ -48,6 +48,17 @@ class TokenSampler(Protocol):
     def accept(self, token: int) -> None:
         """Remember what was chosen in the end."""
 
+    def recall(self, token: int) -> None:
+        """Remember a token that was chosen elsewhere, and draw as often as that took.
+
+        Enough where the draws do not depend on logits; see `draws_by_logits`.
+
+        Raises
+        ------
+        InvalidArgumentError
+            The output could not have gone on with it.
+        """
+
     def close(self) -> None:
         """Free what it holds."""
 
@@ -93,6 +104,30 @@ class BatchSampler:
         """
         if len(rows) == len(logits) and all(map(_takes_largest, samplers)):
             return self._largest(logits, samplers)
+        results = self._choose(logits, rows, samplers)
+        return [_accept(token, sampler) for token, sampler in zip(results, samplers, strict=True)]
+
+    def resample(self, row: NDArray[np.float32], sampler: TokenSampler, token: int) -> None:
+        """Let a sampler see what a token was chosen from elsewhere: it is as if it had chosen that.
+
+        Raises
+        ------
+        Exception
+            What the row met, or the output could not have gone on with the token.
+        """
+        (chosen,) = self._choose(row.reshape(1, -1), [0], [sampler])
+        if isinstance(chosen, Exception):
+            raise chosen
+        check_recalled(token, sampler.constraint)
+        sampler.accept(token)
+
+    def _choose(
+        self,
+        logits: NDArray[np.float32],
+        rows: Sequence[int],
+        samplers: Sequence[TokenSampler | None],
+    ) -> list[int | Exception]:
+        """A token for each row, which its sampler does not remember yet."""
         results = [
             self._attempt(logits[row], sampler) for row, sampler in zip(rows, samplers, strict=True)
         ]
@@ -111,7 +146,7 @@ class BatchSampler:
                 if isinstance(mask, Exception)
                 else self._attempt(self._mask(logits[rows[index]], mask), sampler, mask)
             )
-        return [_accept(token, sampler) for token, sampler in zip(results, samplers, strict=True)]
+        return results
 
     def _largest(
         self, logits: NDArray[np.float32], samplers: Sequence[TokenSampler | None]
@@ -177,6 +212,12 @@ class BatchSampler:
         self._masked.fill(-np.inf)
         np.copyto(self._masked, row, where=mask)
         return self._masked
+
+
+def check_recalled(token: int, constraint: TokenConstraint | None) -> None:
+    """Refuse a token that a constraint forbids."""
+    if constraint is not None and not constraint.allows(token):
+        raise InvalidArgumentError("generated", token, "tokens that the constraint allows")
 
 
 def _takes_largest(sampler: TokenSampler | None) -> bool:

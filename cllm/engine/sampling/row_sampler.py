@@ -18,7 +18,9 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.engine.constraint import Mask, TokenConstraint
+from cllm.engine.constraint import CompiledConstraint, Mask, TokenConstraint
+from cllm.engine.request import Thinking
+from cllm.engine.sampling.batch_sampler import check_recalled
 from cllm.engine.sampling.row_scan import RowScan
 from cllm.engine.sampling_params import SamplingParams, window
 
@@ -38,6 +40,9 @@ class Chain(Protocol):
         """One of a row's tokens, but none of `banned`, which are in ascending order."""
 
     def accept(self, token: int) -> None: ...
+    def draw(self) -> None:
+        """Draw as for one token, from nothing."""
+
     def close(self) -> None: ...
 
 
@@ -116,6 +121,12 @@ class RowSampler:
         self._recent.append(token)
         self._n_until_end -= 1
 
+    def recall(self, token: int) -> None:
+        """See `TokenSampler`."""
+        check_recalled(token, self.constraint)
+        self._chain.draw()
+        self.accept(token)
+
     def close(self) -> None:
         """Free what it holds."""
         try:
@@ -192,6 +203,31 @@ def _window(params: SamplingParams, n_ctx: int) -> int:
     if params.has_dry:
         lengths.append(window(params.dry_penalty_last_n, n_ctx))
     return max(lengths)
+
+
+def draws_by_logits(params: SamplingParams, *, is_constrained: bool) -> bool:
+    """Whether how often it draws, or what it remembers, depends on logits and not on tokens alone.
+
+    The last sampler of a chain draws once for each token; xtc only where two candidates are left,
+    and a constraint lets it draw again where the first token is refused.
+    """
+    if params.is_greedy:
+        return False
+    return bool(
+        is_constrained
+        or params.mirostat
+        or params.adaptive_target >= 0
+        or "xtc" in params.active_samplers
+    )
+
+
+def resamples(
+    params: SamplingParams, constraint: CompiledConstraint | None, thinking: Thinking | None
+) -> bool:
+    """Whether a sampler has to see what tokens were chosen from elsewhere, to be where it was."""
+    # How a thought ends may depend on what the model wanted to say instead.
+    is_constrained = constraint is not None or params.grammar is not None
+    return thinking is not None or draws_by_logits(params, is_constrained=is_constrained)
 
 
 def narrowing(params: SamplingParams) -> list[str]:

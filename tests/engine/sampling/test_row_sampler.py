@@ -281,6 +281,9 @@ class Watched:
     def accept(self, token: int) -> None:
         self.accepted.append(token)
 
+    def draw(self) -> None:
+        raise AssertionError("nothing was chosen elsewhere")
+
     def close(self) -> None:
         """Nothing to free."""
 

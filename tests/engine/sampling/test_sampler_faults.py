@@ -58,6 +58,9 @@ class CannotHappen:
     def accept(self, token: int) -> None:
         raise AssertionError("nothing was chosen")
 
+    def recall(self, token: int) -> None:
+        raise AssertionError(f"{token}: nothing was chosen elsewhere")
+
     def close(self) -> None:
         """Nothing to free."""
 
@@ -127,6 +130,9 @@ class BrokenChain:
         raise self._error
 
     def accept(self, token: int) -> None:
+        raise self._error
+
+    def draw(self) -> None:
         raise self._error
 
     def close(self) -> None:
