@@ -129,6 +129,20 @@ class EngineFlags:
             "--deterministic/--no-deterministic",
         ),
     ] = None
+    process: Annotated[
+        bool | None,
+        _engine(
+            "Run llama.cpp in a process of its own: if that crashes, all requests go on in a new one.",
+            "--process/--no-process",
+        ),
+    ] = None
+    hang_timeout_s: Annotated[
+        float | None,
+        _engine(
+            "With --process: seconds without a sign of life after which it is started anew.",
+            "--hang-timeout-s", default=_ENGINE.hang_timeout_s,
+        ),
+    ] = None  # fmt: skip
     speculation: Annotated[
         str | None,
         _engine(

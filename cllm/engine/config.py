@@ -49,6 +49,8 @@ class EngineOptions(TypedDict, total=False):
     target_itl_ms: float | None
     stream_buffer: int
     stall_timeout_s: float
+    process: bool
+    hang_timeout_s: float | None
     tick_log: str | Path | None
     preflight: bool | Literal["unseen"]
     rope_scaling: str | None
@@ -127,6 +129,11 @@ class EngineConfig:
         Deltas held for a reader that does not read, before its sequence pauses.
     stall_timeout_s : float
         Seconds in one tick after which `health()` says "stalled".
+    process : bool
+        Run llama.cpp in a process of its own: if that ends, a new one goes on with every request.
+    hang_timeout_s : float, optional
+        With `process`: after so many seconds without a sign of life, or in one tick that computes
+        nothing, it is killed and started anew.  None: never.
     tick_log : str or Path, optional
         Write every command and every tick's plan and outcome to this file, a JSON object a line;
         `cllm.testing.replay` repeats them without a model.  Holds prompts and answers.
@@ -176,6 +183,8 @@ class EngineConfig:
     target_itl_ms: float | None = None
     stream_buffer: int = 64
     stall_timeout_s: float = 30.0
+    process: bool = False
+    hang_timeout_s: float | None = 60.0
     tick_log: str | Path | None = None
     preflight: bool | Literal["unseen"] = False
     rope_scaling: str | None = None
@@ -213,6 +222,7 @@ class EngineConfig:
         check_int("n_gpu_layers", self.n_gpu_layers, -1, 2**31 - 1)
         for field in (
             "use_mmap", "use_mlock", "check_tensors", "model_sampling", "deterministic",
+            "process",
         ):  # fmt: skip
             check_bool(field, getattr(self, field))
         if self.kv_unified != AUTO and not isinstance(self.kv_unified, bool):
@@ -224,6 +234,8 @@ class EngineConfig:
         check_int("max_queue", self.max_queue, 0, 1 << 20)
         check_int("stream_buffer", self.stream_buffer, 1, 1 << 20)
         check_float("stall_timeout_s", self.stall_timeout_s, 0.001, 1e6)
+        if self.hang_timeout_s is not None:
+            check_float("hang_timeout_s", self.hang_timeout_s, 1.0, 1e6)
         for field in ("model", "tick_log", "speculation"):
             if (path := getattr(self, field)) is not None:
                 _check_path(field, path)

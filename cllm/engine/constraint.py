@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,23 @@ class TokenConstraint(Protocol):
 
     def close(self) -> None:
         """Free what it holds."""
+
+
+class NamedConstraint(NamedTuple):
+    """A constraint that was tried here, and is compiled in the process that samples.
+
+    Attributes
+    ----------
+    field : str
+        `json_schema`, `regex` or `tools`.
+    """
+
+    field: str
+    text: str
+
+    def start(self) -> TokenConstraint:
+        """See `CompiledConstraint`."""
+        raise NotImplementedError(f"{self.field} is compiled in the process that samples")
 
 
 class CompiledConstraint(Protocol):

@@ -11,7 +11,7 @@ import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self, Unpack
+from typing import ClassVar, Self, Unpack
 
 import anyio
 
@@ -28,6 +28,7 @@ from cllm.engine.loop.queue_gate import QueueGate
 from cllm.engine.request import ModelInfo
 from cllm.engine.sampling_params import SamplingOptions
 from cllm.engine.thread.backend import Backend
+from cllm.engine.thread.host import EngineHost
 from cllm.engine.thread.inference_thread import InferenceThread
 from cllm.engine.thread.interrupter import Interrupter
 from cllm.engine.thread.mailbox import Inbox, Outbox
@@ -49,12 +50,15 @@ class Parts:
     inbox: Inbox
     dispatcher: Dispatcher
     interrupter: Interrupter
-    thread: InferenceThread
+    thread: EngineHost
     input_processor: InputProcessor
 
 
 class Lifecycle:
     """The part of `Engine` that serves no requests."""
+
+    # What serves in the process of `process=True`: a module and a `LlamaBackend` of it.
+    _child_backend: ClassVar[str] = "cllm.engine.llama.backend:LlamaBackend"
 
     def __init__(
         self,
@@ -102,12 +106,16 @@ class Lifecycle:
 
     def _start(self, workers: WorkerThreads) -> Parts:
         """Make the parts, and start the threads."""
-        interrupter, loop_guard = Interrupter(), LoopGuard()
+        loop_guard, interrupter = LoopGuard(), Interrupter()
         inbox = Inbox(interrupter.cancel)
         dispatcher = Dispatcher(inbox, self._gate, loop_guard)
         outbox: Outbox[list[Event]] = Outbox(dispatcher.deliver)
         backend = self._make_backend()
-        thread = InferenceThread(self.config, backend, inbox, outbox, workers, interrupter)
+        host: EngineHost
+        if self.config.process:
+            host = self._make_process(inbox, outbox, workers)
+        else:
+            host = InferenceThread(self.config, backend, inbox, outbox, workers, interrupter)
         input_processor = InputProcessor(
             self._check_serving,
             self._gate,
@@ -117,13 +125,13 @@ class Lifecycle:
             workers=workers,
             can_speculate=self.config.speculation is not None,
         )
-        thread.start()
-        parts = Parts(loop_guard, inbox, dispatcher, interrupter, thread, input_processor)
+        host.start()
+        parts = Parts(loop_guard, inbox, dispatcher, interrupter, host, input_processor)
         self._entered = parts
         self._finalizer = weakref.finalize(
-            self, _stop_leaked, thread, repr(self.config.model_path.name), self._generation
+            self, _stop_leaked, host, repr(self.config.model_path.name), self._generation
         )
-        self._finalizer.atexit = False  # the thread has an exit handler of its own
+        self._finalizer.atexit = False  # the host has an exit handler of its own
         return parts
 
     @property
@@ -131,6 +139,21 @@ class Lifecycle:
         if self._entered is None:
             raise ClosedError("the engine has not been entered")
         return self._entered
+
+    def _make_process(
+        self, inbox: Inbox, outbox: Outbox[list[Event]], workers: WorkerThreads
+    ) -> EngineHost:
+        try:
+            from cllm.engine.process.engine_process import EngineProcess
+        except ImportError as error:
+            limit = f"False without cllm[process] ({error})"
+            raise InvalidArgumentError("process", True, limit) from error
+        open_vocabulary = LlamaBackend(self.config).open_vocabulary
+        process = EngineProcess(
+            self.config, inbox, outbox, workers, open_vocabulary, backend=self._child_backend
+        )
+        inbox.on_put = process.wake
+        return process
 
     def _make_backend(self) -> Backend:
         return LlamaBackend(self.config)
@@ -272,9 +295,9 @@ class Lifecycle:
         return f"<Engine {self.config.model_path.name} {status} open={self._gate.n_open}>"
 
 
-def _stop_leaked(thread: InferenceThread, name: str, generation: int) -> None:
+def _stop_leaked(host: EngineHost, name: str, generation: int) -> None:
     """An engine was collected without being closed: its thread frees what it owns, and ends."""
     if generation == fork_generation():  # otherwise nothing of it is in this process
-        thread.request_stop()
+        host.request_stop()
         message = f"the engine of {name} was dropped without being closed: use `async with`"
         warnings.warn(message, ResourceWarning, stacklevel=2)

@@ -6,7 +6,7 @@ inference thread makes a sampler of it, for that is llama.cpp's own.
 
 from __future__ import annotations
 
-from cllm.engine.constraint import CompiledConstraint, NotAvailableError
+from cllm.engine.constraint import CompiledConstraint, NamedConstraint, NotAvailableError
 from cllm.engine.constraints.gbnf import check_gbnf
 from cllm.engine.constraints.llguidance import Guidance
 from cllm.engine.constraints.trial import ConstraintTrial
@@ -27,14 +27,22 @@ class ConstraintCompiler:
         One more is started when it is first wanted.
     n_threads : int
         That compute masks.
+    names_only : bool
+        Try constraints, and leave it to the process that samples to compile them.
     """
 
     def __init__(
-        self, check_serving: CheckServing, workers: WorkerThreads, *, n_threads: int
+        self,
+        check_serving: CheckServing,
+        workers: WorkerThreads,
+        *,
+        n_threads: int,
+        names_only: bool = False,
     ) -> None:
         self._check_serving = check_serving
         self._workers = workers
         self._n_threads = n_threads
+        self._names_only = names_only
         self._trials: dict[str, ConstraintTrial] = {}
         self._worker: WorkerThread | None = None
         self._guidance: Guidance | None = None
@@ -74,6 +82,9 @@ class ConstraintCompiler:
 
     async def _compile(self, field: str, text: str) -> CompiledConstraint:
         vocabulary = self._check_serving()
+        if self._names_only:
+            await self._tried(self._trial("llguidance"), field, text)
+            return NamedConstraint(field, text)
         if self._worker is None:
             self._worker = self._workers.start("cllm-compiler")
 

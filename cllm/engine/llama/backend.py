@@ -10,7 +10,9 @@ from typing import Any, cast
 
 from cllm.bindings import Context, LoraAdapter, Model
 from cllm.engine.config import NGRAM, EngineConfig
+from cllm.engine.constraint import CompiledConstraint, NamedConstraint
 from cllm.engine.constraints.compiler import ConstraintCompiler
+from cllm.engine.constraints.llguidance import Guidance
 from cllm.engine.core.kv_cache import KVCache
 from cllm.engine.core.ngram_drafter import NgramDrafter
 from cllm.engine.core.row_cost import RowCost
@@ -27,6 +29,7 @@ from cllm.engine.sampling.logprobs import LogprobReader
 from cllm.engine.sampling_params import SamplingOptions, SamplingParams
 from cllm.engine.thread.backend import CheckServing, Loaded
 from cllm.engine.thread.worker_thread import WorkerThreads
+from cllm.engine.vocabulary import EngineVocabulary
 from cllm.errors import ModelLoadError
 
 logger = logging.getLogger("cllm.engine")
@@ -49,6 +52,7 @@ class LlamaBackend:
         self._config = config
         self._is_stopping = False
         self._decoder: LlamaDecoder | None = None
+        self._guidance: Guidance | None = None
         self.preflight = Preflight(config)
 
     def load(self, owned: ExitStack) -> Loaded:
@@ -98,6 +102,11 @@ class LlamaBackend:
         )
         self.preflight.passed()
         return loaded
+
+    def open_vocabulary(self, owned: ExitStack) -> EngineVocabulary:
+        """The model's vocabulary without its weights, for a process that computes nothing."""
+        path = self._config.model_path
+        return owned.enter_context(Model(path, vocab_only=True)).vocab
 
     def _open_model(self, path: Path, owned: ExitStack, *, use_extra_bufts: bool = True) -> Model:
         """A file as the configuration wants models opened."""
@@ -167,8 +176,18 @@ class LlamaBackend:
         self, check_serving: CheckServing, workers: WorkerThreads
     ) -> ConstraintCompiler:
         """See `Backend`."""
-        n_threads = self._config.compute_threads[1]
-        return ConstraintCompiler(check_serving, workers, n_threads=n_threads)
+        return ConstraintCompiler(
+            check_serving,
+            workers,
+            n_threads=self._config.compute_threads[1],
+            names_only=self._config.process,
+        )
+
+    def compile(self, vocabulary: EngineVocabulary, named: NamedConstraint) -> CompiledConstraint:
+        """A constraint that was tried in the process that serves requests.  One thread."""
+        if self._guidance is None:
+            self._guidance = Guidance(vocabulary, self._config.compute_threads[1])
+        return self._guidance.compile(*named)
 
 
 # What a model's file may say of sampling, and what that is called here.

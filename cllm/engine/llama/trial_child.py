@@ -19,7 +19,7 @@ import numpy as np
 from cllm.bindings import Candidates, Grammar, Model, Vocabulary
 from cllm.engine.child_process import answer_requests, answers_of_this_process, limit_memory
 from cllm.engine.constraints.llguidance import Guidance
-from cllm.errors import CllmError, InvalidArgumentError
+from cllm.errors import CllmError, InvalidArgumentError, InvalidRequestError
 
 N_STEPS = 32
 WALK_S = 0.8
@@ -99,7 +99,7 @@ class GrammarFollower:
 
 
 class GuidanceFollower:
-    """Follows schemas and regular expressions a while.  Their errors are told where they are used.
+    """Follows schemas and regular expressions a while.
 
     What it must not do is take for ever, or all memory: llguidance limits most of that by itself.
     """
@@ -108,10 +108,14 @@ class GuidanceFollower:
         self._guidance = Guidance(vocabulary, 1)
 
     def fault(self, field: str, text: str) -> str | None:
-        """Nothing, if it comes back at all."""
+        """What the constraint should have been, if it cannot be compiled."""
         deadline = time.monotonic() + WALK_S
         try:
-            constraint = self._guidance.compile(field, text).start()
+            compiled = self._guidance.compile(field, text)
+        except InvalidRequestError as error:
+            return error.limit
+        try:
+            constraint = compiled.start()
             for n_tokens in range(N_STEPS):
                 (mask,) = self._guidance.masks([constraint])
                 if isinstance(mask, Exception) or time.monotonic() > deadline:

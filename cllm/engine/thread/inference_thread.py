@@ -41,7 +41,7 @@ from cllm.engine.core.tick_log import LoggedDecoder, LoggedSpeculation, LoggedVo
 from cllm.engine.request import FinishReason, ModelInfo
 from cllm.engine.thread.backend import Backend, Loaded
 from cllm.engine.thread.interrupter import Interrupter
-from cllm.engine.thread.mailbox import Inbox, Outbox
+from cllm.engine.thread.mailbox import EventOutbox, Inbox
 from cllm.engine.thread.worker_thread import WorkerThreads
 from cllm.engine.vocabulary import EngineVocabulary, OutputVocabulary
 from cllm.errors import CllmError, ClosedError
@@ -69,7 +69,7 @@ class InferenceThread:
         config: EngineConfig,
         backend: Backend,
         inbox: Inbox,
-        outbox: Outbox[list[Event]],
+        outbox: EventOutbox,
         workers: WorkerThreads,
         interrupter: Interrupter,
     ) -> None:

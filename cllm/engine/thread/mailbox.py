@@ -10,11 +10,11 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import anyio.lowlevel
 
-from cllm.engine.core.messages import AddRequest, CancelRequest, Command, Read
+from cllm.engine.core.messages import AddRequest, CancelRequest, Command, Event, Read
 
 T = TypeVar("T")
 
@@ -26,12 +26,18 @@ class Inbox:
     ----------
     on_cancel : callable
         Called with the request id when a `CancelRequest` is put, in the thread that puts it.
+
+    Attributes
+    ----------
+    on_put : callable
+        Called after each command, likewise.
     """
 
     def __init__(self, on_cancel: Callable[[str], None] = lambda request_id: None) -> None:
         self._queue: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._arrivals: deque[float] = deque()
         self._on_cancel = on_cancel
+        self.on_put: Callable[[], None] = lambda: None
 
     def put(self, command: Command) -> None:
         """Never blocks."""
@@ -40,6 +46,7 @@ class Inbox:
         elif isinstance(command, AddRequest):
             self._arrivals.append(time.perf_counter())
         self._queue.put(command)
+        self.on_put()
 
     def drain(self, *, wait: bool, until: float | None = None) -> list[Command]:
         """All commands there are.  Inference thread only.
@@ -88,6 +95,13 @@ class Inbox:
         while self._arrivals:
             arrivals.append(self._arrivals.popleft())
         return arrivals
+
+
+class EventOutbox(Protocol):
+    """Where an inference thread posts its events."""
+
+    def post(self, value: list[Event]) -> bool:
+        """Never waits for a reader; False if there is none any more."""
 
 
 class Outbox(Generic[T]):

@@ -1,0 +1,217 @@
+"""The engine's process: an inference thread whose commands and events cross a socket.
+
+    python -P -m cllm.engine.process.child FD MODULE:NAME
+
+reads the configuration from its standard input, and serves until it is told to end or its parent is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import json
+import logging
+import os
+import queue
+import resource
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from cllm.engine.config import EngineConfig
+from cllm.engine.constraint import CompiledConstraint, NamedConstraint
+from cllm.engine.core.messages import (
+    AddRequest,
+    CancelRequest,
+    Command,
+    Event,
+    Read,
+    Shutdown,
+)
+from cllm.engine.llama.backend import LlamaBackend
+from cllm.engine.process.frames import FrameReader, framed
+from cllm.engine.process.ledger import OpenRequest
+from cllm.engine.process.wire import (
+    Beat,
+    Computing,
+    Logged,
+    Told,
+    decode_commands,
+    encode_events,
+)
+from cllm.engine.request import GenerationRequest
+from cllm.engine.thread.inference_thread import InferenceThread
+from cllm.engine.thread.interrupter import Interrupter
+from cllm.engine.thread.mailbox import Inbox
+from cllm.engine.thread.worker_thread import WorkerThreads
+from cllm.errors import GenerationError
+
+BEAT_S = 0.5
+
+
+class ToParent:
+    """Frames on their way to the parent; any thread."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+        self.thread: InferenceThread | None = None
+
+    def post(self, events: list[Event]) -> bool:
+        """See `Outbox`."""
+        statistics = None if self.thread is None else self.thread.statistics
+        return self._send(encode_events(events, statistics))
+
+    def tell(self, told: Told) -> None:
+        """What is none of the engine's events."""
+        self._send(encode_events([told]))
+
+    def _send(self, frame: bytes) -> bool:
+        try:
+            with self._lock:
+                self._connection.sendall(framed(frame))
+        except OSError:  # the parent is gone
+            return False
+        return True
+
+
+class TellingInterrupter(Interrupter):
+    """Says whose tokens are computed, where that has changed."""
+
+    def __init__(self, to_parent: ToParent) -> None:
+        super().__init__()
+        self._to_parent = to_parent
+        self._told: tuple[str, ...] = ()
+
+    def begin(self, n_rows: Mapping[str, int]) -> None:
+        """See `Interrupter`."""
+        if (present := tuple(n_rows)) != self._told:
+            self._to_parent.tell(Computing(present))
+            self._told = present
+        super().begin(n_rows)
+
+
+class Compiling:
+    """Constraints of requests, compiled off the inference thread; the rest of a request waits for it."""
+
+    def __init__(
+        self,
+        compile_constraint: Callable[[NamedConstraint], CompiledConstraint],
+        inbox: Inbox,
+        to_parent: ToParent,
+    ) -> None:
+        self._compile = compile_constraint
+        self._inbox = inbox
+        self._to_parent = to_parent
+        self._lock = threading.Lock()
+        self._pending: dict[str, list[Command]] = {}
+        self._queue: queue.SimpleQueue[GenerationRequest] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="cllm-compiler", daemon=True).start()
+
+    def put(self, command: Command) -> None:
+        """Pass a command on, after the constraint of its request."""
+        match command:
+            case AddRequest(request) if request.constraint is not None:
+                with self._lock:
+                    self._pending[request.request_id] = []
+                self._queue.put(request)
+                return
+            case CancelRequest(request_id) | Read(request_id):
+                with self._lock:
+                    if (later := self._pending.get(request_id)) is not None:
+                        later.append(command)
+                        return
+        self._inbox.put(command)
+
+    def _run(self) -> None:
+        while True:
+            request = self._queue.get()
+            try:
+                assert isinstance(request.constraint, NamedConstraint)
+                compiled = self._compile(request.constraint)
+                first: Command | None = AddRequest(replace(request, constraint=compiled))
+            except Exception as error:
+                failure = GenerationError.of(request.request_id, error)
+                self._to_parent.post([OpenRequest(request).failed(failure, time.perf_counter())])
+                first = None
+            with self._lock:
+                later = self._pending.pop(request.request_id)
+                for command in [first, *later] if first is not None else []:
+                    self._inbox.put(command)
+
+
+class LogToParent(logging.Handler):
+    """Sends records to the parent's log."""
+
+    def __init__(self, to_parent: ToParent) -> None:
+        super().__init__()
+        self._to_parent = to_parent
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler`."""
+        with contextlib.suppress(Exception):
+            self._to_parent.tell(Logged(record.name, record.levelno, self.format(record)))
+
+
+def serve(connection: socket.socket, backend: LlamaBackend, config: EngineConfig) -> None:
+    """Serve until `Shutdown` comes, or the parent is gone."""
+    to_parent = ToParent(connection)
+    logging.getLogger("cllm").addHandler(LogToParent(to_parent))
+    interrupter = TellingInterrupter(to_parent)
+    inbox = Inbox(interrupter.cancel)
+    thread = InferenceThread(config, backend, inbox, to_parent, WorkerThreads(), interrupter)
+    to_parent.thread = thread
+
+    def compile_constraint(constraint: NamedConstraint) -> CompiledConstraint:
+        vocabulary = thread.vocabulary
+        assert vocabulary is not None
+        return backend.compile(vocabulary, constraint)
+
+    compiling = Compiling(compile_constraint, inbox, to_parent)
+    threading.Thread(target=_beat, args=(thread, to_parent), daemon=True).start()
+    thread.start()
+    reader = FrameReader()
+    while data := _received(connection):
+        for frame in reader.add(data):
+            for command in decode_commands(frame):
+                if isinstance(command, Shutdown):
+                    thread.request_stop()
+                    thread.join()
+                    return
+                compiling.put(command)
+    os._exit(1)  # nobody is left to tell
+
+
+def _received(connection: socket.socket) -> bytes:
+    try:
+        return connection.recv(1 << 20)
+    except OSError:
+        return b""
+
+
+def _beat(thread: InferenceThread, to_parent: ToParent) -> None:
+    while True:
+        to_parent.tell(Beat(thread.heartbeat_age_s, time.process_time()))
+        time.sleep(BEAT_S)
+
+
+def main() -> None:
+    """See the module."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    faulthandler.enable(all_threads=False)
+    os.dup2(2, 1)  # what a library prints
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    module, _, name = sys.argv[2].partition(":")
+    settings = json.loads(sys.stdin.buffer.read())
+    logging.getLogger("cllm").setLevel(settings["log_level"])
+    config = EngineConfig(**settings["config"])
+    make_backend = getattr(importlib.import_module(module), name)
+    serve(connection, make_backend(config), config)
+
+
+if __name__ == "__main__":
+    main()

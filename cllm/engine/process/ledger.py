@@ -1,0 +1,298 @@
+"""Ledger: every request that the engine's process works on, and what its reader has been told.
+
+After a crash a new process gets them again, with the tokens that they had.  A request that was being
+computed at two crashes is tried alone: if it crashes alone it ends, and nobody else meets it again.
+Pure: commands and events come in, commands and events go out.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from cllm.engine.core.messages import (
+    AddRequest,
+    Audit,
+    Audited,
+    CancelRequest,
+    Command,
+    Event,
+    Finished,
+    Inspect,
+    Inspected,
+    Progressed,
+    Read,
+)
+from cllm.engine.request import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    Timings,
+    TokenDelta,
+    TokenLogprob,
+    Usage,
+)
+from cllm.engine.sampling.row_sampler import resamples
+from cllm.errors import EngineFailedError, GenerationError
+
+# A request that was being computed at so many crashes in a row is tried alone.
+N_CRASHES_SUSPECT = 2
+# After so many tokens of one life it is not: what crashes does so at the same place again.
+N_INNOCENT = 16
+
+
+@dataclass(slots=True, eq=False)
+class OpenRequest:
+    """One request, from its submission to its last event.
+
+    Attributes
+    ----------
+    token_ids, logprobs, texts
+        What its reader has been told.
+    times : list of float
+        When.
+    n_unread : int
+        Deltas that the reader has not taken.
+    n_crashes : int
+        Crashes in a row at which it was being computed.
+    n_new : int
+        Deltas of the present process.
+    n_lives : int
+        Times that it was given to a process.
+    is_given : bool
+        Whether the present one has it.
+    is_recalled : bool
+        It was taken back from the present one, whose last word about it is not for its reader.
+    """
+
+    request: GenerationRequest
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    n_unread: int = 0
+    n_crashes: int = 0
+    n_new: int = 0
+    n_lives: int = 0
+    is_given: bool = False
+    is_cancelled: bool = False
+    is_recalled: bool = False
+
+    @property
+    def request_id(self) -> str:
+        """The request's id."""
+        return self.request.request_id
+
+    def note(self, delta: TokenDelta, now: float) -> None:
+        """Its reader is told this."""
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs or ()
+        if delta.text:
+            self.texts.append(delta.text)
+        if delta.token_ids:
+            self.times.append(now)
+
+    def completion(
+        self, reason: FinishReason, stop_reason: str | int | None, now: float, n_cached: int = 0
+    ) -> Completion:
+        """All that its reader has been told."""
+        request = self.request
+        return Completion(
+            request_id=request.request_id,
+            text="".join(self.texts),
+            token_ids=tuple(self.token_ids),
+            prompt_token_ids=request.prompt_token_ids,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            usage=Usage(
+                n_prompt=len(request.prompt_token_ids),
+                n_cached=n_cached,
+                n_output=len(self.token_ids),
+            ),
+            timings=Timings.of(request.submitted_at, request.submitted_at, self.times, now),
+            logprobs=None if request.params.logprobs is None else tuple(self.logprobs),
+            fingerprint=request.fingerprint,
+        )
+
+    def failed(self, error: GenerationError | EngineFailedError, now: float) -> Finished:
+        """Its last event, if it ends with this error."""
+        has_logprobs = self.request.params.logprobs is not None
+        delta = TokenDelta("", (), FinishReason.ERROR, logprobs=() if has_logprobs else None)
+        error.completion = self.completion(FinishReason.ERROR, None, now)
+        return Finished(self.request_id, delta, error.completion, error)
+
+
+class Ledger:
+    """All open requests.  One thread."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, OpenRequest] = {}
+        self._questions: dict[int, Audit | Inspect] = {}
+        self._batch: tuple[str, ...] = ()
+        self._suspects: deque[OpenRequest] = deque()
+        self._tried: OpenRequest | None = None
+        self._is_up = False
+
+    @property
+    def requests(self) -> Sequence[OpenRequest]:
+        """Those that are open, in the order of their submission."""
+        return sorted(self._open.values(), key=lambda r: r.request.serial)
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether one is tried alone."""
+        return self._tried is not None
+
+    # --- From the event loop -----------------------------------------------------------------
+    def command(self, command: Command) -> list[Command]:
+        """What a command is to the process, now."""
+        match command:
+            case AddRequest(request):
+                self._open[request.request_id] = known = OpenRequest(request)
+                return self._give(known) if self._is_up and not self.is_trying else []
+            case CancelRequest(request_id):
+                if (known_or_none := self._open.get(request_id)) is None:
+                    return []
+                known_or_none.is_cancelled = True
+                if known_or_none.is_given:
+                    return [command]
+                # It has nothing to wait for: the process ends it, and computes nothing.
+                return self._give(known_or_none) if self._is_up else []
+            case Read(request_id, n_deltas):
+                if (reader := self._open.get(request_id)) is not None:
+                    reader.n_unread -= n_deltas
+                    return [command] if reader.is_given else []
+                return []
+            case Audit(call_id) | Inspect(call_id):
+                self._questions[call_id] = command
+        return [command] if self._is_up else []
+
+    # --- From the process --------------------------------------------------------------------
+    def on_batch(self, request_ids: tuple[str, ...]) -> None:
+        """These are being computed."""
+        self._batch = request_ids
+
+    def events(self, events: Iterable[Event], now: float) -> tuple[list[Event], list[Command]]:
+        """The events as their readers shall have them, and what the process is to be told."""
+        told: list[Event] = []
+        commands: list[Command] = []
+        for event in events:
+            match event:
+                case Progressed(request_id, delta):
+                    known = self._open.get(request_id)
+                    if known is None or known.is_recalled:
+                        continue
+                    known.note(delta, now)
+                    known.n_unread += 1
+                    known.n_new += 1
+                    if known.n_new >= N_INNOCENT:
+                        known.n_crashes = 0
+                    told.append(event)
+                    if known is self._tried:
+                        commands += self._acquit(known)
+                case Finished(request_id):
+                    known = self._open.get(request_id)
+                    if known is None:
+                        continue
+                    if known.is_recalled:
+                        known.is_recalled = known.is_given = False
+                        commands += self._next()
+                        continue
+                    del self._open[request_id]
+                    told.append(self._whole(known, event, now))
+                    if known is self._tried:
+                        self._tried = None
+                        commands += self._next()
+                case Audited(call_id) | Inspected(call_id):
+                    self._questions.pop(call_id, None)
+                    told.append(event)
+                case _:
+                    told.append(event)
+        return told, commands
+
+    def _whole(self, known: OpenRequest, event: Finished, now: float) -> Finished:
+        """The last event with all of the output."""
+        known.note(event.delta, now)
+        last = event.completion
+        if known.n_lives == 1:
+            whole = replace(last, prompt_token_ids=known.request.prompt_token_ids)
+        else:
+            whole = replace(
+                known.completion(last.finish_reason, last.stop_reason, now, last.usage.n_cached),
+                prompt_logprobs=last.prompt_logprobs,
+            )
+        if event.error is not None:
+            event.error.completion = whole
+        return replace(event, completion=whole)
+
+    # --- Crashes -----------------------------------------------------------------------------
+    def on_crash(self, cause: Exception, now: float, *, is_own: bool = True) -> list[Event]:
+        """The process is gone: what its readers are told.
+
+        Parameters
+        ----------
+        is_own : bool
+            It ended by itself, perhaps because of what it computed; not by somebody else's hand.
+        """
+        self._is_up = False
+        told: list[Event] = []
+        for request_id in self._batch if is_own else ():
+            if (known := self._open.get(request_id)) is not None:
+                known.n_crashes += 1
+        guilty, self._tried, self._batch = self._tried, None, ()
+        if is_own and guilty is not None and guilty.n_crashes > N_CRASHES_SUSPECT:
+            del self._open[guilty.request_id]
+            told.append(guilty.failed(GenerationError.of(guilty.request_id, cause), now))
+        for known in self._open.values():
+            known.is_given = known.is_recalled = False
+            known.n_new = 0
+        suspects = [r for r in self.requests if r.n_crashes >= N_CRASHES_SUSPECT]
+        self._suspects = deque(suspects)
+        return told
+
+    def on_ready(self) -> list[Command]:
+        """A new process is there: what it is given."""
+        self._is_up = True
+        return [*self._questions.values(), *self._next()]
+
+    def fail_all(self, cause: BaseException, now: float) -> list[Event]:
+        """Nothing is served any more."""
+        told: list[Event] = [
+            known.failed(EngineFailedError.of(cause), now) for known in self.requests
+        ]
+        self._open.clear()
+        return told
+
+    def _next(self) -> list[Command]:
+        """Give one suspect alone, or everybody who waits."""
+        if self._tried is not None or any(r.is_recalled for r in self._open.values()):
+            return []
+        while self._suspects:
+            known = self._suspects.popleft()
+            if known.request_id in self._open:
+                self._tried = known
+                return self._give(known)
+        return [c for known in self.requests if not known.is_given for c in self._give(known)]
+
+    def _acquit(self, known: OpenRequest) -> list[Command]:
+        """It has got a token alone: it waits until the others have been tried."""
+        self._tried, known.n_crashes = None, 0
+        if not self._suspects:
+            return self._next()
+        known.is_recalled = True
+        return [CancelRequest(known.request_id)]
+
+    def _give(self, known: OpenRequest) -> list[Command]:
+        """Give a request to the process, as far as its reader has heard of it."""
+        known.is_given, known.n_lives = True, known.n_lives + 1
+        request = known.request
+        if known.token_ids or known.n_unread:
+            request = replace(
+                request,
+                generated_token_ids=(*request.generated_token_ids, *known.token_ids),
+                resamples=resamples(request.params, request.constraint, request.thinking),
+                n_unread=known.n_unread,
+            )
+        cancel = [CancelRequest(known.request_id)] if known.is_cancelled else []
+        return [AddRequest(request), *cancel]

@@ -1,0 +1,239 @@
+"""How commands, events and errors cross the border between two processes: MessagePack, by msgspec.
+
+A frame is what one side has to say at once.  Of tokens, which are nearly all of it, only what is new
+crosses; what both sides know, such as a prompt, does not come back.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, cast, get_type_hints
+
+import msgspec
+
+from cllm import errors
+from cllm.engine.constraint import NamedConstraint
+from cllm.engine.core.messages import (
+    AddRequest,
+    Audit,
+    Audited,
+    CancelRequest,
+    ClearPrefixCache,
+    Command,
+    Ended,
+    Event,
+    Finished,
+    Inspect,
+    Inspected,
+    Progressed,
+    Read,
+    Ready,
+    Shutdown,
+    Stopped,
+)
+from cllm.engine.core.statistics import EngineStatistics
+from cllm.engine.request import Completion, GenerationRequest, TokenDelta, TokenLogprob
+from cllm.errors import CllmError, EngineFailedError, GenerationError
+
+N_CAUSES_MAX = 4  # of an error, that are told
+Plain = str | int | float | bool | None
+
+
+# --- Values that are written another way -----------------------------------------------------
+# `GenerationRequest`, field by field; of constraints a name crosses.
+_HINTS = get_type_hints(GenerationRequest) | {"constraint": NamedConstraint | None}
+_Request: Any = msgspec.defstruct("_Request", [*_HINTS.items()], array_like=True, frozen=True)
+
+
+class _Error(msgspec.Struct, array_like=True, frozen=True):
+    """An exception."""
+
+    name: str
+    text: str
+    attributes: dict[str, Plain]
+    cause: _Error | None
+
+
+class _Finished(msgspec.Struct, array_like=True, frozen=True):
+    """`Finished`, without the prompt."""
+
+    request_id: str
+    delta: TokenDelta
+    completion: Completion
+    error: _Error | None
+
+
+class _Stopped(msgspec.Struct, array_like=True, frozen=True):
+    """`Stopped`."""
+
+    error: _Error | None
+
+
+class Computing(msgspec.Struct, array_like=True, frozen=True):
+    """These requests are computed from now on: who was there if the process ends."""
+
+    request_ids: tuple[str, ...]
+
+
+class Logged(msgspec.Struct, array_like=True, frozen=True):
+    """A record of the log of the engine's process."""
+
+    name: str
+    level: int
+    text: str
+
+
+class Beat(msgspec.Struct, array_like=True, frozen=True):
+    """It is alive: for how long its inference thread has been in its tick, what it has computed.
+
+    Attributes
+    ----------
+    busy_s, cpu_s : float
+        Seconds in the present tick, 0 while idle; of processor time since its start.
+    """
+
+    busy_s: float
+    cpu_s: float
+
+
+Told = Event | Computing | Logged | Beat
+
+# Written as their index.
+COMMANDS: tuple[type, ...] = (
+    _Request, CancelRequest, Read, ClearPrefixCache, Audit, Inspect, Shutdown,
+)  # fmt: skip
+EVENTS: tuple[type, ...] = (
+    Ready, _Finished, Audited, Inspected, _Stopped, Ended, Computing, Logged, Beat,
+)  # fmt: skip
+# Request id, text, tokens, log probabilities.
+_Token = tuple[str, str, tuple[int, ...], tuple[TokenLogprob, ...] | None]
+_Others = list[tuple[int, msgspec.Raw]]
+
+
+class _Events(msgspec.Struct, array_like=True, frozen=True):
+    """A frame: the tokens of a request come before its end."""
+
+    tokens: list[_Token]
+    others: _Others
+    statistics: EngineStatistics | None
+
+
+def _encoded(value: object) -> object:
+    if isinstance(value, MappingProxyType):
+        return dict(value)
+    raise NotImplementedError(f"{type(value).__name__} does not cross the border")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encoded)
+_commands = msgspec.msgpack.Decoder(_Others)
+_events = msgspec.msgpack.Decoder(_Events)
+_by_command: list[msgspec.msgpack.Decoder[Any]] = [
+    msgspec.msgpack.Decoder(kind) for kind in COMMANDS
+]
+_by_event: list[msgspec.msgpack.Decoder[Any]] = [msgspec.msgpack.Decoder(kind) for kind in EVENTS]
+
+
+# --- Commands --------------------------------------------------------------------------------
+def encode_commands(commands: Iterable[Command]) -> bytes:
+    """A frame of commands."""
+    return _encoder.encode([_numbered(COMMANDS, _command_as(command)) for command in commands])
+
+
+def decode_commands(frame: bytes | memoryview) -> list[Command]:
+    """The commands of a frame; a request has a `NamedConstraint` where it has one."""
+    values = [_by_command[kind].decode(raw) for kind, raw in _commands.decode(frame)]
+    return [_command_of(value) for value in values]
+
+
+def _command_as(command: Command) -> object:
+    if not isinstance(command, AddRequest):
+        return command
+    return _Request(*(getattr(command.request, name) for name in _HINTS))
+
+
+def _command_of(value: Any) -> Command:
+    if not isinstance(value, _Request):
+        return cast(Command, value)
+    return AddRequest(GenerationRequest(*(getattr(value, name) for name in _HINTS)))
+
+
+# --- Events ----------------------------------------------------------------------------------
+def encode_events(events: Iterable[Told], statistics: EngineStatistics | None = None) -> bytes:
+    """A frame of events."""
+    tokens, others = [], []
+    for event in events:
+        if isinstance(event, Progressed):
+            delta = event.delta
+            tokens.append((event.request_id, delta.text, delta.token_ids, delta.logprobs))
+        else:
+            others.append(_numbered(EVENTS, _event_as(event)))
+    return _encoder.encode((tokens, others, statistics))
+
+
+def decode_events(frame: bytes | memoryview) -> tuple[list[Told], EngineStatistics | None]:
+    """The events of a frame."""
+    values = _events.decode(frame)
+    told: list[Told] = [
+        Progressed(request_id, TokenDelta(text, token_ids, logprobs=logprobs))
+        for request_id, text, token_ids, logprobs in values.tokens
+    ]
+    told += [_event_of(_by_event[kind].decode(raw)) for kind, raw in values.others]
+    return told, values.statistics
+
+
+def _event_as(event: Told) -> object:
+    match event:
+        case Finished(request_id, delta, completion, error):
+            rest = replace(completion, prompt_token_ids=())
+            return _Finished(request_id, delta, rest, None if error is None else error_as(error))
+        case Stopped(error):
+            return _Stopped(None if error is None else error_as(error))
+    return event
+
+
+def _event_of(value: Any) -> Told:
+    match value:
+        case _Finished(request_id=request_id, delta=delta, completion=completion, error=error):
+            failure = None if error is None else error_of(error)
+            assert failure is None or isinstance(failure, GenerationError | EngineFailedError)
+            if failure is not None:
+                failure.completion = completion
+            return Finished(request_id, delta, completion, failure)
+        case _Stopped(error=error):
+            return Stopped(None if error is None else error_of(error))
+    return cast(Told, value)
+
+
+def _numbered(kinds: Sequence[type], value: object) -> tuple[int, object]:
+    return kinds.index(type(value)), value
+
+
+# --- Errors ----------------------------------------------------------------------------------
+def error_as(error: BaseException, n_causes: int = N_CAUSES_MAX) -> _Error:
+    """An exception as values: its type's name, its text, what of its attributes is plain."""
+    cause = error.__cause__
+    attributes = {name: value for name, value in vars(error).items() if isinstance(value, Plain)}
+    return _Error(
+        type(error).__name__,
+        str(error),
+        attributes,
+        error_as(cause, n_causes - 1) if cause is not None and n_causes else None,
+    )
+
+
+def error_of(told: _Error) -> BaseException:
+    """The exception again, of the same type if that is cllm's or Python's, else a `CllmError`."""
+    kind = getattr(errors, told.name, None) or getattr(builtins, told.name, None)
+    if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+        error: BaseException = CllmError(f"{told.name}: {told.text}")
+    else:
+        # Their constructors make a text of other arguments: this is that text.
+        error = kind.__new__(kind, told.text)
+        error.args = (told.text,)
+        vars(error).update(told.attributes)
+    if told.cause is not None:
+        error.__cause__ = error_of(told.cause)
+    return error

@@ -1,0 +1,274 @@
+"""Whatever crashes when: every reader hears each token once, and only who is guilty ends."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from cllm.engine.core.messages import (
+    AddRequest,
+    Audit,
+    Audited,
+    CancelRequest,
+    Command,
+    Event,
+    Finished,
+    Progressed,
+    Read,
+)
+from cllm.engine.process.ledger import Ledger
+from cllm.engine.request import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    Timings,
+    TokenDelta,
+    Usage,
+)
+from cllm.engine.sampling_params import SamplingParams
+from cllm.errors import EngineFailedError, GenerationError
+
+N_OUTPUT = 12
+CRASH = RuntimeError("crashed")
+
+
+def request(number: int) -> GenerationRequest:
+    params = SamplingParams(temperature=0.0, max_tokens=N_OUTPUT)
+    return GenerationRequest(f"r{number}", number, (number,), params, 0, 0.0, None)
+
+
+def token(number: int, position: int) -> int:
+    return 1000 * number + position
+
+
+@dataclass
+class FakeProcess:
+    """Computes a token a tick for each request that it has; knows nothing after a crash."""
+
+    poison: frozenset[str] = frozenset()
+    outputs: dict[str, list[int]] = field(default_factory=dict)
+    n_given: dict[str, int] = field(default_factory=dict)
+    numbers: dict[str, int] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+
+    def obey(self, commands: list[Command]) -> None:
+        for command in commands:
+            match command:
+                case AddRequest(added):
+                    assert added.request_id not in self.outputs, "it has it already"
+                    given = list(added.generated_token_ids)
+                    self.outputs[added.request_id] = given
+                    self.n_given[added.request_id] = len(given)
+                    self.numbers[added.request_id] = added.serial
+                case CancelRequest(request_id) if request_id in self.outputs:
+                    self._finish(request_id, (), FinishReason.CANCELLED)
+                case Audit(call_id):
+                    self.events.append(Audited(call_id, ()))
+
+    @property
+    def batch(self) -> tuple[str, ...]:
+        return tuple(self.outputs)
+
+    @property
+    def crashes(self) -> bool:
+        return bool(self.poison.intersection(self.outputs))
+
+    def tick(self) -> None:
+        for request_id in self.batch:
+            output = self.outputs[request_id]
+            new = token(self.numbers[request_id], len(output))
+            output.append(new)
+            if len(output) == N_OUTPUT:
+                self._finish(request_id, (new,), FinishReason.LENGTH)
+            else:
+                self.events.append(Progressed(request_id, TokenDelta(f"{new} ", (new,))))
+
+    def _finish(self, request_id: str, tokens: tuple[int, ...], reason: FinishReason) -> None:
+        output = self.outputs.pop(request_id)[self.n_given[request_id] :]
+        text = "".join(f"{t} " for t in output)
+        completion = Completion(
+            request_id, text, tuple(output), (), reason, None, Usage(1, 0, len(output)),
+            Timings(0.0, 0.0, 0.0, None, 0.0, None, None, 0),
+        )  # fmt: skip
+        delta = TokenDelta("".join(f"{t} " for t in tokens), tokens, reason)
+        self.events.append(Finished(request_id, delta, completion))
+
+    def take(self) -> list[Event]:
+        events, self.events = self.events, []
+        return events
+
+
+class World:
+    """A ledger between readers and a process that may crash at any moment."""
+
+    def __init__(self, poison: frozenset[str] = frozenset()) -> None:
+        self.ledger = Ledger()
+        self.poison = poison
+        self.process = FakeProcess(poison)
+        self.heard: dict[str, list[int]] = {}
+        self.finished: dict[str, Finished] = {}
+        self.answered: list[int] = []
+        self.n_crashes = 0
+        self.process.obey(self.ledger.on_ready())
+
+    def command(self, command: Command) -> None:
+        self.process.obey(self.ledger.command(command))
+
+    def hear(self, events: list[Event]) -> None:
+        for event in events:
+            match event:
+                case Progressed(request_id, delta):
+                    assert request_id not in self.finished
+                    self.heard.setdefault(request_id, []).extend(delta.token_ids)
+                    self.command(Read(request_id, 1))
+                case Finished(request_id, delta):
+                    assert request_id not in self.finished, "two ends"
+                    self.heard.setdefault(request_id, []).extend(delta.token_ids)
+                    self.finished[request_id] = event
+                case Audited(call_id):
+                    self.answered.append(call_id)
+
+    def deliver(self) -> None:
+        events, commands = self.ledger.events(self.process.take(), 1.0)
+        self.process.obey(commands)
+        self.hear(events)
+
+    def tick(self) -> None:
+        self.ledger.on_batch(self.process.batch)
+        if self.process.crashes:
+            self.crash()
+        else:
+            self.process.tick()
+            self.deliver()
+
+    def crash(self, *, is_own: bool = True) -> None:
+        self.n_crashes += 1
+        self.hear(self.ledger.on_crash(CRASH, 1.0, is_own=is_own))
+        self.process = FakeProcess(self.poison)
+        self.process.obey(self.ledger.on_ready())
+
+    def check_whole(self, number: int) -> None:
+        expected = [token(number, i) for i in range(N_OUTPUT)]
+        ended = self.finished[f"r{number}"]
+        assert self.heard[f"r{number}"] == expected
+        assert ended.completion.token_ids == tuple(expected)
+        assert ended.completion.text == "".join(f"{t} " for t in expected)
+        assert ended.completion.prompt_token_ids == (number,)
+        assert ended.completion.usage.n_output == N_OUTPUT
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_every_reader_hears_each_token_once_whenever_the_process_is_killed(seed: int) -> None:
+    choose, world = random.Random(seed), World()
+    n_requests, n_submitted = 12, 0
+    while len(world.finished) < n_requests:
+        if n_submitted < n_requests and choose.random() < 0.5:
+            world.command(AddRequest(request(n_submitted)))
+            n_submitted += 1
+        if choose.random() < 0.2 and world.n_crashes < 30:
+            if choose.random() < 0.5:  # what it has computed was not heard
+                world.ledger.on_batch(world.process.batch)
+                world.process.tick()
+            world.crash(is_own=False)
+        world.tick()
+    for number in range(n_requests):
+        world.check_whole(number)
+    assert not world.ledger.requests
+
+
+@pytest.mark.parametrize("n_requests", [1, 2, 50])
+def test_who_crashes_it_alone_ends_after_three_crashes_and_nobody_else(n_requests: int) -> None:
+    world = World(poison=frozenset({"r0"}))
+    for number in range(n_requests):
+        world.command(AddRequest(request(number)))
+    for _ in range(20 * n_requests):
+        world.tick()
+    assert world.n_crashes == 3
+    failed = world.finished["r0"]
+    assert failed.completion.finish_reason is FinishReason.ERROR
+    assert isinstance(failed.error, GenerationError)
+    assert failed.error.__cause__ is CRASH
+    for number in range(1, n_requests):
+        world.check_whole(number)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_kills_in_between_hide_nobody_who_is_guilty_and_accuse_nobody_else(seed: int) -> None:
+    choose, world = random.Random(seed), World(poison=frozenset({"r2"}))
+    for number in range(8):
+        world.command(AddRequest(request(number)))
+    for _ in range(400):
+        if choose.random() < 0.1:
+            world.ledger.on_batch(world.process.batch)
+            world.crash(is_own=False)
+        world.tick()
+    assert {r for r, f in world.finished.items() if f.error} == {"r2"}
+    for number in set(range(8)) - {2}:
+        world.check_whole(number)
+
+
+def test_two_who_crash_it_both_end() -> None:
+    world = World(poison=frozenset({"r3", "r7"}))
+    for number in range(10):
+        world.command(AddRequest(request(number)))
+    for _ in range(500):
+        world.tick()
+    assert {r for r, f in world.finished.items() if f.error} == {"r3", "r7"}
+    for number in set(range(10)) - {3, 7}:
+        world.check_whole(number)
+    assert world.n_crashes <= 6
+
+
+def test_what_is_cancelled_while_the_process_is_gone_ends_without_another_token() -> None:
+    world = World()
+    world.command(AddRequest(request(1)))
+    world.tick()
+    world.hear(world.ledger.on_crash(CRASH, 1.0))
+    world.command(CancelRequest("r1"))
+    world.process = FakeProcess()
+    world.process.obey(world.ledger.on_ready())
+    world.deliver()
+    assert world.finished["r1"].completion.finish_reason is FinishReason.CANCELLED
+    assert world.heard["r1"] == [token(1, 0)]
+
+
+def test_a_question_that_a_crash_has_met_is_asked_again() -> None:
+    world = World()
+    world.hear(world.ledger.on_crash(CRASH, 1.0))
+    world.command(Audit(5))
+    world.process = FakeProcess()
+    world.process.obey(world.ledger.on_ready())
+    world.deliver()
+    world.process.take()
+    assert world.answered == [5]
+    world.crash()
+    world.deliver()
+    assert world.answered == [5]
+
+
+def test_a_reader_that_had_fallen_behind_is_as_far_behind_in_the_new_process() -> None:
+    ledger = Ledger()
+    ledger.on_ready()
+    ledger.command(AddRequest(request(1)))
+    ledger.events([Progressed("r1", TokenDelta("a", (i,))) for i in range(5)], 1.0)
+    ledger.command(Read("r1", 2))
+    ledger.on_crash(CRASH, 1.0)
+    (given,) = ledger.on_ready()
+    assert isinstance(given, AddRequest)
+    assert given.request.n_unread == 3
+    assert given.request.generated_token_ids == (0, 1, 2, 3, 4)
+
+
+def test_when_nothing_helps_everybody_is_told() -> None:
+    world = World()
+    for number in range(3):
+        world.command(AddRequest(request(number)))
+    world.tick()
+    world.hear(world.ledger.fail_all(CRASH, 1.0))
+    assert len(world.finished) == 3
+    for ended in world.finished.values():
+        assert isinstance(ended.error, EngineFailedError)
+        assert len(ended.completion.token_ids) == 1
+    assert not world.ledger.requests

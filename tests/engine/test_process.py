@@ -1,0 +1,307 @@
+"""An engine whose llama.cpp runs in a process of its own: what ends that costs a pause."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from cllm import (
+    Completion,
+    Engine,
+    EngineFailedError,
+    GenerationError,
+    InvalidArgumentError,
+    InvalidRequestError,
+    ModelLoadError,
+)
+from cllm.engine.child_process import child_environment
+from cllm.engine.process.engine_process import EngineProcess
+from tests.conftest import QUIET
+from tests.engine.samplings import SAMPLINGS, SCHEMA
+
+pytestmark = pytest.mark.anyio
+
+EXACT: dict[str, Any] = {
+    "deterministic": True, "n_ctx": 4096, "n_seq_max": 8, "process": True, **QUIET,
+}  # fmt: skip
+
+
+PROMPT = "count:1..30"
+
+
+def process_of(engine: Engine) -> EngineProcess:
+    process = engine._parts.thread
+    assert isinstance(process, EngineProcess)
+    return process
+
+
+def send(engine: Engine, number: signal.Signals) -> None:
+    pid = process_of(engine).pid
+    assert pid is not None
+    os.kill(pid, number)
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[Engine]:
+    async with Engine(**EXACT) as engine:
+        yield engine
+
+
+async def read(
+    engine: Engine, on_token: Callable[[int], None] = lambda _: None, **options: Any
+) -> tuple[list[int], str, Completion]:
+    ids: list[int] = []
+    text = ""
+    async with engine.stream(PROMPT, **options) as stream:
+        async for delta in stream:
+            ids += delta.token_ids
+            text += delta.text
+            on_token(len(ids))
+        return ids, text, await stream.completion()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT])
+async def test_every_stream_goes_on_with_the_same_tokens_when_the_process_is_killed(
+    engine: Engine, number: signal.Signals, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = [{"max_tokens": 24, "logprobs": 1, **s} for s in SAMPLINGS.values()]
+    wholes = [await engine.generate(PROMPT, **o) for o in options]
+
+    n_heard = 0
+
+    def kill_once(_: int) -> None:
+        nonlocal n_heard
+        n_heard += 1
+        if n_heard == 60:
+            send(engine, number)
+
+    found: list[tuple[list[int], str, Completion] | None] = [None] * len(options)
+
+    async def run(i: int) -> None:
+        found[i] = await read(engine, kill_once, **options[i])
+
+    async with anyio.create_task_group() as tasks:
+        for i in range(len(options)):
+            tasks.start_soon(run, i)
+    for whole, other in zip(wholes, found, strict=True):
+        assert other is not None
+        ids, text, completion = other
+        assert tuple(ids) == completion.token_ids == whole.token_ids
+        assert text == completion.text == whole.text
+        assert completion.logprobs == whole.logprobs
+        assert completion.finish_reason == whole.finish_reason
+        assert completion.prompt_token_ids == whole.prompt_token_ids
+        assert completion.usage.n_output == whole.usage.n_output
+    assert await engine.audit() == []
+    told = engine.statistics()
+    assert told.n_restarts == 1
+    assert told.n_kv_cells_used == told.n_running == told.n_waiting == 0
+    assert number.name in process_of(engine).last_crash
+    assert "started again" in caplog.text
+
+
+async def test_an_answer_without_a_seed_goes_on_with_its_own_draws(engine: Engine) -> None:
+    ids, text, completion = await read(
+        engine,
+        lambda n: send(engine, signal.SIGKILL) if n == 9 else None,
+        temperature=1.5,
+        max_tokens=40,
+        ignore_eos=True,
+    )
+    assert len(ids) == 40
+    assert tuple(ids) == completion.token_ids
+    assert text == completion.text
+    assert completion.timings.ttft_s is not None
+    assert completion.timings.itl_max_s is not None
+    assert engine.statistics().n_output_tokens >= 40
+
+
+async def test_a_process_that_stands_still_is_killed_and_replaced() -> None:
+    async with Engine(**EXACT, hang_timeout_s=1.0) as engine:
+        whole = await engine.generate(PROMPT, temperature=0, max_tokens=40)
+        ids, _, _ = await read(
+            engine,
+            lambda n: send(engine, signal.SIGSTOP) if n == 5 else None,
+            temperature=0,
+            max_tokens=40,
+        )
+        assert tuple(ids) == whole.token_ids
+        assert engine.statistics().n_restarts >= 1
+
+
+async def test_an_idle_process_that_was_killed_is_there_for_the_next_request(
+    engine: Engine,
+) -> None:
+    first = await engine.generate("1+1=", temperature=0)
+    send(engine, signal.SIGKILL)
+    assert (await engine.generate("1+1=", temperature=0)).text == first.text
+
+
+class Poisonous(Engine):
+    _child_backend = "tests.engine.process.poisonous:PoisonousBackend"
+
+
+async def test_who_crashes_llama_cpp_alone_ends_and_nobody_else_hears_of_it() -> None:
+    prompts = [f"{i}+1=" for i in range(9)] * 3
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
+    async with Poisonous(**EXACT) as engine:
+        wholes = await engine.generate_all(prompts, **options)
+        found = await engine.generate_all(
+            [*prompts[:13], "poison ~", *prompts[13:]], return_exceptions=True, **options
+        )
+        failed = found.pop(13)
+        assert isinstance(failed, GenerationError)
+        assert "SIGABRT" in str(failed)
+        assert "GGML_ASSERT(token != poison) failed" in str(failed.__cause__)
+        assert failed.completion is not None
+        assert failed.completion.token_ids == ()
+        assert [c.token_ids for c in found] == [c.token_ids for c in wholes]
+        assert engine.statistics().n_restarts <= 3
+        assert await engine.audit() == []
+
+
+class DamagedFile(Engine):
+    _child_backend = "tests.engine.process.poisonous:AbortsAtLoad"
+
+
+async def test_a_file_that_ends_the_process_that_loads_it_is_a_load_error() -> None:
+    with pytest.raises(ModelLoadError, match=r"SIGABRT.*file is whole") as caught:
+        async with DamagedFile(**EXACT):
+            raise AssertionError("loaded")
+    assert caught.value.path.endswith(".gguf")
+
+
+async def test_a_missing_file_is_the_same_error_as_without(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"missing\.gguf"):
+        async with Engine(tmp_path / "missing.gguf", process=True):
+            raise AssertionError("loaded")
+
+
+class Hopeless(Engine):
+    _child_backend = "tests.engine.process.poisonous:AbortsAlways"
+
+
+async def test_a_process_that_always_ends_ends_the_requests_and_then_the_engine() -> None:
+    async with Hopeless(**EXACT) as engine:
+        errors: list[BaseException] = []
+
+        async def ask() -> None:
+            try:
+                await engine.generate("1+1=")
+            except (GenerationError, EngineFailedError) as error:
+                errors.append(error)
+
+        with anyio.fail_after(60):
+            async with anyio.create_task_group() as tasks:
+                for _ in range(3):
+                    tasks.start_soon(ask)
+        assert len(errors) == 3
+        assert all("SIGKILL" in str(error) for error in errors)
+
+
+async def test_without_msgspec_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cllm.engine.process.engine_process", None)
+    with pytest.raises(InvalidArgumentError, match=r"process.*cllm\[process\]"):
+        async with Engine(**EXACT):
+            raise AssertionError("started")
+
+
+async def test_the_engine_looks_as_it_does_without(engine: Engine) -> None:
+    told = engine.statistics()
+    assert (told.n_kv_cells, told.n_restarts) == (4096, 0)
+    assert engine.health().status == "ready"
+    assert {slot.state for slot in await engine.slots()} == {"free"}
+    async with Engine(**{**EXACT, "process": False}) as other:
+        assert other.model == engine.model
+        assert await other.tokenize(PROMPT) == await engine.tokenize(PROMPT)
+
+
+async def test_constraints_are_refused_here_and_obeyed_there(engine: Engine) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        await engine.generate("x", regex="(")
+    assert caught.value.field == "regex"
+    told = await engine.generate("x", json_schema=SCHEMA, seed=3, max_tokens=100)
+    assert told.text.startswith("{")
+    again = await engine.generate("x", regex="[0-9]{3}", seed=3, max_tokens=10)
+    assert again.text.isdigit()
+
+
+async def test_a_request_that_waits_for_its_constraint_can_be_cancelled(engine: Engine) -> None:
+    stream = engine.stream("x", regex="[a-f]{500}", max_tokens=400)
+    async with stream:
+        await stream.cancel()
+        completion = await stream.completion()
+    assert completion.finish_reason == "cancelled"
+    assert (await engine.generate("1+1=", temperature=0)).text == "2"
+
+
+async def test_closing_ends_the_process_while_streams_run() -> None:
+    async with Engine(**EXACT) as engine:
+        pid = process_of(engine).pid
+        stream = engine.stream(PROMPT, max_tokens=1000, ignore_eos=True)
+        await anext(aiter(stream))
+    assert pid is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+async def test_a_dropped_engine_ends_its_process() -> None:
+    engines = [Engine(**EXACT)]
+    await engines[0].__aenter__()
+    process = process_of(engines[0])
+
+    def forget() -> None:
+        engines.clear()
+        gc.collect()
+
+    with pytest.warns(ResourceWarning, match="dropped without being closed"):
+        forget()
+    await anyio.to_thread.run_sync(process.join, 10)
+    assert not process.is_alive
+
+
+def test_without_its_parent_the_process_ends_within_a_second() -> None:
+    program = """
+        import anyio, os, signal, sys
+        import cllm
+
+        async def main():
+            async with cllm.Engine(process=True, n_threads=1) as engine:
+                print(engine._parts.thread.pid, flush=True)
+                async with engine.stream("count:1..30", max_tokens=3000, ignore_eos=True) as stream:
+                    async for delta in stream:
+                        pass
+                await anyio.sleep(60)
+
+        anyio.run(main)
+    """
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        stdout=subprocess.PIPE,
+        env=child_environment(),
+        start_new_session=True,
+    )
+    try:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        os.kill(pid, 0)
+    finally:
+        parent.kill()
+        parent.communicate()
+    deadline = time.monotonic() + 5.0
+    while Path(f"/proc/{pid}/stat").exists() and time.monotonic() < deadline:
+        if Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
+            break
+        time.sleep(0.02)
+    assert time.monotonic() < deadline
