@@ -6,9 +6,7 @@ to an inference thread: commands through the inbox, events out of the outbox.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import functools
 import json
 import logging
 import os
@@ -17,9 +15,7 @@ import selectors
 import signal
 import socket
 import subprocess
-import threading
 import time
-import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import fields, replace
@@ -40,16 +36,16 @@ from cllm.engine.core.statistics import EngineStatistics
 from cllm.engine.process.frames import FrameReader, framed
 from cllm.engine.process.ledger import Ledger
 from cllm.engine.process.wire import Beat, Computing, Logged, decode_events, encode_commands
+from cllm.engine.thread.host import EngineHost
 from cllm.engine.thread.mailbox import Inbox, Outbox
 from cllm.engine.thread.worker_thread import WorkerThreads
 from cllm.engine.vocabulary import EngineVocabulary
-from cllm.errors import CllmError, ClosedError, EngineFailedError, ModelLoadError
+from cllm.errors import CllmError, EngineFailedError, ModelLoadError
 
 logger = logging.getLogger("cllm.engine")
 
 MAX_READ = 1 << 20
 N_LAST_WORDS = 4096  # bytes of the standard error of a process that are kept
-EXIT_TIMEOUT_S = 5.0
 # Restarts in a row after which nobody had got a token further.
 N_IN_VAIN_MAX = 5
 # A child that has computed for less than this share of a stall is hung, not slow.
@@ -124,12 +120,12 @@ class Child:
         return list(self._reader.add(data))
 
     def listen(self) -> bool:
-        """Take what it has written to its standard error; False at the end."""
+        """Take what it has written to its standard error; False if there is nothing more now."""
         assert self.process.stderr is not None
         try:
             data = os.read(self.process.stderr.fileno(), 1 << 16)
         except BlockingIOError:
-            return True
+            return False
         if data:
             self._last_words = (self._last_words + data)[-N_LAST_WORDS:]
             with contextlib.suppress(OSError):
@@ -144,28 +140,17 @@ class Child:
     def end(self) -> int:
         """Kill it if it lives, and forget it; how it has ended."""
         self.process.kill()
-        while self.listen():
-            if self.process.poll() is not None and not self.listen():
-                break
-            time.sleep(0.001)
         code = self.process.wait()
+        while self.listen():
+            pass
         assert self.process.stderr is not None
         self.process.stderr.close()
         self.socket.close()
         return code
 
 
-class EngineProcess:
-    """Starts the engine's process, and what `InferenceThread` is for the event loop.
-
-    Attributes
-    ----------
-    vocabulary : EngineVocabulary or None
-        Of this process, once the model is loaded in the other.
-    failure : BaseException or None
-        Why nothing is served any more, if nobody asked for that.
-    n_restarts : int
-    """
+class EngineProcess(EngineHost):
+    """An `EngineHost` that lets another process compute; its vocabulary is of this one."""
 
     def __init__(
         self,
@@ -177,16 +162,12 @@ class EngineProcess:
         *,
         backend: str,
     ) -> None:
+        super().__init__("cllm-process", inbox, outbox, workers)
         self._config, self._backend = config, backend
         self._open_vocabulary = open_vocabulary
-        self._inbox, self._outbox, self._workers = inbox, outbox, workers
-        self.vocabulary: EngineVocabulary | None = None
-        self.failure: BaseException | None = None
-        self.n_restarts = 0
         self.last_crash = ""
         self._ledger = Ledger()
         self._child: Child | None = None
-        self._stopping = False
         self._is_ready = self._was_hung = False
         self._base = self._statistics = EngineStatistics()
         self._n_in_vain = 0
@@ -194,15 +175,8 @@ class EngineProcess:
         self._woken, self._wake = socket.socketpair()
         self._woken.setblocking(False)
         self._wake.setblocking(False)
-        self._thread = threading.Thread(target=self._run, name="cllm-process", daemon=True)
 
     # --- Any thread --------------------------------------------------------------------------
-    def start(self) -> None:
-        """Start the process, load the model there, and begin to serve."""
-        self._at_exit = functools.partial(_stop_at_exit, weakref.ref(self))
-        self._thread.start()
-        atexit.register(self._at_exit)
-
     def wake(self) -> None:
         """Something was put into the inbox.  Any thread; returns at once."""
         with contextlib.suppress(OSError):  # full, or closed
@@ -215,61 +189,31 @@ class EngineProcess:
         return None if child is None else child.process.pid
 
     @property
-    def is_alive(self) -> bool:
-        """Whether it still serves, or ends."""
-        return self._thread.is_alive()
-
-    @property
     def statistics(self) -> EngineStatistics:
-        """What was so after the last tick, of all processes."""
+        """See `EngineHost`; of all processes."""
         return self._statistics
 
     @property
     def heartbeat_age_s(self) -> float:
-        """Seconds that the inference thread has been in its tick; 0 while it is idle."""
+        """See `EngineHost`."""
         child = self._child
         beat = None if child is None else child.beat
         if child is None or beat is None:
             return 0.0
         return beat.busy_s + time.perf_counter() - child.heard_at if beat.busy_s else 0.0
 
-    def request_stop(self) -> None:
-        """Cancel everything, and end.  Any thread; returns at once."""
-        self._stopping = True
-        self._inbox.put(Shutdown())
-
-    def join(self, timeout: float | None = None) -> None:
-        """Wait for everything to be freed."""
-        self._thread.join(timeout)
-        atexit.unregister(self._at_exit)
-
     # --- The thread --------------------------------------------------------------------------
-    def _run(self) -> None:
-        try:
-            with ExitStack() as owned:
-                owned.enter_context(self._woken)
-                owned.enter_context(self._wake)
-                try:
-                    self._serve(owned)
-                except BaseException as error:
-                    self.failure = error
-                    is_unexpected = not isinstance(error, ClosedError)
-                    logger.debug("the engine ends: %s", error, exc_info=is_unexpected)
-                    now = time.perf_counter()
-                    self._outbox.post(self._ledger.fail_all(error, now))
-                    if self._outbox.post([Stopped(error)]):
-                        while not self._stopping:
-                            self._inbox.drain(wait=True)
-                finally:
-                    self._workers.end()
-                    if self._child is not None:
-                        self._child.end()
-                        self._child = None
-        finally:
-            self.vocabulary = None
-            self._outbox.post([Ended()] if self.failure else [Stopped(None), Ended()])
-
     def _serve(self, owned: ExitStack) -> None:
+        owned.enter_context(self._woken)
+        owned.enter_context(self._wake)
+        try:
+            self._serve_on(owned)
+        except BaseException as error:
+            self.failure = error  # before anybody hears of it
+            self._outbox.post(self._ledger.fail_all(error, time.perf_counter()))
+            raise
+
+    def _serve_on(self, owned: ExitStack) -> None:
         while True:
             self._was_hung = False
             self._child = child = Child(self._config, self._backend)
@@ -291,7 +235,6 @@ class EngineProcess:
 
     def _restart(self, crash: CrashError, *, is_own: bool) -> None:
         self.last_crash = str(crash)
-        self.n_restarts += 1
         self._n_in_vain += 1
         logger.error("the engine's process ended, and is started again: %s", crash)
         n_open = len(self._ledger.requests)
@@ -299,7 +242,9 @@ class EngineProcess:
         if told:
             self._n_in_vain = 0
             self._outbox.post(told)
-        self._base = self._statistics = replace(self._statistics, n_restarts=self.n_restarts)
+        self._base = self._statistics = replace(
+            self._statistics, n_restarts=self._statistics.n_restarts + 1
+        )
         if self._n_in_vain > N_IN_VAIN_MAX:
             raise EngineFailedError(
                 f"its process has ended {self._n_in_vain} times in a row, with {n_open} requests: {crash}"
@@ -442,10 +387,3 @@ def _crash_of(code: int, last_words: str) -> CrashError:
         except ValueError:
             how = f"signal {-code}"
     return CrashError(f"{how}: {last_words[-1000:]}" if last_words else how)
-
-
-def _stop_at_exit(reference: weakref.ref[EngineProcess]) -> None:
-    process = reference()
-    if process is not None and process.is_alive:
-        process.request_stop()
-        process.join(EXIT_TIMEOUT_S)

@@ -141,8 +141,8 @@ class Ledger:
 
     @property
     def is_trying(self) -> bool:
-        """Whether one is tried alone."""
-        return self._tried is not None
+        """Whether one is tried alone, or will be."""
+        return self._tried is not None or bool(self._suspects)
 
     # --- From the event loop -----------------------------------------------------------------
     def command(self, command: Command) -> list[Command]:

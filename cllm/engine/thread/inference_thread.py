@@ -1,19 +1,15 @@
 """InferenceThread: owns what its backend loads, runs ticks, and frees what it owns.
 
-Whatever ends it, it waits for the worker threads before it frees the vocabulary that they use.  It is
-a daemon so that it cannot keep an interpreter alive, and an exit handler stops and joins it first:
-freeing a context while a decode runs crashes, so what a stuck thread holds is leaked instead.
+Whatever ends it, it waits for the worker threads before it frees the vocabulary that they use.  At exit
+it is stopped and joined first: freeing a context while a decode runs crashes, so what a stuck thread
+holds is leaked instead.
 """
 
 from __future__ import annotations
 
-import atexit
-import functools
 import logging
 import os
-import threading
 import time
-import weakref
 from contextlib import ExitStack, closing
 from dataclasses import replace
 
@@ -26,13 +22,11 @@ from cllm.engine.core.messages import (
     Audited,
     CancelRequest,
     Command,
-    Ended,
     Event,
     Finished,
     Progressed,
     Ready,
     Shutdown,
-    Stopped,
 )
 from cllm.engine.core.scheduler import Chunk
 from cllm.engine.core.speculation import BudgetedSpeculation, Speculation
@@ -40,29 +34,21 @@ from cllm.engine.core.statistics import EngineStatistics, Recorder
 from cllm.engine.core.tick_log import LoggedDecoder, LoggedSpeculation, LoggedVocabulary, TickLog
 from cllm.engine.request import FinishReason, ModelInfo
 from cllm.engine.thread.backend import Backend, Loaded
+from cllm.engine.thread.host import EngineHost
 from cllm.engine.thread.interrupter import Interrupter
 from cllm.engine.thread.mailbox import EventOutbox, Inbox
 from cllm.engine.thread.worker_thread import WorkerThreads
-from cllm.engine.vocabulary import EngineVocabulary, OutputVocabulary
-from cllm.errors import CllmError, ClosedError
+from cllm.engine.vocabulary import OutputVocabulary
+from cllm.errors import CllmError
 
 logger = logging.getLogger("cllm.engine")
 
-EXIT_TIMEOUT_S = 5.0
 IDLE_AUDIT_S = 1.0
 AUDIT_EVERY_TICK = os.environ.get("CLLM_AUDIT") == "tick"
 
 
-class InferenceThread:
-    """The thread and what other threads may know of it.
-
-    Attributes
-    ----------
-    vocabulary : EngineVocabulary or None
-        Once loaded; other threads may use it until `Shutdown` is sent.
-    failure : BaseException or None
-        Why it has ended, or is about to, if nobody asked it to; any thread.
-    """
+class InferenceThread(EngineHost):
+    """An `EngineHost` that computes in this process."""
 
     def __init__(
         self,
@@ -73,15 +59,10 @@ class InferenceThread:
         workers: WorkerThreads,
         interrupter: Interrupter,
     ) -> None:
+        super().__init__("cllm-inference", inbox, outbox, workers)
         self._config = config
-        self._workers = workers
         self._backend = backend
-        self._inbox = inbox
-        self._outbox = outbox
-        self.vocabulary: EngineVocabulary | None = None
         self._recorder: Recorder | None = None  # a snapshot, replaced after every tick
-        self._stopping = False
-        self.failure: BaseException | None = None
         self._interrupter = interrupter
         self._audited_at = float("-inf")
         self._held: list[Event] = []  # not yet posted
@@ -90,70 +71,26 @@ class InferenceThread:
         self._log: TickLog | None = None
         self._busy_since: float | None = None
         self._linger = Linger()
-        self._thread = threading.Thread(target=self._run, name="cllm-inference", daemon=True)
-
-    def start(self) -> None:
-        """Load the model and begin to serve."""
-        # A bound method would keep the engine alive for ever.
-        self._at_exit = functools.partial(_stop_at_exit, weakref.ref(self))
-        self._thread.start()
-        # Registered after `weakref`'s own exit handler, and so run before it.
-        atexit.register(self._at_exit)
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the thread still runs."""
-        return self._thread.is_alive()
 
     @property
     def statistics(self) -> EngineStatistics:
-        """What was so after the last tick; any thread."""
+        """See `EngineHost`."""
         recorder = self._recorder
         return EngineStatistics() if recorder is None else EngineStatistics.of(recorder)
 
     @property
     def heartbeat_age_s(self) -> float:
-        """Seconds since the thread last showed that it is not stuck; 0 while it is idle."""
+        """See `EngineHost`."""
         busy_since = self._busy_since
         return 0.0 if busy_since is None else time.perf_counter() - busy_since
 
     def request_stop(self) -> None:
-        """Cancel everything, also a load or a decode that is running.  Any thread; returns at once."""
+        """See `EngineHost`."""
         self._stopping = True
         self._backend.stop()
-        self._inbox.put(Shutdown())
-
-    def join(self, timeout: float | None = None) -> None:
-        """Wait for the thread to have freed everything and ended."""
-        self._thread.join(timeout)
-        atexit.unregister(self._at_exit)
+        super().request_stop()
 
     # --- The thread itself -------------------------------------------------------------------
-    def _run(self) -> None:
-        try:
-            with ExitStack() as owned:
-                try:
-                    self._serve(owned)
-                except BaseException as error:
-                    self.failure = error
-                    # Closed while it loaded: that is no failure.
-                    is_unexpected = not isinstance(error, ClosedError)
-                    logger.debug("the inference thread ends: %s", error, exc_info=is_unexpected)
-                    # Another thread may be inside a call of the vocabulary: free nothing before
-                    # everybody has been told and asks for it, if there is anybody left.
-                    if self._outbox.post([Stopped(error)]):
-                        self._await_shutdown()
-                finally:
-                    self._workers.end()
-        finally:
-            self.vocabulary = self._busy_since = None
-            self._outbox.post([Ended()] if self.failure else [Stopped(None), Ended()])
-
-    def _await_shutdown(self) -> None:
-        self._busy_since = None
-        while not self._stopping:
-            self._inbox.drain(wait=True)
-
     def _serve(self, owned: ExitStack) -> None:
         core, model_info = self._load(owned)
         self._publish(core)
@@ -171,6 +108,8 @@ class InferenceThread:
             self._post_held()
             del events  # their errors know the frames of the callers: see `_loop`
             raise
+        finally:
+            self._busy_since = None
 
     def _load(self, owned: ExitStack) -> tuple[EngineCore, ModelInfo]:
         loaded = self._backend.load(owned)
@@ -348,11 +287,3 @@ def _has_ended_well(event: Event) -> bool:
         and event.error is None
         and event.completion.finish_reason is not FinishReason.CANCELLED
     )
-
-
-def _stop_at_exit(reference: weakref.ref[InferenceThread]) -> None:
-    """Exit with a live engine: stop flag, abort flag, join; never free what the thread may use."""
-    thread = reference()
-    if thread is not None and thread.is_alive:
-        thread.request_stop()
-        thread.join(EXIT_TIMEOUT_S)
