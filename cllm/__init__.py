@@ -11,7 +11,7 @@ from cllm.engine.config import EngineConfig, EngineOptions
 from cllm.engine.core.messages import SlotInfo, SlotState
 from cllm.engine.core.statistics import EngineStatistics, TickTimes
 from cllm.engine.engine import Engine
-from cllm.engine.health import EngineStatus, Health
+from cllm.engine.health import EngineStatus, Health, Restart
 from cllm.engine.loop.request_call import ChatPromptOptions
 from cllm.engine.loop.stream import TokenStream
 from cllm.engine.request import (
@@ -67,6 +67,7 @@ __all__ = (
     "QueueFullError",
     "RenderedPrompt",
     "RequestError",
+    "Restart",
     "SamplingOptions",
     "SamplingParams",
     "Score",

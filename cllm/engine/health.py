@@ -14,9 +14,30 @@ class EngineStatus(StrEnum):
     STARTING = "starting"
     READY = "ready"
     STALLED = "stalled"
+    RESTARTING = "restarting"
+    """Its process has ended by itself: requests wait for another."""
     DRAINING = "draining"
     FAILED = "failed"
     CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """The engine's process had ended by itself, and another serves (`process=True`).
+
+    Attributes
+    ----------
+    cause : str
+        The signal that ended it, and the last that it wrote to its standard error.
+    n_requests : int
+        Those that go on.
+    duration_s : float
+        From its end until the new one had loaded the model.
+    """
+
+    cause: str
+    n_requests: int
+    duration_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +62,19 @@ def health_of(
     heartbeat_age_s: float,
     *,
     failure: BaseException | None,
+    crash: str,
     stall_timeout_s: float,
 ) -> Health:
-    """The health of an engine with this status, None before it was entered."""
+    """The health of an engine with this status, None before it was entered.
+
+    `crash` is why its process has ended, until there is another.
+    """
     if status is None:
         return Health(EngineStatus.STARTING, 0.0, "not entered yet")
     if status is EngineStatus.FAILED:
         return Health(status, heartbeat_age_s, repr(failure))
+    if status is EngineStatus.READY and crash:
+        return Health(EngineStatus.RESTARTING, heartbeat_age_s, crash)
     if status is EngineStatus.READY and heartbeat_age_s > stall_timeout_s:
         reason = f"in one tick for {heartbeat_age_s:.1f} s"
         return Health(EngineStatus.STALLED, heartbeat_age_s, reason)

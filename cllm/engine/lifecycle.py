@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +20,7 @@ from cllm.bindings import fork_generation
 from cllm.engine.config import EngineConfig, EngineOptions, config_from
 from cllm.engine.core.messages import ClearPrefixCache, Event, SlotInfo
 from cllm.engine.core.statistics import EngineStatistics
-from cllm.engine.health import EngineStatus, Health, check_serving, health_of
+from cllm.engine.health import EngineStatus, Health, Restart, check_serving, health_of
 from cllm.engine.llama.backend import LlamaBackend
 from cllm.engine.loop.dispatcher import Dispatcher
 from cllm.engine.loop.input_processor import InputProcessor
@@ -65,6 +66,7 @@ class Lifecycle:
         model: str | Path | None = None,
         *,
         config: EngineConfig | None = None,
+        on_restart: Callable[[Restart], None] | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
         if config is not None and (model is not None or options):
@@ -72,6 +74,7 @@ class Lifecycle:
         if not isinstance(config, EngineConfig | None):
             raise InvalidArgumentError("config", config, "an EngineConfig")
         self.config = config_from(model, options) if config is None else config
+        self._on_restart = on_restart
         self._status: EngineStatus | None = None
         self._entered: Parts | None = None
         self._finalizer: weakref.finalize[..., Lifecycle] | None = None
@@ -108,7 +111,7 @@ class Lifecycle:
         """Make the parts, and start the threads."""
         loop_guard, interrupter = LoopGuard(), Interrupter()
         inbox = Inbox(interrupter.cancel)
-        dispatcher = Dispatcher(inbox, self._gate, loop_guard)
+        dispatcher = Dispatcher(inbox, self._gate, loop_guard, self._on_restart)
         outbox: Outbox[list[Event]] = Outbox(dispatcher.deliver)
         backend = self._make_backend()
         host: EngineHost
@@ -152,7 +155,7 @@ class Lifecycle:
         process = EngineProcess(
             self.config, inbox, outbox, workers, open_vocabulary, backend=self._child_backend
         )
-        inbox.on_put = process.wake
+        inbox.on_put = process.on_put
         return process
 
     def _make_backend(self) -> Backend:
@@ -235,6 +238,7 @@ class Lifecycle:
             self._present_status,
             0.0 if self._entered is None else self._entered.thread.heartbeat_age_s,
             failure=self._failure,
+            crash="" if self._entered is None else self._entered.thread.crash,
             stall_timeout_s=self.config.stall_timeout_s,
         )
 

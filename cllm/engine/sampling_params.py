@@ -322,7 +322,7 @@ def _stop_strings(stop: object) -> tuple[str, ...]:
     for text in strings:
         if not isinstance(text, str) or not text:
             raise InvalidRequestError("stop", text, "a string that is not empty")
-        if len(text.encode("utf-8", "surrogatepass")) > MAX_STOP_BYTES:
+        if len(encode_text("stop", text, InvalidRequestError)) > MAX_STOP_BYTES:
             raise InvalidRequestError("stop", text, f"at most {MAX_STOP_BYTES} bytes long")
     return tuple(strings)
 

@@ -24,8 +24,10 @@ from cllm import (
     InvalidArgumentError,
     InvalidRequestError,
     ModelLoadError,
+    Restart,
 )
 from cllm.engine.child_process import child_environment
+from cllm.engine.process.crash_report import last_crash
 from cllm.engine.process.engine_process import EngineProcess
 from tests.conftest import QUIET
 from tests.engine.samplings import SAMPLINGS, SCHEMA
@@ -52,6 +54,12 @@ def send(engine: Engine, number: signal.Signals) -> None:
     os.kill(pid, number)
 
 
+@pytest.fixture(autouse=True)
+def state_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the last crash is remembered."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+
 @pytest.fixture
 async def engine() -> AsyncIterator[Engine]:
     async with Engine(**EXACT) as engine:
@@ -73,8 +81,22 @@ async def read(
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT])
 async def test_every_stream_goes_on_with_the_same_tokens_when_the_process_is_killed(
-    engine: Engine, number: signal.Signals, caplog: pytest.LogCaptureFixture
+    number: signal.Signals, caplog: pytest.LogCaptureFixture
 ) -> None:
+    restarts: list[Restart] = []
+    async with Engine(on_restart=restarts.append, **EXACT) as engine:
+        await check_that_all_goes_on(engine, number)
+        (restart,) = restarts
+    assert number.name in restart.cause
+    assert 0 < restart.n_requests <= len(SAMPLINGS)
+    assert restart.duration_s > 0
+    assert "started again" in caplog.text
+    assert "serves again" in caplog.text
+    assert (report := last_crash()) is not None
+    assert (report.cause, report.n_requests) == (restart.cause, restart.n_requests)
+
+
+async def check_that_all_goes_on(engine: Engine, number: signal.Signals) -> None:
     options = [{"max_tokens": 24, "logprobs": 1, **s} for s in SAMPLINGS.values()]
     wholes = [await engine.generate(PROMPT, **o) for o in options]
 
@@ -107,8 +129,7 @@ async def test_every_stream_goes_on_with_the_same_tokens_when_the_process_is_kil
     told = engine.statistics()
     assert told.n_restarts == 1
     assert told.n_kv_cells_used == told.n_running == told.n_waiting == 0
-    assert number.name in process_of(engine).last_crash
-    assert "started again" in caplog.text
+    assert engine.health().status == "ready"
 
 
 async def test_an_answer_without_a_seed_goes_on_with_its_own_draws(engine: Engine) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from cllm.engine.core.statistics import EngineStatistics
+from cllm.engine.health import Restart
 from cllm.engine.request import Completion, GenerationRequest, ModelInfo, TokenDelta
 from cllm.errors import EngineFailedError, GenerationError
 
@@ -151,6 +152,13 @@ class Inspected:
 
 
 @dataclass(frozen=True, slots=True)
+class Restarted:
+    """The engine's process had ended, and there is another."""
+
+    restart: Restart
+
+
+@dataclass(frozen=True, slots=True)
 class Stopped:
     """Nothing more is served.  With an error: the thread has failed, or never started."""
 
@@ -162,4 +170,4 @@ class Ended:
     """The thread has freed everything and ends: the last event of all."""
 
 
-Event = Ready | Progressed | Finished | Audited | Inspected | Stopped | Ended
+Event = Ready | Progressed | Finished | Audited | Inspected | Restarted | Stopped | Ended

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Self
 
@@ -95,9 +95,34 @@ class EngineStatistics:
         times = TickTimes(*(getattr(recorder, f.name) for f in fields(TickTimes)))
         return cls(**values, n_finished=_by_reason(recorder.n_finished), tick_times=times)
 
+    def after(self, earlier: EngineStatistics) -> Self:
+        """These, with all that was counted before: the gauges stay as they are."""
+        counts = {n: getattr(earlier, n) + getattr(self, n) for n in SAME_NAMES - GAUGES}
+        finished = dict(self.n_finished)
+        for reason, n_requests in earlier.n_finished.items():
+            finished[reason] = finished.get(reason, 0) + n_requests
+        times = (
+            getattr(earlier.tick_times, f.name) + getattr(self.tick_times, f.name)
+            for f in fields(TickTimes)
+        )
+        return replace(
+            self,
+            **counts,
+            n_finished=_by_reason(finished),
+            n_restarts=earlier.n_restarts + self.n_restarts,
+            tick_times=TickTimes(*times),
+        )
+
 
 SAME_NAMES = {f.name for f in fields(EngineStatistics)} - {
     "n_finished", "tick_times", "n_restarts",
+}  # fmt: skip
+
+
+# What is so now; all else is counted.
+GAUGES = {
+    "n_waiting", "n_running", "n_paused", "n_kv_cells_used", "n_kv_cells_cached", "n_kv_cells",
+    "n_seq_ids_used", "n_seq_ids_cached", "uptime_s",
 }  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import anyio
@@ -19,9 +20,11 @@ from cllm.engine.core.messages import (
     Inspected,
     Progressed,
     Ready,
+    Restarted,
     SlotInfo,
     Stopped,
 )
+from cllm.engine.health import Restart
 from cllm.engine.loop.loop_guard import LoopGuard
 from cllm.engine.loop.output_channels import OutputChannels
 from cllm.engine.loop.queue_gate import QueueGate
@@ -30,6 +33,8 @@ from cllm.engine.request import GenerationRequest, ModelInfo
 from cllm.engine.thread.mailbox import Inbox
 from cllm.engine.thread.worker_thread import Reply
 from cllm.errors import ClosedError, EngineFailedError
+
+logger = logging.getLogger("cllm.engine")
 
 
 class Dispatcher:
@@ -43,8 +48,15 @@ class Dispatcher:
         The thread is ready or serves no more; it has freed everything.
     """
 
-    def __init__(self, inbox: Inbox, gate: QueueGate, loop_guard: LoopGuard) -> None:
+    def __init__(
+        self,
+        inbox: Inbox,
+        gate: QueueGate,
+        loop_guard: LoopGuard,
+        on_restart: Callable[[Restart], None] | None = None,
+    ) -> None:
         self._inbox = inbox
+        self._on_restart = on_restart or (lambda restart: None)
         self._loop_guard = loop_guard
         self._gate = gate
         self._channels: dict[str, Channel] = {}
@@ -114,10 +126,18 @@ class Dispatcher:
                 case Ready(model):
                     self.model = model
                     self.answered.set()
+                case Restarted(restart):
+                    self._tell_of_restart(restart)
                 case Stopped(error):
                     self._on_stopped(error)
                 case Ended():
                     self.ended.set()
+
+    def _tell_of_restart(self, restart: Restart) -> None:
+        try:
+            self._on_restart(restart)
+        except Exception:  # the events behind it are for others
+            logger.exception("on_restart has failed")
 
     def _on_stopped(self, error: BaseException | None) -> None:
         ended: ClosedError | EngineFailedError = ClosedError("the engine was closed")

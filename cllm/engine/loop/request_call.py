@@ -53,6 +53,7 @@ class RequestCall:
             check_float("timeout", self.timeout, 0.0, 1e9, error)
         if not isinstance(self.request_id, str) or not 1 <= len(self.request_id) <= 256:
             raise error("request_id", self.request_id, "a string of 1 to 256 characters")
+        encode_text("request_id", self.request_id, error)
         n_generated, n_most = len(self.generated), self.params.max_tokens
         if n_most is not None and n_generated and n_generated >= n_most:
             raise error(

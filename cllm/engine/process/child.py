@@ -1,6 +1,6 @@
 """The engine's process: an inference thread whose commands and events cross a socket.
 
-    python -P -m cllm.engine.process.child FD MODULE:NAME
+    python -P -m cllm.engine.process.child SOCKET_FD MEMORY_FD MODULE:NAME
 
 reads the configuration from its standard input, and serves until it is told to end or its parent is gone.
 """
@@ -33,11 +33,11 @@ from cllm.engine.core.messages import (
     Shutdown,
 )
 from cllm.engine.llama.backend import LlamaBackend
+from cllm.engine.process.batch_record import BatchRecord
 from cllm.engine.process.frames import FrameReader, framed
 from cllm.engine.process.ledger import OpenRequest
 from cllm.engine.process.wire import (
     Beat,
-    Computing,
     Logged,
     Told,
     decode_commands,
@@ -79,19 +79,19 @@ class ToParent:
         return True
 
 
-class TellingInterrupter(Interrupter):
-    """Says whose tokens are computed, where that has changed."""
+class RecordingInterrupter(Interrupter):
+    """Leaves word whose tokens are computed."""
 
-    def __init__(self, to_parent: ToParent) -> None:
+    def __init__(self, record: BatchRecord) -> None:
         super().__init__()
-        self._to_parent = to_parent
-        self._told: tuple[str, ...] = ()
+        self._record = record
+        self._recorded: tuple[str, ...] = ()
 
     def begin(self, n_rows: Mapping[str, int]) -> None:
         """See `Interrupter`."""
-        if (present := tuple(n_rows)) != self._told:
-            self._to_parent.tell(Computing(present))
-            self._told = present
+        if (present := tuple(n_rows)) != self._recorded:
+            self._record.write(present)
+            self._recorded = present
         super().begin(n_rows)
 
 
@@ -157,11 +157,13 @@ class LogToParent(logging.Handler):
             self._to_parent.tell(Logged(record.name, record.levelno, self.format(record)))
 
 
-def serve(connection: socket.socket, backend: LlamaBackend, config: EngineConfig) -> None:
+def serve(
+    connection: socket.socket, record: BatchRecord, backend: LlamaBackend, config: EngineConfig
+) -> None:
     """Serve until `Shutdown` comes, or the parent is gone."""
     to_parent = ToParent(connection)
     logging.getLogger("cllm").addHandler(LogToParent(to_parent))
-    interrupter = TellingInterrupter(to_parent)
+    interrupter = RecordingInterrupter(record)
     inbox = Inbox(interrupter.cancel)
     thread = InferenceThread(config, backend, inbox, to_parent, WorkerThreads(), interrupter)
     to_parent.thread = thread
@@ -175,8 +177,8 @@ def serve(connection: socket.socket, backend: LlamaBackend, config: EngineConfig
     threading.Thread(target=_beat, args=(thread, to_parent), daemon=True).start()
     thread.start()
     reader = FrameReader()
-    while data := _received(connection):
-        for frame in reader.add(data):
+    while (frames := reader.receive(connection)) is not None:
+        for frame in frames:
             for command in decode_commands(frame):
                 if isinstance(command, Shutdown):
                     thread.request_stop()
@@ -184,13 +186,6 @@ def serve(connection: socket.socket, backend: LlamaBackend, config: EngineConfig
                     return
                 compiling.put(command)
     os._exit(1)  # nobody is left to tell
-
-
-def _received(connection: socket.socket) -> bytes:
-    try:
-        return connection.recv(1 << 20)
-    except OSError:
-        return b""
 
 
 def _beat(thread: InferenceThread, to_parent: ToParent) -> None:
@@ -204,13 +199,15 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable(all_threads=False)
     os.dup2(2, 1)  # what a library prints
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    module, _, name = sys.argv[2].partition(":")
+    fd, shared, backend = sys.argv[1:]
+    module, _, name = backend.partition(":")
     settings = json.loads(sys.stdin.buffer.read())
     logging.getLogger("cllm").setLevel(settings["log_level"])
     config = EngineConfig(**settings["config"])
     make_backend = getattr(importlib.import_module(module), name)
-    serve(connection, make_backend(config), config)
+    record = BatchRecord(int(shared), config.n_seq_max)
+    os.close(int(shared))
+    serve(socket.socket(fileno=int(fd)), record, make_backend(config), config)
 
 
 if __name__ == "__main__":

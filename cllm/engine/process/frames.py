@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import struct
 from collections.abc import Iterator
 
+MAX_READ = 1 << 18
 _LENGTH = struct.Struct("<I")
 
 
@@ -18,8 +20,25 @@ class FrameReader:
 
     def __init__(self) -> None:
         self._buffer = bytearray()
+        self._received = memoryview(bytearray(MAX_READ))  # `recv` would allocate as much each time
 
-    def add(self, data: bytes) -> Iterator[bytes]:
+    def receive(self, connection: socket.socket) -> list[bytes] | None:
+        """The frames that come next; None at the end of the connection.
+
+        Raises
+        ------
+        BlockingIOError
+            Nothing has come, and the connection does not wait.
+        """
+        try:
+            n_bytes = connection.recv_into(self._received)
+        except BlockingIOError:
+            raise
+        except OSError:
+            n_bytes = 0
+        return list(self.add(self._received[:n_bytes])) if n_bytes else None
+
+    def add(self, data: bytes | memoryview) -> Iterator[bytes]:
         """More bytes: the frames that are complete with them."""
         self._buffer += data
         start, n_bytes = 0, len(self._buffer)

@@ -129,7 +129,6 @@ class Ledger:
     def __init__(self) -> None:
         self._open: dict[str, OpenRequest] = {}
         self._questions: dict[int, Audit | Inspect] = {}
-        self._batch: tuple[str, ...] = ()
         self._suspects: deque[OpenRequest] = deque()
         self._tried: OpenRequest | None = None
         self._is_up = False
@@ -169,10 +168,6 @@ class Ledger:
         return [command] if self._is_up else []
 
     # --- From the process --------------------------------------------------------------------
-    def on_batch(self, request_ids: tuple[str, ...]) -> None:
-        """These are being computed."""
-        self._batch = request_ids
-
     def events(self, events: Iterable[Event], now: float) -> tuple[list[Event], list[Command]]:
         """The events as their readers shall have them, and what the process is to be told."""
         told: list[Event] = []
@@ -227,20 +222,24 @@ class Ledger:
         return replace(event, completion=whole)
 
     # --- Crashes -----------------------------------------------------------------------------
-    def on_crash(self, cause: Exception, now: float, *, is_own: bool = True) -> list[Event]:
+    def on_crash(
+        self, cause: Exception, request_ids: Iterable[str], now: float, *, is_own: bool = True
+    ) -> list[Event]:
         """The process is gone: what its readers are told.
 
         Parameters
         ----------
+        request_ids
+            Those whose tokens it computed.
         is_own : bool
             It ended by itself, perhaps because of what it computed; not by somebody else's hand.
         """
         self._is_up = False
         told: list[Event] = []
-        for request_id in self._batch if is_own else ():
+        for request_id in request_ids if is_own else ():
             if (known := self._open.get(request_id)) is not None:
                 known.n_crashes += 1
-        guilty, self._tried, self._batch = self._tried, None, ()
+        guilty, self._tried = self._tried, None
         if is_own and guilty is not None and guilty.n_crashes > N_CRASHES_SUSPECT:
             del self._open[guilty.request_id]
             told.append(guilty.failed(GenerationError.of(guilty.request_id, cause), now))

@@ -72,12 +72,6 @@ class _Stopped(msgspec.Struct, array_like=True, frozen=True):
     error: _Error | None
 
 
-class Computing(msgspec.Struct, array_like=True, frozen=True):
-    """These requests are computed from now on: who was there if the process ends."""
-
-    request_ids: tuple[str, ...]
-
-
 class Logged(msgspec.Struct, array_like=True, frozen=True):
     """A record of the log of the engine's process."""
 
@@ -99,14 +93,14 @@ class Beat(msgspec.Struct, array_like=True, frozen=True):
     cpu_s: float
 
 
-Told = Event | Computing | Logged | Beat
+Told = Event | Logged | Beat
 
 # Written as their index.
 COMMANDS: tuple[type, ...] = (
     _Request, CancelRequest, Read, ClearPrefixCache, Audit, Inspect, Shutdown,
 )  # fmt: skip
 EVENTS: tuple[type, ...] = (
-    Ready, _Finished, Audited, Inspected, _Stopped, Ended, Computing, Logged, Beat,
+    Ready, _Finished, Audited, Inspected, _Stopped, Ended, Logged, Beat,
 )  # fmt: skip
 # Request id, text, tokens, log probabilities.
 _Token = tuple[str, str, tuple[int, ...], tuple[TokenLogprob, ...] | None]

@@ -34,6 +34,8 @@ class EngineHost(ABC):
         Once loaded; other threads may use it until it is told to stop.
     failure : BaseException or None
         Why it has ended, or is about to, if nobody asked it to; any thread.
+    crash : str
+        Why its process has ended, until there is another; otherwise empty.  Any thread.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class EngineHost(ABC):
         self._inbox, self._outbox, self._workers = inbox, outbox, workers
         self.vocabulary: EngineVocabulary | None = None
         self.failure: BaseException | None = None
+        self.crash = ""
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 

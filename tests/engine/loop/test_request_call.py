@@ -92,6 +92,7 @@ def test_a_bad_sampling_parameter_is_refused_by_field_value_and_limit(
         ("stop", "", "", "a string that is not empty"),
         ("stop", ["a", ""], "", "a string that is not empty"),
         ("stop", ["a", 7], 7, "a string that is not empty"),
+        ("stop", ["a", "\ud800"], "\ud800", "text without lone surrogates"),
         ("stop", ["x"] * 65, 65, "at most 64 strings"),
         ("stop", "é" * 513, "é" * 513, "at most 1024 bytes long"),
         ("stop_token_ids", [1, -1], -1, "0 to 2147483647"),
@@ -172,6 +173,7 @@ GOOD_CALL: dict[str, Any] = {
         ("request_id", "", "a string of 1 to 256 characters"),
         ("request_id", "x" * 257, "a string of 1 to 256 characters"),
         ("request_id", 7, "a string of 1 to 256 characters"),
+        ("request_id", "\ud800", "text without lone surrogates"),
     ],
 )
 def test_a_bad_argument_of_a_call_is_refused_by_field_value_and_limit(

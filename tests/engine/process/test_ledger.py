@@ -111,6 +111,7 @@ class World:
         self.finished: dict[str, Finished] = {}
         self.answered: list[int] = []
         self.n_crashes = 0
+        self.computed: tuple[str, ...] = ()
         self.process.obey(self.ledger.on_ready())
 
     def command(self, command: Command) -> None:
@@ -136,7 +137,7 @@ class World:
         self.hear(events)
 
     def tick(self) -> None:
-        self.ledger.on_batch(self.process.batch)
+        self.computed = self.process.batch
         if self.process.crashes:
             self.crash()
         else:
@@ -145,8 +146,8 @@ class World:
 
     def crash(self, *, is_own: bool = True) -> None:
         self.n_crashes += 1
-        self.hear(self.ledger.on_crash(CRASH, 1.0, is_own=is_own))
-        self.process = FakeProcess(self.poison)
+        self.hear(self.ledger.on_crash(CRASH, self.computed, 1.0, is_own=is_own))
+        self.process, self.computed = FakeProcess(self.poison), ()
         self.process.obey(self.ledger.on_ready())
 
     def check_whole(self, number: int) -> None:
@@ -169,7 +170,7 @@ def test_every_reader_hears_each_token_once_whenever_the_process_is_killed(seed:
             n_submitted += 1
         if choose.random() < 0.2 and world.n_crashes < 30:
             if choose.random() < 0.5:  # what it has computed was not heard
-                world.ledger.on_batch(world.process.batch)
+                world.computed = world.process.batch
                 world.process.tick()
             world.crash(is_own=False)
         world.tick()
@@ -201,7 +202,7 @@ def test_kills_in_between_hide_nobody_who_is_guilty_and_accuse_nobody_else(seed:
         world.command(AddRequest(request(number)))
     for _ in range(400):
         if choose.random() < 0.1:
-            world.ledger.on_batch(world.process.batch)
+            world.computed = world.process.batch
             world.crash(is_own=False)
         world.tick()
     assert {r for r, f in world.finished.items() if f.error} == {"r2"}
@@ -221,11 +222,31 @@ def test_two_who_crash_it_both_end() -> None:
     assert world.n_crashes <= 6
 
 
+def test_a_request_that_comes_between_two_trials_meets_none_of_the_suspects() -> None:
+    world = World(poison=frozenset({"r1"}))
+    for number in range(2):
+        world.command(AddRequest(request(number)))
+    for _ in range(2):
+        world.tick()
+    batches = [world.process.batch]
+    world.tick()
+    batches.append(world.process.batch)  # taken back, which the ledger has not heard yet
+    world.command(AddRequest(request(2)))
+    batches.append(world.process.batch)
+    world.deliver()
+    batches.append(world.process.batch)
+    assert batches == [("r0",), (), (), ("r1",)]
+    for _ in range(2 * N_OUTPUT):
+        world.tick()
+    world.check_whole(0)
+    world.check_whole(2)
+
+
 def test_what_is_cancelled_while_the_process_is_gone_ends_without_another_token() -> None:
     world = World()
     world.command(AddRequest(request(1)))
     world.tick()
-    world.hear(world.ledger.on_crash(CRASH, 1.0))
+    world.hear(world.ledger.on_crash(CRASH, (), 1.0))
     world.command(CancelRequest("r1"))
     world.process = FakeProcess()
     world.process.obey(world.ledger.on_ready())
@@ -236,7 +257,7 @@ def test_what_is_cancelled_while_the_process_is_gone_ends_without_another_token(
 
 def test_a_question_that_a_crash_has_met_is_asked_again() -> None:
     world = World()
-    world.hear(world.ledger.on_crash(CRASH, 1.0))
+    world.hear(world.ledger.on_crash(CRASH, (), 1.0))
     world.command(Audit(5))
     world.process = FakeProcess()
     world.process.obey(world.ledger.on_ready())
@@ -254,7 +275,7 @@ def test_a_reader_that_had_fallen_behind_is_as_far_behind_in_the_new_process() -
     ledger.command(AddRequest(request(1)))
     ledger.events([Progressed("r1", TokenDelta("a", (i,))) for i in range(5)], 1.0)
     ledger.command(Read("r1", 2))
-    ledger.on_crash(CRASH, 1.0)
+    ledger.on_crash(CRASH, (), 1.0)
     (given,) = ledger.on_ready()
     assert isinstance(given, AddRequest)
     assert given.request.n_unread == 3

@@ -32,7 +32,6 @@ from cllm.engine.core.statistics import EngineStatistics
 from cllm.engine.process.frames import FrameReader, framed
 from cllm.engine.process.wire import (
     Beat,
-    Computing,
     Logged,
     Told,
     decode_commands,
@@ -127,7 +126,6 @@ def test_events_arrive_as_they_were() -> None:
         Audited(1, ("one", "two")),
         Inspected(2, (SlotInfo(0, SlotState.DECODE, "r", age_s=1.5),)),
         Ended(),
-        Computing(("r", "s")),
         Logged("cllm.engine", 30, "text"),
         Beat(0.5, 1.5),
         Stopped(None),

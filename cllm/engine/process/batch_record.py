@@ -1,0 +1,49 @@
+"""BatchRecord: whose tokens a process computes, in memory that outlives it.
+
+Told over the socket it would wake the parent before each decode of another batch, for what it needs
+after a crash only.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Sequence
+
+import msgspec
+
+_LENGTH = struct.Struct("<I")
+MAX_ID_BYTES = 4 * 256 + 5
+
+
+class BatchRecord:
+    """Memory that two processes share.  One writes; the other reads when that one has ended.
+
+    Parameters
+    ----------
+    fd : int
+        Of an empty file, or of the one that the other process has.  Not needed afterwards.
+    n_seq_max : int
+        Requests of a batch.
+    """
+
+    def __init__(self, fd: int, n_seq_max: int) -> None:
+        n_bytes = _LENGTH.size + 5 + n_seq_max * MAX_ID_BYTES
+        os.ftruncate(fd, n_bytes)
+        self._memory = mmap.mmap(fd, n_bytes)
+
+    def write(self, request_ids: Sequence[str]) -> None:
+        """These will be computed."""
+        data = msgspec.msgpack.encode(request_ids)
+        self._memory[: _LENGTH.size + len(data)] = _LENGTH.pack(len(data)) + data
+
+    def read(self) -> tuple[str, ...]:
+        """The last that were."""
+        (n_bytes,) = _LENGTH.unpack_from(self._memory)
+        data = self._memory[_LENGTH.size : _LENGTH.size + n_bytes]
+        return msgspec.msgpack.decode(data, type=tuple[str, ...]) if data else ()
+
+    def close(self) -> None:
+        """Free it."""
+        self._memory.close()

@@ -1,0 +1,74 @@
+"""The last crash of an engine's process on this machine, as `cllm doctor` shows it.
+
+One small file in the state directory; where it cannot be written, nothing is remembered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Self
+
+
+@dataclass(frozen=True, slots=True)
+class CrashReport:
+    """What is remembered of a crash.
+
+    Attributes
+    ----------
+    at : str
+        ISO 8601, UTC.
+    model : str
+        The model's file.
+    cause : str
+        The signal that ended the process, and the last that it wrote to its standard error.
+    n_requests : int
+        Those that it had.
+    """
+
+    at: str
+    model: str
+    cause: str
+    n_requests: int
+
+    @classmethod
+    def of(cls, model: Path, cause: str, n_requests: int) -> Self:
+        """A crash of now."""
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        return cls(now, str(model), cause, n_requests)
+
+
+def crash_file() -> Path:
+    """Where the last crash is remembered.
+
+    Raises
+    ------
+    RuntimeError
+        Nobody says where the home directory is.
+    """
+    # An empty or relative XDG_STATE_HOME counts as unset (XDG base directory specification).
+    base = Path(os.environ.get("XDG_STATE_HOME", ""))
+    base = base if base.is_absolute() else Path.home() / ".local" / "state"
+    return base / "cllm" / "last_crash.json"
+
+
+def save_crash(report: CrashReport) -> None:
+    """Remember this one instead of the last."""
+    with contextlib.suppress(OSError, RuntimeError):
+        file = crash_file()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        written = file.with_suffix(f".{os.getpid()}")
+        written.write_text(json.dumps(asdict(report), indent=1))
+        written.replace(file)  # another process may read meanwhile
+
+
+def last_crash() -> CrashReport | None:
+    """The last one that is remembered."""
+    try:
+        return CrashReport(**json.loads(crash_file().read_bytes()))
+    except (OSError, ValueError, TypeError, RuntimeError):
+        return None

@@ -1,0 +1,176 @@
+"""ProcessHandle: one process of an engine as its parent holds it: its socket, its standard error, its end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from typing import NamedTuple
+
+from cllm.engine.child_process import child_command, child_environment
+from cllm.engine.config import EngineConfig
+from cllm.engine.core.messages import Command
+from cllm.engine.process.batch_record import BatchRecord
+from cllm.engine.process.frames import FrameReader, framed
+from cllm.engine.process.wire import Beat, encode_commands
+from cllm.errors import CllmError
+
+MAX_READ = 1 << 16
+# A process that has computed for less than this share of a stall is hung, not slow.
+SLOW_SHARE = 0.1
+HUNG_FACTOR = 10.0  # a stall of so many `hang_timeout_s` is one whatever it computes
+N_LAST_WORDS = 4096  # bytes of the standard error of a process that are kept
+
+
+class CrashError(CllmError):
+    """The engine's process has ended by itself."""
+
+
+class Ending(NamedTuple):
+    """How a process has ended.
+
+    Attributes
+    ----------
+    crash : CrashError
+    was_killed : bool
+        By somebody's hand, or for its memory.
+    request_ids : tuple of str
+        Those whose tokens it computed.
+    """
+
+    crash: CrashError
+    was_killed: bool
+    request_ids: tuple[str, ...]
+
+
+class ProcessHandle:
+    """One process, its socket and its standard error.  One thread at a time."""
+
+    def __init__(self, config: EngineConfig, backend: str) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs, tempfile.TemporaryFile() as shared:
+            self._batch = BatchRecord(shared.fileno(), config.n_seq_max)
+            fds = theirs.fileno(), shared.fileno()
+            self._process = subprocess.Popen(
+                child_command("cllm.engine.process.child", *map(str, fds), backend),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                env=child_environment(),
+                pass_fds=fds,
+                start_new_session=True,
+            )
+        self.socket = ours
+        ours.setblocking(False)
+        self._reader = FrameReader()
+        self._unsent = bytearray()
+        self._last_words = b""
+        self._heard_at = time.perf_counter()
+        self._beat: Beat | None = None
+        self._idle_cpu_s = 0.0
+        assert self._process.stdin is not None
+        assert self._process.stderr is not None
+        self.stderr = self._process.stderr
+        os.set_blocking(self.stderr.fileno(), False)
+        log_level = logging.getLogger("cllm").getEffectiveLevel()
+        settings = {"config": json.loads(config.to_json()), "log_level": log_level}
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(settings).encode())
+            self._process.stdin.close()
+
+    @property
+    def pid(self) -> int:
+        """Its id."""
+        return self._process.pid
+
+    def send(self, commands: list[Command]) -> None:
+        """Send, after what there was no room for; what there is no room for now is kept."""
+        if commands:
+            self._unsent += framed(encode_commands(commands))
+        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+            while self._unsent:
+                del self._unsent[: self.socket.send(self._unsent)]
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether there was no room for all."""
+        return bool(self._unsent)
+
+    def frames(self) -> list[bytes] | None:
+        """What has come; None at the end."""
+        try:
+            frames = self._reader.receive(self.socket)
+        except BlockingIOError:
+            return []
+        if frames is not None:
+            self._heard_at = time.perf_counter()
+        return frames
+
+    def on_beat(self, beat: Beat) -> None:
+        """It lives, and says what it does."""
+        self._beat = beat
+        if not beat.busy_s:
+            self._idle_cpu_s = beat.cpu_s
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that its inference thread has been in its tick; 0 while it is idle.  Any thread."""
+        beat = self._beat
+        if beat is None or not beat.busy_s:
+            return 0.0
+        return beat.busy_s + time.perf_counter() - self._heard_at
+
+    def is_hung(self, limit_s: float | None) -> bool:
+        """Whether it says nothing, or its tick lasts longer than any that computes."""
+        beat = self._beat
+        if limit_s is None or beat is None:
+            return False
+        if time.perf_counter() - self._heard_at > limit_s:
+            return True
+        is_idle = beat.cpu_s - self._idle_cpu_s < SLOW_SHARE * beat.busy_s
+        return beat.busy_s > limit_s * (1.0 if is_idle else HUNG_FACTOR)
+
+    def listen(self) -> bool:
+        """Take what it has written to its standard error; False if there is nothing more now."""
+        try:
+            data = os.read(self.stderr.fileno(), MAX_READ)
+        except BlockingIOError:
+            return False
+        if data:
+            self._last_words = (self._last_words + data)[-N_LAST_WORDS:]
+            with contextlib.suppress(OSError):
+                os.write(2, data)
+        return bool(data)
+
+    def kill(self) -> None:
+        """Kill it; what it has sent can still be read."""
+        self._process.kill()
+
+    def end(self) -> Ending:
+        """Kill it if it lives, and forget it; how it has ended."""
+        self.kill()
+        code = self._process.wait()
+        while self.listen():
+            pass
+        self.stderr.close()
+        self.socket.close()
+        last_words = self._last_words.decode("utf-8", "replace").strip()
+        request_ids = self._batch.read()
+        self._batch.close()
+        return Ending(_crash_of(code, last_words), code == -signal.SIGKILL, request_ids)
+
+
+def _crash_of(code: int, last_words: str) -> CrashError:
+    how = f"status {code}"
+    if code < 0:
+        try:
+            how = signal.Signals(-code).name
+        except ValueError:
+            how = f"signal {-code}"
+    return CrashError(f"{how}: {last_words[-1000:]}" if last_words else how)
