@@ -235,21 +235,21 @@ check_flat() {
     wrong "$1: times grow, the median from $before ms to $after ms"
 }
 
-# No worker in the log: the options have --no-supervise.
+# No engine process in the log: the options have --no-process.
 check_process() {
-  local workers
-  workers=$(awk '$3 == "DEBUG" && $4 == "worker" { print $5 }' "$log")
-  : "${workers:=$server}"
-  if [[ $workers == *$'\n'* ]]; then
-    wrong "more than one worker: ${workers//$'\n'/, }"
-  elif ! is_running "$workers" || ! is_running "$server"; then
+  local engines
+  engines=$(awk '$3 == "DEBUG" && $4 == "engine" && $5 == "process" { print $6 }' "$log")
+  : "${engines:=$server}"
+  if [[ $engines == *$'\n'* ]]; then
+    wrong "more than one engine process: ${engines//$'\n'/, }"
+  elif ! is_running "$engines" || ! is_running "$server"; then
     wrong 'the server ended by itself'
   fi
 }
 
 check_log() {
   local pattern line
-  for pattern in 'worker was killed' 'inconsistent sequence positions' 'Traceback' \
+  for pattern in 'process ended' 'inconsistent sequence positions' 'Traceback' \
     '^[^ ]+ [^ ]+ (ERROR|CRITICAL) '; do
     if line=$(grep -E -m 1 "$pattern" "$log"); then wrong "in the log: $line"; fi
   done

@@ -50,6 +50,14 @@ def our_threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith("cllm")]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _state_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What crashes here is not the last crash of this machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _all_threads_end() -> Iterator[None]:
     """What the tests of a file started has ended with them, or another file's test would fail."""

@@ -21,7 +21,7 @@ MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "_native" not in p.parts)
 
 # The order of `cllm.engine`: a module imports from earlier lines, and from its own package.
 VALUES = (
-    "checks errors sampling_limits engine.child_process engine.config engine.constraint engine.health engine.request"
+    "checks errors memory sampling_limits engine.child_process engine.config engine.constraint engine.health engine.request"
     " engine.sampling_params engine.vocabulary"
 )
 LAYERS = [
@@ -34,6 +34,7 @@ LAYERS = [
         "engine.loop engine.constraints",
         "engine.llama",
         "engine.process",
+        "engine.parts",
         "engine.lifecycle",
         "engine.engine",
         "engine.preflight_child",
@@ -56,10 +57,14 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
     ("cllm.server", ("cllm", "cllm.server", "cllm.errors")),
     ("cllm.doctor.preflight", ("cllm", "cllm.doctor", "cllm.engine.llama.preflight")),
     (
+        "cllm.doctor.last_crash",
+        ("cllm.doctor", "cllm.engine.process.crash_report"),
+    ),
+    (
         "cllm.doctor.template_check",
         ("cllm.doctor", "cllm.bindings", "cllm.errors", "cllm.engine.chat"),
     ),
-    ("cllm.doctor", ("cllm.doctor", "cllm.bindings", "cllm.checks", "cllm.errors")),
+    ("cllm.doctor", ("cllm.doctor", "cllm.bindings", "cllm.checks", "cllm.errors", "cllm.memory")),
     ("cllm.cli.doctor", ("cllm", "cllm.cli", "cllm.doctor")),
     ("cllm.cli.serve", ("cllm", "cllm.cli", "cllm.server")),
     ("cllm.cli", ("cllm", "cllm.cli")),
@@ -73,9 +78,11 @@ LIBRARIES: list[tuple[str, str]] = [
     ("cllm.engine.constraints.trial", "anyio"),
     ("cllm.engine.lifecycle", "anyio"),
     ("cllm.engine.loop", "anyio"),
+    ("cllm.engine.parts", "anyio"),
     ("cllm.engine.preflight_child", "anyio"),
     ("cllm.engine.thread.mailbox", "anyio"),
     ("cllm.engine.thread.worker_thread", "anyio"),
+    ("cllm.engine.process.batch_record", "msgspec"),
     ("cllm.engine.process.wire", "msgspec"),
     ("cllm.engine", ""),
     ("cllm.cli.bench_report", "anyio matplotlib rich typer"),

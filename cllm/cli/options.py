@@ -132,7 +132,7 @@ class EngineFlags:
     process: Annotated[
         bool | None,
         _engine(
-            "Run llama.cpp in a process of its own: if that crashes, all requests go on in a new one.",
+            "Run llama.cpp in a process of its own, as `serve` does: if that crashes, all requests go on in a new one.",
             "--process/--no-process",
         ),
     ] = None
@@ -172,7 +172,7 @@ class EngineFlags:
     preflight: Annotated[
         bool | None,
         _engine(
-            "Load the model in another process first; `serve` does so for files not seen before.",
+            "Load the model in another process first; `serve --no-process` does so for files not seen before.",
             "--preflight/--no-preflight",
         ),
     ] = None

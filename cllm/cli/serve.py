@@ -1,4 +1,4 @@
-"""`cllm serve`: the HTTP server under its supervisor."""
+"""`cllm serve`: the HTTP server, and under it the engine in a process of its own."""
 
 from __future__ import annotations
 
@@ -45,21 +45,23 @@ def serve(
         float, typer.Option(min=0, help="Seconds for what runs to finish after SIGTERM.")
     ] = 30.0,
     supervised: Annotated[
-        bool,
-        typer.Option("--supervise/--no-supervise", help="Restart the server when it is killed."),
-    ] = True,
+        bool | None,
+        typer.Option(
+            "--supervise/--no-supervise", help="Other names of --process and --no-process."
+        ),
+    ] = None,
 ) -> int:
     """Serve a model over HTTP: /generate, OpenAI's endpoints, /docs."""
     try:
         from cllm.server.config import ServerConfig
         from cllm.server.logs import configure_logging
-        from cllm.server.supervisor import listen, supervise
-        from cllm.server.worker import serve as serve_here
+        from cllm.server.serving import listen
+        from cllm.server.serving import serve as run
     except ModuleNotFoundError as error:
         raise CllmError(f"{error.name} is not installed: pip install 'cllm[server]'") from None
-    # Made by the engine of the worker, not here: the worker answers 503 meanwhile, it alone knows when
-    # the model is in use, and one that is started again finds it remembered.
-    settings = engine.config(preflight="unseen")
+    process = (supervised is not False) if engine.process is None else engine.process
+    # In a process of its own a file that ends it while it is loaded ends nothing else.
+    settings = engine.config(process=process, preflight=False if process else "unseen")
     config = ServerConfig(
         host=host,
         port=port,
@@ -94,5 +96,4 @@ def serve(
             )
 
         os.environ.pop("CLLM_API_KEY", None)
-        run = supervise if supervised else serve_here
         return run(settings, config, listener, announce)

@@ -11,6 +11,7 @@ from cllm.doctor.diagnosis import conclude
 from cllm.doctor.experiments import SUBJECT, run_experiments
 from cllm.doctor.findings import Finding, Status
 from cllm.doctor.installation import installation_checks, memory_check
+from cllm.doctor.last_crash import last_crash_check
 from cllm.doctor.model_checks import model_checks
 from cllm.doctor.plan import choose_plan
 from cllm.doctor.preflight import preflight_check
@@ -43,6 +44,7 @@ def examine(path: Path, *, n_threads: int, is_quick: bool = False) -> Generator[
         yield check
         if check.status is Status.FAILED:
             return
+    yield from last_crash_check()
     check = preflight_check(path)
     yield check
     if check.status is Status.FAILED:

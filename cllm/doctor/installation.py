@@ -10,6 +10,7 @@ from typing import Any
 from cllm.bindings import library, system_info
 from cllm.doctor.findings import Check, Status
 from cllm.errors import AbiMismatchError, LibraryError
+from cllm.memory import available_bytes
 
 MIB = 1 << 20
 # What `build_llama.sh` records of Intel's matrix tiles, and what it made of it.
@@ -111,7 +112,7 @@ def memory_check(model_bytes: int) -> Check:
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     may_lock = "all" if soft == resource.RLIM_INFINITY else f"{soft / MIB:,.0f} MiB"
-    return check_memory(model_bytes, _available_bytes(), may_lock)
+    return check_memory(model_bytes, available_bytes(), may_lock)
 
 
 def check_memory(model_bytes: int, available_bytes: int | None, may_lock: str) -> Check:
@@ -123,13 +124,6 @@ def check_memory(model_bytes: int, available_bytes: int | None, may_lock: str) -
     if model_bytes > available_bytes:
         return Check("memory", Status.WARNING, f"{text}: weights will be read again and again")
     return Check("memory", Status.OK, text)
-
-
-def _available_bytes() -> int | None:
-    for line in _lines("/proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
 
 
 def _cpu_name() -> str:

@@ -400,10 +400,15 @@ def n_physical_cores() -> int:
 
 def config_from(model: str | Path | None, options: EngineOptions) -> EngineConfig:
     """The configuration of `Engine(model, **options)`; an unknown option is a `TypeError`."""
+    check_known(options)
+    return EngineConfig(model=model, **options)
+
+
+def check_known(options: EngineOptions) -> None:
+    """An unknown option is a `TypeError`."""
     known = {field.name for field in fields(EngineConfig)}
     unknown = sorted(set(options) - known)
     if unknown:
         raise TypeError(
             f"unknown engine option {unknown[0]!r}; the options are {', '.join(sorted(known))}"
         )
-    return EngineConfig(model=model, **options)

@@ -107,7 +107,7 @@ class Engine(Lifecycle):
         async def open_channel() -> Channel:
             return await self._parts.input_processor.open(call)
 
-        return TokenStream(call.request_id, open_channel, self._parts.inbox)
+        return TokenStream(call.request_id, open_channel)
 
     async def _complete(self, call: RequestCall) -> Completion:
         async with self._stream(call) as stream:
@@ -168,7 +168,7 @@ class Engine(Lifecycle):
                         prompt, params, priority=priority, timeout=timeout, **sampling
                     )
                 except QueueFullError:
-                    await self._gate.wait_left()
+                    await self._parts.gate.wait_left()
 
         return await run_all(
             run,

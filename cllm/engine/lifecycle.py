@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, Self, Unpack
@@ -17,23 +17,17 @@ from typing import ClassVar, Self, Unpack
 import anyio
 
 from cllm.bindings import fork_generation
-from cllm.engine.config import EngineConfig, EngineOptions, config_from
-from cllm.engine.core.messages import ClearPrefixCache, Event, SlotInfo
+from cllm.engine.config import EngineConfig, EngineOptions, check_known, config_from
+from cllm.engine.core.messages import ClearPrefixCache, SlotInfo
 from cllm.engine.core.statistics import EngineStatistics
 from cllm.engine.health import EngineStatus, Health, Restart, check_serving, health_of
 from cllm.engine.llama.backend import LlamaBackend
-from cllm.engine.loop.dispatcher import Dispatcher
-from cllm.engine.loop.input_processor import InputProcessor
 from cllm.engine.loop.loop_guard import LoopGuard
-from cllm.engine.loop.queue_gate import QueueGate
+from cllm.engine.parts import Parts, start_parts
 from cllm.engine.request import ModelInfo
 from cllm.engine.sampling_params import SamplingOptions
 from cllm.engine.thread.backend import Backend
 from cllm.engine.thread.host import EngineHost
-from cllm.engine.thread.inference_thread import InferenceThread
-from cllm.engine.thread.interrupter import Interrupter
-from cllm.engine.thread.mailbox import Inbox, Outbox
-from cllm.engine.thread.worker_thread import WorkerThreads
 from cllm.engine.vocabulary import EngineVocabulary
 from cllm.errors import (
     ClosedError,
@@ -41,18 +35,6 @@ from cllm.errors import (
     InvalidArgumentError,
     WrongProcessError,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What an engine has from the moment it is entered on."""
-
-    loop_guard: LoopGuard
-    inbox: Inbox
-    dispatcher: Dispatcher
-    interrupter: Interrupter
-    thread: EngineHost
-    input_processor: InputProcessor
 
 
 class Lifecycle:
@@ -76,10 +58,13 @@ class Lifecycle:
         self.config = config_from(model, options) if config is None else config
         self._on_restart = on_restart
         self._status: EngineStatus | None = None
-        self._entered: Parts | None = None
+        self._entered: Parts | None = None  # those that take requests
+        self._started: list[Parts] = []  # and those that are being loaded, or end
+        self._loop_guard: LoopGuard | None = None
+        self._earlier = EngineStatistics()  # of those that have ended
+        self._is_reloading = False
         self._finalizer: weakref.finalize[..., Lifecycle] | None = None
         self._generation = fork_generation()
-        self._gate = QueueGate(n_seq_max=self.config.n_seq_max, max_queue=self.config.max_queue)
 
     # --- Lifecycle ---------------------------------------------------------------------------
     async def __aenter__(self) -> Self:
@@ -87,55 +72,50 @@ class Lifecycle:
             self._check_process()
             raise ClosedError("an engine can be entered once")
         self._status, self._generation = EngineStatus.STARTING, fork_generation()
-        workers = WorkerThreads()
         try:
-            parts = self._start(workers)
-        except BaseException:  # as many threads as the system allows
+            self._entered = self._start(self.config, self._make_backend(self.config))
+        except BaseException:
             self._status = EngineStatus.CLOSED
-            workers.end()
             raise
         try:
-            await parts.dispatcher.answered.wait()
+            await self._loaded(self._entered)
         except BaseException:
             await self.aclose()
             raise
-        if (failure := parts.thread.failure) is not None:
-            await self.aclose()
-            raise failure
-        if self._is_closed:
-            raise ClosedError("the engine was closed while it was loading")
         self._status = EngineStatus.READY
         return self
 
-    def _start(self, workers: WorkerThreads) -> Parts:
-        """Make the parts, and start the threads."""
-        loop_guard, interrupter = LoopGuard(), Interrupter()
-        inbox = Inbox(interrupter.cancel)
-        dispatcher = Dispatcher(inbox, self._gate, loop_guard, self._on_restart)
-        outbox: Outbox[list[Event]] = Outbox(dispatcher.deliver)
-        backend = self._make_backend()
-        host: EngineHost
-        if self.config.process:
-            host = self._make_process(inbox, outbox, workers)
-        else:
-            host = InferenceThread(self.config, backend, inbox, outbox, workers, interrupter)
-        input_processor = InputProcessor(
-            self._check_serving,
-            self._gate,
-            dispatcher,
-            stream_buffer=self.config.stream_buffer,
-            constraints=backend.constraints(lambda: self._check_serving(draining=True), workers),
-            workers=workers,
-            can_speculate=self.config.speculation is not None,
+    def _start(self, config: EngineConfig, backend: Backend) -> Parts:
+        """Make the parts of a model, and begin to load it."""
+        if self._loop_guard is None:
+            self._loop_guard = LoopGuard()
+        parts = start_parts(
+            config,
+            backend,
+            self._child_backend,
+            self._loop_guard,
+            self._check_of,
+            self._on_restart,
         )
-        host.start()
-        parts = Parts(loop_guard, inbox, dispatcher, interrupter, host, input_processor)
-        self._entered = parts
-        self._finalizer = weakref.finalize(
-            self, _stop_leaked, host, repr(self.config.model_path.name), self._generation
-        )
-        self._finalizer.atexit = False  # the host has an exit handler of its own
+        self._started.append(parts)
+        if self._finalizer is None:
+            self._finalizer = weakref.finalize(self, _stop_leaked, self._started, self._generation)
+            self._finalizer.atexit = False  # the hosts have exit handlers of their own
         return parts
+
+    async def _loaded(self, parts: Parts) -> None:
+        """Wait until the model is loaded.
+
+        Raises
+        ------
+        CllmError
+            It cannot be, or the engine was closed meanwhile.
+        """
+        await parts.dispatcher.answered.wait()
+        if self._is_closed:
+            raise ClosedError("the engine was closed while it was loading")
+        if (failure := parts.thread.failure) is not None:
+            raise failure
 
     @property
     def _parts(self) -> Parts:
@@ -143,23 +123,8 @@ class Lifecycle:
             raise ClosedError("the engine has not been entered")
         return self._entered
 
-    def _make_process(
-        self, inbox: Inbox, outbox: Outbox[list[Event]], workers: WorkerThreads
-    ) -> EngineHost:
-        try:
-            from cllm.engine.process.engine_process import EngineProcess
-        except ImportError as error:
-            limit = f"False without cllm[process] ({error})"
-            raise InvalidArgumentError("process", True, limit) from error
-        open_vocabulary = LlamaBackend(self.config).open_vocabulary
-        process = EngineProcess(
-            self.config, inbox, outbox, workers, open_vocabulary, backend=self._child_backend
-        )
-        inbox.on_put = process.on_put
-        return process
-
-    def _make_backend(self) -> Backend:
-        return LlamaBackend(self.config)
+    def _make_backend(self, config: EngineConfig) -> Backend:
+        return LlamaBackend(config)
 
     async def __aexit__(
         self,
@@ -180,19 +145,20 @@ class Lifecycle:
         WrongThreadError
             Called from another event loop; nothing has changed.
         """
-        parts = self._entered if self._generation == fork_generation() else None
-        if parts is None or parts.dispatcher.ended.is_set():
+        started = self._started if self._generation == fork_generation() else []
+        started = [parts for parts in started if not parts.dispatcher.ended.is_set()]
+        if not started:
             self._status = EngineStatus.CLOSED
             return
-        parts.loop_guard.check()
+        assert self._loop_guard is not None
+        self._loop_guard.check()
         self._status = EngineStatus.CLOSED
-        parts.thread.request_stop()
         assert self._finalizer is not None
         self._finalizer.detach()
-        with anyio.CancelScope(shield=True):
-            await parts.input_processor.aclose()
-            await parts.dispatcher.ended.wait()
-        parts.thread.join()
+        for parts in started:
+            parts.thread.request_stop()
+        for parts in started:
+            await parts.aclose()
 
     async def drain(self, timeout: float | None = None) -> None:
         """Refuse new requests and wait until the present ones have ended.
@@ -206,12 +172,81 @@ class Lifecycle:
         self._status = EngineStatus.DRAINING
         with anyio.move_on_after(timeout):
             await self._wait_idle()
-        self._parts.dispatcher.cancel_all()
+        for parts in self._started:
+            parts.dispatcher.cancel_all()
         await self._wait_idle()
 
     async def _wait_idle(self) -> None:
-        while self._gate.n_open:  # those that are still tokenized or compiled too
-            await self._gate.wait_left()
+        for parts in list(self._started):
+            while parts.gate.n_open:  # those that are still tokenized or compiled too
+                await parts.gate.wait_left()
+
+    async def reload(
+        self, model: str | Path | None = None, **options: Unpack[EngineOptions]
+    ) -> None:
+        """Load a model beside the present one, which ends when the requests that it has have ended.
+
+        New requests go to the new one as soon as it is loaded; this returns when the old one is freed.
+        If it is cancelled before the new one is loaded, nothing has changed; after that, the old one
+        ends as it would have.
+
+        Parameters
+        ----------
+        model : path, optional
+            A GGUF file; the present one's, read anew.
+        **options
+            The fields of `EngineConfig` that change.
+
+        Raises
+        ------
+        TypeError, InvalidArgumentError
+            An unknown option, or one with a value that cannot be used.
+        ModelLoadError
+            The file cannot be used, or both do not fit into memory; nothing has changed.
+        anyio.BusyResourceError
+            It is being reloaded.
+        """
+        self._check_serving()
+        check_known(options)
+        path = self.config.model if model is None else Path(model)
+        config = replace(self.config, model=path, **options)
+        if self._is_reloading:
+            raise anyio.BusyResourceError("reloading")
+        self._is_reloading = True
+        try:
+            await self._replace(config)
+        finally:
+            self._is_reloading = False
+
+    async def _replace(self, config: EngineConfig) -> None:
+        old, backend = self._parts, self._make_backend(config)
+        await anyio.to_thread.run_sync(backend.check_memory, old.config)
+        self._check_serving()
+        new = self._start(config, backend)
+        try:
+            await self._loaded(new)
+            self._check_serving()
+        except BaseException:
+            await self._end(new)
+            raise
+        self._entered, self.config = new, config
+        old.end_when_idle()
+        await old.dispatcher.stopped.wait()
+        await self._end(old)
+
+    async def _end(self, parts: Parts) -> None:
+        await parts.aclose()
+        if parts in self._started:
+            self._started.remove(parts)
+            self._earlier = parts.statistics.plus(self._earlier)
+
+    async def wait_stopped(self) -> None:
+        """Wait until nothing is served any more: the engine was closed, or has failed (see `health`)."""
+        while True:
+            parts = self._parts
+            await parts.dispatcher.stopped.wait()
+            if parts is self._entered:
+                return
 
     # --- Inspection --------------------------------------------------------------------------
     @property
@@ -230,7 +265,14 @@ class Lifecycle:
 
     def statistics(self) -> EngineStatistics:
         """A snapshot of the last tick.  Any thread, at any time."""
-        return EngineStatistics() if self._entered is None else self._entered.thread.statistics
+        present = self._entered
+        if present is None:
+            return EngineStatistics()
+        told = present.statistics
+        for parts in list(self._started):
+            if parts is not present:
+                told = told.plus(parts.statistics, is_present=True)
+        return told.plus(self._earlier)
 
     def health(self) -> Health:
         """Whether requests are served.  Any thread, at any time."""
@@ -263,11 +305,21 @@ class Lifecycle:
         """The vocabulary, if requests are served, and served to this caller."""
         self._check_process()
         check_serving(self._present_status, self._failure, draining=draining)
-        self._parts.loop_guard.check()
-        vocabulary = self._parts.thread.vocabulary
-        if vocabulary is None:  # it has failed, and its last event is on its way
-            raise EngineFailedError("the engine has failed")
-        return vocabulary
+        return self._check_of(self._parts.thread)(draining=draining)
+
+    def _check_of(self, host: EngineHost) -> Callable[..., EngineVocabulary]:
+        """The same for those who have a request of this host: another one may have taken over."""
+
+        def check(*, draining: bool = False) -> EngineVocabulary:
+            self._check_process()
+            check_serving(self._status_of(host), host.failure, draining=draining)
+            assert self._loop_guard is not None
+            self._loop_guard.check()
+            if host.vocabulary is None:  # it has failed, and its last event is on its way
+                raise EngineFailedError("the engine has failed")
+            return host.vocabulary
+
+        return check
 
     def _check_process(self) -> None:
         if self._generation != fork_generation():
@@ -282,12 +334,15 @@ class Lifecycle:
     @property
     def _present_status(self) -> EngineStatus | None:
         """The status, with what the thread did unasked."""
-        if self._is_closed or self._entered is None:
+        return self._status if self._entered is None else self._status_of(self._entered.thread)
+
+    def _status_of(self, host: EngineHost) -> EngineStatus | None:
+        if self._is_closed:
             return self._status
-        if self._failure is not None:
+        if host.failure is not None:
             return EngineStatus.FAILED
         # It ends when its event loop is gone.
-        return self._status if self._entered.thread.is_alive else EngineStatus.CLOSED
+        return self._status if host.is_alive else EngineStatus.CLOSED
 
     @property
     def _failure(self) -> BaseException | None:
@@ -296,12 +351,15 @@ class Lifecycle:
     def __repr__(self) -> str:
         present = self._present_status
         status = "new" if present is None else present.value
-        return f"<Engine {self.config.model_path.name} {status} open={self._gate.n_open}>"
+        n_open = sum(parts.gate.n_open for parts in list(self._started))
+        return f"<Engine {self.config.model_path.name} {status} open={n_open}>"
 
 
-def _stop_leaked(host: EngineHost, name: str, generation: int) -> None:
-    """An engine was collected without being closed: its thread frees what it owns, and ends."""
+def _stop_leaked(started: list[Parts], generation: int) -> None:
+    """An engine was collected without being closed: its threads free what they own, and end."""
     if generation == fork_generation():  # otherwise nothing of it is in this process
-        host.request_stop()
+        for parts in started:
+            parts.thread.request_stop()
+        name = repr(started[-1].config.model_path.name)
         message = f"the engine of {name} was dropped without being closed: use `async with`"
         warnings.warn(message, ResourceWarning, stacklevel=2)

@@ -1,6 +1,6 @@
 """One engine behind HTTP: OpenAI's endpoints, `/generate`, health, metrics.  Extra `server`.
 
-`create_app` gives an ASGI application; `cllm serve` runs it under a supervisor.
+`create_app` gives an ASGI application; `cllm serve` runs it, with the engine in a process of its own.
 """
 
 from cllm.server.app import create_app

@@ -58,7 +58,7 @@ class EngineTask:
                 state.engine = engine
                 logger.info("serving %s", engine.config.model_path.name)
                 self.settled.set()
-                await state.stopping.wait()
+                await self._until_stopping(engine)
                 await engine.drain(state.config.drain_timeout_s)
                 if finished is not None:
                     await finished.wait()  # what it has said may not have been read yet
@@ -72,6 +72,20 @@ class EngineTask:
             if self.is_background:
                 self._forget()
                 await state.tracing.aclose()
+
+    async def _until_stopping(self, engine: Engine) -> None:
+        """Wait for the end of the server, or of the engine: then the server has to end too."""
+
+        async def watch() -> None:
+            await engine.wait_stopped()
+            tasks.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(watch)
+            await self._state.stopping.wait()
+            tasks.cancel_scope.cancel()
+        if not self._state.is_draining:
+            raise EngineFailedError(f"the engine has failed: {engine.health().reason}")
 
     def _forget(self) -> None:
         """Its event loop ends, and another one may begin: a test client makes one for each request."""

@@ -34,6 +34,7 @@ COUNTERS = {
     "swaps": ("n_swaps", "Preempted sequences whose cells were saved"),
     "evictions": ("n_evictions", "Cached prefixes given up"),
     "rebuilds": ("n_rebuilds", "Contexts recreated after a failure"),
+    "restarts": ("n_restarts", "Engine processes started anew after a crash"),
     "discrepancies": ("n_discrepancies", "What audits found and mended"),
     "gil_handovers": ("n_gil_handovers", "Calls that gave the GIL away"),
 }

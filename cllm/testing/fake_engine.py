@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Unpack
 
 from cllm import Engine, EngineConfig, InvalidArgumentError, SamplingParams
@@ -110,7 +111,7 @@ class FakeEngine(Engine):
     Attributes
     ----------
     decoder : FakeDecoder
-        What the engine computes with; its `faults`, `call_faults`, `poison` and `latency_s` may be
+        What the engine computes with, a new one after `reload`; its `faults`, `call_faults`, `poison` and `latency_s` may be
         changed while it runs, from any thread.
 
     Notes
@@ -141,21 +142,19 @@ class FakeEngine(Engine):
             limit = "a mapping from prompts to answers, a function or None: there is no model"
             raise InvalidArgumentError("answers", answers, limit)
         self._answers: Answers = _repeat if answers is None else answers
-        kv_unified, n_seq_ids = self.config.kv_layout(N_CTX_TRAIN)
-        self.decoder = FakeDecoder(
-            n_ctx=max(self.config.n_ctx or N_CTX_TRAIN, n_seq_ids),
-            n_seq_max=n_seq_ids,
-            n_batch=self.config.n_batch,
-            kv_unified=kv_unified,
-            n_outputs_max=n_seq_ids + (N_DRAFT_ROWS if self.config.speculation else 0),
+        self._make_decoder = partial(
+            _decoder_of,
             faults=faults,
             poison=poison,
             call_faults=call_faults,
             latency_s=latency_s,
         )
+        self.decoder = self._make_decoder(self.config)
 
-    def _make_backend(self) -> _FakeBackend:
-        return _FakeBackend(self.config, self.decoder, self._answers)
+    def _make_backend(self, config: EngineConfig) -> _FakeBackend:
+        if config is not self.config:  # it is reloaded
+            self.decoder = self._make_decoder(config)
+        return _FakeBackend(config, self.decoder, self._answers)
 
     def fail_next_decode(self, fault: Fault) -> None:
         """Let the next decode that begins fail; one that runs now is not it.
@@ -168,6 +167,18 @@ class FakeEngine(Engine):
         self.decoder.faults[self.decoder.n_decodes + 1] = fault
 
 
+def _decoder_of(config: EngineConfig, **options: Any) -> FakeDecoder:
+    kv_unified, n_seq_ids = config.kv_layout(N_CTX_TRAIN)
+    return FakeDecoder(
+        n_ctx=max(config.n_ctx or N_CTX_TRAIN, n_seq_ids),
+        n_seq_max=n_seq_ids,
+        n_batch=config.n_batch,
+        kv_unified=kv_unified,
+        n_outputs_max=n_seq_ids + (N_DRAFT_ROWS if config.speculation else 0),
+        **options,
+    )
+
+
 class _FakeBackend:
     """A `Backend` over a fake decoder."""
 
@@ -176,6 +187,9 @@ class _FakeBackend:
         self._decoder = decoder
         self._answers = answers
         self._vocabulary = FakeVocabulary()
+
+    def check_memory(self, loaded: EngineConfig) -> None:
+        pass
 
     def load(self, owned: ExitStack) -> Loaded:
         decoder, vocabulary = self._decoder, self._vocabulary

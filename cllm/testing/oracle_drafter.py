@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from cllm import Completion, Engine
+from cllm.engine.config import EngineConfig
 from cllm.engine.core.run_queue import MakeSampler
 from cllm.engine.core.sequence import Sequence
 from cllm.engine.core.speculation import Drafter, Drafts
@@ -88,8 +89,8 @@ class OracleEngine(Engine):
         if make_sampler is not None:
             self._replaced["make_sampler"] = make_sampler
 
-    def _make_backend(self) -> Backend:
-        return _WithParts(super()._make_backend(), self._replaced)
+    def _make_backend(self, config: EngineConfig) -> Backend:
+        return _WithParts(super()._make_backend(config), self._replaced)
 
 
 class _WithParts:
@@ -98,6 +99,7 @@ class _WithParts:
     def __init__(self, backend: Backend, parts: dict[str, Any]) -> None:
         self._backend = backend
         self._parts = parts
+        self.check_memory = backend.check_memory
         self.stop = backend.stop
         self.constraints = backend.constraints
 

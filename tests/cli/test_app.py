@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 from cllm import EngineConfig
 from cllm.cli.app import app
 from cllm.cli.options import EngineFlags, options_table
-from cllm.server import logs, supervisor
+from cllm.server import logs, serving
 from tests.cli.children import run_cllm
 
-supervisor_listen = supervisor.listen
+serving_listen = serving.listen
 PAGE = Path(__file__).parents[2] / "docs" / "server.md"
 COMMANDS = ("demo", "generate", "chat", "serve", "doctor", "bench")
 # Of programs that embed an engine, not of whoever starts a command.
@@ -76,8 +76,8 @@ def test_adapters_are_files_with_or_without_a_scale() -> None:
 def test_a_server_that_the_network_may_use_without_a_key_says_so(
     options: tuple[str, ...], is_warned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "listen", lambda host, port: supervisor_listen("127.0.0.1", 0))
-    monkeypatch.setattr(supervisor, "supervise", lambda *_: 0)
+    monkeypatch.setattr(serving, "listen", lambda host, port: serving_listen("127.0.0.1", 0))
+    monkeypatch.setattr(serving, "serve", lambda *_: 0)
     monkeypatch.setattr(logs, "configure_logging", lambda: None)  # of this process
     monkeypatch.delenv("CLLM_API_KEY", raising=False)
     done = CliRunner().invoke(app, ["serve", *options])

@@ -1,4 +1,4 @@
-"""`cllm serve` tries files that it has not seen before in another process first."""
+"""`cllm serve` has its engine in a process of its own; without one it tries files that it has not seen."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 from cllm import EngineConfig
 from cllm.cli.serve import serve
-from cllm.server.worker import read_settings, settings_line
 from tests.cli.children import run_cllm
 
 app = typer.Typer()
@@ -19,37 +18,45 @@ app.command()(serve)
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
-    [([], "unseen"), (["--preflight"], True), (["--no-preflight"], False)],
+    ("options", "process", "preflight"),
+    [
+        ([], True, False),
+        (["--supervise"], True, False),
+        (["--process", "--no-supervise"], True, False),
+        (["--process", "--preflight"], True, True),
+        (["--no-process"], False, "unseen"),
+        (["--no-supervise"], False, "unseen"),
+        (["--no-process", "--preflight"], False, True),
+        (["--no-process", "--no-preflight"], False, False),
+    ],
 )
-@pytest.mark.parametrize("how", ["--supervise", "--no-supervise"])
-def test_the_option_becomes_a_setting_that_reaches_the_worker(
-    options: list[str], expected: bool | str, how: str, monkeypatch: pytest.MonkeyPatch
+def test_the_options_become_settings_of_the_engine(
+    options: list[str], process: bool, preflight: bool | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[EngineConfig] = []
 
-    def served(engine: EngineConfig, config: Any, *others: object) -> int:
-        told, _ = read_settings(settings_line(engine, config))
-        given.append(told)
+    def served(engine: EngineConfig, *others: Any) -> int:
+        given.append(engine)
         return 0
 
-    monkeypatch.setattr("cllm.server.supervisor.supervise", served)
-    monkeypatch.setattr("cllm.server.worker.serve", served)
+    monkeypatch.setattr("cllm.server.serving.serve", served)
     monkeypatch.setattr("cllm.server.logs.configure_logging", lambda: None)
-    CliRunner().invoke(app, ["--port", "0", how, *options], standalone_mode=False)
-    assert [engine.preflight for engine in given] == [expected]
+    CliRunner().invoke(app, ["--port", "0", *options], standalone_mode=False)
+    (engine,) = given
+    assert (engine.process, engine.preflight) == (process, preflight)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("how", ["--supervise", "--no-supervise"])
+@pytest.mark.parametrize("how", ["--process", "--no-process"])
 def test_a_model_that_aborts_its_process_ends_the_server_with_its_last_words(
     how: str, deadly_model: Path, tmp_path: Path
 ) -> None:
-    """It is no crash of the worker: nothing is started again."""
+    """It is no crash of a process that has served: nothing is started again."""
     options = ("--port", "0", "--n-threads", "1", how)
     done = run_cllm("serve", "-m", str(deadly_model), *options, XDG_CACHE_HOME=str(tmp_path))
     assert done.returncode == 1
     (said,) = (line for line in done.stderr.splitlines() if "ERROR" in line)
-    assert f"cannot load {str(deadly_model)!r}: SIGABRT ends a process with it: " in said
-    assert "GGML_ASSERT" in said
-    assert "starting another" not in done.stderr
+    assert f"cannot load {str(deadly_model)!r}: " in said
+    assert "SIGABRT" in said
+    assert "GGML_ASSERT" in done.stderr
+    assert "started again" not in done.stderr

@@ -54,12 +54,6 @@ def send(engine: Engine, number: signal.Signals) -> None:
     os.kill(pid, number)
 
 
-@pytest.fixture(autouse=True)
-def state_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the last crash is remembered."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-
-
 @pytest.fixture
 async def engine() -> AsyncIterator[Engine]:
     async with Engine(**EXACT) as engine:

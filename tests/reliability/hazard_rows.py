@@ -108,7 +108,7 @@ ROWS = (
     _row("1.1 n_batch, n_ctx or n_outputs_max below n_seq_max", "a context with n_batch=3",
          "a context with n_ctx=3", "a context with n_outputs_max=3", "a context with n_batch=0"),
     _row("1.1 bad_alloc inside decode", unreachable="nothing in the process can stop it: the server "
-         "runs the engine in a process of its own (tests/server/test_supervisor.py)"),
+         "runs llama.cpp in a process of its own (tests/engine/test_process.py)"),
     _row("1.1 output buffer cannot grow", unreachable="only with no memory left; the answer to "
          "llama_decode's -2 is in tests/engine/core/test_engine_core_faults.py"),
     _row("1.1 logits of a bad row", "sampling row -1 of 4", "sampling a row without logits"),

@@ -32,7 +32,7 @@ again, and its last line says where and on which commit. `make test-full` runs t
 libllama with sanitizers; `.ci/run` runs as many in full as it has time for.
 
 What no guard in the process can hold is the end of the process itself: memory that runs out inside a decode, a GPU that is gone, a mapped
-file that is cut short. `cllm serve` keeps the socket in a process of its own and starts the worker again; see [server.md](server.md).
+file that is cut short. With `process=True`, as in `cllm serve`, that process is not yours, and another one goes on; see [server.md](server.md).
 """
 
 

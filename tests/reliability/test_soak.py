@@ -128,7 +128,7 @@ async def test_a_score_that_is_not_the_oracles_is_seen(short: Soak) -> None:
 async def test_a_phase_sees_a_request_that_is_not_refused(
     short: Soak, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(short.engine._gate, "_max_queue", 1000)
+    monkeypatch.setattr(short.engine._parts.gate, "_max_queue", 1000)
     await queue_full(short)
     assert short.ledger.n_wrong == 1
     assert "refused by a full queue: 0, not 7" in short.ledger.wrong[0]

@@ -81,8 +81,8 @@ class Handler(BaseHTTPRequestHandler):
             if fault == "dies":
                 os._exit(139)
             if fault == "is started again":
-                say("the worker was killed by SIGSEGV; starting another", "ERROR")
-                say("worker 2")
+                say("the engine's process ended, and is started again: SIGSEGV", "ERROR")
+                say("engine process 2")
         if name == "ten-4":
             if fault == "hangs":
                 os.write(int(os.environ["HANGS"]), b"%d" % os.getpid())
@@ -113,7 +113,7 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(3 if fault == "ends with 3" el
 with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
     address = "http://127.0.0.1:%d" % server.server_port
     print(f"cllm: stand-in.gguf at {address} (docs at {address}/docs)", file=sys.stderr)
-    say(f"worker {os.getpid()}")
+    say(f"engine process {os.getpid()}")
     server.serve_forever()
 """
 
@@ -217,8 +217,8 @@ FAULTS = [
     (
         "is started again",
         [
-            r"more than one worker: \d+, 2$",
-            "in the log: .* the worker was killed by SIGSEGV",
+            r"more than one engine process: \d+, 2$",
+            "in the log: .* the engine's process ended, and is started again: SIGSEGV",
             "in the log: .* ERROR",
         ],
     ),

@@ -82,7 +82,7 @@ class Server:
                 [*command, *options],
                 cwd=ROOT,
                 stderr=log,
-                # Lines that tell the worker's pid, and what becomes of each request.
+                # Lines that tell the pid of the engine's process, and what becomes of each request.
                 env={**os.environ, "CLLM_LOG_LEVEL": "debug", **(environment or {})},
                 start_new_session=True,
             )
@@ -128,14 +128,14 @@ class Server:
         return int(self.url.rpartition(":")[2])
 
     @property
-    def worker_pids(self) -> list[int]:
-        """Those of all workers so far."""
-        return [int(pid) for pid in re.findall(r" worker (\d+)$", self.log, re.MULTILINE)]
+    def engine_pids(self) -> list[int]:
+        """Those of all processes of its engine so far."""
+        return [int(pid) for pid in re.findall(r" engine process (\d+)$", self.log, re.MULTILINE)]
 
     @property
-    def worker_pid(self) -> int:
-        """That of the worker that runs now."""
-        return wait_until(lambda: self.worker_pids, "a worker")[-1]
+    def engine_pid(self) -> int:
+        """That of the one that runs now."""
+        return wait_until(lambda: self.engine_pids, "the engine's process")[-1]
 
     def client(self, **options: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, **{**OPTIONS, **options})
@@ -183,11 +183,11 @@ class Server:
         return self.process.wait(timeout_s)
 
     def kill(self) -> None:
-        """End it and its worker, however they are."""
+        """End it and its engine's process, however they are."""
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
-        for pid in self.worker_pids[-1:]:  # one at a time
+        for pid in self.engine_pids[-1:]:  # one at a time
             if is_alive(pid):
                 os.kill(pid, signal.SIGKILL)
 
@@ -246,7 +246,7 @@ def running(path: Path, *options: str, **settings: Any) -> Iterator[Server]:
 
 @contextmanager
 def hasty(path: Path, **settings: Any) -> Iterator[Server]:
-    """A server without a supervisor, with fields of `ServerConfig`: see `tests.server.hasty`."""
+    """A server of one process, with fields of `ServerConfig`: see `tests.server.hasty`."""
     command = (sys.executable, "-m", "tests.server.hasty", json.dumps(settings))
     with running(path, command=command) as server:
         yield server

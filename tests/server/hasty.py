@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import sys
 from typing import Any
@@ -11,8 +10,7 @@ from typing import Any
 from cllm import EngineConfig
 from cllm.server.config import ServerConfig
 from cllm.server.logs import configure_logging
-from cllm.server.supervisor import listen
-from cllm.server.worker import serve
+from cllm.server.serving import listen, serve
 
 
 def main() -> int:
@@ -29,7 +27,7 @@ def main() -> int:
         url = f"http://{config.host}:{listener.getsockname()[1]}"
 
         def announce() -> None:
-            sys.stderr.write(f"cllm: hasty at {url} \ncllm: worker {os.getpid()}\n")
+            sys.stderr.write(f"cllm: hasty at {url} \n")
 
         return serve(EngineConfig(n_threads=1, **engine), config, listener, announce)
 

@@ -49,17 +49,20 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def files_of(server: Server) -> set[str]:
-    """Files and connections that the worker holds open, each with its inode."""
-    links = Path(f"/proc/{server.worker_pid}/fd").iterdir()
+    """Files and connections that the server holds open, each with its inode."""
+    links = Path(f"/proc/{server.process.pid}/fd").iterdir()
     with contextlib.suppress(FileNotFoundError):  # closed in between
         return {str(link.readlink()) for link in links}
     return files_of(server)
 
 
 def n_resident(server: Server) -> int:
-    """Bytes of memory that the worker holds."""
-    fields = Path(f"/proc/{server.worker_pid}/statm").read_text().split()
-    return int(fields[1]) * 4096
+    """Bytes of memory that the server and its engine's process hold."""
+    pages = (
+        int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        for pid in (server.process.pid, server.engine_pid)
+    )
+    return sum(pages) * 4096
 
 
 async def answer_of(client: httpx.AsyncClient, prompt: str) -> str | int:

@@ -16,7 +16,7 @@ from tests.server.conftest import running
 
 @pytest.mark.full
 def test_every_line_is_an_object_where_programs_read_them(tmp_path: Path) -> None:
-    """But for the address, which is there before any worker."""
+    """But for the address, which is there before the log."""
     with running(tmp_path / "log", environment={"CLLM_LOG_FORMAT": "json"}) as server:
         assert server.generate("1+1=").json()["text"] == "2"
         assert server.stop() == 0

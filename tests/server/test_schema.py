@@ -78,4 +78,4 @@ def test_generated_requests_make_no_server_error(server: Server, n_requests: int
     assert statuses[400] > n_requests / 10, statuses
     server.wait_idle()
     assert server.generate("1+1=").json()["text"] == "2"
-    assert server.worker_pids == server.worker_pids[:1]  # the one it began with
+    assert server.engine_pids == server.engine_pids[:1]  # the one it began with

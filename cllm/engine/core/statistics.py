@@ -95,21 +95,22 @@ class EngineStatistics:
         times = TickTimes(*(getattr(recorder, f.name) for f in fields(TickTimes)))
         return cls(**values, n_finished=_by_reason(recorder.n_finished), tick_times=times)
 
-    def after(self, earlier: EngineStatistics) -> Self:
-        """These, with all that was counted before: the gauges stay as they are."""
-        counts = {n: getattr(earlier, n) + getattr(self, n) for n in SAME_NAMES - GAUGES}
+    def plus(self, other: EngineStatistics, *, is_present: bool = False) -> Self:
+        """These, with what another has counted; if it is present too, with what it has now."""
+        names = SAME_NAMES - ({"uptime_s"} if is_present else GAUGES)
+        counts = {n: getattr(other, n) + getattr(self, n) for n in names}
         finished = dict(self.n_finished)
-        for reason, n_requests in earlier.n_finished.items():
+        for reason, n_requests in other.n_finished.items():
             finished[reason] = finished.get(reason, 0) + n_requests
         times = (
-            getattr(earlier.tick_times, f.name) + getattr(self.tick_times, f.name)
+            getattr(other.tick_times, f.name) + getattr(self.tick_times, f.name)
             for f in fields(TickTimes)
         )
         return replace(
             self,
             **counts,
             n_finished=_by_reason(finished),
-            n_restarts=earlier.n_restarts + self.n_restarts,
+            n_restarts=other.n_restarts + self.n_restarts,
             tick_times=TickTimes(*times),
         )
 

@@ -21,6 +21,7 @@ from cllm.engine.llama.decoder import LlamaDecoder, make_context
 from cllm.engine.llama.determinism import deterministic_decoder
 from cllm.engine.llama.draft_model import DraftModel
 from cllm.engine.llama.fingerprint import fingerprint
+from cllm.engine.llama.memory import check_fits
 from cllm.engine.llama.preflight import Preflight, model_files
 from cllm.engine.llama.row_cost_cache import load_table, save_table, table_key
 from cllm.engine.llama.sampler import SamplerFactory
@@ -102,6 +103,10 @@ class LlamaBackend:
         )
         self.preflight.passed()
         return loaded
+
+    def check_memory(self, loaded: EngineConfig) -> None:
+        """See `Backend`."""
+        check_fits(self._config, loaded)
 
     def open_vocabulary(self, owned: ExitStack) -> EngineVocabulary:
         """The model's vocabulary without its weights, for a process that computes nothing."""

@@ -44,8 +44,8 @@ class Dispatcher:
     ----------
     model : ModelInfo or None
         Once the thread is ready.
-    answered, ended : anyio.Event
-        The thread is ready or serves no more; it has freed everything.
+    answered, stopped, ended : anyio.Event
+        The thread is ready or serves no more; it serves no more; it has freed everything.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class Dispatcher:
         self._n_questions = 0
         self.model: ModelInfo | None = None
         self.answered = anyio.Event()
+        self.stopped = anyio.Event()
         self.ended = anyio.Event()
 
     @property
@@ -151,3 +152,4 @@ class Dispatcher:
         self._channels.clear()
         self._gate.wake()
         self.answered.set()
+        self.stopped.set()

@@ -35,6 +35,7 @@ class QueueGate:
         self._gaps: deque[float] = deque(maxlen=N_TIMES)
         self._since = 0.0
         self._left: anyio.Event | None = None  # that somebody waits for
+        self._on_empty: Callable[[], None] | None = None
         self.n_open = 0
 
     def enter(self) -> None:
@@ -61,6 +62,14 @@ class QueueGate:
             self._since = now
         self.n_open -= 1
         self.wake()
+        if self._on_empty is not None:
+            self.when_empty(self._on_empty)
+
+    def when_empty(self, call: Callable[[], None]) -> None:
+        """Call this when there is no open request, once: now, or when the last one leaves."""
+        self._on_empty = call if self.n_open else None
+        if not self.n_open:
+            call()
 
     def wake(self) -> None:
         """Let those who wait for room look again."""

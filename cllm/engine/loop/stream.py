@@ -88,6 +88,11 @@ class Channel:
         logger.exception("the answer of %s cannot be split into channels", self.request_id)
         self._channels = None
 
+    def cancel(self) -> None:
+        """Nobody wants the rest."""
+        if not self.is_finished:
+            self._inbox.put(CancelRequest(self.request_id))
+
     def fail(self, error: ClosedError | EngineFailedError) -> None:
         """Nothing more will arrive."""
         self.error = error
@@ -147,15 +152,12 @@ class TokenStream:
         After the last delta of a request that failed; `.completion` has what there was.
     """
 
-    def __init__(
-        self, request_id: str, open_channel: Callable[[], Awaitable[Channel]], inbox: Inbox
-    ) -> None:
+    def __init__(self, request_id: str, open_channel: Callable[[], Awaitable[Channel]]) -> None:
         self.request_id = request_id
         self._open_channel: Callable[[], Awaitable[Channel]] | None = open_channel
-        self._inbox = inbox
         self._channel: Channel | None = None
         self._is_closed = False
-        self._finalizer: weakref.finalize[[Channel, Inbox], TokenStream] | None = None
+        self._finalizer: weakref.finalize[[Channel], TokenStream] | None = None
 
     async def __aenter__(self) -> Self:
         await self._submit()
@@ -215,8 +217,8 @@ class TokenStream:
         Its cells are free before the second tick after this.  Cancelling again, or after the end,
         does nothing.
         """
-        if self._channel is not None and not self._channel.is_finished:
-            self._inbox.put(CancelRequest(self.request_id))
+        if self._channel is not None:
+            self._channel.cancel()
         await anyio.lowlevel.checkpoint()
 
     async def aclose(self) -> None:
@@ -236,7 +238,7 @@ class TokenStream:
                 self._open_channel = open_channel  # nothing was submitted: it may be tried again
                 raise
             if not channel.is_finished:
-                self._finalizer = weakref.finalize(self, _drop, channel, self._inbox)
+                self._finalizer = weakref.finalize(self, _drop, channel)
                 self._finalizer.atexit = False
         return self._channel
 
@@ -245,14 +247,14 @@ class TokenStream:
         self._is_closed = True
         if self._finalizer is not None:
             self._finalizer.detach()
-        if self._channel is not None and not self._channel.is_finished:
-            self._inbox.put(CancelRequest(self.request_id))
+        if self._channel is not None:
+            self._channel.cancel()
 
 
-def _drop(channel: Channel, inbox: Inbox) -> None:
+def _drop(channel: Channel) -> None:
     """A stream was collected without being closed or read to its end."""
     if not channel.is_finished:
-        inbox.put(CancelRequest(channel.request_id))
+        channel.cancel()
         warnings.warn(
             f"TokenStream {channel.request_id} was dropped without being closed",
             ResourceWarning,

@@ -43,8 +43,9 @@ from cllm.errors import EngineFailedError, ModelLoadError
 
 logger = logging.getLogger("cllm.engine")
 
-# Restarts in a row after which nobody had got a token further.
+# Restarts in a row after which nobody had got a token further, each within this time of the one before.
 N_IN_VAIN_MAX = 5
+IN_VAIN_S = 60.0
 
 
 class EngineProcess(EngineHost):
@@ -146,9 +147,11 @@ class EngineProcess(EngineHost):
     def _on_crash(self, ending: Ending) -> None:
         """Tell everybody whom it concerns."""
         crash = ending.crash
+        last, self._crashed_at = self._crashed_at, time.perf_counter()
+        if self._crashed_at - last > IN_VAIN_S:
+            self._n_in_vain = 0
         # Killed by hand, or for its memory: a request is accused of that if it happens again at once.
         is_own = not ending.was_killed or self._was_hung or self._n_in_vain > 0
-        self._crashed_at = time.perf_counter()
         self.crash = str(crash)
         self._n_in_vain += 1
         logger.error("the engine's process ended, and is started again: %s", crash)
@@ -212,7 +215,7 @@ class EngineProcess(EngineHost):
         """A frame from the process; whether it was its last."""
         heard, statistics = decode_events(frame)
         if statistics is not None:
-            self._statistics = statistics.after(self._base) if self._base.n_restarts else statistics
+            self._statistics = statistics.plus(self._base) if self._base.n_restarts else statistics
         events: list[Event] = []
         has_ended = False
         for told in heard:

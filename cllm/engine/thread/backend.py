@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from cllm.engine.config import EngineConfig
 from cllm.engine.constraint import CompiledConstraint
 from cllm.engine.core.decoder import Decoder
 from cllm.engine.core.kv_cache import KVCache
@@ -76,6 +77,15 @@ class Backend(Protocol):
         ------
         CllmError
             Says why it cannot be used.
+        """
+
+    def check_memory(self, loaded: EngineConfig) -> None:
+        """Before a `load` beside an engine of that configuration.  Any thread; may take a second.
+
+        Raises
+        ------
+        ModelLoadError
+            Both do not fit into memory.
         """
 
     def stop(self) -> None:

@@ -91,7 +91,7 @@ class EngineHost(ABC):
                 except BaseException as error:
                     self.failure = error
                     # Closed while it loaded: that is no failure.
-                    is_unexpected = not isinstance(error, ClosedError)
+                    is_unexpected = not (self._stopping or isinstance(error, ClosedError))
                     logger.debug("the engine ends: %s", error, exc_info=is_unexpected)
                     # Another thread may be inside a call of the vocabulary: free nothing before
                     # everybody has been told and asks for it, if there is anybody left.

@@ -1,35 +1,19 @@
-"""The process that serves: uvicorn, the application, the engine.
-
-`python -m cllm.server.worker FD` reads its settings as one JSON line from standard input (an API
-key on the command line could be read by everybody) and serves on the listening socket FD.  When
-standard input ends, so does the process: nobody supervises it any more.
-"""
+"""The process that serves: uvicorn and the application; the engine's own is its child."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import logging
-import os
 import signal
 import socket
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import uvicorn
 
-from cllm import CllmError, EngineConfig
+from cllm import EngineConfig
 from cllm.server.app import create_app
 from cllm.server.config import ServerConfig
-from cllm.server.logs import configure_logging
 from cllm.server.protocol import protocol_with
-
-STDIN = 0
-
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # A drain ends what does not end in time; uvicorn's own limit, which tears answers, is for the rest.
@@ -45,13 +29,23 @@ class _Server(uvicorn.Server):
         with super().capture_signals():
             for number in self.heard:  # before there was anybody to act on them
                 self.handle_exit(number, None)
-            # The supervisor has blocked them until there is somebody who listens.
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
             yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.on_shutdown()
         await super().shutdown(sockets)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket.
+
+    Raises
+    ------
+    OSError
+        The address is in use, or is not one.
+    """
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    return socket.create_server((host, port), family=family, backlog=1024)
 
 
 def serve(
@@ -102,52 +96,3 @@ def serve(
         return 1
     # uvicorn raises the signals that ended it once more.
     return 130 if signal.SIGINT in heard else 0
-
-
-def settings_line(engine: EngineConfig, config: ServerConfig) -> bytes:
-    """The settings as the worker reads them."""
-    values = {"engine": json.loads(engine.to_json()), "server": dataclasses.asdict(config)}
-    return json.dumps(values).encode() + b"\n"
-
-
-def read_settings(line: bytes) -> tuple[EngineConfig, ServerConfig]:
-    """What `settings_line` wrote."""
-    values: dict[str, dict[str, Any]] = json.loads(line)
-    server = values["server"]
-    for name in ("allowed_hosts", "cors_origins"):
-        server[name] = tuple(server[name])
-    return EngineConfig(**values["engine"]), ServerConfig(**server)
-
-
-def _stop_with_the_supervisor() -> None:
-    """Ask this process to stop when nobody holds the other end of standard input."""
-    while os.read(STDIN, 1):
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _read_line() -> bytes:
-    """The first line of standard input.  Unbuffered: Python ends badly while a thread reads."""
-    line = b""
-    while not line.endswith(b"\n"):
-        if not (data := os.read(STDIN, 1 << 16)):
-            raise EOFError("no settings")
-        line += data
-    return line
-
-
-def main() -> int:
-    """The worker's main function."""
-    configure_logging()
-    engine, config = read_settings(_read_line())
-    threading.Thread(target=_stop_with_the_supervisor, name="cllm-supervised", daemon=True).start()
-    logging.getLogger("cllm.server").debug("worker %d", os.getpid())
-    try:
-        return serve(engine, config, socket.socket(fileno=int(sys.argv[1])))
-    except CllmError as error:
-        logging.getLogger("cllm.server").error("%s", error)
-        return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

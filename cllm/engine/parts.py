@@ -1,0 +1,120 @@
+"""Parts: what an engine consists of while one model is loaded, on both sides of the border."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import anyio
+
+from cllm.engine.config import EngineConfig
+from cllm.engine.core.messages import Event
+from cllm.engine.core.statistics import EngineStatistics
+from cllm.engine.health import Restart
+from cllm.engine.llama.backend import LlamaBackend
+from cllm.engine.loop.dispatcher import Dispatcher
+from cllm.engine.loop.input_processor import InputProcessor
+from cllm.engine.loop.loop_guard import LoopGuard
+from cllm.engine.loop.queue_gate import QueueGate
+from cllm.engine.thread.backend import Backend
+from cllm.engine.thread.host import EngineHost
+from cllm.engine.thread.inference_thread import InferenceThread
+from cllm.engine.thread.interrupter import Interrupter
+from cllm.engine.thread.mailbox import Inbox, Outbox
+from cllm.engine.thread.worker_thread import WorkerThreads
+from cllm.engine.vocabulary import EngineVocabulary
+from cllm.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Parts:
+    """One model, from its load to its end.  Event loop only, but for what the hosts themselves allow."""
+
+    config: EngineConfig
+    gate: QueueGate
+    inbox: Inbox
+    dispatcher: Dispatcher
+    interrupter: Interrupter
+    thread: EngineHost
+    input_processor: InputProcessor
+
+    @property
+    def statistics(self) -> EngineStatistics:
+        """What was so after the last tick; any thread."""
+        return self.thread.statistics
+
+    def end_when_idle(self) -> None:
+        """End when all requests have ended; nobody submits any more."""
+        self.gate.when_empty(self.thread.request_stop)
+
+    async def aclose(self) -> None:
+        """Cancel what runs, free everything, join the threads."""
+        self.thread.request_stop()
+        with anyio.CancelScope(shield=True):
+            await self.input_processor.aclose()
+            await self.dispatcher.ended.wait()
+        self.thread.join()
+
+
+def start_parts(
+    config: EngineConfig,
+    backend: Backend,
+    child_backend: str,
+    loop_guard: LoopGuard,
+    check_serving: Callable[[EngineHost], Callable[..., EngineVocabulary]],
+    on_restart: Callable[[Restart], None] | None,
+) -> Parts:
+    """Make the parts, and begin to load the model.
+
+    Parameters
+    ----------
+    child_backend : str
+        What serves in the process of `process=True`: a module and a `LlamaBackend` of it.
+    check_serving : callable
+        Of a host: the vocabulary, or why requests are not served.
+    """
+    workers = WorkerThreads()
+    try:
+        interrupter = Interrupter()
+        inbox = Inbox(interrupter.cancel)
+        gate = QueueGate(n_seq_max=config.n_seq_max, max_queue=config.max_queue)
+        dispatcher = Dispatcher(inbox, gate, loop_guard, on_restart)
+        outbox: Outbox[list[Event]] = Outbox(dispatcher.deliver)
+        host: EngineHost
+        if config.process:
+            host = _make_process(config, child_backend, inbox, outbox, workers)
+        else:
+            host = InferenceThread(config, backend, inbox, outbox, workers, interrupter)
+        check = check_serving(host)
+        input_processor = InputProcessor(
+            check,
+            gate,
+            dispatcher,
+            stream_buffer=config.stream_buffer,
+            constraints=backend.constraints(lambda: check(draining=True), workers),
+            workers=workers,
+            can_speculate=config.speculation is not None,
+        )
+        host.start()
+    except BaseException:  # as many threads as the system allows
+        workers.end()
+        raise
+    return Parts(config, gate, inbox, dispatcher, interrupter, host, input_processor)
+
+
+def _make_process(
+    config: EngineConfig,
+    child_backend: str,
+    inbox: Inbox,
+    outbox: Outbox[list[Event]],
+    workers: WorkerThreads,
+) -> EngineHost:
+    try:
+        from cllm.engine.process.engine_process import EngineProcess
+    except ImportError as error:
+        limit = f"False without cllm[process] ({error})"
+        raise InvalidArgumentError("process", True, limit) from error
+    open_vocabulary = LlamaBackend(config).open_vocabulary
+    process = EngineProcess(config, inbox, outbox, workers, open_vocabulary, backend=child_backend)
+    inbox.on_put = process.on_put
+    return process
