@@ -60,6 +60,7 @@ class Lifecycle:
         self._status: EngineStatus | None = None
         self._entered: Parts | None = None  # those that take requests
         self._started: list[Parts] = []  # and those that are being loaded, or end
+        self._hosts: list[EngineHost] = []  # theirs, which know nothing of this
         self._loop_guard: LoopGuard | None = None
         self._earlier = EngineStatistics()  # of those that have ended
         self._is_reloading = False
@@ -98,8 +99,12 @@ class Lifecycle:
             self._on_restart,
         )
         self._started.append(parts)
+        self._hosts.append(parts.thread)
         if self._finalizer is None:
-            self._finalizer = weakref.finalize(self, _stop_leaked, self._started, self._generation)
+            name = repr(config.model_path.name)
+            self._finalizer = weakref.finalize(
+                self, _stop_leaked, self._hosts, name, self._generation
+            )
             self._finalizer.atexit = False  # the hosts have exit handlers of their own
         return parts
 
@@ -238,6 +243,7 @@ class Lifecycle:
         await parts.aclose()
         if parts in self._started:
             self._started.remove(parts)
+            self._hosts.remove(parts.thread)
             self._earlier = parts.statistics.plus(self._earlier)
 
     async def wait_stopped(self) -> None:
@@ -355,11 +361,10 @@ class Lifecycle:
         return f"<Engine {self.config.model_path.name} {status} open={n_open}>"
 
 
-def _stop_leaked(started: list[Parts], generation: int) -> None:
+def _stop_leaked(hosts: list[EngineHost], name: str, generation: int) -> None:
     """An engine was collected without being closed: its threads free what they own, and end."""
     if generation == fork_generation():  # otherwise nothing of it is in this process
-        for parts in started:
-            parts.thread.request_stop()
-        name = repr(started[-1].config.model_path.name)
+        for host in hosts:
+            host.request_stop()
         message = f"the engine of {name} was dropped without being closed: use `async with`"
         warnings.warn(message, ResourceWarning, stacklevel=2)
