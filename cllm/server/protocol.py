@@ -6,11 +6,50 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from cllm.server.problems import Problem
+
+LINGER_S = 2.0  # that a client may go on sending after the answer that ends its connection
+
+
+class LingeringTransport:
+    """A transport whose `close` lets a client that is still sending have the answer first.
+
+    Closed with bytes that nobody has read, a connection is reset, and what was sent is lost.
+
+    Parameters
+    ----------
+    is_sending : callable
+        Whether the client may be.
+    """
+
+    def __init__(self, transport: asyncio.Transport, is_sending: Callable[[], bool]) -> None:
+        self._transport = transport
+        self._is_sending = is_sending
+        self.is_lingering = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        """See `asyncio.Transport`."""
+        return self.is_lingering or self._transport.is_closing()
+
+    def close(self) -> None:
+        """Close, now or when the client has read the answer, or has had the time to."""
+        if self.is_closing():
+            return
+        if not self._is_sending():
+            self._transport.close()
+            return
+        self.is_lingering = True
+        self._transport.write_eof()
+        self._transport.resume_reading()
+        asyncio.get_running_loop().call_later(LINGER_S, self._transport.abort)
 
 
 def protocol_with(
@@ -36,17 +75,17 @@ def protocol_with(
         _n_header_bytes = 0  # of this request
         _n_pending = 0  # bytes received since a head, a part of a body or a request was complete
         _data = b""  # what is being parsed
-        _is_in_body = False
+        _is_in_body = _is_refused = False
         _refusal: Problem | None = None  # of what has come before it could be answered
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
+            super().connection_made(LingeringTransport(transport, self._may_send))  # type: ignore[arg-type]
             # Writing pauses as soon as the system takes no more: from then on time runs.
             transport.set_write_buffer_limits(high=0)
             self._await_headers()
 
         def data_received(self, data: bytes) -> None:
-            if self._refusal is not None:
+            if self._refusal is not None or self.transport.is_closing():
                 return
             self._n_pending += len(data)
             self._data = data
@@ -138,6 +177,9 @@ def protocol_with(
                 problem = Problem(400, "this is not HTTP")
             self._refuse(problem)
 
+        def _may_send(self) -> bool:
+            return self._is_in_body or self._is_refused
+
         def _await_headers(self) -> None:
             if self._header_timer is None:
                 self._header_timer = self.loop.call_later(header_timeout_s, self._on_late)
@@ -179,6 +221,7 @@ def protocol_with(
             elif self._is_in_body and cycle.response_started:
                 self.transport.close()
             elif not self.transport.is_closing():
+                self._is_refused = True
                 on_refused(problem.status)
                 self.transport.write(_on_wire(problem))
                 self.transport.close()

@@ -96,6 +96,14 @@ def test_a_body_that_says_that_it_is_too_large_is_413(server: Server, n_bytes: i
     assert str(4 * MIB) in refusal_of(response, 413)["message"]
 
 
+def test_who_is_still_sending_hears_why_nobody_listens(server: Server) -> None:
+    """Closed with bytes that nobody has read, a connection would be reset, the answer with it."""
+    body = b" " * (4 * MIB + 1)
+    with server.client() as client:
+        statuses = {client.post("/generate", content=body).status_code for _ in range(20)}
+    assert statuses == {413}
+
+
 @pytest.mark.parametrize("said", [b"4194305", b"9" * 20])
 def test_a_length_that_is_too_large_is_413_before_any_body(server: Server, said: bytes) -> None:
     with Wire(server) as wire:
