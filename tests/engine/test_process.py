@@ -168,7 +168,7 @@ class Poisonous(Engine):
 
 
 async def test_who_crashes_llama_cpp_alone_ends_and_nobody_else_hears_of_it() -> None:
-    prompts = [f"{i}+1=" for i in range(9)] * 3
+    prompts = [f"{i}+1=" for i in range(7)] * 7
     options: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
     async with Poisonous(**EXACT) as engine:
         wholes = await engine.generate_all(prompts, **options)

@@ -18,6 +18,7 @@ PROOFS = {
     "damaged_models": "Damaged model files",
     "damaged_states": "Damaged states",
     "lifecycle": "Beginnings and ends",
+    "kills": "Crashes",
     "soak": "Soak",
     "sanitizers": "Sanitizers",
     "leaks": "Leaks",

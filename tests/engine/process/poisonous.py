@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import random
 import signal
 from contextlib import ExitStack
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cllm.bindings import library
 from cllm.engine.core.decoder import Decoder
 from cllm.engine.llama.backend import LlamaBackend
+from cllm.engine.llama.decoder import LlamaDecoder
 from cllm.engine.thread.backend import Loaded
 
 
@@ -63,4 +67,38 @@ class AbortsAlways(LlamaBackend):
             raise AssertionError("alive")
 
         loaded.decoder.decode = dies  # type: ignore[method-assign]
+        return loaded
+
+
+class SegfaultsInDecode(LlamaBackend):
+    """Reads where nothing is inside of `llama_decode`, in one decode of many in 50, by chance.
+
+    Who is tried alone is spared: a crash that has nothing to do with him would look like his.
+    """
+
+    def load(self, owned: ExitStack) -> Loaded:
+        """See `Backend`."""
+        loaded = super().load(owned)
+        decoder = loaded.decoder
+        assert isinstance(decoder, LlamaDecoder)
+        libllama = ctypes.CDLL(str(library().path))
+        set_callback = libllama.llama_set_abort_callback
+        set_callback.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+        add, decode, draw = decoder.add, decoder.decode, random.Random()
+        seq_ids = set[int]()
+
+        def watched_add(seq_id: int, tokens: list[int], p0: int, *, n_outputs: int) -> range:
+            seq_ids.add(seq_id)
+            return add(seq_id, tokens, p0, n_outputs=n_outputs)
+
+        def may_crash() -> NDArray[np.float32]:
+            is_alone = len(seq_ids) == 1
+            seq_ids.clear()
+            if not is_alone and draw.random() < 1 / 50:
+                # Called after every node of the graph, and reads what it is given.
+                strlen = ctypes.cast(ctypes.CDLL(None).strlen, ctypes.c_void_p)
+                set_callback(decoder.context._pointer, strlen, 8)
+            return decode()
+
+        decoder.add, decoder.decode = watched_add, may_crash  # type: ignore[method-assign]
         return loaded

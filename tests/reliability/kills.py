@@ -1,0 +1,337 @@
+"""Kills of an engine's process: `python -m tests.reliability.kills [--kills N] [--minutes M] [--save]`.
+
+Readers ask again and again while the process is killed at random moments, crashes inside of
+`llama_decode`, or stands still.  Every answer is compared with what the same request got before: its
+tokens, its text, each delta once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import openai
+
+from benchmarks.measure import rss_mib
+from cllm import Completion, Engine, Restart
+from tests.conftest import QUIET
+from tests.reliability.record import Record, Table, conclude
+from tests.server.conftest import Server, running
+
+CLAIM = (
+    "However the process of an engine ends, every stream goes on: each answer has the tokens and the "
+    "text that it would have had, none twice and none lost, over HTTP too."
+)
+N_STREAMS, N_KILLS, N_CLIENTS = 200, 100, 8
+PAUSE_S = (0.02, 0.4)  # between a restart and the next kill, by chance
+MAX_GROWTH_MIB = 24.0
+OPTIONS: dict[str, Any] = {
+    "deterministic": True, "n_ctx": 8192, "n_seq_max": 16, "max_queue": 1000, "process": True,
+    "hang_timeout_s": 1.5, **QUIET,
+}  # fmt: skip
+# Draws are what is lost most easily.
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    *((f"count:{n}..{n + 30}", {"temperature": 0.0, "max_tokens": 120}) for n in range(0, 60, 10)),
+    *((f"count:{n}..", {"temperature": 1.3, "seed": n, "max_tokens": 60, "ignore_eos": True})
+      for n in range(10)),
+    *((f"{n}+{n}=", {"temperature": 1.0, "seed": n, "mirostat": 2, "max_tokens": 30,
+                     "ignore_eos": True}) for n in range(4)),
+]  # fmt: skip
+
+
+class Segfaults(Engine):
+    """Its process reads where nothing is, inside of `llama_decode`."""
+
+    _child_backend = "tests.engine.process.poisonous:SegfaultsInDecode"
+
+
+# How a process ends: by a signal of ours, or by itself.
+KINDS: dict[str, tuple[type[Engine], signal.Signals | None]] = {
+    "SIGKILL": (Engine, signal.SIGKILL),
+    "SIGABRT": (Engine, signal.SIGABRT),
+    "SIGSEGV in llama_decode": (Segfaults, None),
+    "SIGSTOP": (Engine, signal.SIGSTOP),
+}
+
+
+@dataclass
+class Found:
+    """What became of it.
+
+    Attributes
+    ----------
+    longest_gap_s : float
+        Between two deltas of a stream, or before its first while it ran alone.
+    """
+
+    kind: str
+    loop: str
+    n_restarts: int = 0
+    n_answers: int = 0
+    n_tokens: int = 0
+    longest_gap_s: float = 0.0
+    restart_s: list[float] = field(default_factory=list)
+    growth_mib: float = 0.0
+    wrong: list[str] = field(default_factory=list)
+
+    def note(self, what: str) -> None:
+        """Something is wrong."""
+        if len(self.wrong) < 20:
+            self.wrong.append(f"{self.kind}, {self.loop}: {what}")
+
+
+def n_descriptors() -> int:
+    """Of this process."""
+    return len([*Path("/proc/self/fd").iterdir()])
+
+
+class Readers:
+    """So many at once, each with one request after the other, until they are told to stop."""
+
+    def __init__(self, engine: Engine, wholes: Sequence[Completion], found: Found) -> None:
+        self._engine, self._wholes, self._found = engine, wholes, found
+        self._numbers = itertools.count()
+        self.is_over = False
+
+    async def run(self, n_streams: int, until: Callable[[], Awaitable[None]]) -> None:
+        """All of them, until this returns and the last answers have come."""
+        async with anyio.create_task_group() as tasks:
+            for _ in range(n_streams):
+                tasks.start_soon(self._read_on)
+            await until()
+            self.is_over = True
+
+    async def _read_on(self) -> None:
+        while not self.is_over:
+            number = next(self._numbers) % len(REQUESTS)
+            try:
+                await self._read(number)
+            except Exception as error:
+                self._found.note(f"{REQUESTS[number][0]} has ended with {error!r}")
+                return
+
+    async def _read(self, number: int) -> None:
+        (prompt, options), whole = REQUESTS[number], self._wholes[number]
+        ids: list[int] = []
+        text, last = "", None
+        async with self._engine.stream(prompt, **options) as stream:
+            async for delta in stream:
+                now = time.perf_counter()
+                if last is not None:
+                    self._found.longest_gap_s = max(self._found.longest_gap_s, now - last)
+                last = now
+                ids += delta.token_ids
+                text += delta.text
+            completion = await stream.completion()
+        self._found.n_answers += 1
+        self._found.n_tokens += len(ids)
+        if not tuple(ids) == completion.token_ids == whole.token_ids:
+            self._found.note(f"{prompt} has the tokens {ids}, not {whole.token_ids}")
+        if not text == completion.text == whole.text:
+            self._found.note(f"{prompt} is {text!r}, not {whole.text!r}")
+        if completion.finish_reason != whole.finish_reason:
+            self._found.note(f"{prompt} ends with {completion.finish_reason}")
+
+
+async def kill(
+    kind: str, *, loop: str, n_streams: int, n_kills: int, seconds: float = 0.0, seed: int = 0
+) -> Found:
+    """Kill a process so many times, or every 5 s for so long, while streams run."""
+    engine_type, number = KINDS[kind]
+    found, draw = Found(kind, loop), random.Random(seed)
+    async with Engine(**OPTIONS) as engine:
+        wholes = [await engine.generate(prompt, **options) for prompt, options in REQUESTS]
+    restarts: list[Restart] = []
+    n_open = n_descriptors()
+    async with engine_type(on_restart=restarts.append, **OPTIONS) as engine:
+        readers = Readers(engine, wholes, found)
+        rss = rss_mib()
+
+        async def strike() -> None:
+            ends_at = time.monotonic() + seconds
+            while len(restarts) < n_kills or time.monotonic() < ends_at:
+                n_before = len(restarts)
+                await anyio.sleep(5.0 if seconds else draw.uniform(*PAUSE_S))
+                pid = engine._parts.thread.pid  # type: ignore[attr-defined]
+                if number is not None and pid is not None:
+                    os.kill(pid, number)
+                while len(restarts) == n_before:
+                    await anyio.sleep(0.005)
+            if number is None:  # it never stops
+                readers.is_over = True
+
+        await readers.run(n_streams, strike)
+        found.n_restarts = engine.statistics().n_restarts
+        if found_by_audit := await engine.audit():
+            found.note(f"the books differ: {found_by_audit}")
+        told = engine.statistics()
+        if told.n_kv_cells_used or told.n_running or told.n_waiting:
+            found.note(f"something is left: {told}")
+        gc.collect()
+        found.growth_mib = rss_mib() - rss
+    found.restart_s = [restart.duration_s for restart in restarts]
+    if found.n_restarts < n_kills:
+        found.note(f"{found.n_restarts} restarts of {n_kills}")
+    if (n_left := n_descriptors()) > n_open:
+        found.note(f"{n_left} descriptors, {n_open} before")
+    if found.growth_mib > MAX_GROWTH_MIB:
+        found.note(f"{found.growth_mib:.1f} MiB more")
+    return found
+
+
+# --- Over HTTP ---------------------------------------------------------------------------------
+@asynccontextmanager
+async def serving(directory: str) -> AsyncIterator[Server]:
+    """`cllm serve`, deterministic."""
+    async with AsyncExitStack() as owned:
+        server = owned.enter_context(
+            running(Path(directory) / "log", "--deterministic", "--n-seq-max", "16")
+        )
+        yield server
+
+
+async def kill_over_http(*, n_clients: int, n_kills: int, seed: int = 0) -> Found:
+    """Kill the engine's process of a server while openai's client streams."""
+    found, draw, is_over = Found("SIGKILL, openai's client", "asyncio"), random.Random(seed), False
+    questions = [f"count:{n}..{n + 60}" for n in range(0, 80, 10)]
+    with tempfile.TemporaryDirectory() as directory:
+        async with serving(directory) as server:
+            client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0)
+
+            async def ask(question: str) -> str:
+                text, last = "", None
+                stream = await client.completions.create(
+                    model="m", prompt=question, temperature=0.7, seed=3, max_tokens=400, stream=True
+                )
+                async for chunk in stream:
+                    now = time.perf_counter()
+                    if last is not None:
+                        found.longest_gap_s = max(found.longest_gap_s, now - last)
+                    last = now
+                    text += chunk.choices[0].text
+                return text
+
+            wholes = {question: await ask(question) for question in questions}
+            found.longest_gap_s = 0.0
+
+            async def read_on(number: int) -> None:
+                for question in itertools.cycle(questions[number:] + questions[:number]):
+                    if is_over:
+                        return
+                    try:
+                        text = await ask(question)
+                    except (openai.OpenAIError, httpx.HTTPError) as error:
+                        found.note(f"{question} has ended with {error!r}")
+                        return
+                    found.n_answers += 1
+                    if text != wholes[question]:
+                        found.note(f"{question} is {text!r}, not {wholes[question]!r}")
+
+            async with anyio.create_task_group() as tasks:
+                for number in range(n_clients):
+                    tasks.start_soon(read_on, number)
+                for n_before in range(n_kills):
+                    await anyio.sleep(draw.uniform(0.2, 1.0))
+                    os.kill(server.engine_pid, signal.SIGKILL)
+                    while server.metrics().get("cllm_restarts_total", 0) <= n_before:
+                        await anyio.sleep(0.02)
+                    while "restarting" in (await client._client.get(f"{server.url}/health")).text:
+                        await anyio.sleep(0.02)
+                is_over = True
+            found.n_restarts = int(server.metrics()["cllm_restarts_total"])
+            server.wait_idle()
+            await client.close()
+    return found
+
+
+def record_of(all_found: Sequence[Found], command: str) -> Record:
+    """For the page of proofs."""
+    rows = [
+        (
+            f.kind, f.loop, f.n_restarts, f.n_answers, f.n_tokens or "-",
+            f"{sorted(f.restart_s)[len(f.restart_s) // 2]:.2f}" if f.restart_s else "-",
+            f"{f.longest_gap_s:.2f}", f"{f.growth_mib:.1f}", len(f.wrong),
+        )
+        for f in all_found
+    ]  # fmt: skip
+    head = (
+        "how", "event loop", "restarts", "answers", "tokens", "restart s, p50", "longest gap s",
+        "growth MiB", "wrong",
+    )  # fmt: skip
+    return Record(
+        name="kills",
+        claim=CLAIM,
+        command=command,
+        figures={
+            "restarts": sum(f.n_restarts for f in all_found),
+            "answers compared whole": sum(f.n_answers for f in all_found),
+            "wrong": sum(len(f.wrong) for f in all_found),
+        },
+        tables=[
+            Table(head, rows, "A gap may have several restarts in it, where they come in a row.")
+        ],
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The program; 0 if nothing is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--kills", type=int, default=N_KILLS)
+    parser.add_argument("--streams", type=int, default=N_STREAMS)
+    parser.add_argument(
+        "--minutes", type=float, default=0.0, help="also a kill every 5 s, for so long"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save", action="store_true", help="keep the figures")
+    options = parser.parse_args(arguments)
+    all_found: list[Found] = []
+
+    def report(found: Found) -> None:
+        all_found.append(found)
+        print(f"{found.kind}, {found.loop}: {found.n_restarts} restarts, {found.n_answers} answers, "
+              f"{len(found.wrong)} wrong", file=sys.stderr, flush=True)  # fmt: skip
+
+    def run(kind: str, loop: str, n_kills: int, seconds: float = 0.0) -> None:
+        async def kill_it() -> Found:
+            return await kill(
+                kind, loop=loop, n_streams=options.streams, n_kills=n_kills, seconds=seconds,
+                seed=options.seed,
+            )  # fmt: skip
+
+        report(anyio.run(kill_it, backend=loop))
+
+    for loop in ("asyncio", "trio"):
+        for kind in KINDS:
+            run(kind, loop, max(1, options.kills // (10 if kind == "SIGSTOP" else 1)))
+
+    async def over_http() -> Found:
+        n_kills = max(5, options.kills // 5)
+        return await kill_over_http(n_clients=N_CLIENTS, n_kills=n_kills, seed=options.seed)
+
+    report(anyio.run(over_http))
+    if options.minutes:
+        run("SIGKILL", "asyncio", 1, 60 * options.minutes)
+    assert threading.active_count() == 1
+    command = f"python -m tests.reliability.kills --kills {options.kills} --seed {options.seed}"
+    command += f" --minutes {options.minutes:g}" if options.minutes else ""
+    wrong = [line for found in all_found for line in found.wrong]
+    return conclude(record_of(all_found, command), wrong, is_kept=options.save)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
