@@ -23,7 +23,7 @@ os.environ.setdefault("CLLM_AUDIT", "tick")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from cllm import Engine
+from cllm import Engine, EngineConfig
 from cllm.engine.constraints import trial as trial_module
 from cllm.engine.core.messages import AddRequest, Command
 from cllm.engine.core.row_cost import RowCost
@@ -48,6 +48,30 @@ def is_there(pid: int) -> bool:
 def our_threads() -> list[str]:
     """The names of cllm's own threads in this process."""
     return [t.name for t in threading.enumerate() if t.name.startswith("cllm")]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """One option of the suite."""
+    parser.addoption(
+        "--over-process", action="store_true",
+        help="give every engine a process of its own, but for those of tests marked same_process",
+    )  # fmt: skip
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Engines as the option says, where a test does not."""
+    if config.getoption("--over-process"):
+        defaults = EngineConfig.__init__.__kwdefaults__
+        assert defaults is not None
+        defaults["process"] = True
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what the option is not for."""
+    for item in items if config.getoption("--over-process") else []:
+        if (marker := item.get_closest_marker("same_process")) is not None:
+            reason = f"needs its engine in this process: {marker.args[0]}"
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session", autouse=True)

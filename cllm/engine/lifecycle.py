@@ -40,8 +40,9 @@ from cllm.errors import (
 class Lifecycle:
     """The part of `Engine` that serves no requests."""
 
-    # What serves in the process of `process=True`: a module and a `LlamaBackend` of it.
-    _child_backend: ClassVar[str] = "cllm.engine.llama.backend:LlamaBackend"
+    # What serves in the process of `process=True`: a module and a `LlamaBackend` of it.  None: nothing
+    # can, and there is none.
+    _child_backend: ClassVar[str | None] = "cllm.engine.llama.backend:LlamaBackend"
 
     def __init__(
         self,

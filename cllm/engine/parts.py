@@ -59,7 +59,7 @@ class Parts:
 def start_parts(
     config: EngineConfig,
     backend: Backend,
-    child_backend: str,
+    child_backend: str | None,
     loop_guard: LoopGuard,
     check_serving: Callable[[EngineHost], Callable[..., EngineVocabulary]],
     on_restart: Callable[[Restart], None] | None,
@@ -68,7 +68,7 @@ def start_parts(
 
     Parameters
     ----------
-    child_backend : str
+    child_backend : str or None
         What serves in the process of `process=True`: a module and a `LlamaBackend` of it.
     check_serving : callable
         Of a host: the vocabulary, or why requests are not served.
@@ -81,7 +81,7 @@ def start_parts(
         dispatcher = Dispatcher(inbox, gate, loop_guard, on_restart)
         outbox: Outbox[list[Event]] = Outbox(dispatcher.deliver)
         host: EngineHost
-        if config.process:
+        if config.process and child_backend is not None:
             host = _make_process(config, child_backend, inbox, outbox, workers)
         else:
             host = InferenceThread(config, backend, inbox, outbox, workers, interrupter)

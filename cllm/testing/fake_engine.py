@@ -126,6 +126,8 @@ class FakeEngine(Engine):
     ...     completion = await engine.generate("1+1=")
     """
 
+    _child_backend = None
+
     def __init__(
         self,
         answers: Answers | None = None,

@@ -77,6 +77,8 @@ class OracleEngine(Engine):
         Chooses the tokens in place of the model; None: it does.
     """
 
+    _child_backend = None
+
     def __init__(
         self,
         *arguments: Any,

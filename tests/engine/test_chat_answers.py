@@ -317,6 +317,7 @@ def sampling_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.same_process("the metadata of its model is replaced")
 @pytest.mark.usefixtures("sampling_keys")
 async def test_the_sampling_of_the_models_file_is_the_default(
     anyio_backend: str, caplog: pytest.LogCaptureFixture

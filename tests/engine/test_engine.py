@@ -254,6 +254,7 @@ async def test_what_was_submitted_just_before_the_end_is_cancelled_like_the_rest
             assert (await stream.completion()).finish_reason is FinishReason.CANCELLED
 
 
+@pytest.mark.same_process("its decoder is replaced")
 @pytest.mark.parametrize("has_log", [False, True])
 async def test_a_fatal_decode_costs_a_new_context_and_no_request(
     anyio_backend: str, has_log: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
@@ -280,6 +281,7 @@ async def test_a_fatal_decode_costs_a_new_context_and_no_request(
         assert replay(path).differences == []
 
 
+@pytest.mark.same_process("its decoder is replaced")
 async def test_an_engine_whose_every_decode_fails_fails_with_the_cause(
     anyio_backend: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

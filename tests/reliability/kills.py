@@ -63,7 +63,6 @@ class Segfaults(Engine):
 # How a process ends: by a signal of ours, or by itself.
 KINDS: dict[str, tuple[type[Engine], signal.Signals | None]] = {
     "SIGKILL": (Engine, signal.SIGKILL),
-    "SIGABRT": (Engine, signal.SIGABRT),
     "SIGSEGV in llama_decode": (Segfaults, None),
     "SIGSTOP": (Engine, signal.SIGSTOP),
 }

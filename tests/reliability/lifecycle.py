@@ -18,6 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tests.reliability.lifecycle_requests import OVER_PROCESS
 from tests.reliability.record import ROOT, Cell, Record, Table, conclude
 
 NAME = "lifecycle"
@@ -221,8 +222,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=CLAIM)
     parser.add_argument("--tries", type=int, help="of each, with each event loop; all by default")
     parser.add_argument("--only", metavar="CASE", help="one case")
+    parser.add_argument(
+        "--over-process", action="store_true", help="engines that have a process of their own"
+    )
     parser.add_argument("--save", action="store_true", help="keep a record")
     given = parser.parse_args(arguments)
+    if given.over_process:
+        os.environ[OVER_PROCESS] = "1"
     outcomes = []
     for plan in PLANS:
         if given.only in (None, plan.case):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -10,7 +11,11 @@ import anyio
 from cllm import CllmError, Engine, SamplingParams
 from tests.conftest import QUIET
 
-OPTIONS: dict[str, Any] = {"n_ctx": 2048, "n_seq_max": 8, **QUIET}
+# Set by `lifecycle --over-process`.
+OVER_PROCESS = "CLLM_LIFECYCLE_OVER_PROCESS"
+OPTIONS: dict[str, Any] = {
+    "n_ctx": 2048, "n_seq_max": 8, "process": OVER_PROCESS in os.environ, **QUIET,
+}  # fmt: skip
 LONG = "count:100..299"
 SHORT = "count:100..129"
 GREEDY = SamplingParams(temperature=0.0)
@@ -36,6 +41,7 @@ METHODS: dict[str, Callable[[Engine], Any]] = {
     "drain": lambda engine: engine.drain(),
     "reset_prefix_cache": lambda engine: engine.reset_prefix_cache(),
     "slots": lambda engine: engine.slots(),
+    "reload": lambda engine: engine.reload(),
     "audit": lambda engine: engine.audit(),
     "__aenter__": lambda engine: engine.__aenter__(),
 }

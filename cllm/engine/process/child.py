@@ -39,6 +39,7 @@ from cllm.engine.process.ledger import OpenRequest
 from cllm.engine.process.wire import (
     Beat,
     Logged,
+    SetLogLevel,
     Told,
     decode_commands,
     encode_events,
@@ -174,24 +175,30 @@ def serve(
         return backend.compile(vocabulary, constraint)
 
     compiling = Compiling(compile_constraint, inbox, to_parent)
-    threading.Thread(target=_beat, args=(thread, to_parent), daemon=True).start()
+    threading.Thread(target=_beat, args=(thread, to_parent, os.getppid()), daemon=True).start()
     thread.start()
     reader = FrameReader()
     while (frames := reader.receive(connection)) is not None:
         for frame in frames:
             for command in decode_commands(frame):
-                if isinstance(command, Shutdown):
-                    thread.request_stop()
-                    thread.join()
-                    return
-                compiling.put(command)
+                match command:
+                    case Shutdown():
+                        thread.request_stop()
+                        thread.join()
+                        return
+                    case SetLogLevel(level=level):
+                        logging.getLogger("cllm").setLevel(level)
+                    case _:
+                        compiling.put(command)
     os._exit(1)  # nobody is left to tell
 
 
-def _beat(thread: InferenceThread, to_parent: ToParent) -> None:
-    while True:
+def _beat(thread: InferenceThread, to_parent: ToParent, parent: int) -> None:
+    # A fork of the parent may hold the socket open, whose end would tell.
+    while os.getppid() == parent:
         to_parent.tell(Beat(thread.heartbeat_age_s, time.process_time()))
         time.sleep(BEAT_S)
+    os._exit(1)
 
 
 def main() -> None:

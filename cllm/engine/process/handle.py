@@ -18,13 +18,14 @@ from cllm.engine.config import EngineConfig
 from cllm.engine.core.messages import Command
 from cllm.engine.process.batch_record import BatchRecord
 from cllm.engine.process.frames import FrameReader, framed
-from cllm.engine.process.wire import Beat, encode_commands
+from cllm.engine.process.wire import Asked, Beat, SetLogLevel, encode_commands
 from cllm.errors import CllmError
 
 MAX_READ = 1 << 16
 # A process that has computed for less than this share of a stall is hung, not slow.
 SLOW_SHARE = 0.1
 HUNG_FACTOR = 10.0  # a stall of so many `hang_timeout_s` is one whatever it computes
+LOGGERS = ("cllm.engine", "cllm.llama")  # of a process
 N_LAST_WORDS = 4096  # bytes of the standard error of a process that are kept
 
 
@@ -78,8 +79,8 @@ class ProcessHandle:
         assert self._process.stderr is not None
         self.stderr = self._process.stderr
         os.set_blocking(self.stderr.fileno(), False)
-        log_level = logging.getLogger("cllm").getEffectiveLevel()
-        settings = {"config": json.loads(config.to_json()), "log_level": log_level}
+        self._log_level = _log_level()
+        settings = {"config": json.loads(config.to_json()), "log_level": self._log_level}
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(settings).encode())
             self._process.stdin.close()
@@ -92,7 +93,11 @@ class ProcessHandle:
     def send(self, commands: list[Command]) -> None:
         """Send, after what there was no room for; what there is no room for now is kept."""
         if commands:
-            self._unsent += framed(encode_commands(commands))
+            asked: list[Asked] = [*commands]
+            if (log_level := _log_level()) != self._log_level:
+                self._log_level = log_level
+                asked.insert(0, SetLogLevel(log_level))
+            self._unsent += framed(encode_commands(asked))
         with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
             while self._unsent:
                 del self._unsent[: self.socket.send(self._unsent)]
@@ -164,6 +169,11 @@ class ProcessHandle:
         request_ids = self._batch.read()
         self._batch.close()
         return Ending(_crash_of(code, last_words), code == -signal.SIGKILL, request_ids)
+
+
+def _log_level() -> int:
+    """The lowest that somebody here wants to hear of."""
+    return min(logging.getLogger(name).getEffectiveLevel() for name in LOGGERS)
 
 
 def _crash_of(code: int, last_words: str) -> CrashError:

@@ -72,6 +72,12 @@ class _Stopped(msgspec.Struct, array_like=True, frozen=True):
     error: _Error | None
 
 
+class SetLogLevel(msgspec.Struct, array_like=True, frozen=True):
+    """Log from this level on."""
+
+    level: int
+
+
 class Logged(msgspec.Struct, array_like=True, frozen=True):
     """A record of the log of the engine's process."""
 
@@ -93,11 +99,12 @@ class Beat(msgspec.Struct, array_like=True, frozen=True):
     cpu_s: float
 
 
+Asked = Command | SetLogLevel
 Told = Event | Logged | Beat
 
 # Written as their index.
 COMMANDS: tuple[type, ...] = (
-    _Request, CancelRequest, Read, ClearPrefixCache, Audit, Inspect, Shutdown,
+    _Request, CancelRequest, Read, ClearPrefixCache, Audit, Inspect, Shutdown, SetLogLevel,
 )  # fmt: skip
 EVENTS: tuple[type, ...] = (
     Ready, _Finished, Audited, Inspected, _Stopped, Ended, Logged, Beat,
@@ -131,26 +138,26 @@ _by_event: list[msgspec.msgpack.Decoder[Any]] = [msgspec.msgpack.Decoder(kind) f
 
 
 # --- Commands --------------------------------------------------------------------------------
-def encode_commands(commands: Iterable[Command]) -> bytes:
+def encode_commands(commands: Iterable[Asked]) -> bytes:
     """A frame of commands."""
     return _encoder.encode([_numbered(COMMANDS, _command_as(command)) for command in commands])
 
 
-def decode_commands(frame: bytes | memoryview) -> list[Command]:
+def decode_commands(frame: bytes | memoryview) -> list[Asked]:
     """The commands of a frame; a request has a `NamedConstraint` where it has one."""
     values = [_by_command[kind].decode(raw) for kind, raw in _commands.decode(frame)]
     return [_command_of(value) for value in values]
 
 
-def _command_as(command: Command) -> object:
+def _command_as(command: Asked) -> object:
     if not isinstance(command, AddRequest):
         return command
     return _Request(*(getattr(command.request, name) for name in _HINTS))
 
 
-def _command_of(value: Any) -> Command:
+def _command_of(value: Any) -> Asked:
     if not isinstance(value, _Request):
-        return cast(Command, value)
+        return cast(Asked, value)
     return AddRequest(GenerationRequest(*(getattr(value, name) for name in _HINTS)))
 
 
