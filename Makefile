@@ -1,5 +1,5 @@
 # The two commands of the README, and what CI runs.  Everything is quick the second time.
-.PHONY: demo test test-clients test-real test-full test-exhaustive test-asan test-leaks soak check bench native clean help
+.PHONY: demo test test-process test-clients test-real test-full test-exhaustive test-asan test-leaks soak check bench native clean help
 
 PYTHON ?= python3
 MINUTES ?= 1
@@ -10,6 +10,7 @@ help:
 	@echo "make demo    install, build libllama, and watch eight answers at once"
 	@echo "make test    install, and run the fast tests: two minutes"
 	@echo "make test-full         all tests: some five minutes on two cores"
+	@echo "make test-process      the tests of the engine, with llama.cpp in a process of its own"
 	@echo "make test-clients      openai, anthropic, openai-agents, pydantic-ai, langchain, LiteLLM"
 	@echo "make test-real         a real model: SmolLM2-135M-Instruct, 98 MB, fetched once"
 	@echo "make test-exhaustive   the full numbers of docs/reliability.md"
@@ -33,6 +34,11 @@ test:
 test-full:
 	@PYTHON=$(PYTHON) tools/setup.sh dev
 	@.venv/bin/python -m pytest -q $(WORKERS) -m "not exhaustive and not real" --timeout=300 $(PYTEST_ARGS)
+
+# The engine's tests once more, with llama.cpp in a process of its own.
+test-process:
+	@PYTHON=$(PYTHON) tools/setup.sh dev
+	@.venv/bin/python -m pytest -q $(WORKERS) --over-process --timeout=300 tests/engine $(PYTEST_ARGS)
 
 # In an environment of their own, with pinned versions.  Some keep their connections open to the end of
 # the process, which Python then warns of: their own affair.

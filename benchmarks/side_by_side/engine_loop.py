@@ -32,6 +32,8 @@ class Decoding:
         Tokens of each sequence.
     is_busy : bool
         The event loop computes for 2 ms in every 4.
+    process : bool
+        The engine has a process of its own.
     switch_interval_s : float, optional
         See `sys.setswitchinterval`; None leaves Python's own, 5 ms.
     """
@@ -40,6 +42,7 @@ class Decoding:
     n_prompt: int
     n_output: int
     is_busy: bool = False
+    process: bool = False
     switch_interval_s: float | None = None
 
 
@@ -79,7 +82,8 @@ async def measure(call: Decoding) -> DecodingRate:
     if call.switch_interval_s is not None:
         sys.setswitchinterval(call.switch_interval_s)
     # The peer has no prefix cache, and nothing here could be shared.
-    async with Engine(**setup.engine_options, prefix_cache=False) as engine:
+    options = setup.engine_options | {"process": call.process}
+    async with Engine(**options, prefix_cache=False) as engine:
 
         async def read(number: int) -> None:
             tokens = prompt_of(f"{number}", call.n_prompt)

@@ -12,6 +12,7 @@ from pathlib import Path
 from benchmarks.side_by_side.records import (
     BATCHED_BENCH,
     CLLM,
+    CLLM_PROCESS,
     CLLM_SERVE,
     LLAMA_CPP_PYTHON,
     LLAMA_SERVER,
@@ -61,6 +62,7 @@ def find(environ: Mapping[str, str] = os.environ) -> Peers:
     found = Peers(tools_beside(find_library()[0]), python if python.exists() else None, {})
     missing = {
         CLLM: "",
+        CLLM_PROCESS: "",
         CLLM_SERVE: "",
         BATCHED_BENCH: _why_not_built(found, BATCHED_BENCH),
         LLAMA_SERVER: _why_not_built(found, LLAMA_SERVER),

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from benchmarks.side_by_side.records import (
     BATCHED_BENCH,
     CLLM,
+    CLLM_PROCESS,
     CLLM_SERVE,
     LLAMA_CPP_PYTHON,
     LLAMA_SERVER,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, which colour-blind eyes tell apart; both of ours have the same.
 COLOURS = {
     CLLM: "#0072b2",
+    CLLM_PROCESS: "#56b4e9",
     CLLM_SERVE: "#0072b2",
     BATCHED_BENCH: "#000000",
     LLAMA_SERVER: "#d55e00",

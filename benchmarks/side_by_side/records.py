@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 
 CLLM = "cllm"
+CLLM_PROCESS = "cllm, process=True"
 CLLM_SERVE = "cllm serve"
 BATCHED_BENCH = "llama-batched-bench"
 LLAMA_SERVER = "llama-server"

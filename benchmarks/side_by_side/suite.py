@@ -7,6 +7,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from benchmarks.side_by_side import (
@@ -29,6 +30,7 @@ from benchmarks.side_by_side.raw_loop import raw_decode_rate
 from benchmarks.side_by_side.records import (
     BATCHED_BENCH,
     CLLM,
+    CLLM_PROCESS,
     CLLM_SERVE,
     LLAMA_CPP_PYTHON,
     LLAMA_SERVER,
@@ -157,14 +159,19 @@ def _decode(options: Options, measurement: str, model: str, width: int) -> Itera
     setup = options.setup(model, cells_for(width, N_PROMPT + n_output), width)
     peers, case = options.peers, sequences(width)
 
-    def ours() -> Metrics:
-        return dataclasses.asdict(engine_loop.in_a_process(Decoding(setup, N_PROMPT, n_output)))
+    def ours(*, process: bool) -> Metrics:
+        call = Decoding(setup, N_PROMPT, n_output, process=process)
+        return dataclasses.asdict(engine_loop.in_a_process(call))
 
     def raw() -> Metrics:
         assert peers.tools is not None
         return {"tokens_per_s": raw_decode_rate(peers.tools, setup, N_PROMPT, n_output)}
 
-    tasks: dict[str, Task] = {CLLM: ours, BATCHED_BENCH: raw}
+    tasks: dict[str, Task] = {
+        CLLM: partial(ours, process=False),
+        CLLM_PROCESS: partial(ours, process=True),
+        BATCHED_BENCH: raw,
+    }
     if width == 1:
         arguments = (peers, setup, N_PROMPT, n_output)
         tasks[LLAMA_CPP_PYTHON] = lambda: {"tokens_per_s": single.llama_cpp_python_rate(*arguments)}
@@ -199,16 +206,21 @@ def measure_h(options: Options) -> Iterator[Record]:
             n_threads=n_threads,
         )
         idle = Decoding(setup, N_PROMPT, n_output, switch_interval_s=switch_interval_s)
+        tasks = {
+            peer: partial(_kept, dataclasses.replace(idle, process=process))
+            for peer, process in ((CLLM, False), (CLLM_PROCESS, True))
+        }
+        yield from in_turns(options, "h", MODEL, case, tasks)
 
-        def kept(idle: Decoding = idle) -> Metrics:
-            alone = engine_loop.in_a_process(idle)
-            beside = engine_loop.in_a_process(dataclasses.replace(idle, is_busy=True))
-            return {
-                "kept": beside.tokens_per_s / alone.tokens_per_s,
-                "handovers_per_tick": beside.handovers_per_tick,
-            }
 
-        yield from in_turns(options, "h", MODEL, case, {CLLM: kept})
+def _kept(idle: Decoding) -> Metrics:
+    """Of an engine's tokens/s beside a loop that is busy."""
+    alone = engine_loop.in_a_process(idle)
+    beside = engine_loop.in_a_process(dataclasses.replace(idle, is_busy=True))
+    return {
+        "kept": beside.tokens_per_s / alone.tokens_per_s,
+        "handovers_per_tick": beside.handovers_per_tick,
+    }
 
 
 # --- Over HTTP: b, c, d, e, f ----------------------------------------------------------------

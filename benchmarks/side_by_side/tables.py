@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from benchmarks.side_by_side.records import (
     BATCHED_BENCH,
     CLLM,
+    CLLM_PROCESS,
     CLLM_SERVE,
     LLAMA_CPP_PYTHON,
     LLAMA_SERVER,
@@ -22,7 +23,7 @@ from benchmarks.side_by_side.records import (
 
 # Peers that are measured in the same way, and so compared: the first is ours.
 FAMILIES = (
-    (CLLM, BATCHED_BENCH, LLAMA_CPP_PYTHON, XLLAMACPP),
+    (CLLM, CLLM_PROCESS, BATCHED_BENCH, LLAMA_CPP_PYTHON, XLLAMACPP),
     (CLLM_SERVE, LLAMA_SERVER, PYTHON_SERVER),
 )
 # Shown, and not put in relation to each other.

@@ -56,7 +56,7 @@ class Lifecycle:
             raise TypeError("config cannot be combined with model or other options")
         if not isinstance(config, EngineConfig | None):
             raise InvalidArgumentError("config", config, "an EngineConfig")
-        self.config = config_from(model, options) if config is None else config
+        self.config = self._possible(config_from(model, options) if config is None else config)
         self._on_restart = on_restart
         self._status: EngineStatus | None = None
         self._entered: Parts | None = None  # those that take requests
@@ -67,6 +67,10 @@ class Lifecycle:
         self._is_reloading = False
         self._finalizer: weakref.finalize[..., Lifecycle] | None = None
         self._generation = fork_generation()
+
+    def _possible(self, config: EngineConfig) -> EngineConfig:
+        has_process = config.process and self._child_backend is not None
+        return config if config.process == has_process else replace(config, process=False)
 
     # --- Lifecycle ---------------------------------------------------------------------------
     async def __aenter__(self) -> Self:
@@ -215,7 +219,7 @@ class Lifecycle:
         self._check_serving()
         check_known(options)
         path = self.config.model if model is None else Path(model)
-        config = replace(self.config, model=path, **options)
+        config = self._possible(replace(self.config, model=path, **options))
         if self._is_reloading:
             raise anyio.BusyResourceError("reloading")
         self._is_reloading = True

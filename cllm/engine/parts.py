@@ -81,7 +81,8 @@ def start_parts(
         dispatcher = Dispatcher(inbox, gate, loop_guard, on_restart)
         outbox: Outbox[list[Event]] = Outbox(dispatcher.deliver)
         host: EngineHost
-        if config.process and child_backend is not None:
+        if config.process:
+            assert child_backend is not None
             host = _make_process(config, child_backend, inbox, outbox, workers)
         else:
             host = InferenceThread(config, backend, inbox, outbox, workers, interrupter)

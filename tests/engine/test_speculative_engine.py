@@ -180,6 +180,7 @@ async def test_a_context_that_is_smaller_than_a_batch_has_room_for_guesses() -> 
         assert engine.statistics().n_rebuilds == 0
 
 
+@pytest.mark.same_process("the cost of drafts is replaced")
 @pytest.mark.usefixtures("four_drafts_each")
 async def test_a_draft_model_has_room_for_some_where_not_for_all() -> None:
     path = make_model.ensure("tiny-llama", "F16")
@@ -195,6 +196,7 @@ async def test_a_draft_model_has_room_for_some_where_not_for_all() -> None:
     assert told.n_accepted_tokens > 20
 
 
+@pytest.mark.same_process("the file of costs is replaced")
 async def test_what_rows_cost_is_left_to_the_next_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: dict[str, dict[int, float]] = {}
     monkeypatch.setattr("cllm.engine.llama.backend.save_table", kept.__setitem__)
