@@ -27,6 +27,7 @@ from cllm import Engine, EngineConfig
 from cllm.engine.constraints import trial as trial_module
 from cllm.engine.core.messages import AddRequest, Command
 from cllm.engine.core.row_cost import RowCost
+from cllm.engine.process.engine_process import EngineProcess
 from cllm.engine.thread.mailbox import Inbox
 from tools import make_model
 
@@ -169,7 +170,10 @@ QUIET: dict[str, Any] = {"n_threads": 1, "n_threads_batch": 1}
 
 
 def running_batch(engine: Engine) -> Mapping[str, int]:
-    """Rows of the decode that runs now, by request id."""
+    """Rows of the decode that runs now, by request id; of another process, of the last one, as ones."""
+    if isinstance(host := engine._parts.thread, EngineProcess):
+        process = host._process
+        return dict.fromkeys(process._batch.read() if process is not None else (), 1)
     return engine._parts.interrupter.batch
 
 

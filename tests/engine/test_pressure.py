@@ -174,7 +174,6 @@ async def test_cancelling_a_long_prefill_ends_it_before_the_second_tick(
     assert replay(path).differences == []
 
 
-@pytest.mark.same_process("it sees what is decoded")
 async def test_cancelling_inside_a_long_decode_aborts_it(
     anyio_backend: str, tmp_path: Path
 ) -> None:

@@ -22,7 +22,6 @@ import anyio.lowlevel
 
 from benchmarks.measure import malloc_mib, rss_mib
 from cllm import ClosedError, Engine, SamplingParams
-from cllm.engine.thread.inference_thread import InferenceThread
 from tests.conftest import running_batch
 from tests.reliability.lifecycle_exits import (
     exit_in_callback,
@@ -112,9 +111,7 @@ async def collected(seed: int) -> None:
         engine = await Engine(**OPTIONS).__aenter__()
         stream = engine.stream(LONG, ENDLESS)
         await stream.__anext__()
-        host = engine._parts.thread
-        assert isinstance(host, InferenceThread)
-        return host._thread
+        return engine._parts.thread._thread
 
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

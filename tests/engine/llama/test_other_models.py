@@ -91,7 +91,6 @@ async def test_a_sliding_window_shares_the_whole_of_a_turn_and_no_part_of_it() -
         assert second.token_ids == alone.token_ids
 
 
-@pytest.mark.same_process("it sees what is decoded")
 @pytest.mark.parametrize("name", NAMES)
 async def test_a_cancelled_decode_is_mended_in_every_architecture(name: str) -> None:
     """An abort leaves part of a batch behind; recurrent memory cannot give up a part of it."""
