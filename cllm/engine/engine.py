@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Unpack
 
 from cllm.engine.chat.chat_prompt import ChatPrompt
@@ -285,8 +286,12 @@ class Engine(Lifecycle):
             Names what is wrong with the request.
         """
         self._check_serving()
-        call = await self._parts.input_processor.score_call(prompt, continuation)
-        return Score.of(await self._complete(call))
+        input_processor = self._parts.input_processor
+        call = await input_processor.score_call(prompt, continuation)
+        # Its tokens are of this model, though another may take over meanwhile.
+        stream = TokenStream(call.request_id, partial(input_processor.open, call))
+        async with stream:
+            return Score.of(await stream.completion())
 
     # --- Tokens ------------------------------------------------------------------------------
     async def tokenize(

@@ -155,9 +155,8 @@ class Lifecycle:
         WrongThreadError
             Called from another event loop; nothing has changed.
         """
-        started = self._started if self._generation == fork_generation() else []
-        started = [parts for parts in started if not parts.dispatcher.ended.is_set()]
-        if not started:
+        started = list(self._started) if self._generation == fork_generation() else []
+        if not started or (self._is_closed and all(p.dispatcher.ended.is_set() for p in started)):
             self._status = EngineStatus.CLOSED
             return
         assert self._loop_guard is not None
@@ -229,6 +228,10 @@ class Lifecycle:
             self._is_reloading = False
 
     async def _replace(self, config: EngineConfig) -> None:
+        for parts in list(self._started):
+            # A reload was cancelled while it ended.
+            if parts is not self._entered and parts.dispatcher.stopped.is_set():
+                await self._end(parts)
         old, backend = self._parts, self._make_backend(config)
         await anyio.to_thread.run_sync(backend.check_memory, old.config)
         self._check_serving()
@@ -282,7 +285,7 @@ class Lifecycle:
         told = present.statistics
         for parts in list(self._started):
             if parts is not present:
-                told = told.plus(parts.statistics, is_present=True)
+                told = told.plus(parts.statistics, is_present=parts.thread.is_alive)
         return told.plus(self._earlier)
 
     def health(self) -> Health:

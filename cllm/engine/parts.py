@@ -76,7 +76,8 @@ def start_parts(
     workers = WorkerThreads()
     try:
         interrupter = Interrupter()
-        inbox = Inbox(interrupter.cancel)
+        # Of a process, it is there that a decode is cut short.
+        inbox = Inbox() if config.process else Inbox(interrupter.cancel)
         gate = QueueGate(n_seq_max=config.n_seq_max, max_queue=config.max_queue)
         dispatcher = Dispatcher(inbox, gate, loop_guard, on_restart)
         outbox: Outbox[list[Event]] = Outbox(dispatcher.deliver)

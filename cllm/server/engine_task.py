@@ -63,7 +63,7 @@ class EngineTask:
                 if finished is not None:
                     await finished.wait()  # what it has said may not have been read yet
         except Exception as error:
-            state.failure = error
+            state.failure, state.engine = error, None
             is_told = isinstance(error, CllmError)
             logger.error("%s", error if is_told else "the engine has failed", exc_info=not is_told)
             self._on_failed()

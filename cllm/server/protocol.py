@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -35,6 +36,11 @@ class LingeringTransport:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
+    def write(self, data: bytes) -> None:
+        """See `asyncio.Transport`; after the end there is nothing more to say."""
+        if not self.is_lingering:
+            self._transport.write(data)
+
     def is_closing(self) -> bool:
         """See `asyncio.Transport`."""
         return self.is_lingering or self._transport.is_closing()
@@ -47,9 +53,10 @@ class LingeringTransport:
             self._transport.close()
             return
         self.is_lingering = True
-        self._transport.write_eof()
-        self._transport.resume_reading()
         asyncio.get_running_loop().call_later(LINGER_S, self._transport.abort)
+        with contextlib.suppress(OSError):  # it is reset already
+            self._transport.write_eof()
+            self._transport.resume_reading()
 
 
 def protocol_with(

@@ -320,3 +320,28 @@ def test_without_its_parent_the_process_ends_within_a_second() -> None:
             break
         time.sleep(0.02)
     assert time.monotonic() < deadline
+
+
+def test_a_fork_can_do_nothing_to_the_streams_of_its_parent() -> None:
+    program = """
+        import anyio, os
+        import cllm
+
+        async def main():
+            async with cllm.Engine(process=True, n_threads=1) as engine:
+                async with engine.stream("count:1..60", temperature=0) as stream:
+                    await anext(stream)
+                    if not (pid := os.fork()):
+                        stream._channel.cancel()
+                        engine._parts.thread.request_stop()
+                        os._exit(0)
+                    os.waitpid(pid, 0)
+                    assert (await stream.completion()).text.endswith("59 60")
+
+        anyio.run(main)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env=child_environment(), capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

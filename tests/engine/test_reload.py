@@ -95,9 +95,11 @@ async def test_what_does_not_fit_beside_the_present_one_is_refused(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cllm.engine.llama.memory.available_bytes", lambda: 4 << 20)
-    with pytest.raises(ModelLoadError, match=r"needs 0 MiB for weights and [0-9]+ MiB .* 4 MiB"):
+    with pytest.raises(
+        ModelLoadError, match=r"needs at least 0 MiB for weights and [0-9]+ MiB .* 4 MiB"
+    ):
         await engine.reload(n_ctx=1 << 16)
-    with pytest.raises(ModelLoadError, match=r"needs [1-9]+ MiB for weights"):
+    with pytest.raises(ModelLoadError, match=r"needs at least [1-9]+ MiB for weights"):
         await engine.reload(n_ctx=1 << 16, use_mmap=False)
     await engine.reload(n_ctx=512)  # the weights are there already
     monkeypatch.setattr("cllm.engine.llama.memory.available_bytes", lambda: None)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from pathlib import Path
 
-from cllm.bindings import Model
 from cllm.engine.config import EngineConfig
+from cllm.engine.llama.gguf_header import read_header
 from cllm.engine.llama.preflight import model_files
 from cllm.errors import ModelLoadError
 from cllm.memory import available_bytes
@@ -46,31 +45,30 @@ def check_fits(config: EngineConfig, loaded: EngineConfig) -> None:
     if n_weights + n_kv > available:
         raise ModelLoadError(
             path,
-            f"it needs {n_weights / MIB:,.0f} MiB for weights and {n_kv / MIB:,.0f} MiB for the KV cache "
+            f"it needs at least {n_weights / MIB:,.0f} MiB for weights and {n_kv / MIB:,.0f} MiB for the KV cache "
             f"beside the present model, and {available / MIB:,.0f} MiB are available",
         )
 
 
 def kv_bytes(config: EngineConfig) -> int:
-    """Bytes of the KV cache, if all layers have plain attention; the file's metadata is read."""
-    with ExitStack() as owned:
-        known = owned.enter_context(Model(config.model_path, vocab_only=True)).metadata
+    """Bytes of the KV cache at least: layers of a window count with that, others than attention not."""
+    known = read_header(config.model_path)
     prefix = known.get("general.architecture", "")
 
     def number(name: str, default: int = 0) -> int:
-        value = known.get(f"{prefix}.{name}", "")
-        return (
-            int(value) if value.isdecimal() else default
-        )  # an array, one for each layer, is no scalar
+        value = known.get(f"{prefix}.{name}")
+        return value if isinstance(value, int) else default
 
-    n_head = number("attention.head_count")
-    n_head_kv = number("attention.head_count_kv", n_head)
+    n_layer, n_head = number("block_count"), number("attention.head_count")
+    n_heads = known.get(f"{prefix}.attention.head_count_kv", n_head)
+    # One number for all layers, or a list.
+    n_head_kv = sum(map(int, n_heads)) if isinstance(n_heads, list) else n_layer * int(n_heads)
     head = number("embedding_length") // n_head if n_head else 0
-    n_key, n_value = number("attention.key_length", head), number("attention.value_length", head)
     type_k, type_v = config.kv_types
-    each = n_key * KV_BYTES.get(type_k, 2.0) + n_value * KV_BYTES.get(type_v, 2.0)
+    each = number("attention.key_length", head) * KV_BYTES.get(type_k, 1.0)
+    each += number("attention.value_length", head) * KV_BYTES.get(type_v, 1.0)
     n_cells = config.n_ctx or number("context_length")
-    return int(number("block_count") * n_head_kv * each * n_cells)
+    return int(n_head_kv * each * min(n_cells, number("attention.sliding_window", n_cells)))
 
 
 def _identity(file: Path) -> tuple[int, int] | Path:

@@ -62,12 +62,12 @@ class QueueGate:
             self._since = now
         self.n_open -= 1
         self.wake()
-        if self._on_empty is not None:
-            self.when_empty(self._on_empty)
+        if self._on_empty is not None and not self.n_open:
+            self._on_empty()
 
     def when_empty(self, call: Callable[[], None]) -> None:
-        """Call this when there is no open request, once: now, or when the last one leaves."""
-        self._on_empty = call if self.n_open else None
+        """Call this when there is no open request: now, or when the last one leaves."""
+        self._on_empty = call
         if not self.n_open:
             call()
 

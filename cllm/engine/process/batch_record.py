@@ -9,12 +9,21 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import tempfile
 from collections.abc import Sequence
+from typing import IO
 
 import msgspec
 
 _LENGTH = struct.Struct("<I")
 MAX_ID_BYTES = 4 * 256 + 5
+
+
+def memory_file() -> IO[bytes]:
+    """An empty file without a name: in memory where the system has that."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("cllm-batch"), "w+b")
+    return tempfile.TemporaryFile()
 
 
 class BatchRecord:
@@ -42,7 +51,10 @@ class BatchRecord:
         """The last that were."""
         (n_bytes,) = _LENGTH.unpack_from(self._memory)
         data = self._memory[_LENGTH.size : _LENGTH.size + n_bytes]
-        return msgspec.msgpack.decode(data, type=tuple[str, ...]) if data else ()
+        try:
+            return msgspec.msgpack.decode(data, type=tuple[str, ...]) if data else ()
+        except msgspec.MsgspecError:  # killed while it wrote
+            return ()
 
     def close(self) -> None:
         """Free it."""

@@ -24,6 +24,8 @@ from cllm.engine.core.messages import (
     Command,
     Ended,
     Event,
+    Finished,
+    Progressed,
     Ready,
     Restarted,
     Shutdown,
@@ -43,7 +45,7 @@ from cllm.errors import EngineFailedError, ModelLoadError
 
 logger = logging.getLogger("cllm.engine")
 
-# Restarts in a row after which nobody had got a token further, each within this time of the one before.
+# Restarts in a row after which nobody had got a token further, each of a process that served no longer.
 N_IN_VAIN_MAX = 5
 IN_VAIN_S = 60.0
 
@@ -75,6 +77,7 @@ class EngineProcess(EngineHost):
         self._base = self._statistics = EngineStatistics()
         self._n_in_vain = 0
         self._crashed_at = 0.0
+        self._ready_at: float | None = None  # of the present process
         # Not a pipe: who wakes a closed socket meets an error, not another file of that number.
         self._woken, self._wake = socket.socketpair()
         self._woken.setblocking(False)
@@ -83,6 +86,8 @@ class EngineProcess(EngineHost):
     # --- Any thread --------------------------------------------------------------------------
     def on_put(self) -> None:
         """Something was put into the inbox: send it on, or wake the thread.  Returns at once."""
+        if not self.is_alive:  # it has ended, or this is a fork, whose socket is not its own
+            return
         if self._lock.acquire(blocking=False):
             try:
                 if (process := self._process) is not None:
@@ -126,8 +131,8 @@ class EngineProcess(EngineHost):
 
     def _serve_once(self, owned: ExitStack) -> Ending | None:
         """Start a process and serve until it is gone; how it has crashed, if it has."""
-        self._was_hung = False
-        process = ProcessHandle(self._config, self._backend)
+        self._was_hung, self._ready_at = False, None
+        process = ProcessHandle(self._config_of_next(), self._backend)
         logger.debug("engine process %d", process.pid)
         self._process = process
         try:
@@ -144,11 +149,18 @@ class EngineProcess(EngineHost):
             raise ModelLoadError(path, f"its process ended: {ending.crash}") from ending.crash
         return ending
 
+    def _config_of_next(self) -> EngineConfig:
+        """Each process has a tick log of its own: that of a crash is not to be written over."""
+        config, n_restarts = self._config, self._statistics.n_restarts
+        if config.tick_log is None or not n_restarts:
+            return config
+        return replace(config, tick_log=f"{config.tick_log}.{n_restarts}")
+
     def _on_crash(self, ending: Ending) -> None:
         """Tell everybody whom it concerns."""
         crash = ending.crash
-        last, self._crashed_at = self._crashed_at, time.perf_counter()
-        if self._crashed_at - last > IN_VAIN_S:
+        self._crashed_at = time.perf_counter()
+        if self._ready_at is not None and self._crashed_at - self._ready_at > IN_VAIN_S:
             self._n_in_vain = 0
         # Killed by hand, or for its memory: a request is accused of that if it happens again at once.
         is_own = not ending.was_killed or self._was_hung or self._n_in_vain > 0
@@ -237,13 +249,14 @@ class EngineProcess(EngineHost):
             with self._lock:
                 told_on, commands = self._ledger.events(events, time.perf_counter())
                 process.send(commands)
-            if told_on:
+            if any(isinstance(e, Progressed | Finished) and e.delta.token_ids for e in told_on):
                 self._n_in_vain = 0
+            if told_on:
                 self._outbox.post(told_on)
         return has_ended
 
     def _on_ready(self, process: ProcessHandle, ready: Ready, owned: ExitStack) -> None:
-        is_first, self._is_ready = not self._is_ready, True
+        is_first, self._is_ready, self._ready_at = not self._is_ready, True, time.perf_counter()
         if is_first:
             self.vocabulary = self._open_vocabulary(owned)
         with self._lock:

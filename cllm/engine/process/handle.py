@@ -9,14 +9,13 @@ import os
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 from typing import NamedTuple
 
 from cllm.engine.child_process import child_command, child_environment
 from cllm.engine.config import EngineConfig
 from cllm.engine.core.messages import Command
-from cllm.engine.process.batch_record import BatchRecord
+from cllm.engine.process.batch_record import BatchRecord, memory_file
 from cllm.engine.process.frames import FrameReader, framed
 from cllm.engine.process.wire import Asked, Beat, SetLogLevel, encode_commands
 from cllm.errors import CllmError
@@ -55,7 +54,7 @@ class ProcessHandle:
 
     def __init__(self, config: EngineConfig, backend: str) -> None:
         ours, theirs = socket.socketpair()
-        with theirs, tempfile.TemporaryFile() as shared:
+        with theirs, memory_file() as shared:
             self._batch = BatchRecord(shared.fileno(), config.n_seq_max)
             fds = theirs.fileno(), shared.fileno()
             self._process = subprocess.Popen(

@@ -269,7 +269,7 @@ class Ledger:
             return []
         while self._suspects:
             known = self._suspects.popleft()
-            if known.request_id in self._open:
+            if known.request_id in self._open and not known.is_given:  # not cancelled meanwhile
                 self._tried = known
                 return self._give(known)
         return [c for known in self.requests if not known.is_given for c in self._give(known)]

@@ -7,12 +7,14 @@ crosses; what both sides know, such as a prompt, does not come back.
 from __future__ import annotations
 
 import builtins
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, cast, get_type_hints
+from typing import Any, SupportsFloat, SupportsIndex, cast, get_type_hints
 
 import msgspec
+import numpy as np
 
 from cllm import errors
 from cllm.engine.constraint import NamedConstraint
@@ -123,8 +125,18 @@ class _Events(msgspec.Struct, array_like=True, frozen=True):
 
 
 def _encoded(value: object) -> object:
-    if isinstance(value, MappingProxyType):
-        return dict(value)
+    """What callers may give in place of Python's own: numpy's numbers, subclasses of `str`."""
+    match value:
+        case MappingProxyType():
+            return dict(value)
+        case str():
+            return str.__str__(value)
+        case np.bool_():
+            return bool(value)
+        case SupportsIndex():
+            return operator.index(value)
+        case SupportsFloat():
+            return float(value)
     raise NotImplementedError(f"{type(value).__name__} does not cross the border")
 
 

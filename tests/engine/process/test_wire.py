@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -213,3 +214,26 @@ def test_frames_arrive_however_their_bytes_are_cut(
         found += reader.add(stream[:n_bytes])
         stream = stream[n_bytes:]
     assert found == frames
+
+
+class Word(str):
+    """Not quite a `str`."""
+
+    def __str__(self) -> str:
+        return "another"
+
+
+def test_numbers_of_numpy_and_words_of_others_cross_as_pythons_own() -> None:
+    params = SamplingParams(
+        seed=np.int64(3),  # type: ignore[arg-type]
+        max_tokens=np.int32(7),  # type: ignore[arg-type]
+        temperature=np.float64(0.5),
+        logit_bias={np.int64(5): np.float64(1.5)},  # type: ignore[dict-item]
+        stop=[Word("end")],
+    )
+    request = GenerationRequest("r", 0, (1,), params, np.int64(2), 0.0, None)  # type: ignore[arg-type]
+    (command,) = decode_commands(encode_commands([AddRequest(request)]))
+    assert isinstance(command, AddRequest)
+    got = command.request.params
+    assert (got.seed, got.max_tokens, got.temperature) == (3, 7, 0.5)
+    assert (dict(got.logit_bias), got.stop, command.request.priority) == ({5: 1.5}, ("end",), 2)
