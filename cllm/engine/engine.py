@@ -254,9 +254,9 @@ class Engine(Lifecycle):
         InvalidRequestError
             Names the message and the field, or what the template does not like.
         """
-        self._check_serving()
-        prompt, _ = chat_prompt_of(messages, options)
-        return await self._parts.input_processor.render_chat(prompt)
+        with self._serving() as parts:
+            prompt, _ = chat_prompt_of(messages, options)
+            return await parts.input_processor.render_chat(prompt)
 
     async def template_abilities(self) -> TemplateAbilities | None:
         """What the chat template can do; None if there is no template.
@@ -266,8 +266,8 @@ class Engine(Lifecycle):
         InvalidRequestError
             The template cannot be used, or what renders it is not installed.
         """
-        self._check_serving()
-        return await self._parts.input_processor.template_abilities()
+        with self._serving() as parts:
+            return await parts.input_processor.template_abilities()
 
     async def score(self, prompt: Prompt, continuation: Prompt) -> Score:
         """How likely the model holds a continuation to be, before any sampler.
@@ -285,13 +285,12 @@ class Engine(Lifecycle):
         RequestError
             Names what is wrong with the request.
         """
-        self._check_serving()
-        input_processor = self._parts.input_processor
-        call = await input_processor.score_call(prompt, continuation)
-        # Its tokens are of this model, though another may take over meanwhile.
-        stream = TokenStream(call.request_id, partial(input_processor.open, call))
-        async with stream:
-            return Score.of(await stream.completion())
+        with self._serving() as parts:
+            call = await parts.input_processor.score_call(prompt, continuation)
+            # Its tokens are of this model, though another may take over meanwhile.
+            open_channel = partial(parts.input_processor.open, call)
+            async with TokenStream(call.request_id, open_channel) as stream:
+                return Score.of(await stream.completion())
 
     # --- Tokens ------------------------------------------------------------------------------
     async def tokenize(
@@ -311,10 +310,10 @@ class Engine(Lifecycle):
         InvalidArgumentError
             Not a text, longer than 1 MiB, or with a lone surrogate.
         """
-        self._check_serving()
-        return await self._parts.input_processor.tokenize(
-            text, add_special=add_special, parse_special=parse_special
-        )
+        with self._serving() as parts:
+            return await parts.input_processor.tokenize(
+                text, add_special=add_special, parse_special=parse_special
+            )
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`; control tokens have none.
@@ -324,8 +323,8 @@ class Engine(Lifecycle):
         InvalidArgumentError
             Not a sequence of token ids.
         """
-        self._check_serving()
-        return await self._parts.input_processor.detokenize(token_ids)
+        with self._serving() as parts:
+            return await parts.input_processor.detokenize(token_ids)
 
     async def pieces(self, token_ids: Sequence[int]) -> list[bytes]:
         """The bytes that each of `token_ids` adds to a text; one may be part of a character.
@@ -335,5 +334,5 @@ class Engine(Lifecycle):
         InvalidArgumentError
             Not a sequence of token ids.
         """
-        self._check_serving()
-        return await self._parts.input_processor.pieces(token_ids)
+        with self._serving() as parts:
+            return await parts.input_processor.pieces(token_ids)

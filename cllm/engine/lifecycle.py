@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -100,7 +101,7 @@ class Lifecycle:
             backend,
             self._child_backend,
             self._loop_guard,
-            self._check_of,
+            self._check_host,
             self._on_restart,
         )
         self._started.append(parts)
@@ -300,40 +301,47 @@ class Lifecycle:
 
     async def reset_prefix_cache(self) -> None:
         """Forget what finished requests have left in the KV cache."""
-        self._check_serving(draining=True)
-        self._parts.inbox.put(ClearPrefixCache())
-        await self._parts.dispatcher.audit()  # answered after it
+        with self._serving(draining=True) as parts:
+            parts.inbox.put(ClearPrefixCache())
+            await parts.dispatcher.audit()  # answered after it
 
     async def slots(self) -> tuple[SlotInfo, ...]:
         """Every seq_id, and who holds it."""
-        self._check_serving(draining=True)
-        return await self._parts.dispatcher.slots()
+        with self._serving(draining=True) as parts:
+            return await parts.dispatcher.slots()
 
     async def audit(self) -> list[str]:
         """Discrepancies between the bookkeeping and llama.cpp's own; empty means they agree."""
-        self._check_serving(draining=True)
-        return await self._parts.dispatcher.audit()
+        with self._serving(draining=True) as parts:
+            return await parts.dispatcher.audit()
 
     # --- Helpers -----------------------------------------------------------------------------
+    @contextmanager
+    def _serving(self, *, draining: bool = False) -> Iterator[Parts]:
+        """Those that take requests, which stay until this is over, though others take over."""
+        self._check_serving(draining=draining)
+        parts = self._parts
+        with parts.gate.visit():
+            yield parts
+
     def _check_serving(self, *, draining: bool = False) -> EngineVocabulary:
         """The vocabulary, if requests are served, and served to this caller."""
+        if self._entered is not None:
+            return self._check_host(self._entered.thread, draining=draining)
         self._check_process()
-        check_serving(self._present_status, self._failure, draining=draining)
-        return self._check_of(self._parts.thread)(draining=draining)
+        check_serving(self._status, None, draining=draining)
+        raise ClosedError("the engine has not been entered")
 
-    def _check_of(self, host: EngineHost) -> Callable[..., EngineVocabulary]:
-        """The same for those who have a request of this host: another one may have taken over."""
-
-        def check(*, draining: bool = False) -> EngineVocabulary:
-            self._check_process()
-            check_serving(self._status_of(host), host.failure, draining=draining)
-            assert self._loop_guard is not None
-            self._loop_guard.check()
-            if host.vocabulary is None:  # it has failed, and its last event is on its way
-                raise EngineFailedError("the engine has failed")
-            return host.vocabulary
-
-        return check
+    def _check_host(self, host: EngineHost, *, draining: bool = False) -> EngineVocabulary:
+        """The same of one host: who has a request of it stays there."""
+        self._check_process()
+        check_serving(self._status_of(host), host.failure, draining=draining)
+        assert self._loop_guard is not None
+        self._loop_guard.check()
+        vocabulary = host.vocabulary
+        if vocabulary is None:  # it has failed, and its last event is on its way
+            raise EngineFailedError("the engine has failed")
+        return vocabulary
 
     def _check_process(self) -> None:
         if self._generation != fork_generation():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import anyio
 
@@ -61,7 +62,7 @@ def start_parts(
     backend: Backend,
     child_backend: str | None,
     loop_guard: LoopGuard,
-    check_serving: Callable[[EngineHost], Callable[..., EngineVocabulary]],
+    check_host: Callable[..., EngineVocabulary],
     on_restart: Callable[[Restart], None] | None,
 ) -> Parts:
     """Make the parts, and begin to load the model.
@@ -70,8 +71,8 @@ def start_parts(
     ----------
     child_backend : str or None
         What serves in the process of `process=True`: a module and a `LlamaBackend` of it.
-    check_serving : callable
-        Of a host: the vocabulary, or why requests are not served.
+    check_host : callable
+        Of a host: its vocabulary, or why requests are not served.
     """
     workers = WorkerThreads()
     try:
@@ -87,13 +88,13 @@ def start_parts(
             host = _make_process(config, child_backend, inbox, outbox, workers)
         else:
             host = InferenceThread(config, backend, inbox, outbox, workers, interrupter)
-        check = check_serving(host)
+        check = partial(check_host, host)
         input_processor = InputProcessor(
             check,
             gate,
             dispatcher,
             stream_buffer=config.stream_buffer,
-            constraints=backend.constraints(lambda: check(draining=True), workers),
+            constraints=backend.constraints(partial(check, draining=True), workers),
             workers=workers,
             can_speculate=config.speculation is not None,
         )

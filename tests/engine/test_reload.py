@@ -204,3 +204,25 @@ async def test_who_waits_for_the_end_waits_for_the_end_of_the_last_one(engine: E
         assert not ended.is_set()
         await engine.aclose()
         await ended.wait()
+
+
+async def test_what_is_no_request_is_answered_by_the_model_that_it_was_asked_of(
+    engine: Engine,
+) -> None:
+    old, text = engine._parts, "count " * 20_000
+    counts: list[int] = []
+
+    async def tokenize() -> None:
+        counts.append(len(await engine.tokenize(text)))
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(8):
+            tasks.start_soon(tokenize)
+        await anyio.lowlevel.checkpoint()
+        await engine.reload(n_ctx=2048)
+    assert engine._parts is not old
+    assert len(counts) == 8
+    score = await engine.score("1+1=", "2")
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(engine.reload)
+        assert (await engine.score("1+1=", "2")).token_ids == score.token_ids

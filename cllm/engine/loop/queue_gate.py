@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import anyio
 
@@ -36,6 +37,7 @@ class QueueGate:
         self._since = 0.0
         self._left: anyio.Event | None = None  # that somebody waits for
         self._on_empty: Callable[[], None] | None = None
+        self._n_visits = 0
         self.n_open = 0
 
     def enter(self) -> None:
@@ -62,14 +64,26 @@ class QueueGate:
             self._since = now
         self.n_open -= 1
         self.wake()
-        if self._on_empty is not None and not self.n_open:
-            self._on_empty()
+        self._look()
+
+    @contextmanager
+    def visit(self) -> Iterator[None]:
+        """For what is no request, but needs the model as long as it takes."""
+        self._n_visits += 1
+        try:
+            yield
+        finally:
+            self._n_visits -= 1
+            self._look()
 
     def when_empty(self, call: Callable[[], None]) -> None:
-        """Call this when there is no open request: now, or when the last one leaves."""
+        """Call this when there is no open request and no visit: now, or when the last one leaves."""
         self._on_empty = call
-        if not self.n_open:
-            call()
+        self._look()
+
+    def _look(self) -> None:
+        if self._on_empty is not None and not (self.n_open or self._n_visits):
+            self._on_empty()
 
     def wake(self) -> None:
         """Let those who wait for room look again."""

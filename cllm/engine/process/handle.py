@@ -57,15 +57,19 @@ class ProcessHandle:
         with theirs, memory_file() as shared:
             self._batch = BatchRecord(shared.fileno(), config.n_seq_max)
             fds = theirs.fileno(), shared.fileno()
-            self._process = subprocess.Popen(
-                child_command("cllm.engine.process.child", *map(str, fds), backend),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                env=child_environment(),
-                pass_fds=fds,
-                start_new_session=True,
-            )
+            try:
+                self._process = subprocess.Popen(
+                    child_command("cllm.engine.process.child", *map(str, fds), backend),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    env=child_environment(),
+                    pass_fds=fds,
+                    start_new_session=True,
+                )
+            except BaseException:
+                ours.close()
+                raise
         self.socket = ours
         ours.setblocking(False)
         self._reader = FrameReader()

@@ -73,3 +73,13 @@ def test_before_anybody_left_the_delay_is_as_long_as_it_has_taken_so_far() -> No
     assert gate.retry_after_s() == 1.0
     gate.now += 30.0
     assert gate.retry_after_s() == pytest.approx(30.0)
+
+
+def test_it_is_empty_without_requests_and_visits() -> None:
+    gate, told = QueueGate(n_seq_max=1, max_queue=1), list[str]()
+    gate.enter()
+    with gate.visit():
+        gate.when_empty(lambda: told.append("empty"))
+        gate.leave()
+        assert told == []
+    assert told == ["empty"]
