@@ -13,6 +13,7 @@ from benchmarks.side_by_side import peers, servers, single
 from benchmarks.side_by_side.records import (
     BATCHED_BENCH,
     CLLM,
+    CLLM_PROCESS,
     CLLM_SERVE,
     LLAMA_CPP_PYTHON,
     LLAMA_SERVER,
@@ -71,7 +72,7 @@ def test_what_is_there_has_no_reason_to_be_missing(
     assert (found.tools, found.python) == (build / "bin", venv / "bin" / "python")
     assert [name for name, why in found.missing.items() if why] == [XLLAMACPP]
     assert set(found.missing) == {
-        CLLM, CLLM_SERVE, BATCHED_BENCH, LLAMA_SERVER, PYTHON_SERVER, LLAMA_CPP_PYTHON, XLLAMACPP,
+        CLLM, CLLM_PROCESS, CLLM_SERVE, BATCHED_BENCH, LLAMA_SERVER, PYTHON_SERVER, LLAMA_CPP_PYTHON, XLLAMACPP,
     }  # fmt: skip
 
 
@@ -93,7 +94,11 @@ def test_without_anything_only_cllm_is_there(build: Path, tmp_path: Path) -> Non
     nothing = peers.find({"CLLM_PEERS": str(tmp_path / "none")})
 
     assert (nothing.tools, nothing.python, nothing.example_server) == (None, None, None)
-    assert {name for name, why in nothing.missing.items() if not why} == {CLLM, CLLM_SERVE}
+    assert {name for name, why in nothing.missing.items() if not why} == {
+        CLLM,
+        CLLM_PROCESS,
+        CLLM_SERVE,
+    }
 
 
 def test_the_programs_of_the_same_build_are_taken(build: Path) -> None:
