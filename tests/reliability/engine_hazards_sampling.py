@@ -223,7 +223,9 @@ TOPIC.refuse(
     "too many stop tokens", ask, f"is {MAX_STOP_TOKENS + 1}, must be at most {MAX_STOP_TOKENS}",
     stop_token_ids=[5] * (MAX_STOP_TOKENS + 1),
 )  # fmt: skip
-TOPIC.accept("a stop that is a lone surrogate", ask, stop="\ud800")
+TOPIC.refuse(
+    "a stop that is a lone surrogate", ask, "must be text without lone surrogates", stop="\ud800"
+)
 TOPIC.accept("a stop with NUL", ask, stop="a\0b")
 TOPIC.accept("all stops that there may be", ask, stop=["x" * MAX_STOP_BYTES] * MAX_STOP_STRINGS)
 TOPIC.accept("every token a stop token", ask, stop_token_ids=range(N_VOCAB))
