@@ -32,6 +32,7 @@ async def test_a_panic_is_an_answer_and_the_next_call_is_made(anyio_backend: str
     worker.end()
 
 
+@pytest.mark.same_process("its compiler is replaced")
 async def test_a_compiler_that_panics_refuses_one_request(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -42,6 +43,7 @@ async def test_a_compiler_that_panics_refuses_one_request(
     assert (await engine.generate("1+1=", regex="[0-9]+", temperature=0)).text == "2"
 
 
+@pytest.mark.same_process("its core is replaced")
 async def test_a_failed_engine_frees_nothing_while_a_text_is_tokenized(
     anyio_backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
