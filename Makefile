@@ -36,9 +36,10 @@ test-full:
 	@.venv/bin/python -m pytest -q $(WORKERS) -m "not exhaustive and not real" --timeout=300 $(PYTEST_ARGS)
 
 # The engine's tests once more, with llama.cpp in a process of its own.
+NO_ENGINE := --ignore=tests/engine/core --ignore=tests/engine/sampling --ignore=tests/engine/process
 test-process:
 	@PYTHON=$(PYTHON) tools/setup.sh dev
-	@.venv/bin/python -m pytest -q $(WORKERS) --over-process --timeout=300 tests/engine $(PYTEST_ARGS)
+	@.venv/bin/python -m pytest -q $(WORKERS) --over-process --timeout=300 tests/engine $(NO_ENGINE) $(PYTEST_ARGS)
 
 # In an environment of their own, with pinned versions.  Some keep their connections open to the end of
 # the process, which Python then warns of: their own affair.
