@@ -234,7 +234,7 @@ class Lifecycle:
             if parts is not self._entered and parts.dispatcher.stopped.is_set():
                 await self._end(parts)
         old, backend = self._parts, self._make_backend(config)
-        await anyio.to_thread.run_sync(backend.check_memory, old.config)
+        await anyio.to_thread.run_sync(backend.check_memory, self.config)
         self._check_serving()
         new = self._start(config, backend)
         try:
@@ -253,7 +253,7 @@ class Lifecycle:
         if parts in self._started:
             self._started.remove(parts)
             self._hosts.remove(parts.thread)
-            self._earlier = parts.statistics.plus(self._earlier)
+            self._earlier = parts.thread.statistics.plus(self._earlier)
 
     async def wait_stopped(self) -> None:
         """Wait until nothing is served any more: the engine was closed, or has failed (see `health`)."""
@@ -283,10 +283,10 @@ class Lifecycle:
         present = self._entered
         if present is None:
             return EngineStatistics()
-        told = present.statistics
+        told = present.thread.statistics
         for parts in list(self._started):
             if parts is not present:
-                told = told.plus(parts.statistics, is_present=parts.thread.is_alive)
+                told = told.plus(parts.thread.statistics, is_present=parts.thread.is_alive)
         return told.plus(self._earlier)
 
     def health(self) -> Health:

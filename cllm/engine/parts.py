@@ -10,7 +10,6 @@ import anyio
 
 from cllm.engine.config import EngineConfig
 from cllm.engine.core.messages import Event
-from cllm.engine.core.statistics import EngineStatistics
 from cllm.engine.health import Restart
 from cllm.engine.llama.backend import LlamaBackend
 from cllm.engine.loop.dispatcher import Dispatcher
@@ -31,18 +30,12 @@ from cllm.errors import InvalidArgumentError
 class Parts:
     """One model, from its load to its end.  Event loop only, but for what the hosts themselves allow."""
 
-    config: EngineConfig
     gate: QueueGate
     inbox: Inbox
     dispatcher: Dispatcher
     interrupter: Interrupter
     thread: EngineHost
     input_processor: InputProcessor
-
-    @property
-    def statistics(self) -> EngineStatistics:
-        """What was so after the last tick; any thread."""
-        return self.thread.statistics
 
     def end_when_idle(self) -> None:
         """End when all requests have ended; nobody submits any more."""
@@ -102,7 +95,7 @@ def start_parts(
     except BaseException:  # as many threads as the system allows
         workers.end()
         raise
-    return Parts(config, gate, inbox, dispatcher, interrupter, host, input_processor)
+    return Parts(gate, inbox, dispatcher, interrupter, host, input_processor)
 
 
 def _make_process(

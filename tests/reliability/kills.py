@@ -17,8 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from benchmarks.measure import rss_mib
 from cllm import Completion, Engine, Restart
 from tests.conftest import QUIET
 from tests.reliability.record import Record, Table, conclude
-from tests.server.conftest import Server, running
+from tests.server.conftest import running
 
 CLAIM = (
     "However the process of an engine ends, every stream goes on: each answer has the tokens and the "
@@ -194,22 +193,13 @@ async def kill(
 
 
 # --- Over HTTP ---------------------------------------------------------------------------------
-@asynccontextmanager
-async def serving(directory: str) -> AsyncIterator[Server]:
-    """`cllm serve`, deterministic."""
-    async with AsyncExitStack() as owned:
-        server = owned.enter_context(
-            running(Path(directory) / "log", "--deterministic", "--n-seq-max", "16")
-        )
-        yield server
-
-
 async def kill_over_http(*, n_clients: int, n_kills: int, seed: int = 0) -> Found:
     """Kill the engine's process of a server while openai's client streams."""
     found, draw, is_over = Found("SIGKILL, openai's client", "asyncio"), random.Random(seed), False
     questions = [f"count:{n}..{n + 60}" for n in range(0, 80, 10)]
     with tempfile.TemporaryDirectory() as directory:
-        async with serving(directory) as server:
+        log = Path(directory) / "log"
+        with running(log, "--deterministic", "--n-seq-max", "16") as server:
             client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0)
 
             async def ask(question: str) -> str:

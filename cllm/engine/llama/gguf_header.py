@@ -49,7 +49,7 @@ def read_header(path: Path) -> dict[str, Value]:
                 if key.startswith("tokenizer."):
                     break
                 known[key] = _value(file)
-        except (ValueError, struct.error, EOFError):
+        except (ValueError, struct.error):
             pass
     return known
 
