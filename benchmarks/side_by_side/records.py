@@ -17,6 +17,7 @@ from statistics import median
 CLLM = "cllm"
 CLLM_PROCESS = "cllm, process=True"
 CLLM_SERVE = "cllm serve"
+CLLM_SERVE_THREAD = "cllm serve --no-process"
 BATCHED_BENCH = "llama-batched-bench"
 LLAMA_SERVER = "llama-server"
 PYTHON_SERVER = "llama-cpp-python server"

@@ -17,7 +17,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from benchmarks.side_by_side.peers import Peers
-from benchmarks.side_by_side.records import CLLM_SERVE, LLAMA_SERVER, PYTHON_SERVER
+from benchmarks.side_by_side.records import (
+    CLLM_SERVE,
+    CLLM_SERVE_THREAD,
+    LLAMA_SERVER,
+    PYTHON_SERVER,
+)
 from benchmarks.side_by_side.workload import Setup
 
 START_S = 120.0
@@ -48,15 +53,17 @@ def free_port() -> int:
         return port
 
 
-def cllm_serve(setup: Setup, port: int) -> ServerPeer:
-    """`cllm serve`."""
+def cllm_serve(setup: Setup, port: int, *, process: bool = True) -> ServerPeer:
+    """`cllm serve`, its engine in a process of its own as by default, or in a thread of the server."""
     command = (
         *(sys.executable, "-m", "cllm", "serve", "--port", str(port), "-m", str(setup.model)),
         *("--n-ctx", str(setup.n_ctx), "--n-seq-max", str(setup.n_seq_max)),
         *("--n-batch", str(setup.n_batch), "--n-threads", str(setup.n_threads)),
         *("--no-preflight", "--max-queue", "4096"),
+        "--process" if process else "--no-process",
     )
-    return ServerPeer(CLLM_SERVE, "/health", "", command, (("CLLM_LOG_LEVEL", "warning"),))
+    name = CLLM_SERVE if process else CLLM_SERVE_THREAD
+    return ServerPeer(name, "/health", "", command, (("CLLM_LOG_LEVEL", "warning"),))
 
 
 def llama_server(setup: Setup, port: int, peers: Peers) -> ServerPeer:

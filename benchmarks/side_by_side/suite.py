@@ -32,6 +32,7 @@ from benchmarks.side_by_side.records import (
     CLLM,
     CLLM_PROCESS,
     CLLM_SERVE,
+    CLLM_SERVE_THREAD,
     LLAMA_CPP_PYTHON,
     LLAMA_SERVER,
     PYTHON_SERVER,
@@ -191,9 +192,8 @@ def measure_g(options: Options) -> Iterator[Record]:
         yield from _decode(options, "g", SMALL_MODEL, width)
     for width in options.widths(SMALL_WIDTHS):
         sizes = http_loop.LoopSizes(width, max(3, 32 // width))
-        yield from _over_http(
-            options, "g", SMALL_MODEL, sizes, http_loop.measure, (CLLM_SERVE, LLAMA_SERVER)
-        )
+        peers = (CLLM_SERVE, CLLM_SERVE_THREAD, LLAMA_SERVER)
+        yield from _over_http(options, "g", SMALL_MODEL, sizes, http_loop.measure, peers)
 
 
 def measure_h(options: Options) -> Iterator[Record]:
@@ -251,10 +251,19 @@ def _over_http(
 
 
 def _server(peer: str, setup: Setup, port: int, peers: Peers) -> ServerPeer:
-    if peer == CLLM_SERVE:
-        return servers.cllm_serve(setup, port)
+    if peer in (CLLM_SERVE, CLLM_SERVE_THREAD):
+        return servers.cllm_serve(setup, port, process=peer == CLLM_SERVE)
     make = servers.llama_server if peer == LLAMA_SERVER else servers.python_server
     return make(setup, port, peers)
+
+
+def measure_b(options: Options) -> Iterator[Record]:
+    """Clients in a closed loop; both places of our engine where that takes few minutes."""
+    for sizes in http_loop.QUICK if options.is_quick else http_loop.FULL:
+        is_short = sizes.n_clients <= EQUAL_CLIENTS
+        ours = (CLLM_SERVE, CLLM_SERVE_THREAD) if is_short else (CLLM_SERVE,)
+        peers = (*ours, LLAMA_SERVER, PYTHON_SERVER)
+        yield from _over_http(options, "b", MODEL, sizes, http_loop.measure, peers)
 
 
 def _http_part(
@@ -279,7 +288,7 @@ def measure_i(options: Options) -> Iterator[Record]:
 
 MEASUREMENTS: Mapping[str, Callable[[Options], Iterator[Record]]] = {
     "a": measure_a,
-    "b": _http_part("b", http_loop),
+    "b": measure_b,
     "c": _http_part("c", shared_head),
     "d": _http_part("d", joining),
     "e": _http_part("e", overflow),

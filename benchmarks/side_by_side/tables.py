@@ -10,6 +10,7 @@ from benchmarks.side_by_side.records import (
     CLLM,
     CLLM_PROCESS,
     CLLM_SERVE,
+    CLLM_SERVE_THREAD,
     LLAMA_CPP_PYTHON,
     LLAMA_SERVER,
     PYTHON_SERVER,
@@ -24,7 +25,7 @@ from benchmarks.side_by_side.records import (
 # Peers that are measured in the same way, and so compared: the first is ours.
 FAMILIES = (
     (CLLM, CLLM_PROCESS, BATCHED_BENCH, LLAMA_CPP_PYTHON, XLLAMACPP),
-    (CLLM_SERVE, LLAMA_SERVER, PYTHON_SERVER),
+    (CLLM_SERVE, CLLM_SERVE_THREAD, LLAMA_SERVER, PYTHON_SERVER),
 )
 # Shown, and not put in relation to each other.
 COUNTS = {"n_failed", "tokens_per_event"}

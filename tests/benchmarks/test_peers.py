@@ -15,6 +15,7 @@ from benchmarks.side_by_side.records import (
     CLLM,
     CLLM_PROCESS,
     CLLM_SERVE,
+    CLLM_SERVE_THREAD,
     LLAMA_CPP_PYTHON,
     LLAMA_SERVER,
     PYTHON_SERVER,
@@ -72,7 +73,8 @@ def test_what_is_there_has_no_reason_to_be_missing(
     assert (found.tools, found.python) == (build / "bin", venv / "bin" / "python")
     assert [name for name, why in found.missing.items() if why] == [XLLAMACPP]
     assert set(found.missing) == {
-        CLLM, CLLM_PROCESS, CLLM_SERVE, BATCHED_BENCH, LLAMA_SERVER, PYTHON_SERVER, LLAMA_CPP_PYTHON, XLLAMACPP,
+        CLLM, CLLM_PROCESS, CLLM_SERVE, CLLM_SERVE_THREAD, BATCHED_BENCH, LLAMA_SERVER, PYTHON_SERVER,
+        LLAMA_CPP_PYTHON, XLLAMACPP,
     }  # fmt: skip
 
 
@@ -98,6 +100,7 @@ def test_without_anything_only_cllm_is_there(build: Path, tmp_path: Path) -> Non
         CLLM,
         CLLM_PROCESS,
         CLLM_SERVE,
+        CLLM_SERVE_THREAD,
     }
 
 

@@ -25,7 +25,12 @@ from benchmarks.side_by_side import (
     workload,
 )
 from benchmarks.side_by_side.http_client import Answer, Connection, read_answer
-from benchmarks.side_by_side.records import CLLM_SERVE, LLAMA_SERVER, PYTHON_SERVER
+from benchmarks.side_by_side.records import (
+    CLLM_SERVE,
+    CLLM_SERVE_THREAD,
+    LLAMA_SERVER,
+    PYTHON_SERVER,
+)
 from cllm.bindings import Model
 from tests.server.conftest import running
 from tools import make_model
@@ -257,7 +262,7 @@ def test_silence_is_a_failure_and_its_connection_not_used_again() -> None:
 
 def test_each_peer_is_asked_for_all_tokens_in_its_own_words() -> None:
     common = {"model": "model", "prompt": [1], "max_tokens": 2, "temperature": 0, "stream": True}
-    for peer in (CLLM_SERVE, LLAMA_SERVER):
+    for peer in (CLLM_SERVE, CLLM_SERVE_THREAD, LLAMA_SERVER):
         asked = {"ignore_eos": True, "stream_options": {"include_usage": True}}
         assert http_load.body_for(peer, [1], 2) == common | asked
     banned = {"logit_bias": {str(token): -100.0 for token in http_load.END_TOKENS}}
