@@ -85,7 +85,12 @@ CHAT = Costs(
     prompt_row_ms=4.2, cell_ms=0.0, output_row_ms=2.0, n_prompt=25, n_output=48,
     n_history=200, passed_cell_ms=0.25e-3, tile_cell_ms=1e-3,
 )  # fmt: skip
-COSTS = {"large": LARGE, "chat": CHAT}
+# Two layers of a 0.6B model, F16, on two cores with AVX2; 64 tokens in, 32 out.
+SMALL = Costs(
+    {1: 2, 2: 2.3, 4: 3, 8: 5.5, 16: 11, 32: 22, 48: 32, 63: 40},
+    prompt_row_ms=0.07, cell_ms=0.0, output_row_ms=0.05, n_prompt=64, n_output=32,
+)  # fmt: skip
+COSTS = {"large": LARGE, "chat": CHAT, "small": SMALL}
 
 
 @dataclass(frozen=True)
@@ -113,6 +118,8 @@ class ClosedLoop:
         From the end of a request to the client's next one; up to `SCATTER` longer at random.
     lingers : bool
         Whether the engine waits for those who come back.
+    was_disturbed : bool
+        Whether a batch of several prompts has once seemed to cost twice what it does.
     """
 
     def __init__(
@@ -123,6 +130,7 @@ class ClosedLoop:
         turnaround_s: float,
         lingers: bool,
         costs: Costs = LARGE,
+        was_disturbed: bool = False,
         seed: int = 0,
     ) -> None:
         self._random, self._costs = random.Random(seed), costs
@@ -139,6 +147,10 @@ class ClosedLoop:
             swap_tokens=0,
             separates_prompts=True,
         )
+        if was_disturbed:
+            row_s = costs.prompt_row_ms / 1000.0
+            for n_rows, n_prompts, seconds in ((32, 1, row_s), (256, 4, 2 * row_s)):
+                self._sim.core.prompt_cost.observe(n_rows, 0, n_prompts, 0, n_rows * seconds)
         # When a client comes, and how many requests it has had.
         self._arrivals = [(i * FIRST_GAP_S, i, 0) for i in range(n_clients)]
         self._owners: dict[str, tuple[int, int]] = {}

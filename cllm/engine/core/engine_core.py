@@ -144,9 +144,10 @@ class EngineCore:
         self._is_decoding_only = False  # the tick that is going on
         self._is_prompts_turn = False
         self._last_id = -1  # of those that decode, where they take turns
-        self._prompt_cost = PromptCost()
+        self.prompt_cost = PromptCost()
         # What the last tick that only decoded, and the last one with prompts, has taken.
         self._decoding_tick_s = self._prompts_tick_s = 0.0
+        self._prompts_turn_s = 0.0  # what the ticks with prompts since then have taken
         self._n_plain_ticks = 0
         # Fewer after llama.cpp found no room where the bookkeeping saw some.
         self._n_rows_max = decoder.n_batch
@@ -248,11 +249,12 @@ class EngineCore:
             n_rows, n_cells, ended - (planned if self._is_decoding_only else started)
         )
         if self._is_decoding_only:
-            self._decoding_tick_s = ended - started
+            self._decoding_tick_s, self._prompts_turn_s = ended - started, 0.0
         else:
             self._prompts_tick_s = ended - started
+            self._prompts_turn_s += ended - started
             if not any(is_decoding(chunk) for chunk in chunks):
-                self._prompt_cost.observe(
+                self.prompt_cost.observe(
                     n_rows, n_cells, len(chunks), self.kv_cache.n_held, ended - started
                 )
         self._learn_row_cost(chunks, n_rows, ended - planned)
@@ -275,15 +277,16 @@ class EngineCore:
             # Any prompt will do: what a chunk attends to costs less than its rows.
             n_computed = max((s.n_computed for s in ready if s.n_pending > 1), default=0)
             n_prompt_rows = self.tick_cost.n_prompt_rows(decoding, n_computed, target_ms / 1000.0)
+        has_prompts = self._decoder.separates_prompts and len(ready) > len(decoding)
         is_apart = self._decoder.separates_prompts and target_ms is None and bool(decoding)
-        self._is_prompts_turn = (
-            is_apart and len(ready) > len(decoding) and not self._is_prompts_turn
-        )
-        n_together = math.inf
-        if self._decoder.separates_prompts and len(ready) > len(decoding):
-            n_together = self._prompt_cost.n_rows_together(
-                self._decoding_tick_s, self.kv_cache.n_held
-            )
+        n_together, goes_on = math.inf, False
+        if has_prompts:
+            n_cells = self.kv_cache.n_held
+            n_together = self.prompt_cost.n_rows_together(self._decoding_tick_s, n_cells)
+            # One short prompt for each token of everybody else is too few for many clients.
+            turn_s = self._prompts_turn_s + self._prompts_tick_s
+            goes_on = turn_s <= self._decoding_tick_s and self.prompt_cost.are_tiles_dear(n_cells)
+        self._is_prompts_turn = is_apart and has_prompts and (goes_on or not self._is_prompts_turn)
         chunks = scheduler.plan(
             self._whose_turn(running) if is_apart else running,
             # Prompts leave the cells of those whose turn is next.

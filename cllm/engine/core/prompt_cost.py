@@ -21,8 +21,11 @@ from cllm.engine.core.tick_cost import TickCost
 FIXED_SHARE, DECODING_SHARE = 1 / 16, 1 / 4
 # A row in a tile that is dearer than this beside one that is in none makes tiles not worth it.
 DEAR = 1.15
-# They are tried again when the cells in use are fewer than this share of those of the last time.
+# They are tried again when the cells in use are fewer than this share of those of the last time, and
+# after so many ticks without them: a batch that a busy machine has made dear would keep them out for
+# ever, and 64 clients in a closed loop wait for their first token ten times as long.
 FORGOTTEN_SHARE = 0.5
+N_TICKS_FORGOTTEN = 32
 
 
 class PromptCost:
@@ -33,6 +36,7 @@ class PromptCost:
         self._row_s = 0.0  # of a batch that is no whole tile, when last seen
         self._tile_row_s = 0.0  # of a batch of several prompts that is one or more
         self._n_cells = 0  # in use then
+        self._n_ticks = 0  # since then
 
     def observe(
         self, n_rows: int, n_attended: int, n_prompts: int, n_cells: int, seconds: float
@@ -47,10 +51,11 @@ class PromptCost:
             In use, of all sequences.
         """
         self._cost.observe(n_rows, n_attended, seconds)
+        self._n_ticks += 1
         if n_rows < ATTENTION_TILE:
             self._row_s = seconds / n_rows
         elif n_prompts > 1:
-            self._tile_row_s, self._n_cells = seconds / n_rows, n_cells
+            self._tile_row_s, self._n_cells, self._n_ticks = seconds / n_rows, n_cells, 0
 
     def n_rows_together(self, decode_s: float, n_cells: int) -> float:
         """Rows of prompts from which more in one tick save little, and make each other wait.
@@ -62,7 +67,7 @@ class PromptCost:
         n_cells : int
             In use.
         """
-        if self._are_tiles_dear(n_cells):
+        if self.are_tiles_dear(n_cells):
             return ATTENTION_TILE - 1
         fixed, per_row, _ = self._cost.coefficients
         if per_row <= 0.0:
@@ -70,6 +75,10 @@ class PromptCost:
         seconds = max(fixed / FIXED_SHARE, decode_s / DECODING_SHARE)
         return max(ATTENTION_TILE, seconds / per_row)
 
-    def _are_tiles_dear(self, n_cells: int) -> bool:
-        is_known = self._row_s and self._tile_row_s and n_cells >= FORGOTTEN_SHARE * self._n_cells
+    def are_tiles_dear(self, n_cells: int) -> bool:
+        """Whether prompts are better computed by fewer rows than a tile, in more ticks."""
+        is_forgotten = (
+            n_cells < FORGOTTEN_SHARE * self._n_cells or self._n_ticks >= N_TICKS_FORGOTTEN
+        )
+        is_known = self._row_s and self._tile_row_s and not is_forgotten
         return bool(is_known) and self._tile_row_s > DEAR * self._row_s

@@ -6,7 +6,12 @@ import math
 
 import pytest
 
-from cllm.engine.core.prompt_cost import DECODING_SHARE, FIXED_SHARE, PromptCost
+from cllm.engine.core.prompt_cost import (
+    DECODING_SHARE,
+    FIXED_SHARE,
+    N_TICKS_FORGOTTEN,
+    PromptCost,
+)
 from cllm.engine.core.scheduler import ATTENTION_TILE
 
 FIXED_S, ROW_S, TILE_ROW_S = 8e-3, 1e-3, 3e-3
@@ -53,6 +58,16 @@ def test_one_dear_batch_is_forgotten_with_the_next_cheap_one() -> None:
     for row_s, is_below in ((TILE_ROW_S, True), (ROW_S, False)):
         cost.observe(88, 88 * 300, 4, 7000, row_s * 88)
         assert (cost.n_rows_together(0.0, 7000) == BELOW_A_TILE) is is_below
+
+
+def test_tiles_are_tried_again_after_a_while() -> None:
+    cost = learned()
+    cost.observe(22, 22 * 300, 1, 7000, ROW_S * 22)
+    cost.observe(88, 88 * 300, 4, 7000, TILE_ROW_S * 88)
+    for _ in range(N_TICKS_FORGOTTEN):
+        assert cost.n_rows_together(0.0, 7000) == BELOW_A_TILE
+        cost.observe(60, 60 * 300, 2, 7000, ROW_S * 60)
+    assert cost.n_rows_together(0.0, 7000) >= ATTENTION_TILE
 
 
 def test_a_long_prompt_by_itself_says_nothing_of_several() -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.closed_loop import CHAT, ClosedLoop
+from benchmarks.closed_loop import CHAT, SMALL, ClosedLoop
 from cllm.engine.core.scheduler import ATTENTION_TILE
 from cllm.testing import simulate
+from cllm.testing.fake_decoder import Latency
 from cllm.testing.reference import endless
 from cllm.testing.simulator import Simulator
 
@@ -30,7 +31,7 @@ def n_rows_of(sim: Simulator, n_ticks: int) -> list[tuple[int, int]]:
     ]
 
 
-def with_streams(n_streams: int, *, separates_prompts: bool) -> Simulator:
+def with_streams(n_streams: int, *, separates_prompts: bool, latency_s: Latency = 0.0) -> Simulator:
     """So many requests that decode."""
     sim = Simulator(
         n_ctx=4096,
@@ -39,6 +40,7 @@ def with_streams(n_streams: int, *, separates_prompts: bool) -> Simulator:
         n_prefill_chunk=128,
         answer=endless,
         separates_prompts=separates_prompts,
+        latency_s=latency_s,
     )
     for _ in range(n_streams):
         sim.submit(b"ab", max_tokens=1000)
@@ -59,6 +61,29 @@ def test_short_questions_that_come_at_once_do_not_all_wait_for_the_last() -> Non
     outcome = ClosedLoop(n_clients, 8, turnaround_s=0.008, lingers=True, costs=CHAT).run()
     all_together_s = n_clients * CHAT.n_prompt * CHAT.prompt_row_ms / 1000.0
     assert outcome.ttft_p50 < 0.6 * all_together_s
+
+
+def test_a_batch_that_once_seemed_dear_does_not_make_clients_wait_from_then_on() -> None:
+    """One prompt for each token of all others is too few for 64 clients of 32 tokens."""
+
+    def ttft_p50(*, was_disturbed: bool) -> float:
+        loop = ClosedLoop(
+            64, 12, turnaround_s=0.004, lingers=True, costs=SMALL, was_disturbed=was_disturbed
+        )
+        return loop.run().ttft_p50
+
+    assert ttft_p50(was_disturbed=True) < 1.5 * ttft_p50(was_disturbed=False)
+
+
+def test_where_a_tile_is_dear_prompts_take_turns_as_long_as_those_that_decode() -> None:
+    sim = with_streams(
+        4, separates_prompts=True, latency_s=lambda runs: 0.1 if len(runs) == 4 else 0.03
+    )
+    for n_rows, n_prompts, seconds in ((32, 1, 0.01), (128, 2, 0.1)):
+        sim.core.prompt_cost.observe(n_rows, 0, n_prompts, 0, seconds)
+    for first in b"pqrs":
+        sim.submit(bytes([first]) * 60, max_tokens=1)
+    assert n_rows_of(sim, 5) == [(0, 63), (0, 63), (0, 63), (4, 0), (0, 4 * 60 - 3 * 63)]
 
 
 def test_elsewhere_they_share_a_tick() -> None:
