@@ -13,9 +13,10 @@ import argparse
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 
 import anyio
 
@@ -47,6 +48,7 @@ class Suffers(StrEnum):
     ENGINE = "engine fails, everybody told"
 
 
+OVER_PROCESS = "--over-process"
 REFUSED = "refused at the call"
 OTHERWISE = "not as it is to be"
 # A context is recreated in the middle, and the fault comes on top of that.
@@ -285,8 +287,8 @@ def wrong_in(found: Iterable[Tried]) -> list[str]:
     return [line for tried in found for line in tried.wrong]
 
 
-def record(found: Sequence[Tried], seconds: float) -> Record:
-    """The figures and the table."""
+def record(found: Sequence[Tried], seconds: float, options: Sequence[str]) -> Record:
+    """The figures and the table; `options` are those of the command line."""
     figures = {
         "functions": len({tried.row.function for tried in found}),
         "functions, each with its ways to fail": len(found),
@@ -296,13 +298,14 @@ def record(found: Sequence[Tried], seconds: float) -> Record:
         "not as it is to be": len(wrong_in(found)),
         "seconds": round(seconds, 1),
     }
-    command = "python -m tests.reliability.fault_matrix --save"
-    return Record("fault_matrix", CLAIM, command, figures, [table(found)])
+    command = " ".join(["python -m tests.reliability.fault_matrix", *options, "--save"])
+    name = "fault_process" if OVER_PROCESS in options else "fault_matrix"
+    return Record(name, CLAIM, command, figures, [table(found)])
 
 
-async def prove(rows: Sequence[Row], n_calls: int, share: float | None = None) -> list[Tried]:
+async def prove(make_bench: Callable[[], Bench], rows: Sequence[Row], n_calls: int) -> list[Tried]:
     """The matrix, each row at every call up to the `n_calls`th."""
-    async with Bench(share) as bench:
+    async with make_bench() as bench:
         return await try_rows(bench, rows, range(1, n_calls + 1))
 
 
@@ -312,13 +315,20 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=200, help="k from 1 to this")
     parser.add_argument("--function", nargs="*", choices=FUNCTIONS, help="only these")
     parser.add_argument("--speculation", type=float, metavar="SHARE", help="of guesses right")
+    parser.add_argument(
+        OVER_PROCESS, action="store_true", help="of an engine that has a process of its own"
+    )
     parser.add_argument("--save", action="store_true", help="keep the record")
     arguments = parser.parse_args()
     rows = [r for r in ROWS if not arguments.function or r.function in arguments.function]
+    from tests.reliability.fault_process import ProcessBench  # which needs this module
+
+    make_bench = ProcessBench if arguments.over_process else partial(Bench, arguments.speculation)
     started = time.perf_counter()
-    found = anyio.run(prove, rows, arguments.calls, arguments.speculation)
+    found = anyio.run(prove, make_bench, rows, arguments.calls)
     seconds = time.perf_counter() - started
-    return conclude(record(found, seconds), wrong_in(found), is_kept=arguments.save)
+    options = [argument for argument in sys.argv[1:] if argument != "--save"]
+    return conclude(record(found, seconds, options), wrong_in(found), is_kept=arguments.save)
 
 
 if __name__ == "__main__":

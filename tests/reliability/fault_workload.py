@@ -66,13 +66,6 @@ PROBE: tuple[str, dict[str, Any]] = ("Hello", {"temperature": 0.0, "max_tokens":
 ABOUT_CHATS = ("llama_vocab_get_attr", "llama_vocab_get_text")
 # Where llama.cpp lies about its cells, or has no way to say that it did not copy them, an audit says so.
 TOLD_BY_AUDITS = ("llama_memory_seq_pos_min", "llama_memory_seq_pos_max", "llama_memory_seq_cp")
-# The grammar that was parsed last is remembered.
-SERVING = Counter(
-    {
-        "llama_model_load_from_file": 1, "llama_init_from_model": 1,
-        "llama_sampler_init_grammar": 1,
-    }
-)  # fmt: skip
 HANG_S = 20.0  # a run takes less than a tenth of a second
 
 Answer = Completion | Exception
@@ -123,7 +116,16 @@ class Bench:
     alone : dict
         What each request gives by itself, without any fault.
     n_engines : int
+    serving : Counter
+        What an idle engine keeps open.  The grammar that was parsed last is remembered.
     """
+
+    serving = Counter(
+        {
+            "llama_model_load_from_file": 1, "llama_init_from_model": 1,
+            "llama_sampler_init_grammar": 1,
+        }
+    )  # fmt: skip
 
     def __init__(self, share: float | None = None) -> None:
         self.share = share
@@ -138,8 +140,8 @@ class Bench:
     async def __aenter__(self) -> Self:
         self._n_tasks = len(anyio.get_running_tasks())
         self._stack.enter_context(self.faults)
-        self._stack.enter_context(_always_the_same())
-        self._stack.enter_context(_warned_of(self._unraisable))
+        self._stack.enter_context(always_the_same())
+        self._stack.enter_context(warned_of(self._unraisable))
         await self._open()
         for name in NAMES:
             async with self._stream(name) as stream:
@@ -164,13 +166,15 @@ class Bench:
             self._stack.close()
 
     async def _open(self) -> None:
-        engine = Engine(**OPTIONS)
-        if self.share is not None and self.alone:
-            drafter = OracleDrafter(known_answers(self.alone.values()), self.share)
-            engine = OracleEngine(drafter=drafter, **OPTIONS)
-        self.engine = await engine.__aenter__()
+        self.engine = await self._make_engine().__aenter__()
         await self.engine.audit()  # its own first one is over
         self.n_engines += 1
+
+    def _make_engine(self) -> Engine:
+        if self.share is None or not self.alone:
+            return Engine(**OPTIONS)
+        drafter = OracleDrafter(known_answers(self.alone.values()), self.share)
+        return OracleEngine(drafter=drafter, **OPTIONS)
 
     async def _close(self) -> list[str]:
         """Close the engine; what is left of it."""
@@ -183,7 +187,7 @@ class Bench:
 
     def _not_freed(self, expected: Counter[str]) -> list[str]:
         """What is open and should not be; said once."""
-        left = self.faults.n_open - expected - self._leaked
+        left = self._n_open() - expected - self._leaked
         self._leaked += left
         return [f"what {name} made is not freed" for name in left]
 
@@ -204,19 +208,13 @@ class Bench:
         """Serve everything with these faults, and look at what is left."""
         run = Run()
         self._forget(faults)
-        self.faults.arm(*faults)
-        cancel = CancelRequest(CANCELLED)
-        inbox = self.engine._parts.inbox
-        self.faults.at("llama_decode", CANCELLED_AT, lambda: inbox.put(cancel))
+        self._arm(faults)
         with anyio.move_on_after(HANG_S) as scope:
             await self._serve(run)
             found = await self._audit()
             if not any(fault.function in TOLD_BY_AUDITS for fault in faults):
                 run.wrong += found
-        run.met, run.n_calls = self.faults.met, dict(self.faults.n_calls)
-        self.faults.disarm()
-        run.wrong += self._unraisable
-        self._unraisable.clear()
+        self._take(run)
         if scope.cancelled_caught:
             run.wrong.append("it hangs")
         with suppress(EngineFailedError):
@@ -229,7 +227,7 @@ class Bench:
 
     async def _serve(self, run: Run) -> None:
         streams: dict[str, TokenStream] = {}
-        with held_back(self.engine):
+        with self._held_back():
             for name in NAMES:
                 stream, self.faults.opening = self._stream(name), name
                 try:
@@ -244,6 +242,36 @@ class Bench:
             except CllmError as error:
                 run.answers[name] = error
 
+    def _arm(self, faults: tuple[Fault, ...]) -> None:
+        """Let these happen in the run that begins, and let somebody cancel in it."""
+        self.faults.arm(*faults)
+        cancel = CancelRequest(CANCELLED)
+        inbox = self.engine._parts.inbox
+        self.faults.at("llama_decode", CANCELLED_AT, lambda: inbox.put(cancel))
+
+    def _take(self, run: Run) -> None:
+        """What has happened in the run that ends; no fault happens from here on."""
+        run.met, run.n_calls = self.faults.met, dict(self.faults.n_calls)
+        self.faults.disarm()
+        run.wrong += self._unraisable
+        self._unraisable.clear()
+
+    @contextmanager
+    def _held_back(self) -> Iterator[None]:
+        """The inference thread hears of everything that is submitted inside at the end, at once."""
+        held: list[Command] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.engine._parts.inbox, "put", held.append)
+            yield
+        self._submit(held)
+
+    def _submit(self, held: list[Command]) -> None:
+        put_at_once(self.engine._parts.inbox, held)
+
+    def _n_open(self) -> Counter[str]:
+        """What was made and is not freed, by what made it."""
+        return self.faults.n_open
+
     async def _audit(self) -> list[str]:
         """Is served like the requests, while faults may be met."""
         with suppress(EngineFailedError):
@@ -256,7 +284,7 @@ class Bench:
         wrong = [f"before: {w}" for w in _of_use(engine)]
         await engine.reset_prefix_cache()  # answered after what was to be mended has been
         wrong += await engine.audit() + _of_use(engine)
-        wrong += self._not_freed(SERVING)
+        wrong += self._not_freed(self.serving)
         if engine.statistics().n_seq_ids_cached or engine.statistics().n_kv_cells_cached:
             wrong.append("something is left in the prefix cache")
         if await self._ask() != self._probe:
@@ -265,10 +293,7 @@ class Bench:
 
     def _forget(self, faults: tuple[Fault, ...]) -> None:
         """What the engine remembers, so that it asks llama.cpp again."""
-        vocabulary: Any = self.engine._check_serving()
-        vocabulary._pieces.clear()
-        vocabulary._is_eog.clear()
-        vocabulary.__dict__.pop("prefixes_space", None)
+        forget_words(self.engine._check_serving())
         if any(fault.function in ABOUT_CHATS for fault in faults):
             if (chat := self.engine._parts.input_processor._chat) is not None:
                 chat.close()
@@ -322,13 +347,16 @@ class Bench:
         self, name: str, answer: Answer, cause: type[Exception], *, is_input: bool
     ) -> list[str]:
         errors = [answer, getattr(answer, "__cause__", None)]
-        if not any(isinstance(error, cause) for error in errors):
+        if not any(self._is_because(error, cause) for error in errors):
             return [f"{name}: {answer!r}, not for {cause.__name__}"]
         if is_input:
             return []
         if not isinstance(answer, GenerationError) or answer.completion is None:
             return [f"{name}: {answer!r}, not a GenerationError"]
         return self._begun(name, answer.completion)
+
+    def _is_because(self, error: object, cause: type[Exception]) -> bool:
+        return isinstance(error, cause)
 
     def _told(self, name: str, answer: Answer) -> list[str]:
         if isinstance(answer, EngineFailedError):
@@ -340,18 +368,15 @@ class Bench:
         return [f"{name}: {found}"] if found else []
 
 
-@contextmanager
-def held_back(engine: Engine) -> Iterator[None]:
-    """The inference thread hears of everything that is submitted inside at the end, at once."""
-    held: list[Command] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine._parts.inbox, "put", held.append)
-        yield
-    put_at_once(engine._parts.inbox, held)
+def forget_words(vocabulary: Any) -> None:
+    """What a vocabulary remembers, so that it asks llama.cpp again."""
+    vocabulary._pieces.clear()
+    vocabulary._is_eog.clear()
+    vocabulary.__dict__.pop("prefixes_space", None)
 
 
 @contextmanager
-def _always_the_same() -> Iterator[None]:
+def always_the_same() -> Iterator[None]:
     """Every run makes the same calls: nothing depends on measured times, nor on the audits of tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inference_thread, "AUDIT_EVERY_TICK", False)
@@ -370,7 +395,7 @@ def _always_the_same() -> Iterator[None]:
 
 
 @contextmanager
-def _warned_of(found: list[str]) -> Iterator[None]:
+def warned_of(found: list[str]) -> Iterator[None]:
     """What is collected before it was closed, and other exceptions that nobody can catch."""
 
     def note(unraisable: sys.UnraisableHookArgs) -> None:

@@ -24,6 +24,7 @@ from tests.reliability.fault_matrix import (
     try_rows,
     wrong_in,
 )
+from tests.reliability.fault_process import ProcessBench
 from tests.reliability.fault_workload import NAMES, Bench
 from tests.reliability.native_faults import Fault, NativeFaults, Outcome, changes, raises, returns
 
@@ -55,6 +56,14 @@ async def test_the_same_holds_with_guesses_in_the_batch(family: str, anyio_backe
     assert 0 < counts.n_accepted_tokens < counts.n_drafted_tokens
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_the_same_holds_in_the_process_of_an_engine(family: str, anyio_backend: str) -> None:
+    async with ProcessBench() as bench:
+        found = await try_rows(bench, FAMILIES[family], CALLS[anyio_backend])
+    assert wrong_in(found) == []
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 @pytest.mark.anyio
@@ -69,8 +78,11 @@ async def test_a_call_that_fails_at_any_moment_costs_whom_it_is_to_cost(function
 
 
 @pytest.mark.anyio
-async def test_the_workload_shares_evicts_preempts_and_swaps() -> None:
-    async with Bench() as bench:
+@pytest.mark.parametrize("make_bench", [Bench, ProcessBench])
+async def test_the_workload_shares_evicts_preempts_and_swaps(
+    make_bench: Callable[[], Bench],
+) -> None:
+    async with make_bench() as bench:
         run = await bench.run()
         bench.check(run, set())
         counts = bench.engine.statistics()
@@ -86,7 +98,9 @@ async def test_the_workload_shares_evicts_preempts_and_swaps() -> None:
 async def test_every_function_that_a_serving_engine_calls_is_in_the_matrix() -> None:
     async with Bench() as bench:
         runs = [await bench.run(), await bench.run(FIRST_FAULT)]
-    assert set(runs[0].n_calls) | set(runs[1].n_calls) <= set(FUNCTIONS)
+    async with ProcessBench() as bench:
+        runs += [await bench.run(), await bench.run(FIRST_FAULT)]
+    assert set().union(*(run.n_calls for run in runs)) <= set(FUNCTIONS)
 
 
 # --- The injector --------------------------------------------------------------------------------
