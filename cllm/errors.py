@@ -5,6 +5,7 @@ CllmError
 │   ├── LibraryNotFoundError
 │   └── AbiMismatchError                built from another llama.cpp than the declarations
 ├── ModelLoadError(path, reason)        fix the path or the file
+├── DownloadError(name, reason)         fix the name, the network or the disk, and ask again
 ├── ContextError                        these context parameters cannot work with this model
 ├── LlamaCallError(function, code)      a libllama call failed
 │   ├── NoKVSlotError                   llama_decode → 1: smaller batch or fewer sequences
@@ -40,6 +41,7 @@ __all__ = (
     "ClosedError",
     "ContextError",
     "DecodeFailedError",
+    "DownloadError",
     "EngineFailedError",
     "GenerationError",
     "InUseError",
@@ -90,6 +92,21 @@ class ModelLoadError(CllmError):
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(f"cannot load {path!r}: {reason}")
         self.path = path
+        self.reason = reason
+
+
+class DownloadError(CllmError):
+    """A model that was named could not be downloaded; nothing is left that could be taken for it.
+
+    Attributes
+    ----------
+    name : str
+    reason : str
+    """
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"cannot download {name}: {reason}")
+        self.name = name
         self.reason = reason
 
 

@@ -21,7 +21,7 @@ MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "_native" not in p.parts)
 
 # The order of `cllm.engine`: a module imports from earlier lines, and from its own package.
 VALUES = (
-    "checks errors memory sampling_limits engine.child_process engine.config engine.constraint engine.health engine.request"
+    "checks errors hub memory sampling_limits engine.child_process engine.config engine.constraint engine.health engine.request"
     " engine.sampling_params engine.vocabulary"
 )
 LAYERS = [
@@ -55,6 +55,17 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
         ("cllm", "cllm.server", "cllm.engine.sampling_params", "cllm.sampling_limits"),
     ),
     ("cllm.server", ("cllm", "cllm.server", "cllm.errors")),
+    (
+        "cllm.doctor.model_facts",
+        (
+            "cllm.doctor",
+            "cllm.bindings",
+            "cllm.memory",
+            "cllm.engine.config",
+            "cllm.engine.llama.memory",
+            "cllm.engine.llama.preflight",
+        ),
+    ),
     ("cllm.doctor.preflight", ("cllm", "cllm.doctor", "cllm.engine.llama.preflight")),
     (
         "cllm.doctor.last_crash",
@@ -66,6 +77,9 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
     ),
     ("cllm.doctor", ("cllm.doctor", "cllm.bindings", "cllm.checks", "cllm.errors", "cllm.memory")),
     ("cllm.cli.doctor", ("cllm", "cllm.cli", "cllm.doctor")),
+    ("cllm.cli.info", ("cllm", "cllm.cli", "cllm.doctor")),
+    ("cllm.cli.options", ("cllm", "cllm.cli", "cllm.hub")),
+    ("cllm.cli.pull", ("cllm", "cllm.cli", "cllm.hub")),
     ("cllm.cli.serve", ("cllm", "cllm.cli", "cllm.server")),
     ("cllm.cli", ("cllm", "cllm.cli")),
     ("cllm.__main__", ("cllm.cli.app",)),
@@ -87,6 +101,7 @@ LIBRARIES: list[tuple[str, str]] = [
     ("cllm.engine", ""),
     ("cllm.cli.bench_report", "anyio matplotlib rich typer"),
     ("cllm.cli", "anyio rich typer"),
+    ("cllm.hub", "filelock huggingface_hub"),
     ("cllm.doctor.plot", "matplotlib"),
     ("cllm.server.engine_task", "anyio starlette trio"),
     ("cllm.server.tracing", "anyio fastapi opentelemetry starlette"),
@@ -177,7 +192,7 @@ def layer_of(module: str) -> tuple[int, str]:
 
 def may_import(module: str, imported: str) -> bool:
     """Whether the order of the engine, or the first rule for `module`, allows an import."""
-    if is_inside(module, "cllm.engine") or module in LAYERS[0]:
+    if any(is_inside(module, part) for part in ("cllm.engine", *LAYERS[0])):
         if is_inside(imported, "cllm.bindings"):
             return is_inside(module, "cllm.engine.llama") or module == "cllm.engine.lifecycle"
         if module == "cllm.engine":

@@ -15,6 +15,7 @@ from cllm.cli.chat import chat
 from cllm.cli.demo import demo
 from cllm.cli.doctor import doctor
 from cllm.cli.generate import generate
+from cllm.cli.pull import models, pull
 from cllm.cli.serve import serve
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
@@ -32,6 +33,8 @@ app.command()(chat)
 app.command()(serve)
 app.command()(doctor)
 app.command()(bench)
+app.command()(pull)
+app.command()(models)
 
 
 def _print_version(wanted: bool) -> None:

@@ -24,6 +24,8 @@ from cllm import (
     SamplingOptions,
     SamplingParams,
 )
+from cllm.hub.download import find_model
+from cllm.hub.names import PREFIX, is_name
 
 _ENGINE, _SAMPLING = EngineConfig(), SamplingParams()
 
@@ -49,8 +51,15 @@ class EngineFlags:
     """
 
     model: Annotated[
-        Path | None,
-        _engine("A GGUF file; by default the embedded model.", "-m", "--model", "--model-path"),
+        str | None,
+        _engine(
+            "A GGUF file, or hf:USER/REPO[:QUANT], which is downloaded once; by default the embedded model.",
+            "-m", "--model", "--model-path",
+        ),
+    ] = None  # fmt: skip
+    hf: Annotated[
+        str | None,
+        _engine("A model by name, as -m hf:…", "-hf", "--hf-repo"),
     ] = None
     n_ctx: Annotated[
         int | None,
@@ -216,7 +225,7 @@ class EngineFlags:
         """
         given = {k: value for k, value in _values(self).items() if value not in (None, [])}
         # The embedded model is too small to share between threads.
-        threads = given.pop("threads", None if "model" in given else 1)
+        threads = given.pop("threads", None if given.keys() & {"model", "hf"} else 1)
         options: dict[str, object] = {
             **defaults,
             "n_threads": threads,
@@ -225,11 +234,33 @@ class EngineFlags:
         }
         if self.lora:
             options["lora"] = tuple(map(_adapter, self.lora))
-        model = cast("Path | None", options.pop("model", None))
+        model = options.pop("model", None)
+        if (name := options.pop("hf", None)) is not None:
+            if model is not None:
+                raise typer.BadParameter("give -m or -hf, not both")
+            model = PREFIX + str(name).removeprefix(PREFIX)
+        options["model"] = model
         try:
-            return EngineConfig(model=model, **cast(EngineOptions, options))
+            for field in ("model", "speculation"):
+                if is_name(given_name := options.get(field)):
+                    options[field] = find_model(str(given_name))
+            return EngineConfig(**cast(EngineOptions, options))
         except InvalidArgumentError as error:
             raise typer.BadParameter(str(error)) from None
+
+
+def model_file(given: str) -> Path:
+    """The file of a model that is given by it, or by name.
+
+    Raises
+    ------
+    typer.BadParameter
+        It is neither.
+    """
+    try:
+        return find_model(given) if is_name(given) else Path(given)
+    except InvalidArgumentError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def _adapter(given: str) -> tuple[str, float]:

@@ -73,7 +73,8 @@ class EngineConfig:
     Parameters
     ----------
     model : str or Path, optional
-        A GGUF file; None is the embedded model.
+        A GGUF file, or its name (`hf:user/repo:quant`), which an engine replaces by the file when it is
+        entered; None is the embedded model.
     n_ctx : int
         KV cells in all, shared by the sequences; 0 takes the model's training length.
     n_seq_max : int

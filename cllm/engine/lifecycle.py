@@ -36,6 +36,8 @@ from cllm.errors import (
     InvalidArgumentError,
     WrongProcessError,
 )
+from cllm.hub.download import find_model
+from cllm.hub.names import is_name
 
 
 class Lifecycle:
@@ -80,6 +82,9 @@ class Lifecycle:
             raise ClosedError("an engine can be entered once")
         self._status, self._generation = EngineStatus.STARTING, fork_generation()
         try:
+            self.config = await _with_files(self.config)
+            if self._is_closed:
+                raise ClosedError("the engine was closed while its model was downloaded")
             self._entered = self._start(self.config, self._make_backend(self.config))
         except BaseException:
             self._status = EngineStatus.CLOSED
@@ -202,8 +207,8 @@ class Lifecycle:
 
         Parameters
         ----------
-        model : path, optional
-            A GGUF file; the present one's, read anew.
+        model : path or str, optional
+            A GGUF file, or a name (`hf:user/repo:quant`); the present one's, read anew.
         **options
             The fields of `EngineConfig` that change.
 
@@ -211,20 +216,20 @@ class Lifecycle:
         ------
         TypeError, InvalidArgumentError
             An unknown option, or one with a value that cannot be used.
-        ModelLoadError
+        ModelLoadError, DownloadError
             The file cannot be used, or both do not fit into memory; nothing has changed.
         anyio.BusyResourceError
             It is being reloaded.
         """
         self._check_serving()
         check_known(options)
-        path = self.config.model if model is None else Path(model)
+        path = self.config.model if model is None else model
         config = self._possible(replace(self.config, model=path, **options))
         if self._is_reloading:
             raise anyio.BusyResourceError("reloading")
         self._is_reloading = True
         try:
-            await self._replace(config)
+            await self._replace(await _with_files(config))
         finally:
             self._is_reloading = False
 
@@ -384,3 +389,14 @@ def _stop_leaked(hosts: list[EngineHost], name: str, generation: int) -> None:
             host.request_stop()
         message = f"the engine of {name} was dropped without being closed: use `async with`"
         warnings.warn(message, ResourceWarning, stacklevel=2)
+
+
+async def _with_files(config: EngineConfig) -> EngineConfig:
+    """The same with files in place of names, which are downloaded if they are not here."""
+    model, speculation = [
+        await anyio.to_thread.run_sync(find_model, given, abandon_on_cancel=True)
+        if is_name(given)
+        else given
+        for given in (config.model, config.speculation)
+    ]
+    return replace(config, model=model, speculation=speculation)

@@ -295,13 +295,13 @@ async def test_all_prompts_share_their_ticks() -> None:
 # --- Options ---------------------------------------------------------------------------------
 def test_every_option_is_a_field_of_what_it_becomes() -> None:
     sampling = {field.name for field in fields(SamplingFlags)}
-    engine = {field.name for field in fields(EngineFlags)} - {"threads", "threads_batch"}
+    engine = {field.name for field in fields(EngineFlags)} - {"hf", "threads", "threads_batch"}
     assert sampling <= {field.name for field in fields(SamplingParams)}
     assert engine <= {field.name for field in fields(EngineConfig)}
 
 
 def test_what_is_not_given_is_left_to_the_engine() -> None:
     assert SamplingFlags().params() == SamplingParams()
-    assert EngineFlags(model=Path("m")).config() == EngineConfig(model=Path("m"))
+    assert EngineFlags(model="m").config() == EngineConfig(model="m")
     given = EngineFlags(n_ctx=512, threads=3).config(n_ctx=64, n_seq_max=2)
     assert given == EngineConfig(n_ctx=512, n_seq_max=2, n_threads=3, n_threads_batch=3)

@@ -1,0 +1,108 @@
+"""The models that are here: the cache that huggingface_hub and llama.cpp's own programs use too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from cllm.hub.names import ModelName, choose_files, models_of, name_of
+
+REPO = "models--"  # and `user--name`: a directory of the cache
+INCOMPLETE = ".incomplete"
+
+
+@dataclass(frozen=True)
+class CachedModel:
+    """A model whose files are all here.
+
+    Attributes
+    ----------
+    paths : list of Path
+        In the order of its parts.
+    n_bytes : int
+    """
+
+    name: ModelName
+    paths: list[Path]
+    n_bytes: int
+
+
+def cache_directory() -> Path:
+    """Where models are kept: `HF_HUB_CACHE`, or `hub` in `HF_HOME`."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
+def repo_directory(repo: str) -> Path:
+    """Where those of a repository are."""
+    return cache_directory() / (REPO + repo.replace("/", "--"))
+
+
+def cached_files(name: ModelName) -> list[Path] | None:
+    """The files of a model, if they are all here; in the snapshot that was downloaded last.
+
+    Of a name without a quantization, whichever is here: it does not ask a hub what the default is.
+    """
+    snapshot = _newest_snapshot(repo_directory(name.repo))
+    if snapshot is None:
+        return None
+    try:
+        return [snapshot / file for file in choose_files(name, _files_of(snapshot))]
+    except FileNotFoundError:
+        return None
+
+
+def cached_models() -> list[CachedModel]:
+    """All models that are here, by name."""
+    return sorted(_cached_models(), key=lambda model: str(model.name))
+
+
+def incomplete_files() -> list[Path]:
+    """What is there of downloads that have not come to their end."""
+    return sorted(cache_directory().glob(f"{REPO}*/blobs/*{INCOMPLETE}"))
+
+
+def remove_model(model: CachedModel) -> int:
+    """Remove a model from the cache; how many bytes that has freed.
+
+    A file that another snapshot has too is removed from there as well.
+    """
+    directory = repo_directory(model.name.repo)
+    blobs = {path.resolve() for path in model.paths}
+    for pointer in list(directory.glob("snapshots/*/**/*.gguf")):
+        if pointer.resolve() in blobs:
+            pointer.unlink()
+    n_freed = sum(blob.stat().st_size for blob in blobs if blob.exists())
+    for blob in blobs:
+        blob.unlink(missing_ok=True)
+    return n_freed
+
+
+def _cached_models() -> Iterator[CachedModel]:
+    for directory in cache_directory().glob(f"{REPO}*--*"):
+        user, _, name = directory.name.removeprefix(REPO).partition("--")
+        if (snapshot := _newest_snapshot(directory)) is None:
+            continue
+        present = _files_of(snapshot)
+        for files in models_of(present).values():
+            paths = [snapshot / file for file in files]
+            model = name_of(f"{user}/{name}", files, present)
+            yield CachedModel(model, paths, sum(path.stat().st_size for path in paths))
+
+
+def _newest_snapshot(directory: Path) -> Path | None:
+    """What the main branch is; else the snapshot that was made last."""
+    snapshots = sorted(directory.glob("snapshots/*"), key=lambda path: path.stat().st_mtime)
+    with suppress(OSError):
+        main = (directory / "refs" / "main").read_text().strip()
+        snapshots += [path for path in snapshots if path.name == main]
+    return snapshots[-1] if snapshots else None
+
+
+def _files_of(snapshot: Path) -> list[str]:
+    """What is here of a snapshot: a link may lead to a file that was removed."""
+    paths = snapshot.rglob("*.gguf")
+    return [path.relative_to(snapshot).as_posix() for path in paths if path.exists()]

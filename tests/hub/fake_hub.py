@@ -1,0 +1,152 @@
+"""A hub of models on this machine, as huggingface_hub asks one; with faults."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Event, Thread
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+REPO = "user/model-GGUF"
+
+
+@dataclass
+class FakeHub:
+    """What it has, and what goes wrong.
+
+    Attributes
+    ----------
+    files : dict
+        Of the one repository: their contents by path.
+    sent : dict
+        Other contents, which are sent in place of those.
+    cut_after : list of int
+        The next answers with a file end after so many bytes.
+    statuses : list of (int, str)
+        The next answers to anything, with their `X-Error-Code`.
+    asked : list
+        Method, path and headers of each request.
+    n_sent : Counter
+        Bytes of each file.
+    stops_after : int, optional
+        An answer with a file stands still after so many bytes: `has_stopped`, until `goes_on`.
+    """
+
+    files: dict[str, bytes]
+    sent: dict[str, bytes] = field(default_factory=dict)
+    cut_after: list[int] = field(default_factory=list)
+    statuses: list[tuple[int, str]] = field(default_factory=list)
+    asked: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
+    n_sent: Counter[str] = field(default_factory=Counter)
+    stops_after: int | None = None
+    has_stopped: Event = field(default_factory=Event)
+    goes_on: Event = field(default_factory=Event)
+    url: str = ""
+
+    @property
+    def commit(self) -> str:
+        """Of what it has."""
+        return hashlib.sha1(b"".join(self.files.values())).hexdigest()
+
+
+def sha256_of(data: bytes) -> str:
+    """As a hub says it."""
+    return hashlib.sha256(data).hexdigest()
+
+
+@contextmanager
+def running_hub(files: dict[str, bytes]) -> Iterator[FakeHub]:
+    """A hub that has these files, on a free port."""
+    hub = FakeHub(files)
+
+    class Handler(_Handler):
+        pass
+
+    Handler.hub = hub
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        hub.url = f"http://127.0.0.1:{server.server_address[1]}"
+        thread = Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield hub
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: FakeHub
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing on standard error."""
+
+    def _answer(self) -> None:
+        hub, path = self.hub, unquote(urlsplit(self.path).path)
+        hub.asked.append((self.command, self.path, dict(self.headers)))
+        if hub.statuses:
+            self._refuse(*hub.statuses.pop(0))
+        elif path == f"/api/models/{REPO}":
+            self._send(json.dumps(self._described()).encode(), {})
+        elif (file := path.removeprefix(f"/{REPO}/resolve/main/")) in hub.files:
+            self._send_file(file)
+        else:
+            self._refuse(404, "EntryNotFound" if f"/{REPO}/" in path else "RepoNotFound")
+
+    def _described(self) -> dict[str, Any]:
+        siblings = [
+            {
+                "rfilename": path, "size": len(data), "blobId": "0" * 40,
+                "lfs": {"sha256": sha256_of(data), "size": len(data), "pointerSize": 134},
+            }
+            for path, data in self.hub.files.items()
+        ]  # fmt: skip
+        return {"id": REPO, "modelId": REPO, "sha": self.hub.commit, "siblings": siblings}
+
+    def _send_file(self, path: str) -> None:
+        data, etag = self.hub.files[path], f'"{sha256_of(self.hub.files[path])}"'
+        headers = {
+            "ETag": etag, "X-Linked-Etag": etag, "X-Linked-Size": str(len(data)),
+            "X-Repo-Commit": self.hub.commit, "Accept-Ranges": "bytes",
+        }  # fmt: skip
+        data = self.hub.sent.get(path, data)
+        start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").rstrip("-"))
+        if start:
+            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+        n_sent = self._send(data[start:], headers, 206 if start else 200, is_file=True)
+        self.hub.n_sent[path] += n_sent
+
+    def _send(
+        self, data: bytes, headers: dict[str, str], status: int = 200, *, is_file: bool = False
+    ) -> int:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(data))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "HEAD":
+            return 0
+        if is_file and self.hub.cut_after:
+            data = data[: self.hub.cut_after.pop(0)]
+        if is_file and self.hub.stops_after is not None:
+            data = data[: self.hub.stops_after]
+        self.wfile.write(data)
+        if is_file and self.hub.stops_after is not None:
+            self.wfile.flush()
+            self.hub.has_stopped.set()
+            self.hub.goes_on.wait(60)
+        return len(data)
+
+    def _refuse(self, status: int, code: str) -> None:
+        headers = {"X-Error-Code": code} if code else {}
+        self._send(b"{}", headers | ({"Retry-After": "0"} if status == 429 else {}), status)

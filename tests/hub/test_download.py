@@ -1,0 +1,202 @@
+"""A download gives all of a model or nothing, and goes on where it has ended."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants, file_download
+
+from cllm.errors import DownloadError
+from cllm.hub.cache import cached_files, cached_models, incomplete_files, remove_model
+from cllm.hub.download import find_model, pull_model
+from cllm.hub.names import ModelName
+from tests.hub.conftest import FILES
+from tests.hub.fake_hub import REPO, FakeHub, sha256_of
+
+ONE, TWO = ModelName(REPO, "Q4_K_M"), ModelName(REPO, "Q8_0")
+FILE = "model-Q4_K_M.gguf"
+N_BYTES = len(FILES[FILE])
+
+
+def in_cache(cache: Path) -> list[str]:
+    """What there is of models."""
+    return [path.name for path in cache.glob("models--*/blobs/*") if path.suffix != ".lock"]
+
+
+def test_a_model_is_downloaded_once_and_found_from_then_on(hub: FakeHub) -> None:
+    path = find_model(str(ONE))
+    assert path.name == FILE
+    assert path.read_bytes() == FILES[FILE]
+    assert hub.n_sent == {FILE: N_BYTES}
+    hub.asked.clear()
+    assert find_model(f"hf:{REPO}") == path
+    assert hub.asked == []
+
+
+def test_all_parts_of_a_split_model_are_there_side_by_side(hub: FakeHub) -> None:
+    path = find_model(str(TWO))
+    assert path.name == "model-Q8_0-00001-of-00002.gguf"
+    for name in list(FILES)[1:]:
+        assert (path.parent / name).read_bytes() == FILES[name]
+
+
+def test_a_pull_takes_what_is_new(hub: FakeHub) -> None:
+    pull_model(ONE)
+    hub.files[FILE] = b"newer" * 1000
+    (path,) = pull_model(ONE)
+    assert path.read_bytes() == hub.files[FILE]
+
+
+def test_a_connection_that_is_cut_goes_on_where_it_was(hub: FakeHub) -> None:
+    hub.cut_after = [300_000]
+    (path,) = pull_model(ONE)
+    assert path.read_bytes() == FILES[FILE]
+    assert hub.n_sent[FILE] == N_BYTES
+    assert [asked[2].get("Range") for asked in hub.asked if asked[0] == "GET"][1:] == [
+        None,
+        "bytes=300000-",
+    ]
+
+
+def test_what_was_interrupted_is_no_model_and_goes_on_the_next_time(
+    hub: FakeHub, cache: Path
+) -> None:
+    hub.cut_after = [300_000] + [0] * 5
+    with pytest.raises(DownloadError, match="go on from there"):
+        pull_model(ONE)
+    assert cached_files(ONE) is None
+    assert cached_models() == []
+    (part,) = incomplete_files()
+    assert part.stat().st_size == 300_000
+    hub.cut_after = []
+    (path,) = pull_model(ONE)
+    assert path.read_bytes() == FILES[FILE]
+    assert hub.n_sent[FILE] == N_BYTES
+    assert incomplete_files() == []
+
+
+@pytest.mark.parametrize("sent", [bytes(N_BYTES), b"\1" + FILES[FILE][1:]])
+def test_a_wrong_checksum_leaves_nothing(hub: FakeHub, cache: Path, sent: bytes) -> None:
+    hub.sent[FILE] = sent
+    with pytest.raises(DownloadError, match=f"checksum of {FILE} is {sha256_of(sent)}"):
+        pull_model(ONE)
+    assert in_cache(cache) == []
+    assert cached_files(ONE) is None
+    hub.sent.clear()
+    (path,) = pull_model(ONE)
+    assert path.read_bytes() == FILES[FILE]
+
+
+def test_a_part_that_is_longer_than_the_file_is_begun_anew(hub: FakeHub, cache: Path) -> None:
+    blobs = cache / f"models--{REPO.replace('/', '--')}" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / f"{sha256_of(FILES[FILE])}.incomplete").write_bytes(bytes(N_BYTES + 1))
+    (path,) = pull_model(ONE)
+    assert path.read_bytes() == FILES[FILE]
+
+
+@pytest.mark.parametrize(
+    ("statuses", "reason"),
+    [
+        ([(404, "RepoNotFound")], "no such repository"),
+        ([(401, "")], "HF_TOKEN does not open it"),
+        ([(403, "GatedRepo")], "accept its terms"),
+        ([(500, "")] * 20, "status 500"),
+    ],
+)
+def test_what_the_hub_refuses_is_said_in_words(
+    hub: FakeHub, cache: Path, statuses: list[tuple[int, str]], reason: str
+) -> None:
+    hub.statuses = statuses
+    with pytest.raises(DownloadError, match=reason) as error:
+        find_model(str(ONE))
+    assert hub.url not in str(error.value)
+    assert in_cache(cache) == []
+
+
+def test_a_hub_that_is_busy_is_asked_again(hub: FakeHub) -> None:
+    pull_model(TWO)
+    hub.asked.clear()
+    find = file_download.http_get
+
+    def busy(*arguments: Any, **options: Any) -> None:
+        hub.statuses = [(429, "")]
+        find(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(file_download, "http_get", busy)
+        (path,) = pull_model(ONE)
+    assert path.read_bytes() == FILES[FILE]
+
+
+def test_a_quantization_that_is_not_there_is_answered_with_those_that_are(hub: FakeHub) -> None:
+    with pytest.raises(DownloadError, match=f"{REPO} has no Q2_K, but Q4_K_M, Q8_0"):
+        find_model(f"hf:{REPO}:Q2_K")
+
+
+def test_offline_what_is_here_is_found_and_what_is_not_is_not_asked_for(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = find_model(str(ONE))
+    hub.asked.clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert find_model(str(ONE)) == path
+    with pytest.raises(DownloadError, match="HF_HUB_OFFLINE is set"):
+        find_model(str(TWO))
+    assert hub.asked == []
+
+
+def test_a_disk_that_has_no_room_is_told_of_before_anything_is_asked_for(
+    hub: FakeHub, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(N_BYTES, 1, N_BYTES - 1))
+    with pytest.raises(DownloadError, match=r"needs 0.0 GiB more, and the disk has 0.0"):
+        pull_model(ONE)
+    assert hub.n_sent == {}
+    assert in_cache(cache) == []
+
+
+def test_a_disk_that_gets_full_keeps_nothing_of_it(
+    hub: FakeHub, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fills_up(url: str, output: Any, **_: Any) -> None:
+        output.write(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(file_download, "http_get", fills_up)
+    with pytest.raises(DownloadError, match="the disk is full"):
+        pull_model(ONE)
+    assert in_cache(cache) == []
+
+
+def test_a_token_goes_to_the_hub_and_into_no_message(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    token = "hf_" + "secret" * 5
+    monkeypatch.setenv("HF_TOKEN", token)
+    find_model(str(ONE))
+    assert {asked[2].get("authorization") for asked in hub.asked} == {f"Bearer {token}"}
+    hub.statuses = [(401, "")]
+    with pytest.raises(DownloadError) as error:
+        pull_model(TWO)
+    said = "".join(capfd.readouterr()) + str(error.value)
+    assert token not in said
+
+
+def test_models_are_listed_and_removed_with_what_they_take(hub: FakeHub, cache: Path) -> None:
+    pull_model(ONE)
+    pull_model(TWO)
+    one, two = cached_models()
+    assert (one.name, two.name) == (ONE, TWO)
+    assert [one.n_bytes, two.n_bytes] == [N_BYTES, sum(map(len, list(FILES.values())[1:]))]
+    assert remove_model(two) == two.n_bytes
+    assert cached_models() == [one]
+    assert in_cache(cache) == [sha256_of(FILES[FILE])]
+    assert cached_files(TWO) is None
+    assert find_model(str(ONE)).read_bytes() == FILES[FILE]

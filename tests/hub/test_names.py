@@ -1,0 +1,90 @@
+"""What a name means, and which files of a repository that is."""
+
+from __future__ import annotations
+
+import pytest
+
+from cllm.errors import InvalidArgumentError
+from cllm.hub.names import ModelName, choose_files, is_name, models_of, name_of, parse_name
+
+FILES = (
+    "README.md", "m-Q4_K_M.gguf", "m-Q4_K_S.gguf", "m-UD-Q4_K_M.gguf", "m-IQ4_XS.gguf",
+    "mmproj-F16.gguf", "imatrix.gguf", "BF16/m-BF16-00002-of-00002.gguf",
+    "BF16/m-BF16-00001-of-00002.gguf", "Q8_0/m-Q8_0-00001-of-00003.gguf",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("hf:a/b", ModelName("a/b")),
+        ("a/b", ModelName("a/b")),
+        ("hf:user/Model-1.5B-GGUF:q4_k_m", ModelName("user/Model-1.5B-GGUF", "q4_k_m")),
+        ("hf:a/b/c-Q8_0.gguf", ModelName("a/b", file="c-Q8_0.gguf")),
+        ("hf:a/b/dir/c.gguf", ModelName("a/b", file="dir/c.gguf")),
+    ],
+)
+def test_a_name_has_a_repository_and_perhaps_a_quantization_or_a_file(
+    text: str, name: ModelName
+) -> None:
+    assert parse_name(text) == name
+    assert parse_name(str(name)) == name
+
+
+@pytest.mark.parametrize(
+    "text", ["hf:", "hf:a", "hf:a/b/c", "hf:../b", "hf:a/../c.gguf", "hf:a/b:", "a b/c", "/a/b"]
+)
+def test_what_is_no_name_is_refused_with_what_one_looks_like(text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"model is .*hf:USER/REPO:QUANT"):
+        parse_name(text)
+
+
+def test_only_what_says_so_is_a_name() -> None:
+    assert is_name("hf:a/b")
+    assert not any(map(is_name, ["a/b", "model.gguf", None]))
+
+
+@pytest.mark.parametrize(
+    ("name", "files"),
+    [
+        ("hf:a/b", ["m-Q4_K_M.gguf"]),
+        ("hf:a/b:q4_k_m", ["m-Q4_K_M.gguf"]),
+        ("hf:a/b:UD-Q4_K_M", ["m-UD-Q4_K_M.gguf"]),
+        ("hf:a/b:IQ4_XS", ["m-IQ4_XS.gguf"]),
+        (
+            "hf:a/b:bf16",
+            ["BF16/m-BF16-00001-of-00002.gguf", "BF16/m-BF16-00002-of-00002.gguf"],
+        ),
+        (
+            "hf:a/b/BF16/m-BF16-00002-of-00002.gguf",
+            ["BF16/m-BF16-00001-of-00002.gguf", "BF16/m-BF16-00002-of-00002.gguf"],
+        ),
+    ],
+)
+def test_a_name_means_one_model_with_all_its_parts(name: str, files: list[str]) -> None:
+    assert choose_files(parse_name(name), FILES) == files
+
+
+def test_without_a_quantization_and_the_default_one_the_first_model_is_meant() -> None:
+    assert choose_files(ModelName("a/b"), ["z-Q8_0.gguf", "y-Q5_0.gguf"]) == ["y-Q5_0.gguf"]
+
+
+@pytest.mark.parametrize("quant", ["Q4_K", "Q8_0", "4_XS", "F16"])
+def test_what_there_is_is_said_where_the_quantization_is_not_there_or_not_whole(
+    quant: str,
+) -> None:
+    with pytest.raises(FileNotFoundError) as error:
+        choose_files(ModelName("a/b", quant), FILES)
+    there = "BF16, IQ4_XS, Q4_K_M, Q4_K_S, UD-Q4_K_M"
+    assert str(error.value) == f"a/b has no {quant}, but {there}"
+
+
+def test_a_repository_without_a_model_is_said_to_have_none() -> None:
+    with pytest.raises(FileNotFoundError, match="a/b has no model, and no other GGUF model"):
+        choose_files(ModelName("a/b"), ["model.safetensors", "mmproj-F16.gguf"])
+
+
+def test_each_model_has_a_name_that_means_its_files() -> None:
+    files = [*FILES, "n-Q4_K_M.gguf"]
+    for model in models_of(files).values():
+        assert choose_files(name_of("a/b", model, files), files) == model
