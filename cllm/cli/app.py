@@ -15,6 +15,7 @@ from cllm.cli.chat import chat
 from cllm.cli.demo import demo
 from cllm.cli.doctor import doctor
 from cllm.cli.generate import generate
+from cllm.cli.info import info
 from cllm.cli.pull import models, pull
 from cllm.cli.serve import serve
 
@@ -35,6 +36,7 @@ app.command()(doctor)
 app.command()(bench)
 app.command()(pull)
 app.command()(models)
+app.command()(info)
 
 
 def _print_version(wanted: bool) -> None:

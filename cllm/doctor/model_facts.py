@@ -1,0 +1,103 @@
+"""What a model's file says of it: what it is, what its template takes, how much memory it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cllm.bindings import Model
+from cllm.doctor.model_checks import check_vocabulary
+from cllm.doctor.template_check import check_chat_template
+from cllm.engine.config import EngineConfig
+from cllm.engine.llama.memory import kv_bytes
+from cllm.engine.llama.preflight import Preflight, model_files
+from cllm.memory import available_bytes
+
+N_CTX = (4096, 32768)  # beside what the model was trained for
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What is known of a model before it runs.
+
+    Attributes
+    ----------
+    n_bytes : int
+        Of its files.
+    chat, vocabulary, prefixes : str
+        In words.
+    kv_bytes : mapping
+        Of an F16 KV cache, by its cells.
+    available_bytes : int or None
+        Of memory, on this machine, now.
+    """
+
+    path: str
+    name: str
+    description: str
+    architecture: str
+    n_bytes: int
+    n_params: int
+    n_ctx_train: int
+    n_layer: int
+    n_embd: int
+    n_head: int
+    n_head_kv: int
+    vocabulary: str
+    chat: str
+    prefixes: str
+    kv_bytes: Mapping[int, int]
+    available_bytes: int | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def model_facts(path: Path, n_ctx: Iterable[int] = ()) -> ModelFacts:
+    """What is known of a model; loads it, mapped, without a context.
+
+    Parameters
+    ----------
+    n_ctx
+        Sizes of the KV cache that are wanted too.
+
+    Raises
+    ------
+    ModelLoadError
+        It cannot be used; where it ends a process, that is one of its own.
+    """
+    config = EngineConfig(model=path, preflight="unseen")
+    Preflight(config).run()
+    with Model(path, n_gpu_layers=0, use_extra_bufts=False) as model:
+        metadata = model.metadata
+        sizes = sorted({model.n_ctx_train, *(n for n in N_CTX if n < model.n_ctx_train), *n_ctx})
+        return ModelFacts(
+            path=str(path),
+            name=metadata.get("general.name", path.stem),
+            description=model.description,
+            architecture=metadata.get("general.architecture", ""),
+            n_bytes=sum(file.stat().st_size for file in model_files(config)),
+            n_params=model.n_params,
+            n_ctx_train=model.n_ctx_train,
+            n_layer=model.n_layer,
+            n_embd=model.n_embd,
+            n_head=model.n_head,
+            n_head_kv=model.n_head_kv,
+            vocabulary=check_vocabulary(model.vocab).text,
+            chat=check_chat_template(model).text,
+            prefixes=_prefixes(model),
+            kv_bytes={n: kv_bytes(EngineConfig(model=path, n_ctx=n, n_seq_max=1)) for n in sizes},
+            available_bytes=available_bytes(),
+        )
+
+
+def _prefixes(model: Model) -> str:
+    """What requests may share of their beginnings."""
+    if model.has_state:
+        return "not shared: its memory is a state for each sequence, not a cell for each token"
+    if model.n_swa:
+        return f"shared as whole sequences: it attends to a window of {model.n_swa:,} tokens"
+    return "shared"
