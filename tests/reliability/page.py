@@ -12,6 +12,7 @@ PAGE = ROOT / "docs" / "reliability.md"
 # The proofs in the order of the page, and what each is called there.
 PROOFS = {
     "fault_matrix": "Native calls that fail",
+    "fault_process": "Native calls that fail in the process of an engine",
     "hazards": "What libllama aborts on",
     "api_fuzz": "Any arguments, for the engine",
     "bindings_fuzz": "Any arguments, for the bindings",
