@@ -76,6 +76,7 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
         ("cllm.doctor", "cllm.bindings", "cllm.errors", "cllm.engine.chat"),
     ),
     ("cllm.doctor", ("cllm.doctor", "cllm.bindings", "cllm.checks", "cllm.errors", "cllm.memory")),
+    ("cllm.cli.app", ("cllm", "cllm.cli", "cllm.doctor")),
     ("cllm.cli.doctor", ("cllm", "cllm.cli", "cllm.doctor")),
     ("cllm.cli.info", ("cllm", "cllm.cli", "cllm.doctor")),
     ("cllm.cli.options", ("cllm", "cllm.cli", "cllm.hub")),

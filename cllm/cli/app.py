@@ -18,6 +18,7 @@ from cllm.cli.generate import generate
 from cllm.cli.info import info
 from cllm.cli.pull import models, pull
 from cllm.cli.serve import serve
+from cllm.doctor.installation import llama_version
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -41,7 +42,7 @@ app.command()(info)
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"cllm {version('cllm')}")
+        typer.echo(f"cllm {version('cllm')}, {llama_version()}")
         raise typer.Exit
 
 

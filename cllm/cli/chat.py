@@ -35,6 +35,7 @@ from cllm.cli.options import EngineFlags, SamplingFlags, text_or_file, with_flag
 from cllm.cli.terminal import (
     BOLD,
     DIM,
+    TOY,
     StandardOutput,
     complain,
     is_terminal,
@@ -99,6 +100,8 @@ class Chat:
         """Talk until the input ends, or Ctrl-C at the prompt."""
         if is_terminal(sys.stdin):
             note(f"{_name(self._engine)}, {self.history.n_ctx:,} tokens of context, /help for help")
+            if self._engine.config.model is None:
+                note(TOY)
         with anyio.open_signal_receiver(signal.SIGINT) as interrupts:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._obey, interrupts)

@@ -189,10 +189,28 @@ class Generation:
                 await self._out.write(submitted.as_json())
             else:
                 await self._print(submitted)
-            if submitted.error is not None:
+            if (problem := self._problem(submitted)) is not None:
                 is_right = False
-                complain(f"prompt {submitted.index + 1}: {submitted.error}")
+                complain(f"prompt {submitted.index + 1}: {problem}")
         return is_right
+
+    def _problem(self, submitted: Submitted) -> str | None:
+        """Why an output is not what was asked for; None if it is."""
+        completion, params = submitted.completion, self._params
+        if submitted.error is not None:
+            return str(submitted.error)
+        if completion is None or completion.finish_reason is not FinishReason.LENGTH:
+            return None
+        for name in ("json_schema", "regex", "grammar"):
+            if getattr(params, name) is not None:
+                n_tokens = completion.usage.n_output
+                why = (
+                    "--max-tokens"
+                    if completion.stop_reason == "max_tokens"
+                    else "the context is full"
+                )
+                return f"the output ends after {n_tokens} tokens ({why}) and is no whole {name}"
+        return None
 
     async def _print(self, submitted: Submitted) -> None:
         """Print one output as it comes, and end its last line."""

@@ -10,6 +10,7 @@ import typer
 
 from cllm import CllmError
 from cllm.cli.options import EngineFlags, with_flags
+from cllm.cli.terminal import TOY
 
 
 @with_flags
@@ -94,6 +95,8 @@ def serve(
             print(
                 f"cllm: {name} at {address} (docs at {address}/docs)", file=sys.stderr, flush=True
             )
+            if settings.model is None:
+                print(f"cllm: {TOY}", file=sys.stderr, flush=True)
 
         os.environ.pop("CLLM_API_KEY", None)
         return run(settings, config, listener, announce)

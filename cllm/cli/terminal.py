@@ -158,6 +158,12 @@ def progress_bar(is_wanted: bool) -> Iterator[Callable[[int, int | None, str], N
         )
 
 
+TOY = (
+    "the embedded model is a toy of 0.9 million parameters, made for tests; "
+    "-m FILE or -m hf:USER/REPO takes a real one"
+)
+
+
 @asynccontextmanager
 async def loaded(config: EngineConfig) -> AsyncIterator[Engine]:
     """An engine that serves; somebody who looks is told that the model is being loaded."""

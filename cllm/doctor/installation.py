@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cllm.bindings import library, system_info
+from cllm.bindings import find_library, library, system_info
 from cllm.doctor.findings import Check, Status
 from cllm.errors import AbiMismatchError, LibraryError
 from cllm.memory import available_bytes
@@ -46,6 +46,15 @@ def installation_checks() -> Iterator[Check]:
     yield check_cpu(record, _cpu_name(), system_info())
     if "amx" in record:
         yield check_amx(record)
+
+
+def llama_version() -> str:
+    """Which llama.cpp there is, in a few words, without loading it."""
+    try:
+        path, record = find_library()
+    except LibraryError:
+        return "no llama.cpp that it can use (cllm doctor says why)"
+    return f"llama.cpp {record.get('commit')} for {'any CPU' if record.get('portable') else 'this CPU'}, {path}"
 
 
 def check_build(record: dict[str, Any]) -> Check:

@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import cllm
 from cllm import EngineConfig
+from cllm.bindings import find_library
 from cllm.cli.app import app
 from cllm.cli.options import EngineFlags, options_table
+from cllm.engine.config import EMBEDDED_MODEL
 from cllm.server import logs, serving
-from tests.cli.children import run_cllm
+from tests.cli.children import CTRL_D, Terminal, run_cllm
 
 serving_listen = serving.listen
 PAGE = Path(__file__).parents[2] / "docs" / "server.md"
@@ -33,6 +36,33 @@ def test_a_command_that_there_is_not_is_wrong_usage_in_one_line() -> None:
     done = run_cllm("dance")
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(r"cllm: .*dance.*\n", done.stderr)
+
+
+def test_the_version_is_that_of_cllm_and_of_llama_cpp() -> None:
+    done = run_cllm("--version")
+    path, record = find_library()
+    assert done.returncode == 0
+    assert done.stdout.startswith(f"cllm {cllm.__version__}, llama.cpp {record['commit']} for ")
+    assert done.stdout.endswith(f" CPU, {path}\n")
+
+
+def test_without_a_library_the_version_says_so_and_where_to_look(tmp_path: Path) -> None:
+    done = run_cllm("--version", CLLM_LIBRARY=str(tmp_path / "libllama.so"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "no llama.cpp that it can use (cllm doctor says why)" in done.stdout
+
+
+def test_a_terminal_hears_that_the_embedded_model_is_a_toy_and_what_takes_a_real_one() -> None:
+    with Terminal("chat") as terminal:
+        terminal.until("is a toy of 0.9 million parameters")
+        terminal.until("-m hf:USER/REPO")
+        terminal.until("> ")
+        terminal.send(CTRL_D)
+        assert terminal.exit_code() == 0
+    with Terminal("chat", "-m", str(EMBEDDED_MODEL)) as terminal:
+        assert "toy" not in terminal.until("> ")
+        terminal.send(CTRL_D)
+        assert terminal.exit_code() == 0
 
 
 @pytest.mark.parametrize("command", ["generate", "serve"])

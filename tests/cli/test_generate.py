@@ -33,6 +33,32 @@ def test_one_prompt_prints_its_output_and_nothing_else() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "你好 🙂\n", "")
 
 
+@pytest.mark.parametrize(
+    ("constraint", "name"),
+    [
+        (("--json-schema", '{"type": "string", "minLength": 99}'), "json_schema"),
+        (("--regex", "[a-z]{99}"), "regex"),
+        (("--grammar", "root ::= [a-z] [a-z] root | [.]"), "grammar"),
+    ],
+)
+def test_a_constrained_output_that_was_cut_is_an_error(
+    constraint: tuple[str, str], name: str
+) -> None:
+    done = run_cllm("generate", *constraint, "-n", "5", "one", "two", *GREEDY)
+    assert done.returncode == 1
+    assert done.stdout.count("\n") == 2
+    assert done.stderr == "".join(
+        f"cllm: prompt {number}: the output ends after 5 tokens (--max-tokens) and is no whole {name}\n"
+        for number in (1, 2)
+    )
+
+
+def test_a_constrained_output_that_is_whole_and_a_free_one_that_was_cut_are_none() -> None:
+    for options in (("--regex", "[a-z]{5}"), ("-n", "2")):
+        done = run_cllm("generate", *options, "count:1..9", *GREEDY)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_outputs_come_in_the_order_of_the_prompts_not_of_their_ends() -> None:
     done = run_cllm("generate", "count:1..60", "1+1=", "reverse:streams", *GREEDY)
     numbers = " ".join(map(str, range(1, 61)))
@@ -302,6 +328,9 @@ def test_every_option_is_a_field_of_what_it_becomes() -> None:
 
 def test_what_is_not_given_is_left_to_the_engine() -> None:
     assert SamplingFlags().params() == SamplingParams()
-    assert EngineFlags(model="m").config() == EngineConfig(model="m")
+    assert EngineFlags(model="m").config() == EngineConfig(model="m", n_ctx="auto")
+    assert EngineFlags(n_ctx=512).config() == EngineConfig(
+        n_ctx=512, n_threads=1, n_threads_batch=1
+    )
     given = EngineFlags(n_ctx=512, threads=3).config(n_ctx=64, n_seq_max=2)
     assert given == EngineConfig(n_ctx=512, n_seq_max=2, n_threads=3, n_threads_batch=3)
