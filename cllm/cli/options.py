@@ -64,8 +64,9 @@ class EngineFlags:
     n_ctx: Annotated[
         int | None,
         _engine(
-            "KV cells in all, shared by the requests; 0: as the model was trained.",
-            "-c", "--n-ctx", default=_ENGINE.n_ctx,
+            "KV cells in all, shared by the requests; 0: what the model was trained for. By default "
+            "that as far as memory allows, and at least 4096.",
+            "-c", "--n-ctx",
         ),
     ] = None  # fmt: skip
     n_seq_max: Annotated[int | None, _engine("Requests that run at once.", "--n-seq-max")] = None
@@ -227,6 +228,7 @@ class EngineFlags:
         # The embedded model is too small to share between threads.
         threads = given.pop("threads", None if given.keys() & {"model", "hf"} else 1)
         options: dict[str, object] = {
+            "n_ctx": "auto",
             **defaults,
             "n_threads": threads,
             "n_threads_batch": given.pop("threads_batch", threads),

@@ -16,6 +16,7 @@ from cllm.errors import InvalidArgumentError
 N_SEQ_IDS = 256  # LLAMA_MAX_SEQ: all that libllama has
 AUTO: Final = "auto"
 NGRAM: Final = "ngram"
+N_CTX = 4096
 N_CACHED_IDS = 16  # of the prefix cache, at the most
 
 UNSEEN: Final = "unseen"
@@ -25,7 +26,7 @@ EMBEDDED_MODEL = Path(__file__).parent.parent / "models" / "cllm-tiny.gguf"
 class EngineOptions(TypedDict, total=False):
     """The fields of `EngineConfig`, except the model, as keyword arguments."""
 
-    n_ctx: int
+    n_ctx: int | Literal["auto"]
     n_seq_max: int
     n_batch: int
     n_ubatch: int
@@ -76,7 +77,8 @@ class EngineConfig:
         A GGUF file, or its name (`hf:user/repo:quant`), which an engine replaces by the file when it is
         entered; None is the embedded model.
     n_ctx : int
-        KV cells in all, shared by the sequences; 0 takes the model's training length.
+        KV cells in all, shared by the sequences; 0 takes the model's training length, "auto" that
+        where memory allows it, and at least 4096, the default.
     n_seq_max : int
         Running sequences, 1 to 255; 256 without prefix cache.
     n_batch, n_ubatch : int
@@ -160,7 +162,7 @@ class EngineConfig:
     """
 
     model: str | Path | None = None
-    n_ctx: int = 4096
+    n_ctx: int | Literal["auto"] = N_CTX
     n_seq_max: int = 16
     n_batch: int = 512
     n_ubatch: int = 512
@@ -203,8 +205,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_bool("prefix_cache", self.prefix_cache)
         check_int("n_seq_max", self.n_seq_max, 1, 255 if self.prefix_cache else 256)
-        check_int("n_ctx", self.n_ctx, 0, 1 << 26)
-        if 0 < self.n_ctx < self.n_seq_max:
+        if self.n_ctx != AUTO:
+            check_int("n_ctx", self.n_ctx, 0, 1 << 26)
+        if 0 < self.n_cells < self.n_seq_max:
             raise InvalidArgumentError(
                 "n_ctx", self.n_ctx, f"0 or at least n_seq_max ({self.n_seq_max})"
             )
@@ -268,6 +271,11 @@ class EngineConfig:
         return json.dumps({f.name: getattr(self, f.name) for f in fields(self)}, default=_plain)
 
     @property
+    def n_cells(self) -> int:
+        """`n_ctx` as a number; 0 where the model decides."""
+        return 0 if self.n_ctx == AUTO else self.n_ctx
+
+    @property
     def model_path(self) -> Path:
         """The file to load."""
         return EMBEDDED_MODEL if self.model is None else Path(self.model)
@@ -320,7 +328,7 @@ class EngineConfig:
             return KVLayout(True, n_unified) if self.kv_unified else KVLayout(False, n_running)
         if self.deterministic:
             return KVLayout(False, n_running)
-        n_whole = self.n_ctx // n_ctx_train if n_ctx_train else 0
+        n_whole = self.n_cells // n_ctx_train if n_ctx_train else 0
         # Who scales positions wants more of them than the model was trained for.
         if has_state or self._scales_positions or n_whole < n_running + bool(n_cached):
             return KVLayout(True, n_unified)

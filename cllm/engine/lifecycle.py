@@ -6,6 +6,7 @@ through the inbox, and what it did arrives in the dispatcher, once per tick.
 
 from __future__ import annotations
 
+import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,11 +19,12 @@ from typing import ClassVar, Self, Unpack
 import anyio
 
 from cllm.bindings import fork_generation
-from cllm.engine.config import EngineConfig, EngineOptions, check_known, config_from
+from cllm.engine.config import AUTO, EngineConfig, EngineOptions, check_known, config_from
 from cllm.engine.core.messages import ClearPrefixCache, SlotInfo
 from cllm.engine.core.statistics import EngineStatistics
 from cllm.engine.health import EngineStatus, Health, Restart, check_serving, health_of
 from cllm.engine.llama.backend import LlamaBackend
+from cllm.engine.llama.memory import choose_n_ctx
 from cllm.engine.loop.loop_guard import LoopGuard
 from cllm.engine.parts import Parts, start_parts
 from cllm.engine.request import ModelInfo
@@ -38,6 +40,8 @@ from cllm.errors import (
 )
 from cllm.hub.download import find_model
 from cllm.hub.names import is_name
+
+logger = logging.getLogger("cllm.engine")
 
 
 class Lifecycle:
@@ -82,7 +86,7 @@ class Lifecycle:
             raise ClosedError("an engine can be entered once")
         self._status, self._generation = EngineStatus.STARTING, fork_generation()
         try:
-            self.config = await _with_files(self.config)
+            self.config = await _resolved(self.config)
             if self._is_closed:
                 raise ClosedError("the engine was closed while its model was downloaded")
             self._entered = self._start(self.config, self._make_backend(self.config))
@@ -229,7 +233,7 @@ class Lifecycle:
             raise anyio.BusyResourceError("reloading")
         self._is_reloading = True
         try:
-            await self._replace(await _with_files(config))
+            await self._replace(await _resolved(config))
         finally:
             self._is_reloading = False
 
@@ -391,12 +395,17 @@ def _stop_leaked(hosts: list[EngineHost], name: str, generation: int) -> None:
         warnings.warn(message, ResourceWarning, stacklevel=2)
 
 
-async def _with_files(config: EngineConfig) -> EngineConfig:
-    """The same with files in place of names, which are downloaded if they are not here."""
+async def _resolved(config: EngineConfig) -> EngineConfig:
+    """The same with files in place of names, which are downloaded if they are not here, and a number of cells."""
     model, speculation = [
         await anyio.to_thread.run_sync(find_model, given, abandon_on_cancel=True)
         if is_name(given)
         else given
         for given in (config.model, config.speculation)
     ]
-    return replace(config, model=model, speculation=speculation)
+    config = replace(config, model=model, speculation=speculation)
+    if config.n_ctx == AUTO:
+        n_ctx, why = await anyio.to_thread.run_sync(choose_n_ctx, config)
+        logger.info("%s", why)
+        config = replace(config, n_ctx=n_ctx)
+    return config

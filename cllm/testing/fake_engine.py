@@ -172,7 +172,7 @@ class FakeEngine(Engine):
 def _decoder_of(config: EngineConfig, **options: Any) -> FakeDecoder:
     kv_unified, n_seq_ids = config.kv_layout(N_CTX_TRAIN)
     return FakeDecoder(
-        n_ctx=max(config.n_ctx or N_CTX_TRAIN, n_seq_ids),
+        n_ctx=max(config.n_cells or N_CTX_TRAIN, n_seq_ids),
         n_seq_max=n_seq_ids,
         n_batch=config.n_batch,
         kv_unified=kv_unified,

@@ -68,7 +68,7 @@ def test_a_terminal_hears_that_the_embedded_model_is_a_toy_and_what_takes_a_real
 @pytest.mark.parametrize("command", ["generate", "serve"])
 def test_defaults_are_shown_as_they_are_typed(command: str) -> None:
     shown = " ".join(re.sub(r"[│\s]+", " ", run_cllm(command, "--help").stdout).split())
-    assert "[default: 4096]" in shown
+    assert "[default: 256]" in shown
     assert "default: (" not in shown
 
 

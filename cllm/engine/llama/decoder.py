@@ -126,7 +126,7 @@ def make_context(
     type_k, type_v = config.kv_types
     context = Context(
         model,
-        n_ctx=max(config.n_ctx, n_seq_ids) if config.n_ctx else 0,
+        n_ctx=max(config.n_cells, n_seq_ids) if config.n_cells else 0,
         n_batch=n_batch,
         n_ubatch=config.n_ubatch,
         n_seq_max=n_seq_ids,

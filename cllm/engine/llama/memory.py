@@ -1,16 +1,19 @@
-"""Whether another model fits into memory beside the present one: an estimate, before anything is loaded."""
+"""What of a model fits into memory: estimates, before anything is loaded."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from cllm.engine.config import EngineConfig
+from cllm.bindings import library
+from cllm.engine.config import N_CTX, EngineConfig
 from cllm.engine.llama.gguf_header import read_header
 from cllm.engine.llama.preflight import model_files
 from cllm.errors import ModelLoadError
 from cllm.memory import available_bytes
 
 MIB = 1 << 20
+N_STEP = 256  # cells of a share are a multiple of this
 # Of a number in the KV cache; quantized ones with their scales.
 KV_BYTES = {
     "f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32, "q5_1": 24 / 32, "q5_0": 22 / 32,
@@ -67,8 +70,50 @@ def kv_bytes(config: EngineConfig) -> int:
     type_k, type_v = config.kv_types
     each = number("attention.key_length", head) * KV_BYTES.get(type_k, 1.0)
     each += number("attention.value_length", head) * KV_BYTES.get(type_v, 1.0)
-    n_cells = config.n_ctx or number("context_length")
+    n_cells = config.n_cells or number("context_length")
     return int(n_head_kv * each * min(n_cells, number("attention.sliding_window", n_cells)))
+
+
+def choose_n_ctx(config: EngineConfig) -> tuple[int, str]:
+    """`n_ctx` of a configuration that has "auto" there: what the model was trained for, if memory allows it.
+
+    Where each sequence has cells of its own, for each of them.  What the KV cache may take is half of
+    what is left beside the weights.  On a GPU nobody says how much room there is: it stays with the default.
+
+    Returns
+    -------
+    (int, str)
+        The number, and why it is that, in words.
+    """
+    n_trained = _n_trained(config)
+    n_shares = config.n_seq_max if config.deterministic or config.kv_unified is False else 1
+    n_wanted = max(N_CTX, n_trained * n_shares)
+    available = None if _is_on_gpu(config) else available_bytes()
+    if not n_trained or available is None:
+        return N_CTX, f"{N_CTX:,} tokens of context (-c takes more)"
+    n_weights = sum(file.stat().st_size for file in model_files(config) if file.exists())
+    n_bytes = kv_bytes(replace(config, n_ctx=n_wanted))
+    n_allowed = (available - n_weights) // 2
+    if n_bytes <= n_allowed:
+        return n_wanted, f"{n_wanted:,} tokens of context, {n_bytes / MIB:,.0f} MiB"
+    step = N_STEP * n_shares
+    n_fitting = n_wanted * max(0, n_allowed) // n_bytes // step * step
+    n_ctx = min(n_wanted, max(N_CTX, n_fitting))
+    return n_ctx, (
+        f"{n_ctx:,} tokens of context: {n_wanted:,} would take {n_bytes / MIB:,.0f} MiB, "
+        f"and {available / MIB:,.0f} are available (-c takes more)"
+    )
+
+
+def _n_trained(config: EngineConfig) -> int:
+    """What a model was trained for, as its file says; 0: it does not."""
+    known = read_header(config.model_path)
+    value = known.get(f"{known.get('general.architecture', '')}.context_length")
+    return value if isinstance(value, int) else 0
+
+
+def _is_on_gpu(config: EngineConfig) -> bool:
+    return config.n_gpu_layers != 0 and bool(library().llama_supports_gpu_offload())
 
 
 def _identity(file: Path) -> tuple[int, int] | Path:

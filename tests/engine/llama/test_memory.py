@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from cllm import memory
-from cllm.engine.config import EngineConfig
+from cllm import Engine, memory
+from cllm.engine.config import EMBEDDED_MODEL, N_CTX, EngineConfig
 from cllm.engine.llama.gguf_header import read_header
-from cllm.engine.llama.memory import kv_bytes
+from cllm.engine.llama.memory import choose_n_ctx, kv_bytes
+from tests.conftest import QUIET
 from tools import make_model
 
 
@@ -105,3 +106,59 @@ def test_where_nobody_says_it_is_not_known(tmp_path: Path, monkeypatch: pytest.M
     assert memory.available_bytes() is None
     put(tmp_path, monkeypatch, meminfo="MemAvailable:\n", memory_max="many")
     assert memory.available_bytes() is None
+
+
+# --- How many cells ------------------------------------------------------------------------------
+N_TRAINED = 2048  # the embedded model
+
+
+def with_memory(monkeypatch: pytest.MonkeyPatch, n_cells: float | None) -> None:
+    """So much is available as the KV cache of so many cells may be half of."""
+    config = EngineConfig(n_ctx=1024)
+    n_bytes = None
+    if n_cells is not None:
+        n_weights = EMBEDDED_MODEL.stat().st_size
+        n_bytes = n_weights + 2 * int(kv_bytes(config) / 1024 * n_cells)
+    monkeypatch.setattr("cllm.engine.llama.memory.available_bytes", lambda: n_bytes)
+
+
+@pytest.mark.parametrize(
+    ("n_allowed", "options", "n_ctx", "told"),
+    [
+        (1e6, {}, N_CTX, "4,096 tokens of context, "),
+        (1e6, {"kv_unified": False, "n_seq_max": 8}, 8 * N_TRAINED, "16,384 tokens of context, "),
+        (1e6, {"deterministic": True, "n_seq_max": 8}, 8 * N_TRAINED, "16,384 tokens of context, "),
+        (9000, {"kv_unified": False, "n_seq_max": 8}, 8192, "16,384 would take 32 MiB"),
+        (100, {"kv_unified": False, "n_seq_max": 8}, N_CTX, "16,384 would take 32 MiB"),
+        (-100, {"kv_unified": False, "n_seq_max": 8}, N_CTX, "16,384 would take 32 MiB"),
+        (None, {"kv_unified": False, "n_seq_max": 8}, N_CTX, "-c takes more"),
+    ],
+)
+def test_auto_is_what_the_model_was_trained_for_where_memory_allows_it(
+    n_allowed: float | None,
+    options: Any,
+    n_ctx: int,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with_memory(monkeypatch, n_allowed)
+    chosen, why = choose_n_ctx(EngineConfig(n_ctx="auto", **options))
+    assert chosen == n_ctx
+    assert told in why
+
+
+def test_a_file_that_does_not_say_what_it_was_trained_for_gets_the_default(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"no model")
+    assert choose_n_ctx(EngineConfig(model=path, n_ctx="auto"))[0] == N_CTX
+
+
+@pytest.mark.anyio
+async def test_an_engine_has_a_number_in_its_place(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with_memory(monkeypatch, 9000)
+    caplog.set_level("INFO", "cllm.engine")
+    async with Engine(n_ctx="auto", kv_unified=False, n_seq_max=8, **QUIET) as engine:
+        assert engine.config.n_ctx == engine.model.n_ctx * 8 == 8192
+    assert "tokens of context: 16,384 would take" in caplog.text
