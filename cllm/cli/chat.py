@@ -30,6 +30,7 @@ from cllm import (
     SamplingParams,
     TokenStream,
 )
+from cllm.cli.chat_commands import ChatCommands
 from cllm.cli.history import History, Message, Messages, Turn
 from cllm.cli.options import EngineFlags, SamplingFlags, text_or_file, with_flags
 from cllm.cli.terminal import (
@@ -52,14 +53,7 @@ MAX_ROUNDS = 16
 with suppress(ImportError):  # Python may be built without; then `input` has no editing
     import readline  # noqa: F401
 
-HELP = """\
-/reset   forget the whole chat
-/undo    take back the last message and its answer
-/stats   how long the chat is, and how fast it goes
-/help    this
-//text   say "/text"
-Ctrl-C   stop the answer; at the prompt, leave
-Ctrl-D   leave"""
+SEVERAL_LINES = '"""'  # begins a message of several lines, and ends it
 
 
 class Chat:
@@ -68,6 +62,10 @@ class Chat:
     Attributes
     ----------
     history : History
+    params : SamplingParams
+        Of the next answers.
+    attached : list of str
+        What goes before the next message.
     has_failed : bool
         Whether a message could not be answered.
     """
@@ -88,8 +86,10 @@ class Chat:
         # Beyond the context of its training a model goes on, but not sensibly.
         n_ctx = min(engine.model.n_ctx, engine.model.n_ctx_train)
         self._engine = engine
-        self._params = params
+        self.params = params
         self.history = History(system, n_ctx=n_ctx, n_answer_max=params.max_tokens)
+        self.attached: list[str] = []
+        self._commands = ChatCommands(self)
         self._out = out
         self._last: Completion | None = None
         self._stream: TokenStream | None = None
@@ -105,8 +105,8 @@ class Chat:
         with anyio.open_signal_receiver(signal.SIGINT) as interrupts:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._obey, interrupts)
-                while (line := _ask()) is not None:
-                    await self._take(line.strip())
+                while not self._commands.has_ended and (message := _ask_message()) is not None:
+                    await self._take(message.strip())
                 tasks.cancel_scope.cancel()
 
     async def _obey(self, interrupts: AsyncIterator[signal.Signals]) -> None:
@@ -124,19 +124,10 @@ class Chat:
         """Do what a line says."""
         if not line.startswith("/") or line.startswith("//"):
             if line:
-                await self.answer(line.removeprefix("/"))
-        elif line == "/reset":
-            self.history.reset()
-            note("A new chat.")
-        elif line == "/undo":
-            turn = self.history.undo()
-            note("There is nothing to undo." if turn is None else f"Taken back: {turn.message}")
-        elif line == "/stats":
-            note(self._statistics())
-        elif line == "/help":
-            note(HELP)
+                attached, self.attached = "".join(self.attached), []
+                await self.answer(attached + line.removeprefix("/"))
         else:
-            complain(f"there is no command {line.split()[0]}, see /help")
+            await self._commands.obey(line)
 
     # --- Answers -----------------------------------------------------------------------------
     async def answer(self, message: str) -> None:
@@ -144,7 +135,7 @@ class Chat:
         self._is_stopped = False
         try:
             turns = await self.history.fitting(
-                message, count=self._count, count_prompt=self._count_prompt
+                message, count=self.count, count_prompt=self.count_prompt
             )
             while not await self._answer_after(turns, message):
                 turns = turns[1:]
@@ -157,7 +148,7 @@ class Chat:
         said: list[Message] = []
         for _ in range(MAX_ROUNDS):
             messages = [*self.history.messages(turns, message), *said]
-            stream = self._engine.stream_chat(messages, self._params, **self._options)
+            stream = self._engine.stream_chat(messages, self.params, **self._options)
             try:
                 async with self._opened(stream):
                     if not said and (n_dropped := self.history.keep(turns)):
@@ -213,7 +204,8 @@ class Chat:
         if completion.stop_reason == "context":
             note("The context is full: the answer ends here.")
         if is_stopped or self._out.is_terminal:
-            note(("stopped: " if is_stopped else "") + _pace(completion))
+            told = f"{_name(self._engine)}: {_pace(completion)}"
+            note(f"stopped: {told}" if is_stopped else told)
 
     @asynccontextmanager
     async def _opened(self, stream: TokenStream) -> AsyncIterator[TokenStream]:
@@ -227,10 +219,16 @@ class Chat:
         finally:
             self._stream = None
 
-    async def _count(self, text: str) -> int:
+    async def count(self, text: str) -> int:
+        """Tokens of a text."""
         return len(await self._engine.tokenize(text, add_special=False))
 
-    async def _count_prompt(self, messages: Messages) -> int:
+    async def tokenize(self, text: str) -> list[tuple[int, str]]:
+        """The tokens of a text, and each as text."""
+        tokens = await self._engine.tokenize(text, add_special=False)
+        return [(token, await self._engine.detokenize([token])) for token in tokens]
+
+    async def count_prompt(self, messages: Messages) -> int:
         """Tokens of a prompt.  It gets computed, which is not lost: the next one begins with it."""
         try:
             asked = self._engine.stream_chat(messages, max_tokens=1, **self._options)
@@ -239,7 +237,8 @@ class Chat:
         except PromptTooLongError as error:
             return error.n_prompt
 
-    def _statistics(self) -> str:
+    def statistics(self) -> str:
+        """How long the chat is, and how the last answer went."""
         history = self.history
         # The last token of an answer that fills the context has no cell any more.
         n_tokens = min(history.n_tokens, history.n_ctx)
@@ -271,7 +270,21 @@ def _pace(completion: Completion) -> str:
     return ", ".join(parts)
 
 
-def _ask() -> str | None:
+def _ask_message() -> str | None:
+    """The next message, or None: a line, or what is between two lines with three quotes."""
+    line = _ask()
+    if line is None or not line.lstrip().startswith(SEVERAL_LINES):
+        return line
+    lines = [line.lstrip().removeprefix(SEVERAL_LINES)]
+    while not lines[-1].rstrip().endswith(SEVERAL_LINES):
+        if (line := _ask("… ")) is None:
+            return None
+        lines.append(line)
+    lines[-1] = lines[-1].rstrip().removesuffix(SEVERAL_LINES)
+    return "\n".join(lines)
+
+
+def _ask(prompt: str = "> ") -> str | None:
     """The next line, or None at the end of the input or on Ctrl-C.
 
     Blocks the event loop, which has nothing else to do: an answer has ended before this is called,
@@ -284,9 +297,9 @@ def _ask() -> str | None:
         if not is_terminal(sys.stdin):
             return input()
         if not is_terminal(sys.stdout):
-            print("> ", end="", file=sys.stderr, flush=True)
+            print(prompt, end="", file=sys.stderr, flush=True)
             return input()
-        prompt = styled("> ", BOLD, sys.stdout)
+        prompt = styled(prompt, BOLD, sys.stdout)
         if "readline" in sys.modules:  # it has to know what takes no room
             prompt = re.sub("(\x1b.*?m)", "\x01\\1\x02", prompt)
         return input(prompt)

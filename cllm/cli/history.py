@@ -53,12 +53,13 @@ class History:
     Attributes
     ----------
     turns : list of Turn
+    system : str or None
     """
 
     def __init__(self, system: str | None, *, n_ctx: int, n_answer_max: int | None) -> None:
         self.turns: list[Turn] = []
         self.n_ctx = n_ctx
-        self._system = system
+        self.system = system
         n_spare = max(1, n_ctx // 4)
         self._n_for_answer = n_spare if n_answer_max is None else min(n_spare, n_answer_max)
 
@@ -70,14 +71,18 @@ class History:
         """
         return self.turns[-1].n_tokens if self.turns else 0
 
-    def messages(self, turns: Sequence[Turn], message: str) -> Messages:
+    def messages(self, turns: Sequence[Turn], message: str | None) -> Messages:
         """These turns and one more message, as the engine takes them."""
         messages: Messages = []
-        if self._system is not None:
-            messages.append({"role": "system", "content": self._system})
+        if self.system is not None:
+            messages.append({"role": "system", "content": self.system})
         for turn in turns:
             messages += [{"role": "user", "content": turn.message}, *turn.said]
-        return [*messages, {"role": "user", "content": message}]
+        return messages if message is None else [*messages, {"role": "user", "content": message}]
+
+    def all_messages(self) -> Messages:
+        """What was said."""
+        return self.messages(self.turns, None)
 
     async def fitting(
         self,
@@ -124,3 +129,26 @@ class History:
     def reset(self) -> None:
         """Forget everything but the system message."""
         self.turns.clear()
+
+
+def turns_of(messages: Messages) -> tuple[str | None, list[Turn]]:
+    """What the model is told first, and the turns of a chat; how many tokens they have is not known.
+
+    Raises
+    ------
+    ValueError
+        They are no chat that ends with an answer.
+    """
+    rest, turns, system = list(messages), list[Turn](), None
+    if rest and rest[0]["role"] == "system":
+        system = str(rest.pop(0)["content"])
+    while rest:
+        first, said = rest.pop(0), list[Message]()
+        if first["role"] != "user" or not isinstance(first["content"], str):
+            raise ValueError("a turn begins with a text of the user's")
+        while rest and rest[0]["role"] in ("assistant", "tool"):
+            said.append(rest.pop(0))
+        if not said or said[-1]["role"] != "assistant":
+            raise ValueError("a message has no answer")
+        turns.append(Turn(first["content"], tuple(said), n_tokens=0))
+    return system, turns

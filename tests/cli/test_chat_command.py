@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from cllm import Engine, EngineConfig, SamplingParams
 from cllm.cli.chat import Chat
+from cllm.cli.chat_commands import ChatCommands
 from cllm.cli.history import History, Messages, Turn
 from cllm.cli.terminal import StandardOutput
 from tests.cli.children import BACKSPACE, CTRL_C, CTRL_D, ENDLESS, Terminal, run_cllm
@@ -37,8 +41,117 @@ def test_commands_look_at_the_chat_and_change_it() -> None:
 
 def test_help_names_every_command() -> None:
     done = run_cllm("chat", input="/help")
-    assert all(f"/{name}" in done.stderr for name in ("reset", "undo", "stats", "help"))
+    named = set(re.findall(r"^/(\w+) ", done.stderr, re.MULTILINE))
+    assert named == set(ChatCommands(cast(Any, None))._commands)
     assert done.stdout == ""
+
+
+def test_a_word_leaves() -> None:
+    done = run_cllm("chat", *GREEDY, input="1+1=\n/bye\n2+2=\n")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", "")
+
+
+def test_a_message_can_have_several_lines(tmp_path: Path) -> None:
+    path = tmp_path / "chat.json"
+    lines = ['"""repeat:one', "two", '"""', '"""1+1="""', f"/save {path}"]
+    done = run_cllm("chat", *GREEDY, input="\n".join(lines))
+    assert done.stdout.endswith("2\n")
+    messages = json.loads(path.read_text())["messages"]
+    assert [m["content"] for m in messages[::2]] == ["repeat:one\ntwo", "1+1="]
+
+
+def test_the_last_message_is_answered_once_more_with_other_draws() -> None:
+    at_random = ["/set temperature 50", "/set min_p 0", "/set top_p 1", "/set top_k 0"]
+    lines = [*at_random, "/set seed 1", "tell me", "/regen", "/stats"]
+    done = run_cllm("chat", "--max-tokens", "20", "--ignore-eos", input="\n".join(lines))
+    assert "1 turn," in done.stderr
+    again = run_cllm("chat", "--max-tokens", "20", "--ignore-eos", input="\n".join(lines))
+    assert done.stdout[:8] == again.stdout[:8]
+    assert done.stdout != again.stdout
+    assert "There is no answer yet." in run_cllm("chat", input="/regen").stderr
+
+
+def test_what_is_set_holds_for_the_next_answers() -> None:
+    lines = [
+        "count:1..9",
+        "/set max_tokens 3",
+        "count:1..9",
+        "/set",
+        "/set max_tokens null",
+        "count:1..9",
+    ]
+    done = run_cllm("chat", *GREEDY, input="\n".join(lines))
+    assert done.stdout == "1 2 3 4 5 6 7 8 9\n1 2\n1 2 3 4 5 6 7 8 9\n"
+    assert done.stderr.splitlines() == [
+        "max_tokens = 3", "max_tokens = 3", "temperature = 0.0", "max_tokens = None",
+    ]  # fmt: skip
+
+
+def test_what_a_command_cannot_do_is_one_line_and_the_chat_goes_on() -> None:
+    problems = {
+        "/set nope 1": "there is no parameter nope",
+        "/set top_p 2": "top_p is 2",
+        "/set top_p x": "top_p",
+        "/undo it": "/undo takes nothing after it",
+        "/file /nowhere/x": "cannot read /nowhere/x: No such file",
+        "/load pyproject.toml": "pyproject.toml is no chat",
+        "/load": "cannot read",
+        "/save /nowhere/x": "cannot write /nowhere/x: No such file",
+        "/save": "cannot write a file",
+    }
+    done = run_cllm("chat", *GREEDY, input="\n".join([*problems, "1+1="]))
+    assert (done.returncode, done.stdout) == (0, "2\n")
+    for line, problem in zip(done.stderr.splitlines(), problems.values(), strict=True):
+        assert line.startswith("cllm: ")
+        assert problem in line
+
+
+def test_a_saved_chat_is_messages_and_goes_on_elsewhere(tmp_path: Path) -> None:
+    path = tmp_path / "chat.json"
+    lines = ["/system Count.", "1+1=", "2+2=", f"/save {path}"]
+    run_cllm("chat", *GREEDY, input="\n".join(lines))
+    messages = json.loads(path.read_text())["messages"]
+    assert [(m["role"], m["content"]) for m in messages] == [
+        ("system", "Count."), ("user", "1+1="), ("assistant", "2"), ("user", "2+2="), ("assistant", "4"),
+    ]  # fmt: skip
+    done = run_cllm("chat", *GREEDY, input=f"/load {path}\n3+3=\n/stats\n/undo\n/undo\n/stats")
+    assert done.stdout == "6\n"
+    assert re.match(r"2 turns, \d\d+ tokens\n3 turns, \d\d+ of ", done.stderr), done.stderr
+    assert "Taken back: 2+2=" in done.stderr
+
+
+def test_what_is_no_chat_leaves_the_present_one(tmp_path: Path) -> None:
+    texts = (
+        '{"messages": [{"role": "user", "content": "x"}]}',
+        '{"messages": [{"role": "assistant", "content": "x"}]}',
+        '{"messages": [{"role": "user", "content": ["x"]}, {"role": "assistant", "content": "x"}]}',
+        '{"messages": 3}',
+        "[]",
+        "x",
+    )
+    paths = [tmp_path / str(number) for number in range(len(texts))]
+    for path, text in zip(paths, texts, strict=True):
+        path.write_text(text)
+    loads = [f"/load {path}" for path in paths]
+    done = run_cllm("chat", *GREEDY, input="\n".join(["1+1=", *loads, "/stats"]))
+    assert done.stderr.count("is no chat: ") == len(texts)
+    assert "1 turn," in done.stderr
+
+
+def test_a_file_goes_before_the_next_message(tmp_path: Path) -> None:
+    path, saved = tmp_path / "notes.txt", tmp_path / "chat.json"
+    path.write_text("one\ntwo\n")
+    lines = [f"/file {path}", "1+1=", "2+2=", f"/save {saved}"]
+    done = run_cllm("chat", *GREEDY, input="\n".join(lines))
+    assert done.stderr.startswith("8 tokens, before the next message.\n")
+    messages = json.loads(saved.read_text())["messages"]
+    assert messages[0]["content"] == "notes.txt:\none\ntwo\n\n1+1="
+    assert messages[2]["content"] == "2+2="
+
+
+def test_tokens_are_shown_with_their_text() -> None:
+    done = run_cllm("chat", input="/tokens ab\n/tokens")
+    assert done.stderr == "2 tokens: 'a':97 'b':98\n0 tokens\n"
 
 
 def test_a_command_that_does_not_exist_is_said_and_the_chat_goes_on() -> None:

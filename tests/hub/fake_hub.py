@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Event, Thread
@@ -140,7 +140,8 @@ class _Handler(BaseHTTPRequestHandler):
             data = data[: self.hub.cut_after.pop(0)]
         if is_file and self.hub.stops_after is not None:
             data = data[: self.hub.stops_after]
-        self.wfile.write(data)
+        with suppress(ConnectionError):  # the client has gone
+            self.wfile.write(data)
         if is_file and self.hub.stops_after is not None:
             self.wfile.flush()
             self.hub.has_stopped.set()

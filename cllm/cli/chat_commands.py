@@ -1,0 +1,199 @@
+"""What a line that begins with a slash does in a chat."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cllm import InvalidRequestError, SamplingParams
+from cllm.cli.history import turns_of
+from cllm.cli.terminal import complain, note, visible
+
+if TYPE_CHECKING:
+    from cllm.cli.chat import Chat
+
+N_SHOWN = 64  # tokens of /tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCommand:
+    """One of them.
+
+    Attributes
+    ----------
+    obey : callable
+        Takes what follows its name.
+    """
+
+    arguments: str
+    help: str
+    obey: Callable[[str], Awaitable[None]]
+
+
+class ChatCommands:
+    """The commands of a chat, by name.  Event loop only.
+
+    Attributes
+    ----------
+    has_ended : bool
+        Somebody wants to leave.
+    """
+
+    def __init__(self, chat: Chat) -> None:
+        self._chat = chat
+        self.has_ended = False
+        leave = ChatCommand("", "leave; so do /quit, /bye and Ctrl-D", self._exit)
+        self._commands = {
+            "regen": ChatCommand("", "answer the last message once more", self._regen),
+            "undo": ChatCommand("", "take back the last message and its answer", self._undo),
+            "reset": ChatCommand("", "forget the whole chat", self._reset),
+            "system": ChatCommand(
+                "TEXT", "tell the model this first; none: forget it", self._system
+            ),
+            "set": ChatCommand("NAME VALUE", "change how is sampled; none: what is set", self._set),
+            "file": ChatCommand("PATH", "put a text file before the next message", self._file),
+            "save": ChatCommand("PATH", "write the chat to a file, as JSON", self._save),
+            "load": ChatCommand("PATH", "go on with a chat that was saved", self._load),
+            "tokens": ChatCommand("TEXT", "what the model sees of a text", self._tokens),
+            "stats": ChatCommand("", "how long the chat is, and how fast it goes", self._stats),
+            "help": ChatCommand("", "this", self._help),
+            "exit": leave,
+        }
+        self._by_name = self._commands | {"quit": leave, "bye": leave}
+
+    async def obey(self, line: str) -> None:
+        """Do what a line says, which begins with a slash."""
+        name, _, rest = line[1:].partition(" ")
+        command = self._by_name.get(name)
+        if command is None:
+            complain(f"there is no command /{name}, see /help")
+        elif bool(rest.strip()) and not command.arguments:
+            complain(f"/{name} takes nothing after it")
+        else:
+            await command.obey(rest.strip())
+
+    # --- The chat ------------------------------------------------------------------------------
+    async def _reset(self, _: str) -> None:
+        self._chat.history.reset()
+        note("A new chat.")
+
+    async def _undo(self, _: str) -> None:
+        turn = self._chat.history.undo()
+        note("There is nothing to undo." if turn is None else f"Taken back: {turn.message}")
+
+    async def _regen(self, _: str) -> None:
+        chat = self._chat
+        turn = chat.history.undo()
+        if turn is None:
+            note("There is no answer yet.")
+            return
+        given, chat.params = chat.params, replace(chat.params, seed=None)
+        try:
+            await chat.answer(turn.message)
+        finally:
+            chat.params = given
+
+    async def _system(self, text: str) -> None:
+        self._chat.history.system = text or None
+        note("The model is told that first." if text else "The model is told nothing first.")
+
+    async def _set(self, given: str) -> None:
+        chat = self._chat
+        name, _, text = given.partition(" ")
+        if not name:
+            changed = {
+                f.name: value
+                for f in fields(SamplingParams)
+                if (value := getattr(chat.params, f.name)) != getattr(SamplingParams(), f.name)
+            }
+            note(
+                "\n".join(f"{key} = {value!r}" for key, value in changed.items())
+                or "Nothing is set."
+            )
+            return
+        if name not in {f.name for f in fields(SamplingParams)}:
+            complain(f"there is no parameter {name}; cllm generate --help has their names")
+            return
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = text
+        try:
+            chat.params = replace(chat.params, **{name: value})
+        except (InvalidRequestError, TypeError) as error:
+            complain(str(error))
+        else:
+            note(f"{name} = {getattr(chat.params, name)!r}")
+
+    # --- Files ---------------------------------------------------------------------------------
+    async def _file(self, path: str) -> None:
+        text = _read(path)
+        if text is not None:
+            self._chat.attached.append(f"{Path(path).name}:\n{text.rstrip()}\n\n")
+            n_tokens = await self._chat.count(text)
+            note(f"{n_tokens:,} tokens, before the next message.")
+
+    async def _save(self, path: str) -> None:
+        history = self._chat.history
+        chat = {"messages": history.all_messages()}
+        text = json.dumps(chat, ensure_ascii=False, indent=1) + "\n"
+        try:
+            Path(path).expanduser().write_text(text, encoding="utf-8")
+        except OSError as error:
+            complain(f"cannot write {path or 'a file'}: {error.strerror or error}")
+        else:
+            note(f"{len(history.turns)} turns in {path}")
+
+    async def _load(self, path: str) -> None:
+        text = _read(path)
+        if text is None:
+            return
+        chat = self._chat
+        try:
+            system, turns = turns_of(json.loads(text)["messages"])
+        except (ValueError, KeyError, TypeError) as error:
+            complain(f"{path} is no chat: {error}")
+            return
+        history = chat.history
+        history.system, history.turns = system, turns
+        if turns:
+            n_tokens = await chat.count_prompt(history.all_messages())
+            turns[-1] = replace(turns[-1], n_tokens=n_tokens)
+        note(f"{len(turns)} turns, {history.n_tokens:,} tokens")
+
+    # --- The rest ------------------------------------------------------------------------------
+    async def _tokens(self, text: str) -> None:
+        tokens = await self._chat.tokenize(text)
+        shown = " ".join(f"{visible(piece)!r}:{token}" for token, piece in tokens[:N_SHOWN])
+        note(f"{len(tokens):,} tokens" + (f": {shown}" if shown else ""))
+
+    async def _stats(self, _: str) -> None:
+        note(self._chat.statistics())
+
+    async def _help(self, _: str) -> None:
+        commands = {f"/{name} {c.arguments}": c.help for name, c in self._commands.items()}
+        commands |= {
+            "//text": 'say "/text"',
+            '"""': "begins a message of several lines, and ends it",
+            "Ctrl-C": "stop the answer; at the prompt, leave",
+        }
+        width = max(map(len, commands))
+        note("\n".join(f"{name:{width}} {text}" for name, text in commands.items()))
+
+    async def _exit(self, _: str) -> None:
+        self.has_ended = True
+
+
+def _read(path: str) -> str | None:
+    """What is in a text file; None, and a complaint, if it cannot be read."""
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        problem = error.strerror or str(error)
+    except UnicodeDecodeError:
+        problem = "it is not UTF-8"
+    complain(f"cannot read {path or 'a file'}: {problem}")
+    return None
