@@ -79,6 +79,7 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
     ("cllm.cli.app", ("cllm", "cllm.cli", "cllm.doctor")),
     ("cllm.cli.doctor", ("cllm", "cllm.cli", "cllm.doctor")),
     ("cllm.cli.info", ("cllm", "cllm.cli", "cllm.doctor")),
+    ("cllm.cli.tokenize", ("cllm", "cllm.cli", "cllm.doctor")),
     ("cllm.cli.options", ("cllm", "cllm.cli", "cllm.hub")),
     ("cllm.cli.pull", ("cllm", "cllm.cli", "cllm.hub")),
     ("cllm.cli.serve", ("cllm", "cllm.cli", "cllm.server")),

@@ -18,6 +18,7 @@ from cllm.cli.generate import generate
 from cllm.cli.info import info
 from cllm.cli.pull import models, pull
 from cllm.cli.serve import serve
+from cllm.cli.tokenize import tokenize
 from cllm.doctor.installation import llama_version
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
@@ -38,6 +39,7 @@ app.command()(bench)
 app.command()(pull)
 app.command()(models)
 app.command()(info)
+app.command()(tokenize)
 
 
 def _print_version(wanted: bool) -> None:

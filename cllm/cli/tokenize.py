@@ -1,0 +1,52 @@
+"""`cllm tokenize`: what a model sees of a text."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from cllm import EngineConfig
+from cllm.cli.options import model_file
+from cllm.cli.terminal import visible
+from cllm.doctor.tokens import tokens_of
+
+STANDARD_INPUT = "-"
+
+
+def tokenize(
+    text: Annotated[str, typer.Argument(help="Text; - is all of standard input.")],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", "-m", metavar="MODEL", help="A GGUF file or hf:…; the embedded model."
+        ),
+    ] = None,
+    special: Annotated[
+        bool,
+        typer.Option(
+            "--special/--no-special", help="As a prompt: with what the model puts around a text."
+        ),
+    ] = True,
+    ids: Annotated[bool, typer.Option("--ids", help="The numbers alone, on one line.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+) -> int:
+    """Print the tokens of a text, one a line, and how many they are."""
+    given = None if model is None else model_file(model)
+    if text == STANDARD_INPUT:
+        text = sys.stdin.buffer.read().decode("utf-8", "replace")
+    tokens = tokens_of(EngineConfig(model=given).model_path, text, add_special=special)
+    if as_json:
+        pieces = [
+            {"id": token, "text": piece.decode("utf-8", "replace")} for token, piece in tokens
+        ]
+        typer.echo(json.dumps({"n_tokens": len(tokens), "tokens": pieces}, ensure_ascii=False))
+    elif ids:
+        print(*(token for token, _ in tokens))
+    else:
+        for token, piece in tokens:
+            print(f"{token:>7}  {visible(repr(piece.decode('utf-8', 'backslashreplace')))}")
+        print(f"{len(tokens):,} tokens", file=sys.stderr)
+    return 0

@@ -1,0 +1,19 @@
+"""The tokens of a text, from a model's vocabulary alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cllm.bindings import Model
+
+
+def tokens_of(path: Path, text: str, *, add_special: bool) -> list[tuple[int, bytes]]:
+    """Each token of a text, and what it stands for; control tokens by their names.
+
+    Raises
+    ------
+    ModelLoadError
+    """
+    with Model(path, vocab_only=True) as model:
+        tokens = model.vocab.tokenize(text, add_special=add_special)
+        return [(token, model.vocab.token_to_piece(token, special=True)) for token in tokens]
