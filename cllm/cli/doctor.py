@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cllm import EngineConfig
-from cllm.cli.options import model_file
+from cllm.cli.options import ModelOption, model_file
 from cllm.doctor import (
     N_TURNS,
     PLOT_FORMATS,
@@ -212,12 +212,7 @@ def _measure_rows(config: EngineConfig, *, is_quick: bool, as_json: bool) -> Row
 
 
 def doctor(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model", "-m", metavar="MODEL", help="A GGUF file or hf:…; the embedded model."
-        ),
-    ] = None,
+    model: ModelOption = None,
     quick: Annotated[
         bool,
         typer.Option(
@@ -243,7 +238,7 @@ def doctor(
     if plot is not None and not has_matplotlib():
         print("cllm: no picture without the extra plot: pip install 'cllm[plot]'", file=sys.stderr)
         plot = None
-    config = EngineConfig(model=None if model is None else model_file(model), n_threads=threads)
+    config = EngineConfig(model=model_file(model), n_threads=threads)
     if rows:
         costs = _measure_rows(config, is_quick=quick, as_json=as_json)
         if costs is None:

@@ -24,8 +24,7 @@ def info(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> int:
     """What a model is, what its chats take, and how much memory it needs."""
-    given = None if model is None else model_file(model)
-    facts = model_facts(EngineConfig(model=given).model_path, n_ctx or ())
+    facts = model_facts(EngineConfig(model=model_file(model)).model_path, n_ctx or ())
     if as_json:
         typer.echo(json.dumps(facts.as_dict()))
     else:

@@ -251,8 +251,14 @@ class EngineFlags:
             raise typer.BadParameter(str(error)) from None
 
 
-def model_file(given: str) -> Path:
-    """The file of a model that is given by it, or by name.
+ModelOption = Annotated[
+    str | None,
+    typer.Option("--model", "-m", metavar="MODEL", help="A GGUF file or hf:…; the embedded model."),
+]
+
+
+def model_file(given: str | None) -> Path | None:
+    """The file of a model that is given by it, or by name; None: the embedded one.
 
     Raises
     ------
@@ -260,6 +266,8 @@ def model_file(given: str) -> Path:
         It is neither.
     """
     try:
+        if given is None:
+            return None
         return find_model(given) if is_name(given) else Path(given)
     except InvalidArgumentError as error:
         raise typer.BadParameter(str(error)) from None

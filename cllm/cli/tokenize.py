@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from cllm import EngineConfig
-from cllm.cli.options import model_file
+from cllm.cli.options import ModelOption, model_file
 from cllm.cli.terminal import visible
 from cllm.doctor.tokens import tokens_of
 
@@ -18,12 +18,7 @@ STANDARD_INPUT = "-"
 
 def tokenize(
     text: Annotated[str, typer.Argument(help="Text; - is all of standard input.")],
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model", "-m", metavar="MODEL", help="A GGUF file or hf:…; the embedded model."
-        ),
-    ] = None,
+    model: ModelOption = None,
     special: Annotated[
         bool,
         typer.Option(
@@ -34,10 +29,10 @@ def tokenize(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> int:
     """Print the tokens of a text, one a line, and how many they are."""
-    given = None if model is None else model_file(model)
+    path = EngineConfig(model=model_file(model)).model_path
     if text == STANDARD_INPUT:
         text = sys.stdin.buffer.read().decode("utf-8", "replace")
-    tokens = tokens_of(EngineConfig(model=given).model_path, text, add_special=special)
+    tokens = tokens_of(path, text, add_special=special)
     if as_json:
         pieces = [
             {"id": token, "text": piece.decode("utf-8", "replace")} for token, piece in tokens
