@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from typing import Annotated
@@ -11,6 +12,8 @@ import typer
 from cllm import CllmError
 from cllm.cli.options import EngineFlags, with_flags
 from cllm.cli.terminal import TOY
+
+logger = logging.getLogger("cllm.server")
 
 
 @with_flags
@@ -96,7 +99,7 @@ def serve(
                 f"cllm: {name} at {address} (docs at {address}/docs)", file=sys.stderr, flush=True
             )
             if settings.model is None:
-                print(f"cllm: {TOY}", file=sys.stderr, flush=True)
+                logger.info("%s", TOY)
 
         os.environ.pop("CLLM_API_KEY", None)
         return run(settings, config, listener, announce)

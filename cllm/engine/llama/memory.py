@@ -106,8 +106,12 @@ def choose_n_ctx(config: EngineConfig) -> tuple[int, str]:
 
 
 def _n_trained(config: EngineConfig) -> int:
-    """What a model was trained for, as its file says; 0: it does not."""
-    known = read_header(config.model_path)
+    """What a model was trained for, as its file says; 0: it does not, or cannot be read: loading says why."""
+    path = config.model_path
+    try:
+        known = read_header(path) if path.is_file() else {}
+    except OSError:
+        return 0
     value = known.get(f"{known.get('general.architecture', '')}.context_length")
     return value if isinstance(value, int) else 0
 

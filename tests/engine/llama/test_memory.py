@@ -162,3 +162,8 @@ async def test_an_engine_has_a_number_in_its_place(
     async with Engine(n_ctx="auto", kv_unified=False, n_seq_max=8, **QUIET) as engine:
         assert engine.config.n_ctx == engine.model.n_ctx * 8 == 8192
     assert "tokens of context: 16,384 would take" in caplog.text
+
+
+def test_of_a_file_that_cannot_be_read_loading_tells(tmp_path: Path) -> None:
+    for path in (tmp_path / "missing.gguf", tmp_path):
+        assert choose_n_ctx(EngineConfig(model=path, n_ctx="auto"))[0] == N_CTX
