@@ -97,6 +97,7 @@ LIBRARIES: list[tuple[str, str]] = [
     ("cllm.engine.parts", "anyio"),
     ("cllm.engine.preflight_child", "anyio"),
     ("cllm.engine.thread.mailbox", "anyio"),
+    ("cllm.engine.thread.socket_watch", "anyio trio"),
     ("cllm.engine.thread.worker_thread", "anyio"),
     ("cllm.engine.process.batch_record", "msgspec"),
     ("cllm.engine.process.wire", "msgspec"),

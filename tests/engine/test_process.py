@@ -155,6 +155,38 @@ async def test_a_process_that_stands_still_is_killed_and_replaced() -> None:
         assert engine.statistics().n_restarts >= 1
 
 
+async def test_a_busy_event_loop_is_no_hang_and_the_thread_reads_meanwhile() -> None:
+    async with Engine(**EXACT, hang_timeout_s=1.0) as engine, anyio.create_task_group() as tasks:
+        process = process_of(engine)
+        options: dict[str, Any] = {"temperature": 0, "max_tokens": 200, "ignore_eos": True}
+        whole = await engine.generate(PROMPT, **options)
+        ids: tuple[int, ...] = ()
+
+        async def again() -> None:
+            nonlocal ids
+            ids = (await engine.generate(PROMPT, **options)).token_ids
+
+        tasks.start_soon(again)
+        while engine.statistics().n_output_tokens == 200:
+            await anyio.sleep(0)
+        # The thread leaves reading to the loop each time, and takes it back when the loop does not.
+        n_offers, deadline = process._n_offers, time.monotonic() + 60
+        while process._n_offers < n_offers + 2 and time.monotonic() < deadline:
+            time.sleep(0.01)  # the loop is busy
+        assert process._n_offers >= n_offers + 2
+    assert ids == whole.token_ids
+    assert engine.statistics().n_restarts == 0
+
+
+async def test_closing_does_not_wait_for_a_loop_that_reads_nothing() -> None:
+    """As an exit handler would find it, which runs when there is no loop any more."""
+    async with Engine(**EXACT) as engine:
+        process = process_of(engine)
+        process.request_stop()
+        process.join(60)
+        assert not process.is_alive
+
+
 async def test_an_idle_process_that_was_killed_is_there_for_the_next_request(
     engine: Engine,
 ) -> None:

@@ -1,7 +1,8 @@
 """EngineProcess: an engine whose llama.cpp is in another process: started, listened to, and started again.
 
-Its thread listens to the process.  Who puts a command sends it on at once, unless somebody else is at
-it: a request needs no other thread of this process to reach the next.
+No thread of this process stands between a request and the process that computes: who puts a command
+sends it on at once, and the event loop reads what comes back.  The thread starts processes, listens to
+them until they are ready, and again while the engine ends or its event loop is busy or gone.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 from cllm.checks import MAX_SEED
 from cllm.engine.config import EngineConfig
@@ -36,9 +38,10 @@ from cllm.engine.health import Restart
 from cllm.engine.process.crash_report import CrashReport, save_crash
 from cllm.engine.process.handle import Ending, ProcessHandle
 from cllm.engine.process.ledger import Ledger
-from cllm.engine.process.wire import Beat, Logged, decode_events
+from cllm.engine.process.wire import Beat, Logged, Told, decode_events
 from cllm.engine.thread.host import EngineHost
 from cllm.engine.thread.mailbox import Inbox, Outbox
+from cllm.engine.thread.socket_watch import SocketWatch
 from cllm.engine.thread.worker_thread import WorkerThreads
 from cllm.engine.vocabulary import EngineVocabulary
 from cllm.errors import EngineFailedError, ModelLoadError
@@ -48,13 +51,16 @@ logger = logging.getLogger("cllm.engine")
 # Restarts in a row after which nobody had got a token further, each of a process that served no longer.
 N_IN_VAIN_MAX = 5
 IN_VAIN_S = 60.0
+# For so long the loop may leave something unread, or an offer unanswered, before the thread reads again.
+LOOP_S = 1.0
+OFFER_S = 0.1
 
 
 class EngineProcess(EngineHost):
     """An `EngineHost` that lets another process compute; its vocabulary is of this one.
 
-    The ledger and what is sent to the process belong to whoever holds the lock.  Nobody waits for it but
-    the thread.
+    The ledger and the process's socket belong to whoever holds the lock.  Who puts a command never waits
+    for it.
     """
 
     def __init__(
@@ -68,12 +74,20 @@ class EngineProcess(EngineHost):
         backend: str,
     ) -> None:
         super().__init__("cllm-process", inbox, outbox, workers)
+        self._deliver = outbox.deliver
         self._config, self._backend = config, backend
         self._open_vocabulary = open_vocabulary
         self._lock = threading.Lock()
         self._ledger = Ledger()
         self._process: ProcessHandle | None = None
-        self._is_ready = self._was_hung = False
+        self._watch = SocketWatch()
+        # The thread has left reading to the loop, which begins when it takes the last of the offers.
+        self._is_offered = False
+        self._n_offers = self._n_taken = 0
+        self._ready: Ready | None = None  # of the present process, not yet handled
+        self._has_ended = self._is_ready = self._was_hung = False
+        self._heard_error: BaseException | None = None  # while the loop read
+        self._checked_at, self._n_reads = 0.0, 0  # of `_is_loop_behind`
         self._base = self._statistics = EngineStatistics()
         self._n_in_vain = 0
         self._crashed_at = 0.0
@@ -92,10 +106,13 @@ class EngineProcess(EngineHost):
             try:
                 if (process := self._process) is not None:
                     self._pass_on(process)
-                    if not process.has_unsent:
+                    if not (process.has_unsent or self._stopping):
                         return
             finally:
                 self._lock.release()
+        self._wake_thread()
+
+    def _wake_thread(self) -> None:
         with contextlib.suppress(OSError):  # full, or closed
             self._wake.send(b"\0")
 
@@ -115,6 +132,35 @@ class EngineProcess(EngineHost):
         """See `EngineHost`."""
         process = self._process
         return 0.0 if process is None else process.busy_s
+
+    # --- Event loop --------------------------------------------------------------------------
+    def _accept(self, process: ProcessHandle, n_offer: int) -> None:
+        """Read from now on: all that the thread has read was delivered before this."""
+        with self._lock:
+            if process is self._process and self._is_offered and n_offer == self._n_offers:
+                self._n_taken = n_offer
+                self._watch.start(process.socket, partial(self._on_readable, process))
+
+    def _on_readable(self, process: ProcessHandle) -> bool:
+        """Read and deliver; False when the thread is to do so."""
+        with self._lock:
+            if process is not self._process or not self._is_loops:
+                return False
+            try:
+                told = self._read(process)
+            except Exception as error:
+                told, self._heard_error = None, error
+            if told is None:
+                self._is_offered = False
+        if told is None or process.has_unsent:
+            self._wake_thread()
+        if told:
+            self._deliver(told)
+        return told is not None
+
+    @property
+    def _is_loops(self) -> bool:
+        return self._is_offered and self._n_taken == self._n_offers
 
     # --- The thread --------------------------------------------------------------------------
     def _serve(self, owned: ExitStack) -> None:
@@ -136,13 +182,13 @@ class EngineProcess(EngineHost):
         logger.debug("engine process %d", process.pid)
         self._process = process
         try:
-            if self._listen(process, owned):
-                return None
+            self._listen(process, owned)
         finally:
             with self._lock:
-                self._process = None
+                self._process, self._is_offered = None, False
                 ending = process.end()
-        if self._stopping:
+            self._watch.close(process.socket)
+        if self._has_ended or self._stopping:
             return None
         if not self._is_ready:
             path = str(self._config.model_path)
@@ -181,33 +227,76 @@ class EngineProcess(EngineHost):
                 f"its process has ended {self._n_in_vain} times in a row, with {n_open} requests: {crash}"
             ) from crash
 
-    def _listen(self, process: ProcessHandle, owned: ExitStack) -> bool:
-        """Until the process is gone; True if it was told to end and has."""
-        has_ended = False
+    def _listen(self, process: ProcessHandle, owned: ExitStack) -> None:
+        """Until the process is gone."""
         with selectors.DefaultSelector() as selector:
-            selector.register(process.socket, selectors.EVENT_READ)
             selector.register(process.stderr, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
             while True:
-                mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if process.has_unsent else 0)
-                selector.modify(process.socket, mask)
-                for key, ready in selector.select(1.0):
-                    if key.fileobj is process.stderr and not process.listen():
-                        selector.unregister(process.stderr)
-                    elif key.fileobj is self._woken or ready & selectors.EVENT_WRITE:
-                        with contextlib.suppress(BlockingIOError):
-                            self._woken.recv(4096)
-                        with self._lock:
-                            self._pass_on(process)
-                frames = process.frames()
-                if frames is None:
-                    return has_ended
-                for frame in frames:
-                    has_ended = self._hear(process, frame, owned) or has_ended
-                if self._is_ready and process.is_hung(self._config.hang_timeout_s):
+                self._wait(process, selector)
+                with self._lock:
+                    if self._heard_error is not None:
+                        raise self._heard_error
+                    if self._stopping or self._is_loop_behind(process):
+                        self._is_offered = False
+                    told = [] if self._is_offered else self._read(process)
+                    is_hung = self._is_ready and self._is_hung(process)
+                if told is None:
+                    return
+                if told:
+                    self._outbox.post(told)
+                if self._ready is not None:
+                    self._on_ready(process, self._ready, owned)
+                    self._ready = None
+                if is_hung:
                     logger.error("the engine's process hangs, and is killed")
                     self._was_hung = True
                     process.kill()
+                if self._ready_at is not None and not (self._is_offered or self._stopping):
+                    self._offer(process)
+
+    def _wait(self, process: ProcessHandle, selector: selectors.BaseSelector) -> None:
+        """For something to do; what it has written to its standard error is taken, and what is to be sent sent."""
+        mask = 0 if self._is_offered else selectors.EVENT_READ
+        if process.has_unsent:
+            mask |= selectors.EVENT_WRITE
+        if process.socket in selector.get_map():
+            selector.unregister(process.socket)
+        if mask:
+            selector.register(process.socket, mask)
+        for key, ready in selector.select(self._patience_s):
+            if key.fileobj is process.stderr and not process.listen():
+                selector.unregister(process.stderr)
+            elif key.fileobj is self._woken or ready & selectors.EVENT_WRITE:
+                with contextlib.suppress(BlockingIOError):
+                    self._woken.recv(4096)
+                with self._lock:
+                    self._pass_on(process)
+
+    def _offer(self, process: ProcessHandle) -> None:
+        """Leave reading to the loop."""
+        self._checked_at, self._n_reads = time.perf_counter(), process.n_reads
+        self._n_offers += 1
+        self._is_offered = True
+        if not self._watch.call_soon(partial(self._accept, process, self._n_offers)):
+            self._is_offered = False  # the loop is gone
+
+    def _is_loop_behind(self, process: ProcessHandle) -> bool:
+        """Whether something has come that the loop has not read for some time.  With the lock."""
+        now = time.perf_counter()
+        if not self._is_offered or now - self._checked_at < self._patience_s:
+            return False
+        has_read, self._n_reads = process.n_reads != self._n_reads, process.n_reads
+        self._checked_at = now
+        return not has_read and process.has_unread
+
+    def _is_hung(self, process: ProcessHandle) -> bool:
+        """Whether it is to be killed.  What has come and was not read may be a sign of life."""
+        return process.is_hung(self._config.hang_timeout_s) and not process.has_unread
+
+    @property
+    def _patience_s(self) -> float:
+        return LOOP_S if self._is_loops else OFFER_S
 
     def _pass_on(self, process: ProcessHandle) -> None:
         """Send what is in the inbox, and what there was no room for.  With the lock."""
@@ -223,37 +312,43 @@ class EngineProcess(EngineHost):
             )
         process.send(commands)
 
-    def _hear(self, process: ProcessHandle, frame: bytes, owned: ExitStack) -> bool:
-        """A frame from the process; whether it was its last."""
-        heard, statistics = decode_events(frame)
-        if statistics is not None:
-            self._statistics = statistics.plus(self._base) if self._base.n_restarts else statistics
-        events: list[Event] = []
-        has_ended = False
-        for told in heard:
-            match told:
-                case Beat():
-                    process.on_beat(told)
-                case Logged(name=name, level=level, text=text):
-                    logging.getLogger(name).log(level, "%s", text)
-                case Ready():
-                    self._on_ready(process, told, owned)
-                case Stopped(error):
-                    if error is not None:
-                        raise error
-                case Ended():
-                    has_ended = True
-                case _:
-                    events.append(told)
-        if events:
-            with self._lock:
-                told_on, commands = self._ledger.events(events, time.perf_counter())
+    def _read(self, process: ProcessHandle) -> list[Event] | None:
+        """What has come and is for others; None at the end.  With the lock."""
+        frames = process.frames()
+        if frames is None:
+            return None
+        told_on: list[Event] = []
+        for frame in frames:
+            heard, statistics = decode_events(frame)
+            if statistics is not None:
+                self._statistics = (
+                    statistics.plus(self._base) if self._base.n_restarts else statistics
+                )
+            if events := [event for told in heard if (event := self._hear(process, told))]:
+                told, commands = self._ledger.events(events, time.perf_counter())
                 process.send(commands)
-            if any(isinstance(e, Progressed | Finished) and e.delta.token_ids for e in told_on):
-                self._n_in_vain = 0
-            if told_on:
-                self._outbox.post(told_on)
-        return has_ended
+                told_on += told
+        if any(isinstance(e, Progressed | Finished) and e.delta.token_ids for e in told_on):
+            self._n_in_vain = 0
+        return told_on
+
+    def _hear(self, process: ProcessHandle, told: Told) -> Event | None:
+        """Take what is meant for this side only; an event for the ledger."""
+        match told:
+            case Beat():
+                process.on_beat(told)
+            case Logged(name=name, level=level, text=text):
+                logging.getLogger(name).log(level, "%s", text)
+            case Ready():
+                self._ready = told
+            case Stopped(error):
+                if error is not None:
+                    raise error
+            case Ended():
+                self._has_ended = True
+            case _:
+                return told
+        return None
 
     def _on_ready(self, process: ProcessHandle, ready: Ready, owned: ExitStack) -> None:
         is_first, self._is_ready, self._ready_at = not self._is_ready, True, time.perf_counter()

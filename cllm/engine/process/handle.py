@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -50,7 +51,13 @@ class Ending(NamedTuple):
 
 
 class ProcessHandle:
-    """One process, its socket and its standard error.  One thread at a time."""
+    """One process, its socket and its standard error.  One thread at a time.
+
+    Attributes
+    ----------
+    n_reads : int
+        Times that something had come.
+    """
 
     def __init__(self, config: EngineConfig, backend: str) -> None:
         ours, theirs = socket.socketpair()
@@ -73,6 +80,7 @@ class ProcessHandle:
         self.socket = ours
         ours.setblocking(False)
         self._reader = FrameReader()
+        self.n_reads = 0
         self._unsent = bytearray()
         self._last_words = b""
         self._heard_at = time.perf_counter()
@@ -118,7 +126,15 @@ class ProcessHandle:
             return []
         if frames is not None:
             self._heard_at = time.perf_counter()
+            self.n_reads += 1
         return frames
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether something has come that was not read."""
+        poll = select.poll()
+        poll.register(self.socket, select.POLLIN)
+        return bool(poll.poll(0))
 
     def on_beat(self, beat: Beat) -> None:
         """It lives, and says what it does."""
@@ -161,13 +177,12 @@ class ProcessHandle:
         self._process.kill()
 
     def end(self) -> Ending:
-        """Kill it if it lives, and forget it; how it has ended."""
+        """Kill it if it lives, and forget all of it but the socket; how it has ended."""
         self.kill()
         code = self._process.wait()
         while self.listen():
             pass
         self.stderr.close()
-        self.socket.close()
         last_words = self._last_words.decode("utf-8", "replace").strip()
         request_ids = self._batch.read()
         self._batch.close()

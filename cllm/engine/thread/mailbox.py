@@ -109,18 +109,23 @@ class Outbox(Generic[T]):
 
     `anyio.from_thread.run_sync` would wait for the loop once per tick; the native calls of the two
     backends do not.
+
+    Attributes
+    ----------
+    deliver : callable
+        What is called in the event loop, in the order of the posts.
     """
 
     def __init__(self, deliver: Callable[[T], None]) -> None:
         token = anyio.lowlevel.current_token().native_token
         call_soon = getattr(token, "call_soon_threadsafe", None)  # an asyncio event loop
         self._call_soon = call_soon or token.run_sync_soon  # type: ignore[attr-defined]  # trio
-        self._deliver = deliver
+        self.deliver = deliver
 
     def post(self, value: T) -> bool:
         """Deliver `value` soon; False if the event loop is gone.  Any thread; never blocks."""
         try:
-            self._call_soon(self._deliver, value)
+            self._call_soon(self.deliver, value)
         except (RuntimeError, OSError):  # closed; trio.RunFinishedError is a RuntimeError too
             return False
         return True

@@ -1,0 +1,82 @@
+"""SocketWatch: an event loop that calls back when there is something to read from a socket.
+
+What another process sends reaches the loop without a thread in between, whose two wake-ups a token
+would wait for the processor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from functools import partial
+
+from anyio.lowlevel import current_token
+
+from cllm.engine.thread.mailbox import Outbox
+
+
+class SocketWatch:
+    """One socket after the other, read in the event loop in which this was made."""
+
+    def __init__(self) -> None:
+        loop = current_token().native_token
+        self._asyncio_loop = loop if isinstance(loop, asyncio.AbstractEventLoop) else None
+        self._calls: Outbox[Callable[[], None]] = Outbox(_call)
+        self._watched: socket.socket | None = None
+
+    # --- Any thread --------------------------------------------------------------------------
+    def call_soon(self, call: Callable[[], None]) -> bool:
+        """Call in the loop, after what was posted before; False if the loop is gone.  Never blocks."""
+        return self._calls.post(call)
+
+    def close(self, connection: socket.socket) -> None:
+        """Close a socket: in the loop, which may watch it, if that is still there."""
+        if not self.call_soon(partial(self._close, connection)):
+            connection.close()
+
+    # --- Event loop --------------------------------------------------------------------------
+    def start(self, connection: socket.socket, on_readable: Callable[[], bool]) -> None:
+        """Call back while there is something to read, until that returns False or the socket is closed."""
+        if self._watched is connection:
+            return
+        self._watched = connection
+        if self._asyncio_loop is not None:
+            self._asyncio_loop.add_reader(connection, self._on_readable, connection, on_readable)
+        else:
+            import trio
+
+            trio.lowlevel.spawn_system_task(self._read, connection, on_readable)
+
+    def _on_readable(self, connection: socket.socket, on_readable: Callable[[], bool]) -> None:
+        if not on_readable():
+            self._stop(connection)
+
+    async def _read(self, connection: socket.socket, on_readable: Callable[[], bool]) -> None:
+        import trio
+
+        while self._watched is connection:
+            try:
+                await trio.lowlevel.wait_readable(connection)
+            except trio.ClosedResourceError:
+                return
+            self._on_readable(connection, on_readable)
+
+    def _stop(self, connection: socket.socket) -> None:
+        if self._watched is not connection:
+            return
+        self._watched = None
+        if self._asyncio_loop is not None:
+            self._asyncio_loop.remove_reader(connection)
+
+    def _close(self, connection: socket.socket) -> None:
+        self._stop(connection)
+        if self._asyncio_loop is None:
+            import trio
+
+            trio.lowlevel.notify_closing(connection)
+        connection.close()
+
+
+def _call(function: Callable[[], None]) -> None:
+    function()
