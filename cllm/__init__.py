@@ -8,7 +8,7 @@
 
 from cllm.engine.chat.template_abilities import TemplateAbilities
 from cllm.engine.config import EngineConfig, EngineOptions
-from cllm.engine.core.messages import SlotInfo, SlotState
+from cllm.engine.core.messages import ExtentInfo, LiveView, SlotInfo, SlotState, TickInfo
 from cllm.engine.core.statistics import EngineStatistics, TickTimes
 from cllm.engine.engine import Engine
 from cllm.engine.health import EngineStatus, Health, Restart
@@ -31,6 +31,7 @@ from cllm.engine.sampling_params import SamplingOptions, SamplingParams
 from cllm.errors import (
     CllmError,
     ClosedError,
+    DownloadError,
     EngineFailedError,
     GenerationError,
     InvalidArgumentError,
@@ -49,18 +50,21 @@ __all__ = (
     "CllmError",
     "ClosedError",
     "Completion",
+    "DownloadError",
     "Engine",
     "EngineConfig",
     "EngineFailedError",
     "EngineOptions",
     "EngineStatistics",
     "EngineStatus",
+    "ExtentInfo",
     "FinishReason",
     "GenerationError",
     "Health",
     "InvalidArgumentError",
     "InvalidRequestError",
     "LibraryError",
+    "LiveView",
     "ModelInfo",
     "ModelLoadError",
     "PromptTooLongError",
@@ -74,6 +78,7 @@ __all__ = (
     "SlotInfo",
     "SlotState",
     "TemplateAbilities",
+    "TickInfo",
     "TickTimes",
     "Timings",
     "TokenDelta",

@@ -20,7 +20,7 @@ import anyio
 
 from cllm.bindings import fork_generation
 from cllm.engine.config import AUTO, EngineConfig, EngineOptions, check_known, config_from
-from cllm.engine.core.messages import ClearPrefixCache, SlotInfo
+from cllm.engine.core.messages import ClearPrefixCache, LiveView, SlotInfo
 from cllm.engine.core.statistics import EngineStatistics
 from cllm.engine.health import EngineStatus, Health, Restart, check_serving, health_of
 from cllm.engine.llama.backend import LlamaBackend
@@ -317,7 +317,12 @@ class Lifecycle:
     async def slots(self) -> tuple[SlotInfo, ...]:
         """Every seq_id, and who holds it."""
         with self._serving(draining=True) as parts:
-            return await parts.dispatcher.slots()
+            return (await parts.dispatcher.live_view()).slots
+
+    async def live_view(self) -> LiveView:
+        """Every seq_id, what the KV cache holds, and the ticks since this was last called."""
+        with self._serving(draining=True) as parts:
+            return await parts.dispatcher.live_view()
 
     async def audit(self) -> list[str]:
         """Discrepancies between the bookkeeping and llama.cpp's own; empty means they agree."""

@@ -35,6 +35,7 @@ ASYNC_CALLS: dict[str, AsyncCall] = {
     "detokenize": lambda engine: engine.detokenize([97]),
     "pieces": lambda engine: engine.pieces([97]),
     "slots": lambda engine: engine.slots(),
+    "live_view": lambda engine: engine.live_view(),
     "audit": lambda engine: engine.audit(),
     "drain": lambda engine: engine.drain(),
     "reset_prefix_cache": lambda engine: engine.reset_prefix_cache(),

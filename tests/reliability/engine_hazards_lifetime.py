@@ -58,6 +58,7 @@ CALLS: Calls = {
     "pieces": lambda e: e.pieces([97]),
     "audit": lambda e: e.audit(),
     "slots": lambda e: e.slots(),
+    "live_view": lambda e: e.live_view(),
     "drain": lambda e: e.drain(),
     "reset_prefix_cache": lambda e: e.reset_prefix_cache(),
 }

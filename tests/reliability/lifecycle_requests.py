@@ -41,6 +41,7 @@ METHODS: dict[str, Callable[[Engine], Any]] = {
     "drain": lambda engine: engine.drain(),
     "reset_prefix_cache": lambda engine: engine.reset_prefix_cache(),
     "slots": lambda engine: engine.slots(),
+    "live_view": lambda engine: engine.live_view(),
     "reload": lambda engine: engine.reload(),
     "audit": lambda engine: engine.audit(),
     "__aenter__": lambda engine: engine.__aenter__(),

@@ -17,6 +17,7 @@ from cllm.engine.core import scheduler
 from cllm.engine.core.decoder import Decoder
 from cllm.engine.core.kv_cache import CacheReader, KVCache
 from cllm.engine.core.kv_cache_manager import KVCacheManager
+from cllm.engine.core.live_view import TickTrace, view_of
 from cllm.engine.core.messages import (
     AddRequest,
     CancelRequest,
@@ -25,8 +26,8 @@ from cllm.engine.core.messages import (
     Event,
     Inspect,
     Inspected,
+    LiveView,
     Read,
-    SlotInfo,
 )
 from cllm.engine.core.output_processor import OutputProcessor, ReadLogprob
 from cllm.engine.core.prompt_cost import PromptCost
@@ -35,7 +36,6 @@ from cllm.engine.core.row_cost import RowCost
 from cllm.engine.core.run_queue import MakeSampler, RunQueue, last_delta
 from cllm.engine.core.scheduler import Chunk
 from cllm.engine.core.sequence import Sequence
-from cllm.engine.core.slots import slots_of
 from cllm.engine.core.speculation import Speculation, is_decoding
 from cllm.engine.core.statistics import EngineStatistics, Recorder
 from cllm.engine.core.tick_cost import TickCost, cells_attended
@@ -104,6 +104,7 @@ class EngineCore:
         self._on_batch = on_batch
         self.recovery = Recovery()
         self.recorder = Recorder()
+        self._trace = TickTrace()
         self.tick_cost = TickCost()
         self.row_cost = RowCost() if row_cost is None else row_cost
         # Memory that forgets positions cannot give up a wrong guess.
@@ -165,7 +166,7 @@ class EngineCore:
             case ClearPrefixCache():
                 self.manager.evict_all()
             case Inspect(call_id):
-                self.queue.events.append(Inspected(call_id, self.slots()))
+                self.queue.events.append(Inspected(call_id, self.live_view()))
 
     def fail_all(self, cause: BaseException) -> None:
         """The engine has failed: end every request, leaving llama.cpp alone."""
@@ -225,6 +226,7 @@ class EngineCore:
         n_cells = cells_attended(chunks)
         planned = self._clock()
         recorder.plan_s += planned - started
+        self._trace.begin(chunks)
         try:
             self._fill_batch(chunks)
             self._on_batch(chunks)
@@ -234,7 +236,8 @@ class EngineCore:
             self._after_failed_decode(chunks, error)
             return
         self._on_batch([])
-        recorder.decode_s += self._clock() - planned
+        decoded = self._clock()
+        recorder.decode_s += decoded - planned
         n_rows = sum(chunk.n_rows for chunk in chunks)
         outputs = self._processor.commit(chunks, logits)
         recorder.count_tick(n_rows, len(outputs))
@@ -244,6 +247,7 @@ class EngineCore:
             self._n_rebuilds_in_vain = 0
             self._processor.sample(outputs, logits)
         ended = self._clock()
+        self._trace.end(started, planned, decoded, ended)
         # Without a plan in which drafts may be made: what those cost is known to their drafter.
         self.tick_cost.observe(
             n_rows, n_cells, ended - (planned if self._is_decoding_only else started)
@@ -441,10 +445,10 @@ class EngineCore:
         """Where the KV cache bookkeeping and llama.cpp disagree."""
         return self.kv_cache.discrepancies(self._reader)
 
-    def slots(self) -> tuple[SlotInfo, ...]:
-        """Who holds which seq_id."""
+    def live_view(self) -> LiveView:
+        """What is going on."""
         # Not the clock of the ticks: a look changes nothing that a replay would repeat.
-        return slots_of(self.queue, self.manager, time.perf_counter())
+        return view_of(self.queue, self.manager, self._trace, time.perf_counter())
 
     def snapshot(self) -> Recorder:
         """What `EngineStatistics.of` reads, as it is now."""

@@ -172,6 +172,14 @@ class KVCache:
         n_holders = Counter(extent for slot in slots for extent in slot.extents())
         return sum(e.end - e.start for e, n in n_holders.items() if n == e.n_live)
 
+    def holders(self) -> dict[Extent, list[int]]:
+        """The seq_ids that hold each extent, in ascending order; an extent comes after its parent."""
+        found: dict[Extent, list[int]] = {}
+        for seq_id, slot in sorted(self._slots.items()):
+            for extent in reversed(list(slot.extents())):
+                found.setdefault(extent, []).append(seq_id)
+        return found
+
     # --- What changes ------------------------------------------------------------------------
     def open(self, seq_id: int | None = None, *, is_cached: bool = False) -> Slot:
         """Take a free seq_id: by default the lowest, the highest for the prefix cache."""

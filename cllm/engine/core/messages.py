@@ -51,7 +51,10 @@ class Audit:
 
 @dataclass(frozen=True, slots=True)
 class Inspect:
-    """Say who holds which seq_id.  Answered by `Inspected` with the same `call_id`."""
+    """Say what is going on.  Answered by `Inspected` with the same `call_id`.
+
+    Ticks are told for a while from the first such command on.
+    """
 
     call_id: int
 
@@ -108,6 +111,72 @@ class SlotInfo:
     n_preemptions: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class ExtentInfo:
+    """Neighbouring positions of one sequence, or of several that share them, in the KV cache.
+
+    Attributes
+    ----------
+    start, end : int
+        Positions `[start, end)`.
+    parent : int
+        Index of the extent before it in the same sequences, which has a smaller one; -1: it is the first.
+    seq_ids : tuple of int
+        Who holds it, in ascending order.
+    """
+
+    start: int
+    end: int
+    parent: int
+    seq_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TickInfo:
+    """One tick.
+
+    Attributes
+    ----------
+    n_decode_rows, n_prompt_rows, n_draft_rows : int
+        Rows of its batch.
+    plan_s, decode_s, sample_s : float
+        Seconds: until the batch was there, in llama.cpp, and from logits to texts.
+    """
+
+    n_decode_rows: int
+    n_prompt_rows: int
+    n_draft_rows: int
+    plan_s: float
+    decode_s: float
+    sample_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LiveView:
+    """What is going on in an engine.
+
+    Attributes
+    ----------
+    slots : tuple of SlotInfo
+        Every seq_id, in order.
+    extents : tuple of ExtentInfo
+        What the KV cache holds; each cell in use is in one.
+    ticks : tuple of TickInfo
+        Those since the last look, the latest 512 at most; of an engine that nobody looked at for
+        some thousand ticks, none.
+    n_waiting : int
+        Requests without a seq_id.
+    oldest_waiting_s : float
+        Seconds since the first of them was submitted; 0 without any.
+    """
+
+    slots: tuple[SlotInfo, ...]
+    extents: tuple[ExtentInfo, ...] = ()
+    ticks: tuple[TickInfo, ...] = ()
+    n_waiting: int = 0
+    oldest_waiting_s: float = 0.0
+
+
 # --- Events: inference thread → event loop ----------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Ready:
@@ -148,7 +217,7 @@ class Inspected:
     """The answer to `Inspect`."""
 
     call_id: int
-    slots: tuple[SlotInfo, ...]
+    view: LiveView
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,10 @@ from cllm.engine.core.messages import (
     Finished,
     Inspect,
     Inspected,
+    LiveView,
     Progressed,
     Ready,
     Restarted,
-    SlotInfo,
     Stopped,
 )
 from cllm.engine.health import Restart
@@ -97,10 +97,10 @@ class Dispatcher:
         """Ask the thread to compare its bookkeeping with llama.cpp's."""
         return list(await self._ask(Audit))
 
-    async def slots(self) -> tuple[SlotInfo, ...]:
-        """Ask the thread who holds which seq_id."""
-        slots: tuple[SlotInfo, ...] = await self._ask(Inspect)
-        return slots
+    async def live_view(self) -> LiveView:
+        """Ask the thread what is going on."""
+        view: LiveView = await self._ask(Inspect)
+        return view
 
     async def _ask(self, question: type[Audit | Inspect]) -> Any:
         self._n_questions += 1

@@ -18,9 +18,11 @@ from cllm.engine.core.messages import (
     ClearPrefixCache,
     Command,
     Ended,
+    ExtentInfo,
     Finished,
     Inspect,
     Inspected,
+    LiveView,
     Progressed,
     Read,
     Ready,
@@ -28,6 +30,7 @@ from cllm.engine.core.messages import (
     SlotInfo,
     SlotState,
     Stopped,
+    TickInfo,
 )
 from cllm.engine.core.statistics import EngineStatistics
 from cllm.engine.process.frames import FrameReader, framed
@@ -125,7 +128,16 @@ def test_events_arrive_as_they_were() -> None:
         Progressed("s", TokenDelta("", (2, 3), logprobs=(LOGPROB,))),
         Ready(MODEL, EngineStatistics(n_ticks=3)),
         Audited(1, ("one", "two")),
-        Inspected(2, (SlotInfo(0, SlotState.DECODE, "r", age_s=1.5),)),
+        Inspected(
+            2,
+            LiveView(
+                (SlotInfo(0, SlotState.DECODE, "r", age_s=1.5),),
+                (ExtentInfo(0, 6, -1, (0, 1)),),
+                (TickInfo(1, 2, 3, 0.1, 0.2, 0.3),),
+                n_waiting=4,
+                oldest_waiting_s=0.5,
+            ),
+        ),
         Ended(),
         Logged("cllm.engine", 30, "text"),
         Beat(0.5, 1.5),

@@ -1,0 +1,106 @@
+"""What is going on: who holds which seq_id and which cells, and what the last ticks were made of."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from cllm.engine.core.kv_cache import KVCache
+from cllm.engine.core.kv_cache_manager import KVCacheManager
+from cllm.engine.core.messages import ExtentInfo, LiveView, SlotInfo, SlotState, TickInfo
+from cllm.engine.core.run_queue import RunQueue
+from cllm.engine.core.scheduler import Chunk
+from cllm.engine.core.speculation import is_decoding
+
+N_TICKS_WATCHED = 4096  # after a look; nobody who looks ten times a second waits for as many
+N_TICKS_KEPT = 512
+
+
+class TickTrace:
+    """The ticks since the last look, if there was one of late; otherwise it costs a comparison."""
+
+    def __init__(self) -> None:
+        self._n_left = 0
+        self._ticks: deque[TickInfo] = deque(maxlen=N_TICKS_KEPT)
+        self._n_rows = (0, 0, 0)
+
+    def begin(self, chunks: Iterable[Chunk]) -> None:
+        """A batch that is about to be decoded."""
+        if self._n_left:
+            n_drafts = sum(len(chunk.drafts) for chunk in chunks)
+            n_decoding = sum(map(is_decoding, chunks))
+            n_tokens = sum(chunk.n_tokens for chunk in chunks)
+            self._n_rows = n_decoding, n_tokens - n_decoding, n_drafts
+
+    def end(self, started: float, planned: float, decoded: float, ended: float) -> None:
+        """It was decoded: when its tick began, and each of its parts ended."""
+        if self._n_left:
+            self._n_left -= 1
+            times = planned - started, decoded - planned, ended - decoded
+            self._ticks.append(TickInfo(*self._n_rows, *times))
+
+    def take(self) -> tuple[TickInfo, ...]:
+        """Those since the last look; the next are kept too."""
+        ticks = tuple(self._ticks)
+        self._ticks.clear()
+        self._n_left = N_TICKS_WATCHED
+        return ticks
+
+
+def view_of(queue: RunQueue, manager: KVCacheManager, trace: TickTrace, now: float) -> LiveView:
+    """All of it."""
+    return LiveView(
+        slots=slots_of(queue, manager, now),
+        extents=extents_of(manager.kv_cache),
+        ticks=trace.take(),
+        n_waiting=len(queue.waiting),
+        oldest_waiting_s=max((now - s.request.submitted_at for s in queue.waiting), default=0.0),
+    )
+
+
+def extents_of(kv_cache: KVCache) -> tuple[ExtentInfo, ...]:
+    """What the KV cache holds, parents first."""
+    holders = kv_cache.holders()
+    numbers = {extent: number for number, extent in enumerate(holders)}
+    return tuple(
+        ExtentInfo(
+            extent.start,
+            extent.end,
+            -1 if extent.parent is None else numbers[extent.parent],
+            tuple(seq_ids),
+        )
+        for extent, seq_ids in holders.items()
+    )
+
+
+def slots_of(queue: RunQueue, manager: KVCacheManager, now: float) -> tuple[SlotInfo, ...]:
+    """Every seq_id, in order."""
+    slots = {
+        entry.slot.seq_id: SlotInfo(
+            entry.slot.seq_id, SlotState.CACHED, n_computed=entry.slot.n_computed
+        )
+        for entry in manager.prefixes.entries
+    }
+    for sequence in queue.running:
+        assert sequence.slot is not None
+        if sequence.is_paused:
+            state = SlotState.PAUSED
+        elif not sequence.is_placed:
+            state = SlotState.WAITING
+        else:
+            state = SlotState.PREFILL if sequence.n_pending > 1 else SlotState.DECODE
+        slots[sequence.slot.seq_id] = SlotInfo(
+            seq_id=sequence.slot.seq_id,
+            state=state,
+            request_id=sequence.request_id,
+            n_prompt=sequence.n_prompt,
+            n_output=sequence.n_output,
+            n_computed=sequence.n_computed,
+            n_cached=sequence.n_cached,
+            age_s=now - sequence.request.submitted_at,
+            n_preemptions=sequence.n_preemptions,
+        )
+    return tuple(
+        slots.get(seq_id, SlotInfo(seq_id, SlotState.FREE))
+        for seq_id in range(manager.kv_cache.n_seq_ids)
+    )
