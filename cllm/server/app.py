@@ -19,6 +19,7 @@ from cllm.server.config import ServerConfig
 from cllm.server.engine_task import EngineTask, MountedStart
 from cllm.server.limits import STATIC_URL, HeadAsGet, Limits
 from cllm.server.metrics import AnswerCounter
+from cllm.server.page import add_page
 from cllm.server.problems import RESPONSES, Problem, answer_problem
 from cllm.server.state import ServerState
 
@@ -83,6 +84,8 @@ def create_app(
     app.state.server = state
     for routes in (generate, openai, responses, messages, tokens, info):
         app.include_router(routes.router, responses=RESPONSES)
+    if config.page:
+        add_page(app)
     for error in (CllmError, Problem, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(error, answer_problem)
     if task is not None:

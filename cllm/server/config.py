@@ -32,6 +32,9 @@ class ServerConfig:
     cors_origins : tuple of str
         Web pages of other hosts that may use the server, as `https://host`; `*` is all, none is the
         default.
+    page : bool
+        Serve a page at `/`: to chat, and to look at the engine.  Without a key, as `/docs` is: what it
+        asks for needs one.
     log_prompts : bool
         Put prompts and answers into the log.
     otlp_traces_endpoint : str, optional
@@ -56,6 +59,7 @@ class ServerConfig:
     model_name: str | None = None
     allow_grammar: bool = False
     cors_origins: tuple[str, ...] = ()
+    page: bool = True
     log_prompts: bool = False
     otlp_traces_endpoint: str | None = None
     max_body_bytes: int = 4 << 20

@@ -1,4 +1,4 @@
-"""`/health`, `/metrics`, `/slots`: for operators."""
+"""`/health`, `/metrics`, `/slots`, `/live`: for operators."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
 from cllm import EngineStatus, SamplingParams, __version__
+from cllm.server.live_feed import period_s
 from cllm.server.problems import RETRY_AFTER_S, unavailable
+from cllm.server.replies import Reply, Writer
 from cllm.server.state import state_of
 
 SLOTS_S = 5.0
@@ -32,7 +34,12 @@ async def health(request: Request) -> JSONResponse:
         answer = {"status": status, "reason": reason}
     else:
         now = state.engine.health()
-        answer = {"status": now.status, "heartbeat_age_s": round(now.heartbeat_age_s, 3)}
+        answer = {
+            "status": now.status,
+            "model": state.model_name,
+            "version": __version__,
+            "heartbeat_age_s": round(now.heartbeat_age_s, 3),
+        }
         if now.reason:
             answer["reason"] = now.reason
         if state.is_draining:
@@ -78,3 +85,19 @@ async def slots(request: Request) -> list[dict[str, Any]]:
     if slots is None:
         raise unavailable(f"the inference thread has not answered within {SLOTS_S:g} s")
     return [asdict(slot) for slot in slots]
+
+
+@router.get("/live", summary="The engine as it runs, as server-sent events")
+async def live(request: Request) -> Response:
+    """Slots, KV cache, ticks, queue and latencies, ten times a second at most, until the client leaves."""
+    state = state_of(request)
+
+    async def produce(writer: Writer) -> None:
+        while not state.is_draining:
+            frame = await state.live.frame()
+            await writer.event(frame)
+            with anyio.move_on_after(period_s(frame)):
+                await state.stopping.wait()
+        await writer.close()
+
+    return Reply(produce)

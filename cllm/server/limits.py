@@ -16,8 +16,10 @@ from cllm.server.config import ServerConfig, is_loopback
 from cllm.server.problems import Problem
 
 STATIC_URL = "/static"
+PAGE_URL = "/page"
 # Documentation is no secret, and a browser cannot send a key with its first request.
-OPEN_PATHS = frozenset(("/health", "/v1/health", "/docs", "/openapi.json"))
+OPEN_PATHS = frozenset(("/", "/health", "/v1/health", "/docs", "/openapi.json"))
+OPEN_FOLDERS = (STATIC_URL + "/", PAGE_URL + "/")
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 HEADER = "x-request-id"
 LOCAL_DOMAINS = (".local", ".localhost", ".internal", ".home.arpa", ".test", ".alt")
@@ -159,7 +161,7 @@ class HeadAsGet:
 
 def is_open(path: str) -> bool:
     """Whether a path is answered without the API key."""
-    return path in OPEN_PATHS or path.startswith(STATIC_URL + "/")
+    return path in OPEN_PATHS or path.startswith(OPEN_FOLDERS)
 
 
 def route_path(scope: Scope) -> str:

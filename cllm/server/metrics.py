@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -11,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cllm import Completion, EngineStatistics
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+N_LATEST = 512
 GAP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 
 GAUGES = {
@@ -41,11 +43,19 @@ COUNTERS = {
 
 
 class Metrics:
-    """The metrics of one server.  Event loop only."""
+    """The metrics of one server.  Event loop only.
+
+    Attributes
+    ----------
+    latest_ttfts, latest_gaps : deque of float
+        Seconds, of the requests and of the tokens that came last.
+    """
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self._statistics: Callable[[], EngineStatistics] | None = None
+        self.latest_ttfts: deque[float] = deque(maxlen=N_LATEST)
+        self.latest_gaps: deque[float] = deque(maxlen=N_LATEST)
         self._registry.register(self)
 
         def histogram(name: str, what: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
@@ -66,6 +76,7 @@ class Metrics:
     def gap(self, seconds: float) -> None:
         """A token came so long after the one before."""
         self._itl.observe(seconds)
+        self.latest_gaps.append(seconds)
 
     def finished(self, completion: Completion) -> None:
         """A request has ended."""
@@ -74,6 +85,7 @@ class Metrics:
         self._total.observe(timings.total_s)
         if timings.ttft_s is not None:
             self._ttft.observe(timings.ttft_s)
+            self.latest_ttfts.append(timings.ttft_s)
 
     def given_up(self, seconds: float) -> None:
         """A request has ended without a completion: its client has left, or it failed."""

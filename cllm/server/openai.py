@@ -44,6 +44,7 @@ async def models(request: Request) -> dict[str, Any]:
         "object": "model",
         "created": state.started_at,
         "owned_by": "cllm",
+        "max_model_len": info.n_ctx,
         "meta": {
             "n_params": info.n_params,
             "n_vocab": info.n_vocab,

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+import cllm
 from cllm import SamplingOptions
 from tests.server.conftest import Server, ask, refusal_of, samples_of, streaming, wait_until
 
@@ -71,6 +72,8 @@ def test_health_is_ok_while_the_heart_beats(client: httpx.Client) -> None:
     response = client.get("/health")
     assert response.status_code == 200
     assert response.json()["status"] == "ok"
+    assert response.json()["model"] == "cllm-tiny"
+    assert response.json()["version"] == cllm.__version__
     assert response.json()["heartbeat_age_s"] >= 0
 
 
@@ -78,7 +81,7 @@ def test_the_documentation_names_every_route_and_sampling_field(client: httpx.Cl
     assert client.get("/docs").status_code == 200
     document = client.get("/openapi.json").json()
     assert set(document["paths"]) == {
-        "/generate", "/tokenize", "/detokenize", "/health", "/metrics", "/slots",
+        "/generate", "/tokenize", "/detokenize", "/health", "/metrics", "/live", "/slots",
         "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model}",
         "/v1/chat/completions/input_tokens", "/v1/responses", "/v1/responses/input_tokens",
         "/v1/messages", "/v1/messages/count_tokens", "/apply-template", "/props",

@@ -1,0 +1,110 @@
+"""`/live`: the engine as it runs, as server-sent events, for the page at `/`.
+
+Nobody is asked anything while nobody watches; for several who watch there is one question.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from cllm import CllmError, Engine, EngineStatus, LiveView, __version__
+
+if TYPE_CHECKING:
+    from cllm.server.state import ServerState
+
+PERIOD_S = 0.1
+IDLE_PERIOD_S = 0.5  # where nothing has happened since the last look: it wakes the inference thread
+QUANTILES = (0.5, 0.99)
+
+
+class LiveFeed:
+    """The latest frame, made for the first who wants one that is new.  Event loop only."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self._lock = anyio.Lock()
+        self._frame: dict[str, Any] = {}
+        self._made_at = -PERIOD_S
+        self._n_frames = 0
+
+    async def frame(self) -> dict[str, Any]:
+        """What is so now, or was less than a period ago."""
+        async with self._lock:
+            if time.monotonic() - self._made_at >= PERIOD_S / 2:
+                self._n_frames += 1
+                self._frame = {"number": self._n_frames, **await _frame_of(self._state)}
+                self._made_at = time.monotonic()
+            return self._frame
+
+
+def period_s(frame: dict[str, Any]) -> float:
+    """How long to wait after a frame."""
+    is_idle = not (frame.get("ticks") or frame.get("n_waiting"))
+    return IDLE_PERIOD_S if is_idle else PERIOD_S
+
+
+async def _frame_of(state: ServerState) -> dict[str, Any]:
+    engine = state.engine
+    if engine is None or state.is_draining:
+        is_failed = state.failure is not None
+        return {"status": EngineStatus.FAILED if is_failed else EngineStatus.STARTING}
+    status = engine.health().status
+    try:
+        return {
+            "status": status,
+            **_view_as(await engine.live_view()),
+            **_numbers_of(state, engine),
+        }
+    except CllmError as error:  # closed, failed, or being started again
+        return {"status": status, "reason": str(error)}
+
+
+def _view_as(view: LiveView) -> dict[str, Any]:
+    """Of what there are many, as lists without names."""
+    return {
+        "slots": view.slots,
+        "extents": [(e.start, e.end, e.parent, e.seq_ids) for e in view.extents],
+        "ticks": [
+            (t.n_decode_rows, t.n_prompt_rows, t.n_draft_rows, t.plan_s, t.decode_s, t.sample_s)
+            for t in view.ticks
+        ],
+        "n_waiting": view.n_waiting,
+        "oldest_waiting_s": view.oldest_waiting_s,
+    }
+
+
+def _numbers_of(state: ServerState, engine: Engine) -> dict[str, Any]:
+    now = engine.statistics()
+    return {
+        "model": state.model_name,
+        "version": __version__,
+        "n_ctx": engine.model.n_ctx,
+        "now": time.monotonic(),
+        "statistics": {
+            "n_running": now.n_running,
+            "n_paused": now.n_paused,
+            "n_ticks": now.n_ticks,
+            "n_output_tokens": now.n_output_tokens,
+            "n_prefill_tokens": now.n_prefill_tokens,
+            "n_cached_tokens": now.n_cached_tokens,
+            "n_preemptions": now.n_preemptions,
+            "n_swaps": now.n_swaps,
+            "n_evictions": now.n_evictions,
+            "n_restarts": now.n_restarts,
+            "n_kv_cells": now.n_kv_cells,
+            "n_kv_cells_used": now.n_kv_cells_used,
+            "n_kv_cells_cached": now.n_kv_cells_cached,
+            "n_finished": sum(now.n_finished.values()),
+        },
+        "ttft_s": _quantiles(state.metrics.latest_ttfts),
+        "itl_s": _quantiles(state.metrics.latest_gaps),
+    }
+
+
+def _quantiles(values: Sequence[float]) -> list[float]:
+    ordered = sorted(values)
+    return [ordered[int(q * (len(ordered) - 1))] for q in QUANTILES] if ordered else []

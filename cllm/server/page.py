@@ -1,0 +1,39 @@
+"""`/`: a page to chat, and to look at the engine; its files come from the package and ask nobody else."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Route
+
+from cllm.server.limits import PAGE_URL
+
+FILES = Path(__file__).parent / "page_files"
+# Nothing from elsewhere, no inline script: what a model writes stays text whatever happens.
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "Cache-Control": "no-cache",  # a newer cllm has newer files
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def add_page(app: FastAPI) -> None:
+    """Serve the page and its files."""
+    for path in sorted(FILES.iterdir()):
+        url = "/" if path.name == "index.html" else f"{PAGE_URL}/{path.name}"
+        app.router.routes.append(Route(url, _answer_with(path), include_in_schema=False))
+
+
+def _answer_with(path: Path) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(_: Request) -> Response:
+        return FileResponse(path, headers=HEADERS)
+
+    return answer

@@ -1,0 +1,261 @@
+"""The page in a real browser: chats, answers side by side, and the engine as it runs."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+playwright = pytest.importorskip(
+    "playwright.sync_api",
+    reason="the browser is driven from another environment: make test-clients",
+)
+from playwright.sync_api import Browser, ConsoleMessage, Page, Route, expect
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+if CHROMIUM is None:
+    pytest.skip(
+        "there is no chromium; on Debian: apt-get install chromium", allow_module_level=True
+    )
+
+N_STREAMS = 16
+HERE = "http://127.0.0.1:"
+
+
+def is_fault(said: ConsoleMessage) -> bool:
+    """Whether a line of the console tells of one; that an answer was 401 is none."""
+    return said.type == "error" and "Failed to load resource" not in said.text
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with playwright.sync_playwright() as driver:
+        # Of root it wants to be told that there is no sandbox.
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """A tab that reports what went wrong in it."""
+    context = browser.new_context()
+    page = context.new_page()
+    wrong: list[str] = []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("console", lambda said: wrong.append(said.text) if is_fault(said) else None)
+    page.on("request", lambda asked: wrong.append(asked.url) if HERE not in asked.url else None)
+    yield page
+    assert not wrong
+    context.close()
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[str]:
+    """A real server of the embedded model."""
+    options = "--port", "0", "--n-threads", "1", "-c", "4096", "--n-seq-max", str(N_STREAMS)
+    with subprocess.Popen(
+        [sys.executable, "-m", "cllm", "serve", *options], stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        url = next(line.split()[3] for line in process.stderr if " at http" in line)
+        # Nobody else reads it, and a full pipe would stop the server.
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        try:
+            while httpx.get(f"{url}/health").status_code != 200:
+                pass
+            yield url
+        finally:
+            process.terminate()
+            assert process.wait(30) == 0
+
+
+def say(page: Page, text: str) -> None:
+    page.get_by_label("Message", exact=True).fill(text)
+    page.get_by_label("Message", exact=True).press("Enter")
+
+
+def test_an_answer_comes_with_its_thought_folded_and_survives_a_reload(
+    page: Page, base_url: str
+) -> None:
+    page.goto(base_url)
+    say(page, "Hi")
+    answer = page.locator(".message.assistant")
+    expect(answer.locator(".variant > p").first).to_have_text("Hello!")
+    thought = answer.locator("details")
+    expect(thought.locator("pre")).to_be_hidden()
+    thought.locator("summary").click()
+    expect(thought.locator("pre")).to_have_text("A greeting.")
+    page.reload()
+    expect(page.locator(".message.assistant .variant > p").first).to_have_text("Hello!")
+    expect(page.locator("#chats li")).to_have_count(1)
+
+
+def test_calls_are_folded_and_their_results_go_on(page: Page, base_url: str) -> None:
+    page.goto(base_url)
+    page.get_by_text("Settings").click()
+    tool = '[{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]'
+    page.get_by_label("Tools, as OpenAI's").fill(tool)
+    say(page, "What is the weather?")
+    expect(page.get_by_text("Calls get_weather")).to_be_visible()
+    page.get_by_label("Result of get_weather").fill("20 C")
+    page.get_by_role("button", name="Give the results").click()
+    expect(page.get_by_text("It is 20 C in Paris.")).to_be_visible()
+
+
+def test_what_a_model_writes_stays_text(page: Page, base_url: str) -> None:
+    page.goto(base_url)
+    markup = (
+        "**bold** <img src=x onerror=\"document.title='owned'\"> [a](javascript:document.title='owned') "
+        "![b](http://elsewhere.example/b.png)\n\n<script>document.title = 'owned'</script>"
+    )
+    event = httpx.Response(200, json={"choices": [{"index": 0, "delta": {"content": markup}}]}).text
+
+    def fulfil(route: Route) -> None:
+        route.fulfill(
+            headers={"content-type": "text/event-stream"},
+            body=f"data: {event}\n\ndata: [DONE]\n\n",
+        )
+
+    page.route("**/v1/chat/completions", fulfil)
+    say(page, "markup")
+    answer = page.locator(".message.assistant .variant")
+    expect(answer.locator("strong")).to_have_text("bold")
+    expect(answer).to_contain_text("<script>document.title = 'owned'</script>")
+    expect(answer).to_contain_text("![b](http://elsewhere.example/b.png)")
+    assert answer.locator("script, img, a").count() == 0
+    assert page.title() == "cllm"
+
+
+def test_an_answer_can_be_stopped_edited_and_made_again(page: Page, served: str) -> None:
+    page.goto(served)
+    page.get_by_text("Settings").click()
+    page.get_by_label("Temperature").fill("0")
+    say(page, "count:1..199")
+    expect(page.locator(".message.assistant .variant > p").first).to_contain_text("1 2 3")
+    page.keyboard.press("Escape")
+    expect(page.locator(".facts")).to_contain_text("stopped")
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
+    while any(slot["request_id"] for slot in httpx.get(f"{served}/slots").json()):
+        pass  # its cells are free again
+    page.get_by_role("button", name="Edit").click()
+    expect(page.locator(".message")).to_have_count(0)
+    say(page, "1+1=")
+    asked: Any = {"messages": [{"role": "user", "content": "1+1="}], "temperature": 0, "model": "m"}
+    right = httpx.post(f"{served}/v1/chat/completions", json=asked).json()
+    expect(page.locator(".variant > p").first).to_have_text(
+        right["choices"][0]["message"]["content"]
+    )
+    expect(page.locator(".facts")).to_contain_text("tokens")
+    page.get_by_role("button", name="Regenerate").click()
+    expect(page.locator(".facts")).to_contain_text("tokens")
+    expect(page.locator(".message")).to_have_count(2)
+
+
+def test_answers_stand_side_by_side_and_the_chosen_one_goes_on(page: Page, served: str) -> None:
+    page.goto(served)
+    page.get_by_text("Settings").click()
+    for label, value in (("Answers side by side", "3"), ("Seed", "1"), ("Most tokens", "8")):
+        page.get_by_label(label).fill(value)
+    page.get_by_label("Temperature").fill("1.5")
+    say(page, "Hello")
+    expect(page.locator(".variant")).to_have_count(3)
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
+    page.get_by_role("button", name="Go on with this one").last.click()
+    expect(page.locator(".variant").nth(2)).to_have_class("variant chosen")
+
+
+def test_a_setting_that_is_no_json_is_said_and_nothing_is_asked(page: Page, base_url: str) -> None:
+    page.goto(base_url)
+    page.get_by_text("Settings").click()
+    page.get_by_label("JSON schema").fill("{")
+    say(page, "Hi")
+    expect(page.get_by_role("alert")).to_contain_text("JSON schema:")
+
+
+def test_two_tabs_keep_each_other_s_chats(page: Page, base_url: str) -> None:
+    other = page.context.new_page()
+    for tab in (page, other):
+        tab.goto(base_url)
+    say(page, "Hi")
+    expect(page.locator(".facts")).not_to_be_empty()
+    expect(other.locator("#chats li")).to_have_count(1)
+    other.get_by_role("button", name="New chat").click()
+    say(other, "Hi again")
+    expect(page.locator("#chats li")).to_have_count(2)
+
+
+def test_the_engine_is_seen_at_work_and_what_is_shared(page: Page, served: str) -> None:
+    page.goto(f"{served}/#engine")
+    prompt = "repeat:" + "the beginning that all of them share " * 8
+    stop = threading.Event()
+
+    def ask(number: int) -> None:
+        body: Any = {
+            "prompt": f"{prompt}{number}",
+            "ignore_eos": True,
+            "max_tokens": 60,
+            "seed": number,
+        }
+        while not stop.is_set():
+            httpx.post(f"{served}/generate", json=body, timeout=60)
+
+    with ThreadPoolExecutor(N_STREAMS) as clients:
+        try:
+            asked = [clients.submit(ask, number) for number in range(N_STREAMS)]
+            expect(page.locator("#slots tr")).not_to_have_count(0)
+            expect(page.locator("#slots")).to_contain_text("decode")
+            shared = page.locator("#lanes:not([aria-label$=' 0 positions are shared'])")
+            expect(shared).to_have_count(1)
+            expect(page.locator("#ticks")).to_have_attribute(
+                "aria-label", re.compile(r"latest \d\d+ ticks")
+            )
+        finally:
+            stop.set()
+        for each in asked:
+            each.result()
+    page.get_by_role("tab", name="Chat").click()
+    expect(page.get_by_label("Message", exact=True)).to_be_visible()
+
+
+def test_a_server_with_a_key_asks_for_it_once(page: Page, served: str) -> None:
+    """As far as the page goes: its server says 401 until a key comes."""
+
+    def guarded(route: Route) -> None:
+        if route.request.headers.get("authorization") == "Bearer right":
+            route.continue_()
+        else:
+            route.fulfill(
+                status=401, json={"error": {"message": "the API key is missing or wrong"}}
+            )
+
+    page.route("**/v1/chat/completions", guarded)
+    page.goto(served)
+    say(page, "1+1=")
+    page.get_by_role("textbox", name="Key").fill("right")
+    page.get_by_role("button", name="Use it").click()
+    expect(page.locator(".facts")).to_contain_text("tokens")
+
+
+def test_a_keyboard_reaches_both_views_and_every_control_has_a_name(
+    page: Page, base_url: str
+) -> None:
+    page.goto(base_url)
+    page.get_by_role("tab", name="Chat").focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.get_by_role("heading", name="KV cache")).to_be_visible()
+    page.keyboard.press("ArrowLeft")
+    nameless = page.evaluate(
+        """() => [...document.querySelectorAll('button, input, textarea, select')]
+            .filter((e) => !e.textContent.trim() && !e.getAttribute('aria-label') && !e.labels?.length)
+            .map((e) => e.outerHTML)"""
+    )
+    assert nameless == []
