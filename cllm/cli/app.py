@@ -27,7 +27,6 @@ app = typer.Typer(
     name="cllm",
     help="One llama.cpp model as a first-class citizen of an asyncio program.",
     invoke_without_command=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.command()(demo)

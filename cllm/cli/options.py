@@ -59,17 +59,19 @@ class EngineFlags:
     ] = None  # fmt: skip
     hf: Annotated[
         str | None,
-        _engine("A model by name, as -m hf:…", "-hf", "--hf-repo"),
+        _engine("A model by name, as -m hf:…", "-hf", "-hfr", "--hf-repo"),
     ] = None
     n_ctx: Annotated[
         int | None,
         _engine(
             "KV cells in all, shared by the requests; 0: what the model was trained for. By default "
             "that as far as memory allows, and at least 4096.",
-            "-c", "--n-ctx",
+            "-c", "--n-ctx", "--ctx-size",
         ),
     ] = None  # fmt: skip
-    n_seq_max: Annotated[int | None, _engine("Requests that run at once.", "--n-seq-max")] = None
+    n_seq_max: Annotated[
+        int | None, _engine("Requests that run at once.", "--n-seq-max", "-np", "--parallel")
+    ] = None
     max_queue: Annotated[
         int | None,
         _engine("Requests that may wait; then 429.", "--max-queue", default=_ENGINE.max_queue),
@@ -83,17 +85,26 @@ class EngineFlags:
     ] = None  # fmt: skip
     threads_batch: Annotated[
         int | None,
-        _engine("Compute threads for prompts; by default as many.", "--threads-batch"),
+        _engine("Compute threads for prompts; by default as many.", "-tb", "--threads-batch"),
     ] = None
     n_gpu_layers: Annotated[
-        int | None, _engine("Layers on the GPU; -1, the default: all that fit.", "--n-gpu-layers")
-    ] = None
+        int | None,
+        _engine(
+            "Layers on the GPU; -1, the default: all that fit.",
+            "-ngl", "--n-gpu-layers", "--gpu-layers",
+        ),
+    ] = None  # fmt: skip
     n_batch: Annotated[
-        int | None, _engine("Rows of a tick.", "--n-batch", default=_ENGINE.n_batch)
+        int | None,
+        _engine("Rows of a tick.", "-b", "--n-batch", "--batch-size", default=_ENGINE.n_batch),
     ] = None
     n_ubatch: Annotated[
-        int | None, _engine("Rows of a physical batch.", "--n-ubatch", default=_ENGINE.n_ubatch)
-    ] = None
+        int | None,
+        _engine(
+            "Rows of a physical batch.", "-ub", "--n-ubatch", "--ubatch-size",
+            default=_ENGINE.n_ubatch,
+        ),
+    ] = None  # fmt: skip
     n_prefill_chunk: Annotated[
         int | None,
         _engine("Rows of a prompt in a tick that others wait for.", "--n-prefill-chunk"),
@@ -130,6 +141,7 @@ class EngineFlags:
         _engine(
             "One KV buffer for all requests, or a share for each; by default shares if each is as long as the model was trained for.",
             "--kv-unified/--no-kv-unified",
+            "-kvu/-no-kvu",
         ),
     ] = None
     deterministic: Annotated[
@@ -158,17 +170,23 @@ class EngineFlags:
         _engine(
             'Guess tokens, and compute the guesses with the token they follow: "ngram", or the '
             "file of a smaller model with the same vocabulary.",
-            "--speculation",
+            "--speculation", "-md", "--model-draft",
         ),
-    ] = None
+    ] = None  # fmt: skip
     flash_attn: Annotated[
         bool | None, _engine("By default llama.cpp decides.", "--flash-attn/--no-flash-attn")
     ] = None
     type_k: Annotated[
-        str | None, _engine("Data type of the keys.", "--type-k", default=_ENGINE.type_k)
+        str | None,
+        _engine(
+            "Data type of the keys.", "--type-k", "-ctk", "--cache-type-k", default=_ENGINE.type_k
+        ),
     ] = None
     type_v: Annotated[
-        str | None, _engine("Data type of the values.", "--type-v", default=_ENGINE.type_v)
+        str | None,
+        _engine(
+            "Data type of the values.", "--type-v", "-ctv", "--cache-type-v", default=_ENGINE.type_v
+        ),
     ] = None
     use_mmap: Annotated[
         bool | None, _engine("Map the file; on by default.", "--mmap/--no-mmap")
@@ -302,7 +320,13 @@ class SamplingFlags:
 
     max_tokens: Annotated[
         int | None,
-        _sampling("By default until the model ends or the context is full.", "-n", "--max-tokens"),
+        _sampling(
+            "By default until the model ends or the context is full.",
+            "-n",
+            "--max-tokens",
+            "--predict",
+            "--n-predict",
+        ),
     ] = None
     min_tokens: Annotated[
         int | None, _sampling("No end before so many tokens.", "--min-tokens")
@@ -334,7 +358,7 @@ class SamplingFlags:
         float | None,
         _sampling("0 is off.", "--frequency-penalty", default=_SAMPLING.frequency_penalty),
     ] = None
-    seed: Annotated[int | None, _sampling("By default a random one.", "--seed")] = None
+    seed: Annotated[int | None, _sampling("By default a random one.", "-s", "--seed")] = None
     stop: Annotated[
         list[str] | None, _sampling("Text that ends the output; may be repeated.", "--stop")
     ] = None
@@ -342,7 +366,8 @@ class SamplingFlags:
         bool | None, _sampling("Never sample an end-of-generation token.", "--ignore-eos")
     ] = None
     json_schema: Annotated[
-        str | None, _sampling("The output is JSON of this schema; text or @FILE.", "--json-schema")
+        str | None,
+        _sampling("The output is JSON of this schema; text or @FILE.", "-j", "--json-schema"),
     ] = None
     regex: Annotated[str | None, _sampling("The whole output matches it.", "--regex")] = None
     grammar: Annotated[

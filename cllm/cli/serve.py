@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from cllm import CllmError
+from cllm.cli.config_file import ConfigFile
 from cllm.cli.options import EngineFlags, with_flags
 from cllm.cli.terminal import TOY
 
@@ -19,12 +20,16 @@ logger = logging.getLogger("cllm.server")
 @with_flags
 def serve(
     engine: EngineFlags,
+    _config: ConfigFile = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 18081,
     api_key: Annotated[
         str | None, typer.Option(envvar="CLLM_API_KEY", help="Asked for as a bearer token.")
     ] = None,
-    model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
+    model_name: Annotated[
+        str | None,
+        typer.Option("--model-name", "-a", "--alias", help="What clients call the model."),
+    ] = None,
     allowed_host: Annotated[
         list[str] | None,
         typer.Option(help="A name by which clients may ask for this server; '*': any."),
@@ -35,6 +40,9 @@ def serve(
     allow_grammar: Annotated[
         bool, typer.Option("--allow-grammar", help="Take raw GBNF; see SECURITY.md.")
     ] = False,
+    page: Annotated[
+        bool, typer.Option("--page/--no-page", help="A page at /, to chat and to look.")
+    ] = True,
     log_prompts: Annotated[
         bool, typer.Option("--log-prompts", help="Put prompts into the log.")
     ] = False,
@@ -74,6 +82,7 @@ def serve(
         allowed_hosts=tuple(allowed_host or ()),
         cors_origins=tuple(cors_origin or ()),
         allow_grammar=allow_grammar,
+        page=page,
         log_prompts=log_prompts,
         otlp_traces_endpoint=otlp_traces_endpoint,
         drain_timeout_s=drain_timeout,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import operator
 import os
@@ -418,6 +419,8 @@ def check_known(options: EngineOptions) -> None:
     known = {field.name for field in fields(EngineConfig)}
     unknown = sorted(set(options) - known)
     if unknown:
+        near = difflib.get_close_matches(unknown[0], known, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
         raise TypeError(
-            f"unknown engine option {unknown[0]!r}; the options are {', '.join(sorted(known))}"
+            f"unknown engine option {unknown[0]!r}; {hint}The options are {', '.join(sorted(known))}"
         )

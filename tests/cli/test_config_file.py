@@ -1,0 +1,160 @@
+"""Options of `cllm serve` from a file, under llama-server's names too, and what a shell is told of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from cllm import EngineConfig
+from cllm.cli.app import app, run
+from cllm.server import logs, serving
+from cllm.server.config import ServerConfig
+from tests.cli.test_app import COMMANDS
+
+listen = serving.listen
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, ServerConfig]]:
+    """What `cllm serve` would serve with, which it does not."""
+    found: list[tuple[EngineConfig, ServerConfig]] = []
+
+    def note(engine: EngineConfig, server: ServerConfig, *_: Any) -> int:
+        found.append((engine, server))
+        return 0
+
+    monkeypatch.setattr(serving, "listen", lambda host, port: listen("127.0.0.1", 0))
+    monkeypatch.setattr(serving, "serve", note)
+    monkeypatch.setattr(logs, "configure_logging", lambda: None)
+    return found
+
+
+def serve(*arguments: str) -> int:
+    """The exit code of `cllm serve`; what it says is on stderr."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["cllm", "serve", *arguments])
+        return run()
+
+
+FILE = """
+model-name = "small"
+ctx-size = 2048       # llama-server's name
+n_seq_max = 3
+process = false
+prefix-cache = true
+drain_timeout = 1
+lora = []
+allowed_host = ["a.example", "b.example"]
+"""
+
+
+def test_a_file_has_the_options_by_their_names_and_what_is_typed_goes_before(
+    served: list[tuple[EngineConfig, ServerConfig]], tmp_path: Path
+) -> None:
+    path = tmp_path / "cllm.toml"
+    path.write_text(FILE)
+    assert serve("--config", str(path)) == 0
+    typed = "-np 5 -a typed --process --allowed-host c.example"
+    assert serve("--config", str(path), *typed.split()) == 0
+    (engine, server), (other_engine, other_server) = served
+    assert (engine.n_ctx, engine.n_seq_max, engine.process) == (2048, 3, False)
+    assert (server.model_name, server.drain_timeout_s) == ("small", 1.0)
+    assert server.allowed_hosts == ("a.example", "b.example")
+    assert (other_engine.n_ctx, other_engine.n_seq_max, other_engine.process) == (2048, 5, True)
+    assert (other_server.model_name, other_server.allowed_hosts) == ("typed", ("c.example",))
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("n_ctxx = 1", "n_ctxx is not an option; did you mean n_ctx?"),
+        ("config = 'a.toml'", "config is not an option"),
+        ("n_ctx = 1.5", "n_ctx: "),
+        ("n_ctx = true", "n_ctx is True, must be a text or a number"),
+        ("process = 1", "process is 1, must be true or false"),
+        ("allowed_host = [[1]]", "allowed_host is [[1]], must be a list of texts"),
+        ("[engine]\nn_ctx = 1", "engine is not an option"),
+        ("n_ctx = 1\nctx-size = 2", "ctx-size is there under another name too"),
+        ("port = 70000", "port: "),
+        ("n_ctx = ", "cannot read"),
+        ("\udcff", "cannot read"),
+        (None, "No such file or directory"),
+    ],
+)
+def test_what_a_file_cannot_say_is_said_with_its_name(
+    text: str | None,
+    told: str,
+    served: list[tuple[EngineConfig, ServerConfig]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "c.toml"
+    if text is not None:
+        path.write_bytes(text.encode(errors="surrogateescape"))
+    assert serve("--config", str(path)) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert told in said
+    assert str(path) in said
+    assert not served
+
+
+def test_the_short_options_of_llama_server_mean_the_same(
+    served: list[tuple[EngineConfig, ServerConfig]],
+) -> None:
+    typed = (
+        "-c 1024 -np 2 -b 256 -ub 128 -t 1 -tb 2 -ngl 0 -ctk q8_0 -ctv q8_0 -kvu -a name -md ngram"
+    )
+    assert serve(*typed.split()) == 0
+    ((engine, server),) = served
+    expected = EngineConfig(
+        n_ctx=1024, n_seq_max=2, n_batch=256, n_ubatch=128, n_threads=1, n_threads_batch=2,
+        n_gpu_layers=0, type_k="q8_0", type_v="q8_0", kv_unified=True, speculation="ngram",
+        process=True, preflight=False,
+    )  # fmt: skip
+    assert engine == expected
+    assert server.model_name == "name"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_name_stands_for_two_options_of_a_command(name: str) -> None:
+    group: Any = typer.main.get_command(app)
+    names = [
+        option
+        for parameter in group.commands[name].params
+        for option in (*parameter.opts, *parameter.secondary_opts)
+    ]
+    assert sorted(names) == sorted(set(names))
+
+
+def completed(words: str, index: int) -> list[str]:
+    """What bash is told; it asks the command itself."""
+    asked = {"_CLLM_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(index)}
+    command = Path(sys.executable).with_name("cllm")
+    done = subprocess.run(
+        [command], capture_output=True, text=True, check=True, env={**os.environ, **asked}
+    )
+    return done.stdout.split()
+
+
+def test_a_shell_completes_commands_and_options() -> None:
+    assert completed("cllm se", 1) == ["serve"]
+    assert completed("cllm serve --n-s", 2) == ["--n-seq-max"]
+
+
+def test_every_variable_of_the_environment_is_on_the_page() -> None:
+    found = {
+        name
+        for path in ROOT.glob("cllm/**/*.py")
+        for name in re.findall(r"\bCLLM_[A-Z_]+\b", path.read_text())
+    }
+    page = (ROOT / "docs" / "server.md").read_text()
+    assert len(found) >= 5
+    assert not {name for name in found if f"`{name}`" not in page}
