@@ -1,4 +1,4 @@
-"""The pytest plugin of cllm: `cllm_engine` and `cllm_fake_engine`, for pytest-asyncio and anyio.
+"""The pytest plugin of cllm: `cllm_engine` and `cllm_fake_engine`, for pytest-asyncio and anyio; `cllm_server`.
 
 Outside the package, because pytest imports every plugin in every run, and importing the package costs
 numpy: nothing of cllm is imported before a test asks for an engine.
@@ -7,7 +7,7 @@ numpy: nothing of cllm is imported before a test asks for an engine.
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import ModuleType
@@ -18,6 +18,7 @@ import pytest
 if TYPE_CHECKING:
     from cllm import Engine, EngineConfig
     from cllm.testing import FakeEngine
+    from cllm.testing.fake_server import FakeServer
 
     AnyEngine = TypeVar("AnyEngine", bound=Engine)
 
@@ -31,6 +32,7 @@ TEARDOWN_S = 3.0
 MARKERS = (
     "cllm_engine(model=None, **options): what the fixture `cllm_engine` is made with",
     "cllm_fake_engine(answers=None, **options): what the fixture `cllm_fake_engine` is made with",
+    "cllm_server(rules): what the fixture `cllm_server` answers",
 )
 TEST_LOOP_SCOPE = "asyncio_default_test_loop_scope"
 LoopScope = Literal["function", "class", "module", "package", "session"]
@@ -62,6 +64,20 @@ def cllm_fake_engine(request: pytest.FixtureRequest) -> FakeEngine:
     """
     engine: FakeEngine = request.getfixturevalue(_variant(request, "cllm_fake_engine"))
     return engine
+
+
+@pytest.fixture
+def cllm_server(request: pytest.FixtureRequest) -> Iterator[FakeServer]:
+    """A server without a model on a free port, which answers as `@pytest.mark.cllm_server(rules)` says.
+
+    For any client, in any language, with or without an event loop: `url`, `base_url` of OpenAI's
+    clients, and what was `asked`.
+    """
+    from cllm.testing.fake_server import fake_server
+
+    mark = request.node.get_closest_marker("cllm_server")
+    with fake_server(mark.args[0] if mark and mark.args else []) as server:
+        yield server
 
 
 def _variant(request: pytest.FixtureRequest, name: str) -> str:

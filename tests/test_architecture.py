@@ -49,6 +49,10 @@ THREADS = {"threading", "subprocess", "concurrent"}
 # The packages around the engine, and the names that they may import of cllm: the first that fits.
 RULES: list[tuple[str, tuple[str, ...]]] = [
     ("cllm.bindings", ("cllm.bindings", "cllm.checks", "cllm.errors", "cllm.sampling_limits")),
+    (
+        "cllm.testing.fake_server",
+        ("cllm", "cllm.testing", "cllm.engine", "cllm.errors", "cllm.server"),
+    ),
     ("cllm.testing", ("cllm", "cllm.testing", "cllm.engine", "cllm.errors", "cllm.checks")),
     (
         "cllm.server.fields",
@@ -82,7 +86,7 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
     ("cllm.cli.tokenize", ("cllm", "cllm.cli", "cllm.doctor")),
     ("cllm.cli.options", ("cllm", "cllm.cli", "cllm.hub")),
     ("cllm.cli.pull", ("cllm", "cllm.cli", "cllm.hub")),
-    ("cllm.cli.serve", ("cllm", "cllm.cli", "cllm.server")),
+    ("cllm.cli.serve", ("cllm", "cllm.cli", "cllm.server", "cllm.testing")),
     ("cllm.cli", ("cllm", "cllm.cli")),
     ("cllm.__main__", ("cllm.cli.app",)),
     ("cllm", ("cllm.engine", "cllm.errors")),
@@ -107,6 +111,8 @@ LIBRARIES: list[tuple[str, str]] = [
     ("cllm.hub", "filelock huggingface_hub"),
     ("cllm.doctor.plot", "matplotlib"),
     ("cllm.server.engine_task", "anyio starlette trio"),
+    ("cllm.testing.fake_rules", "yaml"),
+    ("cllm.testing.fake_server", "anyio fastapi starlette"),
     ("cllm.server.tracing", "anyio fastapi opentelemetry starlette"),
     (
         "cllm.server",

@@ -57,4 +57,4 @@ def test_the_tests_of_the_page_about_testing_pass(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout
     # The test client of starlette may warn of the version of httpx.
-    assert re.search(r"^16 passed(, \d+ warnings?)? in ", done.stdout, re.MULTILINE), done.stdout
+    assert re.search(r"^17 passed(, \d+ warnings?)? in ", done.stdout, re.MULTILINE), done.stdout

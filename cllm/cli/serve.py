@@ -5,16 +5,21 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from typing import Annotated
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
-from cllm import CllmError
+from cllm import CllmError, EngineOptions, InvalidArgumentError
 from cllm.cli.config_file import ConfigFile
 from cllm.cli.options import EngineFlags, with_flags
 from cllm.cli.terminal import TOY
 
 logger = logging.getLogger("cllm.server")
+
+N_CTX_FAKE = 16384  # of a server without a model
 
 
 @with_flags
@@ -43,6 +48,13 @@ def serve(
     page: Annotated[
         bool, typer.Option("--page/--no-page", help="A page at /, to chat and to look.")
     ] = True,
+    fake: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RULES.yaml",
+            help="No model: answer as these rules say, for tests of clients; also .toml and .json.",
+        ),
+    ] = None,
     log_prompts: Annotated[
         bool, typer.Option("--log-prompts", help="Put prompts into the log.")
     ] = False,
@@ -65,6 +77,7 @@ def serve(
 ) -> int:
     """Serve a model over HTTP: /generate, OpenAI's endpoints, /docs."""
     try:
+        from cllm.server.app import create_app
         from cllm.server.config import ServerConfig
         from cllm.server.logs import configure_logging
         from cllm.server.serving import listen
@@ -73,7 +86,12 @@ def serve(
         raise CllmError(f"{error.name} is not installed: pip install 'cllm[server]'") from None
     process = (supervised is not False) if engine.process is None else engine.process
     # In a process of its own a file that ends it while it is loaded ends nothing else.
-    settings = engine.config(process=process, preflight=False if process else "unseen")
+    options = EngineOptions(process=process, preflight=False if process else "unseen")
+    make_app: Callable[..., Any] = create_app
+    if fake is not None:
+        make_app, model_name = _app_of_rules(fake), model_name or "fake"
+        options["n_ctx"] = N_CTX_FAKE
+    settings = engine.config(**options)
     config = ServerConfig(
         host=host,
         port=port,
@@ -103,12 +121,25 @@ def serve(
             )
 
         def announce() -> None:
-            name = settings.model_path.name
+            name = settings.model_path.name if fake is None else fake.name
             print(
                 f"cllm: {name} at {address} (docs at {address}/docs)", file=sys.stderr, flush=True
             )
-            if settings.model is None:
+            if settings.model is None and fake is None:
                 logger.info("%s", TOY)
 
         os.environ.pop("CLLM_API_KEY", None)
-        return run(settings, config, listener, announce)
+        return run(settings, config, listener, announce, make_app)
+
+
+def _app_of_rules(path: Path) -> Callable[..., Any]:
+    """`create_app` of a server without a model."""
+    try:
+        from cllm.testing.fake_rules import FakeRules
+        from cllm.testing.fake_server import create_fake_app
+    except ModuleNotFoundError as error:
+        raise CllmError(f"{error.name} is not installed: pip install 'cllm[testing]'") from None
+    try:
+        return partial(create_fake_app, FakeRules.read(path))
+    except InvalidArgumentError as error:
+        raise typer.BadParameter(str(error), param_hint="--fake") from None

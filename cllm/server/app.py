@@ -16,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from cllm import CllmError, Engine, EngineConfig, __version__
 from cllm.server import generate, info, messages, openai, responses, tokens
 from cllm.server.config import ServerConfig
-from cllm.server.engine_task import EngineTask, MountedStart
+from cllm.server.engine_task import EngineTask, MountedStart, make_engine
 from cllm.server.limits import STATIC_URL, HeadAsGet, Limits
 from cllm.server.metrics import AnswerCounter
 from cllm.server.page import add_page
@@ -29,6 +29,7 @@ def create_app(
     config: ServerConfig | None = None,
     *,
     on_failed: Callable[[], None] = lambda: None,
+    make_engine: Callable[[EngineConfig], Engine] = make_engine,
 ) -> FastAPI:
     """An ASGI application that serves one model, to be run or to be mounted in another.
 
@@ -44,6 +45,8 @@ def create_app(
     config : ServerConfig, optional
     on_failed : callable
         Called when the model cannot be loaded.
+    make_engine : callable
+        Makes the engine of such settings; the caller does not enter it.
     """
     config = ServerConfig() if config is None else config
     state = ServerState(config)
@@ -52,7 +55,9 @@ def create_app(
         state.engine = engine
         state.metrics.watch(engine.statistics)
     else:
-        task = EngineTask(state, EngineConfig() if engine is None else engine, on_failed)
+        task = EngineTask(
+            state, EngineConfig() if engine is None else engine, on_failed, make_engine
+        )
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -19,6 +19,11 @@ logger = logging.getLogger("cllm.server")
 WARM_UP_LIMIT_S = 10.0  # of a template that takes its time over everything it is tried with
 
 
+def make_engine(config: EngineConfig) -> Engine:
+    """An engine of these settings."""
+    return Engine(config=config)
+
+
 class EngineTask:
     """Loads the model, lets requests have it, drains it when the server is to stop.
 
@@ -29,6 +34,8 @@ class EngineTask:
     config : EngineConfig
     on_failed : callable
         Called when the model cannot be loaded.
+    make_engine : callable
+        Makes the engine of such settings.
 
     Attributes
     ----------
@@ -39,11 +46,16 @@ class EngineTask:
     """
 
     def __init__(
-        self, state: ServerState, config: EngineConfig, on_failed: Callable[[], None]
+        self,
+        state: ServerState,
+        config: EngineConfig,
+        on_failed: Callable[[], None],
+        make_engine: Callable[[EngineConfig], Engine],
     ) -> None:
         self._state = state
         self._config = config
         self._on_failed = on_failed
+        self._make_engine = make_engine
         self._background: object = None  # an asyncio task that nobody holds may be collected
         self.has_begun = self.is_background = False
         self.settled = anyio.Event()
@@ -52,7 +64,7 @@ class EngineTask:
         """Serve until the state says stop; `finished` when all answers have been read."""
         state = self._state
         try:
-            async with Engine(config=self._config) as engine:
+            async with self._make_engine(self._config) as engine:
                 await _warm_up(engine)
                 state.metrics.watch(engine.statistics)
                 state.engine = engine

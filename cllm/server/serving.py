@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import uvicorn
+from fastapi import FastAPI
 
 from cllm import EngineConfig
 from cllm.server.app import create_app
@@ -20,19 +21,46 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 MARGIN_S = 5
 
 
-class _Server(uvicorn.Server):
-    heard: list[int]
-    on_shutdown: Callable[[], None]
+class Server(uvicorn.Server):
+    """A server of one application, with the limits of its settings.
+
+    Attributes
+    ----------
+    heard : list of int
+        Signals that came before there was anybody to act on them.
+    """
+
+    def __init__(self, app: FastAPI, config: ServerConfig) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=protocol_with(
+                    max_header_bytes=config.max_header_bytes,
+                    header_timeout_s=config.header_timeout_s,
+                    write_timeout_s=config.write_timeout_s,
+                    on_refused=partial(app.state.server.metrics.answered, "none"),
+                ),
+                timeout_keep_alive=int(config.keep_alive_s),
+                timeout_graceful_shutdown=int(config.drain_timeout_s) + MARGIN_S,
+                lifespan="on",
+                ws="none",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+            )
+        )
+        self.heard: list[int] = []
+        self._on_shutdown = app.state.server.stop
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         with super().capture_signals():
-            for number in self.heard:  # before there was anybody to act on them
+            for number in self.heard:
                 self.handle_exit(number, None)
             yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self.on_shutdown()
+        self._on_shutdown()
         await super().shutdown(sockets)
 
 
@@ -57,6 +85,7 @@ def serve(
     config: ServerConfig,
     listener: socket.socket,
     announce: Callable[[], None] = lambda: None,
+    make_app: Callable[..., FastAPI] = create_app,
 ) -> int:
     """Serve until SIGTERM or SIGINT; the exit code.
 
@@ -66,6 +95,8 @@ def serve(
     ----------
     announce : callable
         Called when signals are heard.
+    make_app : callable
+        `create_app`, or one with its parameters.
     """
     heard: list[int] = []
     for number in SIGNALS:
@@ -75,26 +106,9 @@ def serve(
     def on_failed() -> None:
         server.should_exit = True
 
-    app = create_app(engine, config, on_failed=on_failed)
-    server = _Server(
-        uvicorn.Config(
-            app,
-            http=protocol_with(
-                max_header_bytes=config.max_header_bytes,
-                header_timeout_s=config.header_timeout_s,
-                write_timeout_s=config.write_timeout_s,
-                on_refused=partial(app.state.server.metrics.answered, "none"),
-            ),
-            timeout_keep_alive=int(config.keep_alive_s),
-            timeout_graceful_shutdown=int(config.drain_timeout_s) + MARGIN_S,
-            lifespan="on",
-            ws="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-        )
-    )
-    server.heard, server.on_shutdown = heard, app.state.server.stop
+    app = make_app(engine, config, on_failed=on_failed)
+    server = Server(app, config)
+    server.heard = heard
     server.run(sockets=[listener])
     if app.state.server.failure is not None:
         return 1

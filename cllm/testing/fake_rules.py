@@ -1,0 +1,247 @@
+"""Rules of a server without a model: what it answers to which question, how fast, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from cllm import InvalidArgumentError
+from cllm.testing.fake_engine import FakeAnswer
+
+MAX_SECONDS = 3600.0
+ROLES = ("user", "tool")
+ASKED = "\nassistant: "  # behind the last message of a chat, in a `FakeEngine`'s own template
+ERROR_STATUSES = range(400, 600)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeRule:
+    """What happens to a question that it is for.
+
+    Parameters
+    ----------
+    when : str
+        A regular expression that is found in the question: the last message of a chat, or the prompt.
+    role : str, optional
+        Only where the last message is of the "user", or of a "tool".
+    times : int, optional
+        For so many questions; then the next rule that is for them.  None: for all.
+    text, reasoning : str
+        The answer.  In `text` and the arguments of calls, `{0}` is what `when` has found, `{1}` its first group.
+    tool_calls : sequence
+        Each a mapping of `name` and `arguments`, or both as a pair.
+    first_token_s, token_s : float
+        Seconds before the answer begins, and before each of its events, if it is streamed.
+    status : int, optional
+        Answer with this error instead, 400 to 599.
+    message : str
+        What the error says.
+    retry_after_s : int, optional
+        `Retry-After` of an error.
+    disconnect_after : int, optional
+        Close the connection after so many events, or before the whole answer.
+    """
+
+    when: str = ""
+    role: str | None = None
+    times: int | None = None
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: Sequence[Any] = ()
+    first_token_s: float = 0.0
+    token_s: float = 0.0
+    status: int | None = None
+    message: str = "a scripted error"
+    retry_after_s: int | None = None
+    disconnect_after: int | None = None
+    calls: tuple[tuple[str, str], ...] = field(default=(), init=False)
+
+    def __post_init__(self) -> None:
+        _check(self)
+        object.__setattr__(self, "calls", tuple(map(_call, self.tool_calls)))
+
+    def answer(self, question: str) -> FakeAnswer:
+        """The answer to a question that it is for."""
+        found = re.search(self.when, question)
+        groups = [] if found is None else [found[0], *(group or "" for group in found.groups())]
+
+        def filled(text: str) -> str:
+            for number, group in enumerate(groups):
+                text = text.replace(f"{{{number}}}", group)
+            return text
+
+        calls = [(name, filled(arguments)) for name, arguments in self.calls]
+        return FakeAnswer(filled(self.text), self.reasoning, calls)
+
+
+@dataclass(slots=True, eq=False)
+class Chosen:
+    """A rule for the questions of one request, each of which is to be answered so many times more."""
+
+    rule: FakeRule
+    n_left: dict[str, int]
+
+
+class FakeRules:
+    """Rules in their order: the first that is for a question, and has not been used up, is taken.
+
+    Any thread.
+    """
+
+    def __init__(self, rules: Iterable[FakeRule]) -> None:
+        self._rules = tuple(rules)
+        self._n_left = [rule.times for rule in self._rules]
+        self._lock = threading.Lock()
+        self._open: list[Chosen] = []
+
+    @classmethod
+    def of(cls, given: object) -> FakeRules:
+        """Of a list of mappings, a mapping with `rules`, or one from questions to answers.
+
+        Raises
+        ------
+        InvalidArgumentError
+            Says which rule, which field and what it may be.
+        """
+        if isinstance(given, Mapping) and set(given) == {"rules"}:
+            given = given["rules"]
+        elif isinstance(given, Mapping):
+            given = [
+                {"when": re.escape(str(question)) + r"\Z", "text": answer}
+                for question, answer in given.items()
+            ]
+        if isinstance(given, str) or not isinstance(given, Sequence):
+            raise InvalidArgumentError("rules", given, "a list of rules")
+        return cls(_rule(number, each) for number, each in enumerate(given))
+
+    @classmethod
+    def read(cls, path: Path) -> FakeRules:
+        """Of a file: YAML, TOML or JSON, by its name.
+
+        Raises
+        ------
+        InvalidArgumentError
+            It cannot be read, or says what cannot be.
+        """
+        try:
+            text = path.read_text(encoding="utf-8")
+            if path.suffix == ".toml":
+                return cls.of(tomllib.loads(text))
+            if path.suffix == ".json":
+                return cls.of(json.loads(text))
+        except OSError as error:
+            raise InvalidArgumentError("rules", str(path), error.strerror or str(error)) from None
+        except ValueError as error:
+            raise InvalidArgumentError("rules", str(path), str(error)) from None
+        return cls.of(_yaml(path, text))
+
+    def choose(self, questions: Sequence[str], role: str = "user", n: int = 1) -> Chosen | None:
+        """The rule for the first question of a request, which counts as used; `end` is called with it.
+
+        Parameters
+        ----------
+        questions : sequence of str
+            Prompts that are answered alike, each `n` times.
+        role : str
+            Whose the question is.
+        """
+        with self._lock:
+            for number, rule in enumerate(self._rules):
+                if self._n_left[number] == 0 or rule.role not in (None, role):
+                    continue
+                if re.search(rule.when, questions[0]):
+                    n_left = self._n_left[number]
+                    self._n_left[number] = None if n_left is None else n_left - 1
+                    chosen = Chosen(rule, dict.fromkeys(questions, n))
+                    self._open.append(chosen)
+                    return chosen
+        return None
+
+    def end(self, chosen: Chosen) -> None:
+        """A request has ended."""
+        with self._lock:
+            self._open.remove(chosen)
+
+    def answer(self, prompt: str) -> FakeAnswer:
+        """The answer to the prompt of an open request: that of the rule which was chosen first for it.
+
+        Raises
+        ------
+        LookupError
+            None was.
+        """
+        with self._lock:
+            for chosen in self._open:
+                for question, n in chosen.n_left.items():
+                    if n and (prompt == question or prompt.endswith(question + ASKED)):
+                        chosen.n_left[question] = n - 1
+                        return chosen.rule.answer(question)
+        raise LookupError("no rule is for it")
+
+
+def _rule(number: int, given: object) -> FakeRule:
+    name = f"rules[{number}]"
+    if not isinstance(given, Mapping):
+        raise InvalidArgumentError(name, given, "a mapping")
+    known = {each.name for each in fields(FakeRule) if each.init}
+    if unknown := sorted(set(map(str, given)) - known):
+        limit = f"of {', '.join(sorted(known))}"
+        raise InvalidArgumentError(f"{name}.{unknown[0]}", given[unknown[0]], limit)
+    try:
+        return FakeRule(**given)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{name}.{error.field}", error.value, error.limit) from None
+
+
+def _check(rule: FakeRule) -> None:
+    """Refuse what cannot be."""
+    try:
+        re.compile(rule.when)
+    except (re.error, TypeError) as error:
+        raise InvalidArgumentError("when", rule.when, f"a regular expression: {error}") from None
+    if rule.role not in (None, *ROLES):
+        raise InvalidArgumentError("role", rule.role, f"one of {', '.join(ROLES)}")
+    for name in ("text", "reasoning", "message"):
+        if not isinstance(getattr(rule, name), str):
+            raise InvalidArgumentError(name, getattr(rule, name), "a text")
+    for name in ("times", "retry_after_s", "disconnect_after"):
+        value = getattr(rule, name)
+        if value is not None and (type(value) is not int or value < 0):
+            raise InvalidArgumentError(name, value, "a number from 0 on")
+    for name in ("first_token_s", "token_s"):
+        value = getattr(rule, name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise InvalidArgumentError(name, value, "a number")
+        if not 0 <= value <= MAX_SECONDS:
+            raise InvalidArgumentError(name, value, f"0 to {MAX_SECONDS:g} seconds")
+    if rule.status is not None and rule.status not in ERROR_STATUSES:
+        raise InvalidArgumentError("status", rule.status, "an error, 400 to 599")
+
+
+def _call(given: Any) -> tuple[str, str]:
+    try:
+        name, arguments = (
+            (given["name"], given.get("arguments", {})) if isinstance(given, Mapping) else given
+        )
+        text = arguments if isinstance(arguments, str) else json.dumps(dict(arguments))
+    except (KeyError, TypeError, ValueError):
+        raise InvalidArgumentError("tool_calls", given, "a name and its arguments") from None
+    return str(name), text
+
+
+def _yaml(path: Path, text: str) -> object:
+    try:
+        import yaml
+    except ImportError:
+        limit = ".toml or .json without PyYAML: pip install 'cllm[testing]'"
+        raise InvalidArgumentError("rules", str(path), limit) from None
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise InvalidArgumentError("rules", str(path), f"YAML: {error}") from None

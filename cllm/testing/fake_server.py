@@ -1,0 +1,265 @@
+"""A server without a model: the real HTTP server over a `FakeEngine`, with scripted answers, delays and faults.
+
+`cllm serve --fake RULES.yaml` serves it to clients in any language; the fixture `cllm_server` to tests.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+from fastapi import FastAPI
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cllm.engine.config import EngineConfig
+from cllm.errors import EngineFailedError
+from cllm.server.app import create_app
+from cllm.server.config import ServerConfig
+from cllm.server.limits import route_path
+from cllm.server.problems import Problem
+from cllm.server.serving import Server, listen
+from cllm.testing.fake_engine import FakeEngine
+from cllm.testing.fake_rules import FakeRule, FakeRules
+
+QUESTIONS = (
+    "/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages",
+)  # fmt: skip
+N_CTX = 16384
+START_S = 30.0
+DRAIN_S = 1.0  # a stream that is still open when a test has ended
+
+
+class DisconnectedError(Exception):
+    """A connection is closed as a rule says: uvicorn does so when an application fails, and logs it."""
+
+
+def _is_unexpected(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, DisconnectedError)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request that came.
+
+    Attributes
+    ----------
+    path : str
+    body : object
+        Of its JSON.
+    headers : mapping
+        Names in lower case.
+    """
+
+    path: str
+    body: Any
+    headers: Mapping[str, str]
+
+
+class ScriptedFaults:
+    """ASGI middleware: each question gets the rule that is for it.
+
+    Parameters
+    ----------
+    rules : FakeRules
+    asked : list of Asked
+        Takes the requests, in their order.
+    """
+
+    def __init__(self, app: ASGIApp, rules: FakeRules, asked: list[Asked]) -> None:
+        self._app = app
+        self._rules = rules
+        self._asked = asked
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http" or route_path(scope) not in QUESTIONS:
+            await self._app(scope, receive, send)
+            return
+        data = await _read(receive)
+        body = _parsed(data)
+        headers = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
+        }
+        self._asked.append(Asked(route_path(scope), body, headers))
+        questions, role, n = questions_of(body)
+        chosen = self._rules.choose(questions, role, n)
+        if chosen is None:
+            message = f"no rule is for {questions[0][:200]!r}"
+            await Problem(400, message, code="no_rule").response(scope, receive, send)
+            return
+        try:
+            await anyio.sleep(chosen.rule.first_token_s)
+            if chosen.rule.status is not None:
+                await _problem_of(chosen.rule).response(scope, receive, send)
+                return
+            await self._app(scope, _again(data, receive), _paced(send, chosen.rule))
+        finally:
+            self._rules.end(chosen)
+
+
+def questions_of(body: Any) -> tuple[Sequence[str], str, int]:
+    """The last messages or prompts of a request, whose they are, and how many answers each gets."""
+    if not isinstance(body, Mapping):
+        return [""], "user", 1
+    n = body.get("n", 1)
+    n_answers = n if type(n) is int and n > 0 else 1
+    messages = body.get("messages", body.get("input"))
+    if isinstance(messages, str):
+        return [messages], "user", n_answers
+    if isinstance(messages, list) and messages and isinstance(messages[-1], Mapping):
+        question, role = _last_of(messages[-1])
+        return [question], role, n_answers
+    prompt = body.get("prompt", "")
+    prompts = prompt if isinstance(prompt, list) else [prompt]
+    return [each if isinstance(each, str) else "" for each in prompts] or [""], "user", n_answers
+
+
+def _last_of(message: Mapping[str, Any]) -> tuple[str, str]:
+    """The text of a message, and whose it is, in any of the three kinds of API."""
+    if message.get("type") == "function_call_output":
+        return str(message.get("output", "")), "tool"
+    content = message.get("content")
+    if isinstance(content, str) or content is None:
+        return content or "", str(message.get("role", "user"))
+    for part in reversed(content):
+        if isinstance(part, Mapping) and part.get("type") == "tool_result":
+            return _text_of(part.get("content", "")), "tool"
+    return _text_of(content), str(message.get("role", "user"))
+
+
+def _text_of(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else []
+    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, Mapping))
+
+
+async def _read(receive: Receive) -> bytes:
+    data, more = b"", True
+    while more:
+        message = await receive()
+        data += message.get("body", b"")
+        more = message.get("more_body", False)
+    return data
+
+
+def _parsed(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError:
+        return None
+
+
+def _again(data: bytes, receive: Receive) -> Receive:
+    """`receive` with the body once more."""
+    is_told = False
+
+    async def told() -> Message:
+        nonlocal is_told
+        if is_told:
+            return await receive()
+        is_told = True
+        return {"type": "http.request", "body": data, "more_body": False}
+
+    return told
+
+
+def _problem_of(rule: FakeRule) -> Problem:
+    assert rule.status is not None
+    headers = {} if rule.retry_after_s is None else {"Retry-After": str(rule.retry_after_s)}
+    return Problem(rule.status, rule.message, code="scripted", headers=headers)
+
+
+def _paced(send: Send, rule: FakeRule) -> Send:
+    """`send` as slowly as a rule says, until it says that the connection is closed."""
+    n_events = 0
+
+    async def paced(message: Message) -> None:
+        nonlocal n_events
+        if message["type"] == "http.response.body":
+            is_event = message.get("more_body", False)
+            limit = rule.disconnect_after
+            if limit is not None and (n_events >= limit or not (is_event or n_events)):
+                raise DisconnectedError("as a rule says")
+            if is_event:
+                n_events += 1
+                await anyio.sleep(rule.token_s)
+        await send(message)
+
+    return paced
+
+
+def create_fake_app(
+    rules: FakeRules,
+    engine: EngineConfig | None = None,
+    config: ServerConfig | None = None,
+    **options: Any,
+) -> FastAPI:
+    """`create_app` of a `FakeEngine` that follows rules; `app.state.asked` has what was asked."""
+    engine = EngineConfig(n_ctx=N_CTX) if engine is None else engine
+    app = create_app(
+        engine,
+        config,
+        make_engine=lambda config: FakeEngine(rules.answer, config=config),
+        **options,
+    )
+    logging.getLogger("uvicorn.error").addFilter(_is_unexpected)
+    app.state.asked = []
+    app.add_middleware(ScriptedFaults, rules=rules, asked=app.state.asked)
+    return app
+
+
+@dataclass(frozen=True, slots=True)
+class FakeServer:
+    """A server that runs: the fixture `cllm_server`.
+
+    Attributes
+    ----------
+    url : str
+        `http://127.0.0.1:PORT`; OpenAI's clients take `base_url`, which ends with `/v1`.
+    asked : list of Asked
+        The requests so far.
+    """
+
+    url: str
+    asked: list[Asked]
+
+    @property
+    def base_url(self) -> str:
+        """For OpenAI's clients."""
+        return f"{self.url}/v1"
+
+
+@contextmanager
+def fake_server(rules: object = ()) -> Iterator[FakeServer]:
+    """A server on a free port of this machine, in a thread with an event loop of its own.
+
+    Parameters
+    ----------
+    rules : object
+        See `FakeRules.of`.
+    """
+    config = ServerConfig(drain_timeout_s=DRAIN_S)
+    app = create_fake_app(FakeRules.of(rules), config=config)
+    server = Server(app, config)
+    with listen("127.0.0.1", 0) as listener:
+        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+        thread.start()
+        try:
+            deadline = time.monotonic() + START_S
+            while app.state.server.engine is None:
+                if not thread.is_alive() or time.monotonic() > deadline:
+                    raise EngineFailedError(f"no server: {app.state.server.failure}")
+                time.sleep(0.001)
+            yield FakeServer(f"http://127.0.0.1:{listener.getsockname()[1]}", app.state.asked)
+        finally:
+            server.should_exit = True
+            thread.join(START_S)

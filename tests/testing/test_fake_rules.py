@@ -1,0 +1,130 @@
+"""Rules of a server without a model: which is taken, what it answers, and what a file may say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cllm import InvalidArgumentError
+from cllm.testing.fake_engine import FakeAnswer
+from cllm.testing.fake_rules import FakeRules
+
+YAML = """
+rules:
+  - when: weather
+    role: user
+    reasoning: I look it up.
+    tool_calls: [{name: get_weather, arguments: {city: Oslo}}]
+  - role: tool
+    text: "It is {0}."
+    when: .+
+  - when: once
+    times: 1
+    status: 429
+    retry_after_s: 2
+  - when: (\\w+), please
+    text: "Here: {1}"
+  - text: Hello!
+"""
+
+
+def answered(rules: FakeRules, question: str, role: str = "user") -> FakeAnswer:
+    chosen = rules.choose([question], role)
+    assert chosen is not None
+    try:
+        return rules.answer(f"system: be nice\nuser: {question}\nassistant: ")
+    finally:
+        rules.end(chosen)
+
+
+def test_the_first_rule_that_is_for_a_question_and_is_left_answers_it(tmp_path: Path) -> None:
+    path = tmp_path / "rules.yaml"
+    path.write_text(YAML)
+    rules = FakeRules.read(path)
+    called = answered(rules, "What is the weather?")
+    assert (called.reasoning, called.tool_calls) == (
+        "I look it up.", [("get_weather", '{"city": "Oslo"}')],
+    )  # fmt: skip
+    assert answered(rules, "20 C", "tool").text == "It is 20 C."
+    assert answered(rules, "tea, please").text == "Here: tea"
+    first = rules.choose(["once"])
+    assert first is not None
+    assert (first.rule.status, first.rule.retry_after_s) == (429, 2)
+    rules.end(first)
+    assert answered(rules, "once").text == "Hello!"
+
+
+def test_each_answer_of_a_request_is_of_its_own_rule_whoever_asks_beside_it() -> None:
+    rules = FakeRules.of([{"times": 1, "text": "first"}, {"text": "second"}])
+    first, second = rules.choose(["a", "b"], n=2), rules.choose(["a"])
+    assert first is not None
+    assert second is not None
+    assert [rules.answer("a").text for _ in range(3)] == ["first", "first", "second"]
+    assert [rules.answer("b").text for _ in range(2)] == ["first", "first"]
+    with pytest.raises(LookupError):
+        rules.answer("b")
+    rules.end(first)
+    rules.end(second)
+    with pytest.raises(LookupError):
+        rules.answer("a")
+
+
+def test_a_mapping_has_whole_questions_and_where_nothing_fits_there_is_no_rule() -> None:
+    rules = FakeRules.of({"1+1=": "2", "a.c": "dot"})
+    assert answered(rules, "1+1=").text == "2"
+    assert answered(rules, "a.c").text == "dot"
+    assert rules.choose(["abc"]) is None
+
+
+@pytest.mark.parametrize("suffix", [".json", ".toml"])
+def test_other_kinds_of_files_say_the_same(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"rules{suffix}"
+    text = {
+        ".json": json.dumps([{"when": "a", "text": "b"}]),
+        ".toml": '[[rules]]\nwhen = "a"\ntext = "b"',
+    }
+    path.write_text(text[suffix])
+    assert answered(FakeRules.read(path), "a").text == "b"
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("text", "rules is 'text', must be a list of rules"),
+        (["a"], "rules[0] is 'a', must be a mapping"),
+        ([{}, {"txt": "a"}], "rules[1].txt is 'a', must be of "),
+        ([{"when": "("}], "rules[0].when is '(', must be a regular expression"),
+        ([{"role": "system"}], "rules[0].role is 'system', must be one of user, tool"),
+        ([{"times": -1}], "rules[0].times is -1, must be a number from 0 on"),
+        ([{"text": 1}], "rules[0].text is 1, must be a text"),
+        ([{"token_s": "1"}], "rules[0].token_s is '1', must be a number"),
+        (
+            [{"first_token_s": 1e9}],
+            "rules[0].first_token_s is 1000000000.0, must be 0 to 3600 seconds",
+        ),
+        ([{"status": 200}], "rules[0].status is 200, must be an error, 400 to 599"),
+        ([{"tool_calls": [1]}], "rules[0].tool_calls is 1, must be a name and its arguments"),
+    ],
+)
+def test_what_a_rule_cannot_say_is_refused_with_its_number_and_field(given: Any, told: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        FakeRules.of(given)
+    assert str(caught.value).startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("a.yaml", "a: ["), ("a.json", "{"), ("a.toml", "="), ("missing.yaml", None)],
+)
+def test_a_file_that_cannot_be_read_is_refused_with_its_name(
+    name: str, text: str | None, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(InvalidArgumentError) as caught:
+        FakeRules.read(path)
+    assert name in str(caught.value)

@@ -1,0 +1,143 @@
+"""The server without a model: what clients get of it, in time or not, and what a test learns of them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from cllm.testing.fake_server import FakeServer, fake_server, questions_of
+from tests.server.conftest import running
+
+WEATHER = [
+    {"when": "weather", "role": "user", "tool_calls": [["get_weather", {"city": "Oslo"}]]},
+    {"role": "tool", "when": ".*", "text": "It is {0} in Oslo."},
+]
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
+]
+
+
+@pytest.fixture
+def client(cllm_server: FakeServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=cllm_server.base_url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def ask(client: openai.OpenAI, *messages: Any, **options: Any) -> Any:
+    return client.chat.completions.create(model="m", messages=list(messages), **options)
+
+
+@pytest.mark.cllm_server(WEATHER)
+def test_an_agent_s_loop_is_answered_turn_by_turn(
+    client: openai.OpenAI, cllm_server: FakeServer
+) -> None:
+    question: Any = {"role": "user", "content": "What is the weather?"}
+    first = ask(client, question, tools=TOOLS).choices[0].message
+    (call,) = first.tool_calls
+    assert json.loads(call.function.arguments) == {"city": "Oslo"}
+    result: Any = {"role": "tool", "tool_call_id": call.id, "content": "20 C"}
+    last = ask(client, question, first, result, tools=TOOLS)
+    assert last.choices[0].message.content == "It is 20 C in Oslo."
+    assert [each.path for each in cllm_server.asked] == ["/v1/chat/completions"] * 2
+    assert cllm_server.asked[0].body["tools"] == TOOLS
+    assert cllm_server.asked[0].headers["authorization"] == "Bearer none"
+
+
+@pytest.mark.cllm_server([{"times": 1, "status": 429, "retry_after_s": 7}, {"text": "Hello!"}])
+def test_an_error_comes_as_often_as_a_rule_says(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.RateLimitError) as caught:
+        ask(client, {"role": "user", "content": "Hi"})
+    assert caught.value.response.headers["retry-after"] == "7"
+    assert caught.value.code == "scripted"
+    assert ask(client, {"role": "user", "content": "Hi"}).choices[0].message.content == "Hello!"
+
+
+@pytest.mark.cllm_server([{"text": "a long answer", "disconnect_after": 3}])
+def test_a_connection_is_closed_in_the_middle_of_an_answer(cllm_server: FakeServer) -> None:
+    asked = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
+    events = []
+    with (
+        pytest.raises(httpx.RemoteProtocolError),
+        httpx.stream("POST", f"{cllm_server.base_url}/chat/completions", json=asked) as response,
+    ):
+        events += [line for line in response.iter_lines() if line.startswith("data: ")]
+    assert len(events) <= 3
+    with pytest.raises(httpx.RemoteProtocolError):
+        httpx.post(f"{cllm_server.base_url}/chat/completions", json={**asked, "stream": False})
+
+
+@pytest.mark.cllm_server([{"text": "abc", "first_token_s": 0.05, "token_s": 0.02}])
+def test_an_answer_takes_its_time(cllm_server: FakeServer) -> None:
+    started = time.perf_counter()
+    with httpx.stream(
+        "POST", f"{cllm_server.url}/generate", json={"prompt": "a", "stream": True}
+    ) as response:
+        text = "".join(response.iter_text())
+    assert "abc" in "".join(
+        json.loads(x[6:]).get("text", "") for x in text.split("\n\n") if x.startswith("data: {")
+    )
+    assert time.perf_counter() - started >= 0.05 + 3 * 0.02  # at least: sleeps are never shorter
+
+
+@pytest.mark.cllm_server({"1+1=": "2"})
+def test_a_question_without_a_rule_is_refused_and_says_so(cllm_server: FakeServer) -> None:
+    answer = httpx.post(f"{cllm_server.url}/generate", json={"prompt": "1+1="})
+    assert answer.json()["text"] == "2"
+    refused = httpx.post(f"{cllm_server.url}/generate", json={"prompt": "2+2="})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"] == "no rule is for '2+2='"
+
+
+def test_questions_are_found_in_the_bodies_of_every_api() -> None:
+    result = [
+        {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "20 C"}]}
+    ]
+    for body, expected in [
+        ({"prompt": "a", "n": 3}, (["a"], "user", 3)),
+        ({"prompt": ["a", "b"]}, (["a", "b"], "user", 1)),
+        ({"input": "a"}, (["a"], "user", 1)),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "1", "output": "20 C"}]},
+            (["20 C"], "tool", 1),
+        ),
+        ({"messages": [{"role": "user", "content": result}]}, (["20 C"], "tool", 1)),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},
+            (["a"], "user", 1),
+        ),
+        ({"messages": [{"role": "tool", "content": None}]}, ([""], "tool", 1)),
+        (None, ([""], "user", 1)),
+        ({"messages": [1]}, ([""], "user", 1)),
+    ]:
+        assert questions_of(body) == expected, body
+
+
+def test_servers_of_two_tests_at_once_know_nothing_of_each_other() -> None:
+    with fake_server({"a": "1"}) as first, fake_server({"a": "2"}) as second:
+        texts = [
+            httpx.post(f"{server.url}/generate", json={"prompt": "a"}).json()["text"]
+            for server in (first, second)
+        ]
+        assert texts == ["1", "2"]
+        assert len(first.asked) == len(second.asked) == 1
+
+
+def test_the_command_serves_rules_of_a_file_and_says_what_is_wrong_with_one(tmp_path: Path) -> None:
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("- {when: Hi, text: Hello!}\n- {when: '', status: 503, message: too early}\n")
+    with running(tmp_path / "log", "--fake", str(rules)) as server:
+        with server.client() as client:
+            asked = {"messages": [{"role": "user", "content": "Hi"}], "model": "m"}
+            answer = client.post("/v1/chat/completions", json=asked)
+            assert answer.json()["choices"][0]["message"]["content"] == "Hello!"
+            refused = client.post("/generate", json={"prompt": "a"})
+            assert (refused.status_code, refused.json()["error"]["message"]) == (503, "too early")
+            assert client.get("/health").json()["model"] == "fake"
+        assert "rules.yaml at http" in server.log
