@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -30,6 +32,35 @@ def test_without_a_command_the_help_is_shown() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     for command in COMMANDS:
         assert re.search(rf"^\W*{command} ", done.stdout, re.MULTILINE), command
+
+
+SIGNALLED = """
+import os, signal, sys
+
+class Signalling:
+    def find_spec(self, name, path, target=None):
+        if name == "cllm.cli":
+            os.kill(os.getpid(), signal.{signal})
+
+sys.meta_path.insert(0, Signalling())
+sys.argv = ["cllm", "{command}"]
+from _cllm_main import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("signal", "command", "code"),
+    [("SIGTERM", "serve", 0), ("SIGTERM", "generate", -15), ("SIGINT", "serve", 130)],
+)
+def test_who_is_told_to_end_while_modules_are_imported_ends_as_later(
+    signal: str, command: str, code: int
+) -> None:
+    program = SIGNALLED.format(signal=signal, command=command)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (code, "")
 
 
 def test_a_command_that_there_is_not_is_wrong_usage_in_one_line() -> None:
