@@ -7,8 +7,9 @@ fields as options in its place.  An option that is not given leaves the engine's
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Unpack, cast, get_type_hints
@@ -27,6 +28,7 @@ from cllm import (
 from cllm.hub.download import find_model
 from cllm.hub.names import PREFIX, is_name
 
+NAMED = re.compile(r"([\w.-]+)=(.+)")
 _ENGINE, _SAMPLING = EngineConfig(), SamplingParams()
 
 
@@ -51,9 +53,10 @@ class EngineFlags:
     """
 
     model: Annotated[
-        str | None,
+        list[str] | None,
         _engine(
-            "A GGUF file, or hf:USER/REPO[:QUANT], which is downloaded once; by default the embedded model.",
+            "A GGUF file, or hf:USER/REPO[:QUANT], which is downloaded once; by default the embedded model. "
+            "Of `serve` NAME=MODEL too, several times: each is loaded when it is asked for.",
             "-m", "--model", "--model-path",
         ),
     ] = None  # fmt: skip
@@ -254,7 +257,10 @@ class EngineFlags:
         }
         if self.lora:
             options["lora"] = tuple(map(_adapter, self.lora))
-        model = options.pop("model", None)
+        models = cast(list[str], options.pop("model", []))
+        if len(models) > 1:
+            raise typer.BadParameter(f"give one model, not {len(models)}", param_hint="-m")
+        model = models[0] if models else None
         if (name := options.pop("hf", None)) is not None:
             if model is not None:
                 raise typer.BadParameter("give -m or -hf, not both")
@@ -267,6 +273,26 @@ class EngineFlags:
             return EngineConfig(**cast(EngineOptions, options))
         except InvalidArgumentError as error:
             raise typer.BadParameter(str(error)) from None
+
+    def configs(self, **defaults: Unpack[EngineOptions]) -> dict[str, EngineConfig]:
+        """The settings of several models, by name; empty where there is one without a name.
+
+        Raises
+        ------
+        typer.BadParameter
+            As `config`; or some have names, and others not, or the same.
+        """
+        named = [NAMED.fullmatch(model) for model in self.model or ()]
+        if not any(named) and len(named) < 2:
+            return {}
+        models: dict[str, EngineConfig] = {}
+        for given, found in zip(self.model or (), named, strict=True):
+            if found is None:
+                raise typer.BadParameter(f"{given!r} has no name: NAME=MODEL", param_hint="-m")
+            if found[1] in models:
+                raise typer.BadParameter(f"two models are called {found[1]!r}", param_hint="-m")
+            models[found[1]] = replace(self, model=[found[2]]).config(**defaults)
+        return models
 
 
 ModelOption = Annotated[

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cllm import CllmError, EngineOptions, InvalidArgumentError
+from cllm import CllmError, EngineConfig, EngineOptions, InvalidArgumentError
 from cllm.cli.config_file import ConfigFile
 from cllm.cli.options import EngineFlags, with_flags
 from cllm.cli.terminal import TOY
@@ -68,6 +68,19 @@ def serve(
     drain_timeout: Annotated[
         float, typer.Option(min=0, help="Seconds for what runs to finish after SIGTERM.")
     ] = 30.0,
+    keep_alive: Annotated[
+        float,
+        typer.Option(min=0, help="Of several models: seconds until one is freed that nobody uses."),
+    ] = 300.0,
+    max_models: Annotated[
+        int | None,
+        typer.Option(
+            "--max-models",
+            "--models-max",
+            min=1,
+            help="Of several models: so many are loaded at once; by default as many as memory allows.",
+        ),
+    ] = None,
     supervised: Annotated[
         bool | None,
         typer.Option(
@@ -91,7 +104,12 @@ def serve(
     if fake is not None:
         make_app, model_name = _app_of_rules(fake), model_name or "fake"
         options["n_ctx"] = N_CTX_FAKE
-    settings = engine.config(**options)
+    models = engine.configs(**options)
+    if models:
+        make_app = partial(_app_of_models, models)
+        settings = next(iter(models.values()))
+    else:
+        settings = engine.config(**options)
     config = ServerConfig(
         host=host,
         port=port,
@@ -104,6 +122,8 @@ def serve(
         log_prompts=log_prompts,
         otlp_traces_endpoint=otlp_traces_endpoint,
         drain_timeout_s=drain_timeout,
+        model_keep_alive_s=keep_alive,
+        max_models=max_models,
     )
     configure_logging()
     try:
@@ -122,6 +142,7 @@ def serve(
 
         def announce() -> None:
             name = settings.model_path.name if fake is None else fake.name
+            name = ", ".join(models) or name
             print(
                 f"cllm: {name} at {address} (docs at {address}/docs)", file=sys.stderr, flush=True
             )
@@ -130,6 +151,13 @@ def serve(
 
         os.environ.pop("CLLM_API_KEY", None)
         return run(settings, config, listener, announce, make_app)
+
+
+def _app_of_models(models: dict[str, EngineConfig], _: object, config: Any, **__: object) -> Any:
+    """An application of several models; what concerns one that cannot be loaded is told by its name."""
+    from cllm.server.several import create_models_app
+
+    return create_models_app(models, config)
 
 
 def _app_of_rules(path: Path) -> Callable[..., Any]:

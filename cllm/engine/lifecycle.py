@@ -123,6 +123,17 @@ class Lifecycle:
             self._finalizer.atexit = False  # the hosts have exit handlers of their own
         return parts
 
+    async def check_memory(self) -> None:
+        """Whether the model would fit into the memory that is available now; before it is loaded.
+
+        Raises
+        ------
+        ModelLoadError, DownloadError
+            It would not, or its file cannot be used.
+        """
+        config = await _resolved(self.config)
+        await anyio.to_thread.run_sync(self._make_backend(config).check_memory, None)
+
     async def _loaded(self, parts: Parts) -> None:
         """Wait until the model is loaded.
 

@@ -30,6 +30,7 @@ def create_app(
     *,
     on_failed: Callable[[], None] = lambda: None,
     make_engine: Callable[[EngineConfig], Engine] = make_engine,
+    is_guarded: bool = True,
 ) -> FastAPI:
     """An ASGI application that serves one model, to be run or to be mounted in another.
 
@@ -47,6 +48,8 @@ def create_app(
         Called when the model cannot be loaded.
     make_engine : callable
         Makes the engine of such settings; the caller does not enter it.
+    is_guarded : bool
+        False: whoever mounts it looks at hosts, origins, keys and sizes; see `add_guards`.
     """
     config = ServerConfig() if config is None else config
     state = ServerState(config)
@@ -86,7 +89,7 @@ def create_app(
         dependencies=[Security(HTTPBearer(auto_error=False))] if has_key else [],
         lifespan=lifespan,
     )
-    app.state.server = state
+    app.state.server, app.state.engine_task = state, task
     for routes in (generate, openai, responses, messages, tokens, info):
         app.include_router(routes.router, responses=RESPONSES)
     if config.page:
@@ -95,6 +98,15 @@ def create_app(
         app.add_exception_handler(error, answer_problem)
     if task is not None:
         app.add_middleware(MountedStart, task=task)
+    if is_guarded:
+        add_guards(app, config)
+    app.add_middleware(AnswerCounter, metrics=state.metrics)
+    app.add_middleware(HeadAsGet)
+    return app
+
+
+def add_guards(app: FastAPI, config: ServerConfig) -> None:
+    """What a request has to pass before anything else sees it."""
     app.add_middleware(Limits, config=config)
     if config.cors_origins:
         # Around the limits: browsers send no key with a preflight, and pages may read refusals.
@@ -105,6 +117,3 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["Retry-After", "X-Request-ID"],
         )
-    app.add_middleware(AnswerCounter, metrics=state.metrics)
-    app.add_middleware(HeadAsGet)
-    return app

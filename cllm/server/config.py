@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cllm import InvalidArgumentError
 
@@ -48,6 +48,10 @@ class ServerConfig:
         An idle connection is closed after it.
     drain_timeout_s : float
         After SIGTERM, for what runs to finish.
+    model_keep_alive_s : float, optional
+        Of several models: one that nobody uses is freed after it.  None: never.
+    max_models : int, optional
+        Of several models: so many are loaded at once, at the most; by default as many as memory allows.
     max_n, max_prompts, max_logprobs, max_messages : int
         Caps for one request.
     """
@@ -69,6 +73,8 @@ class ServerConfig:
     write_timeout_s: float = 30.0
     keep_alive_s: float = 30.0
     drain_timeout_s: float = 30.0
+    model_keep_alive_s: float | None = 300.0
+    max_models: int | None = None
     max_n: int = 16
     max_prompts: int = 64
     max_logprobs: int = 20
@@ -80,6 +86,10 @@ class ServerConfig:
         )
         if self.api_key is not None and not self.api_key.strip():
             raise InvalidArgumentError("api_key", self.api_key, "text that is not blank")
+
+    def of_model(self, name: str) -> ServerConfig:
+        """The same for one of several models."""
+        return replace(self, model_name=name)
 
     @property
     def is_open_to_the_network(self) -> bool:

@@ -82,7 +82,8 @@ class EngineTask:
         finally:
             self.settled.set()
             if self.is_background:
-                self._forget()
+                if state.failure is None:
+                    self.renew()
                 await state.tracing.aclose()
 
     async def _until_stopping(self, engine: Engine) -> None:
@@ -99,12 +100,11 @@ class EngineTask:
         if not self._state.is_draining:
             raise EngineFailedError(f"the engine has failed: {engine.health().reason}")
 
-    def _forget(self) -> None:
-        """Its event loop ends, and another one may begin: a test client makes one for each request."""
-        if self._state.failure is None:
-            self._state.renew()
-            self.has_begun = self.is_background = False
-            self.settled = anyio.Event()
+    def renew(self) -> None:
+        """It has run, and may run again, perhaps in another event loop."""
+        self._state.renew()
+        self.has_begun = self.is_background = False
+        self.settled = anyio.Event()
 
     def begin(self) -> None:
         """Run beside everything else, until the event loop ends and cancels it; once."""

@@ -49,7 +49,7 @@ class ServerState:
 
     def renew(self) -> None:
         """Another event loop begins: what belonged to the last one is made again."""
-        self.engine = None
+        self.engine, self.failure = None, None
         self.stopping = anyio.Event()
         self.live = LiveFeed(self)
         # Texts that are tokenized for their own sake must not keep prompts waiting.

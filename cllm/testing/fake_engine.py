@@ -190,7 +190,7 @@ class _FakeBackend:
         self._answers = answers
         self._vocabulary = FakeVocabulary()
 
-    def check_memory(self, loaded: EngineConfig) -> None:
+    def check_memory(self, loaded: EngineConfig | None) -> None:
         pass
 
     def load(self, owned: ExitStack) -> Loaded:

@@ -158,3 +158,35 @@ def test_every_variable_of_the_environment_is_on_the_page() -> None:
     page = (ROOT / "docs" / "server.md").read_text()
     assert len(found) >= 5
     assert not {name for name in found if f"`{name}`" not in page}
+
+
+def test_models_with_names_are_served_side_by_side(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[Any] = []
+
+    def note(
+        engine: EngineConfig, server: ServerConfig, _: Any, announce: Any, make_app: Any
+    ) -> int:
+        announce()
+        made.append(make_app(engine, server, on_failed=lambda: None).state.server)
+        return 0
+
+    monkeypatch.setattr(serving, "listen", lambda host, port: listen("127.0.0.1", 0))
+    monkeypatch.setattr(serving, "serve", note)
+    monkeypatch.setattr(logs, "configure_logging", lambda: None)
+    assert serve("-m", "a=x.gguf", "-m", "b=hub/y.gguf", "--max-models", "1", "-c", "512") == 0
+    (pool,) = made
+    assert list(pool.models) == ["a", "b"]
+    assert "cllm: a, b at http" in capsys.readouterr().err
+    for models, told in [
+        (("a=x", "y"), "'y' has no name: NAME=MODEL"),
+        (("a=x", "a=y"), "two models are called 'a'"),
+        (("x", "y"), "'x' has no name: NAME=MODEL"),
+    ]:
+        assert serve(*(word for model in models for word in ("-m", model))) == 2
+        assert told in capsys.readouterr().err
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["cllm", "generate", "1+1=", "-m", "a", "-m", "b"])
+        assert run() == 2
+    assert "give one model, not 2" in capsys.readouterr().err

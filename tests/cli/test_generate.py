@@ -328,7 +328,7 @@ def test_every_option_is_a_field_of_what_it_becomes() -> None:
 
 def test_what_is_not_given_is_left_to_the_engine() -> None:
     assert SamplingFlags().params() == SamplingParams()
-    assert EngineFlags(model="m").config() == EngineConfig(model="m", n_ctx="auto")
+    assert EngineFlags(model=["m"]).config() == EngineConfig(model="m", n_ctx="auto")
     assert EngineFlags(n_ctx=512).config() == EngineConfig(
         n_ctx=512, n_threads=1, n_threads_batch=1
     )

@@ -104,7 +104,7 @@ class LlamaBackend:
         self.preflight.passed()
         return loaded
 
-    def check_memory(self, loaded: EngineConfig) -> None:
+    def check_memory(self, loaded: EngineConfig | None) -> None:
         """See `Backend`."""
         check_fits(self._config, loaded)
 

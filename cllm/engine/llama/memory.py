@@ -21,8 +21,8 @@ KV_BYTES = {
 }  # fmt: skip
 
 
-def check_fits(config: EngineConfig, loaded: EngineConfig) -> None:
-    """Before a model is loaded beside another.
+def check_fits(config: EngineConfig, loaded: EngineConfig | None) -> None:
+    """Before a model is loaded, perhaps beside another.
 
     Weights that are mapped twice are there once.  Weights on a GPU count too: nobody says how much
     room there is.
@@ -35,9 +35,8 @@ def check_fits(config: EngineConfig, loaded: EngineConfig) -> None:
     available = available_bytes()
     if available is None:
         return
-    shared = (
-        set(map(_identity, model_files(loaded))) if config.use_mmap and loaded.use_mmap else set()
-    )
+    is_shared = loaded is not None and config.use_mmap and loaded.use_mmap
+    shared = set(map(_identity, model_files(loaded))) if loaded and is_shared else set()
     path = str(config.model_path)
     try:
         sizes = {_identity(file): file.stat().st_size for file in model_files(config)}
@@ -49,7 +48,7 @@ def check_fits(config: EngineConfig, loaded: EngineConfig) -> None:
         raise ModelLoadError(
             path,
             f"it needs at least {n_weights / MIB:,.0f} MiB for weights and {n_kv / MIB:,.0f} MiB for the KV cache "
-            f"beside the present model, and {available / MIB:,.0f} MiB are available",
+            f"beside what runs, and {available / MIB:,.0f} MiB are available",
         )
 
 

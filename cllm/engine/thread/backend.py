@@ -79,7 +79,7 @@ class Backend(Protocol):
             Says why it cannot be used.
         """
 
-    def check_memory(self, loaded: EngineConfig) -> None:
+    def check_memory(self, loaded: EngineConfig | None) -> None:
         """Before a `load` beside an engine of that configuration.  Any thread; may take a second.
 
         Raises

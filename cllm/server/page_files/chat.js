@@ -145,7 +145,7 @@ function settingsOf() {
   };
   const schema = json("schema", "JSON schema");
   const body = {
-    model: element("model").textContent || "default",
+    model: element("model-name").value || element("model").textContent || undefined,
     stream: true,
     stream_options: { include_usage: true },
     temperature: number("temperature"),

@@ -45,3 +45,6 @@ const status = document.getElementById("status");
 const health = await (await ask("health")).json().catch(() => ({}));
 status.textContent = health.status === "ok" ? "" : (health.reason ?? health.status ?? "");
 document.getElementById("model").textContent = health.model ?? "";
+const names = Object.keys(health.models ?? {});
+document.getElementById("model-name").append(...names.map((name) => new Option(name)));
+document.getElementById("model-choice").hidden = !names.length;

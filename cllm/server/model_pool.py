@@ -1,0 +1,233 @@
+"""ModelPool: several models, each with an engine of its own: loaded when asked for, freed when not.
+
+Each is an application as `create_app` makes it.  It is freed when nobody has used it for a while, or when
+another one needs its room; never while somebody uses it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+
+import anyio
+from anyio.abc import TaskGroup
+from fastapi import FastAPI
+
+from cllm import CllmError, Engine, EngineConfig, ModelLoadError
+from cllm.server.app import create_app
+from cllm.server.config import ServerConfig
+from cllm.server.engine_task import EngineTask
+from cllm.server.metrics import Metrics
+from cllm.server.problems import unavailable
+
+logger = logging.getLogger("cllm.server")
+
+
+class PooledModel:
+    """One model.
+
+    Attributes
+    ----------
+    app : FastAPI
+        What answers for it; 503 while it is not loaded.
+    n_users : int
+        Requests that need it.
+    used_at : float
+        When the last of them ended, by `anyio.current_time`.
+    freed : Event or None
+        Set when the engine has ended that is loaded; None: none is.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        engine: EngineConfig,
+        config: ServerConfig,
+        make_engine: Callable[[EngineConfig], Engine],
+    ) -> None:
+        self.name = name
+        self._engine = engine
+        self._make_engine = make_engine
+        self.app: FastAPI = create_app(engine, config, make_engine=make_engine, is_guarded=False)
+        self.task: EngineTask = self.app.state.engine_task
+        self.task.has_begun = True  # the pool says when
+        self._is_leaving = False
+        self.n_users = 0
+        self.used_at = 0.0
+        self.freed: anyio.Event | None = None
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether it answers."""
+        return not self._is_leaving and self.app.state.server.engine is not None
+
+    @property
+    def status(self) -> str:
+        """In a word, which is llama-server's."""
+        return "loaded" if self.is_loaded else "unloaded" if self.freed is None else "loading"
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it may be freed."""
+        return self.freed is not None and self.n_users == 0
+
+    async def check_memory(self) -> None:
+        """Raises `CllmError` where it does not fit."""
+        await self._make_engine(self._engine).check_memory()
+
+    async def load(self, tasks: TaskGroup) -> None:
+        """Load it.
+
+        Raises
+        ------
+        Problem
+            503, with the reason.
+        """
+        if self.freed is not None:  # it is on its way out
+            await self.freed.wait()
+        self.task.renew()
+        self.task.has_begun, self._is_leaving = True, False
+        freed = self.freed = anyio.Event()
+        tasks.start_soon(self._run, freed)
+        await self.task.settled.wait()
+        if (failure := self.app.state.server.failure) is not None:
+            await freed.wait()
+            raise unavailable(f"the model {self.name!r} cannot be loaded: {failure}")
+
+    async def _run(self, freed: anyio.Event) -> None:
+        try:
+            await self.task.run()
+        finally:
+            self.app.state.server.engine = None
+            self.freed = None
+            freed.set()
+
+    async def free(self) -> None:
+        """Let it end what it has begun, and free it."""
+        if (freed := self.freed) is not None:
+            self._is_leaving = True
+            self.app.state.server.stop()
+            await freed.wait()
+
+
+class ModelPool:
+    """The models of one server, by name.  Event loop only.
+
+    Parameters
+    ----------
+    models : mapping
+        Names and settings; the first is taken where nobody says which.
+    config : ServerConfig
+    make_engine : callable
+        Makes the engine of such settings.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, EngineConfig],
+        config: ServerConfig,
+        make_engine: Callable[[EngineConfig], Engine],
+    ) -> None:
+        self._config = config
+        self.models = {
+            name: PooledModel(name, engine, config.of_model(name), make_engine)
+            for name, engine in models.items()
+        }
+        self.metrics = Metrics()  # of requests that are refused before they are anybody's
+        self.failure: BaseException | None = None  # one that cannot be loaded ends nothing else
+        self._tasks: TaskGroup | None = None
+        self._loading = anyio.Lock()
+        self._used = anyio.Event()
+
+    def stop(self) -> None:
+        """Take no more requests and let those finish that there are."""
+        self._tasks = None
+        for model in self.models.values():
+            model.app.state.server.stop()
+
+    @property
+    def default(self) -> PooledModel:
+        """The first that is loaded; if none is, the first."""
+        models = list(self.models.values())
+        return next((model for model in models if model.is_loaded), models[0])
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Serve in here; at the end all are freed."""
+        async with anyio.create_task_group() as tasks:
+            self._tasks = tasks
+            tasks.start_soon(self._free_unused)
+            try:
+                yield
+            finally:
+                self.stop()
+                with anyio.CancelScope(shield=True):
+                    for model in self.models.values():
+                        await model.free()
+                        await model.app.state.server.tracing.aclose()
+                tasks.cancel_scope.cancel()
+
+    @asynccontextmanager
+    async def using(self, model: PooledModel) -> AsyncIterator[FastAPI]:
+        """The application of a model, which stays loaded in here.
+
+        Raises
+        ------
+        Problem
+            503: it cannot be loaded, or there is no room for it while others are used.
+        """
+        model.n_users += 1  # from now on nobody frees it
+        try:
+            if not model.is_loaded:
+                async with self._loading:  # by one who waits for it, for all
+                    if not model.is_loaded:
+                        await self._load(model)
+            yield model.app
+        finally:
+            model.n_users -= 1
+            model.used_at = anyio.current_time()
+            self._used.set()
+
+    async def _load(self, model: PooledModel) -> None:
+        while (reason := await self._refusal(model)) is not None:
+            idle = [other for other in self.models.values() if other.is_idle]
+            if not idle:
+                raise unavailable(f"no room for the model {model.name!r}: {reason}")
+            oldest = min(idle, key=lambda other: other.used_at)
+            logger.info("freeing %s for %s", oldest.name, model.name)
+            await oldest.free()
+        if self._tasks is None:
+            raise unavailable("the server is shutting down")
+        await model.load(self._tasks)
+
+    async def _refusal(self, model: PooledModel) -> str | None:
+        """Why a model cannot be loaded beside those that are; None: it can."""
+        n_loaded = sum(other.freed is not None for other in self.models.values())
+        limit = self._config.max_models
+        if limit is not None and n_loaded >= limit:
+            return f"{limit} are loaded, and in use"
+        if not n_loaded:
+            return None  # loading says what is wrong
+        try:
+            await model.check_memory()
+        except ModelLoadError as error:
+            return error.reason
+        except CllmError as error:
+            raise unavailable(str(error)) from None
+        return None
+
+    async def _free_unused(self) -> None:
+        """Free what nobody has used for the time that it may be kept."""
+        keep_s = self._config.model_keep_alive_s
+        while keep_s is not None:
+            idle = [model for model in self.models.values() if model.is_idle and model.is_loaded]
+            now = anyio.current_time()
+            for model in idle:
+                if now - model.used_at >= keep_s:
+                    logger.info("freeing %s, unused for %g s", model.name, keep_s)
+                    await model.free()
+            due_at = min((model.used_at + keep_s for model in idle if model.is_idle), default=None)
+            with anyio.move_on_at(float("inf") if due_at is None else due_at):
+                await self._used.wait()
+                self._used = anyio.Event()

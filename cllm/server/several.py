@@ -1,0 +1,151 @@
+"""The application of several models: whose turn a request is says its `model`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import parse_qs
+
+from fastapi import FastAPI
+from pydantic_core import from_json
+from starlette.responses import JSONResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from cllm import Engine, EngineConfig, __version__
+from cllm.server.app import add_guards
+from cllm.server.config import ServerConfig
+from cllm.server.engine_task import make_engine
+from cllm.server.limits import HeadAsGet, is_open, route_path
+from cllm.server.model_pool import ModelPool, PooledModel
+from cllm.server.problems import Problem, answer_problem, problem_of
+
+
+def create_models_app(
+    models: Mapping[str, EngineConfig],
+    config: ServerConfig | None = None,
+    *,
+    make_engine: Callable[[EngineConfig], Engine] = make_engine,
+) -> FastAPI:
+    """An ASGI application that serves several models, each loaded when it is asked for.
+
+    A request is for the model that its body, or `?model=`, names; without a name for the first that is loaded.
+
+    Parameters
+    ----------
+    models : mapping
+        Names and settings; at least one.
+    config : ServerConfig, optional
+    make_engine : callable
+        Makes the engine of such settings.
+    """
+    config = ServerConfig() if config is None else config
+    pool = ModelPool(models, config, make_engine)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with pool.running():
+            yield
+
+    app = FastAPI(title="cllm", version=__version__, openapi_url=None, lifespan=lifespan)
+    app.state.server = pool
+    started_at = int(time.time())
+
+    @app.get("/v1/models")
+    async def listed() -> dict[str, Any]:
+        return {
+            "object": "list",
+            "data": [_told(each, started_at) for each in pool.models.values()],
+        }
+
+    @app.get("/v1/models/{name:path}")
+    async def one(name: str) -> dict[str, Any]:
+        return _told(_named(pool, name), started_at)
+
+    @app.get("/v1/health")
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        models = {model.name: model.status for model in pool.models.values()}
+        return JSONResponse({"status": "ok", "version": __version__, "models": models})
+
+    app.mount("", _Front(pool))
+    app.add_exception_handler(Problem, answer_problem)
+    add_guards(app, config)
+    app.add_middleware(HeadAsGet)
+    return app
+
+
+class _Front:
+    """ASGI: hands each request to the application of its model."""
+
+    def __init__(self, pool: ModelPool) -> None:
+        self._pool = pool
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if is_open(route_path(scope)):  # files and documents, the same of all
+            await self._pool.default.app(scope, receive, send)
+            return
+        try:
+            name, receive = await _name_of(scope, receive)
+            model = self._pool.default if name is None else _named(self._pool, name)
+            async with self._pool.using(model) as app:
+                await app(scope, receive, send)
+        except Problem as problem:
+            await problem_of(problem).response(scope, receive, send)
+
+
+async def _name_of(scope: Scope, receive: Receive) -> tuple[str | None, Receive]:
+    """The model that a request names, if it does, and what its application is to receive."""
+    asked = parse_qs(scope["query_string"].decode("latin-1")).get("model")
+    if asked:
+        return asked[0], receive
+    if scope["method"] != "POST":
+        return None, receive
+    messages: list[Message] = []
+    while not messages or messages[-1].get("more_body", False):
+        messages.append(await receive())
+        if messages[-1]["type"] == "http.disconnect":
+            break
+    return _name_in(b"".join(each.get("body", b"") for each in messages)), _again(messages, receive)
+
+
+def _name_in(body: bytes) -> str | None:
+    """The application says what is wrong with a body; here only the name matters."""
+    try:
+        value = from_json(body)
+    except ValueError:
+        return None
+    name = value.get("model") if isinstance(value, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _again(messages: list[Message], receive: Receive) -> Receive:
+    left = iter(messages)
+
+    async def again() -> Message:
+        for message in left:
+            return message
+        return await receive()
+
+    return again
+
+
+def _named(pool: ModelPool, name: str) -> PooledModel:
+    if (model := pool.models.get(name)) is None:
+        known = ", ".join(map(repr, pool.models))
+        raise Problem(404, f"there is no model {name[:80]!r}, only {known}", param="model")
+    return model
+
+
+def _told(model: PooledModel, started_at: int) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "id": model.name,
+        "object": "model",
+        "created": started_at,
+        "owned_by": "cllm",
+        "status": model.status,
+    }
+    if model.is_loaded:
+        told["max_model_len"] = model.app.state.server.engine.model.n_ctx
+    return told

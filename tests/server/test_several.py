@@ -1,0 +1,196 @@
+"""Several models behind one server: loaded when asked for, freed when not, and nobody is cut off for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+
+from cllm import Engine, EngineConfig, ModelLoadError
+from cllm.server.config import ServerConfig
+from cllm.server.several import create_models_app
+from cllm.testing import FakeEngine
+from tests.server.conftest import refusal_of
+
+pytestmark = pytest.mark.anyio
+
+
+class Loads:
+    """Makes fake engines that say which they are, and what was loaded."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.refusals: dict[str, Exception] = {}  # of loading
+        self.too_large: set[str] = set()  # beside any other
+        self.go_on = threading.Event()
+        self.go_on.set()
+
+    def __call__(self, config: EngineConfig) -> Engine:
+        name, loads = config.model_path.stem, self
+
+        class Named(FakeEngine):
+            async def __aenter__(self) -> Any:
+                loads.names.append(name)
+                if error := loads.refusals.get(name):
+                    raise error
+                return await super().__aenter__()
+
+            async def check_memory(self) -> None:
+                if name in loads.too_large:
+                    raise ModelLoadError(name, "it needs more memory than there is")
+
+        def answer(prompt: str) -> str:
+            if "slow" in prompt:
+                self.go_on.wait(30)
+            return name
+
+        return Named(answer, config=EngineConfig(n_ctx=2048))
+
+
+@pytest.fixture
+def loads() -> Loads:
+    return Loads()
+
+
+@asynccontextmanager
+async def serving(loads: Loads, *names: str, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+    models = {name: EngineConfig(model=f"{name}.gguf") for name in names}
+    app = create_models_app(models, ServerConfig(**settings), make_engine=loads)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://localhost"
+        ) as client,
+    ):
+        yield client
+
+
+async def ask(client: httpx.AsyncClient, model: str | None, prompt: str = "?") -> httpx.Response:
+    return await client.post("/v1/completions", json={"model": model, "prompt": prompt})
+
+
+async def said(client: httpx.AsyncClient, model: str | None) -> str:
+    answer = await ask(client, model)
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["choices"][0]["text"]
+    return text
+
+
+async def statuses(client: httpx.AsyncClient) -> dict[str, str]:
+    return {each["id"]: each["status"] for each in (await client.get("/v1/models")).json()["data"]}
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    with anyio.fail_after(30):
+        while not await condition():
+            await anyio.sleep(0)
+
+
+async def test_a_request_goes_to_the_model_that_it_names_which_is_loaded_for_it(
+    loads: Loads,
+) -> None:
+    async with serving(loads, "a", "b", "c") as client:
+        assert await statuses(client) == dict.fromkeys("abc", "unloaded")
+        assert [await said(client, name) for name in ("b", "a", "b")] == ["b", "a", "b"]
+        assert loads.names == ["b", "a"]
+        assert await statuses(client) == {"a": "loaded", "b": "loaded", "c": "unloaded"}
+        assert (await client.get("/health")).json()["models"] == await statuses(client)
+        # Without a name: the first that is loaded.
+        assert await said(client, None) == "a"
+        assert (await client.get("/v1/models/b")).json()["max_model_len"] == 2048
+        assert (await client.get("/slots", params={"model": "b"})).status_code == 200
+        assert (await ask(client, "a")).json()["model"] == "a"
+
+
+async def test_those_who_ask_at_once_have_it_loaded_once(loads: Loads) -> None:
+    async with serving(loads, "a", "b") as client, anyio.create_task_group() as tasks:
+        for name in "ab" * 8:
+            tasks.start_soon(said, client, name)
+    assert sorted(loads.names) == ["a", "b"]
+
+
+async def test_where_there_is_no_room_the_one_is_freed_that_was_used_longest_ago(
+    loads: Loads,
+) -> None:
+    async with serving(loads, "a", "b", "c", max_models=2) as client:
+        for name in ("a", "b", "a", "c"):
+            assert await said(client, name) == name
+        assert await statuses(client) == {"a": "loaded", "b": "unloaded", "c": "loaded"}
+        loads.too_large.add("b")  # as long as there is another
+        assert await said(client, "b") == "b"
+        assert await statuses(client) == {"a": "unloaded", "b": "loaded", "c": "unloaded"}
+    assert loads.names == ["a", "b", "c", "b"]
+
+
+async def test_a_model_that_is_used_is_not_freed_and_the_other_is_told_to_wait(
+    loads: Loads,
+) -> None:
+    async with serving(loads, "a", "b", max_models=1) as client, anyio.create_task_group() as tasks:
+        assert await said(client, "a") == "a"
+        loads.go_on.clear()
+        answers: list[httpx.Response] = []
+
+        async def slow() -> None:
+            answers.append(await ask(client, "a", "slow"))
+
+        tasks.start_soon(slow)
+        await anyio.wait_all_tasks_blocked()
+        refused = await ask(client, "b")
+        assert refusal_of(refused, 503)["message"].startswith("no room for the model 'b'")
+        assert int(refused.headers["Retry-After"]) > 0
+        loads.go_on.set()
+        await until(lambda: _is_there(answers))
+        assert answers[0].json()["choices"][0]["text"] == "a"
+        assert await said(client, "b") == "b"
+
+
+async def _is_there(answers: list[httpx.Response]) -> bool:
+    return bool(answers)
+
+
+async def test_a_model_that_nobody_uses_is_freed_after_a_while_and_loaded_again(
+    loads: Loads,
+) -> None:
+    async with serving(loads, "a", model_keep_alive_s=0.0) as client:
+        assert await said(client, "a") == "a"
+
+        async def is_freed() -> bool:
+            return await statuses(client) == {"a": "unloaded"}
+
+        await until(is_freed)
+        assert await said(client, "a") == "a"
+    assert loads.names == ["a", "a"]
+
+
+async def test_one_that_cannot_be_loaded_is_told_and_tried_again_and_ends_nothing_else(
+    loads: Loads,
+) -> None:
+    loads.refusals["b"] = ModelLoadError("b.gguf", "it is damaged")
+    async with serving(loads, "a", "b") as client:
+        assert "it is damaged" in refusal_of(await ask(client, "b"), 503)["message"]
+        assert await said(client, "a") == "a"
+        del loads.refusals["b"]
+        assert await said(client, "b") == "b"
+
+
+async def test_what_is_wrong_with_a_request_is_told_as_by_a_server_of_one_model(
+    loads: Loads,
+) -> None:
+    async with serving(loads, "a", "b", api_key="right") as client:
+        refusal_of(await ask(client, "a"), 401)
+        client.headers["Authorization"] = "Bearer right"
+        unknown = refusal_of(await ask(client, "z"), 404)
+        assert unknown["message"] == "there is no model 'z', only 'a', 'b'"
+        assert unknown["param"] == "model"
+        refusal_of(await client.post("/v1/completions", content=b"{"), 400)
+        refusal_of(await client.post("/v1/completions", content=b"[1]"), 400)
+        refusal_of(await client.get("/nowhere"), 404)
+        refusal_of(await client.get("/v1/models/z"), 404)
+        del client.headers["Authorization"]
+        assert (await client.get("/")).status_code == 200
+    assert loads.names == ["a"]  # the files of the page need no model
