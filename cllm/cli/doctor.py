@@ -83,12 +83,20 @@ def _row(number: int, request: Measurement) -> list[str]:
     ]
 
 
-def _show_experiment(console: Console, experiment: Experiment) -> None:
+def _show_experiment(console: Console, experiment: Experiment, *, has_table: bool) -> None:
     console.print()
     console.print(
         Text.assemble((experiment.name, "bold"), f": {experiment.question}"),
         soft_wrap=not console.is_terminal,
     )
+    if has_table:
+        _show_table(console, experiment)
+    style = "green" if experiment.is_expected else "bold red"
+    verdict = f"→ {experiment.diagnosis.cause}: {experiment.diagnosis.text}"
+    console.print(verdict, markup=False, soft_wrap=not console.is_terminal, style=style)
+
+
+def _show_table(console: Console, experiment: Experiment) -> None:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for column in (
         "#", "seq_id", "rows", "pos_max", "left", "cells", "left", "decode ms", "latency ms",
@@ -111,9 +119,6 @@ def _show_experiment(console: Console, experiment: Experiment) -> None:
                 soft_wrap=not console.is_terminal,
                 style="dim",
             )
-    style = "green" if experiment.is_expected else "bold red"
-    verdict = f"→ {experiment.diagnosis.cause}: {experiment.diagnosis.text}"
-    console.print(verdict, markup=False, soft_wrap=not console.is_terminal, style=style)
 
 
 def _summary(experiments: list[Experiment]) -> Table:
@@ -136,14 +141,16 @@ def _summary(experiments: list[Experiment]) -> Table:
     return table
 
 
-def _show(console: Console, finding: Finding, experiments: list[Experiment]) -> None:
+def _show(
+    console: Console, finding: Finding, experiments: list[Experiment], *, has_tables: bool
+) -> None:
     match finding:
         case Check():
             _show_check(console, finding)
         case Plan():
             _show_plan(console, finding)
         case Experiment():
-            _show_experiment(console, finding)
+            _show_experiment(console, finding, has_table=has_tables)
             experiments.append(finding)
         case Conclusion():
             console.print()
@@ -158,7 +165,7 @@ def _n_threads(config: EngineConfig) -> int:
     return config.compute_threads[0]
 
 
-def _examine(config: EngineConfig, *, is_quick: bool, as_json: bool) -> Report:
+def _examine(config: EngineConfig, *, is_quick: bool, has_tables: bool, as_json: bool) -> Report:
     findings: list[Finding] = []
     console = Console(highlight=False, quiet=as_json)
     experiments: list[Experiment] = []
@@ -168,7 +175,7 @@ def _examine(config: EngineConfig, *, is_quick: bool, as_json: bool) -> Report:
             if isinstance(finding, Plan):
                 status.stop()  # its thread takes the GIL now and then, which the times would show
             findings.append(finding)
-            _show(console, finding, experiments)
+            _show(console, finding, experiments, has_tables=has_tables)
     return Report(tuple(findings))
 
 
@@ -219,6 +226,10 @@ def doctor(
             "--quick", help="Fewer requests: seconds for a small model; it says how many."
         ),
     ] = False,
+    tables: Annotated[
+        bool | None,
+        typer.Option(help="Show each request of each experiment; by default without --quick."),
+    ] = None,
     rows: Annotated[
         bool,
         typer.Option(
@@ -249,7 +260,8 @@ def doctor(
             save_rows_plot(costs, plot, title=f"Rows of a decode of {config.model_path.name}")
             print(f"picture: {plot}", file=sys.stderr)
         return 0
-    report = _examine(config, is_quick=quick, as_json=as_json)
+    has_tables = not quick if tables is None else tables
+    report = _examine(config, is_quick=quick, has_tables=has_tables, as_json=as_json)
     if as_json:
         typer.echo(json.dumps(report.as_dict()))
     if plot is not None and report.experiments:

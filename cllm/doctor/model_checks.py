@@ -27,6 +27,7 @@ def model_checks(model: Model, *, n_threads: int) -> Iterator[Check]:
     )
     yield check_vocabulary(model.vocab)
     yield check_chat_template(model)
+    yield Check("prefixes", Status.OK, shared_prefixes(model))
     try:
         with ProbeContext(
             model, n_ctx=N_CELLS, n_batch=N_CELLS // 2, n_ubatch=N_CELLS // 2, n_seq_max=3,
@@ -37,6 +38,15 @@ def model_checks(model: Model, *, n_threads: int) -> Iterator[Check]:
             yield _check_cells(context, model)
     except CllmError as error:
         yield Check("decode", Status.FAILED, str(error))
+
+
+def shared_prefixes(model: Model) -> str:
+    """What requests may share of their beginnings, in words."""
+    if model.has_state:
+        return "not shared: its memory is a state for each sequence, not a cell for each token"
+    if model.n_swa:
+        return f"shared as whole sequences: it attends to a window of {model.n_swa:,} tokens"
+    return "shared"
 
 
 def check_vocabulary(vocab: Vocabulary) -> Check:

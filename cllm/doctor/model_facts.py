@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cllm.bindings import Model
-from cllm.doctor.model_checks import check_vocabulary
+from cllm.doctor.model_checks import check_vocabulary, shared_prefixes
 from cllm.doctor.template_check import check_chat_template
 from cllm.engine.config import EngineConfig
 from cllm.engine.llama.memory import kv_bytes
@@ -88,16 +88,7 @@ def model_facts(path: Path, n_ctx: Iterable[int] = ()) -> ModelFacts:
             n_head_kv=model.n_head_kv,
             vocabulary=check_vocabulary(model.vocab).text,
             chat=check_chat_template(model).text,
-            prefixes=_prefixes(model),
+            prefixes=shared_prefixes(model),
             kv_bytes={n: kv_bytes(EngineConfig(model=path, n_ctx=n, n_seq_max=1)) for n in sizes},
             available_bytes=available_bytes(),
         )
-
-
-def _prefixes(model: Model) -> str:
-    """What requests may share of their beginnings."""
-    if model.has_state:
-        return "not shared: its memory is a state for each sequence, not a cell for each token"
-    if model.n_swa:
-        return f"shared as whole sequences: it attends to a window of {model.n_swa:,} tokens"
-    return "shared"

@@ -55,7 +55,7 @@ def test_rows_of_a_model_that_cannot_be_used_are_exit_code_1(tmp_path: Path) -> 
 
 @pytest.mark.full
 def test_the_tables_show_each_experiment_its_verdict_and_the_answer() -> None:
-    done = run_doctor("--quick", "--threads", "1")
+    done = run_doctor("--quick", "--tables", "--threads", "1")
     assert done.return_value == 0
     lines = done.stdout.splitlines()
     assert sum(line.startswith("ok ") for line in lines) >= 10
@@ -64,6 +64,16 @@ def test_the_tables_show_each_experiment_its_verdict_and_the_answer() -> None:
         assert any(line.startswith(f"→ {setup.expected}: ") for line in lines)
     assert any(line.startswith("cllm: p0 is 0, must be ") for line in lines)
     assert any("inconsistent sequence positions" in line for line in lines)
+    assert lines[-1].startswith("Does latency grow over identical requests here? No. ")
+
+
+@pytest.mark.full
+def test_in_a_hurry_each_experiment_is_a_question_and_a_verdict() -> None:
+    done = run_doctor("--quick", "--threads", "1")
+    lines = done.stdout.splitlines()
+    for setup in SETUPS:
+        place = lines.index(f"{setup.name}: {setup.question}")
+        assert lines[place + 1].startswith(f"→ {setup.expected}: ")
     assert lines[-1].startswith("Does latency grow over identical requests here? No. ")
 
 

@@ -120,7 +120,15 @@ def test_weights_beyond_the_free_memory_are_a_warning() -> None:
 def test_the_embedded_model_passes_every_check(model: Model) -> None:
     checks = by_name(model_checks(model, n_threads=1))
     assert {check.status for check in checks.values()} == {Status.OK}
-    assert [*checks] == ["model", "vocabulary", "chat template", "decode", "seq_rm", "KV cells"]
+    assert [*checks] == [
+        "model",
+        "vocabulary",
+        "chat template",
+        "prefixes",
+        "decode",
+        "seq_rm",
+        "KV cells",
+    ]
     assert "<|im_end|>" in checks["vocabulary"].text
     assert "seq_pos_max 15, seq_rm returned True" in checks["seq_rm"].text
     assert "256 of 256 used; 128 freed" in checks["KV cells"].text
