@@ -259,3 +259,15 @@ def test_a_keyboard_reaches_both_views_and_every_control_has_a_name(
             .map((e) => e.outerHTML)"""
     )
     assert nameless == []
+
+
+def test_of_several_models_the_one_is_asked_that_was_chosen(page: Page, base_url: str) -> None:
+    models = {"status": "ok", "models": {"small": "loaded", "large": "unloaded"}}
+    page.route("**/health", lambda route: route.fulfill(json=models))
+    page.goto(base_url)
+    page.get_by_text("Settings").click()
+    page.get_by_label("Model", exact=True).select_option("large")
+    with page.expect_request("**/v1/chat/completions") as asked:
+        say(page, "Hi")
+    assert asked.value.post_data_json["model"] == "large"
+    expect(page.locator(".facts")).not_to_be_empty()
