@@ -85,6 +85,7 @@ async def use_draining(_: Scene, call: str) -> object:
 ASKED_LATE = (
     "audit",
     "slots",
+    "live_view",
     "reset_prefix_cache",
 )  # while an engine drains, an operator may look
 for name in CALLS:
