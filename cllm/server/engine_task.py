@@ -11,7 +11,7 @@ from anyio.lowlevel import current_token
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cllm import CllmError, ClosedError, Engine, EngineConfig, EngineFailedError
-from cllm.server.limits import is_open, route_path
+from cllm.server.limits import is_file, is_open, route_path
 from cllm.server.state import ServerState
 
 logger = logging.getLogger("cllm.server")
@@ -136,7 +136,7 @@ class MountedStart:
     """ASGI middleware: an application without a lifespan loads its model with the first request.
 
     Starlette runs the lifespan of the outermost application alone, so one that is mounted would wait
-    for its own for ever.  Requests wait for the model; `/health` answers at once.
+    for its own for ever.  Requests wait for the model; `/health` answers at once, and files begin nothing.
     """
 
     def __init__(self, app: ASGIApp, task: EngineTask) -> None:
@@ -145,9 +145,9 @@ class MountedStart:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        if scope["type"] == "http" and not self._task.settled.is_set():
+        path = route_path(scope) if scope["type"] == "http" else "/"
+        if not is_file(path) and not self._task.settled.is_set():
             self._task.begin()
-            path = route_path(scope)
             if self._task.is_background and not (is_open(path) or path == "/metrics"):
                 await self._task.settled.wait()
         await self._app(scope, receive, send)

@@ -18,8 +18,9 @@ from cllm.server.problems import Problem
 STATIC_URL = "/static"
 PAGE_URL = "/page"
 # Documentation is no secret, and a browser cannot send a key with its first request.
-OPEN_PATHS = frozenset(("/", "/health", "/v1/health", "/docs", "/openapi.json"))
-OPEN_FOLDERS = (STATIC_URL + "/", PAGE_URL + "/")
+FILES = frozenset(("/", "/docs", "/openapi.json"))
+FOLDERS = (STATIC_URL + "/", PAGE_URL + "/")
+OPEN_PATHS = frozenset(("/health", "/v1/health"))
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 HEADER = "x-request-id"
 LOCAL_DOMAINS = (".local", ".localhost", ".internal", ".home.arpa", ".test", ".alt")
@@ -161,7 +162,12 @@ class HeadAsGet:
 
 def is_open(path: str) -> bool:
     """Whether a path is answered without the API key."""
-    return path in OPEN_PATHS or path.startswith(OPEN_FOLDERS)
+    return path in OPEN_PATHS or is_file(path)
+
+
+def is_file(path: str) -> bool:
+    """Whether a path is of the page or of the documentation, which need no model."""
+    return path in FILES or path.startswith(FOLDERS)
 
 
 def route_path(scope: Scope) -> str:

@@ -136,9 +136,9 @@ class FakeRules:
             if path.suffix == ".json":
                 return cls.of(json.loads(text))
         except OSError as error:
-            raise InvalidArgumentError("rules", str(path), error.strerror or str(error)) from None
+            raise _unreadable(path, error.strerror or str(error)) from None
         except ValueError as error:
-            raise InvalidArgumentError("rules", str(path), str(error)) from None
+            raise _unreadable(path, str(error)) from None
         return cls.of(_yaml(path, text))
 
     def choose(self, questions: Sequence[str], role: str = "user", n: int = 1) -> Chosen | None:
@@ -240,8 +240,13 @@ def _yaml(path: Path, text: str) -> object:
         import yaml
     except ImportError:
         limit = ".toml or .json without PyYAML: pip install 'cllm[testing]'"
-        raise InvalidArgumentError("rules", str(path), limit) from None
+        raise _unreadable(path, limit) from None
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise InvalidArgumentError("rules", str(path), f"YAML: {error}") from None
+        raise _unreadable(path, f"YAML: {error}") from None
+
+
+def _unreadable(path: Path, reason: str) -> InvalidArgumentError:
+    # By its name: of a long path the end would be cut off.
+    return InvalidArgumentError("rules", path.name, f"a file of rules: {reason}")

@@ -97,8 +97,8 @@ class ScriptedFaults:
             return
         try:
             await anyio.sleep(chosen.rule.first_token_s)
-            if chosen.rule.status is not None:
-                await _problem_of(chosen.rule).response(scope, receive, send)
+            if (status := chosen.rule.status) is not None:
+                await _problem_of(chosen.rule, status).response(scope, receive, send)
                 return
             await self._app(scope, _again(data, receive), _paced(send, chosen.rule))
         finally:
@@ -172,10 +172,9 @@ def _again(data: bytes, receive: Receive) -> Receive:
     return told
 
 
-def _problem_of(rule: FakeRule) -> Problem:
-    assert rule.status is not None
+def _problem_of(rule: FakeRule, status: int) -> Problem:
     headers = {} if rule.retry_after_s is None else {"Retry-After": str(rule.retry_after_s)}
-    return Problem(rule.status, rule.message, code="scripted", headers=headers)
+    return Problem(status, rule.message, code="scripted", headers=headers)
 
 
 def _paced(send: Send, rule: FakeRule) -> Send:
