@@ -51,6 +51,7 @@ async def test_no_sampler_constraint_or_stop_sees_that_tokens_were_guessed(name:
         assert share == 1.0 or told.n_accepted_tokens < told.n_drafted_tokens
 
 
+@pytest.mark.same_process("the cost of rows is replaced")
 async def test_what_a_schema_forces_takes_fewer_ticks() -> None:
     ticks, completions = [], []
     for speculation in (None, "ngram"):
@@ -74,6 +75,7 @@ def four_drafts_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BudgetedSpeculation, "_choose", four)
 
 
+@pytest.mark.same_process("the cost of drafts is replaced")
 @pytest.mark.usefixtures("four_drafts_each")
 async def test_a_model_that_drafts_for_itself_is_mostly_right_and_changes_nothing() -> None:
     path = make_model.ensure("tiny-llama", "F16")
@@ -132,6 +134,7 @@ async def test_a_model_that_cannot_forget_has_no_drafts_and_answers() -> None:
         assert completion.usage.n_output > 0
 
 
+@pytest.mark.same_process("the cost of rows is replaced")
 async def test_a_request_may_refuse_guesses_and_cannot_ask_for_what_is_not_there() -> None:
     async with Engine(**EXACT) as engine:
         with pytest.raises(InvalidRequestError, match="speculation") as caught:
@@ -152,6 +155,7 @@ async def test_a_name_that_no_file_can_have_is_refused(given: object) -> None:
         Engine(speculation=given)  # type: ignore[arg-type]
 
 
+@pytest.mark.same_process("the cost of rows is replaced")
 async def test_a_replay_repeats_the_ticks_with_their_guesses(tmp_path: Path) -> None:
     path = tmp_path / "ticks"
     async with Engine(speculation="ngram", tick_log=path, **EXACT) as engine:
