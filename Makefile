@@ -1,5 +1,5 @@
 # The two commands of the README, and what CI runs.  Everything is quick the second time.
-.PHONY: demo test test-process test-clients test-real test-full test-exhaustive test-asan test-leaks soak check bench native clean help
+.PHONY: demo test test-process test-clients test-real test-full test-exhaustive test-asan test-leaks soak check bench release native clean help
 
 PYTHON ?= python3
 MINUTES ?= 1
@@ -19,6 +19,7 @@ help:
 	@echo "make soak    everything that callers do, for MINUTES=1, with injected faults"
 	@echo "make check   ruff and mypy --strict"
 	@echo "make bench   cllm beside the others, an hour; BENCH_ARGS=--quick: 10 minutes"
+	@echo "make release     source distribution, wheel for any CPU, SBOM and checksums in dist/"
 	@echo "make clean   remove .venv, .venv-clients, .venv-peers and build results (cached libraries stay)"
 
 demo:
@@ -87,6 +88,11 @@ bench:
 	@PYTHON=$(PYTHON) tools/setup.sh dev
 	@PYTHON=.venv/bin/python tools/setup_peers.sh
 	@.venv/bin/python -m benchmarks.side_by_side $(BENCH_ARGS)
+
+# Nothing is uploaded.
+release:
+	@PYTHON=$(PYTHON) tools/setup.sh release
+	@.venv/bin/python -m tools.release
 
 native:
 	@PYTHON=$(PYTHON) ./build_llama.sh

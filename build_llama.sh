@@ -32,9 +32,11 @@ Builds libllama from the pinned source and links it to cllm/_native.
   --source DIR   build this llama.cpp tree instead of the pinned one
   --tools        also build llama-server, llama-bench, llama-batched-bench and llama-quantize
   --cuda, --vulkan, --metal (macOS)   with this backend
-  --portable     not for this CPU: on x86-64 for every CPU of level x86-64-v3 (AVX2, FMA, F16C,
-                 BMI2: Haswell and Zen or later); the OpenMP runtime is copied beside the library
+  --portable     not for this CPU: the CPU's code is built once for each kind of CPU (x86-64 from
+                 SSE2 to AVX-512, ARMv8.0 to 9.2), the best of them is chosen at run time, and the
+                 OpenMP runtime is copied beside them
   --sanitize     with AddressSanitizer and UndefinedBehaviorSanitizer
+  --as-linked    with the options of the build that cllm/_native links to, and those given here
   --prefix DIR   install real files to DIR and leave cllm/_native as it is
   --jobs N       compile N files at a time (default: one per CPU)
   --clean        remove the cached builds and the link to them; the downloaded source stays
@@ -50,9 +52,20 @@ say() { printf '%s\n' "$*"; }
 fail() { printf 'build_llama.sh: %s\n' "$*" >&2; exit 1; }
 misused() { printf 'build_llama.sh: %s (see --help)\n' "$*" >&2; exit 2; }
 
+# The value of a name in the record of the linked build; nothing if there is no build.
+linked_value() { sed -n "s/^  \"$1\": \"\(.*\)\",\{0,1\}$/\1/p" "$link/build.json" 2>/dev/null || true; }
+
+read_linked_options() {
+  local tree
+  read -r -a linked_options <<<"$(linked_value options)"
+  tree=$(linked_value source)
+  [[ -z $tree ]] || linked_options+=(--source "$tree")
+}
+
 parse_arguments() {
+  local name
   source='' prefix='' jobs='' tools=false portable=false sanitize=false clean=false
-  backends=(cpu) cuda=OFF metal=OFF vulkan=OFF
+  own_source='' options=() backends=(cpu) cuda=OFF metal=OFF vulkan=OFF
   while (($#)); do
     case $1 in
       --source | --prefix | --jobs)
@@ -61,7 +74,8 @@ parse_arguments() {
         shift
         ;;
       --tools | --portable | --sanitize | --clean) printf -v "${1#--}" true ;;
-      --cuda | --metal | --vulkan) backends+=("${1#--}") && printf -v "${1#--}" ON ;;
+      --cuda | --metal | --vulkan) printf -v "${1#--}" ON ;;
+      --as-linked) read_linked_options && set -- "$1" "${linked_options[@]}" "${@:2}" ;;
       --help | -h) usage; exit 0 ;;
       *) misused "unknown option: $1" ;;
     esac
@@ -69,9 +83,14 @@ parse_arguments() {
   done
   [[ -z $jobs || $jobs =~ ^[1-9][0-9]*$ ]] || misused "--jobs needs a number, not $jobs"
   : "${jobs:=$(getconf _NPROCESSORS_ONLN)}"
+  for name in cuda metal vulkan; do
+    [[ ${!name} == OFF ]] || { backends+=("$name"); options+=("--$name"); }
+  done
+  for name in portable sanitize; do ! ${!name} || options+=("--$name"); done
   [[ -n $source ]] || return 0
   [[ -f $source/include/llama.h ]] || misused "--source $source is not a llama.cpp tree"
   source=$(cd "$source" && pwd -P)
+  own_source=$source
 }
 
 # need NAME PACKAGE [COMMAND...]: note both if the command fails (default: if NAME is not found).
@@ -128,14 +147,14 @@ choose_flags() {
   flags=(
     -DBUILD_SHARED_LIBS=ON -DCMAKE_PLATFORM_NO_VERSIONED_SONAME=ON
     -DCMAKE_BUILD_WITH_INSTALL_RPATH=ON "-DCMAKE_INSTALL_RPATH=\$ORIGIN;\$ORIGIN/../lib"
-    -DGGML_{BACKEND_DL,CCACHE,RPC}"=OFF" -DLLAMA_{ALL_WARNINGS,OPENSSL}"=OFF"
+    -DGGML_{CCACHE,RPC}"=OFF" -DLLAMA_{ALL_WARNINGS,OPENSSL}"=OFF"
     -DLLAMA_BUILD_{APP,EXAMPLES,TESTS}"=OFF" "-DLLAMA_BUILD_COMMIT=$commit"
     "-DGGML_CUDA=$cuda" "-DGGML_METAL=$metal" "-DGGML_VULKAN=$vulkan"
-    "-DGGML_NATIVE=$(if $portable; then echo OFF; else echo ON; fi)"
   )
-  # Named one by one: ggml's defaults differ when SOURCE_DATE_EPOCH is set.
-  if $portable && [[ $(uname -m) == x86_64 ]]; then
-    flags+=(-DGGML_{SSE42,AVX,AVX2,FMA,F16C,BMI2}"=ON")
+  if $portable; then
+    flags+=(-DGGML_{BACKEND_DL,CPU_ALL_VARIANTS}"=ON" -DGGML_NATIVE=OFF)
+  else
+    flags+=(-DGGML_{BACKEND_DL,CPU_ALL_VARIANTS}"=OFF" -DGGML_NATIVE=ON)
   fi
   # gcc and clang let these win over -march=native wherever they stand, and ggml asks the compiler's
   # own macros whether to compile its AMX kernels.
@@ -289,33 +308,53 @@ fill_stage() {
     cp "${TOOLS[@]/#/$build/bin/}" "$stage/bin/"
   fi
   cp -L "${libraries[@]}" "$stage/lib/"
-  # A portable build travels to machines without the compiler's OpenMP runtime.
-  if $portable && [[ -f $stage/lib/libggml-cpu.so ]]; then
-    ldd "$stage/lib/libggml-cpu.so" | awk '$1 ~ /^lib(g|i)?omp/ { print $3 }' |
-      xargs -r cp -L -t "$stage/lib"
-  fi
+  if $portable; then make_portable; fi
   cp "$source"/include/llama.h "$source"/ggml/include/{ggml*,gguf}.h "$stage/include/"
   cp "$source/LICENSE" "$stage/LICENSE.llama.cpp"
 }
 
-# In a child process, because what to look for is a crash.
+# What a build needs that travels to machines with another CPU and without the compiler's OpenMP.
+make_portable() {
+  local variants
+  # The variant with Intel's matrix tiles is chosen by CPUID alone, and tools/native/amx_probe.c says
+  # why that is no evidence.  Without it, such a CPU gets the same but for the tiles (zen4).
+  rm -f "$stage"/lib/libggml-cpu-sapphirerapids.so
+  variants=("$stage"/lib/libggml-cpu-*.so)
+  ldd "${variants[0]}" | awk '$1 ~ /^lib(g|i)?omp/ { print $3 }' | xargs -r cp -L -t "$stage/lib"
+  # Programs look for the variants beside themselves.
+  if $tools; then ln -s "${variants[@]/#*\//../lib/}" "$stage/bin/"; fi
+}
+
+# In a child process, because what to look for is a crash: of a portable build, once with each
+# variant of its code for CPUs; those that this CPU cannot run say so (status 3).
 check_decode() {
-  local scratch=$stage/check status=0 sanitizers=()
+  local scratch=$stage/check sanitizers=() variant
   if $sanitize; then sanitizers=('-fsanitize=address,undefined'); fi
   "$cc" -std=c11 -O1 ${sanitizers[@]+"${sanitizers[@]}"} -I"$stage/include" \
     "$here/tools/native/decode_check.c" -o "$scratch/decode_check" \
     -L"$stage/lib" -lllama -lggml -lggml-base -lm -Wl,-rpath,"$stage/lib" ||
     fail 'libllama was built, but a program cannot be linked with it'
-  # Only crashes count here, and the leak checker itself fails where ptrace is forbidden.
-  ASAN_OPTIONS=detect_leaks=0 supervise bash -c '"$@"; exit $?' _ \
-    "$scratch/decode_check" "$check_model" "$scratch" >"$scratch/log" 2>&1 || status=$?
-  if ((status > 128)); then
-    fail 'libllama was built, but decoding a quantized model died with' \
-      "SIG$(kill -l $((status - 128))); try --portable, or another compiler (CC, CXX)"
-  elif ((status)); then
-    fail "libllama was built, but cannot decode a quantized model: $(tail -n 1 "$scratch/log")"
+  if ! $portable; then
+    check_decode_with
+  else
+    for variant in "$stage"/lib/libggml-cpu-*.so; do check_decode_with "$variant"; done
   fi
   rm -rf "$scratch"
+}
+
+check_decode_with() {
+  local status=0 what=${1:+ with $(basename "$1")}
+  # Only crashes count here, and the leak checker itself fails where ptrace is forbidden.
+  ASAN_OPTIONS=detect_leaks=0 supervise bash -c '"$@"; exit $?' _ \
+    "$scratch/decode_check" "$check_model" "$scratch" "$@" >"$scratch/log" 2>&1 || status=$?
+  if ((status > 128)); then
+    fail "libllama was built, but decoding a quantized model$what died with" \
+      "SIG$(kill -l $((status - 128))); try --portable, or another compiler (CC, CXX)"
+  elif ((status == 3)) && [[ -n $what ]]; then
+    say "not tried here, for want of such a CPU: $(basename "$1")"
+  elif ((status)); then
+    fail "libllama was built, but cannot decode a quantized model$what: $(tail -n 1 "$scratch/log")"
+  fi
 }
 
 write_record() {
@@ -323,7 +362,7 @@ write_record() {
     "llama_h_sha256=$(sha256sum "$stage/include/llama.h" | cut -d ' ' -f 1)" \
     "cmake_version=$(cmake --version | awk 'NR == 1 { print $NF }')" "compiler=$compiler" \
     "cpu=$cpu" "amx=$amx" "portable=$portable" "sanitize=$sanitize" "tools=$tools" \
-    "backends=${backends[*]}" -- "${flags[@]}" <<'PYTHON'
+    "backends=${backends[*]}" "options=${options[*]}" "source=$own_source" -- "${flags[@]}" <<'PYTHON'
 import datetime, json, pathlib, sys
 
 end = sys.argv.index("--")

@@ -3,12 +3,13 @@
 #
 #   tools/setup.sh server    what every command of `cllm` needs
 #   tools/setup.sh dev       and what the tests and the linters need
+#   tools/setup.sh release   and what makes a release
 #   tools/setup.sh clients   in .venv-clients: the clients that have to work unchanged
 #
 # Idempotent: the second run only looks at a stamp and asks build_llama.sh, which has its own.
 set -euo pipefail
 
-extra=${1:?usage: tools/setup.sh server|dev|clients}
+extra=${1:?usage: tools/setup.sh server|dev|release|clients}
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 
@@ -41,4 +42,4 @@ if ! installed dev && ! installed "$extra"; then
     echo "$wanted" >"$venv/.installed-$extra"
 fi
 
-PYTHON=$venv/bin/python ./build_llama.sh
+PYTHON=$venv/bin/python ./build_llama.sh --as-linked

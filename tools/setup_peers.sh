@@ -28,7 +28,7 @@ fi
 pinned() { sed -n "s/^readonly .*\b$1=\([^ ]*\).*/\1/p" build_llama.sh; }
 sdist=$(pinned SDIST) requirement=$(pinned REQUIREMENT) sha256=$(pinned SDIST_SHA256)
 
-PYTHON=$python ./build_llama.sh --tools
+PYTHON=$python ./build_llama.sh --as-linked --tools
 library=$(cd -P cllm/_native/lib && pwd)
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 venv=$(cd "$venv" && pwd)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from cllm.bindings import _llama_h as h
-from cllm.errors import AbiMismatchError, LibraryNotFoundError
+from cllm.errors import AbiMismatchError, LibraryError, LibraryNotFoundError
 
 logger = logging.getLogger("cllm.llama")
 
@@ -48,6 +48,17 @@ def _on_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_on_fork)
+
+
+class _DlInfo(ctypes.Structure):
+    """`Dl_info` of dlfcn.h: where an address was loaded from."""
+
+    _fields_ = [
+        ("dli_fname", ctypes.c_char_p),
+        ("dli_fbase", ctypes.c_void_p),
+        ("dli_sname", ctypes.c_char_p),
+        ("dli_saddr", ctypes.c_void_p),
+    ]
 
 
 class Library:
@@ -90,11 +101,32 @@ class Library:
         raise AttributeError(f"libllama function {name!r} is not declared in _llama_h")
 
     def start(self) -> None:
-        """Initialise the backends and take over the log."""
+        """Take over the log, and load and initialise the backends.
+
+        Raises
+        ------
+        LibraryError
+            None of them runs on this machine.
+        """
         self.llama_log_set(self._log_callback, None)
         atexit.register(self.llama_log_set, self._no_log, None)
+        if not self.ggml_backend_dev_count():
+            # A portable library: its backends are files of their own, one for each kind of CPU, of
+            # which ggml takes the best.  Named, so that it looks nowhere else (the working directory).
+            self.ggml_backend_load_all_from_path(os.fsencode(self.path.parent))
         self.llama_backend_init()
         forward_log()
+        if not self.ggml_backend_dev_count():
+            raise LibraryError(f"no backend in {self.path.parent} runs on this machine's CPU")
+
+    def cpu_backend(self) -> Path:
+        """The file with the code that computes on the CPU: of a portable library, the one in use."""
+        cpu = self.ggml_backend_reg_by_name(b"CPU")
+        function = self.ggml_backend_reg_get_proc_address(cpu, b"ggml_backend_set_n_threads")
+        found = _DlInfo()
+        dladdr = ctypes.CDLL(None).dladdr
+        dladdr(ctypes.c_void_p(function), ctypes.byref(found))
+        return Path(os.fsdecode(found.dli_fname))
 
 
 def library() -> Library:
@@ -106,6 +138,8 @@ def library() -> Library:
         No library at `CLLM_LIBRARY` or in the package.
     AbiMismatchError
         It was built from headers other than those that `_llama_h` describes.
+    LibraryError
+        It has no code for this machine's CPU.
     """
     return _library or _load_once()
 

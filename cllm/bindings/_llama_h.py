@@ -194,6 +194,7 @@ C_PREFIX: dict[type[IntEnum] | type[IntFlag], tuple[str, str]] = {
 TYPEDEFS = """
 typedef struct llama_memory_i * llama_memory_t;
 typedef struct ggml_backend_device * ggml_backend_dev_t;
+typedef struct ggml_backend_reg * ggml_backend_reg_t;
 typedef int32_t llama_pos;
 typedef int32_t llama_token;
 typedef int32_t llama_seq_id;
@@ -418,14 +419,18 @@ struct llama_sampler * llama_sampler_init_adaptive_p(float target, float decay, 
 struct llama_sampler * llama_sampler_init_logit_bias(int32_t n_vocab, int32_t n_logit_bias, const struct llama_logit_bias * logit_bias);
 llama_token llama_sampler_sample(struct llama_sampler * smpl, struct llama_context * ctx, int32_t idx);
 const char * llama_print_system_info(void);
+size_t ggml_backend_dev_count(void);
+void ggml_backend_load_all_from_path(const char * dir_path);
+ggml_backend_reg_t ggml_backend_reg_by_name(const char * name);
+void * ggml_backend_reg_get_proc_address(ggml_backend_reg_t reg, const char * name);
 void llama_log_set(ggml_log_callback log_callback, void * user_data);
 """
 
 # Calls that can take long release the GIL (`ctypes.CDLL`).  All others keep it (`ctypes.PyDLL`):
 # for a call of a microsecond, giving the GIL away costs up to a switch interval to get it back.
 RELEASES_GIL = frozenset({
-    "llama_backend_init", "llama_model_load_from_file", "llama_model_free",
-    "llama_init_from_model", "llama_free", "llama_adapter_lora_init", "llama_memory_clear",
+    "ggml_backend_load_all_from_path", "llama_backend_init", "llama_model_load_from_file",
+    "llama_model_free", "llama_init_from_model", "llama_free", "llama_adapter_lora_init", "llama_memory_clear",
     "llama_state_seq_get_size", "llama_state_seq_get_data", "llama_state_seq_set_data",
     "llama_model_quantize", "llama_decode", "llama_synchronize", "llama_tokenize", "llama_detokenize",
     "llama_chat_apply_template", "llama_sampler_sample", "llama_sampler_init_grammar",

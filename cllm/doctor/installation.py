@@ -43,7 +43,7 @@ def installation_checks() -> Iterator[Check]:
         "one that the bindings describe",
     )
     yield check_build(record)
-    yield check_cpu(record, _cpu_name(), system_info())
+    yield check_cpu(record, _cpu_name(), system_info(), loaded.cpu_backend().name)
     can_offload = bool(loaded.llama_supports_gpu_offload())
     text = (
         "layers go to one (-ngl says how many)" if can_offload else "none that this library can use"
@@ -82,7 +82,7 @@ def check_build(record: dict[str, Any]) -> Check:
     return Check("build", Status.OK, ", ".join(parts))
 
 
-def check_cpu(record: dict[str, Any], cpu: str, features: str) -> Check:
+def check_cpu(record: dict[str, Any], cpu: str, features: str, backend: str) -> Check:
     """What the library uses of the CPU, and whether it was built for this one.
 
     Parameters
@@ -93,6 +93,8 @@ def check_cpu(record: dict[str, Any], cpu: str, features: str) -> Check:
         The name of this machine's; empty if it has none.
     features : str
         From `system_info`.
+    backend : str
+        The file with the code for this CPU, such as "libggml-cpu-haswell.so".
     """
     pairs = (part.rpartition(":")[2].partition("=") for part in features.split("|"))
     used = " ".join(name.strip() for name, _, value in pairs if value.strip() == "1")
@@ -104,7 +106,10 @@ def check_cpu(record: dict[str, Any], cpu: str, features: str) -> Check:
             f"the library was built for {built_for}, this is {cpu}: an instruction may be missing "
             f"({used})",
         )
-    return Check("CPU", Status.OK, f"{cpu or 'unknown'}: {used or 'no features named'}")
+    text = f"{cpu or 'unknown'}: {used or 'no features named'}"
+    if variant := backend.removeprefix("libggml-cpu").partition(".")[0].removeprefix("-"):
+        text += f" (the variant {variant} of a portable library)"
+    return Check("CPU", Status.OK, text)
 
 
 def check_amx(record: dict[str, Any]) -> Check:

@@ -38,6 +38,7 @@ STAND_INS = {
     "cmake": r"""
         [ "$1" != --version ] || { echo "cmake version 3.99.0"; exit; }
         printf '%s\n' "$@" >>"$STUB/cmake.log"
+        printf '%s\n' "$@" >"$STUB/cmake.last"
         """,
     # ninja -C DIRECTORY -j N TARGET...; $NINJA says how it goes.
     "ninja": r"""
@@ -48,7 +49,10 @@ STAND_INS = {
           read -r _ <"$STUB/release"
         fi
         mkdir -p "$2/bin"
-        for name in libllama libggml libggml-base libggml-cpu; do
+        cpu=libggml-cpu
+        ! grep -q CPU_ALL_VARIANTS=ON "$STUB/cmake.last" ||
+          cpu="libggml-cpu-haswell libggml-cpu-sapphirerapids libggml-cpu-x64"
+        for name in libllama libggml libggml-base $cpu; do
           echo "$name" >"$2/bin/$name.so"
         done
         case "$*" in *llama-server*)
@@ -70,6 +74,8 @@ STAND_INS = {
         case $result in
           dies) echo 'kill -SEGV $$' >"$2" ;;
           wrong) echo 'echo "Q4_0: a logit is not finite"; exit 1' >"$2" ;;
+          old-cpu) echo 'case $3 in *haswell.so) exit 3 ;; esac' >"$2" ;;
+          haswell-dies) echo 'case $3 in *haswell.so) kill -SEGV $$ ;; esac' >"$2" ;;
           *) echo 'echo ok' >"$2" ;;
         esac
         sed -i '1i #!/bin/sh' "$2"

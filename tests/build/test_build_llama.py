@@ -191,9 +191,44 @@ def test_a_portable_build_is_not_for_this_cpu(sandbox: Sandbox) -> None:
     record = sandbox.record()
     assert record["portable"] is True
     assert record["amx"] == "disabled"
-    assert "-DGGML_NATIVE=OFF" in record["flags"]
+    assert {"-DGGML_NATIVE=OFF", "-DGGML_CPU_ALL_VARIANTS=ON"} <= set(record["flags"])
     assert AMX_FLAGS not in " ".join(record["flags"])
-    assert names_in(sandbox.link / "lib") == [*LIBRARIES[:3], "libgomp.so.1", "libllama.so"]
+    variants = ["libggml-cpu-haswell.so", "libggml-cpu-x64.so"]
+    others = ["libggml-base.so", "libggml.so", "libgomp.so.1", "libllama.so"]
+    assert names_in(sandbox.link / "lib") == sorted(variants + others)
+
+
+def test_every_variant_of_a_portable_build_has_to_decode(sandbox: Sandbox) -> None:
+    result = sandbox.run("--portable", DECODE="haswell-dies")
+    assert result.returncode == 1
+    assert "with libggml-cpu-haswell.so died with SIGSEGV" in result.stderr
+    assert sandbox.installed() == []
+
+
+def test_a_variant_that_cannot_run_here_is_named(sandbox: Sandbox) -> None:
+    said = sandbox.build("--portable", DECODE="old-cpu")
+    assert "not tried here, for want of such a CPU: libggml-cpu-haswell.so" in said
+
+
+def test_the_programs_of_a_portable_build_find_its_variants(sandbox: Sandbox) -> None:
+    sandbox.build("--portable", "--tools")
+    variant = sandbox.link / "bin" / "libggml-cpu-x64.so"
+    assert variant.read_text(encoding="utf-8") == "libggml-cpu-x64\n"
+
+
+def test_the_linked_build_is_made_again_with_its_options(sandbox: Sandbox, tmp_path: Path) -> None:
+    tree = write_tree(tmp_path / "a tree")
+    sandbox.build("--as-linked")  # without any: for this CPU
+    assert sandbox.record()["options"] == ""
+    sandbox.build("--portable", "--source", str(tree))
+    chosen = sandbox.link.readlink()
+    assert "already built" in sandbox.build("--as-linked")
+    assert sandbox.link.readlink() == chosen
+    sandbox.build("--as-linked", "--portable", "--tools")
+    assert sandbox.record()["source"] == str(tree)
+    assert sandbox.link.readlink().name == f"{chosen.name}-tools"
+    sandbox.build()
+    assert sandbox.record()["portable"] is False
 
 
 def test_a_sanitized_build_is_a_build_of_its_own(sandbox: Sandbox) -> None:

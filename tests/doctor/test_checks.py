@@ -87,10 +87,17 @@ def test_a_build_that_is_slow_by_nature_is_a_warning(
 
 def test_a_native_build_for_another_cpu_is_a_warning() -> None:
     features = "CPU : SSE3 = 1 | AVX2 = 1 | AVX512 = 0 | "
-    assert check_cpu(RECORD, "A CPU", features) == Check("CPU", Status.OK, "A CPU: SSE3 AVX2")
-    assert check_cpu(RECORD, "B CPU", features).status is Status.WARNING
-    assert check_cpu(RECORD | {"portable": True}, "B CPU", features).status is Status.OK
-    assert check_cpu(RECORD, "", "").status is Status.OK
+    native = "libggml-cpu.so"
+    expected = Check("CPU", Status.OK, "A CPU: SSE3 AVX2")
+    assert check_cpu(RECORD, "A CPU", features, native) == expected
+    assert check_cpu(RECORD, "B CPU", features, native).status is Status.WARNING
+    assert check_cpu(RECORD, "", "", native).status is Status.OK
+
+
+def test_the_variant_of_a_portable_library_is_named() -> None:
+    check = check_cpu(RECORD | {"portable": True}, "B CPU", "", "libggml-cpu-haswell.so")
+    assert check.status is Status.OK
+    assert "the variant haswell of a portable library" in check.text
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 /* Does this libllama decode a quantized model?
  *
- *     decode_check MODEL.gguf DIRECTORY
+ *     decode_check MODEL.gguf DIRECTORY [BACKEND.so]
  *
  * The last step of build_llama.sh, run as a child process because what it looks for is a crash: a
  * library whose kernels use instructions that this machine lists but does not have dies at the
@@ -10,6 +10,9 @@
  * batch and then the last of them again as a batch of one row, because the two sizes take different
  * kernels.  Every logit must be finite, both sizes must agree with each other, and Q8_0 must agree
  * with the unquantized model: wrong arithmetic does not always crash.
+ *
+ * BACKEND.so is the code for one kind of CPU, of a library that has one for each.  Exit status 3:
+ * this CPU is of another kind.
  */
 #include <math.h>
 #include <stdbool.h>
@@ -17,6 +20,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "ggml-backend.h"
 #include "ggml.h"
 #include "llama.h"
 
@@ -142,11 +146,15 @@ static float *check_quantized(const char *source, const char *directory, const c
 
 int main(int argc, char **argv) {
     int n_vocab = 0;
-    if (argc != 3) {
-        fprintf(stderr, "usage: decode_check MODEL.gguf DIRECTORY\n");
+    if (argc != 3 && argc != 4) {
+        fprintf(stderr, "usage: decode_check MODEL.gguf DIRECTORY [BACKEND.so]\n");
         return 2;
     }
     llama_log_set(keep_first_error, NULL);
+    if (argc == 4 && ggml_backend_load(argv[3]) == NULL) {
+        fprintf(stderr, "%s: %s\n", argv[3], first_error[0] ? first_error : "not for this CPU");
+        return first_error[0] ? 1 : 3;
+    }
     llama_backend_init();
 
     float *f16 = check_model(argv[1], &n_vocab);

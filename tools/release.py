@@ -1,0 +1,196 @@
+"""Build what a release consists of, and try it where there is nothing else.
+
+    python -m tools.release [DIRECTORY]
+
+In DIRECTORY (default: dist) come the source distribution, the wheel for this platform, an SBOM
+(CycloneDX) and SHA256SUMS.  The wheel is built from the source distribution, with the variants of
+libllama for all CPUs, named after the glibc that it needs, and installed into a new environment whose
+PATH has no compiler: there `cllm --version`, `doctor`, `demo`, `serve` and its page have to work.
+Nothing is uploaded.  Takes half an hour on two cores the first time.
+
+The tools are those of the extra `release`; `make release` installs it and calls this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import urllib.request
+import venv
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+DEADLINE_S = 120
+
+
+def say(text: str) -> None:
+    print(f"== {text}", flush=True)
+
+
+def python(*arguments: str | Path) -> None:
+    """Run a module of this environment."""
+    subprocess.run([sys.executable, "-m", *map(str, arguments)], check=True)
+
+
+def build(out: Path) -> tuple[Path, Path]:
+    """The source distribution, and the wheel that pip makes of it."""
+    python("build", "--sdist", "--outdir", out, ROOT)
+    (sdist,) = out.glob("*.tar.gz")
+    with tempfile.TemporaryDirectory() as folder:
+        python("pip", "wheel", "--no-deps", "--wheel-dir", folder, sdist)
+        (built,) = Path(folder).glob("*.whl")
+        # The lowest manylinux tag whose glibc and libstdc++ are new enough.
+        python("auditwheel", "repair", "--plat", "auto", "--wheel-dir", out, built)
+    (wheel,) = out.glob("*.whl")
+    return sdist, wheel
+
+
+@contextmanager
+def empty_environment(wheel: Path) -> Iterator[tuple[Path, dict[str, str]]]:
+    """An environment with the wheel alone, and what a program there finds in `os.environ`."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder) / "venv"
+        venv.create(place, with_pip=True)
+        binaries = place / "bin"
+        install = ["pip", "install", "--quiet", "--disable-pip-version-check", f"{wheel}[server]"]
+        subprocess.run([binaries / "python", "-m", *install], check=True)
+        # No compiler, no shell, nobody's home.
+        yield binaries, {"PATH": str(binaries), "HOME": folder, "TERM": "dumb", "COLUMNS": "120"}
+
+
+def attempt(wheel: Path) -> None:
+    """Do in an empty environment what a new user does first.
+
+    Raises
+    ------
+    RuntimeError
+        Something does not work.
+    """
+    with empty_environment(wheel) as (binaries, environment):
+        for command in (["--version"], ["doctor", "--quick"], ["demo"]):
+            done = subprocess.run(
+                [binaries / "cllm", *command], env=environment, cwd=binaries.parent, text=True,
+                capture_output=True, check=False, timeout=DEADLINE_S,
+            )  # fmt: skip
+            if done.returncode:
+                raise RuntimeError(f"cllm {command[0]} exits {done.returncode}: {done.stderr}")
+            say(f"cllm {' '.join(command)}")
+            print(done.stdout.strip())
+        with serving(binaries / "cllm", environment) as address:
+            look_at_server(address)
+
+
+@contextmanager
+def serving(cllm: Path, environment: dict[str, str]) -> Iterator[str]:
+    """The address of `cllm serve`, which has to end well."""
+    with subprocess.Popen(
+        [cllm, "serve", "--port", "0"], env=environment, text=True, stderr=subprocess.PIPE
+    ) as server:
+        assert server.stderr is not None
+        try:
+            line = server.stderr.readline()
+            if " at http://" not in line:
+                raise RuntimeError(f"cllm serve says: {line}{server.stderr.read()}")
+            yield line.partition(" at ")[2].split()[0]
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.stderr.read()
+            code = server.wait(DEADLINE_S)
+    if code:
+        raise RuntimeError(f"cllm serve exits {code} after SIGTERM")
+
+
+def look_at_server(address: str) -> None:
+    """An answer of the model, and the page with all that it loads."""
+    asked = {"messages": [{"role": "user", "content": "12 + 30 = ?"}], "max_tokens": 8}
+    answer = json.loads(fetch(f"{address}/v1/chat/completions", asked))
+    say(f"cllm serve: {answer['choices'][0]['message']['content']!r}")
+    page = fetch(address + "/").decode()
+    for name in page.split('"'):
+        if name.startswith("page/"):
+            fetch(f"{address}/{name}")
+    say(f"the page: {page[page.index('<title>') :].split('</')[0]}")
+
+
+def fetch(url: str, content: dict[str, Any] | None = None) -> bytes:
+    """The body of an answer; the server may still be loading its model."""
+    request = urllib.request.Request(url, headers={"Content-Type": "application/json"})
+    if content is not None:
+        request.data = json.dumps(content).encode()
+    with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
+        body: bytes = answer.read()
+        return body
+
+
+def write_sbom(wheel: Path, path: Path) -> None:
+    """What the wheel brings and what pip adds to it, as CycloneDX."""
+    with empty_environment(wheel) as (binaries, _):
+        python("cyclonedx_py", "environment", "--output-reproducible", "--output-format", "JSON",
+               "--output-file", path, binaries / "python")  # fmt: skip
+    bill = json.loads(path.read_text(encoding="utf-8"))
+    bill["components"] += components(wheel)
+    path.write_text(json.dumps(bill, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def components(wheel: Path) -> list[dict[str, Any]]:
+    """What is inside of the wheel and not cllm's own."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        record = json.loads(archive.read("cllm/_native/build.json"))
+        openmp = next(name for name in names if "libgomp" in name)
+        marked = next(name for name in names if "/marked" in name and name.endswith(".js"))
+        first_lines = archive.read(marked)[:200].decode()
+        hashes = {name: hashlib.sha256(archive.read(name)).hexdigest() for name in (openmp, marked)}
+    version = next(w for w in first_lines.split() if w[:1] == "v" and w[1:2].isdigit())[1:]
+    return [
+        {
+            "type": "library", "name": "llama.cpp", "version": record["commit"],
+            "bom-ref": "llama.cpp", "licenses": [{"license": {"id": "MIT"}}],
+            "purl": f"pkg:github/ggml-org/llama.cpp@{record['commit']}",
+            "hashes": [{"alg": "SHA-256", "content": record["source_sha256"]}],
+        },
+        {
+            "type": "library", "name": "libgomp", "version": record["compiler"],
+            "bom-ref": "libgomp", "hashes": [{"alg": "SHA-256", "content": hashes[openmp]}],
+            "licenses": [{"expression": "GPL-3.0-or-later WITH GCC-exception-3.1"}],
+        },
+        {
+            "type": "library", "name": "marked", "version": version, "bom-ref": "marked",
+            "purl": f"pkg:npm/marked@{version}", "licenses": [{"license": {"id": "MIT"}}],
+            "hashes": [{"alg": "SHA-256", "content": hashes[marked]}],
+        },
+    ]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("directory", nargs="?", type=Path, default=ROOT / "dist")
+    out = parser.parse_args().directory.resolve()
+    if out.exists():
+        sys.exit(f"{out} is there already; remove it first")
+    out.mkdir(parents=True)
+    sdist, wheel = build(out)
+    python("twine", "check", "--strict", sdist, wheel)
+    attempt(wheel)
+    sbom = out / f"{wheel.name.split('-py3-', 1)[0]}.cdx.json"
+    write_sbom(wheel, sbom)
+    sums = [
+        f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n"
+        for path in sorted(out.iterdir())
+    ]
+    (out / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")
+    say(f"in {os.path.relpath(out)}: {', '.join(path.name for path in sorted(out.iterdir()))}")
+
+
+if __name__ == "__main__":
+    main()
