@@ -4,44 +4,53 @@
         completion = await engine.generate("1+1=", max_tokens=8, temperature=0)
 
 `cllm.bindings` has libllama as Python objects; `cllm.errors` has the tree of exceptions.
+
+Each name is imported when it is used: a command line, or the process of an engine, needs few of them, and
+all take half a second.
 """
 
-from cllm.engine.chat.template_abilities import TemplateAbilities
-from cllm.engine.config import EngineConfig, EngineOptions
-from cllm.engine.core.messages import ExtentInfo, LiveView, SlotInfo, SlotState, TickInfo
-from cllm.engine.core.statistics import EngineStatistics, TickTimes
-from cllm.engine.engine import Engine
-from cllm.engine.health import EngineStatus, Health, Restart
-from cllm.engine.loop.request_call import ChatPromptOptions
-from cllm.engine.loop.stream import TokenStream
-from cllm.engine.request import (
-    Completion,
-    FinishReason,
-    ModelInfo,
-    RenderedPrompt,
-    Score,
-    Timings,
-    TokenDelta,
-    TokenLogprob,
-    ToolCall,
-    ToolCallDelta,
-    Usage,
-)
-from cllm.engine.sampling_params import SamplingOptions, SamplingParams
-from cllm.errors import (
-    CllmError,
-    ClosedError,
-    DownloadError,
-    EngineFailedError,
-    GenerationError,
-    InvalidArgumentError,
-    InvalidRequestError,
-    LibraryError,
-    ModelLoadError,
-    PromptTooLongError,
-    QueueFullError,
-    RequestError,
-)
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cllm.engine.chat.template_abilities import TemplateAbilities
+    from cllm.engine.config import EngineConfig, EngineOptions
+    from cllm.engine.core.messages import ExtentInfo, LiveView, SlotInfo, SlotState, TickInfo
+    from cllm.engine.core.statistics import EngineStatistics, TickTimes
+    from cllm.engine.engine import Engine
+    from cllm.engine.health import EngineStatus, Health, Restart
+    from cllm.engine.loop.request_call import ChatPromptOptions
+    from cllm.engine.loop.stream import TokenStream
+    from cllm.engine.request import (
+        Completion,
+        FinishReason,
+        ModelInfo,
+        RenderedPrompt,
+        Score,
+        Timings,
+        TokenDelta,
+        TokenLogprob,
+        ToolCall,
+        ToolCallDelta,
+        Usage,
+    )
+    from cllm.engine.sampling_params import SamplingOptions, SamplingParams
+    from cllm.errors import (
+        CllmError,
+        ClosedError,
+        DownloadError,
+        EngineFailedError,
+        GenerationError,
+        InvalidArgumentError,
+        InvalidRequestError,
+        LibraryError,
+        ModelLoadError,
+        PromptTooLongError,
+        QueueFullError,
+        RequestError,
+    )
 
 __version__ = "0.1.0"  # that of pyproject.toml; a test compares them
 
@@ -88,3 +97,61 @@ __all__ = (
     "ToolCallDelta",
     "Usage",
 )
+
+_SUBMODULES = ("bindings", "engine", "errors")
+_MODULE_OF = {
+    "ChatPromptOptions": "cllm.engine.loop.request_call",
+    "CllmError": "cllm.errors",
+    "ClosedError": "cllm.errors",
+    "Completion": "cllm.engine.request",
+    "DownloadError": "cllm.errors",
+    "Engine": "cllm.engine.engine",
+    "EngineConfig": "cllm.engine.config",
+    "EngineFailedError": "cllm.errors",
+    "EngineOptions": "cllm.engine.config",
+    "EngineStatistics": "cllm.engine.core.statistics",
+    "EngineStatus": "cllm.engine.health",
+    "ExtentInfo": "cllm.engine.core.messages",
+    "FinishReason": "cllm.engine.request",
+    "GenerationError": "cllm.errors",
+    "Health": "cllm.engine.health",
+    "InvalidArgumentError": "cllm.errors",
+    "InvalidRequestError": "cllm.errors",
+    "LibraryError": "cllm.errors",
+    "LiveView": "cllm.engine.core.messages",
+    "ModelInfo": "cllm.engine.request",
+    "ModelLoadError": "cllm.errors",
+    "PromptTooLongError": "cllm.errors",
+    "QueueFullError": "cllm.errors",
+    "RenderedPrompt": "cllm.engine.request",
+    "RequestError": "cllm.errors",
+    "Restart": "cllm.engine.health",
+    "SamplingOptions": "cllm.engine.sampling_params",
+    "SamplingParams": "cllm.engine.sampling_params",
+    "Score": "cllm.engine.request",
+    "SlotInfo": "cllm.engine.core.messages",
+    "SlotState": "cllm.engine.core.messages",
+    "TemplateAbilities": "cllm.engine.chat.template_abilities",
+    "TickInfo": "cllm.engine.core.messages",
+    "TickTimes": "cllm.engine.core.statistics",
+    "Timings": "cllm.engine.request",
+    "TokenDelta": "cllm.engine.request",
+    "TokenLogprob": "cllm.engine.request",
+    "TokenStream": "cllm.engine.loop.stream",
+    "ToolCall": "cllm.engine.request",
+    "ToolCallDelta": "cllm.engine.request",
+    "Usage": "cllm.engine.request",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"cllm.{name}")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'cllm' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_SUBMODULES})

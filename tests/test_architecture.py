@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -86,7 +87,11 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
     ("cllm.cli.tokenize", ("cllm", "cllm.cli", "cllm.doctor")),
     ("cllm.cli.options", ("cllm", "cllm.cli", "cllm.hub")),
     ("cllm.cli.pull", ("cllm", "cllm.cli", "cllm.hub")),
-    ("cllm.cli.serve", ("cllm", "cllm.cli", "cllm.server", "cllm.testing")),
+    # The interpreter of the engine's process begins before the server is imported.
+    (
+        "cllm.cli.serve",
+        ("cllm", "cllm.cli", "cllm.server", "cllm.testing", "cllm.engine.process.spawn"),
+    ),
     ("cllm.cli", ("cllm", "cllm.cli")),
     ("cllm.__main__", ("cllm.cli.app",)),
     ("cllm", ("cllm.engine", "cllm.errors")),
@@ -319,3 +324,30 @@ def test_the_tests_of_the_engine_mirror_its_packages() -> None:
     packages = {p.parent.name for p in (PACKAGE / "engine").glob("*/__init__.py")}
     folders = {p.parent.name for p in (ROOT / "tests" / "engine").glob("*/__init__.py")}
     assert folders == packages
+
+
+def test_every_public_name_is_the_one_of_its_module() -> None:
+    assert cllm._MODULE_OF.keys() == set(cllm.__all__) <= set(dir(cllm))
+    for name, module in cllm._MODULE_OF.items():
+        assert getattr(cllm, name) is getattr(importlib.import_module(module), name)
+    with pytest.raises(AttributeError, match="nothing_of_it"):
+        cllm.nothing_of_it  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("statement", "is_not_needed"),
+    [
+        ("import cllm; cllm.errors.CllmError; cllm.EngineConfig", {"numpy", "anyio", "cllm.bindings"}),
+        ("import cllm.engine.process.child", {"asyncio", "cllm.engine.lifecycle"}),
+        (
+            "from cllm.cli.app import command_line; command_line('serve')",
+            {"numpy", "asyncio", "fastapi", "cllm.bindings", "cllm.cli.chat"},
+        ),
+    ],
+)  # fmt: skip
+def test_a_program_imports_no_more_than_it_needs(statement: str, is_not_needed: set[str]) -> None:
+    code = f"import sys\n{statement}\nprint(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert not is_not_needed & set(done.stdout.split())

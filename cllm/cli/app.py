@@ -2,52 +2,55 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
-from importlib.metadata import version
 from typing import Annotated
 
 import typer
 
-from cllm import CllmError
-from cllm.cli.bench import bench
-from cllm.cli.chat import chat
-from cllm.cli.demo import demo
-from cllm.cli.doctor import doctor
-from cllm.cli.generate import generate
-from cllm.cli.info import info
-from cllm.cli.pull import models, pull
-from cllm.cli.serve import serve
-from cllm.cli.tokenize import tokenize
-from cllm.doctor.installation import llama_version
+from cllm import CllmError, __version__
+from cllm.cli.imports import importing
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+# In the order of the help.
+MODULES = {
+    "demo": "demo",
+    "generate": "generate",
+    "chat": "chat",
+    "serve": "serve",
+    "doctor": "doctor",
+    "bench": "bench",
+    "pull": "pull",
+    "models": "pull",
+    "info": "info",
+    "tokenize": "tokenize",
+}
 
-app = typer.Typer(
-    name="cllm",
-    help="One llama.cpp model as a first-class citizen of an asyncio program.",
-    invoke_without_command=True,
-    pretty_exceptions_enable=False,
-)
-app.command()(demo)
-app.command()(generate)
-app.command()(chat)
-app.command()(serve)
-app.command()(doctor)
-app.command()(bench)
-app.command()(pull)
-app.command()(models)
-app.command()(info)
-app.command()(tokenize)
+
+def command_line(asked: str | None = None) -> typer.Typer:
+    """The commands; or the one that is asked for, if it is one: each imports much that no other needs."""
+    app = typer.Typer(
+        name="cllm",
+        help="One llama.cpp model as a first-class citizen of an asyncio program.",
+        invoke_without_command=True,
+        pretty_exceptions_enable=False,
+    )
+    app.callback()(_options)
+    for name in [asked] if asked in MODULES else MODULES:
+        module = importlib.import_module(f"cllm.cli.{MODULES[name]}")
+        app.command()(getattr(module, name))
+    return app
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"cllm {version('cllm')}, {llama_version()}")
+        from cllm.doctor.installation import llama_version
+
+        typer.echo(f"cllm {__version__}, {llama_version()}")
         raise typer.Exit
 
 
-@app.callback()
 def _options(
     context: typer.Context,
     _version: Annotated[
@@ -64,8 +67,10 @@ def _options(
 def run() -> int:
     """Run the command line and return the exit code."""
     try:
+        with importing():
+            commands = command_line(*sys.argv[1:2])
         # Typer would exit by itself: then an error of ours could not be told from a crash.
-        code = app(standalone_mode=False)
+        code = commands(standalone_mode=False)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except typer.Abort:

@@ -32,11 +32,10 @@ from cllm import (
 )
 from cllm.cli.chat_commands import ChatCommands
 from cllm.cli.history import History, Message, Messages, Turn
-from cllm.cli.options import EngineFlags, SamplingFlags, text_or_file, with_flags
+from cllm.cli.options import TOY, EngineFlags, SamplingFlags, text_or_file, with_flags
 from cllm.cli.terminal import (
     BOLD,
     DIM,
-    TOY,
     StandardOutput,
     complain,
     is_terminal,

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Unpack, cast, get_type_hints
 
 import typer
-from rich.markup import escape
 
 from cllm import (
     EngineConfig,
@@ -29,6 +28,10 @@ from cllm.hub.download import find_model
 from cllm.hub.names import PREFIX, is_name
 
 NAMED = re.compile(r"([\w.-]+)=(.+)")
+TOY = (
+    "the embedded model is a toy of 0.9 million parameters, made for tests; "
+    "-m FILE or -m hf:USER/REPO takes a real one"
+)
 _ENGINE, _SAMPLING = EngineConfig(), SamplingParams()
 
 
@@ -42,7 +45,8 @@ def _sampling(help: str, *names: str, default: object = None) -> Any:
 
 def _helped(help: str, default: object) -> str:
     # Not typer's own: a default that the command does not have it puts into brackets of its own.
-    return help if default is None else f"{help} {escape(f'[default: {default}]')}"
+    # The bracket is no markup.
+    return help if default is None else rf"{help} \[default: {default}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

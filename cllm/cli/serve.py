@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,8 +15,8 @@ import typer
 
 from cllm import CllmError, EngineConfig, EngineOptions, InvalidArgumentError
 from cllm.cli.config_file import ConfigFile
-from cllm.cli.options import EngineFlags, with_flags
-from cllm.cli.terminal import TOY
+from cllm.cli.imports import importing
+from cllm.cli.options import TOY, EngineFlags, with_flags
 
 logger = logging.getLogger("cllm.server")
 
@@ -89,68 +90,82 @@ def serve(
     ] = None,
 ) -> int:
     """Serve a model over HTTP: /generate, OpenAI's endpoints, /docs."""
-    try:
-        from cllm.server.app import create_app
-        from cllm.server.config import ServerConfig
-        from cllm.server.logs import configure_logging
-        from cllm.server.serving import listen
-        from cllm.server.serving import serve as run
-    except ModuleNotFoundError as error:
-        raise CllmError(f"{error.name} is not installed: pip install 'cllm[server]'") from None
+    # The child is not to have it.
+    os.environ.pop("CLLM_API_KEY", None)
     process = (supervised is not False) if engine.process is None else engine.process
-    # In a process of its own a file that ends it while it is loaded ends nothing else.
-    options = EngineOptions(process=process, preflight=False if process else "unseen")
-    make_app: Callable[..., Any] = create_app
-    if fake is not None:
-        make_app, model_name = _app_of_rules(fake), model_name or "fake"
-        options["n_ctx"] = N_CTX_FAKE
-    models = engine.configs(**options)
-    if models:
-        make_app = partial(_app_of_models, models)
-        settings = next(iter(models.values()))
-    else:
-        settings = engine.config(**options)
-    config = ServerConfig(
-        host=host,
-        port=port,
-        api_key=api_key,
-        model_name=model_name,
-        allowed_hosts=tuple(allowed_host or ()),
-        cors_origins=tuple(cors_origin or ()),
-        allow_grammar=allow_grammar,
-        page=page,
-        log_prompts=log_prompts,
-        otlp_traces_endpoint=otlp_traces_endpoint,
-        drain_timeout_s=drain_timeout,
-        model_keep_alive_s=keep_alive,
-        max_models=max_models,
-    )
-    configure_logging()
+    # While this process imports the server, that of the engine imports the engine.
+    with _engine_process() if process and fake is None else nullcontext():
+        try:
+            with importing():
+                from cllm.server.app import create_app
+                from cllm.server.config import ServerConfig
+                from cllm.server.logs import configure_logging
+                from cllm.server.serving import listen
+                from cllm.server.serving import serve as run
+        except ModuleNotFoundError as error:
+            raise CllmError(f"{error.name} is not installed: pip install 'cllm[server]'") from None
+        # In a process of its own a file that ends it while it is loaded ends nothing else.
+        options = EngineOptions(process=process, preflight=False if process else "unseen")
+        make_app: Callable[..., Any] = create_app
+        if fake is not None:
+            make_app, model_name = _app_of_rules(fake), model_name or "fake"
+            options["n_ctx"] = N_CTX_FAKE
+        models = engine.configs(**options)
+        if models:
+            make_app = partial(_app_of_models, models)
+            settings = next(iter(models.values()))
+        else:
+            settings = engine.config(**options)
+        config = ServerConfig(
+            host=host,
+            port=port,
+            api_key=api_key,
+            model_name=model_name,
+            allowed_hosts=tuple(allowed_host or ()),
+            cors_origins=tuple(cors_origin or ()),
+            allow_grammar=allow_grammar,
+            page=page,
+            log_prompts=log_prompts,
+            otlp_traces_endpoint=otlp_traces_endpoint,
+            drain_timeout_s=drain_timeout,
+            model_keep_alive_s=keep_alive,
+            max_models=max_models,
+        )
+        configure_logging()
+        try:
+            listener = listen(host, port)
+        except OSError as error:
+            raise CllmError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+        with listener:
+            shown = f"[{host}]" if ":" in host else host
+            address = f"http://{shown}:{listener.getsockname()[1]}"
+
+            if config.is_open_to_the_network:
+                print(
+                    f"cllm: warning: whoever reaches {shown} may use the model: there is no --api-key",
+                    file=sys.stderr,
+                )
+
+            def announce() -> None:
+                name = settings.model_path.name if fake is None else fake.name
+                name = ", ".join(models) or name
+                print(
+                    f"cllm: {name} at {address} (docs at {address}/docs)",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                if settings.model is None and fake is None:
+                    logger.info("%s", TOY)
+
+            return run(settings, config, listener, announce, make_app)
+
+
+def _engine_process() -> AbstractContextManager[None]:
     try:
-        listener = listen(host, port)
-    except OSError as error:
-        raise CllmError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
-    with listener:
-        shown = f"[{host}]" if ":" in host else host
-        address = f"http://{shown}:{listener.getsockname()[1]}"
-
-        if config.is_open_to_the_network:
-            print(
-                f"cllm: warning: whoever reaches {shown} may use the model: there is no --api-key",
-                file=sys.stderr,
-            )
-
-        def announce() -> None:
-            name = settings.model_path.name if fake is None else fake.name
-            name = ", ".join(models) or name
-            print(
-                f"cllm: {name} at {address} (docs at {address}/docs)", file=sys.stderr, flush=True
-            )
-            if settings.model is None and fake is None:
-                logger.info("%s", TOY)
-
-        os.environ.pop("CLLM_API_KEY", None)
-        return run(settings, config, listener, announce, make_app)
+        from cllm.engine.process.spawn import spawning_ahead
+    except ModuleNotFoundError:  # without the extra; the engine says so
+        return nullcontext()
+    return spawning_ahead()
 
 
 def _app_of_models(models: dict[str, EngineConfig], _: object, config: Any, **__: object) -> Any:

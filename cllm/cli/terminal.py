@@ -18,7 +18,7 @@ import anyio.lowlevel
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from cllm import Engine, EngineConfig
+import cllm
 
 BOLD, DIM, RED = "1", "2", "31"
 
@@ -158,21 +158,15 @@ def progress_bar(is_wanted: bool) -> Iterator[Callable[[int, int | None, str], N
         )
 
 
-TOY = (
-    "the embedded model is a toy of 0.9 million parameters, made for tests; "
-    "-m FILE or -m hf:USER/REPO takes a real one"
-)
-
-
 @asynccontextmanager
-async def loaded(config: EngineConfig) -> AsyncIterator[Engine]:
+async def loaded(config: cllm.EngineConfig) -> AsyncIterator[cllm.Engine]:
     """An engine that serves; somebody who looks is told that the model is being loaded."""
     is_shown = config.model is not None and is_terminal(sys.stderr)
     console = Console(file=sys.stderr)
     loading = console.status(f"loading {config.model_path.name}") if is_shown else nullcontext()
     async with AsyncExitStack() as stack:
         with loading:
-            engine = await stack.enter_async_context(Engine(config=config))
+            engine = await stack.enter_async_context(cllm.Engine(config=config))
         yield engine
 
 

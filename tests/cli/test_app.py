@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import cllm
 from cllm import EngineConfig
 from cllm.bindings import find_library
-from cllm.cli.app import app
+from cllm.cli.app import command_line
 from cllm.cli.options import EngineFlags, options_table
 from cllm.engine.config import EMBEDDED_MODEL
 from cllm.server import logs, serving
@@ -141,7 +141,7 @@ def test_a_server_that_the_network_may_use_without_a_key_says_so(
     monkeypatch.setattr(serving, "serve", lambda *_: 0)
     monkeypatch.setattr(logs, "configure_logging", lambda: None)  # of this process
     monkeypatch.delenv("CLLM_API_KEY", raising=False)
-    done = CliRunner().invoke(app, ["serve", *options])
+    done = CliRunner().invoke(command_line(), ["serve", *options])
     assert done.exit_code == 0, done.output
     warning = "cllm: warning: whoever reaches 0.0.0.0 may use the model: there is no --api-key\n"
     assert done.stderr == (warning if is_warned else "")

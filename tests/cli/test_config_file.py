@@ -13,7 +13,7 @@ import pytest
 import typer
 
 from cllm import EngineConfig
-from cllm.cli.app import app, run
+from cllm.cli.app import command_line, run
 from cllm.server import logs, serving
 from cllm.server.config import ServerConfig
 from tests.cli.test_app import COMMANDS
@@ -125,7 +125,7 @@ def test_the_short_options_of_llama_server_mean_the_same(
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_no_name_stands_for_two_options_of_a_command(name: str) -> None:
-    group: Any = typer.main.get_command(app)
+    group: Any = typer.main.get_command(command_line())
     names = [
         option
         for parameter in group.commands[name].params

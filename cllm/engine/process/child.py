@@ -1,14 +1,16 @@
 """The engine's process: an inference thread whose commands and events cross a socket.
 
-    python -P -m cllm.engine.process.child SOCKET_FD MEMORY_FD MODULE:NAME
+    python -P -m cllm.engine.process.child SOCKET_FD MEMORY_FD
 
-reads the configuration from its standard input, and serves until it is told to end or its parent is gone.
+reads its settings from its standard input, and serves until it is told to end or its parent is gone.  Without
+settings it was spawned in vain.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import json
 import logging
@@ -206,14 +208,18 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable(all_threads=False)
     os.dup2(2, 1)  # what a library prints
-    fd, shared, backend = sys.argv[1:]
-    module, _, name = backend.partition(":")
-    settings = json.loads(sys.stdin.buffer.read())
+    fd, shared = sys.argv[1:]
+    given = sys.stdin.buffer.read()
+    if not given:
+        return
+    settings = json.loads(given)
+    module, _, name = settings["backend"].partition(":")
     logging.getLogger("cllm").setLevel(settings["log_level"])
     config = EngineConfig(**settings["config"])
     make_backend = getattr(importlib.import_module(module), name)
     record = BatchRecord(int(shared), config.n_seq_max)
     os.close(int(shared))
+    gc.freeze()  # what is imported stays: a search for garbage would stop all streams for 0.02 s
     serve(socket.socket(fileno=int(fd)), record, make_backend(config), config)
 
 

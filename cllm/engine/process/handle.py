@@ -8,15 +8,13 @@ import logging
 import os
 import select
 import signal
-import socket
-import subprocess
 import time
 from typing import NamedTuple
 
-from cllm.engine.child_process import child_command, child_environment
 from cllm.engine.config import EngineConfig
 from cllm.engine.core.messages import Command
-from cllm.engine.process.batch_record import BatchRecord, memory_file
+from cllm.engine.process import spawn
+from cllm.engine.process.batch_record import BatchRecord
 from cllm.engine.process.frames import FrameReader, framed
 from cllm.engine.process.wire import Asked, Beat, SetLogLevel, encode_commands
 from cllm.errors import CllmError
@@ -60,25 +58,10 @@ class ProcessHandle:
     """
 
     def __init__(self, config: EngineConfig, backend: str) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs, memory_file() as shared:
-            self._batch = BatchRecord(shared.fileno(), config.n_seq_max)
-            fds = theirs.fileno(), shared.fileno()
-            try:
-                self._process = subprocess.Popen(
-                    child_command("cllm.engine.process.child", *map(str, fds), backend),
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE,
-                    env=child_environment(),
-                    pass_fds=fds,
-                    start_new_session=True,
-                )
-            except BaseException:
-                ours.close()
-                raise
-        self.socket = ours
-        ours.setblocking(False)
+        spawned = spawn.spawned()
+        with spawned.batch_file as file:
+            self._batch = BatchRecord(file.fileno(), config.n_seq_max)
+        self._process, self.socket = spawned.process, spawned.socket
         self._reader = FrameReader()
         self.n_reads = 0
         self._unsent = bytearray()
@@ -91,7 +74,11 @@ class ProcessHandle:
         self.stderr = self._process.stderr
         os.set_blocking(self.stderr.fileno(), False)
         self._log_level = _log_level()
-        settings = {"config": json.loads(config.to_json()), "log_level": self._log_level}
+        settings = {
+            "backend": backend,
+            "config": json.loads(config.to_json()),
+            "log_level": self._log_level,
+        }
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(settings).encode())
             self._process.stdin.close()

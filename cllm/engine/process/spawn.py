@@ -1,0 +1,94 @@
+"""Spawn: the interpreter of an engine's process, which imports what it needs while its settings are not known yet.
+
+Most of the time to a first answer of a small model is imports, here and there: `spawning_ahead` lets both
+go on at once.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from cllm.engine.child_process import child_command, child_environment
+from cllm.engine.process.batch_record import memory_file
+
+
+class Spawned:
+    """An interpreter that waits for its settings on its standard input; without any it ends.
+
+    Attributes
+    ----------
+    process : subprocess.Popen
+    socket : socket.socket
+        Ours of the pair; not blocking.
+    batch_file : file
+        Of its `BatchRecord`; to be closed by who has mapped it.
+    """
+
+    def __init__(self) -> None:
+        self.socket, theirs = socket.socketpair()
+        self.batch_file = memory_file()
+        self._parent = os.getpid()
+        with theirs:
+            fds = theirs.fileno(), self.batch_file.fileno()
+            try:
+                self.process = subprocess.Popen(
+                    child_command("cllm.engine.process.child", *map(str, fds)),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    env=child_environment(),
+                    pass_fds=fds,
+                    start_new_session=True,
+                )
+            except BaseException:
+                self.socket.close()
+                self.batch_file.close()
+                raise
+        self.socket.setblocking(False)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it lives, and is this process's."""
+        return self._parent == os.getpid() and self.process.poll() is None
+
+    def close(self) -> None:
+        """End it, and wait for that, if it is this process's."""
+        for file in (self.process.stdin, self.process.stderr, self.socket, self.batch_file):
+            if file is not None:
+                file.close()
+        if self._parent == os.getpid():
+            self.process.wait()
+
+
+_ahead: list[Spawned] = []
+
+
+@contextmanager
+def spawning_ahead() -> Iterator[None]:
+    """Spawn now what the next engine with a process takes; what nobody took ends at the end."""
+    _ahead.append(Spawned())
+    try:
+        yield
+    finally:
+        while (spawned := _taken()) is not None:
+            spawned.close()
+
+
+def spawned() -> Spawned:
+    """The one that was spawned ahead, or a new one.  Any thread."""
+    while (ahead := _taken()) is not None:
+        if ahead.is_usable:
+            return ahead
+        ahead.close()
+    return Spawned()
+
+
+def _taken() -> Spawned | None:
+    try:
+        return _ahead.pop()
+    except IndexError:
+        return None
