@@ -58,3 +58,36 @@ async def test_without_it_there_is_nothing() -> None:
     config = ServerConfig(page=False)
     refusal_of(await asgi(config, "GET", "/"), 404)
     refusal_of(await asgi(config, "GET", "/page/main.js"), 404)
+
+
+def relative_luminance(color: str) -> float:
+    """Of WCAG 2."""
+    parts = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    r, g, b = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+
+def contrast(one: str, other: str) -> float:
+    """1 to 21."""
+    darker, lighter = sorted((relative_luminance(one), relative_luminance(other)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+@pytest.mark.parametrize("block", [0, 1], ids=["light", "dark"])
+def test_colours_differ_as_much_as_wcag_asks(block: int) -> None:
+    """4.5 for text, 3 for what a picture or the edge of a field says."""
+    css = (FILES / "page.css").read_text(encoding="utf-8")
+    colors = dict(
+        re.findall(r"--([\w-]+): (#\w{6});", re.findall(r":root \{(.*?)\}", css, re.S)[block])
+    )
+    for text, on in [
+        ("text", "back"), ("text", "panel"), ("soft", "back"), ("soft", "panel"),
+        ("accent", "back"), ("on-accent", "accent"), ("error", "back"),
+    ]:  # fmt: skip
+        assert contrast(colors[text], colors[on]) >= 4.5, (text, on)
+    parts = ["edge", "decode", "prompt", "draft", "t-plan", "t-decode", "t-sample"]
+    for part, on in [
+        *((part, "back") for part in parts), ("edge", "panel"),
+        ("own", "free"), ("shared", "free"), ("cached", "free"),
+    ]:  # fmt: skip
+        assert contrast(colors[part], colors[on]) >= 3.0, (part, on)
