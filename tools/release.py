@@ -90,7 +90,10 @@ def attempt(wheel: Path) -> None:
                 raise RuntimeError(f"cllm {command[0]} exits {done.returncode}: {done.stderr}")
             say(f"cllm {' '.join(command)}")
             print(done.stdout.strip())
+        begun = time.monotonic()
         with serving(binaries / "cllm", environment) as address:
+            wait_ready(address)
+            say(f"cllm serve: ready after {time.monotonic() - begun:.2f} s")
             look_at_server(address)
 
 
@@ -116,11 +119,6 @@ def serving(cllm: Path, environment: dict[str, str]) -> Iterator[str]:
 
 def look_at_server(address: str) -> None:
     """An answer of the model, and the page with all that it loads."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not is_ready(address):
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"cllm serve is not ready after {DEADLINE_S} s")
-        time.sleep(0.1)
     asked = {"messages": [{"role": "user", "content": "12 + 30 = ?"}], "max_tokens": 8}
     answer = json.loads(fetch(f"{address}/v1/chat/completions", asked))
     say(f"cllm serve: {answer['choices'][0]['message']['content']!r}")
@@ -129,6 +127,15 @@ def look_at_server(address: str) -> None:
         if name.startswith("page/"):
             fetch(f"{address}/{name}")
     say(f"the page: {page[page.index('<title>') :].split('</')[0]}")
+
+
+def wait_ready(address: str) -> None:
+    """Return when the model is loaded."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_ready(address):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"cllm serve is not ready after {DEADLINE_S} s")
+        time.sleep(0.05)
 
 
 def is_ready(address: str) -> bool:

@@ -16,6 +16,8 @@ from cllm.server.state import ServerState
 
 logger = logging.getLogger("cllm.server")
 
+WARM_UP_LIMIT_S = 10.0  # of a template that takes its time over everything it is tried with
+
 
 def make_engine(config: EngineConfig) -> Engine:
     """An engine of these settings."""
@@ -63,6 +65,7 @@ class EngineTask:
         state = self._state
         try:
             async with self._make_engine(self._config) as engine:
+                await _warm_up(engine)
                 state.metrics.watch(engine.statistics)
                 state.engine = engine
                 logger.info("serving %s", engine.config.model_path.name)
@@ -92,7 +95,6 @@ class EngineTask:
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(watch)
-            tasks.start_soon(_warm_up, engine)
             await self._state.stopping.wait()
             tasks.cancel_scope.cancel()
         if not self._state.is_draining:
@@ -119,12 +121,13 @@ class EngineTask:
 
 
 async def _warm_up(engine: Engine) -> None:
-    """What the first chat would wait for, unless it is there already: the template imported, compiled, tried."""
+    """What the first chat would wait for: the template imported, compiled and tried."""
     try:
-        if await engine.template_abilities() is not None:
-            await engine.render_chat([{"role": "user", "content": "?"}])
+        with anyio.move_on_after(WARM_UP_LIMIT_S):
+            if await engine.template_abilities() is not None:
+                await engine.render_chat([{"role": "user", "content": "?"}])
     except (ClosedError, EngineFailedError):
-        pass  # who serves hears of it
+        raise
     except Exception as error:  # a chat will be told; whatever else is asked for can be had
         logger.warning("the chat template cannot be used: %s", error)
 

@@ -32,7 +32,7 @@ esac
 BUILD = """#!/usr/bin/env bash
 readonly SDIST={sdist} REQUIREMENT=llama-cpp-python==9.8.7
 readonly SDIST_SHA256={sha256}
-[ "$*" = --tools ] && mkdir -p "$PWD/build/lib" && ln -sfn "$PWD/build" cllm/_native
+[ "$*" = "--as-linked --tools" ] && mkdir -p "$PWD/build/lib" && ln -sfn "$PWD/build" cllm/_native
 """
 
 
