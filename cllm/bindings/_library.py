@@ -182,8 +182,11 @@ def forward_log(*, no_warning: str = "") -> str:
     """
     last_error = ""
     level = logging.INFO
-    while _log_lines:
-        native_level, text = _log_lines.popleft()
+    while True:
+        try:
+            native_level, text = _log_lines.popleft()
+        except IndexError:  # another thread may have taken the last one
+            break
         if native_level != h.LogLevel.CONT:
             level = _LOGGING_LEVEL.get(h.LogLevel(native_level), logging.INFO)
         text = text.rstrip("\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import gc
 import logging
 import shutil
@@ -245,6 +246,17 @@ def test_two_threads_that_need_the_library_first_load_it_once(
     second.join(10)
     assert loading == [loaded]
     assert library() is loaded
+
+
+def test_a_line_of_the_log_that_another_thread_has_taken_is_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class TakenMeanwhile(collections.deque[tuple[int, str]]):
+        def __len__(self) -> int:  # as it was when this thread looked
+            return 1
+
+    monkeypatch.setattr(_library, "_log_lines", TakenMeanwhile())
+    assert _library.forward_log() == ""
 
 
 def test_log_lines_reach_the_logger(
