@@ -12,7 +12,7 @@ help:
 	@echo "make test-full         all tests: some five minutes on two cores"
 	@echo "make test-process      the tests of the engine, with llama.cpp in a process of its own"
 	@echo "make test-clients      openai, anthropic, openai-agents, pydantic-ai, langchain, LiteLLM"
-	@echo "make test-real         a real model: SmolLM2-135M-Instruct, 98 MB, fetched once"
+	@echo "make test-real         real models: SmolLM2-135M-Instruct, all-MiniLM-L6-v2; 181 MB, fetched once"
 	@echo "make test-exhaustive   the full numbers of docs/reliability.md"
 	@echo "make test-asan   the suites of bindings and engine with sanitizers in libllama"
 	@echo "make test-leaks  a thousand requests under LeakSanitizer: nothing grows"
@@ -49,10 +49,11 @@ test-clients:
 	@PYTHON=$(PYTHON) tools/setup.sh clients
 	@.venv-clients/bin/python -m pytest -q $(CLIENTS_LEAVE) tests/clients $(PYTEST_ARGS)
 
-# Fetches the model into the cache directory, once.
+# Fetches the models into the cache directory, once.
 test-real:
 	@PYTHON=$(PYTHON) tools/setup.sh dev
 	@.venv/bin/python -m tools.real_model
+	@.venv/bin/python -m tools.real_encoder
 	@.venv/bin/python -m pytest -q -m real --timeout=300 $(PYTEST_ARGS)
 
 # What both leave out: the full numbers of docs/reliability.md.
