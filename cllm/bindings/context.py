@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cllm.bindings import _llama_h as h
+from cllm.bindings._abort import AbortFlag
 from cllm.bindings._library import forward_log, library
 from cllm.bindings.batch import Batch
 from cllm.bindings.memory import Memory
@@ -187,11 +188,7 @@ class Context(Memory):
             if value is not None:
                 setattr(params, field, check_float(field, value, -1.0, 1e6))
         params.yarn_orig_ctx = check_int("yarn_orig_ctx", yarn_orig_ctx, 0, INT32_MAX)
-        # Two bytes that a thread-free C function reads after every graph node (see `Library`).
-        self._abort_flag = ctypes.create_string_buffer(b"\0\0", 2)
-        if lib.can_abort:
-            params.abort_callback = lib.read_flag
-            params.abort_callback_data = ctypes.addressof(self._abort_flag)
+        self._abort_flag = AbortFlag(params)
         forward_log()
         pointer = lib.llama_init_from_model(model._pointer, params)
         # One buffer for many sequences may well have more cells than one of them has positions.
@@ -248,7 +245,7 @@ class Context(Memory):
             # On a GPU decode is asynchronous: wait here, with the GIL released, not in a getter.
             self._lib.llama_synchronize(pointer)
         forward_log()
-        _check_decode(code)
+        check_decode(code)
         self._decoded = True
         self._n_output_rows = batch.n_outputs
         # A copy: the batch may be filled again before a row is sampled.
@@ -308,7 +305,7 @@ class Context(Memory):
 
         The only method that any thread may call.  Ends the whole batch; CPU only.
         """
-        self._abort_flag[0] = b"\1" if abort else b"\0"
+        self._abort_flag.set(abort)
 
     # --- Settings and counters ---------------------------------------------------------------
 
@@ -355,7 +352,7 @@ def check_rope_scaling(name: object) -> h.RopeScalingType:
     return check_enum("rope_scaling", name, h.RopeScalingType)
 
 
-def _check_decode(code: int) -> None:
+def check_decode(code: int) -> None:
     """The one place where codes of `llama_decode` become exceptions."""
     if code == 0:
         return

@@ -1,0 +1,29 @@
+"""AbortFlag: how any thread cuts the computation of a context short."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from cllm.bindings._library import library
+
+
+class AbortFlag:
+    """Two bytes that a thread-free C function reads after every graph node (see `Library`).  CPU only.
+
+    Parameters
+    ----------
+    params : struct llama_context_params
+        Of the context, which must not outlive this.
+    """
+
+    def __init__(self, params: Any) -> None:
+        self._bytes = ctypes.create_string_buffer(b"\0\0", 2)
+        lib = library()
+        if lib.can_abort:
+            params.abort_callback = lib.read_flag
+            params.abort_callback_data = ctypes.addressof(self._bytes)
+
+    def set(self, abort: bool) -> None:
+        """Any thread."""
+        self._bytes[0] = b"\1" if abort else b"\0"
