@@ -50,7 +50,7 @@ UNIT = 32  # elements per block of Q8_0 and Q4_0, and what `Noise` is cut into
 N_WINDOW_TINY = 16
 VOCABULARY_NAME = "ggml-vocab-qwen2.gguf"
 
-Metadata = Mapping[str, int | float | list[int]]
+Metadata = Mapping[str, int | float | list[int] | list[str]]
 FileType = Literal["F16", "Q8_0", "Q4_0", "Q4_K_M", "Q6_K"]
 SIMPLE_TYPES: tuple[FileType, ...] = ("F16", "Q8_0", "Q4_0")
 
@@ -84,8 +84,16 @@ _BERT_ENDS = (
     _EMBEDDING + "position_embd.weight:n_embd,n_ctx "
     "token_embd_norm.weight:n_embd token_embd_norm.bias:n_embd "
 )
+_CLASSIFIER = "cls.weight:n_embd,n_embd cls.output.weight:n_embd,n_label cls.output.bias:n_label "
 _T5_ENDS = _EMBEDDING + "enc.output_norm.weight:n_embd "
-_FIXED_SIZES = {"d_conv": 4, "d_state": 16, "dt_rank": 4, "d_x": 4 + 2 * 16, "n_bucket": 32}
+_FIXED_SIZES = {
+    "d_conv": 4,
+    "d_state": 16,
+    "dt_rank": 4,
+    "d_x": 4 + 2 * 16,
+    "n_bucket": 32,
+    "n_label": 3,
+}
 # Small steps and a slow, negative decay: the state of a mamba layer stays finite, and what it was
 # fed dozens of tokens ago still shows in the logits.
 _FILLS = {"ssm_a": -0.25, "ssm_d": 1.0, "ssm_dt.bias": -2.0}
@@ -189,6 +197,11 @@ MODELS: dict[str, Model] = {
     "tiny-encoder": Model(
         "bert: has no memory, although llama_model_has_decoder() is true",
         "bert", _TINY_ONE_HEAD, _BERT_ENDS, (_BERT,) * 2, {"attention.layer_norm_epsilon": 1e-5}),
+    "tiny-classifier": Model(
+        "bert with a classifier of three labels, which is its pooling",
+        "bert", _TINY_ONE_HEAD, _BERT_ENDS + _CLASSIFIER, (_BERT,) * 2,
+        {"attention.layer_norm_epsilon": 1e-5, "pooling_type": 4,
+         "classifier.output_labels": ["sad", "glad", "mad"]}),
     "tiny-t5-encoder": Model(
         "t5encoder: llama_model_has_decoder() is false", "t5encoder", _TINY_ONE_HEAD, _T5_ENDS,
         (_T5,) * 2, {"attention.relative_buckets_count": 32}),

@@ -8,6 +8,7 @@ from cllm.bindings._handle import NativeHandle, fork_generation
 from cllm.bindings._library import find_library, library
 from cllm.bindings.batch import Batch, Run
 from cllm.bindings.context import Context, Logits, system_info
+from cllm.bindings.embedding_context import EmbeddingContext
 from cllm.bindings.model import LoraAdapter, Model
 from cllm.bindings.quantization import quantize
 from cllm.bindings.sampler import CandidateMemory, Candidates, Grammar, SamplerChain
@@ -18,6 +19,7 @@ __all__ = (
     "CandidateMemory",
     "Candidates",
     "Context",
+    "EmbeddingContext",
     "Grammar",
     "Logits",
     "LoraAdapter",

@@ -333,10 +333,14 @@ uint32_t llama_n_ctx_seq(const struct llama_context * ctx);
 uint32_t llama_n_batch(const struct llama_context * ctx);
 uint32_t llama_n_ubatch(const struct llama_context * ctx);
 uint32_t llama_n_seq_max(const struct llama_context * ctx);
+enum llama_pooling_type llama_pooling_type(const struct llama_context * ctx);
 llama_memory_t llama_get_memory(const struct llama_context * ctx);
 const struct llama_vocab * llama_model_get_vocab(const struct llama_model * model);
 int32_t llama_model_n_ctx_train(const struct llama_model * model);
 int32_t llama_model_n_embd(const struct llama_model * model);
+int32_t llama_model_n_embd_out(const struct llama_model * model);
+uint32_t llama_model_n_cls_out(const struct llama_model * model);
+const char * llama_model_cls_label(const struct llama_model * model, uint32_t i);
 int32_t llama_model_n_layer(const struct llama_model * model);
 int32_t llama_model_n_head(const struct llama_model * model);
 int32_t llama_model_n_head_kv(const struct llama_model * model);
@@ -370,9 +374,11 @@ bool llama_memory_can_shift(llama_memory_t mem);
 size_t llama_state_seq_get_size(struct llama_context * ctx, llama_seq_id seq_id);
 size_t llama_state_seq_get_data(struct llama_context * ctx, uint8_t * dst, size_t size, llama_seq_id seq_id);
 size_t llama_state_seq_set_data(struct llama_context * ctx, const uint8_t * src, size_t size, llama_seq_id dest_seq_id);
+int32_t llama_encode(struct llama_context * ctx, struct llama_batch batch);
 int32_t llama_decode(struct llama_context * ctx, struct llama_batch batch);
 void llama_synchronize(struct llama_context * ctx);
 float * llama_get_logits(struct llama_context * ctx);
+float * llama_get_embeddings_seq(struct llama_context * ctx, llama_seq_id seq_id);
 const char * llama_vocab_get_text(const struct llama_vocab * vocab, llama_token token);
 float llama_vocab_get_score(const struct llama_vocab * vocab, llama_token token);
 enum llama_token_attr llama_vocab_get_attr(const struct llama_vocab * vocab, llama_token token);
@@ -432,7 +438,7 @@ RELEASES_GIL = frozenset({
     "ggml_backend_load_all_from_path", "llama_backend_init", "llama_model_load_from_file",
     "llama_model_free", "llama_init_from_model", "llama_free", "llama_adapter_lora_init", "llama_memory_clear",
     "llama_state_seq_get_size", "llama_state_seq_get_data", "llama_state_seq_set_data",
-    "llama_model_quantize", "llama_decode", "llama_synchronize", "llama_tokenize", "llama_detokenize",
+    "llama_model_quantize", "llama_encode", "llama_decode", "llama_synchronize", "llama_tokenize", "llama_detokenize",
     "llama_chat_apply_template", "llama_sampler_sample", "llama_sampler_init_grammar",
     "llama_sampler_init_dry",
 })  # fmt: skip

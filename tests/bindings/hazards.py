@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.bindings import (
     hazards_batches,
     hazards_config,
+    hazards_embeddings,
     hazards_lifetime,
     hazards_memory,
     hazards_sampling,
@@ -16,6 +17,7 @@ from tests.bindings.hazard_case import Case
 # In the order of the tables: `hazard_rows.BINDINGS_SECTIONS` tells a table by its first case.
 CASES: list[Case] = [
     *hazards_batches.CASES,
+    *hazards_embeddings.CASES,
     *hazards_config.CASES,
     *hazards_memory.CASES,
     *hazards_sampling.CASES,

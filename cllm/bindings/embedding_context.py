@@ -1,0 +1,212 @@
+"""EmbeddingContext: vectors of whole texts, or a classifier's scores of them.  One thread only."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cllm.bindings import _llama_h as h
+from cllm.bindings._abort import AbortFlag
+from cllm.bindings._handle import NativeHandle
+from cllm.bindings._library import forward_log, library
+from cllm.bindings.batch import Batch
+from cllm.bindings.context import check_decode
+from cllm.bindings.model import Model
+from cllm.checks import MAX_THREADS, check_bool, check_int
+from cllm.errors import ContextError, InvalidArgumentError, LlamaCallError, PositionError
+
+POOLINGS = {name: h.PoolingType[name.upper()] for name in ("mean", "cls", "last", "rank")}
+
+
+class EmbeddingContext(NativeHandle):
+    """The compute buffers that turn texts into vectors; nothing of a text stays.
+
+    Several contexts may share one model: one that generates is not disturbed.
+
+    Parameters
+    ----------
+    model : Model
+        An encoder (BERT, T5's) or a decoder.  Kept alive, and refuses to close while this is open.
+    n_batch : int
+        Tokens of all texts of a batch, which is computed in one piece: no text can be longer.  Buffers
+        grow with it: a float for each of its tokens and each token of the vocabulary, and more.
+    n_seq_max : int
+        Texts of a batch, 1 to 256.
+    pooling : str, optional
+        What becomes of the vectors of a text's tokens: their mean, that of the first (cls), of the
+        last, or the scores of the model's classifier (rank).  None takes the model's.
+    n_threads : int
+        Compute threads.
+    flash_attn : bool, optional
+        None lets llama.cpp decide.
+
+    Attributes
+    ----------
+    n_batch, n_seq_max : int
+    n_tokens_max : int
+        Tokens of one text: `n_batch`, or as many as the model was trained for.
+    pooling : str
+        The one in use.
+    n_values : int
+        Of a vector: the model's width, or its classifier's labels.
+
+    Raises
+    ------
+    InvalidArgumentError
+        A value that would abort llama.cpp, a pooling that the model cannot do, or none given for one
+        that has none.
+    ContextError
+        The model computes no vectors of texts, or llama.cpp refuses the combination.
+
+    Notes
+    -----
+    See `llama_context_params.embeddings` and `llama_pooling_type` in llama.h.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        n_batch: int = 512,
+        n_seq_max: int = 64,
+        pooling: str | None = None,
+        n_threads: int = 2,
+        flash_attn: bool | None = None,
+    ) -> None:
+        lib = library()
+        if model.vocab_only:
+            raise ContextError("the model was loaded with vocab_only: it has no weights")
+        if model.is_diffusion or (model.has_encoder and model.has_decoder):
+            raise ContextError("the model is neither an encoder nor a decoder: it embeds no text")
+        own = own_pooling(model)
+        params = lib.llama_context_default_params()
+        params.n_batch = params.n_ubatch = check_int("n_batch", n_batch, 1, 1 << 20)
+        # All rows of a batch are outputs, and a cell each is all they need.
+        params.n_ctx = params.n_outputs_max = n_batch
+        limit = min(n_batch, lib.llama_max_parallel_sequences())
+        params.n_seq_max = check_int("n_seq_max", n_seq_max, 1, limit)
+        params.kv_unified, params.embeddings, params.no_perf = True, True, True
+        params.n_threads = params.n_threads_batch = check_int(
+            "n_threads", n_threads, 1, MAX_THREADS
+        )
+        if flash_attn is not None:
+            is_wanted = check_bool("flash_attn", flash_attn)
+            params.flash_attn_type = (
+                h.FlashAttnType.ENABLED if is_wanted else h.FlashAttnType.DISABLED
+            )
+        params.pooling_type = POOLINGS[check_pooling(pooling, own)]
+        self._abort_flag = AbortFlag(params)
+        forward_log()
+        pointer = lib.llama_init_from_model(model._pointer, params)
+        reason = forward_log(no_warning="model default pooling_type")
+        if not pointer:
+            raise ContextError(reason or "llama.cpp could not create the context")
+        super().__init__(pointer, lib.llama_free, parent=model)
+        self._lib = lib
+        self._memory = lib.llama_get_memory(pointer)
+        self._compute = lib.llama_decode if model.has_decoder else lib.llama_encode
+        self._n_vocab = model.vocab.n_tokens
+        self.n_batch, self.n_seq_max = n_batch, n_seq_max
+        self.n_tokens_max = min(n_batch, model.n_ctx_train)
+        self.pooling = h.PoolingType(lib.llama_pooling_type(pointer)).name.lower()
+        is_rank = self.pooling == "rank"
+        shared = model._pointer
+        self.n_values = int(
+            lib.llama_model_n_cls_out(shared) if is_rank else lib.llama_model_n_embd_out(shared)
+        )
+
+    def compute(self, batch: Batch) -> NDArray[np.float32]:
+        """The vectors of the texts of `batch`, each one run from position 0.
+
+        Releases the GIL while computing.
+
+        Returns
+        -------
+        ndarray
+            float32, `(n_texts, n_values)`, in the order of the runs, not normalised; the caller's own.
+
+        Raises
+        ------
+        InvalidArgumentError, PositionError
+            A batch that this cannot take; nothing was computed.
+        DecodeFailedError
+            Aborted (code 2) or failed.
+        LlamaCallError
+            llama.cpp has no vector for a text.
+
+        Notes
+        -----
+        See `llama_encode`, `llama_decode` and `llama_get_embeddings_seq` in llama.h.
+        """
+        pointer = self._pointer
+        self._check_batch(batch)
+        batch.output_flags[:] = 1  # every token counts; llama.cpp would do so, and warn
+        if self._memory:
+            self._lib.llama_memory_clear(self._memory, False)
+        code = self._compute(pointer, batch.struct)
+        if code == 0:
+            self._lib.llama_synchronize(pointer)
+        forward_log()
+        check_decode(code)
+        vectors = np.empty((len(batch.runs), self.n_values), np.float32)
+        for row, run in zip(vectors, batch.runs, strict=True):
+            values = self._lib.llama_get_embeddings_seq(pointer, run.seq_id)
+            if not values:
+                raise LlamaCallError("llama_get_embeddings_seq", 0, "returned NULL")
+            row[:] = np.ctypeslib.as_array(values, shape=(self.n_values,))
+        return vectors
+
+    def _check_batch(self, batch: Batch) -> None:
+        check_int("rows", batch.n_rows, 1, self.n_batch)
+        if batch.highest_token >= self._n_vocab:
+            raise InvalidArgumentError("token", batch.highest_token, f"0 to {self._n_vocab - 1}")
+        seen: set[int] = set()
+        for seq_id, p0, n_tokens in batch.runs:
+            check_int("seq_id", seq_id, 0, self.n_seq_max - 1)
+            check_int("tokens", n_tokens, 1, self.n_tokens_max)
+            if p0 != 0 or seq_id in seen:
+                raise PositionError(seq_id, -1, p0)
+            seen.add(seq_id)
+
+    def set_abort(self, abort: bool) -> None:
+        """Make the running and every later `compute` return "aborted", or stop doing so.
+
+        The only method that any thread may call.  CPU only.
+        """
+        self._abort_flag.set(abort)
+
+
+def own_pooling(model: Model) -> str | None:
+    """The pooling that the model's file names; None if it names none.
+
+    Raises
+    ------
+    ContextError
+        A number that none has: llama.cpp would abort.
+    """
+    architecture = model.metadata_value("general.architecture")
+    value = model.metadata_value(f"{architecture}.pooling_type")
+    if value is None:
+        return None
+    names = {str(int(number)): name for name, number in POOLINGS.items()} | {"0": None, "-1": None}
+    if value not in names:
+        raise ContextError(f"the model's file has pooling_type {value}, which does not exist")
+    return names[value]
+
+
+def check_pooling(wanted: str | None, own: str | None) -> str:
+    """The pooling to use, which the model can do."""
+    if wanted is None and own is None:
+        raise InvalidArgumentError(
+            "pooling", None, "mean, cls or last: the model's file names none"
+        )
+    if wanted is None:
+        assert own is not None
+        return own
+    if not isinstance(wanted, str) or wanted not in POOLINGS:
+        raise InvalidArgumentError("pooling", wanted, "one of " + ", ".join(POOLINGS))
+    if wanted == "rank" and own != "rank":
+        raise InvalidArgumentError(
+            "pooling", wanted, "mean, cls or last: the model has no classifier"
+        )
+    return wanted

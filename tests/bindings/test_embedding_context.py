@@ -1,0 +1,231 @@
+"""EmbeddingContext: vectors of texts, of every kind of model, in every company."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from cllm.bindings import Batch, Context, EmbeddingContext, Model
+from cllm.bindings.embedding_context import own_pooling
+from cllm.errors import (
+    ContextError,
+    DecodeFailedError,
+    InUseError,
+    InvalidArgumentError,
+    PositionError,
+    WrongThreadError,
+)
+from tools import make_model
+
+KINDS = [
+    "tiny-encoder",
+    "tiny-t5-encoder",
+    "tiny-llama",
+    "tiny-swa",
+    "tiny-hybrid",
+    "tiny-recurrent",
+]
+TEXTS = [list(b"the quick brown fox"), list(b"jumps"), list(b"over the lazy dog, twice")]
+NewEmbedder = Callable[..., EmbeddingContext]
+
+
+@pytest.fixture(scope="module")
+def models() -> Iterator[Callable[[str], Model]]:
+    """Loads each once."""
+    loaded: dict[str, Model] = {}
+
+    def load(name: str) -> Model:
+        if name not in loaded:
+            loaded[name] = Model(make_model.ensure(name, "F16"))
+        return loaded[name]
+
+    yield load
+    for model in loaded.values():
+        model.close()
+
+
+@pytest.fixture
+def new_embedder(models: Callable[[str], Model]) -> Iterator[NewEmbedder]:
+    """Makes small contexts and closes them."""
+    made: list[EmbeddingContext] = []
+
+    def new(name: str, **parameters: Any) -> EmbeddingContext:
+        defaults: dict[str, Any] = {"n_batch": 64, "n_seq_max": 4, "n_threads": 1}
+        made.append(EmbeddingContext(models(name), **{**defaults, **parameters}))
+        return made[-1]
+
+    yield new
+    for embedder in made:
+        embedder.close()
+
+
+def batch_of(*texts: list[int]) -> Batch:
+    batch = Batch(64)
+    for seq_id, tokens in enumerate(texts):
+        batch.add(seq_id, tokens, 0)
+    return batch
+
+
+def cosine(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
+    return float(one @ other / np.linalg.norm(one) / np.linalg.norm(other))
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_a_text_has_the_same_vector_alone_and_in_every_company(
+    new_embedder: NewEmbedder, name: str, pooling: str
+) -> None:
+    embedder = new_embedder(name, pooling=pooling)
+    alone = [embedder.compute(batch_of(text))[0] for text in TEXTS]
+    together = embedder.compute(batch_of(*TEXTS))
+    backwards = embedder.compute(batch_of(*TEXTS[::-1]))[::-1]
+    assert together.shape == (3, 64)
+    assert together.dtype == np.float32
+    for i, vector in enumerate(alone):
+        assert cosine(vector, together[i]) > 0.999
+        assert cosine(vector, backwards[i]) > 0.999
+    assert cosine(alone[0], alone[1]) < 0.99
+
+
+def test_poolings_are_different_vectors_of_one_text(new_embedder: NewEmbedder) -> None:
+    vectors = [
+        new_embedder("tiny-llama", pooling=pooling).compute(batch_of(TEXTS[0]))[0]
+        for pooling in ("mean", "cls", "last")
+    ]
+    for one, other in [(0, 1), (1, 2), (0, 2)]:
+        assert cosine(vectors[one], vectors[other]) < 0.99
+
+
+def test_the_first_token_of_a_decoder_knows_nothing_of_the_others(
+    new_embedder: NewEmbedder,
+) -> None:
+    embedder = new_embedder("tiny-llama", pooling="cls")
+    one, other = (embedder.compute(batch_of(text))[0] for text in ([5, 6, 7], [5, 8, 9, 10]))
+    assert cosine(one, other) > 0.999
+
+
+def test_a_classifier_scores_a_text_for_each_of_its_labels(
+    new_embedder: NewEmbedder, models: Callable[[str], Model]
+) -> None:
+    assert own_pooling(models("tiny-classifier")) == "rank"
+    embedder = new_embedder("tiny-classifier")
+    assert (embedder.pooling, embedder.n_values) == ("rank", 3)
+    scores = embedder.compute(batch_of(*TEXTS))
+    assert scores.shape == (3, 3)
+    assert np.abs(scores[0] - scores[1]).max() > 1e-3
+    # Its texts have vectors too.
+    assert new_embedder("tiny-classifier", pooling="mean").n_values == 64
+
+
+def test_generating_beside_it_is_not_disturbed(
+    new_embedder: NewEmbedder, models: Callable[[str], Model]
+) -> None:
+    with Context(models("tiny-llama"), n_ctx=256, n_threads=1, n_threads_batch=1) as context:
+        batch = Batch(64)
+        batch.add(0, TEXTS[0], 0, n_outputs=1)
+        before = context.decode(batch).rows[0].copy()
+        embedder = new_embedder("tiny-llama", pooling="mean")
+        embedder.compute(batch_of(*TEXTS))
+        assert context.seq_pos_max(0) == len(TEXTS[0]) - 1
+        context.seq_rm(0)
+        assert np.array_equal(context.decode(batch).rows[0], before)
+
+
+@pytest.mark.parametrize(
+    ("name", "pooling", "says"),
+    [
+        ("tiny-encoder", None, "names none"),
+        ("tiny-llama", "none", "one of mean, cls, last, rank"),
+        ("tiny-llama", 1, "one of"),
+        ("tiny-llama", "rank", "has no classifier"),
+    ],
+)
+def test_a_pooling_that_is_none_or_not_there_is_refused(
+    new_embedder: NewEmbedder, name: str, pooling: object, says: str
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=says) as caught:
+        new_embedder(name, pooling=pooling)
+    assert caught.value.field == "pooling"
+
+
+@pytest.mark.parametrize(
+    ("texts", "field"),
+    [
+        ([[5] * 33], "rows"),
+        ([[5] * 20, [6] * 20], "rows"),
+        ([[5], [6], [7]], "seq_id"),
+        ([[260]], "token"),
+    ],
+)
+def test_a_batch_that_would_abort_is_refused(
+    new_embedder: NewEmbedder, texts: list[list[int]], field: str
+) -> None:
+    embedder = new_embedder("tiny-encoder", pooling="mean", n_batch=32, n_seq_max=2)
+    with pytest.raises(InvalidArgumentError) as caught:
+        embedder.compute(batch_of(*texts))
+    assert caught.value.field == field
+    assert np.isfinite(embedder.compute(batch_of([5] * 32))).all()
+
+
+def test_a_text_has_one_run_from_position_0(new_embedder: NewEmbedder) -> None:
+    embedder = new_embedder("tiny-encoder", pooling="mean")
+    late, twice = Batch(8), Batch(8)
+    late.add(0, [5], 3)
+    twice.add(0, [5], 0)
+    twice.add(0, [6], 1)
+    for batch in (late, twice):
+        with pytest.raises(PositionError):
+            embedder.compute(batch)
+    with pytest.raises(InvalidArgumentError, match="rows"):
+        embedder.compute(Batch(8))
+
+
+def test_no_text_is_longer_than_the_model_has_positions(
+    new_embedder: NewEmbedder, models: Callable[[str], Model]
+) -> None:
+    embedder = new_embedder("tiny-encoder", pooling="mean", n_batch=2100)
+    assert embedder.n_tokens_max == models("tiny-encoder").n_ctx_train == 2048
+    batch = Batch(2100)
+    batch.add(0, [5] * 2049, 0)
+    with pytest.raises(InvalidArgumentError, match="tokens"):  # there is no vector for its position
+        embedder.compute(batch)
+
+
+def test_a_computation_is_cut_short_and_the_next_one_is_not(new_embedder: NewEmbedder) -> None:
+    embedder = new_embedder("tiny-llama", pooling="mean")
+    embedder.set_abort(True)
+    with pytest.raises(DecodeFailedError, match="aborted"):
+        embedder.compute(batch_of(*TEXTS))
+    embedder.set_abort(False)
+    assert np.isfinite(embedder.compute(batch_of(*TEXTS))).all()
+
+
+def test_another_thread_and_a_closed_one_are_refused(models: Callable[[str], Model]) -> None:
+    model = models("tiny-encoder")
+    embedder = EmbeddingContext(model, pooling="mean", n_batch=64, n_seq_max=2, n_threads=1)
+    with pytest.raises(InUseError):
+        model.close()
+    caught: list[BaseException] = []
+
+    def compute() -> None:
+        try:
+            embedder.compute(batch_of(TEXTS[1]))
+        except WrongThreadError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    thread.join()
+    assert len(caught) == 1
+    embedder.close()
+
+
+def test_a_model_without_weights_has_no_vectors() -> None:
+    path = make_model.ensure("tiny-encoder", "F16")
+    with Model(path, vocab_only=True) as model, pytest.raises(ContextError, match="no weights"):
+        EmbeddingContext(model, pooling="mean")
