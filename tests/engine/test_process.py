@@ -145,14 +145,17 @@ async def test_an_answer_without_a_seed_goes_on_with_its_own_draws(engine: Engin
 async def test_a_process_that_stands_still_is_killed_and_replaced() -> None:
     async with Engine(**EXACT, hang_timeout_s=1.0) as engine:
         whole = await engine.generate(PROMPT, temperature=0, max_tokens=40)
-        ids, _, _ = await read(
-            engine,
-            lambda n: send(engine, signal.SIGSTOP) if n == 5 else None,
-            temperature=0,
-            max_tokens=40,
-        )
+        n_crashes: list[int] = []
+
+        def stop_once(n: int) -> None:
+            if n == 5:
+                send(engine, signal.SIGSTOP)
+            n_crashes.extend(known.n_crashes for known in process_of(engine)._ledger.requests)
+
+        ids, _, _ = await read(engine, stop_once, temperature=0, max_tokens=40)
         assert tuple(ids) == whole.token_ids
         assert engine.statistics().n_restarts >= 1
+        assert set(n_crashes) == {0}, "it stood still by somebody's hand: no request is to blame"
 
 
 async def test_a_busy_event_loop_is_no_hang_and_the_thread_reads_meanwhile() -> None:

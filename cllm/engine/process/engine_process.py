@@ -250,7 +250,7 @@ class EngineProcess(EngineHost):
                     self._ready = None
                 if is_hung:
                     logger.error("the engine's process hangs, and is killed")
-                    self._was_hung = True
+                    self._was_hung = not process.is_stopped
                     process.kill()
                 if self._ready_at is not None and not (self._is_offered or self._stopping):
                     self._offer(process)

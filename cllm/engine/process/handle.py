@@ -59,8 +59,12 @@ class ProcessHandle:
 
     def __init__(self, config: EngineConfig, backend: str) -> None:
         spawned = spawn.spawned()
-        with spawned.batch_file as file:
-            self._batch = BatchRecord(file.fileno(), config.n_seq_max)
+        try:
+            with spawned.batch_file as file:
+                self._batch = BatchRecord(file.fileno(), config.n_seq_max)
+        except BaseException:
+            spawned.close()
+            raise
         self._process, self.socket = spawned.process, spawned.socket
         self._reader = FrameReader()
         self.n_reads = 0
@@ -146,6 +150,14 @@ class ProcessHandle:
             return True
         is_idle = beat.cpu_s - self._idle_cpu_s < SLOW_SHARE * beat.busy_s
         return beat.busy_s > limit_s * (1.0 if is_idle else HUNG_FACTOR)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether somebody's signal holds it: it does nothing, and nothing it computes is to blame."""
+        with contextlib.suppress(OSError):
+            flags = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
+            return os.waitid(os.P_PID, self.pid, flags) is not None
+        return False
 
     def listen(self) -> bool:
         """Take what it has written to its standard error; False if there is nothing more now."""

@@ -17,7 +17,7 @@ from cllm.engine.process.batch_record import memory_file
 
 
 class Spawned:
-    """An interpreter that waits for its settings on its standard input; without any it ends.
+    """An interpreter that waits for its settings on its standard input; at the end of that it ends.
 
     Attributes
     ----------
@@ -57,11 +57,12 @@ class Spawned:
 
     def close(self) -> None:
         """End it, and wait for that, if it is this process's."""
+        if self._parent == os.getpid():
+            self.process.kill()
+            self.process.wait()
         for file in (self.process.stdin, self.process.stderr, self.socket, self.batch_file):
             if file is not None:
                 file.close()
-        if self._parent == os.getpid():
-            self.process.wait()
 
 
 _ahead: list[Spawned] = []

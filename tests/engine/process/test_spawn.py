@@ -31,23 +31,23 @@ async def test_the_next_engine_takes_it() -> None:
         assert spawn._ahead == []
 
 
-def test_nobody_takes_it_and_it_ends_without_a_word() -> None:
+def test_it_ends_without_a_word_with_who_spawned_it() -> None:
     with spawn.spawning_ahead():
         ahead = only()
         assert ahead.is_usable
         assert ahead.process.stdin is not None
-        ahead.process.stdin.close()
+        ahead.process.stdin.close()  # as the system does
         assert ahead.process.stderr is not None
         assert ahead.process.stderr.read() == b""
-    assert ahead.process.returncode == 0
-    assert spawn._ahead == []
+        assert ahead.process.wait() == 0
 
 
-def test_it_ends_with_an_error_of_who_spawned_it() -> None:
+def test_one_that_nobody_took_has_ended_afterwards() -> None:
     with suppress(KeyError), spawn.spawning_ahead():
         ahead = only()
         raise KeyError
-    assert ahead.process.returncode == 0
+    assert ahead.process.returncode == -signal.SIGKILL
+    assert spawn._ahead == []
 
 
 def test_one_that_has_died_is_replaced() -> None:
@@ -58,4 +58,4 @@ def test_one_that_has_died_is_replaced() -> None:
         taken = spawn.spawned()
         assert taken is not ahead
         taken.close()
-    assert taken.process.returncode == 0
+    assert taken.process.returncode == -signal.SIGKILL
