@@ -436,10 +436,10 @@ void llama_log_set(ggml_log_callback log_callback, void * user_data);
 # for a call of a microsecond, giving the GIL away costs up to a switch interval to get it back.
 RELEASES_GIL = frozenset({
     "ggml_backend_load_all_from_path", "llama_backend_init", "llama_model_load_from_file",
-    "llama_model_free", "llama_init_from_model", "llama_free", "llama_adapter_lora_init", "llama_memory_clear",
-    "llama_state_seq_get_size", "llama_state_seq_get_data", "llama_state_seq_set_data",
-    "llama_model_quantize", "llama_encode", "llama_decode", "llama_synchronize", "llama_tokenize", "llama_detokenize",
-    "llama_chat_apply_template", "llama_sampler_sample", "llama_sampler_init_grammar",
+    "llama_model_free", "llama_init_from_model", "llama_free", "llama_adapter_lora_init",
+    "llama_memory_clear", "llama_state_seq_get_size", "llama_state_seq_get_data", "llama_state_seq_set_data",
+    "llama_model_quantize", "llama_encode", "llama_decode", "llama_synchronize", "llama_tokenize",
+    "llama_detokenize", "llama_chat_apply_template", "llama_sampler_sample", "llama_sampler_init_grammar",
     "llama_sampler_init_dry",
 })  # fmt: skip
 # Short for a few candidates, and up to 0.1 s for a grammar over a whole vocabulary: callable both ways,

@@ -1,0 +1,60 @@
+"""Which code for CPUs a library brings, and when it is looked for."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cllm.bindings import library
+from cllm.bindings._library import Library
+from cllm.errors import LibraryError
+
+
+class StandIn:
+    """As much of a `Library` as its start needs; `n_devices` before and after its files are loaded."""
+
+    path = Path("/somewhere/lib/libllama.so")
+    _log_callback = _no_log = None
+
+    def __init__(self, *n_devices: int) -> None:
+        self._n_devices = iter(n_devices)
+        self.looked_in: list[bytes] = []
+
+    def llama_log_set(self, *_: Any) -> None:
+        """Nobody logs."""
+
+    def llama_backend_init(self) -> None:
+        """There is nothing to do."""
+
+    def ggml_backend_dev_count(self) -> int:
+        return next(self._n_devices)
+
+    def ggml_backend_load_all_from_path(self, directory: bytes) -> None:
+        self.looked_in.append(directory)
+
+
+def test_a_library_for_one_cpu_looks_for_no_files() -> None:
+    native = StandIn(1, 1)
+    Library.start(native)  # type: ignore[arg-type]
+    assert native.looked_in == []
+
+
+def test_a_portable_library_looks_beside_itself_and_nowhere_else() -> None:
+    portable = StandIn(0, 1)
+    Library.start(portable)  # type: ignore[arg-type]
+    assert portable.looked_in == [b"/somewhere/lib"]
+
+
+def test_a_library_without_code_for_this_cpu_says_so() -> None:
+    with pytest.raises(LibraryError, match="no backend in /somewhere/lib runs on this machine"):
+        Library.start(StandIn(0, 0))  # type: ignore[arg-type]
+
+
+def test_the_file_that_computes_lies_beside_the_library() -> None:
+    loaded = library()
+    assert loaded.cpu_backend().name.startswith("libggml-cpu")
+    assert loaded.cpu_backend().parent.resolve() == loaded.path.parent
+    assert ctypes.CDLL(str(loaded.cpu_backend()))
