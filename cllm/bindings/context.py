@@ -163,11 +163,7 @@ class Context(Memory):
         params.n_threads = check_int("n_threads", n_threads, 1, MAX_THREADS)
         params.n_threads_batch = check_int("n_threads_batch", n_threads_batch, 1, MAX_THREADS)
         params.kv_unified = bool(kv_unified)
-        if flash_attn is not None:
-            is_wanted = check_bool("flash_attn", flash_attn)
-            params.flash_attn_type = (
-                h.FlashAttnType.ENABLED if is_wanted else h.FlashAttnType.DISABLED
-            )
+        params.flash_attn_type = check_flash_attn(flash_attn)
         params.type_k = check_kv_type("type_k", type_k)
         params.type_v = check_kv_type("type_v", type_v)
         params.offload_kqv = bool(offload_kqv)
@@ -189,12 +185,9 @@ class Context(Memory):
                 setattr(params, field, check_float(field, value, -1.0, 1e6))
         params.yarn_orig_ctx = check_int("yarn_orig_ctx", yarn_orig_ctx, 0, INT32_MAX)
         self._abort_flag = AbortFlag(params)
-        forward_log()
-        pointer = lib.llama_init_from_model(model._pointer, params)
         # One buffer for many sequences may well have more cells than one of them has positions.
-        reason = forward_log(no_warning="> n_ctx_train" if n_seq_max > 1 else "")
-        if not pointer:
-            raise ContextError(reason or "llama.cpp could not create the context")
+        no_warning = "> n_ctx_train" if n_seq_max > 1 else ""
+        pointer = init_context(model, params, no_warning=no_warning)
         super().__init__(pointer, model, kv_unified=bool(kv_unified))
         self._loras: tuple[LoraAdapter, ...] = ()
         with self._closed_on_error():
@@ -336,6 +329,30 @@ class Context(Memory):
         if self.closed:
             return "<Context closed>"
         return f"<Context n_ctx={self.n_ctx} n_seq_max={self.n_seq_max} decodes={self.n_decodes}>"
+
+
+def init_context(model: Model, params: Any, *, no_warning: str) -> Any:
+    """The pointer to a new context; what llama.cpp says is logged (`no_warning`: see `forward_log`).
+
+    Raises
+    ------
+    ContextError
+        llama.cpp refuses these parameters.
+    """
+    forward_log()
+    pointer = library().llama_init_from_model(model._pointer, params)
+    reason = forward_log(no_warning=no_warning)
+    if not pointer:
+        raise ContextError(reason or "llama.cpp could not create the context")
+    return pointer
+
+
+def check_flash_attn(wanted: bool | None) -> h.FlashAttnType:
+    """Whether flash attention is used; None lets llama.cpp decide."""
+    if wanted is None:
+        return h.FlashAttnType.AUTO
+    is_wanted = check_bool("flash_attn", wanted)
+    return h.FlashAttnType.ENABLED if is_wanted else h.FlashAttnType.DISABLED
 
 
 def check_kv_type(field: str, name: object) -> h.GgmlType:

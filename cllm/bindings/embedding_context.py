@@ -10,9 +10,9 @@ from cllm.bindings._abort import AbortFlag
 from cllm.bindings._handle import NativeHandle
 from cllm.bindings._library import forward_log, library
 from cllm.bindings.batch import Batch
-from cllm.bindings.context import check_decode
+from cllm.bindings.context import check_decode, check_flash_attn, init_context
 from cllm.bindings.model import Model
-from cllm.checks import MAX_THREADS, check_bool, check_int
+from cllm.checks import MAX_THREADS, check_int
 from cllm.errors import ContextError, InvalidArgumentError, LlamaCallError, PositionError
 
 POOLINGS = {name: h.PoolingType[name.upper()] for name in ("mean", "cls", "last", "rank")}
@@ -89,18 +89,11 @@ class EmbeddingContext(NativeHandle):
         params.n_threads = params.n_threads_batch = check_int(
             "n_threads", n_threads, 1, MAX_THREADS
         )
-        if flash_attn is not None:
-            is_wanted = check_bool("flash_attn", flash_attn)
-            params.flash_attn_type = (
-                h.FlashAttnType.ENABLED if is_wanted else h.FlashAttnType.DISABLED
-            )
-        params.pooling_type = POOLINGS[check_pooling(pooling, own)]
+        params.flash_attn_type = check_flash_attn(flash_attn)
+        self.pooling = check_pooling(pooling, own)
+        params.pooling_type = POOLINGS[self.pooling]
         self._abort_flag = AbortFlag(params)
-        forward_log()
-        pointer = lib.llama_init_from_model(model._pointer, params)
-        reason = forward_log(no_warning="model default pooling_type")
-        if not pointer:
-            raise ContextError(reason or "llama.cpp could not create the context")
+        pointer = init_context(model, params, no_warning="model default pooling_type")
         super().__init__(pointer, lib.llama_free, parent=model)
         self._lib = lib
         self._memory = lib.llama_get_memory(pointer)
@@ -108,12 +101,8 @@ class EmbeddingContext(NativeHandle):
         self._n_vocab = model.vocab.n_tokens
         self.n_batch, self.n_seq_max = n_batch, n_seq_max
         self.n_tokens_max = min(n_batch, model.n_ctx_train)
-        self.pooling = h.PoolingType(lib.llama_pooling_type(pointer)).name.lower()
-        is_rank = self.pooling == "rank"
-        shared = model._pointer
-        self.n_values = int(
-            lib.llama_model_n_cls_out(shared) if is_rank else lib.llama_model_n_embd_out(shared)
-        )
+        width = lib.llama_model_n_cls_out if self.pooling == "rank" else lib.llama_model_n_embd_out
+        self.n_values = int(width(model._pointer))
 
     def compute(self, batch: Batch) -> NDArray[np.float32]:
         """The vectors of the texts of `batch`, each one run from position 0.
@@ -196,12 +185,10 @@ def own_pooling(model: Model) -> str | None:
 
 def check_pooling(wanted: str | None, own: str | None) -> str:
     """The pooling to use, which the model can do."""
-    if wanted is None and own is None:
-        raise InvalidArgumentError(
-            "pooling", None, "mean, cls or last: the model's file names none"
-        )
     if wanted is None:
-        assert own is not None
+        if own is None:
+            limit = "mean, cls or last: the model's file names none"
+            raise InvalidArgumentError("pooling", None, limit)
         return own
     if not isinstance(wanted, str) or wanted not in POOLINGS:
         raise InvalidArgumentError("pooling", wanted, "one of " + ", ".join(POOLINGS))

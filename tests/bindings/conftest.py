@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -48,3 +49,19 @@ def new_context(model: Model) -> Iterator[NewContext]:
 def context(request: pytest.FixtureRequest, new_context: NewContext) -> Context:
     """A context in each of the two layouts."""
     return new_context(kv_unified=request.param)
+
+
+def error_in_another_thread(act: Callable[[], object]) -> Exception | None:
+    """What `act` raises when another thread calls it."""
+    caught: list[Exception] = []
+
+    def run() -> None:
+        try:
+            act()
+        except Exception as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return caught[0] if caught else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 from cllm.bindings import Batch, Context, EmbeddingContext, Model
 from cllm.bindings.embedding_context import own_pooling
 from cllm.errors import (
+    ClosedError,
     ContextError,
     DecodeFailedError,
     InUseError,
@@ -20,6 +20,7 @@ from cllm.errors import (
     PositionError,
     WrongThreadError,
 )
+from tests.bindings.conftest import error_in_another_thread
 from tools import make_model
 
 KINDS = [
@@ -210,19 +211,12 @@ def test_another_thread_and_a_closed_one_are_refused(models: Callable[[str], Mod
     embedder = EmbeddingContext(model, pooling="mean", n_batch=64, n_seq_max=2, n_threads=1)
     with pytest.raises(InUseError):
         model.close()
-    caught: list[BaseException] = []
-
-    def compute() -> None:
-        try:
-            embedder.compute(batch_of(TEXTS[1]))
-        except WrongThreadError as error:
-            caught.append(error)
-
-    thread = threading.Thread(target=compute)
-    thread.start()
-    thread.join()
-    assert len(caught) == 1
+    batch = batch_of(TEXTS[1])
+    error = error_in_another_thread(lambda: embedder.compute(batch))
+    assert isinstance(error, WrongThreadError)
     embedder.close()
+    with pytest.raises(ClosedError):
+        embedder.compute(batch)
 
 
 def test_a_model_without_weights_has_no_vectors() -> None:

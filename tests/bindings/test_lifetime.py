@@ -15,6 +15,7 @@ import pytest
 
 from cllm.bindings import Batch, Context, Grammar, Model, NativeHandle, SamplerChain, library
 from cllm.errors import ClosedError, InUseError, LlamaCallError, WrongThreadError
+from tests.bindings.conftest import error_in_another_thread
 
 QUIET: dict[str, Any] = {"n_ctx": 256, "n_threads": 1, "n_threads_batch": 1}
 
@@ -158,18 +159,7 @@ def test_an_unclosed_family_is_freed_child_first() -> None:
 
 def test_a_handle_belongs_to_the_thread_that_made_it() -> None:
     handle = NativeHandle("pointer", lambda pointer: None)
-    caught: list[Exception] = []
-
-    def close() -> None:
-        try:
-            handle.close()
-        except WrongThreadError as error:
-            caught.append(error)
-
-    thread = threading.Thread(target=close)
-    thread.start()
-    thread.join()
-    assert len(caught) == 1
+    assert isinstance(error_in_another_thread(handle.close), WrongThreadError)
     assert not handle.closed
     handle.close()
 
