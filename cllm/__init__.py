@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from cllm.engine.config import EngineConfig, EngineOptions
     from cllm.engine.core.messages import ExtentInfo, LiveView, SlotInfo, SlotState, TickInfo
     from cllm.engine.core.statistics import EngineStatistics, TickTimes
+    from cllm.engine.embedder import Embedder
+    from cllm.engine.embedding import Classification, EmbeddingInfo, Embeddings, Ranked
     from cllm.engine.engine import Engine
     from cllm.engine.health import EngineStatus, Health, Restart
     from cllm.engine.loop.request_call import ChatPromptOptions
@@ -40,7 +42,9 @@ if TYPE_CHECKING:
     from cllm.errors import (
         CllmError,
         ClosedError,
+        DeadlineError,
         DownloadError,
+        EmbeddingError,
         EngineFailedError,
         GenerationError,
         InvalidArgumentError,
@@ -56,10 +60,16 @@ __version__ = "0.1.0"  # that of pyproject.toml; a test compares them
 
 __all__ = (
     "ChatPromptOptions",
+    "Classification",
     "CllmError",
     "ClosedError",
     "Completion",
+    "DeadlineError",
     "DownloadError",
+    "Embedder",
+    "EmbeddingError",
+    "EmbeddingInfo",
+    "Embeddings",
     "Engine",
     "EngineConfig",
     "EngineFailedError",
@@ -78,6 +88,7 @@ __all__ = (
     "ModelLoadError",
     "PromptTooLongError",
     "QueueFullError",
+    "Ranked",
     "RenderedPrompt",
     "RequestError",
     "Restart",
@@ -101,10 +112,16 @@ __all__ = (
 _SUBMODULES = ("bindings", "engine", "errors")
 _MODULE_OF = {
     "ChatPromptOptions": "cllm.engine.loop.request_call",
+    "Classification": "cllm.engine.embedding",
     "CllmError": "cllm.errors",
     "ClosedError": "cllm.errors",
     "Completion": "cllm.engine.request",
+    "DeadlineError": "cllm.errors",
     "DownloadError": "cllm.errors",
+    "Embedder": "cllm.engine.embedder",
+    "EmbeddingError": "cllm.errors",
+    "EmbeddingInfo": "cllm.engine.embedding",
+    "Embeddings": "cllm.engine.embedding",
     "Engine": "cllm.engine.engine",
     "EngineConfig": "cllm.engine.config",
     "EngineFailedError": "cllm.errors",
@@ -123,6 +140,7 @@ _MODULE_OF = {
     "ModelLoadError": "cllm.errors",
     "PromptTooLongError": "cllm.errors",
     "QueueFullError": "cllm.errors",
+    "Ranked": "cllm.engine.embedding",
     "RenderedPrompt": "cllm.engine.request",
     "RequestError": "cllm.errors",
     "Restart": "cllm.engine.health",

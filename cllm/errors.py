@@ -7,6 +7,7 @@ CllmError
 ├── ModelLoadError(path, reason)        fix the path or the file
 ├── DownloadError(name, reason)         fix the name, the network or the disk, and ask again
 ├── ContextError                        these context parameters cannot work with this model
+│   └── NotGenerativeError              an encoder: it computes embeddings, and no text
 ├── LlamaCallError(function, code)      a libllama call failed
 │   ├── NoKVSlotError                   llama_decode → 1: smaller batch or fewer sequences
 │   ├── InvalidBatchError               llama_decode → -1: a bug in cllm
@@ -17,7 +18,9 @@ CllmError
 │   ├── PromptTooLongError(n_prompt, n_ctx)
 │   ├── InvalidRequestError             also a ValueError; names the field, the value, the limit
 │   ├── QueueFullError(n_waiting, retry_after_s)
-│   └── GenerationError                 one request failed while running; its cause is attached
+│   ├── GenerationError                 one request failed while running; its cause is attached
+│   ├── EmbeddingError                  likewise, of texts that were to become vectors
+│   └── DeadlineError                   their time has passed; also a TimeoutError
 ├── StaleLogitsError                    a later decode has overwritten these logits
 ├── EngineFailedError                   the engine has stopped; __cause__ says why
 ├── ClosedError                         you closed it
@@ -25,7 +28,7 @@ CllmError
 ├── WrongThreadError                    you called it from another thread or event loop
 └── WrongProcessError                   you called it in a forked child
 
-Numbers are attributes as well as text.  Cancellation and deadlines are finish reasons, not errors.
+Numbers are attributes as well as text.  Cancellation and deadlines of what is generated are finish reasons, not errors.
 """
 
 from __future__ import annotations
@@ -40,8 +43,10 @@ __all__ = (
     "CllmError",
     "ClosedError",
     "ContextError",
+    "DeadlineError",
     "DecodeFailedError",
     "DownloadError",
+    "EmbeddingError",
     "EngineFailedError",
     "GenerationError",
     "InUseError",
@@ -53,6 +58,7 @@ __all__ = (
     "LlamaCallError",
     "ModelLoadError",
     "NoKVSlotError",
+    "NotGenerativeError",
     "PositionError",
     "PromptTooLongError",
     "QueueFullError",
@@ -112,6 +118,10 @@ class DownloadError(CllmError):
 
 class ContextError(CllmError):
     """llama.cpp refused to create a context with these parameters for this model."""
+
+
+class NotGenerativeError(ContextError):
+    """The model cannot generate text: an encoder, or one that denoises."""
 
 
 class LlamaCallError(CllmError):
@@ -223,7 +233,18 @@ class QueueFullError(RequestError):
         self.retry_after_s = retry_after_s
 
 
-class GenerationError(RequestError):
+class _FailedRequestError(RequestError):
+    """A request failed while it was running; `__cause__` says why."""
+
+    @classmethod
+    def of(cls, request_id: str, cause: BaseException) -> Self:
+        """The error of a request that failed because of this."""
+        error = cls(f"request {request_id} failed: {cause}")
+        error.__cause__ = cause
+        return error
+
+
+class GenerationError(_FailedRequestError):
     """A request failed while it was running; `__cause__` says why.
 
     Attributes
@@ -234,12 +255,13 @@ class GenerationError(RequestError):
 
     completion: Completion | None = None
 
-    @classmethod
-    def of(cls, request_id: str, cause: BaseException) -> Self:
-        """The error of a request that failed because of this."""
-        error = cls(f"request {request_id} failed: {cause}")
-        error.__cause__ = cause
-        return error
+
+class EmbeddingError(_FailedRequestError):
+    """The texts of a request could not be computed; `__cause__` says why."""
+
+
+class DeadlineError(RequestError, TimeoutError):
+    """The texts of a request were not computed in the time that it had."""
 
 
 class StaleLogitsError(CllmError):

@@ -22,7 +22,7 @@ MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "_native" not in p.parts)
 
 # The order of `cllm.engine`: a module imports from earlier lines, and from its own package.
 VALUES = (
-    "checks errors hub memory sampling_limits engine.child_process engine.config engine.constraint engine.health engine.request"
+    "checks errors hub memory sampling_limits engine.child_process engine.config engine.constraint engine.embedding engine.health engine.request"
     " engine.sampling_params engine.vocabulary"
 )
 LAYERS = [
@@ -37,6 +37,7 @@ LAYERS = [
         "engine.process",
         "engine.parts",
         "engine.lifecycle",
+        "engine.embedder",
         "engine.engine",
         "engine.preflight_child",
     )
@@ -101,6 +102,7 @@ LIBRARIES: list[tuple[str, str]] = [
     ("cllm.bindings", ""),
     ("cllm.engine.chat.template_child", "jinja2"),
     ("cllm.engine.constraints.trial", "anyio"),
+    ("cllm.engine.engine", "anyio"),
     ("cllm.engine.lifecycle", "anyio"),
     ("cllm.engine.loop", "anyio"),
     ("cllm.engine.parts", "anyio"),

@@ -85,6 +85,7 @@ _BERT_ENDS = (
     "token_embd_norm.weight:n_embd token_embd_norm.bias:n_embd "
 )
 _CLASSIFIER = "cls.weight:n_embd,n_embd cls.output.weight:n_embd,n_label cls.output.bias:n_label "
+_RANKER = "cls.weight:n_embd,n_embd cls.output.weight:n_embd,n_score cls.output.bias:n_score "
 _T5_ENDS = _EMBEDDING + "enc.output_norm.weight:n_embd "
 _FIXED_SIZES = {
     "d_conv": 4,
@@ -93,6 +94,7 @@ _FIXED_SIZES = {
     "d_x": 4 + 2 * 16,
     "n_bucket": 32,
     "n_label": 3,
+    "n_score": 1,
 }
 # Small steps and a slow, negative decay: the state of a mamba layer stays finite, and what it was
 # fed dozens of tokens ago still shows in the logits.
@@ -202,6 +204,9 @@ MODELS: dict[str, Model] = {
         "bert", _TINY_ONE_HEAD, _BERT_ENDS + _CLASSIFIER, (_BERT,) * 2,
         {"attention.layer_norm_epsilon": 1e-5, "pooling_type": 4,
          "classifier.output_labels": ["sad", "glad", "mad"]}),
+    "tiny-reranker": Model(
+        "bert with a classifier of one score", "bert", _TINY_ONE_HEAD, _BERT_ENDS + _RANKER,
+        (_BERT,) * 2, {"attention.layer_norm_epsilon": 1e-5, "pooling_type": 4}),
     "tiny-t5-encoder": Model(
         "t5encoder: llama_model_has_decoder() is false", "t5encoder", _TINY_ONE_HEAD, _T5_ENDS,
         (_T5,) * 2, {"attention.relative_buckets_count": 32}),

@@ -23,6 +23,7 @@ from cllm.errors import (
     InvalidBatchError,
     LlamaCallError,
     NoKVSlotError,
+    NotGenerativeError,
     PositionError,
     StaleLogitsError,
 )
@@ -147,7 +148,7 @@ class Context(Memory):
         if model.vocab_only:
             raise ContextError("the model was loaded with vocab_only: it has no weights")
         if not model.has_decoder or model.has_encoder or model.is_diffusion:
-            raise ContextError("the model is not a causal decoder: it cannot generate text")
+            raise NotGenerativeError("the model is not a causal decoder: it cannot generate text")
         params = lib.llama_context_default_params()
         check_int("n_seq_max", n_seq_max, 1, lib.llama_max_parallel_sequences())
         check_int("n_ctx", n_ctx, 0, MAX_CELLS)

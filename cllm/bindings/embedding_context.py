@@ -96,13 +96,13 @@ class EmbeddingContext(NativeHandle):
         pointer = init_context(model, params, no_warning="model default pooling_type")
         super().__init__(pointer, lib.llama_free, parent=model)
         self._lib = lib
-        self._memory = lib.llama_get_memory(pointer)
+        with self._closed_on_error():
+            self._memory = lib.llama_get_memory(pointer)
         self._compute = lib.llama_decode if model.has_decoder else lib.llama_encode
         self._n_vocab = model.vocab.n_tokens
         self.n_batch, self.n_seq_max = n_batch, n_seq_max
         self.n_tokens_max = min(n_batch, model.n_ctx_train)
-        width = lib.llama_model_n_cls_out if self.pooling == "rank" else lib.llama_model_n_embd_out
-        self.n_values = int(width(model._pointer))
+        self.n_values = model.n_cls_out if self.pooling == "rank" else model.n_embd_out
 
     def compute(self, batch: Batch) -> NDArray[np.float32]:
         """The vectors of the texts of `batch`, each one run from position 0.

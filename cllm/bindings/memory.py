@@ -15,7 +15,7 @@ from cllm.bindings._handle import NativeHandle
 from cllm.bindings._library import Library, forward_log, library
 from cllm.bindings.model import Model
 from cllm.checks import INT32_MAX, check_bool, check_int
-from cllm.errors import ContextError, InvalidArgumentError, LlamaCallError
+from cllm.errors import InvalidArgumentError, LlamaCallError, NotGenerativeError
 
 # Before llama.cpp's own bytes, which have no checksum: it accepts most damaged copies.
 _COPY_HEADER = struct.Struct("<8sI")  # the name of this format; CRC-32 of what follows
@@ -44,7 +44,7 @@ class Memory(NativeHandle):
             self._memory = lib.llama_get_memory(pointer)
             if not self._memory:
                 # Encoder-only and diffusion models: some claim to have a decoder, none remembers.
-                raise ContextError("the model has no KV cache: it cannot generate text")
+                raise NotGenerativeError("the model has no KV cache: it cannot generate text")
             self.n_ctx = int(lib.llama_n_ctx(pointer))
             self.n_ctx_seq = int(lib.llama_n_ctx_seq(pointer))
             self.n_seq_max = int(lib.llama_n_seq_max(pointer))

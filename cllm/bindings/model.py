@@ -99,6 +99,8 @@ class Model(NativeHandle):
         lib, pointer = library(), self._pointer
         self.n_ctx_train = int(lib.llama_model_n_ctx_train(pointer))
         self.n_embd = int(lib.llama_model_n_embd(pointer))
+        self.n_embd_out = int(lib.llama_model_n_embd_out(pointer))
+        self.n_cls_out = int(lib.llama_model_n_cls_out(pointer))
         self.n_layer = int(lib.llama_model_n_layer(pointer))
         # Without weights the layers have no shape, and asking for the heads of one aborts.
         self.n_head = 0 if self.vocab_only else int(lib.llama_model_n_head(pointer))
@@ -141,6 +143,13 @@ class Model(NativeHandle):
             return _call_for_string(call)
         except LlamaCallError:
             return None
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """What the scores of the model's classifier stand for; empty where its file does not say."""
+        lib, pointer = library(), self._pointer
+        texts = [lib.llama_model_cls_label(pointer, i) for i in range(self.n_cls_out)]
+        return tuple(text.decode("utf-8", "replace") for text in texts if text is not None)
 
     def chat_template(self, name: str | None = None) -> str | None:
         """The text (Jinja) of the model's chat template, or None."""

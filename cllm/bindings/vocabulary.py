@@ -27,8 +27,8 @@ class Vocabulary:
     ----------
     n_tokens : int
     kind : VocabType
-    bos, eos, eot, nl, pad : int or None
-    adds_bos, adds_eos : bool
+    bos, eos, eot, nl, pad, sep : int or None
+    adds_bos, adds_eos, adds_sep : bool
         Whether `tokenize(add_special=True)` adds them.
     """
 
@@ -45,8 +45,10 @@ class Vocabulary:
         self.eot = _token_or_none(lib.llama_vocab_eot(self._vocab))
         self.nl = _token_or_none(lib.llama_vocab_nl(self._vocab))
         self.pad = _token_or_none(lib.llama_vocab_pad(self._vocab))
+        self.sep = _token_or_none(lib.llama_vocab_sep(self._vocab))
         self.adds_bos = bool(lib.llama_vocab_get_add_bos(self._vocab))
         self.adds_eos = bool(lib.llama_vocab_get_add_eos(self._vocab))
+        self.adds_sep = bool(lib.llama_vocab_get_add_sep(self._vocab))
         n_suppressed = ctypes.c_int32(0)
         suppressed = lib.llama_vocab_get_suppress_tokens(self._vocab, n_suppressed)
         self.suppressed = tuple(suppressed[i] for i in range(n_suppressed.value))

@@ -25,6 +25,7 @@ MODULES = {
     "models": "pull",
     "info": "info",
     "tokenize": "tokenize",
+    "embed": "embed",
 }
 
 

@@ -153,7 +153,7 @@ async def _bench(
     config: EngineConfig, workload: Workload, prints_json: bool, plot: Path | None
 ) -> int:
     n_total = sum(map(workload.requests_at, workload.concurrencies))
-    async with loaded(config) as engine:
+    async with loaded(Engine(config=config)) as engine:
         with progress_bar(is_terminal(sys.stderr)) as show:
             levels = await Bench(
                 engine, workload, lambda n_done: show(n_done, n_total, "requests")

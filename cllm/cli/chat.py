@@ -318,7 +318,7 @@ async def _chat(
     effort: str | None,
 ) -> int:
     is_script = not is_terminal(sys.stdin)
-    async with loaded(config) as engine:
+    async with loaded(Engine(config=config)) as engine:
         if engine.model.chat_template is None:
             raise CllmError(f"{_name(engine)} has no chat template; try cllm generate")
         chat = Chat(engine, params, system, StandardOutput(), tools, effort)

@@ -249,7 +249,7 @@ async def _prompts(arguments: Iterable[str]) -> AsyncIterator[str]:
 async def _generate(
     arguments: list[str], config: EngineConfig, params: SamplingParams, form: Form
 ) -> int:
-    async with loaded(config) as engine:
+    async with loaded(Engine(config=config)) as engine:
         is_right = await Generation(engine, params, form, StandardOutput()).run(_prompts(arguments))
     return 0 if is_right else 1
 

@@ -236,6 +236,10 @@ class EngineFlags:
             default=True,
         ),
     ] = True
+    pooling: Annotated[
+        str | None,
+        _engine("Of texts that become vectors: mean, cls, last or rank; the model's.", "--pooling"),
+    ] = None
     tick_log: Annotated[
         Path | None,
         _engine("Write every tick to this file, prompts and answers too.", "--tick-log"),

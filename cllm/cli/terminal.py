@@ -11,7 +11,7 @@ import select
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
-from typing import TextIO, TypeVarTuple
+from typing import TextIO, TypeVar, TypeVarTuple
 
 import anyio
 import anyio.lowlevel
@@ -31,6 +31,7 @@ _PICTURES = {
 } | dict.fromkeys(range(0x7F, 0xA0), "\N{REPLACEMENT CHARACTER}")
 
 Arguments = TypeVarTuple("Arguments")
+AnyEngine = TypeVar("AnyEngine", cllm.Engine, cllm.Embedder)
 
 
 def visible(text: str) -> str:
@@ -159,14 +160,15 @@ def progress_bar(is_wanted: bool) -> Iterator[Callable[[int, int | None, str], N
 
 
 @asynccontextmanager
-async def loaded(config: cllm.EngineConfig) -> AsyncIterator[cllm.Engine]:
-    """An engine that serves; somebody who looks is told that the model is being loaded."""
+async def loaded(engine: AnyEngine) -> AsyncIterator[AnyEngine]:
+    """The engine while it serves; somebody who looks is told that the model is being loaded."""
+    config = engine.config
     is_shown = config.model is not None and is_terminal(sys.stderr)
     console = Console(file=sys.stderr)
     loading = console.status(f"loading {config.model_path.name}") if is_shown else nullcontext()
     async with AsyncExitStack() as stack:
         with loading:
-            engine = await stack.enter_async_context(cllm.Engine(config=config))
+            await stack.enter_async_context(engine)
         yield engine
 
 

@@ -17,7 +17,9 @@ from cllm.errors import InvalidArgumentError
 N_SEQ_IDS = 256  # LLAMA_MAX_SEQ: all that libllama has
 AUTO: Final = "auto"
 NGRAM: Final = "ngram"
+POOLINGS = ("mean", "cls", "last", "rank")
 N_CTX = 4096
+N_TEXTS_MAX = 64  # that become vectors in one batch
 N_CACHED_IDS = 16  # of the prefix cache, at the most
 
 UNSEEN: Final = "unseen"
@@ -66,6 +68,7 @@ class EngineOptions(TypedDict, total=False):
     lora: Sequence[tuple[str | Path, float]]
     chat_template: str | Path | None
     model_sampling: bool
+    pooling: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +158,10 @@ class EngineConfig:
     model_sampling : bool
         Sampling fields that a request leaves out are what the model's file says
         (`general.sampling.*`), where it says so.
+    pooling : str, optional
+        For `embed`: a text's vector is the "mean" of its tokens' vectors, that of the first ("cls")
+        or of the "last"; "rank": the scores of the model's classifier, for `rerank` and `classify`.
+        None: as the model's file says.  A text of more than `n_ubatch` tokens is refused.
 
     Raises
     ------
@@ -202,6 +209,7 @@ class EngineConfig:
     lora: Sequence[tuple[str | Path, float]] = ()
     chat_template: str | Path | None = None
     model_sampling: bool = True
+    pooling: str | None = None
 
     def __post_init__(self) -> None:
         check_bool("prefix_cache", self.prefix_cache)
@@ -247,6 +255,8 @@ class EngineConfig:
         if self.preflight != UNSEEN and not isinstance(self.preflight, bool):
             raise InvalidArgumentError("preflight", self.preflight, f"True, False or {UNSEEN!r}")
         _check_loras(self.lora)
+        if self.pooling is not None and self.pooling not in POOLINGS:
+            raise InvalidArgumentError("pooling", self.pooling, "one of " + ", ".join(POOLINGS))
         if self.chat_template is not None and not is_jinja(self.chat_template):
             _check_path("chat_template", self.chat_template)
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, TypeVar, Unpack
+
+import anyio
 
 from cllm.engine.chat.chat_prompt import ChatPrompt
 from cllm.engine.chat.template_abilities import TemplateAbilities
-from cllm.engine.lifecycle import Lifecycle
+from cllm.engine.embedder import EmbeddingMethods
+from cllm.engine.embedding import Ranked
+from cllm.engine.loop.embedding_calls import ranking
 from cllm.engine.loop.generate_all import run_all
 from cllm.engine.loop.request_call import (
     ChatOptions,
@@ -21,10 +26,12 @@ from cllm.engine.loop.request_call import (
 from cllm.engine.loop.stream import Channel, TokenStream
 from cllm.engine.request import Completion, RenderedPrompt, Score
 from cllm.engine.sampling_params import SamplingOptions, SamplingParams
-from cllm.errors import QueueFullError
+from cllm.errors import DeadlineError, QueueFullError
+
+R = TypeVar("R")
 
 
-class Engine(Lifecycle):
+class Engine(EmbeddingMethods):
     """One llama.cpp model, many requests at once.
 
     Use it with `async with`: that loads the model, off the event loop, and frees everything at the
@@ -163,21 +170,29 @@ class Engine(Lifecycle):
         """
 
         async def run(prompt: Prompt) -> Completion:
-            while True:
-                try:
-                    return await self.generate(
-                        prompt, params, priority=priority, timeout=timeout, **sampling
-                    )
-                except QueueFullError:
-                    await self._parts.gate.wait_left()
+            return await self.generate(
+                prompt, params, priority=priority, timeout=timeout, **sampling
+            )
 
         return await run_all(
-            run,
+            self._patient(run),
             prompts,
             n_at_once=2 * self.config.n_seq_max,
             return_exceptions=return_exceptions,
             on_progress=on_progress,
         )
+
+    def _patient(self, run: Callable[[Prompt], Awaitable[R]]) -> Callable[[Prompt], Awaitable[R]]:
+        """The same for many prompts: where the queue is full, it waits for room."""
+
+        async def run_when_possible(prompt: Prompt) -> R:
+            while True:
+                try:
+                    return await run(prompt)
+                except QueueFullError:
+                    await self._parts.gate.wait_left()
+
+        return run_when_possible
 
     def stream_chat(
         self,
@@ -285,54 +300,72 @@ class Engine(Lifecycle):
         RequestError
             Names what is wrong with the request.
         """
+        return await self._scored(prompt, continuation)
+
+    async def _scored(self, prompt: Prompt, continuation: Prompt, priority: int = 0) -> Score:
         with self._serving() as parts:
-            call = await parts.input_processor.score_call(prompt, continuation)
+            call = await parts.input_processor.score_call(prompt, continuation, priority)
             # Its tokens are of this model, though another may take over meanwhile.
             open_channel = partial(parts.input_processor.open, call)
             async with TokenStream(call.request_id, open_channel) as stream:
                 return Score.of(await stream.completion())
 
-    # --- Tokens ------------------------------------------------------------------------------
-    async def tokenize(
-        self, text: str, *, add_special: bool = True, parse_special: bool = False
-    ) -> list[int]:
-        """Token ids of `text`.
+    async def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        truncate: bool = False,
+        priority: int = 0,
+        timeout: float | None = None,
+        template: str | None = None,
+    ) -> list[Ranked]:
+        """Documents in the order of their relevance to a query, the best first.
+
+        By the model's classifier, if it has one.  A model that was trained to write "yes" or "no", such
+        as Qwen3-Reranker, is asked how likely it holds either; every document is one or two requests.
 
         Parameters
         ----------
-        add_special : bool
-            Add the beginning-of-sequence token where the model wants it.
-        parse_special : bool
-            Read the names of control tokens in the text as control tokens.
+        truncate : bool
+            Cut a document that is too long; otherwise it is refused.  Of a classifier only.
+        priority, timeout :
+            As of `embed`.
+        template : str, optional
+            The text in which a model that writes gets `{query}` and `{document}`; None: its own.
 
         Raises
         ------
-        InvalidArgumentError
-            Not a text, longer than 1 MiB, or with a lone surrogate.
+        InvalidRequestError
+            Names what is wrong; the model may be neither.
         """
-        with self._serving() as parts:
-            return await parts.input_processor.tokenize(
-                text, add_special=add_special, parse_special=parse_special
+        self._check_serving()
+        model = self.model
+        form = model.rank_template if template is None else template
+        is_classifier = model.embedding is not None and model.embedding.is_classifier
+        if is_classifier or not model.generates or form is None:
+            return await super().rerank(
+                query, documents, truncate=truncate, priority=priority, timeout=timeout
             )
+        with self._serving() as parts, anyio.move_on_after(timeout) as scope:
+            prompts = await parts.embeddings.rank_prompts(form, query, documents)
+            return await self._rank(prompts, priority)
+        assert scope.cancelled_caught
+        raise DeadlineError(f"{len(documents)} documents were not ranked in {timeout} s")
 
-    async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """The text of `token_ids`; control tokens have none.
+    async def _rank(self, prompts: Sequence[list[int]], priority: int) -> list[Ranked]:
+        """By how likely "yes" is, and not "no"."""
+        answers = [(await self.tokenize(word, add_special=False))[:1] for word in ("yes", "no")]
 
-        Raises
-        ------
-        InvalidArgumentError
-            Not a sequence of token ids.
-        """
-        with self._serving() as parts:
-            return await parts.input_processor.detokenize(token_ids)
+        async def ask(prompt: Prompt) -> float:
+            yes, no = [(await self._scored(prompt, answer, priority)).total for answer in answers]
+            return 1.0 / (1.0 + math.exp(min(no - yes, 700.0)))
 
-    async def pieces(self, token_ids: Sequence[int]) -> list[bytes]:
-        """The bytes that each of `token_ids` adds to a text; one may be part of a character.
-
-        Raises
-        ------
-        InvalidArgumentError
-            Not a sequence of token ids.
-        """
-        with self._serving() as parts:
-            return await parts.input_processor.pieces(token_ids)
+        scores = await run_all(
+            self._patient(ask),
+            prompts,
+            n_at_once=2 * self.config.n_seq_max,
+            return_exceptions=False,
+            on_progress=None,
+        )
+        return ranking(scores, list(map(len, prompts)))

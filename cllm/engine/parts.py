@@ -13,6 +13,7 @@ from cllm.engine.core.messages import Event
 from cllm.engine.health import Restart
 from cllm.engine.llama.backend import LlamaBackend
 from cllm.engine.loop.dispatcher import Dispatcher
+from cllm.engine.loop.embedding_calls import EmbeddingCalls
 from cllm.engine.loop.input_processor import InputProcessor
 from cllm.engine.loop.loop_guard import LoopGuard
 from cllm.engine.loop.queue_gate import QueueGate
@@ -36,6 +37,7 @@ class Parts:
     interrupter: Interrupter
     thread: EngineHost
     input_processor: InputProcessor
+    embeddings: EmbeddingCalls
 
     def end_when_idle(self) -> None:
         """End when all requests have ended; nobody submits any more."""
@@ -82,6 +84,7 @@ def start_parts(
         else:
             host = InferenceThread(config, backend, inbox, outbox, workers, interrupter)
         check = partial(check_host, host)
+        tokenizer = workers.start("cllm-tokenizer")
         input_processor = InputProcessor(
             check,
             gate,
@@ -89,13 +92,15 @@ def start_parts(
             stream_buffer=config.stream_buffer,
             constraints=backend.constraints(partial(check, draining=True), workers),
             workers=workers,
+            tokenizer=tokenizer,
             can_speculate=config.speculation is not None,
         )
+        embeddings = EmbeddingCalls(check, gate, dispatcher, tokenizer)
         host.start()
     except BaseException:  # as many threads as the system allows
         workers.end()
         raise
-    return Parts(gate, inbox, dispatcher, interrupter, host, input_processor)
+    return Parts(gate, inbox, dispatcher, interrupter, host, input_processor, embeddings)
 
 
 def _make_process(

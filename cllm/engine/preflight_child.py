@@ -48,9 +48,12 @@ def main(seconds: str) -> None:
 
 
 async def use_once(config: EngineConfig) -> None:
-    """Load the model, read a prompt, and write a few tokens."""
+    """Load the model, read a prompt, and write a few tokens; of an encoder, compute a vector."""
     async with Engine(config=config) as engine:
-        await engine.generate(TEXT, max_tokens=N_TOKENS, temperature=0, ignore_eos=True)
+        if engine.model.generates:
+            await engine.generate(TEXT, max_tokens=N_TOKENS, temperature=0, ignore_eos=True)
+        elif (info := engine.model.embedding) is not None:
+            await (engine.classify([TEXT]) if info.is_classifier else engine.embed([TEXT]))
 
 
 def _end_with_the_parent() -> None:

@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 from cllm.engine.constraint import CompiledConstraint
+from cllm.engine.embedding import EmbeddingInfo
 from cllm.engine.sampling_params import SamplingOptions, SamplingParams
 from cllm.errors import ClosedError
 
@@ -373,6 +374,12 @@ class ModelInfo:
         Sampling fields that a request has where it says nothing.
     fingerprint : str
         What `Completion.fingerprint` is.
+    generates : bool
+        False of an encoder, and where only vectors are wanted.
+    embedding : EmbeddingInfo or None
+        What it does with whole texts; None where neither its file nor the settings name a pooling.
+    rank_template : str or None
+        The text in which a reranker wants `{query}` and `{document}`, if it wants more than both.
     """
 
     path: str
@@ -390,3 +397,6 @@ class ModelInfo:
     n_ctx: int
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     fingerprint: str = ""
+    generates: bool = True
+    embedding: EmbeddingInfo | None = None
+    rank_template: str | None = None

@@ -23,6 +23,7 @@ GAUGES = {
     "kv_cells_used": ("n_kv_cells_used", "KV cells of live requests"),
     "kv_cells_cached": ("n_kv_cells_cached", "KV cells of cached prefixes"),
     "sequences_used": ("n_seq_ids_used", "seq_ids of live requests"),
+    "waiting_texts": ("n_waiting_texts", "Texts that are to become vectors"),
     "uptime_seconds": ("uptime_s", "Since the engine was started"),
 }
 COUNTERS = {
@@ -38,6 +39,9 @@ COUNTERS = {
     "rebuilds": ("n_rebuilds", "Contexts recreated after a failure"),
     "restarts": ("n_restarts", "Engine processes started anew after a crash"),
     "discrepancies": ("n_discrepancies", "What audits found and mended"),
+    "embedded_texts": ("n_embedded_texts", "Texts that became vectors"),
+    "embedded_tokens": ("n_embedded_tokens", "Their tokens"),
+    "embedding_batches": ("n_embedding_batches", "Batches that they were computed in"),
     "gil_handovers": ("n_gil_handovers", "Calls that gave the GIL away"),
 }
 

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse
 from cllm import (
     CllmError,
     ClosedError,
+    DeadlineError,
     EngineFailedError,
     GenerationError,
     InvalidArgumentError,
@@ -138,6 +139,8 @@ def problem_of(error: BaseException) -> Problem:
             return Problem(400, str(error), param=error.field)
         case QueueFullError(retry_after_s=seconds):
             return too_many(str(error), retry_after_s=seconds)
+        case DeadlineError():
+            return Problem(408, str(error), code="timeout")
         case ClosedError() | EngineFailedError():
             return unavailable(str(error))
         case GenerationError():

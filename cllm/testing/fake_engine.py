@@ -20,12 +20,14 @@ from cllm.engine.constraint import Mask
 from cllm.engine.core.kv_cache import KVCache
 from cllm.engine.core.ngram_drafter import NgramDrafter
 from cllm.engine.core.speculation import N_DRAFT_ROWS
+from cllm.engine.embedding import EmbeddingInfo
 from cllm.engine.request import GenerationRequest, ModelInfo
 from cllm.engine.sampling.logprobs import LogprobReader
 from cllm.engine.sampling.row_scan import RowScan
 from cllm.engine.thread.backend import CheckServing, Loaded
 from cllm.engine.thread.worker_thread import WorkerThreads
 from cllm.testing.fake_decoder import FakeDecoder, Fault, Latency, Poison
+from cllm.testing.fake_encoder import SEPARATOR, FakeTextEncoder
 from cllm.testing.fake_vocabulary import FakeVocabulary
 from cllm.testing.reference import AskedSampler
 
@@ -113,6 +115,9 @@ class FakeEngine(Engine):
     decoder : FakeDecoder
         What the engine computes with, a new one after `reload`; its `faults`, `call_faults`, `poison` and `latency_s` may be
         changed while it runs, from any thread.
+    encoder : FakeTextEncoder
+        The same for `embed`, and for `rerank` with `pooling="rank"`: texts that share words are near
+        each other.
 
     Notes
     -----
@@ -152,11 +157,13 @@ class FakeEngine(Engine):
             latency_s=latency_s,
         )
         self.decoder = self._make_decoder(self.config)
+        self.encoder = _encoder_of(self.config)
 
     def _make_backend(self, config: EngineConfig) -> _FakeBackend:
         if config is not self.config:  # it is reloaded
             self.decoder = self._make_decoder(config)
-        return _FakeBackend(config, self.decoder, self._answers)
+            self.encoder = _encoder_of(config)
+        return _FakeBackend(config, self.decoder, self.encoder, self._answers)
 
     def fail_next_decode(self, fault: Fault) -> None:
         """Let the next decode that begins fail; one that runs now is not it.
@@ -181,12 +188,23 @@ def _decoder_of(config: EngineConfig, **options: Any) -> FakeDecoder:
     )
 
 
-class _FakeBackend:
-    """A `Backend` over a fake decoder."""
+def _encoder_of(config: EngineConfig) -> FakeTextEncoder:
+    return FakeTextEncoder(n_batch=config.n_ubatch, is_classifier=config.pooling == "rank")
 
-    def __init__(self, config: EngineConfig, decoder: FakeDecoder, answers: Answers) -> None:
+
+class _FakeBackend:
+    """A `Backend` over a fake decoder and a fake encoder."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        decoder: FakeDecoder,
+        encoder: FakeTextEncoder,
+        answers: Answers,
+    ) -> None:
         self._config = config
         self._decoder = decoder
+        self._encoder = encoder
         self._answers = answers
         self._vocabulary = FakeVocabulary()
 
@@ -212,6 +230,12 @@ class _FakeBackend:
                 tool_chat_template=None,
                 n_ctx=decoder.n_ctx_seq,
                 fingerprint="fake",
+                embedding=EmbeddingInfo(
+                    pooling=self._config.pooling or "mean",
+                    n_values=self._encoder.n_values,
+                    n_tokens_max=self._encoder.n_batch,
+                    between=(SEPARATOR,),
+                ),
             ),
             vocabulary=vocabulary,
             decoder=decoder,
@@ -224,6 +248,7 @@ class _FakeBackend:
             make_sampler=self._make_sampler,
             read_logprob=LogprobReader(vocabulary, decoder.n_vocab).read,
             n_prefill_chunk=self._config.n_batch,
+            encoder=self._encoder,
             drafter=NgramDrafter() if self._config.speculation == NGRAM else None,
         )
 
@@ -244,6 +269,7 @@ class _FakeBackend:
 
     def stop(self) -> None:
         self._decoder.stop()
+        self._encoder.stop()
 
     def constraints(self, check_serving: CheckServing, workers: WorkerThreads) -> _Unconstrained:
         return _Unconstrained()

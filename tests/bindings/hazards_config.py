@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cllm.bindings import Context, Model
-from cllm.errors import ContextError, ModelLoadError
+from cllm.errors import ContextError, ModelLoadError, NotGenerativeError
 from tests.bindings.hazard_case import INF, NAN, SMALL, Scene, Topic
 from tools import make_model
 
@@ -70,7 +70,7 @@ for encoder in ("tiny-encoder", "tiny-t5-encoder"):
     refuse(
         f"a context of {encoder}",
         lambda s, name: Context(Model(make_model.ensure(name, "F16")), **SMALL),
-        "cannot generate text", error=ContextError, name=encoder,
+        "cannot generate text", error=NotGenerativeError, name=encoder,
     )  # fmt: skip
 
 

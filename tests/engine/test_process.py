@@ -9,15 +9,17 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 
 from cllm import (
     Completion,
+    EmbeddingError,
     Engine,
     EngineFailedError,
     GenerationError,
@@ -219,6 +221,41 @@ async def test_who_crashes_llama_cpp_alone_ends_and_nobody_else_hears_of_it() ->
         assert [c.token_ids for c in found] == [c.token_ids for c in wholes]
         assert engine.statistics().n_restarts <= 3
         assert await engine.audit() == []
+
+
+async def test_texts_survive_a_crash_and_the_one_that_crashes_it_ends_alone() -> None:
+    texts = [f"text {i}" for i in range(40)]
+    async with Poisonous(pooling="mean", **EXACT) as engine:
+        wholes = await engine.embed(texts)
+        answer = await engine.generate("count:1..9", temperature=0)
+        found: list[object] = []
+
+        async def ask() -> None:
+            found.append((await engine.generate("count:1..9", temperature=0)).token_ids)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            tasks.start_soon(_into, found, engine.embed(texts))
+            with pytest.raises(EmbeddingError, match="SIGABRT") as caught:
+                await engine.embed(["fine", "poison ~"])
+        assert "GGML_ASSERT(text != poison) failed" in str(caught.value.__cause__)
+        (vectors,) = [each for each in found if isinstance(each, np.ndarray)]
+        np.testing.assert_allclose((vectors * wholes).sum(axis=1), 1.0, atol=1e-3)
+        assert [each for each in found if isinstance(each, tuple)] == [answer.token_ids]
+        assert 1 <= engine.statistics().n_restarts <= 3
+        assert await engine.audit() == []
+
+
+async def _into(found: list[object], call: Awaitable[object]) -> None:
+    found.append(await call)
+
+
+async def test_texts_that_an_idle_process_was_given_are_computed_by_the_next_one() -> None:
+    async with Engine(pooling="mean", **EXACT) as engine:
+        first = await engine.embed(["one", "two"])
+        send(engine, signal.SIGKILL)
+        again = await engine.embed(["one", "two"])
+        np.testing.assert_allclose((first * again).sum(axis=1), 1.0, atol=1e-4)
 
 
 class DamagedFile(Engine):

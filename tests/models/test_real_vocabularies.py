@@ -299,8 +299,9 @@ async def opened(vocab: object, prompt: str | tuple[int, ...], gate: QueueGate) 
         found.append(request.strips_space)
 
     dispatcher = SimpleNamespace(
-        model=SimpleNamespace(n_ctx_train=10**6, n_ctx=64, fingerprint="fp"),
+        model=SimpleNamespace(n_ctx_train=10**6, n_ctx=64, fingerprint="fp", generates=True),
         is_open=lambda request_id: False,
+        next_serial=lambda: 1,
         submit=submit,
     )
     workers = WorkerThreads()
@@ -311,6 +312,7 @@ async def opened(vocab: object, prompt: str | tuple[int, ...], gate: QueueGate) 
         stream_buffer=64,
         constraints=ConstraintCompiler(lambda: cast(Vocabulary, vocab), workers, n_threads=1),
         workers=workers,
+        tokenizer=workers.start("cllm-tokenizer"),
         can_speculate=False,
     )
     try:

@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from cllm import Completion, Engine, EngineConfig
-from cllm.errors import ContextError, InvalidArgumentError, ModelLoadError
+from cllm.errors import (
+    ContextError,
+    InvalidArgumentError,
+    ModelLoadError,
+    NotGenerativeError,
+)
 from tests.reliability.engine_hazard_case import INF, NAN, Scene, Topic, WrongAnswerError, short
 from tools import make_model
 
@@ -128,7 +133,7 @@ for n in (-1, 2**31):
 for encoder in ("tiny-encoder", "tiny-t5-encoder"):
     TOPIC.refuse(
         f"an engine of {encoder}", lambda s, name: s.start(make_model.ensure(name, "F16")),
-        "cannot generate text", error=ContextError, row="1.1 encoders", name=encoder,
+        "cannot generate text", error=NotGenerativeError, row="1.1 encoders", name=encoder,
     )  # fmt: skip
 
 

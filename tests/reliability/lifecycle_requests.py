@@ -14,7 +14,7 @@ from tests.conftest import QUIET
 # Set by `lifecycle --over-process`.
 OVER_PROCESS = "CLLM_LIFECYCLE_OVER_PROCESS"
 OPTIONS: dict[str, Any] = {
-    "n_ctx": 2048, "n_seq_max": 8, "process": OVER_PROCESS in os.environ, **QUIET,
+    "n_ctx": 2048, "n_seq_max": 8, "pooling": "mean", "process": OVER_PROCESS in os.environ, **QUIET,
 }  # fmt: skip
 LONG = "count:100..299"
 SHORT = "count:100..129"
@@ -34,6 +34,10 @@ METHODS: dict[str, Callable[[Engine], Any]] = {
     "chat": lambda engine: engine.chat(CHAT),
     "render_chat": lambda engine: engine.render_chat(CHAT),
     "template_abilities": lambda engine: engine.template_abilities(),
+    "embed": lambda engine: engine.embed(["1+1="]),
+    "embeddings": lambda engine: engine.embeddings(["1+1="]),
+    "rerank": lambda engine: engine.rerank("1+1=", ["2"], template="{query} {document}"),
+    "classify": lambda engine: engine.classify(["1+1="]),
     "score": lambda engine: engine.score("1+1=", "2"),
     "tokenize": lambda engine: engine.tokenize("1+1="),
     "detokenize": lambda engine: engine.detokenize([97]),

@@ -31,7 +31,7 @@ from tests.reliability.soak_answers import Answers
 from tests.reliability.soak_phases import PHASES, Ledger, Soak
 
 # None of the long answers is computed before its reader gives it up.
-COMMON: dict[str, Any] = {"max_queue": 32, "stream_buffer": 32, **QUIET}
+COMMON: dict[str, Any] = {"max_queue": 32, "pooling": "mean", "stream_buffer": 32, **QUIET}
 TIMED = "roomy"
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     TIMED: {"n_ctx": 4096, "n_seq_max": 16},
@@ -186,7 +186,7 @@ async def soak(
     """
     limit_arenas()
     draw, ledger = random.Random(seed), Ledger()
-    async with Engine(n_ctx=4096, n_seq_max=8, **QUIET) as engine:
+    async with Engine(n_ctx=4096, n_seq_max=8, pooling="mean", **QUIET) as engine:
         answers = await Answers.of(engine)
     started_at = time.perf_counter()
     outcome = Outcome(ledger)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cllm import Completion, Engine, SamplingParams
 from cllm.testing.records import PromptKey
 
@@ -31,6 +34,9 @@ CHATS = [[{"role": "user", "content": prompt}] for prompt in PROMPTS[::6]]
 SCORED = [("37+58=", "95"), ("37+58=", "17"), ("count:1..", "9"), ("repeat:abc", "abc")]
 
 
+TEXTS = [f"{prompt} and more " * (1 + i % 9) for i, prompt in enumerate(PROMPTS)]
+
+
 def by_rule(prompt: str) -> str:
     """What the embedded model was trained to answer."""
     if prompt.endswith("="):
@@ -51,6 +57,7 @@ class Answers:
     chats: list[str]
     scores: list[float]
     logprobs: dict[str, tuple[float, ...]]
+    vectors: dict[str, NDArray[np.float32]]
 
     @classmethod
     async def of(cls, engine: Engine) -> Answers:
@@ -63,6 +70,7 @@ class Answers:
             constrained=[(await engine.generate(*asked)).token_ids for asked in CONSTRAINED],
             chats=[(await engine.chat(messages, **GREEDY)).text for messages in CHATS],
             scores=[(await engine.score(*asked)).total for asked in SCORED],
+            vectors={text: (await engine.embed([text]))[0] for text in TEXTS},
             logprobs={
                 prompt: logprobs_of(await engine.generate(prompt, logprobs=2, **GREEDY))
                 for prompt in PROMPTS[::5]

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import anyio
 
 from cllm import (
+    DeadlineError,
     Engine,
     FinishReason,
     InvalidRequestError,
@@ -45,6 +46,7 @@ from tests.reliability.soak_answers import (
 )
 
 N_SHOWN = 20
+LIKENESS = 0.9999  # the last digits of a vector depend on its company
 
 
 @dataclass
@@ -322,6 +324,39 @@ async def logprobs_and_scores(soak: Soak) -> None:
         tasks.start_soon(_each, score, chosen)
 
 
+async def texts_to_vectors(soak: Soak) -> None:
+    """Calls of some texts each, beside streams; some are cancelled, some have no time."""
+
+    async def embed(texts: Sequence[str]) -> None:
+        found = await soak.engine.embed(texts)
+        for text, vector in zip(texts, found, strict=True):
+            likeness = float(vector @ soak.answers.vectors[text])
+            if likeness < LIKENESS:
+                soak.ledger.note(f"the vector of {text!r} has a cosine of {likeness} to its own")
+        soak.ledger.count("embedded", is_whole=True)
+
+    async def leave(texts: Sequence[str]) -> None:
+        with anyio.move_on_after(0.001 * soak.draw.random()):
+            await soak.engine.embed(texts)
+        soak.ledger.count("left")
+
+    async def expire(texts: Sequence[str]) -> None:
+        try:
+            await soak.engine.embed(texts, timeout=0)
+            soak.ledger.note("texts without time have become vectors")
+        except DeadlineError:
+            soak.ledger.count("DeadlineError")
+
+    known = list(soak.answers.vectors)
+    async with anyio.create_task_group() as tasks:
+        for _ in range(min(soak.n, 8)):  # beside a load, in a queue of 32
+            call = soak.draw.choice((embed, embed, embed, leave, expire))
+            tasks.start_soon(call, soak.draw.choices(known, k=soak.draw.randint(1, 12)))
+        await at_once(soak)
+    await soak.engine.audit()  # answered when what was cancelled is gone
+    soak.ledger.expect("texts that wait", soak.engine.statistics().n_waiting_texts, 0)
+
+
 # --- Faults ---------------------------------------------------------------------------------------
 N_BETWEEN_FAULTS = (60, 140)
 
@@ -375,5 +410,5 @@ async def with_faults(soak: Soak) -> None:
 PHASES: tuple[Callable[[Soak], Awaitable[None]], ...] = (
     one_after_another, at_once, at_random_times, cut_short, cancelled, read_slowly, expired,
     urgent_and_not, dropped, refused, queue_full, constrained, chats, logprobs_and_scores,
-    with_faults,
+    texts_to_vectors, with_faults,
 )  # fmt: skip

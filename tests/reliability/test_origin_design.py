@@ -165,8 +165,7 @@ async def test_o7_every_other_thread_gets_a_clear_error(
 
 async def test_o7_an_engines_books_are_out_of_the_event_loops_reach(engine: Engine) -> None:
     """The loop sends commands and gets values; the context behind the bookkeeping refuses it."""
-    decoder = engine._parts.thread._backend._decoder  # type: ignore[attr-defined]
-    assert decoder is not None
+    (decoder,) = engine._parts.thread._backend._computing  # type: ignore[attr-defined]
     with pytest.raises(WrongThreadError):
         decoder.seq_pos_max(0)
     check([await engine.generate("1+1=", **GREEDY)], ["2"])

@@ -359,7 +359,7 @@ def test_other_methods_and_paths_have_their_own_errors(client: httpx.Client) -> 
     assert response.headers["Allow"] == "POST"
     refusal_of(client.post("/health"), 405)
     assert refusal_of(client.get("/nowhere"), 404)["type"] == "not_found_error"
-    for path in ("/v1/embeddings", "/%2e%2e/etc/passwd", "/%00", "/%ff"):
+    for path in ("/v1/audio/speech", "/%2e%2e/etc/passwd", "/%00", "/%ff"):
         refusal_of(client.get(path), 404)
     # As it stands: given as text, it would be a host.
     refusal_of(client.get(client.base_url.copy_with(raw_path=b"//generate")), 404)

@@ -157,7 +157,7 @@ def test_a_prompt_that_is_too_long_has_openai_s_code(api: openai.OpenAI) -> None
 
 
 def test_what_is_not_there_is_not_found(api: openai.OpenAI) -> None:
-    error = refused(openai.NotFoundError, api.embeddings.create, input="text")
+    error = refused(openai.NotFoundError, api.images.generate, prompt="text")
     assert error.type == "not_found_error"
 
 

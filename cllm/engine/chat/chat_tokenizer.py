@@ -16,7 +16,7 @@ from typing import Any
 from cllm.engine.chat.call_grammar import CallGrammar, RoutedCallGrammar
 from cllm.engine.chat.chat_prompt import TOOL_CHOICES, ChatPrompt
 from cllm.engine.chat.chat_template import ChatTemplate, template_child
-from cllm.engine.chat.control_tokens import Piece
+from cllm.engine.chat.control_tokens import Piece, tokens_of
 from cllm.engine.chat.conversation import mended, mended_tools
 from cllm.engine.chat.format_detection import QUESTION, detect_format
 from cllm.engine.chat.messages import with_reasoning
@@ -117,17 +117,10 @@ class ChatTokenizer:
 
     def tokenize(self, pieces: Sequence[Piece]) -> list[int]:
         """Their tokens, from the beginning-of-sequence token on if the model wants it."""
-        vocabulary, tokens = self._vocabulary, list[int]()
-        for piece in pieces:
-            tokens += self._tokenize(piece.text, piece.is_template, is_first=not tokens)
+        vocabulary, tokens = self._vocabulary, tokens_of(pieces, self._vocabulary)
         if vocabulary.adds_bos and vocabulary.bos is not None and tokens[:1] != [vocabulary.bos]:
             tokens.insert(0, vocabulary.bos)
         return tokens
-
-    def _tokenize(self, text: str, parse_special: bool, *, is_first: bool) -> list[int]:
-        if is_first:
-            return self._vocabulary.tokenize(text, add_special=False, parse_special=parse_special)
-        return self._vocabulary.tokenize_inside(text, parse_special=parse_special)
 
     @cached_property
     def _plain(self) -> _KnownTemplate:

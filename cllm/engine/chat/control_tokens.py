@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from itertools import groupby, islice
 from typing import Any
 
+from cllm.engine.vocabulary import ChatVocabulary
 from cllm.errors import InvalidRequestError
 
 # Planes 15 and 16: nobody's characters, and no tokenizer has a token of its own for them.
@@ -41,6 +42,17 @@ class Piece:
 
     text: str
     is_template: bool
+
+
+def tokens_of(pieces: Iterable[Piece], vocabulary: ChatVocabulary) -> list[int]:
+    """The tokens of pieces one behind the other; nothing is added."""
+    tokens: list[int] = []
+    for text, is_template in ((piece.text, piece.is_template) for piece in pieces):
+        if tokens:
+            tokens += vocabulary.tokenize_inside(text, parse_special=is_template)
+        else:
+            tokens = vocabulary.tokenize(text, add_special=False, parse_special=is_template)
+    return tokens
 
 
 class ControlTokens:

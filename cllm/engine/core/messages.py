@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from cllm.engine.core.statistics import EngineStatistics
+from cllm.engine.embedding import EmbeddingRequest
 from cllm.engine.health import Restart
 from cllm.engine.request import Completion, GenerationRequest, ModelInfo, TokenDelta
-from cllm.errors import EngineFailedError, GenerationError
+from cllm.errors import DeadlineError, EmbeddingError, EngineFailedError, GenerationError
 
 
 # --- Commands: event loop → inference thread --------------------------------------------------
@@ -20,6 +21,13 @@ class AddRequest:
     """Start this request.  Answered by events with its `request_id`, the last a `Finished`."""
 
     request: GenerationRequest
+
+
+@dataclass(frozen=True, slots=True)
+class AddEmbedding:
+    """Compute the vectors of these texts.  Answered by one `Embedded` with its `request_id`."""
+
+    request: EmbeddingRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +72,9 @@ class Shutdown:
     """Cancel everything and end the thread.  Answered by `Stopped` and `Ended`."""
 
 
-Command = AddRequest | CancelRequest | Read | ClearPrefixCache | Audit | Inspect | Shutdown
+Command = (
+    AddRequest | AddEmbedding | CancelRequest | Read | ClearPrefixCache | Audit | Inspect | Shutdown
+)
 
 
 # --- Values in events -----------------------------------------------------------------------------
@@ -205,6 +215,22 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class Embedded:
+    """The end of an `AddEmbedding`: its vectors, or why there are none.
+
+    Attributes
+    ----------
+    vectors : bytes
+        float32, `n_values` of each text, in their order.
+    """
+
+    request_id: str
+    vectors: bytes = b""
+    n_values: int = 0
+    error: EmbeddingError | DeadlineError | EngineFailedError | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Audited:
     """The answer to `Audit`."""
 
@@ -239,4 +265,4 @@ class Ended:
     """The thread has freed everything and ends: the last event of all."""
 
 
-Event = Ready | Progressed | Finished | Audited | Inspected | Restarted | Stopped | Ended
+Event = Ready | Progressed | Finished | Embedded | Audited | Inspected | Restarted | Stopped | Ended

@@ -7,6 +7,7 @@ output) and `n_computed`, and every tick moves the second towards the first.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,20 @@ from cllm.engine.vocabulary import OutputVocabulary, spelled_piece
 AGEING_S = 5.0
 # Prompts of as many parts of so many tokens are as long as each other.
 N_ALIKE = 256
+
+
+class Prioritized(Protocol):
+    """What has a priority, and waits."""
+
+    @property
+    def priority(self) -> int: ...
+    @property
+    def submitted_at(self) -> float: ...
+
+
+def aged_priority(request: Prioritized, now: float) -> int:
+    """Priority, less a level for every `AGEING_S` seconds since submission."""
+    return request.priority - int((now - request.submitted_at) / AGEING_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,11 +183,10 @@ class Sequence:
         then arrival.
         """
         request = self.request
-        n_levels = int((now - request.submitted_at) / AGEING_S)
         deadline = float("inf") if request.deadline is None else request.deadline
         n_left = self.n_to_compute - (0 if self.slot else self.n_shareable)
         n_parts = 0 if self.n_output else -(-n_left // N_ALIKE)
-        return (request.priority - n_levels, n_parts, deadline, request.serial)
+        return (aged_priority(request, now), n_parts, deadline, request.serial)
 
     def token_array(self) -> NDArray[np.int32]:
         """`tokens` as int32, shape `(n_tokens,)`: a view, valid until the next call."""

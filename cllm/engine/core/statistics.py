@@ -16,7 +16,8 @@ from cllm.engine.request import FinishReason
 class TickTimes:
     """Seconds spent in each stage of all ticks so far.
 
-    Events that are delivered as a decode begins count for the decode alone.
+    Events that are delivered as a decode begins count for the decode alone.  Batches of texts that
+    become vectors (`embed_s`) are computed between two ticks.
     """
 
     plan_s: float = 0.0
@@ -24,6 +25,7 @@ class TickTimes:
     sample_s: float = 0.0
     detokenize_s: float = 0.0
     deliver_s: float = 0.0
+    embed_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,10 @@ class EngineStatistics:
         Held by live requests, held by the prefix cache (some may be both), in all.
     n_seq_ids_used, n_seq_ids_cached : int
         Held by live requests, held by the prefix cache.
+    n_waiting_texts : int
+        Texts that are to become vectors.
+    n_embedded_texts, n_embedded_tokens, n_embedding_batches : int
+        Texts that became vectors, their tokens, and the batches that they were computed in.
     n_restarts : int
         Times that the engine's process was started anew, after it had ended by itself.
     n_gil_handovers : int
@@ -84,6 +90,10 @@ class EngineStatistics:
     n_seq_ids_used: int = 0
     n_seq_ids_cached: int = 0
     n_gil_handovers: int = 0
+    n_waiting_texts: int = 0
+    n_embedded_texts: int = 0
+    n_embedded_tokens: int = 0
+    n_embedding_batches: int = 0
     n_restarts: int = 0
     uptime_s: float = 0.0
     tick_times: TickTimes = field(default_factory=TickTimes)
@@ -123,7 +133,7 @@ SAME_NAMES = {f.name for f in fields(EngineStatistics)} - {
 # What is so now; all else is counted.
 GAUGES = {
     "n_waiting", "n_running", "n_paused", "n_kv_cells_used", "n_kv_cells_cached", "n_kv_cells",
-    "n_seq_ids_used", "n_seq_ids_cached", "uptime_s",
+    "n_seq_ids_used", "n_seq_ids_cached", "n_waiting_texts", "uptime_s",
 }  # fmt: skip
 
 
@@ -147,7 +157,10 @@ class Recorder:
         self.n_kv_cells_used = self.n_kv_cells_cached = self.n_kv_cells = 0
         self.n_seq_ids_used = self.n_seq_ids_cached = 0
         self.n_gil_handovers = 0
+        self.n_waiting_texts = 0
+        self.n_embedded_texts = self.n_embedded_tokens = self.n_embedding_batches = 0
         self.plan_s = self.decode_s = self.sample_s = self.detokenize_s = self.deliver_s = 0.0
+        self.embed_s = 0.0
 
     def count_tick(self, n_rows: int, n_outputs: int) -> None:
         """A batch of so many rows was decoded, so many of them to be sampled from."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 from cllm.bindings import Context, LoraAdapter, Model
+from cllm.engine.chat.rank_prompt import QWEN3_TEMPLATE, RANK_TEMPLATE
 from cllm.engine.config import NGRAM, EngineConfig
 from cllm.engine.constraint import CompiledConstraint, NamedConstraint
 from cllm.engine.constraints.compiler import ConstraintCompiler
@@ -17,9 +19,11 @@ from cllm.engine.core.kv_cache import KVCache
 from cllm.engine.core.ngram_drafter import NgramDrafter
 from cllm.engine.core.row_cost import RowCost
 from cllm.engine.core.speculation import Drafter
+from cllm.engine.embedding import EmbeddingInfo
 from cllm.engine.llama.decoder import LlamaDecoder, make_context
 from cllm.engine.llama.determinism import deterministic_decoder
 from cllm.engine.llama.draft_model import DraftModel
+from cllm.engine.llama.encoder import LlamaTextEncoder, NoDecoder, embedding_info
 from cllm.engine.llama.fingerprint import fingerprint
 from cllm.engine.llama.memory import check_fits
 from cllm.engine.llama.preflight import Preflight, model_files
@@ -31,7 +35,7 @@ from cllm.engine.sampling_params import SamplingOptions, SamplingParams
 from cllm.engine.thread.backend import CheckServing, Loaded
 from cllm.engine.thread.worker_thread import WorkerThreads
 from cllm.engine.vocabulary import EngineVocabulary
-from cllm.errors import ModelLoadError
+from cllm.errors import InvalidArgumentError, ModelLoadError, NotGenerativeError
 
 logger = logging.getLogger("cllm.engine")
 
@@ -49,10 +53,12 @@ class LlamaBackend:
         Tries the model in another process first, if the configuration says so.
     """
 
+    _generates = True
+
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._is_stopping = False
-        self._decoder: LlamaDecoder | None = None
+        self._computing: list[LlamaDecoder | NoDecoder | LlamaTextEncoder] = []
         self._guidance: Guidance | None = None
         self.preflight = Preflight(config)
 
@@ -65,31 +71,26 @@ class LlamaBackend:
         if config.model is None and not path.is_file():
             raise ModelLoadError(str(path), "the embedded model is not installed")
         model = self._open_model(path, owned, use_extra_bufts=not config.deterministic)
-        loras = [(owned.enter_context(LoraAdapter(model, p)), scale) for p, scale in config.lora]
-
-        def make() -> Context:
-            return make_context(model, config, loras)
-
-        if config.deterministic:
-            decoder = deterministic_decoder(model, make, config.n_batch)
-        else:
-            decoder = LlamaDecoder(make, config.n_batch)
-        owned.callback(self._close, decoder)
-        self._decoder = decoder
-        if self._is_stopping:
-            decoder.stop()
-        context = decoder.context
-        kv_cache = KVCache(
-            n_cells=context.n_ctx,
-            n_seq_ids=context.n_seq_max,
-            n_ctx_seq=decoder.n_ctx_seq,
-            kv_unified=context.kv_unified,
-            has_pos_min=not (model.has_state or model.n_swa),
-            is_windowed=bool(model.n_swa) and not model.has_state,
-        )
+        info = embedding_info(model, config)
+        decoder, kv_cache = self._open_decoder(model, info, owned)
+        encoder = None if info is None else LlamaTextEncoder(model, config, info)
+        if encoder is not None:
+            owned.callback(encoder.close)
+        self._computing = [c for c in (decoder, encoder) if c is not None]
+        if self._is_stopping:  # perhaps since a moment ago: looked at last
+            self._stop_computing()
+        owned.callback(self._computing.clear)
+        generates = not isinstance(decoder, NoDecoder)
+        if encoder is not None and not generates:
+            encoder.open()  # what it is here for
         make_sampler = SamplerFactory(model, kv_cache.n_ctx_seq)
         owned.callback(make_sampler.close)
-        model_info = _model_info(model, kv_cache, config, template)
+        model_info = replace(
+            _model_info(model, kv_cache, config, template),
+            generates=generates,
+            embedding=info,
+            rank_template=_rank_template(model),
+        )
         loaded = Loaded(
             model=model_info,
             vocabulary=model.vocab,
@@ -98,11 +99,45 @@ class LlamaBackend:
             make_sampler=make_sampler,
             read_logprob=LogprobReader(model.vocab, decoder.n_vocab).read,
             n_prefill_chunk=config.n_batch if model.is_on_gpu else N_PREFILL_CHUNK,
-            drafter=self._drafter(model, kv_cache, owned),
+            drafter=self._drafter(model, kv_cache, owned) if generates else None,
+            encoder=encoder,
             row_cost=self._row_cost(model_info, owned),
         )
         self.preflight.passed()
         return loaded
+
+    def _open_decoder(
+        self, model: Model, info: EmbeddingInfo | None, owned: ExitStack
+    ) -> tuple[LlamaDecoder | NoDecoder, KVCache]:
+        """What generates, and its empty cache; nothing of both where only embeddings are wanted."""
+        config = self._config
+        if self._generates:
+            loras = [
+                (owned.enter_context(LoraAdapter(model, p)), scale) for p, scale in config.lora
+            ]
+
+            def make() -> Context:
+                return make_context(model, config, loras)
+
+            try:
+                decoder = (
+                    deterministic_decoder(model, make, config.n_batch)
+                    if config.deterministic
+                    else LlamaDecoder(make, config.n_batch)
+                )
+            except NotGenerativeError as error:
+                if info is None:
+                    hint = "with a pooling (mean, cls or last) it may compute embeddings"
+                    raise NotGenerativeError(f"{error}; {hint}") from None
+            else:
+                owned.callback(decoder.close)
+                return decoder, _empty_cache(decoder, model)
+        elif info is None:
+            limit = "mean, cls or last: the model's file names none"
+            raise InvalidArgumentError("pooling", config.pooling, limit)
+        return NoDecoder(model.vocab.n_tokens), KVCache(
+            n_cells=1, n_seq_ids=1, n_ctx_seq=info.n_tokens_max, kv_unified=True
+        )
 
     def check_memory(self, loaded: EngineConfig | None) -> None:
         """See `Backend`."""
@@ -166,16 +201,15 @@ class LlamaBackend:
         owned.callback(lambda: save_table(key, row_cost.table))
         return row_cost
 
-    def _close(self, decoder: LlamaDecoder) -> None:
-        self._decoder = None
-        decoder.close()
-
     def stop(self) -> None:
         """See `Backend`."""
         self._is_stopping = True
         self.preflight.stop()
-        if (decoder := self._decoder) is not None:
-            decoder.stop()
+        self._stop_computing()
+
+    def _stop_computing(self) -> None:
+        for computing in list(self._computing):
+            computing.stop()
 
     def constraints(
         self, check_serving: CheckServing, workers: WorkerThreads
@@ -193,6 +227,24 @@ class LlamaBackend:
         if self._guidance is None:
             self._guidance = Guidance(vocabulary, self._config.compute_threads[1])
         return self._guidance.compile(*named)
+
+
+class LlamaEmbedderBackend(LlamaBackend):
+    """The same for whoever wants embeddings alone: without a context that generates."""
+
+    _generates = False
+
+
+def _empty_cache(decoder: LlamaDecoder, model: Model) -> KVCache:
+    context = decoder.context
+    return KVCache(
+        n_cells=context.n_ctx,
+        n_seq_ids=context.n_seq_max,
+        n_ctx_seq=decoder.n_ctx_seq,
+        kv_unified=context.kv_unified,
+        has_pos_min=not (model.has_state or model.n_swa),
+        is_windowed=bool(model.n_swa) and not model.has_state,
+    )
 
 
 # What a model's file may say of sampling, and what that is called here.
@@ -226,6 +278,15 @@ def sampling_of(metadata_value: Callable[[str], str | None]) -> SamplingOptions:
             continue
         found[field] = value
     return cast(SamplingOptions, found)
+
+
+def _rank_template(model: Model) -> str | None:
+    """The form in which a reranker wants a query and a document, as far as its file tells."""
+    if (template := model.chat_template(RANK_TEMPLATE)) is not None:
+        return template
+    is_qwen3 = model.metadata_value("general.architecture") == "qwen3"
+    is_reranker = "rerank" in (model.metadata_value("general.name") or "").lower()
+    return QWEN3_TEMPLATE if is_qwen3 and is_reranker else None
 
 
 def _model_info(

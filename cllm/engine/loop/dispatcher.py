@@ -7,12 +7,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import anyio
+import numpy as np
+from numpy.typing import NDArray
 
 from cllm.engine.core.messages import (
+    AddEmbedding,
     AddRequest,
     Audit,
     Audited,
     CancelRequest,
+    Embedded,
     Ended,
     Event,
     Finished,
@@ -24,6 +28,7 @@ from cllm.engine.core.messages import (
     Restarted,
     Stopped,
 )
+from cllm.engine.embedding import EmbeddingRequest
 from cllm.engine.health import Restart
 from cllm.engine.loop.loop_guard import LoopGuard
 from cllm.engine.loop.output_channels import OutputChannels
@@ -35,6 +40,28 @@ from cllm.engine.thread.worker_thread import Reply
 from cllm.errors import ClosedError, EngineFailedError
 
 logger = logging.getLogger("cllm.engine")
+
+
+class OpenEmbedding:
+    """Texts that are to become vectors, as those see them who wait for that.  Event loop only."""
+
+    def __init__(self, request_id: str, inbox: Inbox) -> None:
+        self._request_id = request_id
+        self._inbox = inbox
+        self.reply: Reply[NDArray[np.float32]] = Reply()
+
+    async def vectors(self) -> NDArray[np.float32]:
+        """float32, `(n_texts, n_values)`.
+
+        Raises
+        ------
+        EmbeddingError, DeadlineError, EngineFailedError, ClosedError
+        """
+        return await self.reply.wait()
+
+    def cancel(self) -> None:
+        """Nobody waits for them any more; nothing if they are there."""
+        self._inbox.put(CancelRequest(self._request_id))
 
 
 class Dispatcher:
@@ -60,6 +87,8 @@ class Dispatcher:
         self._loop_guard = loop_guard
         self._gate = gate
         self._channels: dict[str, Channel] = {}
+        self._embeddings: dict[str, OpenEmbedding] = {}
+        self._n_serial = 0
         self._questions: dict[int, Reply[Any]] = {}
         self._n_questions = 0
         self.model: ModelInfo | None = None
@@ -88,9 +117,21 @@ class Dispatcher:
         self._inbox.put(AddRequest(request))
         return channel
 
+    def embed(self, request: EmbeddingRequest) -> OpenEmbedding:
+        """Send texts to the thread."""
+        waiting = OpenEmbedding(request.request_id, self._inbox)
+        self._embeddings[request.request_id] = waiting
+        self._inbox.put(AddEmbedding(request))
+        return waiting
+
+    def next_serial(self) -> int:
+        """The number of the next request."""
+        self._n_serial += 1
+        return self._n_serial
+
     def cancel_all(self) -> None:
         """Cancel every open request."""
-        for request_id in self._channels:
+        for request_id in (*self._channels, *self._embeddings):
             self._inbox.put(CancelRequest(request_id))
 
     async def audit(self) -> list[str]:
@@ -121,6 +162,10 @@ class Dispatcher:
                 case Finished(request_id):
                     self._channels.pop(request_id).finish(event)
                     self._gate.leave()
+                case Embedded(request_id, vectors, n_values, error):
+                    waiting = self._embeddings.pop(request_id)
+                    rows = np.frombuffer(vectors, np.float32).reshape(-1, n_values or 1)
+                    waiting.reply.set(None if error else rows, error)
                 case Audited(call_id, answer) | Inspected(call_id, answer):
                     if reply := self._questions.get(call_id):
                         reply.set(answer)
@@ -147,9 +192,12 @@ class Dispatcher:
             ended.__cause__ = error
         for channel in self._channels.values():
             channel.fail(ended)
+        for waiting in self._embeddings.values():
+            waiting.reply.set(None, ended)
         for reply in self._questions.values():
             reply.set(None, ended)
         self._channels.clear()
+        self._embeddings.clear()
         self._gate.wake()
         self.answered.set()
         self.stopped.set()

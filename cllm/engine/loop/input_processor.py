@@ -37,7 +37,7 @@ from cllm.engine.request import GenerationRequest, RenderedPrompt, Thinking
 from cllm.engine.sampling.row_sampler import resamples
 from cllm.engine.sampling_params import SamplingParams
 from cllm.engine.thread.backend import Constraints
-from cllm.engine.thread.worker_thread import WorkerThreads
+from cllm.engine.thread.worker_thread import WorkerThread, WorkerThreads
 from cllm.engine.vocabulary import EngineVocabulary
 from cllm.errors import InvalidRequestError
 
@@ -59,7 +59,9 @@ class InputProcessor:
     constraints : Constraints
         Ended by `aclose`.
     workers : WorkerThreads
-        One more is started, for texts.
+        Those of the engine.
+    tokenizer : WorkerThread
+        The one of them for texts.
     """
 
     def __init__(
@@ -71,17 +73,17 @@ class InputProcessor:
         stream_buffer: int,
         constraints: Constraints,
         workers: WorkerThreads,
+        tokenizer: WorkerThread,
         can_speculate: bool,
     ) -> None:
         self._check_serving = check_serving
         self._gate = gate
         self._dispatcher = dispatcher
         self._stream_buffer = stream_buffer
-        self._n_serial = 0
         self._has_warned = False
         self._chats: ChatTokenizer | None = None
         self._workers = workers
-        self._tokenizer = workers.start("cllm-tokenizer")
+        self._tokenizer = tokenizer
         self._constraints = constraints
         self._can_speculate = can_speculate
 
@@ -96,9 +98,17 @@ class InputProcessor:
         assert model is not None
         return model.n_ctx
 
+    def _check_generates(self) -> None:
+        model = self._dispatcher.model
+        assert model is not None
+        if not model.generates:
+            limit = "one that generates text: this one is here for embeddings"
+            raise InvalidRequestError("model", model.name or model.path, limit)
+
     async def open(self, call: RequestCall) -> Channel:
         """Tokenize, check and submit; see `TokenStream` for what it raises."""
         vocabulary = self._check_serving()
+        self._check_generates()
         if call.params.speculation and not self._can_speculate:
             limit = "left out: the engine was started without speculation"
             raise InvalidRequestError("speculation", True, limit)
@@ -127,7 +137,6 @@ class InputProcessor:
             self._gate.leave(is_served=False)
             raise
         # Nothing is awaited from here on: a submitted request always has its channel.
-        self._n_serial += 1
         first_scored = call.first_scored
         if first_scored is None and call.params.prompt_logprobs is not None:
             first_scored = 1
@@ -138,7 +147,7 @@ class InputProcessor:
         thinking = _thinking_of(answer, call.params, constraint)
         request = GenerationRequest(
             request_id=call.request_id,
-            serial=self._n_serial,
+            serial=self._dispatcher.next_serial(),
             prompt_token_ids=tokens,
             params=call.params,
             priority=call.priority,
@@ -189,7 +198,9 @@ class InputProcessor:
                 n_tokens, model.name or model.path, model.n_ctx_train,
             )  # fmt: skip
 
-    async def score_call(self, prompt: Prompt, continuation: Prompt) -> RequestCall:
+    async def score_call(
+        self, prompt: Prompt, continuation: Prompt, priority: int = 0
+    ) -> RequestCall:
         """The request that gives the log probabilities of a continuation."""
         prompt = check_prompt(prompt)
         continuation = check_prompt(continuation, "continuation")
@@ -204,7 +215,7 @@ class InputProcessor:
         return RequestCall(
             prompt=(*before, *after),
             params=SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0),
-            priority=0,
+            priority=priority,
             timeout=None,
             request_id=new_request_id(),
             first_scored=len(before),

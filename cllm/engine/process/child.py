@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from cllm.engine.config import EngineConfig
+from cllm.engine.config import N_TEXTS_MAX, EngineConfig
 from cllm.engine.constraint import CompiledConstraint, NamedConstraint
 from cllm.engine.core.messages import (
     AddRequest,
@@ -48,10 +48,9 @@ from cllm.engine.process.wire import (
 )
 from cllm.engine.request import GenerationRequest
 from cllm.engine.thread.inference_thread import InferenceThread
-from cllm.engine.thread.interrupter import Interrupter
+from cllm.engine.thread.interrupter import Abortable, Interrupter
 from cllm.engine.thread.mailbox import Inbox
 from cllm.engine.thread.worker_thread import WorkerThreads
-from cllm.errors import GenerationError
 
 BEAT_S = 0.5
 
@@ -90,12 +89,12 @@ class RecordingInterrupter(Interrupter):
         self._record = record
         self._recorded: tuple[str, ...] = ()
 
-    def begin(self, n_rows: Mapping[str, int]) -> None:
+    def begin(self, n_rows: Mapping[str, int], computing: Abortable | None = None) -> None:
         """See `Interrupter`."""
         if (present := tuple(n_rows)) != self._recorded:
             self._record.write(present)
             self._recorded = present
-        super().begin(n_rows)
+        super().begin(n_rows, computing)
 
 
 class Compiling:
@@ -138,8 +137,7 @@ class Compiling:
                 compiled = self._compile(request.constraint)
                 first: Command | None = AddRequest(replace(request, constraint=compiled))
             except Exception as error:
-                failure = GenerationError.of(request.request_id, error)
-                self._to_parent.post([OpenRequest(request).failed(failure, time.perf_counter())])
+                self._to_parent.post([OpenRequest(request).failed(error, time.perf_counter())])
                 first = None
             with self._lock:
                 later = self._pending.pop(request.request_id)
@@ -217,7 +215,7 @@ def main() -> None:
     logging.getLogger("cllm").setLevel(settings["log_level"])
     config = EngineConfig(**settings["config"])
     make_backend = getattr(importlib.import_module(module), name)
-    record = BatchRecord(int(shared), config.n_seq_max)
+    record = BatchRecord(int(shared), max(config.n_seq_max, N_TEXTS_MAX))
     os.close(int(shared))
     gc.freeze()  # what is imported stays: a search for garbage would stop all streams for 0.02 s
     serve(socket.socket(fileno=int(fd)), record, make_backend(config), config)

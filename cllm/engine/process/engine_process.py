@@ -24,6 +24,7 @@ from cllm.engine.config import EngineConfig
 from cllm.engine.core.messages import (
     AddRequest,
     Command,
+    Embedded,
     Ended,
     Event,
     Finished,
@@ -328,7 +329,7 @@ class EngineProcess(EngineHost):
                 told, commands = self._ledger.events(events, time.perf_counter())
                 process.send(commands)
                 told_on += told
-        if any(isinstance(e, Progressed | Finished) and e.delta.token_ids for e in told_on):
+        if any(map(_is_further, told_on)):
             self._n_in_vain = 0
         return told_on
 
@@ -368,3 +369,13 @@ class EngineProcess(EngineHost):
             n_requests,
         )
         self._outbox.post([Restarted(Restart(crash, n_requests, duration_s))])
+
+
+def _is_further(event: Event) -> bool:
+    """Whether somebody has got something that was computed."""
+    match event:
+        case Progressed(delta=delta) | Finished(delta=delta):
+            return bool(delta.token_ids)
+        case Embedded(vectors=vectors):
+            return bool(vectors)
+    return False

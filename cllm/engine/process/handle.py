@@ -11,7 +11,7 @@ import signal
 import time
 from typing import NamedTuple
 
-from cllm.engine.config import EngineConfig
+from cllm.engine.config import N_TEXTS_MAX, EngineConfig
 from cllm.engine.core.messages import Command
 from cllm.engine.process import spawn
 from cllm.engine.process.batch_record import BatchRecord
@@ -61,7 +61,7 @@ class ProcessHandle:
         spawned = spawn.spawned()
         try:
             with spawned.batch_file as file:
-                self._batch = BatchRecord(file.fileno(), config.n_seq_max)
+                self._batch = BatchRecord(file.fileno(), max(config.n_seq_max, N_TEXTS_MAX))
         except BaseException:
             spawned.close()
             raise

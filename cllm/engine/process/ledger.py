@@ -7,16 +7,19 @@ Pure: commands and events come in, commands and events go out.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from cllm.engine.core.messages import (
+    AddEmbedding,
     AddRequest,
     Audit,
     Audited,
     CancelRequest,
     Command,
+    Embedded,
     Event,
     Finished,
     Inspect,
@@ -24,6 +27,7 @@ from cllm.engine.core.messages import (
     Progressed,
     Read,
 )
+from cllm.engine.embedding import EmbeddingRequest
 from cllm.engine.request import (
     Completion,
     FinishReason,
@@ -34,7 +38,7 @@ from cllm.engine.request import (
     Usage,
 )
 from cllm.engine.sampling.row_sampler import resamples
-from cllm.errors import EngineFailedError, GenerationError
+from cllm.errors import EmbeddingError, EngineFailedError, GenerationError
 
 # A request that was being computed at so many crashes in a row is tried alone.
 N_CRASHES_SUSPECT = 2
@@ -43,21 +47,13 @@ N_INNOCENT = 16
 
 
 @dataclass(slots=True, eq=False)
-class OpenRequest:
-    """One request, from its submission to its last event.
+class OpenCall(ABC):
+    """What the process was asked to compute, from its submission to its last event.
 
     Attributes
     ----------
-    token_ids, logprobs, texts
-        What its reader has been told.
-    times : list of float
-        When.
-    n_unread : int
-        Deltas that the reader has not taken.
     n_crashes : int
         Crashes in a row at which it was being computed.
-    n_new : int
-        Deltas of the present process.
     n_lives : int
         Times that it was given to a process.
     is_given : bool
@@ -66,14 +62,8 @@ class OpenRequest:
         It was taken back from the present one, whose last word about it is not for its reader.
     """
 
-    request: GenerationRequest
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
-    n_unread: int = 0
+    request: GenerationRequest | EmbeddingRequest
     n_crashes: int = 0
-    n_new: int = 0
     n_lives: int = 0
     is_given: bool = False
     is_cancelled: bool = False
@@ -83,6 +73,77 @@ class OpenRequest:
     def request_id(self) -> str:
         """The request's id."""
         return self.request.request_id
+
+    @abstractmethod
+    def command(self) -> Command:
+        """What a process is told, so that it goes on with it."""
+
+    @abstractmethod
+    def failed(self, cause: BaseException, now: float, *, is_engine: bool = False) -> Event:
+        """Its last event, if it ends because of this; perhaps with all others (`is_engine`)."""
+
+    def on_crash(self) -> None:
+        """The process that had it is gone."""
+        self.is_given = self.is_recalled = False
+
+
+@dataclass(slots=True, eq=False)
+class OpenEmbedding(OpenCall):
+    """Texts that are to become vectors: all of them again, after a crash."""
+
+    request: EmbeddingRequest
+
+    def command(self) -> Command:
+        """See `OpenCall`."""
+        return AddEmbedding(self.request)
+
+    def failed(self, cause: BaseException, now: float, *, is_engine: bool = False) -> Event:
+        """See `OpenCall`."""
+        if is_engine:
+            return Embedded(self.request_id, error=EngineFailedError.of(cause))
+        return Embedded(self.request_id, error=EmbeddingError.of(self.request_id, cause))
+
+
+@dataclass(slots=True, eq=False)
+class OpenRequest(OpenCall):
+    """A request for text.
+
+    Attributes
+    ----------
+    token_ids, logprobs, texts
+        What its reader has been told.
+    times : list of float
+        When.
+    n_unread : int
+        Deltas that the reader has not taken.
+    n_new : int
+        Deltas of the present process.
+    """
+
+    request: GenerationRequest
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    n_unread: int = 0
+    n_new: int = 0
+
+    def command(self) -> Command:
+        """See `OpenCall`: as far as its reader has heard of it."""
+        request = self.request
+        if self.token_ids or self.n_unread:
+            request = replace(
+                request,
+                generated_token_ids=(*request.generated_token_ids, *self.token_ids),
+                resamples=resamples(request.params, request.constraint, request.thinking),
+                n_unread=self.n_unread,
+            )
+        return AddRequest(request)
+
+    def on_crash(self) -> None:
+        """See `OpenCall`."""
+        OpenCall.on_crash(self)
+        self.n_new = 0
 
     def note(self, delta: TokenDelta, now: float) -> None:
         """Its reader is told this."""
@@ -115,8 +176,11 @@ class OpenRequest:
             fingerprint=request.fingerprint,
         )
 
-    def failed(self, error: GenerationError | EngineFailedError, now: float) -> Finished:
-        """Its last event, if it ends with this error."""
+    def failed(self, cause: BaseException, now: float, *, is_engine: bool = False) -> Finished:
+        """See `OpenCall`."""
+        error: GenerationError | EngineFailedError = GenerationError.of(self.request_id, cause)
+        if is_engine:
+            error = EngineFailedError.of(cause)
         has_logprobs = self.request.params.logprobs is not None
         delta = TokenDelta("", (), FinishReason.ERROR, logprobs=() if has_logprobs else None)
         error.completion = self.completion(FinishReason.ERROR, None, now)
@@ -127,14 +191,14 @@ class Ledger:
     """All open requests.  One thread."""
 
     def __init__(self) -> None:
-        self._open: dict[str, OpenRequest] = {}
+        self._open: dict[str, OpenCall] = {}
         self._questions: dict[int, Audit | Inspect] = {}
-        self._suspects: deque[OpenRequest] = deque()
-        self._tried: OpenRequest | None = None
+        self._suspects: deque[OpenCall] = deque()
+        self._tried: OpenCall | None = None
         self._is_up = False
 
     @property
-    def requests(self) -> Sequence[OpenRequest]:
+    def requests(self) -> Sequence[OpenCall]:
         """Those that are open, in the order of their submission."""
         return sorted(self._open.values(), key=lambda r: r.request.serial)
 
@@ -148,8 +212,9 @@ class Ledger:
         """What a command is to the process, now."""
         match command:
             case AddRequest(request):
-                self._open[request.request_id] = known = OpenRequest(request)
-                return self._give(known) if self._is_up and not self.is_trying else []
+                return self._open_call(OpenRequest(request))
+            case AddEmbedding(texts):
+                return self._open_call(OpenEmbedding(texts))
             case CancelRequest(request_id):
                 if (known_or_none := self._open.get(request_id)) is None:
                     return []
@@ -159,13 +224,17 @@ class Ledger:
                 # It has nothing to wait for: the process ends it, and computes nothing.
                 return self._give(known_or_none) if self._is_up else []
             case Read(request_id, n_deltas):
-                if (reader := self._open.get(request_id)) is not None:
+                if isinstance(reader := self._open.get(request_id), OpenRequest):
                     reader.n_unread -= n_deltas
                     return [command] if reader.is_given else []
                 return []
             case Audit(call_id) | Inspect(call_id):
                 self._questions[call_id] = command
         return [command] if self._is_up else []
+
+    def _open_call(self, known: OpenCall) -> list[Command]:
+        self._open[known.request_id] = known
+        return self._give(known) if self._is_up and not self.is_trying else []
 
     # --- From the process --------------------------------------------------------------------
     def events(self, events: Iterable[Event], now: float) -> tuple[list[Event], list[Command]]:
@@ -176,7 +245,7 @@ class Ledger:
             match event:
                 case Progressed(request_id, delta):
                     known = self._open.get(request_id)
-                    if known is None or known.is_recalled:
+                    if not isinstance(known, OpenRequest) or known.is_recalled:
                         continue
                     known.note(delta, now)
                     known.n_unread += 1
@@ -186,7 +255,7 @@ class Ledger:
                     told.append(event)
                     if known is self._tried:
                         commands += self._acquit(known)
-                case Finished(request_id):
+                case Finished(request_id) | Embedded(request_id):
                     known = self._open.get(request_id)
                     if known is None:
                         continue
@@ -206,8 +275,10 @@ class Ledger:
                     told.append(event)
         return told, commands
 
-    def _whole(self, known: OpenRequest, event: Finished, now: float) -> Finished:
+    def _whole(self, known: OpenCall, event: Finished | Embedded, now: float) -> Event:
         """The last event with all of the output."""
+        if not (isinstance(known, OpenRequest) and isinstance(event, Finished)):
+            return event
         known.note(event.delta, now)
         last = event.completion
         if known.n_lives == 1:
@@ -242,10 +313,9 @@ class Ledger:
         guilty, self._tried = self._tried, None
         if is_own and guilty is not None and guilty.n_crashes > N_CRASHES_SUSPECT:
             del self._open[guilty.request_id]
-            told.append(guilty.failed(GenerationError.of(guilty.request_id, cause), now))
+            told.append(guilty.failed(cause, now))
         for known in self._open.values():
-            known.is_given = known.is_recalled = False
-            known.n_new = 0
+            known.on_crash()
         suspects = [r for r in self.requests if r.n_crashes >= N_CRASHES_SUSPECT]
         self._suspects = deque(suspects)
         return told
@@ -257,9 +327,7 @@ class Ledger:
 
     def fail_all(self, cause: BaseException, now: float) -> list[Event]:
         """Nothing is served any more."""
-        told: list[Event] = [
-            known.failed(EngineFailedError.of(cause), now) for known in self.requests
-        ]
+        told = [known.failed(cause, now, is_engine=True) for known in self.requests]
         self._open.clear()
         return told
 
@@ -274,7 +342,7 @@ class Ledger:
                 return self._give(known)
         return [c for known in self.requests if not known.is_given for c in self._give(known)]
 
-    def _acquit(self, known: OpenRequest) -> list[Command]:
+    def _acquit(self, known: OpenCall) -> list[Command]:
         """It has got a token alone: it waits until the others have been tried."""
         self._tried, known.n_crashes = None, 0
         if not self._suspects:
@@ -282,16 +350,8 @@ class Ledger:
         known.is_recalled = True
         return [CancelRequest(known.request_id)]
 
-    def _give(self, known: OpenRequest) -> list[Command]:
-        """Give a request to the process, as far as its reader has heard of it."""
+    def _give(self, known: OpenCall) -> list[Command]:
+        """Give a request to the process."""
         known.is_given, known.n_lives = True, known.n_lives + 1
-        request = known.request
-        if known.token_ids or known.n_unread:
-            request = replace(
-                request,
-                generated_token_ids=(*request.generated_token_ids, *known.token_ids),
-                resamples=resamples(request.params, request.constraint, request.thinking),
-                n_unread=known.n_unread,
-            )
         cancel = [CancelRequest(known.request_id)] if known.is_cancelled else []
-        return [AddRequest(request), *cancel]
+        return [known.command(), *cancel]

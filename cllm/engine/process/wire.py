@@ -19,12 +19,14 @@ import numpy as np
 from cllm import errors
 from cllm.engine.constraint import NamedConstraint
 from cllm.engine.core.messages import (
+    AddEmbedding,
     AddRequest,
     Audit,
     Audited,
     CancelRequest,
     ClearPrefixCache,
     Command,
+    Embedded,
     Ended,
     Event,
     Finished,
@@ -38,7 +40,13 @@ from cllm.engine.core.messages import (
 )
 from cllm.engine.core.statistics import EngineStatistics
 from cllm.engine.request import Completion, GenerationRequest, TokenDelta, TokenLogprob
-from cllm.errors import CllmError, EngineFailedError, GenerationError
+from cllm.errors import (
+    CllmError,
+    DeadlineError,
+    EmbeddingError,
+    EngineFailedError,
+    GenerationError,
+)
 
 N_CAUSES_MAX = 4  # of an error, that are told
 Plain = str | int | float | bool | None
@@ -65,6 +73,15 @@ class _Finished(msgspec.Struct, array_like=True, frozen=True):
     request_id: str
     delta: TokenDelta
     completion: Completion
+    error: _Error | None
+
+
+class _Embedded(msgspec.Struct, array_like=True, frozen=True):
+    """`Embedded`."""
+
+    request_id: str
+    vectors: bytes
+    n_values: int
     error: _Error | None
 
 
@@ -107,9 +124,10 @@ Told = Event | Logged | Beat
 # Written as their index.
 COMMANDS: tuple[type, ...] = (
     _Request, CancelRequest, Read, ClearPrefixCache, Audit, Inspect, Shutdown, SetLogLevel,
+    AddEmbedding,
 )  # fmt: skip
 EVENTS: tuple[type, ...] = (
-    Ready, _Finished, Audited, Inspected, _Stopped, Ended, Logged, Beat,
+    Ready, _Finished, Audited, Inspected, _Stopped, Ended, Logged, Beat, _Embedded,
 )  # fmt: skip
 # Request id, text, tokens, log probabilities.
 _Token = tuple[str, str, tuple[int, ...], tuple[TokenLogprob, ...] | None]
@@ -202,6 +220,9 @@ def _event_as(event: Told) -> object:
         case Finished(request_id, delta, completion, error):
             rest = replace(completion, prompt_token_ids=())
             return _Finished(request_id, delta, rest, None if error is None else error_as(error))
+        case Embedded(request_id, vectors, n_values, error):
+            told = None if error is None else error_as(error)
+            return _Embedded(request_id, vectors, n_values, told)
         case Stopped(error):
             return _Stopped(None if error is None else error_as(error))
     return event
@@ -215,6 +236,12 @@ def _event_of(value: Any) -> Told:
             if failure is not None:
                 failure.completion = completion
             return Finished(request_id, delta, completion, failure)
+        case _Embedded(request_id=request_id, vectors=vectors, n_values=n_values, error=error):
+            failure = None if error is None else error_of(error)
+            assert failure is None or isinstance(
+                failure, EmbeddingError | DeadlineError | EngineFailedError
+            )
+            return Embedded(request_id, vectors, n_values, failure)
         case _Stopped(error=error):
             return Stopped(None if error is None else error_of(error))
     return cast(Told, value)

@@ -18,6 +18,7 @@ from cllm.engine.core.output_processor import ReadLogprob
 from cllm.engine.core.row_cost import RowCost
 from cllm.engine.core.run_queue import MakeSampler
 from cllm.engine.core.speculation import Drafter
+from cllm.engine.core.text_encoder import TextEncoder
 from cllm.engine.request import ModelInfo
 from cllm.engine.sampling_params import SamplingParams
 from cllm.engine.thread.interrupter import Abortable
@@ -40,6 +41,10 @@ class AbortableDecoder(Decoder, Abortable, Protocol):
     """A decoder whose running decode any thread can end."""
 
 
+class AbortableEncoder(TextEncoder, Abortable, Protocol):
+    """The same of what computes vectors."""
+
+
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A model that is ready.
@@ -52,6 +57,8 @@ class Loaded:
         What `EngineConfig.n_prefill_chunk` is if it says nothing.
     drafter : Drafter or None
         Whom drafts come from.
+    encoder : AbortableEncoder or None
+        What computes the vectors of texts; not open.
     row_cost : RowCost
         What earlier engines have left of it; filled while this one runs.
     """
@@ -64,6 +71,7 @@ class Loaded:
     read_logprob: ReadLogprob
     n_prefill_chunk: int
     drafter: Drafter | None = None
+    encoder: AbortableEncoder | None = None
     row_cost: RowCost = field(default_factory=RowCost)
 
 

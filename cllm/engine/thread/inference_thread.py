@@ -10,11 +10,14 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 
 from cllm.engine.config import EngineConfig
 from cllm.engine.core.decoder import Decoder
+from cllm.engine.core.embedding_core import EmbeddingCore
 from cllm.engine.core.engine_core import EngineCore
 from cllm.engine.core.linger import Linger
 from cllm.engine.core.messages import (
@@ -35,7 +38,7 @@ from cllm.engine.core.tick_log import LoggedDecoder, LoggedSpeculation, LoggedVo
 from cllm.engine.request import FinishReason, ModelInfo
 from cllm.engine.thread.backend import Backend, Loaded
 from cllm.engine.thread.host import EngineHost
-from cllm.engine.thread.interrupter import Interrupter
+from cllm.engine.thread.interrupter import Abortable, Interrupter
 from cllm.engine.thread.mailbox import EventOutbox, Inbox
 from cllm.engine.thread.worker_thread import WorkerThreads
 from cllm.engine.vocabulary import OutputVocabulary
@@ -71,6 +74,7 @@ class InferenceThread(EngineHost):
         self._log: TickLog | None = None
         self._busy_since: float | None = None
         self._linger = Linger()
+        self._embeddings: EmbeddingCore | None = None
 
     @property
     def statistics(self) -> EngineStatistics:
@@ -100,10 +104,13 @@ class InferenceThread(EngineHost):
         except BaseException as error:
             self.failure = error  # before anybody hears of it
             core.fail_all(error)  # what the requests hold in the cache goes with the context
-            self._publish(core)
             events = core.take_events()
             if self._log is not None:
                 self._log.tick(events)
+            if self._embeddings is not None:
+                self._embeddings.fail_all(error)
+                events += self._embeddings.take_events()
+            self._publish(core)
             self._held += events
             self._post_held()
             del events  # their errors know the frames of the callers: see `_loop`
@@ -115,7 +122,14 @@ class InferenceThread(EngineHost):
         loaded = self._backend.load(owned)
         self.vocabulary = loaded.vocabulary
         self._interrupter.attach(loaded.decoder, can_truncate=loaded.kv_cache.has_pos_min)
-        return self._make_core(loaded, owned), loaded.model
+        core = self._make_core(loaded, owned)
+        if loaded.encoder is not None:
+            self._embeddings = EmbeddingCore(
+                loaded.encoder,
+                core.recorder,
+                on_batch=partial(self._on_texts, loaded.encoder),
+            )
+        return core, loaded.model
 
     def _make_core(self, loaded: Loaded, owned: ExitStack) -> EngineCore:
         decoder: Decoder = loaded.decoder
@@ -165,13 +179,15 @@ class InferenceThread(EngineHost):
             commands = self._drain(core, n_ended)
             self._busy_since = time.perf_counter()
             is_last = any(isinstance(command, Shutdown) for command in commands)
+            tick_s = 0.0
             for command in commands:
                 self._handle(core, command)
             if is_last:
                 core.queue.cancel_all()
             else:
                 core.tick()
-                self._linger.on_tick(time.perf_counter() - self._busy_since)
+                tick_s = time.perf_counter() - self._busy_since
+                self._linger.on_tick(tick_s)
                 if AUDIT_EVERY_TICK and (found := core.discrepancies()):
                     raise CllmError(
                         f"the KV cache bookkeeping and llama.cpp disagree: {'; '.join(found)}"
@@ -185,16 +201,44 @@ class InferenceThread(EngineHost):
             self._linger.on_ends(n_ended, started)
             is_late = bool(self._held)  # the tick has made no decode
             self._held += events
-            if is_late or not core.decodes_next or not all(map(_is_progress, events)):
+            decodes_next = core.decodes_next and not self._has_texts
+            if is_late or not decodes_next or not all(map(_is_progress, events)):
                 self._post_held()
             # While this waits, it must not hold what keeps callers, and with them the engine, alive.
             del events
             core.recorder.deliver_s += time.perf_counter() - started
+            if self._embeddings is not None:
+                self._embed(core, self._embeddings, tick_s, is_last=is_last)
             if not self._is_listened_to:
                 core.queue.cancel_all()
                 return
             if is_last:
                 return
+
+    @property
+    def _has_texts(self) -> bool:
+        """Whether texts wait to become vectors."""
+        return self._embeddings is not None and self._embeddings.has_work
+
+    def _embed(
+        self, core: EngineCore, embeddings: EmbeddingCore, tick_s: float, *, is_last: bool
+    ) -> None:
+        """Compute a batch of texts, in the time that the streams leave."""
+        if is_last:
+            embeddings.cancel_all()
+        elif embeddings.has_work:
+            embeddings.tick(self._budget_s(core, tick_s))
+        if events := embeddings.take_events():
+            self._publish(core)
+            self._held += events
+            self._post_held()
+
+    def _budget_s(self, core: EngineCore, tick_s: float) -> float | None:
+        """Seconds of a batch of texts: what is left of `target_itl_ms`, else half of the time."""
+        if not core.has_work:
+            return None
+        target_ms = self._config.target_itl_ms
+        return tick_s if target_ms is None else target_ms / 1000.0 - core.next_tick_s()
 
     def _post_held(self) -> None:
         """Tell the event loop.
@@ -212,6 +256,8 @@ class InferenceThread(EngineHost):
         for at in self._inbox.take_arrivals():
             linger.on_arrival(at)
         linger.settle(now)
+        if self._has_texts:
+            return self._inbox.drain(wait=False)
         if not core.has_work:
             return self._inbox.drain(wait=True, until=until)
         wait_s = 0.0
@@ -229,6 +275,8 @@ class InferenceThread(EngineHost):
             self._audits.append(command)
         else:
             core.handle(command)
+        if self._embeddings is not None:
+            self._embeddings.handle(command)
         if isinstance(command, CancelRequest):
             self._interrupter.forget(command.request_id)
         if self._log is not None:
@@ -268,6 +316,13 @@ class InferenceThread(EngineHost):
         if chunks:
             self._post_held()
             self._interrupter.begin({c.sequence.request_id: c.n_rows for c in chunks})
+        else:
+            self._interrupter.end()
+
+    def _on_texts(self, encoder: Abortable, n_tokens: Mapping[str, int]) -> None:
+        """The same of a batch of texts."""
+        if n_tokens:
+            self._interrupter.begin(n_tokens, encoder)
         else:
             self._interrupter.end()
 

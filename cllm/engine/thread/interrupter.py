@@ -26,6 +26,7 @@ class Interrupter:
 
     def __init__(self) -> None:
         self._decoder: Abortable | None = None
+        self._computing: Abortable | None = None
         self._can_truncate = False
         # Reentrant: a garbage collection inside may drop a stream, which cancels its request.
         self._lock = threading.RLock()
@@ -42,18 +43,25 @@ class Interrupter:
             False for memory that cannot give up part of a sequence: an abort would cost the others
             all of theirs.
         """
-        self._decoder, self._can_truncate = decoder, can_truncate
+        self._decoder = self._computing = decoder
+        self._can_truncate = can_truncate
 
     @property
     def batch(self) -> Mapping[str, int]:
         """Rows of the decode that runs now, by request id; empty between decodes.  Any thread."""
         return self._n_rows
 
-    def begin(self, n_rows: Mapping[str, int]) -> None:
-        """A decode with so many rows of each request is about to begin.  Inference thread."""
+    def begin(self, n_rows: Mapping[str, int], computing: Abortable | None = None) -> None:
+        """A decode with so many rows of each request is about to begin.  Inference thread.
+
+        Parameters
+        ----------
+        computing : Abortable, optional
+            What computes it, if it is not the decoder.
+        """
         with self._lock:
             self._was_aborted, self._has_aborted = self._has_aborted, False
-            self._n_rows = n_rows
+            self._n_rows, self._computing = n_rows, computing or self._decoder
             self._present.allow()
             self._consider()
 
@@ -62,6 +70,7 @@ class Interrupter:
         with self._lock:
             self._n_rows = {}
             self._present.allow()
+            self._computing = self._decoder
 
     def cancel(self, request_id: str) -> None:
         """A request has been cancelled.  Any thread; returns at once."""
@@ -85,5 +94,5 @@ class Interrupter:
 
     @property
     def _present(self) -> Abortable:
-        assert self._decoder is not None
-        return self._decoder
+        assert self._computing is not None
+        return self._computing

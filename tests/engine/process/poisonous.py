@@ -6,6 +6,7 @@ import ctypes
 import os
 import random
 import signal
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import numpy as np
@@ -13,19 +14,22 @@ from numpy.typing import NDArray
 
 from cllm.bindings import library
 from cllm.engine.core.decoder import Decoder
+from cllm.engine.core.text_encoder import TextEncoder
 from cllm.engine.llama.backend import LlamaBackend
 from cllm.engine.llama.decoder import LlamaDecoder
 from cllm.engine.thread.backend import Loaded
 
 
 class PoisonousBackend(LlamaBackend):
-    """Aborts, as a GGML_ASSERT does, in the decode of one token."""
+    """Aborts, as a GGML_ASSERT does, in the decode of one token, or of a text with it."""
 
     def load(self, owned: ExitStack) -> Loaded:
         """See `Backend`."""
         loaded = super().load(owned)
         (poison,) = loaded.vocabulary.tokenize("~", add_special=False)
         _watch(loaded.decoder, poison)
+        if loaded.encoder is not None:
+            _watch_texts(loaded.encoder, poison)
         return loaded
 
 
@@ -44,6 +48,18 @@ def _watch(decoder: Decoder, poison: int) -> None:
         return decode()
 
     decoder.add, decoder.decode = watched_add, watched_decode  # type: ignore[method-assign]
+
+
+def _watch_texts(encoder: TextEncoder, poison: int) -> None:
+    compute = encoder.compute
+
+    def watched(texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+        if any(poison in text for text in texts):
+            os.write(2, b"GGML_ASSERT(text != poison) failed\n")
+            os.abort()
+        return compute(texts)
+
+    encoder.compute = watched  # type: ignore[method-assign]
 
 
 class AbortsAtLoad(LlamaBackend):

@@ -8,16 +8,19 @@ from dataclasses import dataclass, field
 import pytest
 
 from cllm.engine.core.messages import (
+    AddEmbedding,
     AddRequest,
     Audit,
     Audited,
     CancelRequest,
     Command,
+    Embedded,
     Event,
     Finished,
     Progressed,
     Read,
 )
+from cllm.engine.embedding import EmbeddingRequest
 from cllm.engine.process.ledger import Ledger
 from cllm.engine.request import (
     Completion,
@@ -28,7 +31,7 @@ from cllm.engine.request import (
     Usage,
 )
 from cllm.engine.sampling_params import SamplingParams
-from cllm.errors import EngineFailedError, GenerationError
+from cllm.errors import EmbeddingError, EngineFailedError, GenerationError
 
 N_OUTPUT = 12
 CRASH = RuntimeError("crashed")
@@ -280,6 +283,59 @@ def test_a_reader_that_had_fallen_behind_is_as_far_behind_in_the_new_process() -
     assert isinstance(given, AddRequest)
     assert given.request.n_unread == 3
     assert given.request.generated_token_ids == (0, 1, 2, 3, 4)
+
+
+def texts(number: int) -> EmbeddingRequest:
+    return EmbeddingRequest(f"e{number}", number, ((1, 2), (3,)))
+
+
+def test_texts_are_given_again_after_a_crash_and_told_of_once() -> None:
+    ledger = Ledger()
+    assert ledger.on_ready() == []
+    assert ledger.command(AddEmbedding(texts(1))) == [AddEmbedding(texts(1))]
+    assert ledger.on_crash(CRASH, ("e1",), 1.0, is_own=False) == []
+    assert ledger.command(AddEmbedding(texts(2))) == []
+    assert ledger.on_ready() == [AddEmbedding(texts(1)), AddEmbedding(texts(2))]
+    vectors = Embedded("e1", b"12345678", 1)
+    assert ledger.events([vectors], 1.0) == ([vectors], [])
+    assert ledger.events([vectors], 1.0) == ([], [])
+
+
+def test_texts_that_crash_it_alone_end_and_others_are_computed() -> None:
+    ledger = Ledger()
+    ledger.on_ready()
+    for number in (1, 2):
+        ledger.command(AddEmbedding(texts(number)))
+    told: list[Event] = []
+    for _ in range(2):
+        told += ledger.on_crash(CRASH, ("e1", "e2"), 1.0)
+        given = ledger.on_ready()
+    assert given == [AddEmbedding(texts(1))]  # tried alone
+    told += ledger.on_crash(CRASH, ("e1",), 1.0)
+    assert ledger.on_ready() == [AddEmbedding(texts(2))]
+    told += ledger.events([Embedded("e2", b"1234", 1)], 1.0)[0]
+    guilty, innocent = told
+    assert isinstance(guilty, Embedded)
+    assert (guilty.request_id, type(guilty.error)) == ("e1", EmbeddingError)
+    assert innocent == Embedded("e2", b"1234", 1)
+    assert not ledger.requests
+
+
+def test_texts_that_were_cancelled_while_the_process_is_gone_are_cancelled_in_the_next() -> None:
+    ledger = Ledger()
+    ledger.on_ready()
+    ledger.command(AddEmbedding(texts(1)))
+    ledger.on_crash(CRASH, (), 1.0)
+    assert ledger.command(CancelRequest("e1")) == []
+    assert ledger.on_ready() == [AddEmbedding(texts(1)), CancelRequest("e1")]
+
+
+def test_when_nothing_helps_those_who_wait_for_vectors_are_told_too() -> None:
+    ledger = Ledger()
+    ledger.command(AddEmbedding(texts(1)))
+    (ended,) = ledger.fail_all(CRASH, 1.0)
+    assert isinstance(ended, Embedded)
+    assert isinstance(ended.error, EngineFailedError)
 
 
 def test_when_nothing_helps_everybody_is_told() -> None:

@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 
 from cllm.engine.constraint import NamedConstraint
 from cllm.engine.core.messages import (
+    AddEmbedding,
     AddRequest,
     Audit,
     Audited,
     CancelRequest,
     ClearPrefixCache,
     Command,
+    Embedded,
     Ended,
     ExtentInfo,
     Finished,
@@ -33,6 +35,7 @@ from cllm.engine.core.messages import (
     TickInfo,
 )
 from cllm.engine.core.statistics import EngineStatistics
+from cllm.engine.embedding import EmbeddingInfo, EmbeddingRequest
 from cllm.engine.process.frames import FrameReader, framed
 from cllm.engine.process.wire import (
     Beat,
@@ -57,7 +60,9 @@ from cllm.engine.request import (
 from cllm.engine.sampling_params import SamplingParams
 from cllm.errors import (
     CllmError,
+    DeadlineError,
     DecodeFailedError,
+    EmbeddingError,
     EngineFailedError,
     GenerationError,
     InvalidArgumentError,
@@ -81,6 +86,7 @@ COMPLETION = Completion(
 MODEL = ModelInfo(
     "path", "name", "about", "llama", 1, 2, 3, 4, 5, 6, None, "{{ x }}", 7,
     sampling={"top_k": 3, "temperature": 0.5}, fingerprint="f",
+    embedding=EmbeddingInfo("rank", 2, 512, ("yes", "no"), (1, 2), (2,), is_softmaxed=True),
 )  # fmt: skip
 
 
@@ -118,6 +124,7 @@ def test_a_request_arrives_as_it_was(given_request: GenerationRequest) -> None:
 def test_commands_arrive_in_their_order() -> None:
     commands: list[Command] = [
         CancelRequest("a"), Read("b", 3), ClearPrefixCache(), Audit(1), Inspect(2), Shutdown(),
+        AddEmbedding(EmbeddingRequest("e", 4, ((1, 2), (3,)), -1, 0.5, 1.5)),
     ]  # fmt: skip
     assert decode_commands(encode_commands(commands)) == commands
 
@@ -138,6 +145,8 @@ def test_events_arrive_as_they_were() -> None:
                 oldest_waiting_s=0.5,
             ),
         ),
+        Embedded("e", np.arange(4, dtype=np.float32).tobytes(), 2),
+        Embedded("f"),
         Ended(),
         Logged("cllm.engine", 30, "text"),
         Beat(0.5, 1.5),
@@ -172,6 +181,18 @@ def test_an_error_arrives_with_its_type_its_cause_and_what_it_knows(kind: type) 
     assert (cause.field, cause.value, cause.limit) == (
         "generated", 3, "tokens that the constraint allows",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [EmbeddingError, DeadlineError, EngineFailedError])
+def test_why_there_are_no_vectors_arrives_too(kind: type) -> None:
+    error = kind("no vectors")
+    error.__cause__ = DecodeFailedError("llama_encode", -3)
+    ((arrived,), _) = decode_events(encode_events([Embedded("e", error=error)]))
+    assert isinstance(arrived, Embedded)
+    assert type(arrived.error) is kind
+    assert str(arrived.error) == "no vectors"
+    assert arrived.error is not None
+    assert isinstance(arrived.error.__cause__, DecodeFailedError)
 
 
 class OwnError(Exception):

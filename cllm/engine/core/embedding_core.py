@@ -1,0 +1,293 @@
+"""EmbeddingCore: whole texts to vectors, in batches that leave time for what is generated.
+
+A text is computed in one piece; nothing of it stays.  So there is no cache to keep books on: texts wait
+in their requests, each batch takes as many as its room and its time allow, and a request ends with its
+last text.  Pure, as `EngineCore` is: libllama is behind `TextEncoder`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cllm.engine.core.messages import AddEmbedding, CancelRequest, Command, Embedded, Event
+from cllm.engine.core.sequence import aged_priority
+from cllm.engine.core.statistics import Recorder
+from cllm.engine.core.text_encoder import TextEncoder
+from cllm.engine.core.tick_cost import TickCost
+from cllm.engine.embedding import EmbeddingRequest
+from cllm.errors import (
+    CllmError,
+    DeadlineError,
+    DecodeFailedError,
+    EmbeddingError,
+    EngineFailedError,
+)
+
+logger = logging.getLogger("cllm.engine")
+
+ABORTED = 2  # llama_encode, llama_decode: the abort flag was set
+# Of a batch, where nobody generates: for so long a new request may have to wait.
+IDLE_BATCH_S = 0.25
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A request that has not ended.
+
+    Attributes
+    ----------
+    waiting : list of (int, int)
+        Tokens and index of its texts that are not computed, in ascending order.
+    vectors : list of ndarray or None
+        Those that are.
+    n_batch : int
+        The last batch that had a text of it.
+    """
+
+    request: EmbeddingRequest
+    waiting: list[tuple[int, int]]
+    vectors: list[NDArray[np.float32] | None]
+    n_left: int
+    n_batch: int = 0
+
+    @classmethod
+    def of(cls, request: EmbeddingRequest) -> _Open:
+        texts = request.texts
+        waiting = sorted((len(text), index) for index, text in enumerate(texts))
+        return cls(request, waiting, [None] * len(texts), len(texts))
+
+    def take_longest(self, n_tokens: float) -> _Text | None:
+        """The longest text of at most so many tokens, which waits no more."""
+        place = bisect.bisect_right(self.waiting, (n_tokens, math.inf))
+        return _Text(self, self.waiting.pop(place - 1)[1]) if place else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """One text of a request."""
+
+    of: _Open
+    index: int
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.of.request.texts[self.index]
+
+    def put_back(self) -> None:
+        """It waits again."""
+        bisect.insort(self.of.waiting, (len(self.tokens), self.index))
+
+
+@dataclass(slots=True)
+class EmbeddingCore:
+    """All requests for vectors, and what one batch does with them.
+
+    Parameters
+    ----------
+    encoder : TextEncoder
+        Opened when it is first needed, and again after a failure.
+    recorder : Recorder
+        Where texts and tokens are counted.
+    clock : callable
+        Seconds; the only source of time.
+    on_batch : callable
+        Called with the tokens of each request just before they are computed, and with none just after.
+    """
+
+    encoder: TextEncoder
+    recorder: Recorder
+    clock: Callable[[], float] = time.perf_counter
+    on_batch: Callable[[Mapping[str, int]], None] = lambda n_tokens: None
+    _open: dict[str, _Open] = field(default_factory=dict)
+    _alone: deque[_Text] = field(default_factory=deque)  # computed in company, they have failed
+    _events: list[Event] = field(default_factory=list)
+    _cost: TickCost = field(default_factory=TickCost)
+    _saved_s: float = 0.0  # for a text that takes longer than a batch may
+    _n_batches: int = 0
+
+    # --- Commands ----------------------------------------------------------------------------
+    def handle(self, command: Command) -> None:
+        """Do what a command says, if it is about vectors."""
+        match command:
+            case AddEmbedding(request) if request.texts:
+                self._open[request.request_id] = _Open.of(request)
+                self._count_waiting()
+            case AddEmbedding(request):
+                self._events.append(Embedded(request.request_id))
+            case CancelRequest(request_id) if request_id in self._open:
+                self._fail(request_id, EmbeddingError(f"request {request_id} was cancelled"))
+
+    def cancel_all(self) -> None:
+        """End every request."""
+        for request_id in list(self._open):
+            self.handle(CancelRequest(request_id))
+
+    def fail_all(self, cause: BaseException) -> None:
+        """The engine has failed: end every request, leaving llama.cpp alone."""
+        for request_id in list(self._open):
+            self._fail(request_id, EngineFailedError.of(cause))
+
+    def take_events(self) -> list[Event]:
+        """What happened since this was last called."""
+        events, self._events = self._events, []
+        return events
+
+    # --- A batch -----------------------------------------------------------------------------
+    @property
+    def has_work(self) -> bool:
+        """Whether texts wait."""
+        return bool(self._open)
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When something is due even if there is no work."""
+        deadlines = [o.request.deadline for o in self._open.values()]
+        return min((at for at in deadlines if at is not None), default=None)
+
+    def tick(self, budget_s: float | None = None) -> None:
+        """Compute one batch.
+
+        Parameters
+        ----------
+        budget_s : float, optional
+            Seconds that it may take, because somebody else waits.  A text that takes longer has to
+            save them up.
+        """
+        now = self.clock()
+        self._expire(now)
+        if not self._open or not self._is_ready():
+            return
+        texts = self._plan(budget_s, now)
+        if not texts:
+            return
+        self._saved_s = 0.0
+        self._n_batches += 1
+        n_tokens: dict[str, int] = {}
+        for text in texts:
+            text.of.n_batch = self._n_batches
+            name = text.of.request.request_id
+            n_tokens[name] = n_tokens.get(name, 0) + len(text.tokens)
+        self.on_batch(n_tokens)
+        try:
+            vectors = self.encoder.compute([text.tokens for text in texts])
+        except Exception as error:
+            self.on_batch({})
+            self._after_failure(texts, error)
+            return
+        self.on_batch({})
+        n_rows = sum(n_tokens.values())
+        seconds = self.clock() - now
+        self._cost.observe(n_rows, n_rows * n_rows // 2, seconds)
+        self.recorder.n_embedding_batches += 1
+        self.recorder.n_embedded_texts += len(texts)
+        self.recorder.n_embedded_tokens += n_rows
+        self.recorder.embed_s += seconds
+        self._commit(texts, vectors)
+
+    def _is_ready(self) -> bool:
+        """Whether there is what computes; if it cannot be made, nobody waits for it any more."""
+        try:
+            self.encoder.open()
+        except Exception as error:
+            logger.warning("texts cannot be embedded: %s", error)
+            for request_id in list(self._open):
+                self._fail(request_id, EmbeddingError.of(request_id, error))
+            return False
+        return True
+
+    def _plan(self, budget_s: float | None, now: float) -> list[_Text]:
+        """The texts of this batch: the requests take turns, the most urgent first.
+
+        Each gives its longest text that fits, so that the short ones fill what is left.
+        """
+        seconds = IDLE_BATCH_S if budget_s is None else budget_s
+        n_affordable = self._cost.n_prompt_rows((), 0, seconds) if seconds > 0.0 else 0
+        while self._alone:
+            text = self._alone.popleft()
+            if self._open.get(text.of.request.request_id) is text.of:
+                return [text]
+        requests = sorted(
+            (o for o in self._open.values() if o.waiting),
+            key=lambda o: (aged_priority(o.request, now), o.n_batch, o.request.serial),
+        )
+        shortest = requests[0].waiting[0][0]
+        if shortest > n_affordable:
+            self._saved_s += max(0.0, seconds)
+            cost_s = self._cost.seconds(shortest, shortest * shortest / 2)
+            if budget_s is not None and self._saved_s < cost_s:
+                return []
+            n_affordable = shortest
+        n_left, n_texts_max = min(self.encoder.n_batch, n_affordable), self.encoder.n_texts_max
+        texts: list[_Text] = []
+        while requests and len(texts) < n_texts_max:
+            taking, requests = requests, []
+            for request in taking:
+                taken = request.take_longest(n_left) if len(texts) < n_texts_max else None
+                if taken is not None:
+                    texts.append(taken)
+                    n_left -= len(taken.tokens)
+                    requests.append(request)
+        return texts
+
+    def _commit(self, texts: Sequence[_Text], vectors: NDArray[np.float32]) -> None:
+        """Give the vectors to their requests."""
+        for text, vector in zip(texts, vectors, strict=True):
+            owner = text.of
+            if np.isfinite(vector).all():
+                owner.vectors[text.index] = vector
+                owner.n_left -= 1
+                if not owner.n_left:
+                    self._finish(owner)
+            elif len(texts) > 1:  # perhaps it is another's: NaN spreads in a batch
+                self._alone.append(text)
+            else:
+                error = CllmError("a vector of the model has NaN or infinity in it")
+                name = owner.request.request_id
+                self._fail(name, EmbeddingError.of(name, error))
+        self._count_waiting()
+
+    def _finish(self, done: _Open) -> None:
+        vectors = np.stack([vector for vector in done.vectors if vector is not None])
+        name = done.request.request_id
+        del self._open[name]
+        self._events.append(Embedded(name, vectors.tobytes(), vectors.shape[1]))
+
+    # --- Failures ----------------------------------------------------------------------------
+    def _after_failure(self, texts: Sequence[_Text], error: Exception) -> None:
+        """Let as few suffer as possible: what failed in company is computed alone."""
+        if isinstance(error, DecodeFailedError) and error.code == ABORTED:
+            for text in texts:
+                text.put_back()
+            return
+        logger.warning("%s; %d texts were in the batch", error, len(texts))
+        self.encoder.close()  # the next batch has a new one
+        if len(texts) > 1:
+            self._alone.extend(texts)
+            return
+        name = texts[0].of.request.request_id
+        self._fail(name, EmbeddingError.of(name, error))
+
+    def _expire(self, now: float) -> None:
+        for name, waiting in list(self._open.items()):
+            deadline = waiting.request.deadline
+            if deadline is not None and now >= deadline:
+                self._fail(name, DeadlineError(f"request {name}: its time has passed"))
+
+    def _fail(
+        self, request_id: str, error: EmbeddingError | DeadlineError | EngineFailedError
+    ) -> None:
+        del self._open[request_id]
+        self._count_waiting()
+        self._events.append(Embedded(request_id, error=error))
+
+    def _count_waiting(self) -> None:
+        self.recorder.n_waiting_texts = sum(o.n_left for o in self._open.values())

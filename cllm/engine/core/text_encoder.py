@@ -1,0 +1,31 @@
+"""TextEncoder: what the engine needs of a context that computes vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class TextEncoder(Protocol):
+    """A context and its batch.  Raises the errors of `EmbeddingContext`.
+
+    Attributes
+    ----------
+    n_batch, n_texts_max : int
+        Tokens, and texts, of a batch.
+    """
+
+    n_batch: int
+    n_texts_max: int
+
+    def open(self) -> None:
+        """Make it ready to compute; nothing if it is."""
+
+    def compute(self, texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+        """The vectors `(n_texts, n_values)` of texts, each of at least one token, in their order."""
+
+    def close(self) -> None:
+        """Free what `open` has made."""

@@ -1,0 +1,207 @@
+"""Embedder: texts to vectors; and what every engine has of that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cllm.engine.config import EngineConfig
+from cllm.engine.embedding import Classification, Embeddings, Ranked
+from cllm.engine.lifecycle import Lifecycle
+from cllm.engine.llama.backend import LlamaEmbedderBackend
+from cllm.engine.loop.embedding_calls import Urgency
+from cllm.engine.loop.request_call import Prompt
+from cllm.engine.thread.backend import Backend
+
+
+class EmbeddingMethods(Lifecycle):
+    """What is done with whole texts; event loop only."""
+
+    # --- Texts -------------------------------------------------------------------------------
+    async def embed(
+        self,
+        texts: Sequence[Prompt],
+        *,
+        normalize: bool = True,
+        dimensions: int | None = None,
+        truncate: bool = False,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> NDArray[np.float32]:
+        """The vectors of texts.
+
+        A prefix that the model wants, such as "query: ", is the caller's.  Texts of many calls are
+        computed together; what is generated meanwhile goes on (see `target_itl_ms`).
+
+        Parameters
+        ----------
+        texts : sequence of str or of sequences of int
+            Texts, or token ids.
+        normalize : bool
+            Make every vector one unit long, so that products are cosines.
+        dimensions : int, optional
+            Keep that many numbers of each, the first, before they are normalized: for models that were
+            trained for that (Matryoshka).
+        truncate : bool
+            Cut a text that has more tokens than the model takes; otherwise it is refused.
+        priority : int
+            Lower is more urgent.
+        timeout : float, optional
+            Seconds; then what is not there yet is not computed.
+
+        Returns
+        -------
+        ndarray
+            float32, `(n_texts, n_values)`; the caller's own.
+
+        Raises
+        ------
+        InvalidRequestError
+            Names the text, the value and the limit, before anything is computed.
+        EmbeddingError
+            A text cannot be computed; `__cause__` says why.
+        DeadlineError
+            A `TimeoutError` too.
+        QueueFullError
+        ClosedError, EngineFailedError
+            The engine does not serve requests.
+        """
+        found = await self.embeddings(
+            texts,
+            normalize=normalize,
+            dimensions=dimensions,
+            truncate=truncate,
+            priority=priority,
+            timeout=timeout,
+        )
+        return found.vectors
+
+    async def embeddings(
+        self,
+        texts: Sequence[Prompt],
+        *,
+        normalize: bool = True,
+        dimensions: int | None = None,
+        truncate: bool = False,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> Embeddings:
+        """The same as `embed`, with the number of tokens of each text."""
+        with self._serving() as parts:
+            return await parts.embeddings.embed(
+                texts,
+                Urgency(priority, timeout),
+                normalize=normalize,
+                dimensions=dimensions,
+                truncate=truncate,
+            )
+
+    async def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        truncate: bool = False,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> list[Ranked]:
+        """Documents in the order of their relevance to a query, the best first.
+
+        Parameters
+        ----------
+        query : str
+        documents : sequence of str
+        truncate : bool
+            Cut a document that is too long beside the query; otherwise it is refused.
+        priority, timeout :
+            As of `embed`.
+
+        Raises
+        ------
+        InvalidRequestError
+            Names what is wrong; the model may have no classifier.  Other errors as of `embed`.
+        """
+        with self._serving() as parts:
+            return await parts.embeddings.rerank(
+                query, documents, Urgency(priority, timeout), truncate=truncate
+            )
+
+    async def classify(
+        self,
+        texts: Sequence[Prompt],
+        *,
+        truncate: bool = False,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> list[Classification]:
+        """What the model's classifier says of each text; arguments as of `embed`.
+
+        Raises
+        ------
+        InvalidRequestError
+            Names what is wrong; the model may have no classifier.  Other errors as of `embed`.
+        """
+        with self._serving() as parts:
+            return await parts.embeddings.classify(
+                texts, Urgency(priority, timeout), truncate=truncate
+            )
+
+    # --- Tokens ------------------------------------------------------------------------------
+    async def tokenize(
+        self, text: str, *, add_special: bool = True, parse_special: bool = False
+    ) -> list[int]:
+        """Token ids of `text`.
+
+        Parameters
+        ----------
+        add_special : bool
+            Add the beginning-of-sequence token where the model wants it.
+        parse_special : bool
+            Read the names of control tokens in the text as control tokens.
+
+        Raises
+        ------
+        InvalidArgumentError
+            Not a text, longer than 1 MiB, or with a lone surrogate.
+        """
+        with self._serving() as parts:
+            return await parts.input_processor.tokenize(
+                text, add_special=add_special, parse_special=parse_special
+            )
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids`; control tokens have none.
+
+        Raises
+        ------
+        InvalidArgumentError
+            Not a sequence of token ids.
+        """
+        with self._serving() as parts:
+            return await parts.input_processor.detokenize(token_ids)
+
+    async def pieces(self, token_ids: Sequence[int]) -> list[bytes]:
+        """The bytes that each of `token_ids` adds to a text; one may be part of a character.
+
+        Raises
+        ------
+        InvalidArgumentError
+            Not a sequence of token ids.
+        """
+        with self._serving() as parts:
+            return await parts.input_processor.pieces(token_ids)
+
+
+class Embedder(EmbeddingMethods):
+    """One llama.cpp model for vectors, rankings and classes alone.
+
+    As `Engine`, but without a context that generates: for an encoder, or to save the memory of one.
+    Use it with `async with`; arguments and errors are those of `Engine`.
+    """
+
+    _child_backend = "cllm.engine.llama.backend:LlamaEmbedderBackend"
+
+    def _make_backend(self, config: EngineConfig) -> Backend:
+        return LlamaEmbedderBackend(config)

@@ -1,0 +1,187 @@
+"""llama.cpp behind the `TextEncoder` protocol, and what stands for a decoder where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cllm.bindings import Batch, EmbeddingContext, Model
+from cllm.bindings.embedding_context import check_pooling, own_pooling
+from cllm.engine.config import N_TEXTS_MAX, EngineConfig
+from cllm.engine.embedding import EmbeddingInfo
+from cllm.errors import ContextError, InvalidBatchError
+
+# llama.cpp makes likelihoods of their scores.
+SOFTMAXED = ("qwen3", "qwen3vl")
+
+
+class LlamaTextEncoder:
+    """A `TextEncoder` over a context of its own, on the model that may generate too.
+
+    The context is made by `open`, in the thread that computes; its buffers cost memory that nobody
+    needs who embeds nothing.
+
+    Parameters
+    ----------
+    info : EmbeddingInfo
+    """
+
+    def __init__(self, model: Model, config: EngineConfig, info: EmbeddingInfo) -> None:
+        self._model = model
+        self._config = config
+        self._pooling = info.pooling
+        self.n_batch = config.n_ubatch
+        self.n_texts_max = min(N_TEXTS_MAX, config.n_ubatch)
+        self._context: EmbeddingContext | None = None
+        self._batch: Batch | None = None
+        self._is_aborted = self._is_stopping = False
+
+    def open(self) -> None:
+        """See `TextEncoder`."""
+        if self._context is None:
+            config = self._config
+            self._context = EmbeddingContext(
+                self._model,
+                n_batch=self.n_batch,
+                n_seq_max=self.n_texts_max,
+                pooling=self._pooling,
+                n_threads=config.compute_threads[1],
+                flash_attn=config.flash_attn,
+            )
+            self._batch = Batch(self.n_batch)
+            self._tell()
+
+    def compute(self, texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+        """See `TextEncoder`."""
+        self.open()
+        assert self._context is not None
+        assert self._batch is not None
+        self._batch.clear()
+        for seq_id, tokens in enumerate(texts):
+            self._batch.add(seq_id, list(tokens), 0)
+        return self._context.compute(self._batch)
+
+    def close(self) -> None:
+        """See `TextEncoder`."""
+        context, self._context = self._context, None
+        if context is not None:
+            context.close()
+
+    # --- Any thread --------------------------------------------------------------------------
+    def abort(self) -> None:
+        """Let the running batch return "aborted"."""
+        self._is_aborted = True
+        self._tell()
+
+    def allow(self) -> None:
+        """Compute again after an `abort`, unless everything is to stop."""
+        self._is_aborted = False
+        self._tell()
+
+    def stop(self) -> None:
+        """Let the running and every later batch return "aborted"."""
+        self._is_stopping = True
+        self._tell()
+
+    def _tell(self) -> None:
+        if (context := self._context) is not None:
+            context.set_abort(self._is_aborted or self._is_stopping)
+            if self._is_stopping:  # perhaps since a moment ago: looked at last
+                context.set_abort(True)
+
+
+def embedding_info(model: Model, config: EngineConfig) -> EmbeddingInfo | None:
+    """What the model does with texts; None where nothing says how it pools.
+
+    Raises
+    ------
+    InvalidArgumentError
+        The settings ask for a pooling that it cannot do.
+    """
+    try:
+        own = own_pooling(model)
+    except ContextError:
+        own = None
+    if config.pooling is None and own is None:
+        return None
+    if model.is_diffusion or (model.has_encoder and model.has_decoder):
+        return None
+    pooling = check_pooling(config.pooling, own)
+    vocabulary, is_classifier = model.vocab, pooling == "rank"
+    with_specials, plain = (vocabulary.tokenize("a", add_special=s) for s in (True, False))
+    n_before = next(
+        i for i in range(len(with_specials) + 1) if with_specials[i : i + len(plain)] == plain
+    )
+    between = [vocabulary.eos] if vocabulary.adds_eos else []
+    between += [vocabulary.sep] if vocabulary.adds_sep else []
+    return EmbeddingInfo(
+        pooling=pooling,
+        n_values=model.n_cls_out if is_classifier else model.n_embd_out,
+        n_tokens_max=min(config.n_ubatch, model.n_ctx_train),
+        labels=model.labels if is_classifier else (),
+        between=tuple(token for token in between if token is not None),
+        after=tuple(with_specials[n_before + len(plain) :]),
+        is_softmaxed=model.metadata_value("general.architecture") in SOFTMAXED,
+    )
+
+
+class NoDecoder:
+    """A `Decoder` of a model that generates nothing: it holds nothing, and is asked for nothing."""
+
+    n_batch = n_outputs_max = n_ctx_seq = 1
+    separates_prompts = False
+
+    def __init__(self, n_vocab: int) -> None:
+        self.n_vocab = n_vocab
+
+    def clear(self) -> None:
+        """There are no rows."""
+
+    def add(self, seq_id: int, tokens: list[int], p0: int, *, n_outputs: int) -> range:
+        """Refused."""
+        raise InvalidBatchError("llama_decode", -1, "the model generates nothing")
+
+    def decode(self) -> NDArray[np.float32]:
+        """Refused."""
+        raise InvalidBatchError("llama_decode", -1, "the model generates nothing")
+
+    def seq_rm(self, seq_id: int, p0: int | None = None, p1: int | None = None) -> bool:
+        """Nothing is there."""
+        return True
+
+    def seq_cp(
+        self, seq_id_src: int, seq_id_dst: int, p0: int | None = None, p1: int | None = None
+    ) -> None:
+        """Nothing is there."""
+
+    def seq_pos_min(self, seq_id: int) -> int | None:
+        """Nothing is there."""
+        return None
+
+    def seq_pos_max(self, seq_id: int) -> int | None:
+        """Nothing is there."""
+        return None
+
+    def state_seq_get_data(self, seq_id: int) -> bytes:
+        """Nothing is there."""
+        return b""
+
+    def state_seq_set_data(self, data: bytes, seq_id: int, *, n_positions: int) -> None:
+        """Nothing is kept."""
+
+    def rebuild(self) -> None:
+        """Nothing is there."""
+
+    def close(self) -> None:
+        """Nothing is there."""
+
+    def abort(self) -> None:
+        """Nothing runs."""
+
+    def allow(self) -> None:
+        """Nothing runs."""
+
+    def stop(self) -> None:
+        """Nothing runs."""

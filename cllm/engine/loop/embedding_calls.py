@@ -1,0 +1,372 @@
+"""EmbeddingCalls: from texts to vectors, as callers see it.  Event loop only.
+
+Texts are tokenized off the loop and checked before any is computed; the inference thread gets them in
+requests of bounded size, of which few wait there at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cllm.checks import INT32_MAX, check_bool, check_float, check_int, check_several
+from cllm.engine.chat.rank_prompt import RankPrompt
+from cllm.engine.embedding import (
+    Classification,
+    EmbeddingInfo,
+    EmbeddingRequest,
+    Embeddings,
+    Ranked,
+)
+from cllm.engine.loop.dispatcher import Dispatcher, OpenEmbedding
+from cllm.engine.loop.queue_gate import QueueGate
+from cllm.engine.loop.request_call import (
+    MAX_CHARACTERS_PER_TOKEN,
+    Prompt,
+    check_prompt,
+    new_request_id,
+)
+from cllm.engine.thread.worker_thread import WorkerThread
+from cllm.engine.vocabulary import EngineVocabulary
+from cllm.errors import InvalidRequestError
+
+N_TEXTS = 256  # of a request, and tokenized in one go
+N_AHEAD = 2  # requests of one call that wait on the inference thread
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Urgency:
+    """When texts are computed.
+
+    Attributes
+    ----------
+    priority : int
+    timeout : float or None
+        Seconds.
+    """
+
+    priority: int = 0
+    timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        check_int("priority", self.priority, -(2**31), INT32_MAX, InvalidRequestError)
+        if self.timeout is not None:
+            check_float("timeout", self.timeout, 0.0, 1e9, InvalidRequestError)
+
+
+class EmbeddingCalls:
+    """Texts of one model.
+
+    Parameters
+    ----------
+    check_serving : callable
+        The vocabulary, or why requests are not served; with `draining`, the last ones are enough.
+    tokenizer : WorkerThread
+    """
+
+    def __init__(
+        self,
+        check_serving: Callable[..., EngineVocabulary],
+        gate: QueueGate,
+        dispatcher: Dispatcher,
+        tokenizer: WorkerThread,
+    ) -> None:
+        self._check_serving = check_serving
+        self._gate = gate
+        self._dispatcher = dispatcher
+        self._tokenizer = tokenizer
+
+    # --- What callers ask for ------------------------------------------------------------------
+    async def embed(
+        self,
+        texts: Sequence[Prompt],
+        urgency: Urgency,
+        *,
+        normalize: bool,
+        dimensions: int | None,
+        truncate: bool,
+    ) -> Embeddings:
+        """See `Embedder.embeddings`."""
+        info = self._info(wants_scores=False)
+        check_bool("normalize", normalize, InvalidRequestError)
+        n_values = info.n_values
+        if dimensions is not None:
+            n_values = check_int("dimensions", dimensions, 1, n_values, InvalidRequestError)
+        computed = await self._compute("texts", texts, urgency, truncate=truncate)
+        vectors = computed.vectors[:, :n_values]
+        if normalize:
+            norms: NDArray[np.float32] = np.linalg.norm(vectors, axis=1, keepdims=True)
+            norms[norms == 0.0] = 1.0
+            vectors = vectors / norms
+        return Embeddings(np.ascontiguousarray(vectors), computed.n_tokens)
+
+    async def classify(
+        self, texts: Sequence[Prompt], urgency: Urgency, *, truncate: bool
+    ) -> list[Classification]:
+        """See `Embedder.classify`."""
+        info = self._info(wants_scores=True)
+        computed = await self._compute("texts", texts, urgency, truncate=truncate)
+        labels = info.labels or tuple(map(str, range(info.n_values)))
+        all_scores = _probabilities(info, computed.vectors).tolist()
+        return [
+            _classified(labels, scores, n_tokens)
+            for scores, n_tokens in zip(all_scores, computed.n_tokens, strict=True)
+        ]
+
+    async def rerank(
+        self, query: str, documents: Sequence[str], urgency: Urgency, *, truncate: bool
+    ) -> list[Ranked]:
+        """See `Embedder.rerank`."""
+        info = self._info(wants_scores=True)
+        column = _column_of_yes(info)
+        check_query(query, documents)
+        check_bool("truncate", truncate, InvalidRequestError)
+        with self._place():
+            pairs = await self._pairs(info, query, documents, truncate=truncate)
+            scores = await self._vectors(info, pairs, urgency)
+        return ranking(_probabilities(info, scores)[:, column].tolist(), list(map(len, pairs)))
+
+    async def rank_prompts(
+        self, template: str, query: str, documents: Sequence[str]
+    ) -> list[list[int]]:
+        """The tokens of the query with each document, for a model that writes yes or no."""
+        check_query(query, documents)
+        prompt = RankPrompt(template, self._check_serving())
+        return await self._tokenizer.run(lambda: prompt.tokens(query, documents))
+
+    # --- Steps ---------------------------------------------------------------------------------
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        """One place of the queue, however many texts there are."""
+        self._gate.enter()
+        is_served = False
+        try:
+            yield
+            is_served = True
+        finally:
+            self._gate.leave(is_served=is_served)
+
+    def _info(self, *, wants_scores: bool) -> EmbeddingInfo:
+        """What the model does with texts, if it is this."""
+        self._check_serving()
+        model = self._dispatcher.model
+        assert model is not None
+        info = model.embedding
+        if info is None:
+            limit = "mean, cls or last when the engine is started: the model's file names none"
+            raise InvalidRequestError("pooling", None, limit)
+        if info.is_classifier and not wants_scores:
+            limit = "one that computes embeddings: this one gives scores (rerank, classify)"
+            raise InvalidRequestError("model", model.name or model.path, limit)
+        if wants_scores and not info.is_classifier:
+            limit = "one with a classifier (pooling is rank): this one has none"
+            raise InvalidRequestError("model", model.name or model.path, limit)
+        return info
+
+    async def _compute(
+        self, field: str, texts: Sequence[Prompt], urgency: Urgency, *, truncate: bool
+    ) -> Embeddings:
+        """The vectors of texts as the model gives them."""
+        model = self._dispatcher.model
+        assert model is not None
+        assert model.embedding is not None
+        check_several(field, texts, "a sequence of texts", InvalidRequestError)
+        check_bool("truncate", truncate, InvalidRequestError)
+        with self._place():
+            tokens = await self._tokens(model.embedding, field, texts, truncate=truncate)
+            vectors = await self._vectors(model.embedding, tokens, urgency)
+        return Embeddings(vectors, tuple(map(len, tokens)))
+
+    async def _tokens(
+        self, info: EmbeddingInfo, field: str, texts: Sequence[Prompt], *, truncate: bool
+    ) -> list[Tokens]:
+        """The token ids of texts, all of them checked."""
+        vocabulary = self._check_serving(draining=True)
+        given = [check_prompt(text, f"{field}[{i}]") for i, text in enumerate(texts)]
+
+        def tokenize(first: int) -> list[Tokens]:
+            part = enumerate(given[first : first + N_TEXTS], first)
+            return [_tokens_of(vocabulary, info, f"{field}[{i}]", t, truncate) for i, t in part]
+
+        return await self._by_parts(len(given), tokenize)
+
+    async def _pairs(
+        self, info: EmbeddingInfo, query: str, documents: Sequence[str], *, truncate: bool
+    ) -> list[Tokens]:
+        """The token ids of the query with each document."""
+        vocabulary = self._check_serving(draining=True)
+        model = self._dispatcher.model
+        assert model is not None
+        prompt = model.rank_template and RankPrompt(model.rank_template, vocabulary)
+
+        def tokenize(first: int) -> list[Tokens]:
+            found = []
+            part = documents[first : first + N_TEXTS]
+            if prompt:
+                pairs = prompt.tokens(query, part)
+            else:
+                head = vocabulary.tokenize(query)
+                head = head[: len(head) - len(info.after)] if info.after else head
+                pairs = [
+                    [
+                        *head,
+                        *info.between,
+                        *vocabulary.tokenize(text, add_special=False),
+                        *info.after,
+                    ]
+                    for text in part
+                ]
+            for i, tokens in enumerate(pairs, first):
+                after = () if prompt else info.after
+                found.append(_fitting(tuple(tokens), info, after, f"documents[{i}]", truncate))
+            return found
+
+        for text, field in (
+            (query, "query"),
+            *((d, f"documents[{i}]") for i, d in enumerate(documents)),
+        ):
+            _check_characters(text, info, field, truncate)
+        return await self._by_parts(len(documents), tokenize)
+
+    async def _by_parts(
+        self, n_texts: int, tokenize: Callable[[int], list[Tokens]]
+    ) -> list[Tokens]:
+        """What `tokenize` makes of the texts from each first one on; others are served in between."""
+        found: list[Tokens] = []
+        for first in range(0, n_texts, N_TEXTS):
+            found += await self._tokenizer.run(partial(tokenize, first))
+        return found
+
+    async def _vectors(
+        self, info: EmbeddingInfo, texts: Sequence[Tokens], urgency: Urgency
+    ) -> NDArray[np.float32]:
+        """What the model computes of them, in their order."""
+        submitted_at = time.perf_counter()
+        deadline = None if urgency.timeout is None else submitted_at + urgency.timeout
+        rows: list[NDArray[np.float32]] = []
+        waiting: deque[OpenEmbedding] = deque()
+        try:
+            for first in range(0, len(texts), N_TEXTS):
+                if len(waiting) == N_AHEAD:
+                    rows.append(await waiting[0].vectors())
+                    waiting.popleft()
+                self._check_serving(draining=True)  # no await from here on: it is answered
+                request = EmbeddingRequest(
+                    request_id=f"embed-{new_request_id()}",
+                    serial=self._dispatcher.next_serial(),
+                    texts=tuple(texts[first : first + N_TEXTS]),
+                    priority=urgency.priority,
+                    submitted_at=submitted_at,
+                    deadline=deadline,
+                )
+                waiting.append(self._dispatcher.embed(request))
+            while waiting:
+                rows.append(await waiting[0].vectors())
+                waiting.popleft()
+        finally:
+            for left in waiting:
+                left.cancel()
+        return np.concatenate(rows) if rows else np.empty((0, info.n_values), np.float32)
+
+
+def check_query(query: object, documents: object) -> None:
+    """Refuse what is no query, or no documents."""
+    if not isinstance(query, str) or not query:
+        raise InvalidRequestError("query", query, "a text that is not empty")
+    check_several("documents", documents, "a sequence of texts", InvalidRequestError)
+    for i, document in enumerate(documents):  # type: ignore[arg-type, var-annotated]
+        if not isinstance(document, str) or not document:
+            raise InvalidRequestError(f"documents[{i}]", document, "a text that is not empty")
+
+
+def ranking(scores: Sequence[float], n_tokens: Sequence[int]) -> list[Ranked]:
+    """The best first; of equal ones, the first that was given."""
+    order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
+    return [Ranked(i, scores[i], n_tokens[i]) for i in order]
+
+
+def _tokens_of(
+    vocabulary: EngineVocabulary,
+    info: EmbeddingInfo,
+    field: str,
+    text: str | Tokens,
+    truncate: bool,
+) -> Tokens:
+    """One text as tokens that the model takes."""
+    if isinstance(text, str):
+        if not text:
+            raise InvalidRequestError(field, text, "a text that is not empty")
+        tokens = tuple(vocabulary.tokenize(_check_characters(text, info, field, truncate)))
+    else:
+        tokens = text
+        if tokens and max(tokens) >= vocabulary.n_tokens:
+            limit = f"token ids 0 to {vocabulary.n_tokens - 1}"
+            raise InvalidRequestError(field, max(tokens), limit)
+    if not tokens:
+        raise InvalidRequestError(field, "", "at least one token")
+    return _fitting(tokens, info, info.after if isinstance(text, str) else (), field, truncate)
+
+
+def _check_characters(text: str, info: EmbeddingInfo, field: str, truncate: bool) -> str:
+    """A text that is not far too long, before the time it takes to tokenize it."""
+    n_most = info.n_tokens_max * MAX_CHARACTERS_PER_TOKEN
+    if len(text) <= n_most:
+        return text
+    if truncate:
+        return text[:n_most]
+    raise _too_long(field, f"{len(text)} characters", info)
+
+
+def _fitting(
+    tokens: Tokens, info: EmbeddingInfo, after: Tokens, field: str, truncate: bool
+) -> Tokens:
+    """The tokens, cut before those that end a text if there are too many and that is allowed."""
+    n_most = info.n_tokens_max
+    if len(tokens) <= n_most:
+        return tokens
+    if not truncate:
+        raise _too_long(field, f"{len(tokens)} tokens", info)
+    n_after = min(len(after), n_most)
+    return tokens[: n_most - n_after] + after[len(after) - n_after :]
+
+
+def _too_long(field: str, value: str, info: EmbeddingInfo) -> InvalidRequestError:
+    limit = f"at most {info.n_tokens_max} tokens (n_ubatch, and what the model was trained for)"
+    return InvalidRequestError(field, value, limit)
+
+
+def _column_of_yes(info: EmbeddingInfo) -> int:
+    """Which of a classifier's scores says that a document is relevant."""
+    if info.n_values == 1:
+        return 0
+    if "yes" in info.labels:
+        return info.labels.index("yes")
+    limit = "one that ranks: of one score, or with a label 'yes' (classify has all of them)"
+    raise InvalidRequestError("model", f"a classifier of {info.n_values} labels", limit)
+
+
+def _probabilities(info: EmbeddingInfo, scores: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Of a single score its sigmoid; of several, softmax, where llama.cpp has not done that."""
+    values = scores.astype(np.float64)
+    if info.is_softmaxed:
+        return values
+    if values.shape[1] == 1:
+        return 1.0 / (1.0 + np.exp(-np.clip(values, -700.0, 700.0)))
+    powers: NDArray[np.float64] = np.exp(values - values.max(axis=1, keepdims=True))
+    sums: NDArray[np.float64] = powers.sum(axis=1, keepdims=True)
+    return powers / sums
+
+
+def _classified(labels: Sequence[str], scores: Sequence[float], n_tokens: int) -> Classification:
+    by_label = dict(zip(labels, scores, strict=True))
+    best = max(by_label, key=by_label.__getitem__)
+    return Classification(best, by_label[best], by_label, n_tokens)

@@ -1,0 +1,147 @@
+"""FakeTextEncoder: a `TextEncoder` without libllama, for tests of everything above it.
+
+Texts that share words have vectors that point alike, so that a search finds what a reader would expect.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cllm.errors import DecodeFailedError, InvalidArgumentError
+
+N_VALUES = 64
+N_GRAM = 3
+ABORTED = 2
+SEPARATOR = 256  # `FakeVocabulary.BEGIN`: between a query and a document
+
+TextFault = Exception | Literal["nan"]
+
+
+class FakeTextEncoder:
+    """Vectors of byte trigrams, or how many of them a query and a document share.
+
+    Parameters
+    ----------
+    n_batch, n_texts_max : int
+        Tokens, and texts, of a batch.
+    is_classifier : bool
+        Gives one score of a text instead of a vector.
+    faults : mapping, optional
+        What happens instead at the n-th batch, counted from 1 as in `n_batches`: an exception is raised;
+        "nan": all vectors of the batch are NaN.
+    poison : callable, optional
+        Asked for each text (its tokens) of every batch: the fault of the whole batch, or None.
+    latency_s : float
+        Seconds that a batch takes, which `abort` ends.
+
+    Attributes
+    ----------
+    batches : list of tuple
+        The texts of each, as tokens.
+    n_opened : int
+        Times that it was made ready.
+    open_fault : Exception or None
+        What `open` raises.
+    """
+
+    def __init__(
+        self,
+        *,
+        n_batch: int = 512,
+        n_texts_max: int = 64,
+        is_classifier: bool = False,
+        faults: Mapping[int, TextFault] | None = None,
+        poison: Callable[[Sequence[int]], TextFault | None] | None = None,
+        latency_s: float = 0.0,
+    ) -> None:
+        self.n_batch, self.n_texts_max = n_batch, n_texts_max
+        self.is_classifier = is_classifier
+        self.faults = dict(faults or {})
+        self.poison = poison
+        self.latency_s = latency_s
+        self.batches: list[tuple[tuple[int, ...], ...]] = []
+        self.n_opened = 0
+        self.open_fault: Exception | None = None
+        self._is_open = self._is_stopping = False
+        self._aborted = threading.Event()
+
+    @property
+    def n_values(self) -> int:
+        """Numbers of a vector."""
+        return 1 if self.is_classifier else N_VALUES
+
+    def open(self) -> None:
+        """See `TextEncoder`."""
+        if self._is_open:
+            return
+        if self.open_fault is not None:
+            raise self.open_fault
+        self._is_open = True
+        self.n_opened += 1
+
+    def compute(self, texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+        """See `TextEncoder`."""
+        if not self._is_open:
+            raise InvalidArgumentError("encoder", "closed", "open")
+        n_tokens = sum(map(len, texts))
+        if not 1 <= n_tokens <= self.n_batch or len(texts) > self.n_texts_max or not all(texts):
+            limit = f"1 to {self.n_batch} tokens of 1 to {self.n_texts_max} texts"
+            raise InvalidArgumentError("texts", f"{n_tokens} tokens of {len(texts)}", limit)
+        self.batches.append(tuple(map(tuple, texts)))
+        fault = self.faults.get(len(self.batches))
+        if self.poison is not None and fault is None:
+            fault = next(filter(None, map(self.poison, texts)), None)
+        if self._aborted.wait(self.latency_s):
+            raise DecodeFailedError("llama_encode", ABORTED, "aborted")
+        if isinstance(fault, Exception):
+            raise fault
+        make = overlap_of if self.is_classifier else vector_of
+        vectors = np.array([make(text) for text in texts], np.float32)
+        return np.full_like(vectors, np.nan) if fault == "nan" else vectors
+
+    def close(self) -> None:
+        """See `TextEncoder`."""
+        self._is_open = False
+
+    def abort(self) -> None:
+        """Let the running batch return "aborted"."""
+        self._aborted.set()
+
+    def allow(self) -> None:
+        """Compute again after an `abort`, unless everything is to stop."""
+        if not self._is_stopping:
+            self._aborted.clear()
+
+    def stop(self) -> None:
+        """Let the running and every later batch return "aborted"."""
+        self._is_stopping = True
+        self._aborted.set()
+
+
+def vector_of(tokens: Sequence[int]) -> list[float]:
+    """The vector of a text."""
+    vector = [0.0] * N_VALUES
+    for gram, n in _grams(tokens).items():
+        value = zlib.crc32(gram)
+        vector[value % N_VALUES] += n if value & 1024 else -n
+    return vector
+
+
+def overlap_of(tokens: Sequence[int]) -> list[float]:
+    """How much a document has of a query: from -4, nothing, to 4."""
+    place = tokens.index(SEPARATOR) if SEPARATOR in tokens else len(tokens)
+    query, document = _grams(tokens[:place]), _grams(tokens[place + 1 :])
+    n_shared = (query & document).total()
+    return [8.0 * n_shared / max(1, query.total()) - 4.0]
+
+
+def _grams(tokens: Sequence[int]) -> Counter[bytes]:
+    text = b" " + bytes(token for token in tokens if token < SEPARATOR) + b" "
+    return Counter(text[i : i + N_GRAM] for i in range(len(text) - N_GRAM + 1))

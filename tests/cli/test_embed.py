@@ -1,0 +1,78 @@
+"""`cllm embed`: vectors of arguments and of lines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.cli.children import run_cllm
+
+MEAN = ("--pooling", "mean")
+TEXTS = ["one", "two words", "你好"]
+
+
+def rows_of(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_each_text_is_a_line_of_json() -> None:
+    done = run_cllm("embed", *TEXTS, *MEAN)
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = rows_of(done.stdout)
+    assert [(row["index"], row["text"]) for row in rows] == list(enumerate(TEXTS))
+    vectors = np.array([row["embedding"] for row in rows])
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1.0, rtol=1e-5)
+
+
+def test_an_array_has_the_same_numbers(tmp_path: Path) -> None:
+    lines = "".join(f"line {i}\n" for i in range(1100))
+    path = tmp_path / "vectors"
+    done = run_cllm("embed", "first", "-", "-o", str(path), *MEAN, input=lines)
+    assert done.returncode == 0
+    assert done.stdout == ""
+    assert "1,101 vectors" in done.stderr
+    vectors = np.load(path)
+    assert vectors.dtype == np.float32
+    assert vectors.shape[0] == 1101
+    (row,) = rows_of(run_cllm("embed", "line 1099", *MEAN).stdout)
+    np.testing.assert_allclose(vectors[-1], row["embedding"], atol=1e-3)
+
+
+def test_vectors_may_be_cut_and_left_as_they_are() -> None:
+    (raw,) = rows_of(run_cllm("embed", "one", "--no-normalize", *MEAN).stdout)
+    (cut,) = rows_of(run_cllm("embed", "one", "--dimensions", "4", *MEAN).stdout)
+    first = np.array(raw["embedding"])[:4]
+    np.testing.assert_allclose(cut["embedding"], first / np.linalg.norm(first), rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text", "said"),
+    [
+        (("-",), "one\n\nthree\n", "text 2 is '', must be a text that is not empty"),
+        (("x" * 600,), "", "text 1 is '601 tokens', must be at most 512"),
+        (("one", "--dimensions", "0"), "", "dimensions is 0, must be 1 to"),
+        (("one", "-o", "/nowhere/file"), "", "cannot write /nowhere/file"),
+    ],
+)
+def test_what_cannot_be_embedded_is_one_line_and_exit_code_1(
+    arguments: tuple[str, ...], text: str, said: str
+) -> None:
+    done = run_cllm("embed", *arguments, *MEAN, input=text)
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_model_that_is_not_told_how_to_pool_says_so() -> None:
+    done = run_cllm("embed", "one")
+    assert done.returncode == 1
+    assert "pooling is None, must be mean, cls or last" in done.stderr
+
+
+def test_a_long_text_is_cut_where_that_is_asked_for() -> None:
+    (row,) = rows_of(run_cllm("embed", "x" * 600, "--truncate", *MEAN).stdout)
+    assert row["index"] == 0
