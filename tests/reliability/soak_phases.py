@@ -49,6 +49,16 @@ N_SHOWN = 20
 LIKENESS = 0.9999  # the last digits of a vector depend on its company
 
 
+def _no_times() -> array[float]:
+    """By name, and not a lambda: a ledger goes from a process to another."""
+    return array("f")
+
+
+def _times() -> defaultdict[tuple[str, int], array[float]]:
+    """Of each phase and third."""
+    return defaultdict(_no_times)
+
+
 @dataclass
 class Ledger:
     """What happened, and what was wrong; small, however long it goes on.
@@ -81,12 +91,8 @@ class Ledger:
     faults: Counter[str] = field(default_factory=Counter)
     n_contexts_due: int = 0
     wrong: list[str] = field(default_factory=list)
-    ttft_s: dict[tuple[str, int], array[float]] = field(
-        default_factory=lambda: defaultdict(lambda: array("f"))
-    )
-    total_s: dict[tuple[str, int], array[float]] = field(
-        default_factory=lambda: defaultdict(lambda: array("f"))
-    )
+    ttft_s: dict[tuple[str, int], array[float]] = field(default_factory=_times)
+    total_s: dict[tuple[str, int], array[float]] = field(default_factory=_times)
     third: int = 0
     is_timed: bool = True
     where: str = ""
