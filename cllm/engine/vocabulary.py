@@ -44,6 +44,12 @@ class ChatVocabulary(Protocol):
     def tokenize_inside(self, text: str, *, parse_special: bool = False) -> list[int]: ...
 
 
+class RankVocabulary(ChatVocabulary, Protocol):
+    """For rankings: a text of which the end is left out."""
+
+    def join(self, tokens: Sequence[int]) -> bytes: ...
+
+
 class GuidanceVocabulary(Protocol):
     """For structured output by llguidance, from a worker thread."""
 
@@ -55,11 +61,10 @@ class GuidanceVocabulary(Protocol):
     def tokenize_inside(self, text: str) -> list[int]: ...
 
 
-class EngineVocabulary(ChatVocabulary, GuidanceVocabulary, Protocol):
+class EngineVocabulary(RankVocabulary, GuidanceVocabulary, Protocol):
     """All of it."""
 
     @property
     def path(self) -> str: ...
     @property
     def prefixes_space(self) -> bool: ...
-    def join(self, tokens: Sequence[int]) -> bytes: ...

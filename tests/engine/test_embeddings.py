@@ -281,6 +281,17 @@ async def test_what_cannot_be_ranked_is_refused_by_name(
         assert engine.encoder.batches == []
 
 
+async def test_a_document_that_is_too_long_may_be_cut_and_a_query_may_not() -> None:
+    async with FakeEngine(pooling="rank", n_ubatch=32) as engine:
+        ranked = await engine.rerank("the query", ["x" * 100_000, "the"], truncate=True)
+        assert {each.index: each.n_tokens for each in ranked} == {0: 32, 1: 13}
+        for truncate in (False, True):
+            with pytest.raises(InvalidRequestError) as caught:
+                await engine.rerank("q" * 40, ["a"], truncate=truncate)
+            assert caught.value.field == ("query" if truncate else "documents[0]")
+        assert (await engine.rerank("the query", ["the"]))[0].n_tokens == 13
+
+
 async def test_a_model_without_a_classifier_neither_ranks_nor_classifies() -> None:
     async with FakeEngine() as engine:
         for call in (engine.rerank("a", ["b"]), engine.classify(["a"])):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from functools import cached_property
 
 from cllm.engine.chat.control_tokens import ControlTokens, tokens_of
-from cllm.engine.vocabulary import ChatVocabulary
+from cllm.engine.vocabulary import RankVocabulary
 
 # Its name among the chat templates of a model's file.
 RANK_TEMPLATE = "rerank"
@@ -29,7 +28,7 @@ class RankPrompt:
     template : str
     """
 
-    def __init__(self, template: str, vocabulary: ChatVocabulary) -> None:
+    def __init__(self, template: str, vocabulary: RankVocabulary) -> None:
         self._template = template
         self._vocabulary = vocabulary
 
@@ -37,17 +36,32 @@ class RankPrompt:
     def _names(self) -> ControlTokens:
         return ControlTokens(self._vocabulary.control_names())
 
-    def tokens(self, query: str, documents: Sequence[str]) -> list[list[int]]:
-        """Of the query with each document.
+    def tokens(self, query: str, document: str, n_most: int | None = None) -> list[int]:
+        """Of the query with a document.
+
+        Parameters
+        ----------
+        n_most : int, optional
+            Of more tokens than that, the end of the document is left out.
 
         Raises
         ------
         InvalidRequestError
             A text that leaves no character which could keep it apart from control tokens.
         """
-        return [self._of({"query": query, "document": document}) for document in documents]
+        tokens = self._of(query, document)
+        if n_most is None or len(tokens) <= n_most:
+            return tokens
+        vocabulary = self._vocabulary
+        own = vocabulary.tokenize_inside(document)
+        # Cut, the text may have another token or two.
+        while len(tokens) > n_most and own:
+            del own[max(0, len(own) - (len(tokens) - n_most)) :]
+            tokens = self._of(query, vocabulary.join(own).decode("utf-8", "ignore"))
+        return tokens
 
-    def _of(self, given: dict[str, str]) -> list[int]:
+    def _of(self, query: str, document: str) -> list[int]:
+        given = {"query": query, "document": document}
         guard = self._names.guard(given, self._template)
         marked = guard.marked(given)
         text = PLACES.sub(lambda place: marked[place[1]], self._template)

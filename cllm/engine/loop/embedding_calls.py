@@ -141,7 +141,9 @@ class EmbeddingCalls:
         """The tokens of the query with each document, for a model that writes yes or no."""
         check_query(query, documents)
         prompt = RankPrompt(template, self._check_serving())
-        return await self._tokenizer.run(lambda: prompt.tokens(query, documents))
+        return await self._tokenizer.run(
+            lambda: [prompt.tokens(query, document) for document in documents]
+        )
 
     # --- Steps ---------------------------------------------------------------------------------
     @contextmanager
@@ -206,36 +208,27 @@ class EmbeddingCalls:
         vocabulary = self._check_serving(draining=True)
         model = self._dispatcher.model
         assert model is not None
-        prompt = model.rank_template and RankPrompt(model.rank_template, vocabulary)
+        _check_characters(query, info, "query", truncate=False)
+        texts = [
+            _check_characters(text, info, f"documents[{i}]", truncate)
+            for i, text in enumerate(documents)
+        ]
+        pair_of = _by_tokens(vocabulary, info, query)
+        if model.rank_template is not None:
+            prompt = RankPrompt(model.rank_template, vocabulary)
+            pair_of = partial(prompt.tokens, query)
 
         def tokenize(first: int) -> list[Tokens]:
-            found = []
-            part = documents[first : first + N_TEXTS]
-            if prompt:
-                pairs = prompt.tokens(query, part)
-            else:
-                head = vocabulary.tokenize(query)
-                head = head[: len(head) - len(info.after)] if info.after else head
-                pairs = [
-                    [
-                        *head,
-                        *info.between,
-                        *vocabulary.tokenize(text, add_special=False),
-                        *info.after,
-                    ]
-                    for text in part
-                ]
-            for i, tokens in enumerate(pairs, first):
-                after = () if prompt else info.after
-                found.append(_fitting(tuple(tokens), info, after, f"documents[{i}]", truncate))
-            return found
+            n_most = info.n_tokens_max if truncate else None
+            pairs: list[Tokens] = []
+            for i, text in enumerate(texts[first : first + N_TEXTS], first):
+                pairs.append(tuple(pair_of(text, n_most)))
+                if len(pairs[-1]) > info.n_tokens_max:
+                    field = "query" if truncate else f"documents[{i}]"
+                    raise _too_long(field, f"{len(pairs[-1])} tokens with both", info)
+            return pairs
 
-        for text, field in (
-            (query, "query"),
-            *((d, f"documents[{i}]") for i, d in enumerate(documents)),
-        ):
-            _check_characters(text, info, field, truncate)
-        return await self._by_parts(len(documents), tokenize)
+        return await self._by_parts(len(texts), tokenize)
 
     async def _by_parts(
         self, n_texts: int, tokenize: Callable[[int], list[Tokens]]
@@ -314,6 +307,23 @@ def _tokens_of(
     if not tokens:
         raise InvalidRequestError(field, "", "at least one token")
     return _fitting(tokens, info, info.after if isinstance(text, str) else (), field, truncate)
+
+
+def _by_tokens(
+    vocabulary: EngineVocabulary, info: EmbeddingInfo, query: str
+) -> Callable[[str, int | None], Sequence[int]]:
+    """Makes one text of the query and a document, as classifiers are trained; perhaps with less of it."""
+
+    def pair_of(document: str, n_most: int | None) -> Sequence[int]:
+        head = vocabulary.tokenize(query)
+        del head[len(head) - len(info.after) :]
+        head += info.between
+        tokens = vocabulary.tokenize(document, add_special=False)
+        if n_most is not None:
+            del tokens[max(0, n_most - len(head) - len(info.after)) :]
+        return [*head, *tokens, *info.after]
+
+    return pair_of
 
 
 def _check_characters(text: str, info: EmbeddingInfo, field: str, truncate: bool) -> str:
