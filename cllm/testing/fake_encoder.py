@@ -31,6 +31,8 @@ class FakeTextEncoder:
     ----------
     n_batch, n_texts_max : int
         Tokens, and texts, of a batch.
+    n_batch_target : int, optional
+        Tokens of a batch of more than one text; `n_batch` if None.
     is_classifier : bool
         Gives one score of a text instead of a vector.
     faults : mapping, optional
@@ -56,12 +58,14 @@ class FakeTextEncoder:
         *,
         n_batch: int = 512,
         n_texts_max: int = 64,
+        n_batch_target: int | None = None,
         is_classifier: bool = False,
         faults: Mapping[int, TextFault] | None = None,
         poison: Callable[[Sequence[int]], TextFault | None] | None = None,
         latency_s: float = 0.0,
     ) -> None:
         self.n_batch, self.n_texts_max = n_batch, n_texts_max
+        self.n_batch_target = n_batch if n_batch_target is None else n_batch_target
         self.is_classifier = is_classifier
         self.faults = dict(faults or {})
         self.poison = poison

@@ -226,13 +226,15 @@ class EmbeddingCore:
             if budget_s is not None and self._saved_s < cost_s:
                 return []
             n_affordable = shortest
-        n_left, n_texts_max = min(self.encoder.n_batch, n_affordable), self.encoder.n_texts_max
-        texts: list[_Text] = []
-        while requests and len(texts) < n_texts_max:
+        encoder = self.encoder
+        n_left, texts = min(encoder.n_batch, n_affordable), list[_Text]()
+        while requests and len(texts) < encoder.n_texts_max:
             taking, requests = requests, []
             for request in taking:
-                taken = request.take_longest(n_left) if len(texts) < n_texts_max else None
+                taken = request.take_longest(n_left) if len(texts) < encoder.n_texts_max else None
                 if taken is not None:
+                    if not texts:
+                        n_left = min(n_left, encoder.n_batch_target)
                     texts.append(taken)
                     n_left -= len(taken.tokens)
                     requests.append(request)

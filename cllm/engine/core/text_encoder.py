@@ -16,9 +16,12 @@ class TextEncoder(Protocol):
     ----------
     n_batch, n_texts_max : int
         Tokens, and texts, of a batch.
+    n_batch_target : int
+        Tokens that a batch gets if it has more than one text: more would make each slower.
     """
 
     n_batch: int
+    n_batch_target: int
     n_texts_max: int
 
     def open(self) -> None:

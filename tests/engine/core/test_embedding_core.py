@@ -119,6 +119,15 @@ def test_long_texts_go_first_and_short_ones_fill_the_batch() -> None:
     assert bench.tick() == [60, 20, 10]
 
 
+def test_a_text_longer_than_a_good_batch_is_one_alone_and_others_are_together_up_to_it() -> None:
+    bench = Bench(FakeTextEncoder(n_batch=100, n_batch_target=40))
+    bench.warm()
+    bench.add("a", ["l" * 70, "m" * 30, "s" * 10, "s" * 5])
+    assert bench.tick() == [70]
+    assert bench.tick() == [30, 10]
+    assert bench.tick() == [5]
+
+
 def test_no_batch_has_more_texts_than_the_encoder_takes() -> None:
     bench = Bench(FakeTextEncoder(n_texts_max=3))
     bench.add("a", ["x"] * 8)
