@@ -10,7 +10,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -25,6 +25,9 @@ N_TAIL = 4096  # bytes that hold the last event, with its usage
 N_FAILURE = 300  # bytes of a failure that are kept
 USAGE = re.compile(rb'"completion_tokens":\s*(\d+)')
 FINISH_REASON = re.compile(rb'"finish_reason":\s*"(\w+)"')
+
+LENGTH = re.compile(rb"(?i)\r\ncontent-length: *(\d+)")
+LAST_CHUNK = b"\r\n0\r\n\r\n"
 
 Clock = Callable[[], float]
 
@@ -45,6 +48,8 @@ class Answer:
         What was wrong, or ended it early.
     received : bytearray or None
         The body as it came, if it is wanted: see `text`.
+    n_bytes : int or None
+        Of the body, where its head says so.
     """
 
     status: int = 0
@@ -56,6 +61,7 @@ class Answer:
     finish_reason: str = ""
     failure: str = ""
     received: bytearray | None = None
+    n_bytes: int | None = None
 
     def text(self) -> str:
         """What a chat has said, of what was received."""
@@ -126,6 +132,9 @@ async def read_answer(reader: asyncio.StreamReader, answer: Answer, clock: Clock
             answer.arrivals.pop()
 
 
+ReadBody = Callable[[asyncio.StreamReader, Answer], Awaitable[None]]
+
+
 class Connection:
     """One connection, kept alive from request to request.
 
@@ -156,7 +165,16 @@ class Connection:
         answer : Answer, optional
             Filled as it comes, for whoever looks on.
         """
-        answer = Answer() if answer is None else answer
+
+        async def read(reader: asyncio.StreamReader, answer: Answer) -> None:
+            await read_answer(reader, answer, self._clock)
+
+        return await self._ask(body, Answer() if answer is None else answer, path, read)
+
+    async def _ask(
+        self, body: Mapping[str, Any], answer: Answer, path: str, read: ReadBody
+    ) -> Answer:
+        """Send a request, and let `read` have what follows a head that says 200."""
         data = json.dumps(body).encode()
         head = (
             f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
@@ -166,7 +184,7 @@ class Connection:
             async with asyncio.timeout(self._timeout_s):
                 reader = await self._send(head.encode() + data, answer)
                 if answer.status == 200:
-                    await read_answer(reader, answer, self._clock)
+                    await read(reader, answer)
                 else:
                     content = (await reader.read(N_FAILURE)).decode("utf-8", "replace")
                     answer.failure = f"status {answer.status}: {content}"
@@ -177,6 +195,18 @@ class Connection:
             if not answer.is_complete:
                 self.close()
         return answer
+
+    async def fetch(self, body: Mapping[str, Any], *, path: str) -> Answer:
+        """Ask, and read an answer that comes in one piece."""
+
+        async def read(reader: asyncio.StreamReader, answer: Answer) -> None:
+            if answer.n_bytes is not None:
+                answer.received = bytearray(await reader.readexactly(answer.n_bytes))
+            else:
+                answer.received = bytearray(unchunked(await reader.readuntil(LAST_CHUNK)))
+            answer.finish_reason = "whole"
+
+        return await self._ask(body, Answer(), path, read)
 
     async def _send(self, request: bytes, answer: Answer) -> asyncio.StreamReader:
         """Send a request, and read the head of its answer."""
@@ -197,6 +227,7 @@ class Connection:
                     raise
             else:
                 answer.status = int(head[9:12])
+                answer.n_bytes = int(size[1]) if (size := LENGTH.search(head)) else None
                 return reader
             self.close()
 

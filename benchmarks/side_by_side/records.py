@@ -32,7 +32,7 @@ class Record:
     Attributes
     ----------
     measurement : str
-        The letter of its part: "a" to "i", "r".
+        The letter of its part: "a" to "i", "r", "v".
     model : str
         `name/file type`.
     case : str

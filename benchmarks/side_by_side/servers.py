@@ -77,6 +77,7 @@ def llama_server(setup: Setup, port: int, peers: Peers) -> ServerPeer:
         *("-c", str(setup.n_ctx), "-np", str(setup.n_seq_max), "--kv-unified"),
         *("-b", str(setup.n_batch), "-ub", str(setup.n_ubatch), "--no-webui"),
         *("-t", str(setup.n_threads), "-tb", str(setup.n_threads), "--log-disable"),
+        *(("--embedding",) if setup.embeds else ()),
     )
     return ServerPeer(LLAMA_SERVER, health, "", command)
 
@@ -98,6 +99,7 @@ def python_server(setup: Setup, port: int, peers: Peers) -> ServerPeer:
             "threads": setup.n_threads,
             "threads_batch": setup.n_threads,
             "kv_unified": True,
+            "embedding": setup.embeds,
         },
     }
     command = (str(peers.python), str(peers.example_server), "-C", "/dev/stdin")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -25,7 +24,7 @@ def xllamacpp_rate(peers: Peers, setup: Setup, n_prompt: int, n_output: int) -> 
 
 
 def _rate(peers: Peers, script: str, setup: Setup, n_prompt: int, n_output: int) -> float:
-    given = dataclasses.asdict(setup) | {
+    given = setup.context_options | {
         "model": str(setup.model),
         "prompt": prompt_of("0", n_prompt),
         "n_output": n_output,

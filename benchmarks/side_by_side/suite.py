@@ -1,4 +1,4 @@
-"""The measurements a to i and r: which peers take turns at what, and with which sizes."""
+"""The measurements a to i, r and v: which peers take turns at what, and with which sizes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from benchmarks.side_by_side import (
+    embedding,
     engine_loop,
     footprint,
     http_loop,
@@ -51,7 +52,13 @@ from benchmarks.side_by_side.targets import (
     WIDTHS,
     sequences,
 )
-from benchmarks.side_by_side.workload import REAL_MODEL, Setup, cells_for, model_path
+from benchmarks.side_by_side.workload import (
+    EMBEDDING_MODEL,
+    REAL_MODEL,
+    Setup,
+    cells_for,
+    model_path,
+)
 
 N_PROMPT = 64
 N_TRIES = 2  # of a turn, if the machine is disturbed
@@ -97,7 +104,8 @@ class Options:
 
     def setup(self, model: str, n_ctx: int, n_seq_max: int) -> Setup:
         """The settings of one case."""
-        return Setup(model_path(model), self.n_threads, n_ctx, n_seq_max)
+        embeds = model == EMBEDDING_MODEL
+        return Setup(model_path(model), self.n_threads, n_ctx, n_seq_max, embeds=embeds)
 
     def widths(self, widths: Sequence[int]) -> Sequence[int]:
         """Some of them, or all."""
@@ -298,4 +306,5 @@ MEASUREMENTS: Mapping[str, Callable[[Options], Iterator[Record]]] = {
     "h": measure_h,
     "i": measure_i,
     "r": _http_part("r", real_chats, REAL_MODEL),
+    "v": _http_part("v", embedding, EMBEDDING_MODEL),
 }

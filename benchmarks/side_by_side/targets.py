@@ -8,6 +8,7 @@ from functools import partial
 from typing import Literal
 
 from benchmarks.side_by_side import (
+    embedding,
     http_loop,
     joining,
     overflow,
@@ -27,7 +28,7 @@ from benchmarks.side_by_side.records import (
     spread,
     values_of,
 )
-from benchmarks.side_by_side.workload import REAL_MODEL, clients
+from benchmarks.side_by_side.workload import EMBEDDING_MODEL, REAL_MODEL, clients
 
 MODEL = "qwen3-0.6b/Q4_K_M"
 SMALL_MODEL = "two-layer/F16"
@@ -233,6 +234,21 @@ def _load() -> Iterator[Target]:
             )
 
 
+def _texts() -> Iterator[Target]:
+    served = partial(Target, measurement="v", model=EMBEDDING_MODEL, peer=CLLM_SERVE)
+    for sizes in embedding.FULL:
+        for mark, rival in (("", LLAMA_SERVER), ("p", PYTHON_SERVER)):
+            yield served(
+                key=f"v{sizes.n_clients}{mark}",
+                text=f"vectors: throughput, {sizes.case}",
+                case=sizes.case,
+                metric="tokens_per_s",
+                against=rival,
+                relation=">=",
+                bound=2.0 if sizes.n_clients == 64 else 1.0,
+            )
+
+
 def _chats() -> Iterator[Target]:
     served = partial(
         Target, measurement="r", model=REAL_MODEL, peer=CLLM_SERVE, against=LLAMA_SERVER
@@ -283,7 +299,7 @@ def _process() -> Iterator[Target]:
 
 TARGETS = tuple(
     sorted(
-        [*_decode(), *_http(), *_load(), *_chats(), *_process()],
+        [*_decode(), *_http(), *_load(), *_chats(), *_texts(), *_process()],
         key=lambda target: target.measurement,
     )
 )

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from benchmarks.measure import TEXT_TOKENS
-from tools import make_model, real_model
+from tools import make_model, real_encoder, real_model
 
 REAL_MODEL = "SmolLM2-135M-Instruct/Q4_1"
+EMBEDDING_MODEL = "all-MiniLM-L6-v2/F16"
 
 
 @dataclass(frozen=True)
@@ -24,18 +25,28 @@ class Setup:
     n_seq_max: int
     n_batch: int = 512
     n_ubatch: int = 512
+    embeds: bool = False  # texts alone
+
+    @property
+    def context_options(self) -> dict[str, Any]:
+        """They by the names that llama.cpp has for them, with the model."""
+        options = dataclasses.asdict(self)
+        del options["embeds"]
+        return options
 
     @property
     def engine_options(self) -> dict[str, Any]:
         """They as options of `cllm.Engine`."""
-        return {**dataclasses.asdict(self), "n_threads_batch": self.n_threads}
+        return {**self.context_options, "n_threads_batch": self.n_threads}
 
 
 def model_path(name: str) -> Path:
-    """A random-weight model by name and file type, `qwen3-0.6b/Q4_K_M`, or the real one."""
+    """A random-weight model by name and file type, `qwen3-0.6b/Q4_K_M`, or a real one."""
     if name == REAL_MODEL:
         return real_model.fetch()
     model, file_type = name.split("/")
+    if name == EMBEDDING_MODEL:
+        return real_encoder.fetch(file_type)
     return make_model.ensure(model, cast(make_model.FileType, file_type))
 
 

@@ -1,0 +1,102 @@
+"""v: clients in a closed loop, each of which asks for the vector of one text, and for the next."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from dataclasses import dataclass
+
+from benchmarks.side_by_side.http_client import Answer, Connection
+from benchmarks.side_by_side.http_load import (
+    Outcome,
+    connected,
+    failures_of,
+    in_ms,
+    run_clients,
+    total_s,
+)
+from benchmarks.side_by_side.workload import clients
+
+PATH = "/v1/embeddings"
+N_WORDS = (14, 254)  # each of which is a token, with one before and one behind them
+WORDS = (
+    "river", "lamp", "winter", "orange", "morning", "glass", "music", "letter", "garden", "bridge",
+    "yellow", "quiet", "engine", "island", "paper", "coffee", "window", "mountain", "silver",
+    "button", "forest", "candle", "market", "thunder", "village", "harbour",
+)  # fmt: skip
+USAGE = re.compile(rb'"prompt_tokens":\s*(\d+)')
+
+
+@dataclass(frozen=True)
+class TextSizes:
+    """How many clients, and what each asks.
+
+    Attributes
+    ----------
+    n_each : int
+        Requests of one client.
+    """
+
+    n_clients: int
+    n_each: int
+
+    @property
+    def case(self) -> str:
+        """The same words for every peer."""
+        return clients(self.n_clients)
+
+    @property
+    def n_seq_max(self) -> int:
+        """So that no client waits for a place."""
+        return self.n_clients
+
+    @property
+    def n_ctx(self) -> int:
+        """So that all fit at once."""
+        return 512 * self.n_clients
+
+
+FULL = (TextSizes(1, 96), TextSizes(8, 48), TextSizes(64, 16))
+QUICK = (TextSizes(1, 16), TextSizes(8, 8), TextSizes(64, 2))
+
+
+def text_of(seed: str) -> str:
+    """A text that is the same for every peer."""
+    draw = random.Random(seed)
+    return " ".join(draw.choices(WORDS, k=draw.randint(*N_WORDS)))
+
+
+async def measure(port: int, peer: str, sizes: TextSizes, seed: str = "") -> Outcome:
+    """Tokens of texts by the time from the first send to the last end, warm-up excluded."""
+    answers: list[Answer] = []
+
+    def body(name: str) -> dict[str, str]:
+        return {"model": "model", "input": text_of(f"{seed} {name}")}
+
+    async def client(number: int, connection: Connection) -> None:
+        for index in range(sizes.n_each):
+            asked = body(f"{sizes.n_clients} {number} {index}")
+            answers.append(await connection.fetch(asked, path=PATH))
+
+    async with connected(port, 1) as (connection,):
+        for index in range(4):
+            await connection.fetch(body(f"warm-up {index}"), path=PATH)
+    await run_clients(port, sizes.n_clients, client)
+    done = [answer for answer in answers if answer.is_complete]
+    metrics = {
+        "tokens_per_s": sum(map(_n_tokens, done)) / total_s(answers),
+        **in_ms("request", [answer.took_s for answer in done]),
+        "n_failed": len(answers) - len(done),
+    }
+    return Outcome(metrics, failures_of(answers))
+
+
+def _n_tokens(answer: Answer) -> int:
+    """As the server counts them; every one of them gives a vector for that."""
+    received = bytes(answer.received or b"")
+    (row,) = json.loads(received)["data"]
+    assert len(row["embedding"]) > 1
+    found = USAGE.search(received)
+    assert found is not None
+    return int(found[1])
