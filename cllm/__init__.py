@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from cllm.engine.health import EngineStatus, Health, Restart
     from cllm.engine.loop.request_call import ChatPromptOptions
     from cllm.engine.loop.stream import TokenStream
+    from cllm.engine.lora import LoraInfo
     from cllm.engine.request import (
         Completion,
         FinishReason,
@@ -84,6 +85,7 @@ __all__ = (
     "InvalidRequestError",
     "LibraryError",
     "LiveView",
+    "LoraInfo",
     "ModelInfo",
     "ModelLoadError",
     "PromptTooLongError",
@@ -136,6 +138,7 @@ _MODULE_OF = {
     "InvalidRequestError": "cllm.errors",
     "LibraryError": "cllm.errors",
     "LiveView": "cllm.engine.core.messages",
+    "LoraInfo": "cllm.engine.lora",
     "ModelInfo": "cllm.engine.request",
     "ModelLoadError": "cllm.errors",
     "PromptTooLongError": "cllm.errors",

@@ -9,7 +9,8 @@ from cllm.bindings._library import find_library, library
 from cllm.bindings.batch import Batch, Run
 from cllm.bindings.context import Context, Logits, system_info
 from cllm.bindings.embedding_context import EmbeddingContext
-from cllm.bindings.model import LoraAdapter, Model
+from cllm.bindings.lora import LoraAdapter
+from cllm.bindings.model import Model
 from cllm.bindings.quantization import quantize
 from cllm.bindings.sampler import CandidateMemory, Candidates, Grammar, SamplerChain
 from cllm.bindings.vocabulary import Vocabulary

@@ -362,6 +362,8 @@ bool llama_model_is_diffusion(const struct llama_model * model);
 uint32_t llama_model_quantize(const char * fname_inp, const char * fname_out, const struct llama_model_quantize_params * params);
 struct llama_adapter_lora * llama_adapter_lora_init(struct llama_model * model, const char * path_lora);
 void llama_adapter_lora_free(struct llama_adapter_lora * adapter);
+uint64_t llama_adapter_get_alora_n_invocation_tokens(const struct llama_adapter_lora * adapter);
+const llama_token * llama_adapter_get_alora_invocation_tokens(const struct llama_adapter_lora * adapter);
 int32_t llama_set_adapters_lora(struct llama_context * ctx, struct llama_adapter_lora ** adapters, size_t n_adapters, float * scales);
 void llama_memory_clear(llama_memory_t mem, bool data);
 bool llama_memory_seq_rm(llama_memory_t mem, llama_seq_id seq_id, llama_pos p0, llama_pos p1);

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,8 +11,9 @@ from cllm.bindings import _llama_h as h
 from cllm.bindings._abort import AbortFlag
 from cllm.bindings._library import forward_log, library
 from cllm.bindings.batch import Batch
+from cllm.bindings.lora import LoraContext
 from cllm.bindings.memory import Memory
-from cllm.bindings.model import LoraAdapter, Model
+from cllm.bindings.model import Model
 from cllm.checks import INT32_MAX, MAX_THREADS, check_bool, check_enum, check_float, check_int
 from cllm.errors import (
     ContextError,
@@ -63,7 +62,7 @@ class Logits:
         return self._context._logit_rows(self._generation, self.n_rows)
 
 
-class Context(Memory):
+class Context(Memory, LoraContext):
     """The KV cache and the compute buffers for one model.
 
     Parameters
@@ -190,7 +189,6 @@ class Context(Memory):
         no_warning = "> n_ctx_train" if n_seq_max > 1 else ""
         pointer = init_context(model, params, no_warning=no_warning)
         super().__init__(pointer, model, kv_unified=bool(kv_unified))
-        self._loras: tuple[LoraAdapter, ...] = ()
         with self._closed_on_error():
             self.n_vocab = model.vocab.n_tokens
             self.has_tiled_attention = (
@@ -302,29 +300,6 @@ class Context(Memory):
         self._abort_flag.set(abort)
 
     # --- Settings and counters ---------------------------------------------------------------
-
-    def set_loras(self, adapters: Sequence[tuple[LoraAdapter, float]]) -> None:
-        """Apply these adapters with these scales, and no others."""
-        pointer = self._pointer
-        scales = [check_float("scale", scale, -1e4, 1e4) for _, scale in adapters]
-        for adapter, _ in adapters:
-            if adapter._parent is not self._parent:
-                raise InvalidArgumentError("adapter", adapter, "one of this context's model")
-        pointers = [adapter._pointer for adapter, _ in adapters]
-        n = len(adapters)
-        adapter_type = self._lib.llama_adapter_lora_init.restype
-        code = self._lib.llama_set_adapters_lora(
-            pointer, (adapter_type * n)(*pointers), n, (ctypes.c_float * n)(*scales)
-        )
-        forward_log()
-        if code != 0:
-            raise LlamaCallError("llama_set_adapters_lora", code)
-        for adapter in self._loras:
-            adapter._children.discard(self)
-        # In use: they stay alive, and refuse to close.
-        self._loras = tuple(adapter for adapter, _ in adapters)
-        for adapter in self._loras:
-            adapter._children.add(self)
 
     def __repr__(self) -> str:
         if self.closed:

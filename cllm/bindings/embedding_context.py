@@ -7,10 +7,10 @@ from numpy.typing import NDArray
 
 from cllm.bindings import _llama_h as h
 from cllm.bindings._abort import AbortFlag
-from cllm.bindings._handle import NativeHandle
 from cllm.bindings._library import forward_log, library
 from cllm.bindings.batch import Batch
 from cllm.bindings.context import check_decode, check_flash_attn, init_context
+from cllm.bindings.lora import LoraContext
 from cllm.bindings.model import Model
 from cllm.checks import MAX_THREADS, check_int
 from cllm.errors import ContextError, InvalidArgumentError, LlamaCallError, PositionError
@@ -18,7 +18,7 @@ from cllm.errors import ContextError, InvalidArgumentError, LlamaCallError, Posi
 POOLINGS = {name: h.PoolingType[name.upper()] for name in ("mean", "cls", "last", "rank")}
 
 
-class EmbeddingContext(NativeHandle):
+class EmbeddingContext(LoraContext):
     """The compute buffers that turn texts into vectors; nothing of a text stays.
 
     Several contexts may share one model: one that generates is not disturbed.

@@ -1,4 +1,4 @@
-"""Model: weights and metadata of one GGUF file; LoraAdapter: weights to add to a model."""
+"""Model: weights and metadata of one GGUF file."""
 
 from __future__ import annotations
 
@@ -202,28 +202,6 @@ class Model(NativeHandle):
 
     def __repr__(self) -> str:
         return f"<Model {self.path!r}{' closed' if self.closed else ''}>"
-
-
-class LoraAdapter(NativeHandle):
-    """LoRA weights for one model; `Context.set_loras` applies them.
-
-    Raises
-    ------
-    ModelLoadError
-        The file is missing, or is not an adapter for this model.
-    """
-
-    def __init__(self, model: Model, path: str | Path) -> None:
-        path = str(path)
-        check_model_file(path)
-        lib = library()
-        forward_log()
-        pointer = lib.llama_adapter_lora_init(model._pointer, os.fsencode(path))
-        reason = forward_log()
-        if not pointer:
-            raise ModelLoadError(path, reason or "not a LoRA adapter for this model")
-        super().__init__(pointer, lib.llama_adapter_lora_free, parent=model)
-        self.path = path
 
 
 class _Progress:

@@ -6,6 +6,7 @@ fields as options in its place.  An option that is not given leaves the engine's
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 from collections.abc import Callable
@@ -213,7 +214,11 @@ class EngineFlags:
     ] = None
     lora: Annotated[
         list[str] | None,
-        _engine("An adapter, FILE or FILE:SCALE; may be repeated.", "--lora", default=None),
+        _engine(
+            "A LoRA adapter, [NAME=]FILE[:SCALE]; with scale 0 for requests that name it. May be repeated.",
+            "--lora",
+            default=None,
+        ),
     ] = None
     rope_scaling: Annotated[
         str | None, _engine("none, linear, yarn or longrope; the model's.", "--rope-scaling")
@@ -325,13 +330,16 @@ def model_file(given: str | None) -> Path | None:
         raise typer.BadParameter(str(error)) from None
 
 
-def _adapter(given: str) -> tuple[str, float]:
-    """FILE or FILE:SCALE."""
-    path, _, scale = given.rpartition(":")
-    try:
-        return (path, float(scale)) if path else (given, 1.0)
-    except ValueError:
-        return given, 1.0
+def _adapter(given: str) -> tuple[str, float] | tuple[str, str, float]:
+    """[NAME=]FILE[:SCALE]."""
+    named = NAMED.fullmatch(given)
+    name, path = ("", given) if named is None else named.groups()
+    file, _, last = path.rpartition(":")
+    scale = 1.0
+    if file:
+        with contextlib.suppress(ValueError):
+            path, scale = file, float(last)
+    return (name, path, scale) if name else (path, scale)
 
 
 def options_table() -> list[str]:

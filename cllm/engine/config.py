@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import operator
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypedDict
 
 from cllm.checks import MAX_THREADS, check_bool, check_float, check_int
+from cllm.engine.lora import MAX_SCALE, LoraInfo, check_lora_name
 from cllm.errors import InvalidArgumentError
 
 N_SEQ_IDS = 256  # LLAMA_MAX_SEQ: all that libllama has
@@ -24,6 +26,9 @@ N_CACHED_IDS = 16  # of the prefix cache, at the most
 
 UNSEEN: Final = "unseen"
 EMBEDDED_MODEL = Path(__file__).parent.parent / "models" / "cllm-tiny.gguf"
+
+
+LoraSetting = tuple[str | Path, float] | tuple[str, str | Path, float]
 
 
 class EngineOptions(TypedDict, total=False):
@@ -65,7 +70,7 @@ class EngineOptions(TypedDict, total=False):
     yarn_beta_fast: float | None
     yarn_beta_slow: float | None
     yarn_orig_ctx: int
-    lora: Sequence[tuple[str | Path, float]]
+    lora: Sequence[LoraSetting]
     chat_template: str | Path | None
     model_sampling: bool
     pooling: str | None
@@ -151,8 +156,9 @@ class EngineConfig:
         embedded model.
     rope_scaling, rope_freq_base, rope_freq_scale, yarn_* :
         RoPE; None and 0 take the model's.
-    lora : sequence of (path, scale)
-        Adapters applied at load.
+    lora : sequence of (path, scale) or (name, path, scale)
+        Adapters: with this scale they compute what names none itself.  Without a name they have
+        that of their file, less its end.
     chat_template : str or Path, optional
         Jinja, or a file with it, in place of the model's own: what has `{{` or `{%` in it is Jinja.
     model_sampling : bool
@@ -206,7 +212,7 @@ class EngineConfig:
     yarn_beta_fast: float | None = None
     yarn_beta_slow: float | None = None
     yarn_orig_ctx: int = 0
-    lora: Sequence[tuple[str | Path, float]] = ()
+    lora: Sequence[LoraSetting] = ()
     chat_template: str | Path | None = None
     model_sampling: bool = True
     pooling: str | None = None
@@ -285,6 +291,11 @@ class EngineConfig:
     def n_cells(self) -> int:
         """`n_ctx` as a number; 0 where the model decides."""
         return 0 if self.n_ctx == AUTO else self.n_ctx
+
+    @property
+    def loras(self) -> tuple[LoraInfo, ...]:
+        """The adapters of `lora`, each with a name."""
+        return _lora_infos(self.lora)
 
     @property
     def model_path(self) -> Path:
@@ -389,12 +400,30 @@ def _check_path(field: str, path: object) -> None:
 def _check_loras(loras: object) -> None:
     if not isinstance(loras, Sequence) or isinstance(loras, str | bytes):
         raise InvalidArgumentError("lora", loras, "a sequence of (path, scale)")
+    names: set[str] = set()
     for lora in loras:
-        if not isinstance(lora, list | tuple) or len(lora) != 2:
-            raise InvalidArgumentError("lora", lora, "a pair (path, scale)")
-        path, scale = lora
+        if not isinstance(lora, list | tuple) or len(lora) not in (2, 3):
+            raise InvalidArgumentError("lora", lora, "(path, scale) or (name, path, scale)")
+        *name, path, scale = lora
         _check_path("lora", path)
-        check_float(f"scale of {path}", scale, -1e4, 1e4)
+        check_float(f"scale of {path}", scale, -MAX_SCALE, MAX_SCALE)
+        if name and (check_lora_name(name[0], InvalidArgumentError) in names):
+            raise InvalidArgumentError("lora", name[0], "a name that no other adapter has")
+        names.update(name)
+
+
+def _lora_infos(loras: Sequence[LoraSetting]) -> tuple[LoraInfo, ...]:
+    """With the names that their files give to those without one: the second of a name is `name-2`."""
+    infos: dict[str, LoraInfo] = {}
+    given = {lora[0] for lora in loras if len(lora) == 3}
+    for lora in loras:
+        path = os.fspath(lora[-2])
+        stem = Path(path).stem
+        names = (f"{stem}-{n}" if n > 1 else stem for n in itertools.count(1))
+        free = (name for name in names if name not in infos and name not in given)
+        name = lora[0] if len(lora) == 3 else next(free)
+        infos[name] = LoraInfo(name, path, float(lora[-1]))
+    return tuple(infos.values())
 
 
 def _plain(value: Any) -> str | int:

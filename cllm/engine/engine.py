@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar, Unpack
 
 import anyio
@@ -24,6 +25,7 @@ from cllm.engine.loop.request_call import (
     chat_prompt_of,
 )
 from cllm.engine.loop.stream import Channel, TokenStream
+from cllm.engine.lora import LoraInfo
 from cllm.engine.request import Completion, RenderedPrompt, Score
 from cllm.engine.sampling_params import SamplingOptions, SamplingParams
 from cllm.errors import DeadlineError, QueueFullError
@@ -65,6 +67,7 @@ class Engine(EmbeddingMethods):
         timeout: float | None = None,
         request_id: str | None = None,
         generated: Sequence[int] = (),
+        lora: Mapping[str, float] | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> TokenStream:
         """The output of one request, token by token.
@@ -84,6 +87,9 @@ class Engine(EmbeddingMethods):
             The beginning of the output, sampled before, here or elsewhere: it goes on after these
             tokens as if it had never been cut, and the deltas and the completion have what comes
             after them.  `max_tokens` counts them; a `seed` makes what is drawn the same.
+        lora : mapping of str to float, optional
+            Names of loaded adapters, and with which scale each computes this request: these and no
+            others.  None: those of `EngineConfig.lora` with their scales.
 
         Raises
         ------
@@ -92,7 +98,7 @@ class Engine(EmbeddingMethods):
             when the stream is entered.
         """
         return self._stream(
-            self._call(prompt, params, sampling, priority, timeout, request_id, generated)
+            self._call(prompt, params, sampling, priority, timeout, request_id, generated, lora)
         )
 
     def _call(
@@ -104,10 +110,11 @@ class Engine(EmbeddingMethods):
         timeout: float | None,
         request_id: str | None,
         generated: Sequence[int] = (),
+        lora: Mapping[str, float] | None = None,
     ) -> RequestCall:
         """The arguments of a request; what they leave out of sampling, the model may say."""
         given = sampling if params is not None else {**self.sampling_defaults, **sampling}
-        return call_of(prompt, params, given, priority, timeout, request_id, generated)
+        return call_of(prompt, params, given, priority, timeout, request_id, generated, lora)
 
     def _stream(self, call: RequestCall) -> TokenStream:
         self._check_serving()
@@ -130,6 +137,7 @@ class Engine(EmbeddingMethods):
         timeout: float | None = None,
         request_id: str | None = None,
         generated: Sequence[int] = (),
+        lora: Mapping[str, float] | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Completion:
         """The whole output of one request; arguments as for `stream`.
@@ -142,7 +150,7 @@ class Engine(EmbeddingMethods):
             The engine does not serve requests.
         """
         return await self._complete(
-            self._call(prompt, params, sampling, priority, timeout, request_id, generated)
+            self._call(prompt, params, sampling, priority, timeout, request_id, generated, lora)
         )
 
     async def generate_all(
@@ -154,6 +162,7 @@ class Engine(EmbeddingMethods):
         timeout: float | None = None,
         return_exceptions: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
+        lora: Mapping[str, float] | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> list[Completion]:
         """The outputs of many requests, in the order of their prompts.
@@ -171,7 +180,7 @@ class Engine(EmbeddingMethods):
 
         async def run(prompt: Prompt) -> Completion:
             return await self.generate(
-                prompt, params, priority=priority, timeout=timeout, **sampling
+                prompt, params, priority=priority, timeout=timeout, lora=lora, **sampling
             )
 
         return await run_all(
@@ -203,6 +212,7 @@ class Engine(EmbeddingMethods):
         timeout: float | None = None,
         request_id: str | None = None,
         generated: Sequence[int] = (),
+        lora: Mapping[str, float] | None = None,
         **options: Unpack[ChatOptions],
     ) -> TokenStream:
         """The answer to a chat, token by token, by the model's own chat template.
@@ -239,7 +249,7 @@ class Engine(EmbeddingMethods):
         """
         prompt, sampling = chat_prompt_of(messages, options)
         return self._stream(
-            self._call(prompt, params, sampling, priority, timeout, request_id, generated)
+            self._call(prompt, params, sampling, priority, timeout, request_id, generated, lora)
         )
 
     async def chat(
@@ -251,12 +261,13 @@ class Engine(EmbeddingMethods):
         timeout: float | None = None,
         request_id: str | None = None,
         generated: Sequence[int] = (),
+        lora: Mapping[str, float] | None = None,
         **options: Unpack[ChatOptions],
     ) -> Completion:
         """The whole answer to a chat; arguments as for `stream_chat`, errors as for `generate`."""
         prompt, sampling = chat_prompt_of(messages, options)
         return await self._complete(
-            self._call(prompt, params, sampling, priority, timeout, request_id, generated)
+            self._call(prompt, params, sampling, priority, timeout, request_id, generated, lora)
         )
 
     async def render_chat(
@@ -284,7 +295,9 @@ class Engine(EmbeddingMethods):
         with self._serving() as parts:
             return await parts.input_processor.template_abilities()
 
-    async def score(self, prompt: Prompt, continuation: Prompt) -> Score:
+    async def score(
+        self, prompt: Prompt, continuation: Prompt, *, lora: Mapping[str, float] | None = None
+    ) -> Score:
         """How likely the model holds a continuation to be, before any sampler.
 
         The prompt is shared as that of any request; to compare continuations costs one prompt.
@@ -294,21 +307,62 @@ class Engine(EmbeddingMethods):
         prompt, continuation : str or sequence of int
             Text, or token ids.  Where the texts run into one token, the continuation is tokenized
             by itself.
+        lora : mapping, optional
+            As of `stream`.
 
         Raises
         ------
         RequestError
             Names what is wrong with the request.
         """
-        return await self._scored(prompt, continuation)
+        return await self._scored(prompt, continuation, lora=lora)
 
-    async def _scored(self, prompt: Prompt, continuation: Prompt, priority: int = 0) -> Score:
+    async def _scored(
+        self,
+        prompt: Prompt,
+        continuation: Prompt,
+        priority: int = 0,
+        lora: Mapping[str, float] | None = None,
+    ) -> Score:
         with self._serving() as parts:
-            call = await parts.input_processor.score_call(prompt, continuation, priority)
+            call = await parts.input_processor.score_call(prompt, continuation, priority, lora)
             # Its tokens are of this model, though another may take over meanwhile.
             open_channel = partial(parts.input_processor.open, call)
             async with TokenStream(call.request_id, open_channel) as stream:
                 return Score.of(await stream.completion())
+
+    # --- Adapters ----------------------------------------------------------------------------
+    async def load_lora(self, name: str, path: str | Path, *, scale: float = 0.0) -> LoraInfo:
+        """Load a LoRA adapter, which requests then may name; what runs goes on.
+
+        Between two ticks, which wait as long as its file is read.  Where the settings say `preflight`, a
+        process of its own tries it first.
+
+        Parameters
+        ----------
+        scale : float
+            With which it computes requests that name no adapters.
+
+        Raises
+        ------
+        InvalidRequestError
+            Names what is wrong: another has this name, or the engine is deterministic.
+        ModelLoadError
+            The file is no adapter, or one of another model.
+        """
+        with self._serving() as parts:
+            return await parts.loras.load(name, path, scale)
+
+    async def unload_lora(self, name: str) -> None:
+        """Free an adapter, once no request uses it; from now on none may name it.
+
+        Raises
+        ------
+        InvalidRequestError
+            There is none of this name.
+        """
+        with self._serving() as parts:
+            await parts.loras.unload(name)
 
     async def rerank(
         self,

@@ -16,6 +16,7 @@ from cllm.engine.loop.dispatcher import Dispatcher
 from cllm.engine.loop.embedding_calls import EmbeddingCalls
 from cllm.engine.loop.input_processor import InputProcessor
 from cllm.engine.loop.loop_guard import LoopGuard
+from cllm.engine.loop.loras import Loras
 from cllm.engine.loop.queue_gate import QueueGate
 from cllm.engine.thread.backend import Backend
 from cllm.engine.thread.host import EngineHost
@@ -38,6 +39,7 @@ class Parts:
     thread: EngineHost
     input_processor: InputProcessor
     embeddings: EmbeddingCalls
+    loras: Loras
 
     def end_when_idle(self) -> None:
         """End when all requests have ended; nobody submits any more."""
@@ -85,10 +87,12 @@ def start_parts(
             host = InferenceThread(config, backend, inbox, outbox, workers, interrupter)
         check = partial(check_host, host)
         tokenizer = workers.start("cllm-tokenizer")
+        loras = Loras(dispatcher, workers, backend.check_lora, is_fixed=config.deterministic)
         input_processor = InputProcessor(
             check,
             gate,
             dispatcher,
+            loras,
             stream_buffer=config.stream_buffer,
             constraints=backend.constraints(partial(check, draining=True), workers),
             workers=workers,
@@ -100,7 +104,7 @@ def start_parts(
     except BaseException:  # as many threads as the system allows
         workers.end()
         raise
-    return Parts(gate, inbox, dispatcher, interrupter, host, input_processor, embeddings)
+    return Parts(gate, inbox, dispatcher, interrupter, host, input_processor, embeddings, loras)
 
 
 def _make_process(

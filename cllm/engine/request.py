@@ -12,6 +12,7 @@ from typing import Any
 
 from cllm.engine.constraint import CompiledConstraint
 from cllm.engine.embedding import EmbeddingInfo
+from cllm.engine.lora import NO_LORA, LoraInfo, LoraUse
 from cllm.engine.sampling_params import SamplingOptions, SamplingParams
 from cllm.errors import ClosedError
 
@@ -82,6 +83,8 @@ class GenerationRequest:
         Of what is drawn; None: that of `params`, or any.
     n_unread : int
         Deltas of before that its reader has not taken yet.
+    lora : LoraUse
+        The adapters that compute it.
     """
 
     request_id: str
@@ -101,6 +104,7 @@ class GenerationRequest:
     resamples: bool = False
     seed: int | None = None
     n_unread: int = 0
+    lora: LoraUse = NO_LORA
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,6 +384,8 @@ class ModelInfo:
         What it does with whole texts; None where neither its file nor the settings name a pooling.
     rank_template : str or None
         The text in which a reranker wants `{query}` and `{document}`, if it wants more than both.
+    loras : tuple of LoraInfo
+        The adapters that are loaded.
     """
 
     path: str
@@ -400,3 +406,4 @@ class ModelInfo:
     generates: bool = True
     embedding: EmbeddingInfo | None = None
     rank_template: str | None = None
+    loras: tuple[LoraInfo, ...] = ()

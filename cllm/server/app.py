@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from cllm import CllmError, Engine, EngineConfig, __version__
-from cllm.server import embeddings, generate, info, messages, openai, responses, tokens
+from cllm.server import embeddings, generate, info, loras, messages, openai, responses, tokens
 from cllm.server.config import ServerConfig
 from cllm.server.engine_task import EngineTask, MountedStart, make_engine
 from cllm.server.limits import STATIC_URL, HeadAsGet, Limits
@@ -90,7 +90,7 @@ def create_app(
         lifespan=lifespan,
     )
     app.state.server, app.state.engine_task = state, task
-    for routes in (generate, openai, responses, messages, embeddings, tokens, info):
+    for routes in (generate, openai, responses, messages, embeddings, loras, tokens, info):
         app.include_router(routes.router, responses=RESPONSES)
     if config.page:
         add_page(app)

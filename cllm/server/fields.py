@@ -24,6 +24,8 @@ from cllm.engine.sampling_params import (
 from cllm.sampling_limits import FLOAT_RANGES, MAX_BREAKERS
 from cllm.server.problems import invalid
 
+MAX_LORAS = 64
+
 
 def _integral(data: object) -> object:
     """JSON has one kind of number: 5.0 is an integer."""
@@ -85,6 +87,12 @@ def _check_biases(data: object) -> object:
     return data
 
 
+def _check_loras(data: object) -> object:
+    if isinstance(data, list | Mapping) and len(data) > MAX_LORAS:
+        raise invalid("lora", f"has {len(data)}, must have at most {MAX_LORAS}")
+    return data
+
+
 Number = Annotated[float, Field(strict=True)]
 Integer = Annotated[int, Field(strict=True), BeforeValidator(_integral)]
 Text = Annotated[str, Field(strict=True)]
@@ -114,6 +122,12 @@ Prompts = Annotated[
 # The first wrong item is enough: a body has room for a million, and each would be described.
 Texts = Annotated[list[Text], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+# Names and scales, or llama-server's `[{"id": 0, "scale": 0.5}]`.
+Loras = Annotated[
+    dict[str, Number] | list[dict[str, Integer | Number]],
+    BeforeValidator(_check_loras),
+    Field(examples=[{"name": 1.0}]),
+]
 Biases = Annotated[dict[int, Number | Literal[False]], BeforeValidator(_check_biases)]
 
 _MESSAGE = {

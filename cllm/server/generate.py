@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from cllm import Completion, Engine, PromptTooLongError, SamplingParams, TokenDelta, TokenLogprob
 from cllm.server.body import SafeRoute
+from cllm.server.loras import loras_of
 from cllm.server.problems import Problem, invalid
 from cllm.server.replies import Reply, Writer
 from cllm.server.running import run_streams
@@ -45,6 +46,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
                 timeout=body.timeout,
                 request_id=engine_id,
                 generated=body.generated,
+                lora=loras_of(engine, body.lora, body.model),
             )
             on_each = on_delta if body.stream else None
             (completion,) = await run_streams([stream], observation, on_each)

@@ -15,6 +15,7 @@ from cllm.server.body import SafeRoute
 from cllm.server.chat_call import ChatCall, answer_chat, as_delta
 from cllm.server.event_blocks import CALL, REASONING, Block, Blocks, Step
 from cllm.server.fields import Flag, Integer, Number, Text, Texts
+from cllm.server.loras import loras_of
 from cllm.server.problems import Problem, invalid
 from cllm.server.schemas import Body, constraint_of, sampling_of
 from cllm.server.state import log_request, request_id_of, state_of
@@ -122,7 +123,8 @@ async def chat_call_of(engine: Engine, body: CountBody, params: SamplingParams) 
         budget = body.thinking.get("budget_tokens")
         if isinstance(budget, int) and abilities is not None and abilities.thinking:
             options["reasoning_budget"] = budget
-    return ChatCall(chat, options, params, fields=fields)
+    scheduling = {"lora": loras_of(engine, None, body.model)}
+    return ChatCall(chat, options, params, scheduling, fields=fields)
 
 
 def _system(system: str | Sequence[Mapping[str, Any]] | None) -> str:

@@ -14,6 +14,7 @@ from cllm.server.chat_call import ChatCall, seeded, tools_of
 from cllm.server.fields import CONSTRAINTS, MAX_SEED
 from cllm.server.formats import ChatFormat, CompletionFormat, Format
 from cllm.server.generate import check_length, check_logprobs
+from cllm.server.loras import loras_of
 from cllm.server.problems import Problem, invalid, shutting_down, too_long
 from cllm.server.replies import Reply, Writer
 from cllm.server.running import Observation, run_streams
@@ -34,9 +35,9 @@ Prompt = str | Sequence[int]
 COMPLETION_MAX_TOKENS = 16
 
 
-@router.get("/models", summary="The model")
+@router.get("/models", summary="The model, and its LoRA adapters")
 async def models(request: Request) -> dict[str, Any]:
-    """The one model that is served."""
+    """The one model that is served, and with which adapters."""
     state = state_of(request)
     info = state.serving.model
     model = {
@@ -53,17 +54,28 @@ async def models(request: Request) -> dict[str, Any]:
             "size_bytes": info.size_bytes,
         },
     }
-    return {"object": "list", "data": [model]}
+    adapters = [
+        {
+            "id": lora.name,
+            "object": "model",
+            "created": state.started_at,
+            "owned_by": "cllm",
+            "parent": state.model_name,
+            "max_model_len": info.n_ctx,
+        }
+        for lora in info.loras
+    ]
+    return {"object": "list", "data": [model, *adapters]}
 
 
 @router.get("/models/{model:path}", summary="The model, by its name")
 async def model(model: str, request: Request) -> dict[str, Any]:
-    """The one model that is served."""
-    (only,) = (await models(request))["data"]
-    if model != only["id"]:
-        raise Problem(404, f"there is no model {model[:80]!r}, only {only['id']!r}", param="model")
-    served: dict[str, Any] = only
-    return served
+    """The one model that is served, or one of its adapters."""
+    served: dict[str, dict[str, Any]] = {m["id"]: m for m in (await models(request))["data"]}
+    if model not in served:
+        known = ", ".join(map(repr, served))
+        raise Problem(404, f"there is no model {model[:80]!r}, only {known}", param="model")
+    return served[model]
 
 
 @router.post("/completions", summary="Complete prompts")
@@ -74,12 +86,15 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     n = _n(body, state)
     prompts = _prompts(body, n, state)
     params = _params(body, state, default_max_tokens=COMPLETION_MAX_TOKENS)
+    lora = loras_of(engine, body.lora, body.model)
     if body.echo and params.logprobs is not None:
         raise invalid("echo", "cannot be combined with logprobs; use prompt_logprobs of /generate")
 
     def streams(engine_id: str) -> list[TokenStream]:
         return [
-            engine.stream(prompt, seeded(params, i), **_options(body, engine_id, number, i))
+            engine.stream(
+                prompt, seeded(params, i), lora=lora, **_options(body, engine_id, number, i)
+            )
             for number, prompt in enumerate(prompts)
             for i in range(n)
         ]
@@ -110,7 +125,11 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
         body.messages,
         chat_options(body),
         params,
-        {"priority": body.priority, "timeout": body.timeout},
+        {
+            "priority": body.priority,
+            "timeout": body.timeout,
+            "lora": loras_of(engine, body.lora, body.model),
+        },
     )
 
     def streams(engine_id: str) -> list[TokenStream]:

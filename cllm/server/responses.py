@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request
@@ -15,6 +16,7 @@ from cllm.server.body import SafeRoute
 from cllm.server.chat_call import ChatCall, answer_chat, as_delta, tools_of
 from cllm.server.event_blocks import CALL, REASONING, Block, Blocks, Step
 from cllm.server.fields import Flag, Integer, Number, Text
+from cllm.server.loras import loras_of
 from cllm.server.problems import Problem, invalid
 from cllm.server.schemas import Body, constraint_of, sampling_of
 from cllm.server.state import log_request, request_id_of, state_of
@@ -62,7 +64,11 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
     """OpenAI's responses: text, reasoning and calls of functions as items."""
     state, request_id = state_of(request), request_id_of(request)
     log_request(state, request_id, body.input)
-    call = chat_call_of(body, state.serving.sampling_defaults)
+    engine = state.serving
+    call = replace(
+        chat_call_of(body, engine.sampling_defaults),
+        scheduling={"lora": loras_of(engine, None, body.model)},
+    )
     form = ResponseForm(request_id, state.model_name, body)
     observation = state.observation(request, "chat", call.params)
     return answer_chat(state, call, form, observation, request_id, is_streamed=bool(body.stream))

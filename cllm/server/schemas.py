@@ -16,6 +16,7 @@ from cllm.server.fields import (
     SAMPLING_FIELDS,
     Flag,
     Integer,
+    Loras,
     Messages,
     Number,
     Objects,
@@ -117,7 +118,12 @@ class Body(BaseModel):
 
 
 class _Request(Body):
+    model: Text | None = None
     stream: Flag | None = False
+    lora: Loras | None = Field(
+        None,
+        description="LoRA adapters: names and scales, or llama-server's list of `id` and `scale`",
+    )
     timeout: Number | None = Field(None, description="Seconds from submission")
     priority: Integer = Field(0, description="Lower is more urgent")
 
@@ -147,7 +153,6 @@ Choices = Annotated[Integer, Field(json_schema_extra={"minimum": 1}, examples=[1
 class CompletionFields(_Request):
     """`POST /v1/completions`."""
 
-    model: Text | None = None
     prompt: Prompts
     n: Choices | None = 1
     echo: Flag | None = False
@@ -167,7 +172,6 @@ CompletionBody: Any = create_model(
 class ChatFields(_Request):
     """`POST /v1/chat/completions`."""
 
-    model: Text | None = None
     messages: Messages
     n: Choices | None = 1
     stream_options: StreamOptions | None = None

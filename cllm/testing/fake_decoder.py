@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cllm.checks import INT32_MAX, check_int
+from cllm.engine.lora import LoraSet
 from cllm.errors import (
     DecodeFailedError,
     InvalidArgumentError,
@@ -51,9 +52,20 @@ Latency = float | Callable[[Sequence[FakeRun]], float]
 
 @dataclass(eq=False, slots=True)
 class _Cell:
-    """One cell of the KV cache, which several sequences may hold."""
+    """One cell of the KV cache, which several sequences may hold, and what has computed it."""
 
     token: int
+    loras: LoraSet = ()
+
+
+def _checksum(tokens: bytes, loras: Sequence[LoraSet]) -> bytes:
+    computed_by = repr(loras).encode() if any(loras) else b""
+    return zlib.crc32(tokens + computed_by).to_bytes(4, "little")
+
+
+def seen_token(token: int, loras: LoraSet) -> int:
+    """What later rows see of a token: itself, and another number if adapters have computed it."""
+    return token if not loras else zlib.crc32(repr((token, loras)).encode()) >> 1
 
 
 class FakeDecoder:
@@ -68,8 +80,8 @@ class FakeDecoder:
     n_outputs_max : int, optional
         Output rows of a batch at the most; None: `n_seq_max`, and never fewer.
     answer : callable, optional
-        The token that has the highest logit after these tokens of a sequence.  By default a hash
-        of all of them.
+        The token that has the highest logit after these tokens of a sequence, of which those that
+        adapters have computed are other numbers.  By default a hash of all of them.
     faults : mapping, optional
         What happens instead at the n-th decode, counted from 1 as in `n_decodes`.  A code of
         `llama_decode`: 1 and -1 store nothing; 2 and less than -1 store the first half of the rows,
@@ -96,11 +108,14 @@ class FakeDecoder:
     n_decodes : int
         Batches that passed the checks, the one that is being decoded and aborted ones too.
     n_calls : Counter of str
-        Calls of `seq_rm`, `seq_cp`, `state_seq_get_data`, `state_seq_set_data` and `rebuild`.
+        Calls of `seq_rm`, `seq_cp`, `state_seq_get_data`, `state_seq_set_data`, `set_loras` and
+        `rebuild`.
     n_rebuilds : int
         Those of `rebuild` that did what they should.
     n_ctx_seq : int
         Positions that one sequence can have.
+    loras : LoraSet
+        The adapters in use.
     """
 
     def __init__(
@@ -143,9 +158,17 @@ class FakeDecoder:
         # None where `seq_rm` left a hole; no sequence is empty or ends with one.
         self._held: dict[int, list[_Cell | None]] = {}
         self._pending_copies: set[int] = set()
+        self._saved_loras: dict[bytes, list[LoraSet]] = {}
+        self.loras: LoraSet = ()
         self._logits = np.empty((0, n_vocab), np.float32)
 
     # --- The batch ---------------------------------------------------------------------------
+    def set_loras(self, loras: LoraSet) -> None:
+        """Compute the next batches with these: what they compute has other answers."""
+        if self._fails("set_loras"):
+            return
+        self.loras = loras
+
     def clear(self) -> None:
         """Forget the rows added so far."""
         self.runs.clear()
@@ -261,10 +284,10 @@ class FakeDecoder:
             if n_rows <= 0:
                 break
             held = self._held.setdefault(seq_id, [])
-            held += map(_Cell, tokens[:n_rows])
+            held += [_Cell(token, self.loras) for token in tokens[:n_rows]]
             # The output rows are the last of a run, and each sees what is before it.
             n_outputs -= max(0, len(tokens) - n_rows)
-            seen = [cell.token for cell in held if cell is not None]
+            seen = [seen_token(cell.token, cell.loras) for cell in held if cell is not None]
             ends = range(len(seen) - n_outputs + 1, len(seen) + 1)
             answers += [self.answer(seen[:end]) for end in ends]
             n_rows -= len(tokens)
@@ -279,6 +302,14 @@ class FakeDecoder:
         """The tokens of every sequence that has any, by position; REMOVED where one is missing."""
         return {
             seq_id: [REMOVED if cell is None else cell.token for cell in held]
+            for seq_id, held in self._held.items()
+        }
+
+    @property
+    def cell_loras(self) -> dict[int, list[LoraSet]]:
+        """The adapters that have computed every sequence that has any tokens, by position."""
+        return {
+            seq_id: [() if cell is None else cell.loras for cell in held]
             for seq_id, held in self._held.items()
         }
 
@@ -314,7 +345,7 @@ class FakeDecoder:
             if first > 0 or not (p1 is None or 0 < len(held) <= p1):
                 raise InvalidArgumentError("[p0, p1)", (p0, p1), "everything (per-sequence layout)")
             self._pending_copies |= {seq_id_src, seq_id_dst}
-            held = [cell and _Cell(cell.token) for cell in held]
+            held = [cell and _Cell(cell.token, cell.loras) for cell in held]
         self._hold(seq_id_dst, [c if first <= p < end else None for p, c in enumerate(held)])
 
     def seq_pos_min(self, seq_id: int) -> int | None:
@@ -337,7 +368,11 @@ class FakeDecoder:
         if seq_id not in self._held:
             return b""
         tokens = np.asarray(self.cells[seq_id], np.int32).tobytes()
-        return zlib.crc32(tokens).to_bytes(4, "little") + tokens
+        loras = [() if cell is None else cell.loras for cell in self._held[seq_id]]
+        checksum = _checksum(tokens, loras)
+        if any(loras):
+            self._saved_loras[checksum] = loras
+        return checksum + tokens
 
     def state_seq_set_data(self, data: bytes, seq_id: int, *, n_positions: int) -> None:
         """Restore an unchanged copy into an empty sequence."""
@@ -349,7 +384,8 @@ class FakeDecoder:
             raise InvalidArgumentError("data", data, "a copy made by state_seq_get_data")
         self._check_empty("seq_id", seq_id)
         checksum, saved = bytes(data[:4]), bytes(data[4:])
-        if not saved or zlib.crc32(saved).to_bytes(4, "little") != checksum:
+        loras = self._saved_loras.get(checksum) or [()] * (len(saved) // 4)
+        if not saved or _checksum(saved, loras) != checksum:
             raise InvalidArgumentError(
                 "data", f"{len(data)} bytes", "unchanged: its checksum differs"
             )
@@ -357,13 +393,17 @@ class FakeDecoder:
         n_cells = len(tokens) - tokens.count(REMOVED)
         if len(tokens) != n_positions or self.n_cells_used + n_cells > self.n_ctx:
             raise LlamaCallError("llama_state_seq_set_data", 0, "restored positions (None, None)")
-        self._hold(seq_id, [None if token == REMOVED else _Cell(token) for token in tokens])
+        cells = [
+            None if t == REMOVED else _Cell(t, of) for t, of in zip(tokens, loras, strict=True)
+        ]
+        self._hold(seq_id, cells)
 
     def rebuild(self) -> None:
         """Make an empty context with the same parameters; the batch and the counters stay."""
         if self._fails("rebuild"):
             return
         self._held.clear()
+        self.loras = ()
         self._pending_copies.clear()
         self._logits.fill(np.nan)
         self.n_rebuilds += 1

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Unpack
 
 from cllm import Engine, EngineConfig, InvalidArgumentError, SamplingParams
@@ -28,6 +29,7 @@ from cllm.engine.thread.backend import CheckServing, Loaded
 from cllm.engine.thread.worker_thread import WorkerThreads
 from cllm.testing.fake_decoder import FakeDecoder, Fault, Latency, Poison
 from cllm.testing.fake_encoder import SEPARATOR, FakeTextEncoder
+from cllm.testing.fake_loras import FakeLoras
 from cllm.testing.fake_vocabulary import FakeVocabulary
 from cllm.testing.reference import AskedSampler
 
@@ -118,6 +120,8 @@ class FakeEngine(Engine):
     encoder : FakeTextEncoder
         The same for `embed`, and for `rerank` with `pooling="rank"`: texts that share words are near
         each other.
+    loras : FakeLoras
+        The adapters: any path is one.  Scripted answers are the same with them.
 
     Notes
     -----
@@ -158,12 +162,14 @@ class FakeEngine(Engine):
         )
         self.decoder = self._make_decoder(self.config)
         self.encoder = _encoder_of(self.config)
+        self.loras = FakeLoras()
 
     def _make_backend(self, config: EngineConfig) -> _FakeBackend:
         if config is not self.config:  # it is reloaded
             self.decoder = self._make_decoder(config)
             self.encoder = _encoder_of(config)
-        return _FakeBackend(config, self.decoder, self.encoder, self._answers)
+            self.loras = FakeLoras()
+        return _FakeBackend(config, self.decoder, self.encoder, self.loras, self._answers)
 
     def fail_next_decode(self, fault: Fault) -> None:
         """Let the next decode that begins fail; one that runs now is not it.
@@ -200,20 +206,27 @@ class _FakeBackend:
         config: EngineConfig,
         decoder: FakeDecoder,
         encoder: FakeTextEncoder,
+        loras: FakeLoras,
         answers: Answers,
     ) -> None:
         self._config = config
         self._decoder = decoder
         self._encoder = encoder
+        self._loras = loras
         self._answers = answers
         self._vocabulary = FakeVocabulary()
 
     def check_memory(self, loaded: EngineConfig | None) -> None:
         pass
 
+    def check_lora(self, path: Path) -> None:
+        pass
+
     def load(self, owned: ExitStack) -> Loaded:
         decoder, vocabulary = self._decoder, self._vocabulary
         template = self._config.read_chat_template()
+        for lora in self._config.loras:
+            self._loras.load(lora.name, lora.path, lora.scale)
         return Loaded(
             model=ModelInfo(
                 path=vocabulary.path,
@@ -236,6 +249,7 @@ class _FakeBackend:
                     n_tokens_max=self._encoder.n_batch,
                     between=(SEPARATOR,),
                 ),
+                loras=self._loras.infos,
             ),
             vocabulary=vocabulary,
             decoder=decoder,
@@ -249,6 +263,7 @@ class _FakeBackend:
             read_logprob=LogprobReader(vocabulary, decoder.n_vocab).read,
             n_prefill_chunk=self._config.n_batch,
             encoder=self._encoder,
+            loras=self._loras,
             drafter=NgramDrafter() if self._config.speculation == NGRAM else None,
         )
 

@@ -102,6 +102,7 @@ class _WithParts:
         self._backend = backend
         self._parts = parts
         self.check_memory = backend.check_memory
+        self.check_lora = backend.check_lora
         self.stop = backend.stop
         self.constraints = backend.constraints
 

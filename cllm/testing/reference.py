@@ -12,10 +12,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from cllm.engine.constraint import Mask
+from cllm.engine.lora import NO_LORA, LoraUse
 from cllm.engine.request import FinishReason
 from cllm.engine.sampling.row_scan import RowScan
 from cllm.engine.sampling_params import SamplingParams
-from cllm.testing.fake_decoder import Answer
+from cllm.testing.fake_decoder import Answer, seen_token
 from cllm.testing.fake_vocabulary import FakeVocabulary
 
 VOCABULARY = FakeVocabulary()
@@ -96,12 +97,16 @@ class Outcome(NamedTuple):
 
 @lru_cache(10_000)
 def alone(
-    prompt: tuple[int, ...], params: SamplingParams, n_ctx_seq: int, answer: Answer
+    prompt: tuple[int, ...],
+    params: SamplingParams,
+    n_ctx_seq: int,
+    answer: Answer,
+    lora: LoraUse = NO_LORA,
 ) -> Outcome:
     """What a request gives alone, without cache, batch, chunks or pieces."""
     tokens, n_prompt, said, text = list(prompt), len(prompt), b"", ""
     while True:
-        token = answer(tokens)
+        token = answer([seen_token(token, lora.at(i)) for i, token in enumerate(tokens)])
         if not params.is_greedy:
             token = shifted(token, len(tokens) - n_prompt)
         tokens.append(token)

@@ -23,6 +23,7 @@ from cllm.engine.core.messages import AddRequest
 from cllm.engine.core.scheduler import Chunk
 from cllm.engine.core.sequence import Sequence
 from cllm.engine.core.tick_log import describe_event
+from cllm.engine.lora import LoraSet
 from cllm.engine.request import GenerationRequest, TokenLogprob
 from cllm.engine.sampling.row_scan import RowScan
 from cllm.testing.reference import AskedSampler
@@ -31,6 +32,7 @@ from cllm.testing.simulator import Simulator
 from cllm.testing.tick_log_file import (
     CancelAll,
     Distrust,
+    ForgetLora,
     LogLine,
     Ticked,
     TickLogFile,
@@ -199,6 +201,8 @@ class _Script:
                 core.queue.cancel_all()
             case Distrust(message):
                 core.mark_corrupt(RuntimeError(message))
+            case ForgetLora(name):
+                core.forget_lora(name)
             case Ticked():
                 core.tick()
             case command:
@@ -305,6 +309,9 @@ class _ScriptedDecoder:
         self.script: deque[dict[str, Any]] = deque()
         self.positions: deque[int | None] = deque()
         self.decoded: list[Runs] = []
+
+    def set_loras(self, loras: LoraSet) -> None:
+        self._calls.count("set_loras")
 
     def clear(self) -> None:
         self._runs = []

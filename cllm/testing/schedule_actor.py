@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from cllm.engine.lora import NO_LORA, LoraUse
 from cllm.engine.sampling_params import SamplingParams
 from cllm.testing.expect import demand, expect
 from cllm.testing.fake_decoder import Fault
@@ -77,7 +78,11 @@ class Actor:
         params = _params(step.max_tokens, step.temperature, step.stop)
         prompt = step.prompt.encode()[: sim.decoder.n_ctx_seq] or b"?"
         self._ids[step.name] = sim.submit(
-            prompt, params=params, priority=step.priority, timeout=step.timeout
+            prompt,
+            params=params,
+            priority=step.priority,
+            timeout=step.timeout,
+            lora=LoraUse(((step.lora, 1.0),), (), step.lora_start) if step.lora else NO_LORA,
         )
 
     def _look(self) -> None:

@@ -150,7 +150,7 @@ def check_options(options: Mapping[str, Any]) -> None:
 # --- From a number ------------------------------------------------------------------------------
 HEADS = ("", "h", "head", "headhead")
 FAULTS: Sequence[int | Literal["nan", "raise"]] = (1, 2, -1, -2, -3, "nan", "raise")
-METHODS = ("seq_rm", "seq_cp", "state_seq_get_data", "state_seq_set_data")
+METHODS = ("seq_rm", "seq_cp", "state_seq_get_data", "state_seq_set_data", "set_loras")
 
 
 def random_schedule(seed: int, **options: Any) -> Schedule:
@@ -192,6 +192,8 @@ def _client(choose: random.Random, name: str) -> list[Step]:
             stop=choose.choice(((), (), ("ab",), ("b", "é"))),
             priority=choose.randint(-1, 1),
             timeout=choose.choice((None, None, None, 2.0)),
+            lora=choose.choice(("", "", "a", "b")),
+            lora_start=choose.choice((0, 0, 3)),
         )
     ]
     course = choose.random()

@@ -21,6 +21,7 @@ from cllm.engine.core.ngram_drafter import NgramDrafter
 from cllm.engine.core.row_cost import RowCost
 from cllm.engine.core.sequence import Sequence as RunningSequence
 from cllm.engine.core.speculation import N_DRAFT_ROWS, BudgetedSpeculation, Drafter
+from cllm.engine.lora import NO_LORA, LoraUse
 from cllm.engine.request import FinishReason, GenerationRequest
 from cllm.engine.sampling.logprobs import LogprobReader
 from cllm.engine.sampling_params import SamplingParams
@@ -213,6 +214,7 @@ class Simulator:
         timeout: float | None = None,
         generated: Sequence[int] = (),
         resamples: bool = False,
+        lora: LoraUse = NO_LORA,
         **sampling: Any,
     ) -> str:
         """Submit a request, greedy unless it says otherwise, and return its id (r0, r1, …)."""
@@ -227,6 +229,7 @@ class Simulator:
             deadline=None if timeout is None else self.now + timeout,
             generated_token_ids=tuple(generated),
             resamples=resamples,
+            lora=lora,
         )
         self.requests[request.request_id] = request
         self.core.queue.submit(request)
@@ -302,6 +305,12 @@ class Simulator:
         demand(held.keys().isdisjoint(cached), "a seq_id has a request and is cached")
         occupied = {i: tokens for i, tokens in (held | cached).items() if tokens}
         expect(decoder.cells, occupied, "tokens in the cache, by seq_id")
+        uses = {s.slot.seq_id: s.request.lora for s in queue.running if s.slot}
+        uses |= {e.slot.seq_id: e.lora for e in core.manager.prefixes.entries}
+        for seq_id, loras in decoder.cell_loras.items():
+            expect(
+                loras, [*map(uses[seq_id].at, range(len(loras)))], f"adapters of seq_id {seq_id}"
+            )
         expect(decoder.n_cells_used, kv_cache.n_held, "cells in use")
         demand(decoder.n_cells_used <= decoder.n_ctx, "more cells in use than there are")
         expect((len(held), kv_cache.n_live_ids), (len(queue.running),) * 2, "seq_ids of requests")
@@ -356,7 +365,11 @@ class Simulator:
         """What a request would have given alone."""
         request = self.requests[request_id]
         return alone(
-            request.prompt_token_ids, request.params, self.decoder.n_ctx_seq, self.decoder.answer
+            request.prompt_token_ids,
+            request.params,
+            self.decoder.n_ctx_seq,
+            self.decoder.answer,
+            request.lora,
         )
 
     def failed(self) -> set[str]:

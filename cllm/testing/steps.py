@@ -9,7 +9,10 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """A request; `name` is what later steps call it."""
+    """A request; `name` is what later steps call it.
+
+    The adapter `lora` computes its tokens from `lora_start` on.
+    """
 
     name: str
     prompt: str
@@ -18,6 +21,8 @@ class Submit:
     stop: tuple[str, ...] = ()
     priority: int = 0
     timeout: float | None = None
+    lora: str = ""
+    lora_start: int = 0
 
 
 @dataclass(frozen=True, slots=True)

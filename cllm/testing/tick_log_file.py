@@ -19,6 +19,7 @@ from cllm.engine.config import EngineConfig
 from cllm.engine.core.kv_cache import KVCache
 from cllm.engine.core.messages import AddRequest, CancelRequest, ClearPrefixCache, Read
 from cllm.engine.core.tick_log import FORMAT
+from cllm.engine.lora import LoraUse
 from cllm.engine.request import GenerationRequest
 from cllm.engine.sampling.batch_sampler import NotFiniteError
 from cllm.engine.sampling_params import SamplingParams
@@ -40,6 +41,13 @@ class Distrust:
 
 
 @dataclass(frozen=True, slots=True)
+class ForgetLora:
+    """An adapter has been freed."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Ticked:
     """A tick: its batches with what became of them, and the events that it was followed by."""
 
@@ -47,7 +55,16 @@ class Ticked:
     events: list[dict[str, Any]]
 
 
-Entry = AddRequest | CancelRequest | Read | ClearPrefixCache | CancelAll | Distrust | Ticked
+Entry = (
+    AddRequest
+    | CancelRequest
+    | Read
+    | ClearPrefixCache
+    | CancelAll
+    | Distrust
+    | ForgetLora
+    | Ticked
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +213,8 @@ def _entry(values: dict[str, Any]) -> Entry:
             return CancelAll()
         case {"mark_corrupt": str() as message, **others} if not others:
             return Distrust(message)
+        case {"forget_lora": str() as name, **others} if not others:
+            return ForgetLora(name)
         case {"tick": dict() as tick, **others} if not others:
             return _ticked(**tick)
         case _:
@@ -207,7 +226,14 @@ def _request(values: dict[str, Any]) -> GenerationRequest:
     params = SamplingParams(**{**values["params"], "logit_bias": biases})
     ids = {name: tuple(values[name]) for name in ("prompt_token_ids", "generated_token_ids")}
     spelled = {int(token): bytes.fromhex(name) for token, name in values["spelled"].items()}
-    return GenerationRequest(**{**values, **ids, "params": params, "spelled": spelled})
+    loras, before = (
+        tuple((str(name), float(scale)) for name, scale in values["lora"][part])
+        for part in ("loras", "before")
+    )
+    lora = LoraUse(loras, before, int(values["lora"]["start"]))
+    return GenerationRequest(
+        **{**values, **ids, "params": params, "spelled": spelled, "lora": lora}
+    )
 
 
 def _ticked(batches: list[dict[str, Any]], events: list[dict[str, Any] | None]) -> Ticked:

@@ -125,9 +125,12 @@ def test_the_page_about_the_server_has_the_table_of_options() -> None:
     assert "\n".join(options_table()) in PAGE.read_text()
 
 
-def test_adapters_are_files_with_or_without_a_scale() -> None:
-    given = EngineFlags(lora=["a.gguf", "b.gguf:0.5", "c:d.gguf"]).config().lora
-    assert given == (("a.gguf", 1.0), ("b.gguf", 0.5), ("c:d.gguf", 1.0))
+def test_adapters_are_files_with_or_without_a_name_and_a_scale() -> None:
+    lora = ["a.gguf", "b.gguf:0.5", "c:d.gguf", "pirate=e.gguf", "poet=f.gguf:0", "x/y=z.gguf:2"]
+    assert EngineFlags(lora=lora).config().lora == (
+        ("a.gguf", 1.0), ("b.gguf", 0.5), ("c:d.gguf", 1.0),
+        ("pirate", "e.gguf", 1.0), ("poet", "f.gguf", 0.0), ("x/y=z.gguf", 2.0),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

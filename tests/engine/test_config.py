@@ -117,13 +117,27 @@ def test_the_prefix_cache_may_fill_the_context_unless_told_otherwise() -> None:
     assert EngineConfig(prefix_cache=False).n_prefix_cache_tokens(1000) == 0
 
 
-@pytest.mark.parametrize("lora", ["a.gguf", ("a.gguf",), ("a.gguf", 1.0, 2.0), 5, None])
-def test_a_lora_is_a_path_and_a_scale(lora: Any) -> None:
+@pytest.mark.parametrize("lora", ["a.gguf", ("a.gguf",), ("a", "a.gguf", 1.0, 2.0), 5, None])
+def test_a_lora_is_a_path_and_a_scale_perhaps_with_a_name(lora: Any) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         EngineConfig(lora=[("a.gguf", 1.0), lora])
     assert (caught.value.field, caught.value.value) == ("lora", lora)
-    assert caught.value.limit == "a pair (path, scale)"
+    assert caught.value.limit == "(path, scale) or (name, path, scale)"
     EngineConfig(lora=[["a.gguf", 1.0]])  # type: ignore[list-item]  # as JSON has it
+
+
+def test_a_lora_has_the_name_that_it_is_given_or_that_of_its_file() -> None:
+    config = EngineConfig(
+        lora=[("x/a.gguf", 1.0), ("b", "a.gguf", 0), ("y/a.gguf", 2.0), ("a-2", "c", 1)]
+    )
+    assert [(lora.name, lora.path, lora.scale) for lora in config.loras] == [
+        ("a", "x/a.gguf", 1.0), ("b", "a.gguf", 0.0), ("a-3", "y/a.gguf", 2.0), ("a-2", "c", 1.0)
+    ]  # fmt: skip
+    for bad in ("", "a\n", "x" * 257, 5):
+        with pytest.raises(InvalidArgumentError, match="lora"):
+            EngineConfig(lora=[(bad, "a.gguf", 1.0)])  # type: ignore[list-item]
+    with pytest.raises(InvalidArgumentError, match="no other adapter"):
+        EngineConfig(lora=[("a", "a.gguf", 1.0), ("a", "b.gguf", 1.0)])
 
 
 def test_a_lora_path_is_a_path() -> None:

@@ -35,6 +35,8 @@ ASYNC_CALLS: dict[str, AsyncCall] = {
     "embeddings": lambda engine: engine.embeddings(["a"]),
     "rerank": lambda engine: engine.rerank("a", ["b"]),
     "classify": lambda engine: engine.classify(["a"]),
+    "load_lora": lambda engine: engine.load_lora("a", "a.gguf"),
+    "unload_lora": lambda engine: engine.unload_lora("a"),
     "tokenize": lambda engine: engine.tokenize("a"),
     "detokenize": lambda engine: engine.detokenize([97]),
     "pieces": lambda engine: engine.pieces([97]),

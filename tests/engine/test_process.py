@@ -29,10 +29,12 @@ from cllm import (
     Restart,
 )
 from cllm.engine.child_process import child_environment
+from cllm.engine.config import EMBEDDED_MODEL
 from cllm.engine.process.crash_report import last_crash
 from cllm.engine.process.engine_process import EngineProcess
 from tests.conftest import QUIET
 from tests.engine.samplings import SAMPLINGS, SCHEMA
+from tests.lora_files import make_lora
 
 pytestmark = pytest.mark.anyio
 
@@ -248,6 +250,29 @@ async def test_texts_survive_a_crash_and_the_one_that_crashes_it_ends_alone() ->
 
 async def _into(found: list[object], call: Awaitable[object]) -> None:
     found.append(await call)
+
+
+async def test_a_process_that_takes_over_has_the_adapters_that_were_loaded(tmp_path: Path) -> None:
+    path = make_lora(tmp_path / "a.gguf", EMBEDDED_MODEL, seed=1)
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 200, "ignore_eos": True}
+    async with Engine(
+        n_ctx=1024, n_seq_max=4, process=True, n_threads=1, preflight=False
+    ) as engine:
+        plain = await engine.generate("1+1=", **options)
+        await engine.load_lora("a", path)
+        whole = await engine.generate("1+1=", lora={"a": 1.0}, **options)
+        assert whole.token_ids != plain.token_ids
+        async with engine.stream("1+1=", lora={"a": 1.0}, **options) as stream:
+            await anext(stream)
+            send(engine, signal.SIGKILL)
+            assert (await stream.completion()).text == whole.text
+        assert engine.statistics().n_restarts == 1
+        assert [lora.name for lora in engine.model.loras] == ["a"]
+        await engine.unload_lora("a")
+        send(engine, signal.SIGKILL)
+        assert (await engine.generate("1+1=", **options)).text == plain.text
+        with pytest.raises(InvalidRequestError, match="none is loaded"):
+            await engine.generate("1+1=", lora={"a": 1.0})
 
 
 async def test_texts_that_an_idle_process_was_given_are_computed_by_the_next_one() -> None:

@@ -24,6 +24,7 @@ from cllm.engine.constraints.compiler import ConstraintCompiler
 from cllm.engine.core.detokenizer import Detokenizer
 from cllm.engine.loop.dispatcher import Dispatcher
 from cllm.engine.loop.input_processor import InputProcessor
+from cllm.engine.loop.loras import Loras
 from cllm.engine.loop.queue_gate import QueueGate
 from cllm.engine.loop.request_call import RequestCall
 from cllm.engine.request import GenerationRequest
@@ -299,7 +300,9 @@ async def opened(vocab: object, prompt: str | tuple[int, ...], gate: QueueGate) 
         found.append(request.strips_space)
 
     dispatcher = SimpleNamespace(
-        model=SimpleNamespace(n_ctx_train=10**6, n_ctx=64, fingerprint="fp", generates=True),
+        model=SimpleNamespace(
+            n_ctx_train=10**6, n_ctx=64, fingerprint="fp", generates=True, loras=()
+        ),
         is_open=lambda request_id: False,
         next_serial=lambda: 1,
         submit=submit,
@@ -309,6 +312,7 @@ async def opened(vocab: object, prompt: str | tuple[int, ...], gate: QueueGate) 
         lambda **_: cast(Vocabulary, vocab),
         gate,
         cast(Dispatcher, dispatcher),
+        Loras(cast(Dispatcher, dispatcher), workers, lambda path: None, is_fixed=True),
         stream_buffer=64,
         constraints=ConstraintCompiler(lambda: cast(Vocabulary, vocab), workers, n_threads=1),
         workers=workers,

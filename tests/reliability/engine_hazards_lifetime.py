@@ -56,6 +56,8 @@ CALLS: Calls = {
     "embeddings": lambda e: e.embeddings([QUESTION]),
     "rerank": lambda e: e.rerank(QUESTION, [ANSWER], template="{query}{document}"),
     "classify": lambda e: e.classify([QUESTION]),
+    "load_lora": lambda e: e.load_lora("a", "a.gguf"),
+    "unload_lora": lambda e: e.unload_lora("a"),
     "tokenize": lambda e: e.tokenize("a"),
     "tokenize of a long text": lambda e: e.tokenize("a" * 5000),
     "detokenize": lambda e: e.detokenize([97]),

@@ -38,6 +38,8 @@ METHODS: dict[str, Callable[[Engine], Any]] = {
     "embeddings": lambda engine: engine.embeddings(["1+1="]),
     "rerank": lambda engine: engine.rerank("1+1=", ["2"], template="{query} {document}"),
     "classify": lambda engine: engine.classify(["1+1="]),
+    "load_lora": lambda engine: engine.load_lora("a", "a.gguf"),
+    "unload_lora": lambda engine: engine.unload_lora("a"),
     "score": lambda engine: engine.score("1+1=", "2"),
     "tokenize": lambda engine: engine.tokenize("1+1="),
     "detokenize": lambda engine: engine.detokenize([97]),

@@ -85,13 +85,13 @@ def test_the_documentation_names_every_route_and_sampling_field(client: httpx.Cl
         "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model}",
         "/v1/chat/completions/input_tokens", "/v1/responses", "/v1/responses/input_tokens",
         "/v1/messages", "/v1/messages/count_tokens", "/apply-template", "/props",
-        "/v1/embeddings", "/embedding", "/v1/rerank", "/classify",
+        "/v1/embeddings", "/embedding", "/v1/rerank", "/classify", "/lora-adapters",
     }  # fmt: skip
     for path in document["paths"].values():
         for operation in path.values():
             assert set(operation["responses"]) == {"200", "4XX", "503"}
     fields = document["components"]["schemas"]["GenerateBody"]["properties"]
-    others = {"prompt", "generated", "stream", "timeout", "priority"}
+    others = {"model", "prompt", "generated", "stream", "timeout", "priority", "lora"}
     assert {*SamplingOptions.__annotations__, *others} == set(fields)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cllm.engine.core.kv_cache import CacheReader
+from cllm.engine.lora import LoraSet
 
 
 class CacheMemory(CacheReader, Protocol):
@@ -41,6 +42,9 @@ class Decoder(CacheMemory, Protocol):
     n_outputs_max: int
     n_vocab: int
     separates_prompts: bool
+
+    def set_loras(self, loras: LoraSet) -> None:
+        """Compute the next batches with these adapters, which are loaded, and no others."""
 
     def clear(self) -> None:
         """Forget the rows added so far."""

@@ -145,6 +145,9 @@ class EngineCore:
         self._is_decoding_only = False  # the tick that is going on
         self._is_prompts_turn = False
         self._last_id = -1  # of those that decode, where they take turns
+        self._n_turns = self._n_prompts_turn = (
+            0  # batches so far, and which was the last of prompts alone
+        )
         self.prompt_cost = PromptCost()
         # What the last tick that only decoded, and the last one with prompts, has taken.
         self._decoding_tick_s = self._prompts_tick_s = 0.0
@@ -171,6 +174,10 @@ class EngineCore:
     def fail_all(self, cause: BaseException) -> None:
         """The engine has failed: end every request, leaving llama.cpp alone."""
         self.queue.fail_all(cause)
+
+    def forget_lora(self, name: str) -> None:
+        """Let nobody share what this adapter has computed: it is gone, and another may have its name."""
+        self.manager.evict_lora(name)
 
     def mark_corrupt(self, cause: Exception) -> None:
         """The bookkeeping and llama.cpp do not agree: recreate the context before the next decode."""
@@ -206,10 +213,11 @@ class EngineCore:
         """What the next tick, or two, of those that run now take; 0 while nothing is known."""
         ready = [s for s in self.queue.running if s.is_ready]
         n_decoding = sum(s.is_decoding for s in ready)
+        n_sets = len({s.loras for s in ready if s.is_decoding}) if self.queue.has_loras else 1
         # Not by `tick_cost`: a fit depends on when it is made, and a replay would not make it.
         seconds = self._prompts_tick_s if n_decoding < len(ready) else 0.0
         if n_decoding and self.row_cost.table:
-            seconds += self.row_cost.measured(n_decoding)
+            seconds += n_sets * self.row_cost.measured(-(-n_decoding // n_sets))
         return seconds
 
     def tick(self) -> None:
@@ -273,40 +281,72 @@ class EngineCore:
     def _plan(self, now: float) -> list[Chunk]:
         """The chunks of this tick; with `target_itl_ms`, prompts keep out of the others' way."""
         running = self.recovery.restrict(self.queue.running)
-        n_rows = min(self._n_rows_max, self.kv_cache.n_free)
-        n_prompt_rows, target_ms = None, self._config.target_itl_ms
         ready = [s for s in running if s.is_ready]
-        decoding = [s.n_computed for s in ready if s.is_decoding]
-        if target_ms is not None and decoding:
-            # Any prompt will do: what a chunk attends to costs less than its rows.
-            n_computed = max((s.n_computed for s in ready if s.n_pending > 1), default=0)
-            n_prompt_rows = self.tick_cost.n_prompt_rows(decoding, n_computed, target_ms / 1000.0)
-        has_prompts = self._decoder.separates_prompts and len(ready) > len(decoding)
-        is_apart = self._decoder.separates_prompts and target_ms is None and bool(decoding)
-        n_together, goes_on = math.inf, False
-        if has_prompts:
-            n_cells = self.kv_cache.n_held
-            n_together = self.prompt_cost.n_rows_together(self._decoding_tick_s, n_cells)
-            # One short prompt for each token of everybody else is too few for many clients.
-            turn_s = self._prompts_turn_s + self._prompts_tick_s
-            goes_on = turn_s <= self._decoding_tick_s and self.prompt_cost.are_tiles_dear(n_cells)
-        self._is_prompts_turn = is_apart and has_prompts and (goes_on or not self._is_prompts_turn)
+        decoding = [s for s in ready if s.is_decoding]
+        n_sets = len({s.loras for s in ready}) if self.queue.has_loras else 1
+        n_together = self._begin_turn(decoding, n_ready=len(ready))
+        turn = self._whose_turn(running, decoding, n_sets, now)
+        n_rows = min(self._n_rows_max, self.kv_cache.n_free)
+        target_ms = self._config.target_itl_ms
         chunks = scheduler.plan(
-            self._whose_turn(running) if is_apart else running,
+            turn,
             # Prompts leave the cells of those whose turn is next.
             n_rows - (len(decoding) if self._is_prompts_turn else 0),
-            n_prompt_rows,
-            is_awaited=self._is_prompts_turn,
+            self._n_prompt_rows(turn, n_sets),
+            is_awaited=self._is_prompts_turn or n_sets > 1,
             n_prefill_chunk=self._config.n_prefill_chunk if target_ms is None else None,
             n_together=n_together,
             n_outputs_max=self._decoder.n_outputs_max,
             now=now,
         )
         self._is_decoding_only = all(is_decoding(chunk) for chunk in chunks)
+        return self._with_drafts(chunks, n_rows)
+
+    def _begin_turn(self, decoding: list[Sequence], *, n_ready: int) -> float:
+        """Whether it is the prompts' turn, and how many rows of them are best computed together."""
+        self._n_turns += 1
+        self._is_prompts_turn = False
+        if not self._decoder.separates_prompts or n_ready == len(decoding):
+            return math.inf
+        n_cells = self.kv_cache.n_held
+        # One short prompt for each token of everybody else is too few for many clients.
+        turn_s = self._prompts_turn_s + self._prompts_tick_s
+        goes_on = turn_s <= self._decoding_tick_s and self.prompt_cost.are_tiles_dear(n_cells)
+        if self._are_kinds_apart(decoding):
+            is_due = scheduler.is_decoding_due(decoding, self._n_prompts_turn)
+            self._is_prompts_turn = goes_on or not is_due
+        if self._is_prompts_turn:
+            self._n_prompts_turn = self._n_turns
+        return self.prompt_cost.n_rows_together(self._decoding_tick_s, n_cells)
+
+    def _are_kinds_apart(self, decoding: list[Sequence]) -> bool:
+        """Whether prompts and those that decode take turns: a tick of both takes longer than two."""
+        is_free = self._config.target_itl_ms is None
+        return self._decoder.separates_prompts and is_free and bool(decoding)
+
+    def _whose_turn(
+        self, running: list[Sequence], decoding: list[Sequence], n_sets: int, now: float
+    ) -> list[Sequence]:
+        """Those of whom this tick may be: of one kind, where kinds are apart, and with one set of adapters."""
+        is_decoding_turn = self._are_kinds_apart(decoding) and not self._is_prompts_turn
+        turn = running
+        if is_decoding_turn:
+            turn = decoding
+        elif self._is_prompts_turn:
+            turn = scheduler.prompts_of(running)
+        if n_sets > 1:
+            turn = scheduler.with_same_loras(turn, now)
+        if is_decoding_turn:
+            turn, self._last_id = scheduler.decoding_of(turn, self._last_id)
+        return turn
+
+    def _with_drafts(self, chunks: list[Chunk], n_rows: int) -> list[Chunk]:
+        """The chunks with guesses of what comes after them, if this tick may have some."""
         can_draft = self._is_decoding_only and self.recovery.is_over and not self._n_plain_ticks
         self._n_plain_ticks = max(0, self._n_plain_ticks - 1)
         if self._speculation is None or not can_draft:
             return chunks
+        target_ms = self._config.target_itl_ms
         try:
             # Each of them has one row, which is an output row.
             return self._speculation.extend(
@@ -319,12 +359,18 @@ class EngineCore:
             self._give_up_drafts()
             return chunks
 
-    def _whose_turn(self, running: list[Sequence]) -> list[Sequence]:
-        """Prompts, or those that decode: a tick of both takes longer than one of each."""
-        if self._is_prompts_turn:
-            return scheduler.prompts_of(running)
-        decoding, self._last_id = scheduler.decoding_of(running, self._last_id)
-        return decoding
+    def _n_prompt_rows(self, turn: list[Sequence], n_sets: int) -> int | None:
+        """Rows of prompts in a tick that somebody's next token is in; None: as many as there is room for.
+
+        Where `n_sets` sets of adapters take turns, that token is so many ticks away.
+        """
+        target_ms = self._config.target_itl_ms
+        decoding = [s.n_computed for s in turn if s.is_decoding]
+        if target_ms is None or not (decoding or n_sets > 1):
+            return None
+        # Any prompt will do: what a chunk attends to costs less than its rows.
+        n_computed = max((s.n_computed for s in turn if s.is_ready and s.n_pending > 1), default=0)
+        return self.tick_cost.n_prompt_rows(decoding, n_computed, target_ms / 1000.0 / n_sets)
 
     def _observe_drafts(self, sequence: Sequence, n_drafted: int, n_accepted: int) -> None:
         """What became of the drafts of a sequence."""
@@ -341,8 +387,10 @@ class EngineCore:
     def _fill_batch(self, chunks: list[Chunk]) -> None:
         """Put the chunks into the batch."""
         self._decoder.clear()
+        self._decoder.set_loras(chunks[0].sequence.loras)
         for chunk in chunks:
             sequence, start = chunk.sequence, chunk.sequence.n_computed
+            sequence.n_turn = self._n_turns
             assert sequence.slot is not None
             tokens = sequence.tokens[start : start + chunk.n_tokens]
             tokens.extend(chunk.drafts)

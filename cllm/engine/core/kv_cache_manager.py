@@ -252,12 +252,13 @@ class KVCacheManager:
         if n_tokens < slot.n_computed and not self._can_truncate:
             return False
         tokens = sequence.token_array()[:n_tokens].copy()
-        covering = self.prefixes.covering(tokens)
+        lora = sequence.request.lora
+        covering = self.prefixes.covering(tokens, lora)
         if covering is not None and (self._can_truncate or len(covering.tokens) == n_tokens):
             self.prefixes.touch(covering)
             return False
         if self._can_truncate:  # a part of the longer one does for the shorter
-            for entry in self.prefixes.covered_by(tokens):
+            for entry in self.prefixes.covered_by(tokens, lora):
                 self.evict(entry)
         kv_cache = self.kv_cache
         if kv_cache.kv_unified:
@@ -276,7 +277,7 @@ class KVCacheManager:
                 "request %s: seq_id %d handed to the prefix cache, %d positions",
                 sequence.request_id, slot.seq_id, n_tokens,
             )  # fmt: skip
-        self.prefixes.entries.append(CachedPrefix(tokens, kept))
+        self.prefixes.entries.append(CachedPrefix(tokens, kept, lora))
         while kv_cache.n_cached > self._n_tokens_max:
             self.evict(self.prefixes.entries[0])
         return kept is slot
@@ -293,6 +294,11 @@ class KVCacheManager:
         """Evict cached prefixes, least recently used first, until so many cells are free."""
         while self.kv_cache.n_free < n_free and self.prefixes.entries:
             self.evict(self.prefixes.entries[0])
+
+    def evict_lora(self, name: str) -> None:
+        """Evict what this adapter has computed: another may have its name."""
+        for entry in [e for e in self.prefixes.entries if e.lora.uses(name)]:
+            self.evict(entry)
 
     def evict_all(self) -> int:
         """Evict every cached prefix; return how many there were."""

@@ -11,8 +11,15 @@ from enum import StrEnum
 from cllm.engine.core.statistics import EngineStatistics
 from cllm.engine.embedding import EmbeddingRequest
 from cllm.engine.health import Restart
+from cllm.engine.lora import LoraInfo
 from cllm.engine.request import Completion, GenerationRequest, ModelInfo, TokenDelta
-from cllm.errors import DeadlineError, EmbeddingError, EngineFailedError, GenerationError
+from cllm.errors import (
+    CllmError,
+    DeadlineError,
+    EmbeddingError,
+    EngineFailedError,
+    GenerationError,
+)
 
 
 # --- Commands: event loop → inference thread --------------------------------------------------
@@ -68,12 +75,45 @@ class Inspect:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadLora:
+    """Load an adapter.  Answered by `LorasChanged` with the same `call_id`.
+
+    Attributes
+    ----------
+    scale : float
+        With which it computes requests that name no adapters.
+    """
+
+    call_id: int
+    name: str
+    path: str
+    scale: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadLora:
+    """Free an adapter when no request uses it any more.  Answered by `LorasChanged`."""
+
+    call_id: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Shutdown:
     """Cancel everything and end the thread.  Answered by `Stopped` and `Ended`."""
 
 
 Command = (
-    AddRequest | AddEmbedding | CancelRequest | Read | ClearPrefixCache | Audit | Inspect | Shutdown
+    AddRequest
+    | AddEmbedding
+    | CancelRequest
+    | Read
+    | ClearPrefixCache
+    | Audit
+    | Inspect
+    | LoadLora
+    | UnloadLora
+    | Shutdown
 )
 
 
@@ -247,6 +287,21 @@ class Inspected:
 
 
 @dataclass(frozen=True, slots=True)
+class LorasChanged:
+    """The answer to `LoadLora` and `UnloadLora`: what is loaded now.
+
+    Attributes
+    ----------
+    loras : tuple of LoraInfo or None
+        None: what was, with an error.
+    """
+
+    call_id: int
+    loras: tuple[LoraInfo, ...] | None = None
+    error: CllmError | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Restarted:
     """The engine's process had ended, and there is another."""
 
@@ -265,4 +320,15 @@ class Ended:
     """The thread has freed everything and ends: the last event of all."""
 
 
-Event = Ready | Progressed | Finished | Embedded | Audited | Inspected | Restarted | Stopped | Ended
+Event = (
+    Ready
+    | Progressed
+    | Finished
+    | Embedded
+    | Audited
+    | Inspected
+    | LorasChanged
+    | Restarted
+    | Stopped
+    | Ended
+)

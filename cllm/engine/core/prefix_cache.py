@@ -14,16 +14,18 @@ from numpy.typing import NDArray
 
 from cllm.engine.core.kv_cache import Slot
 from cllm.engine.core.sequence import Sequence
+from cllm.engine.lora import NO_LORA, LoraUse
 
 Tokens = NDArray[np.int32]
 
 
 @dataclass(eq=False, slots=True)
 class CachedPrefix:
-    """What a finished sequence left: the tokens, and the slot that holds them."""
+    """What a finished sequence left: the tokens, what computed them, and the slot that holds them."""
 
     tokens: Tokens
     slot: Slot
+    lora: LoraUse = NO_LORA
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +60,25 @@ class PrefixCache:
         self.entries.remove(entry)
         self.entries.append(entry)
 
-    def covering(self, tokens: Tokens) -> CachedPrefix | None:
-        """An entry that begins with all of `tokens`."""
-        return next((e for e in self.entries if _begins_with(e.tokens, tokens)), None)
+    def covering(self, tokens: Tokens, lora: LoraUse = NO_LORA) -> CachedPrefix | None:
+        """An entry that begins with all of `tokens`, computed alike."""
+        n_tokens = len(tokens)
+        return next(
+            (
+                e
+                for e in self.entries
+                if _begins_with(e.tokens, tokens) and e.lora.n_alike(lora) >= n_tokens
+            ),
+            None,
+        )
 
-    def covered_by(self, tokens: Tokens) -> list[CachedPrefix]:
-        """Entries that `tokens` begins with."""
-        return [e for e in self.entries if _begins_with(tokens, e.tokens)]
+    def covered_by(self, tokens: Tokens, lora: LoraUse = NO_LORA) -> list[CachedPrefix]:
+        """Entries that `tokens`, computed like that, begins with."""
+        return [
+            e
+            for e in self.entries
+            if _begins_with(tokens, e.tokens) and e.lora.n_alike(lora) >= len(e.tokens)
+        ]
 
     def match(
         self,
@@ -82,7 +96,7 @@ class PrefixCache:
         It waits for a leader when that gives more than a lone first token (most prompts begin with
         the same one), or all there is to share.
         """
-        wanted = sequence.token_array()[: sequence.n_settled]
+        wanted, lora = sequence.token_array()[: sequence.n_settled], sequence.request.lora
         n_wanted = len(wanted)
         source, entry, n_tokens = None, None, 0
         # The most recent of equals, so that the others may grow old.  Who has another token where
@@ -91,7 +105,7 @@ class PrefixCache:
             tokens = cached.tokens
             if n_tokens >= min(n_wanted, len(tokens)) or tokens[n_tokens] != wanted[n_tokens]:
                 continue
-            n_common = _n_common(tokens, wanted)
+            n_common = _n_common(tokens, wanted, cached.lora, lora)
             if whole_only and n_common < len(tokens):
                 continue
             if n_common >= n_min and n_common > n_tokens:
@@ -103,7 +117,7 @@ class PrefixCache:
             own = other.tokens
             if n_tokens >= min(n_wanted, len(own)) or own[n_tokens] != wanted[n_tokens]:
                 continue
-            n_common = _n_common(other.token_array(), wanted)
+            n_common = _n_common(other.token_array(), wanted, other.request.lora, lora)
             if n_common < n_min or (whole_only and n_common < other.n_computed):
                 continue
             n_now = min(n_common, other.n_computed)
@@ -121,9 +135,11 @@ class PrefixCache:
         return Match(source, n_tokens, entry, leader, n_expected)
 
 
-def _n_common(a: Tokens, b: Tokens) -> int:
-    """Length of the common prefix."""
+def _n_common(a: Tokens, b: Tokens, of_a: LoraUse = NO_LORA, of_b: LoraUse = NO_LORA) -> int:
+    """Length of the common prefix that the same adapters compute."""
     n_tokens = min(len(a), len(b))
+    if of_a is not of_b:
+        n_tokens = int(min(n_tokens, of_a.n_alike(of_b)))
     # `argmax` would give the GIL away, and get it back late.
     first = (a[:n_tokens] != b[:n_tokens]).tobytes().find(1)
     return n_tokens if first < 0 else first

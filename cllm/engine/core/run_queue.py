@@ -17,6 +17,7 @@ from cllm.engine.core.recovery import Recovery
 from cllm.engine.core.sequence import Sequence
 from cllm.engine.core.statistics import Recorder
 from cllm.engine.core.tick_cost import TickCost
+from cllm.engine.lora import NO_LORA
 from cllm.engine.request import FinishReason, GenerationRequest, TokenDelta
 from cllm.engine.sampling.batch_sampler import TokenSampler
 from cllm.engine.vocabulary import OutputVocabulary
@@ -59,6 +60,7 @@ class RunQueue:
         self._stream_buffer = stream_buffer
         self._clock = clock
         self._by_id: dict[str, Sequence] = {}
+        self._n_with_loras = 0
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.events: list[Event] = []
@@ -68,6 +70,7 @@ class RunQueue:
         """Take a request into the queue."""
         sequence = Sequence(request, stream_buffer=self._stream_buffer)
         self._by_id[request.request_id] = sequence
+        self._n_with_loras += request.lora != NO_LORA
         self.waiting.append(sequence)
         try:
             sequence.sampler = self._make_sampler(request)
@@ -98,6 +101,15 @@ class RunQueue:
     def has_work(self) -> bool:
         """Whether anybody wants tokens; a paused sequence waits for its reader."""
         return any(not s.is_paused for s in self._by_id.values())
+
+    @property
+    def has_loras(self) -> bool:
+        """Whether adapters compute any request."""
+        return self._n_with_loras > 0
+
+    def n_using(self, lora: str) -> int:
+        """Requests that this adapter computes."""
+        return sum(s.request.lora.uses(lora) for s in self._by_id.values())
 
     @property
     def n_paused(self) -> int:
@@ -197,6 +209,7 @@ class RunQueue:
         error: GenerationError | EngineFailedError | None,
     ) -> None:
         del self._by_id[sequence.request_id]
+        self._n_with_loras -= sequence.request.lora != NO_LORA
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         self._manager.forget(sequence)
         self._recovery.forget(sequence)

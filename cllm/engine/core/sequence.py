@@ -12,8 +12,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from cllm.checks import INT32_MAX
 from cllm.engine.core.detokenizer import Detokenizer
 from cllm.engine.core.kv_cache import Slot
+from cllm.engine.lora import LoraSet
 from cllm.engine.request import (
     Completion,
     FinishReason,
@@ -81,6 +83,8 @@ class Sequence:
         Deltas that the reader has not taken yet.
     n_given : int
         Tokens of the prompt, and of the output as far as it was sampled elsewhere.
+    n_turn : int
+        When a tick last had tokens of it: ticks are counted from 1 on.
     n_scored, n_to_score : int
         Tokens whose logits have been seen, or are never wanted, and how many that shall be; the row
         before the next of them is an output row.
@@ -106,7 +110,7 @@ class Sequence:
         self._logprobs: list[TokenLogprob] = []
         self.n_unread = request.n_unread
         self._stream_buffer = stream_buffer
-        self.n_preemptions = 0
+        self.n_preemptions = self.n_turn = 0
         self._texts: list[str] = []
         self._admitted_at: float | None = None
         self._token_times: list[float] = []
@@ -132,6 +136,21 @@ class Sequence:
     def n_pending(self) -> int:
         """Tokens still to be computed before the next can be sampled."""
         return len(self.tokens) - self.n_computed
+
+    @property
+    def n_alike(self) -> int:
+        """Tokens, from the next to be computed on, that the same adapters compute."""
+        return int(min(INT32_MAX, self.request.lora.n_until_change(self.n_computed)))
+
+    @property
+    def n_next(self) -> int:
+        """Pending tokens that can be computed in one decode."""
+        return min(self.n_pending, self.n_alike)
+
+    @property
+    def loras(self) -> LoraSet:
+        """The adapters that compute its next token."""
+        return self.request.lora.at(self.n_computed)
 
     @property
     def n_to_compute(self) -> int:

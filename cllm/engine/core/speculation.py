@@ -160,6 +160,7 @@ class BudgetedSpeculation:
         params = sequence.request.params
         limits = [N_DRAFT_ROWS, self._n_ctx_seq - len(sequence.tokens)]
         limits.append(self._stream_buffer - sequence.n_unread - 1)
+        limits.append(sequence.n_alike - 1)
         if params.max_tokens is not None:
             limits.append(params.max_tokens - sequence.n_output - 1)
         n_max = min(limits)

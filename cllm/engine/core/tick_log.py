@@ -4,7 +4,7 @@ Commands, times, the batches and what became of them, the tokens: everything tha
 next tick does.  `cllm.testing.replay` puts it into a core without a model and gets the same plans.
 
 The lines: a `header` with the `format`; `submit`, `cancel`, `read`, `reset_prefix_cache` and
-`cancel_all` as they are handled; `mark_corrupt` after an audit; `tick` with its batches as
+`cancel_all` as they are handled; `mark_corrupt` after an audit; `forget_lora`; `tick` with its batches as
 `[seq_id, p0, n_tokens, n_outputs]`.
 Each has what was read while it lasted: the `clock`, the `positions` that llama.cpp answered, the
 `faults` of calls, the `drafts` of each batch by seq_id, the `pieces` of tokens met for the first
@@ -19,7 +19,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,6 +40,7 @@ from cllm.engine.core.messages import (
 )
 from cllm.engine.core.scheduler import Chunk
 from cllm.engine.core.speculation import Drafts, Speculation
+from cllm.engine.lora import LoraSet
 from cllm.engine.vocabulary import OutputVocabulary
 from cllm.errors import InvalidArgumentError, LlamaCallError
 
@@ -47,7 +48,7 @@ logger = logging.getLogger("cllm.engine")
 T = TypeVar("T")
 
 # Another one for each change of what a line says: no replay then takes an old log for a wrong one.
-FORMAT = "cllm tick log 6"
+FORMAT = "cllm tick log 7"
 KV_CACHE = ("n_cells", "n_seq_ids", "n_ctx_seq", "kv_unified", "has_pos_min", "is_windowed")
 DECODER = ("n_batch", "n_outputs_max", "separates_prompts")
 # What of the configuration, with its None replaced, decides about ticks.
@@ -108,6 +109,7 @@ class TickLog:
                 del values["constraint"], values["thinking"]
                 params = {f.name: getattr(request.params, f.name) for f in fields(request.params)}
                 params["logit_bias"] = dict(request.params.logit_bias)
+                values["lora"] = asdict(request.lora)
                 spelled = {t: name.hex() for t, name in request.spelled.items()}
                 self._write(submit={**values, "params": params, "spelled": spelled})
             case CancelRequest(request_id):
@@ -120,6 +122,10 @@ class TickLog:
     def cancel_all(self) -> None:
         """Everything has been cancelled."""
         self._write(cancel_all=True)
+
+    def forget_lora(self, name: str) -> None:
+        """An adapter has been freed."""
+        self._write(forget_lora=name)
 
     def mark_corrupt(self, error: Exception) -> None:
         """An audit found that the KV cache bookkeeping and llama.cpp disagree."""
@@ -232,6 +238,10 @@ class LoggedDecoder:
         self.n_batch, self.n_vocab = decoder.n_batch, decoder.n_vocab
         self.n_outputs_max = decoder.n_outputs_max
         self.separates_prompts = decoder.separates_prompts
+
+    def set_loras(self, loras: LoraSet) -> None:
+        """See `Decoder`."""
+        self._call("set_loras", self._decoder.set_loras, loras)
 
     def clear(self) -> None:
         """See `Decoder`."""

@@ -6,10 +6,11 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from cllm.bindings import Context, LoraAdapter, Model
+from cllm.bindings import Context, Model
 from cllm.engine.chat.rank_prompt import QWEN3_TEMPLATE, RANK_TEMPLATE
 from cllm.engine.config import NGRAM, EngineConfig
 from cllm.engine.constraint import CompiledConstraint, NamedConstraint
@@ -25,6 +26,8 @@ from cllm.engine.llama.determinism import deterministic_decoder
 from cllm.engine.llama.draft_model import DraftModel
 from cllm.engine.llama.encoder import LlamaTextEncoder, NoDecoder, embedding_info
 from cllm.engine.llama.fingerprint import fingerprint
+from cllm.engine.llama.lora_file import check_lora_file
+from cllm.engine.llama.loras import LlamaLoras
 from cllm.engine.llama.memory import check_fits
 from cllm.engine.llama.preflight import Preflight, model_files
 from cllm.engine.llama.row_cost_cache import load_table, save_table, table_key
@@ -60,7 +63,7 @@ class LlamaBackend:
         self._is_stopping = False
         self._computing: list[LlamaDecoder | NoDecoder | LlamaTextEncoder] = []
         self._guidance: Guidance | None = None
-        self.preflight = Preflight(config)
+        self.preflight = self._lora_preflight = Preflight(config)
 
     def load(self, owned: ExitStack) -> Loaded:
         """See `Backend`; freed in reverse order: context, adapters, model."""
@@ -72,10 +75,16 @@ class LlamaBackend:
             raise ModelLoadError(str(path), "the embedded model is not installed")
         model = self._open_model(path, owned, use_extra_bufts=not config.deterministic)
         info = embedding_info(model, config)
-        decoder, kv_cache = self._open_decoder(model, info, owned)
-        encoder = None if info is None else LlamaTextEncoder(model, config, info)
+        loras = LlamaLoras(model)
+        owned.callback(loras.close)
+        for lora in config.loras:
+            loras.load(lora.name, lora.path, lora.scale)
+        decoder, kv_cache = self._open_decoder(model, info, loras, owned)
+        encoder = None if info is None else LlamaTextEncoder(model, config, info, loras)
         if encoder is not None:
             owned.callback(encoder.close)
+            loras.users.append(encoder.close)
+        loras.users.append(lambda: decoder.set_loras(()))
         self._computing = [c for c in (decoder, encoder) if c is not None]
         if self._is_stopping:  # perhaps since a moment ago: looked at last
             self._stop_computing()
@@ -90,6 +99,7 @@ class LlamaBackend:
             generates=generates,
             embedding=info,
             rank_template=_rank_template(model),
+            loras=loras.infos,
         )
         loaded = Loaded(
             model=model_info,
@@ -101,29 +111,24 @@ class LlamaBackend:
             n_prefill_chunk=config.n_batch if model.is_on_gpu else N_PREFILL_CHUNK,
             drafter=self._drafter(model, kv_cache, owned) if generates else None,
             encoder=encoder,
+            loras=loras,
             row_cost=self._row_cost(model_info, owned),
         )
         self.preflight.passed()
         return loaded
 
     def _open_decoder(
-        self, model: Model, info: EmbeddingInfo | None, owned: ExitStack
+        self, model: Model, info: EmbeddingInfo | None, loras: LlamaLoras, owned: ExitStack
     ) -> tuple[LlamaDecoder | NoDecoder, KVCache]:
         """What generates, and its empty cache; nothing of both where only embeddings are wanted."""
         config = self._config
         if self._generates:
-            loras = [
-                (owned.enter_context(LoraAdapter(model, p)), scale) for p, scale in config.lora
-            ]
-
-            def make() -> Context:
-                return make_context(model, config, loras)
-
+            make = partial(make_context, model, config)
             try:
                 decoder = (
-                    deterministic_decoder(model, make, config.n_batch)
+                    deterministic_decoder(model, make, config.n_batch, loras)
                     if config.deterministic
-                    else LlamaDecoder(make, config.n_batch)
+                    else LlamaDecoder(make, config.n_batch, loras)
                 )
             except NotGenerativeError as error:
                 if info is None:
@@ -142,6 +147,16 @@ class LlamaBackend:
     def check_memory(self, loaded: EngineConfig | None) -> None:
         """See `Backend`."""
         check_fits(self._config, loaded)
+
+    def check_lora(self, path: Path) -> None:
+        """See `Backend`."""
+        config = self._config
+        check_lora_file(path, config.model_path)
+        self._lora_preflight = Preflight(replace(config, lora=((str(path), 1.0),)))
+        if self._is_stopping:  # perhaps since a moment ago: looked at last
+            self._lora_preflight.stop()
+        self._lora_preflight.run()
+        self._lora_preflight.passed()
 
     def open_vocabulary(self, owned: ExitStack) -> EngineVocabulary:
         """The model's vocabulary without its weights, for a process that computes nothing."""
@@ -205,6 +220,7 @@ class LlamaBackend:
         """See `Backend`."""
         self._is_stopping = True
         self.preflight.stop()
+        self._lora_preflight.stop()
         self._stop_computing()
 
     def _stop_computing(self) -> None:

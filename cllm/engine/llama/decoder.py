@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.bindings import Batch, Context, LoraAdapter, Model
+from cllm.bindings import Batch, Context, Model
 from cllm.engine.config import EngineConfig
 from cllm.engine.core.speculation import N_DRAFT_ROWS
+from cllm.engine.llama.loras import LlamaLoras
+from cllm.engine.lora import LoraSet
 
 # Rows, and output rows, that a `PaddedDecoder` may add for each sequence.
 N_PADDING_ROWS = 2
@@ -24,6 +26,8 @@ class LlamaDecoder:
         Makes the context, now and whenever it has to be recreated.
     n_batch : int
         Rows of a tick at the most.
+    loras : LlamaLoras, optional
+        Whose adapters are applied.
 
     Attributes
     ----------
@@ -33,14 +37,19 @@ class LlamaDecoder:
         Positions that a sequence may have.
     """
 
-    def __init__(self, make_context: Callable[[], Context], n_batch: int) -> None:
+    def __init__(
+        self, make_context: Callable[[], Context], n_batch: int, loras: LlamaLoras | None = None
+    ) -> None:
         self._make_context = make_context
+        self._loras = loras
+        self._applied: LoraSet = ()
         self._n_batch = n_batch
         self._is_stopping = False
         self._open()
 
     def _open(self) -> None:
         self.context = context = self._make_context()
+        self._applied = ()
         self.n_outputs_max, self.n_vocab = context.n_outputs_max, context.n_vocab
         self.n_ctx_seq = context.n_ctx_seq
         self.separates_prompts = context.has_tiled_attention
@@ -49,6 +58,13 @@ class LlamaDecoder:
         self._batch = Batch(context.n_batch)
 
     # --- The context's own, whichever it is now: see `Decoder` ---------------------------------
+    def set_loras(self, loras: LoraSet) -> None:
+        """Apply adapters."""
+        if loras != self._applied:
+            assert self._loras is not None
+            self.context.set_loras(self._loras.of(loras))
+            self._applied = loras
+
     def clear(self) -> None:
         """Forget the rows added so far."""
         self._batch.clear()
@@ -113,9 +129,7 @@ class LlamaDecoder:
         self.context.set_abort(True)
 
 
-def make_context(
-    model: Model, config: EngineConfig, loras: Sequence[tuple[LoraAdapter, float]]
-) -> Context:
+def make_context(model: Model, config: EngineConfig) -> Context:
     """The context of an engine, empty."""
     n_threads, n_threads_batch = config.compute_threads
     # llama.cpp aborts unless a batch and the cache have room for a row of every seq_id.
@@ -124,7 +138,7 @@ def make_context(
     n_drafts = N_DRAFT_ROWS if config.speculation is not None else 0
     n_batch = max(config.n_batch, n_seq_ids) + n_padding
     type_k, type_v = config.kv_types
-    context = Context(
+    return Context(
         model,
         n_ctx=max(config.n_cells, n_seq_ids) if config.n_cells else 0,
         n_batch=n_batch,
@@ -149,6 +163,3 @@ def make_context(
         yarn_beta_slow=config.yarn_beta_slow,
         yarn_orig_ctx=config.yarn_orig_ctx,
     )
-    if loras:
-        context.set_loras(loras)
-    return context

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from cllm.bindings import Context, Model
 from cllm.engine.llama.decoder import LlamaDecoder
+from cllm.engine.llama.loras import LlamaLoras
 from cllm.engine.llama.padded_decoder import PaddedDecoder
 from cllm.errors import InvalidArgumentError
 
@@ -47,7 +48,7 @@ SHAPES: dict[str, Shape] = {
 
 
 def deterministic_decoder(
-    model: Model, make_context: Callable[[], Context], n_batch: int
+    model: Model, make_context: Callable[[], Context], n_batch: int, loras: LlamaLoras
 ) -> LlamaDecoder:
     """A decoder whose logits have been the same in every shape.
 
@@ -63,21 +64,24 @@ def deterministic_decoder(
     # llama.cpp reads it once, before its first product; nobody else is to see it.
     os.environ[TILED_PRODUCTS], before = "0", os.environ.get(TILED_PRODUCTS)
     try:
-        return _tried_decoder(model, make_context, n_batch)
+        return _tried_decoder(model, make_context, n_batch, loras)
     finally:
         del os.environ[TILED_PRODUCTS]
         if before is not None:
             os.environ[TILED_PRODUCTS] = before
 
 
-def _tried_decoder(model: Model, make_context: Callable[[], Context], n_batch: int) -> LlamaDecoder:
+def _tried_decoder(
+    model: Model, make_context: Callable[[], Context], n_batch: int, loras: LlamaLoras
+) -> LlamaDecoder:
     """See `deterministic_decoder`."""
     # What is padded must be removed again: not where memory forgets.
     differing: list[str] = []
     kinds = [LlamaDecoder] if model.has_state or model.n_swa else [LlamaDecoder, PaddedDecoder]
     for kind in kinds:
-        decoder = kind(make_context, n_batch)
+        decoder = kind(make_context, n_batch, loras)
         try:
+            decoder.set_loras(tuple(sorted((i.name, i.scale or 1.0) for i in loras.infos)))
             differing = shapes_that_differ(decoder)
         except BaseException:
             decoder.close()

@@ -11,6 +11,8 @@ from cllm.bindings import Batch, EmbeddingContext, Model
 from cllm.bindings.embedding_context import check_pooling, own_pooling
 from cllm.engine.config import N_TEXTS_MAX, EngineConfig
 from cllm.engine.embedding import EmbeddingInfo
+from cllm.engine.llama.loras import LlamaLoras
+from cllm.engine.lora import LoraSet
 from cllm.errors import ContextError, InvalidBatchError
 
 # ggml computes the attention of each token to all tokens of its batch, of whichever text, and masks
@@ -30,10 +32,15 @@ class LlamaTextEncoder:
     Parameters
     ----------
     info : EmbeddingInfo
+    loras : LlamaLoras
+        Those that requests have which name none compute the texts too.
     """
 
-    def __init__(self, model: Model, config: EngineConfig, info: EmbeddingInfo) -> None:
+    def __init__(
+        self, model: Model, config: EngineConfig, info: EmbeddingInfo, loras: LlamaLoras
+    ) -> None:
         self._model = model
+        self._loras = loras
         self._config = config
         self._pooling = info.pooling
         self.n_batch = config.n_ubatch
@@ -55,6 +62,7 @@ class LlamaTextEncoder:
                 n_threads=config.compute_threads[1],
                 flash_attn=config.flash_attn,
             )
+            self._context.set_loras(self._loras.of(self._loras.defaults))
             self._batch = Batch(self.n_batch)
             self._tell()
 
@@ -140,6 +148,9 @@ class NoDecoder:
 
     def __init__(self, n_vocab: int) -> None:
         self.n_vocab = n_vocab
+
+    def set_loras(self, loras: LoraSet) -> None:
+        """Nothing is computed."""
 
     def clear(self) -> None:
         """There are no rows."""

@@ -40,7 +40,7 @@ def fingerprint(files: list[Path], config: EngineConfig, kv_cache: KVCache) -> s
     _, build = find_library()
     values = {
         "settings": {name: getattr(config, name) for name in names},
-        "scales": [scale for _, scale in config.lora],
+        "scales": [lora.scale for lora in config.loras],
         "n_ctx_seq": kv_cache.n_ctx_seq,
         "kv_unified": kv_cache.kv_unified,
         "build": build,

@@ -1,11 +1,12 @@
 """The metadata of a GGUF file without llama.cpp, which a damaged file may end the process of.
 
-Only what comes before the vocabulary, and only numbers, texts and lists of numbers.  See ggml's
-`docs/gguf.md`.
+Values only as far as the vocabulary, and only numbers, texts and lists of numbers; and the shapes of
+tensors.  See ggml's `docs/gguf.md`.
 """
 
 from __future__ import annotations
 
+import os
 import struct
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,6 +28,10 @@ _SCALARS = {
 _STRING, _ARRAY = 8, 9
 MAX_LENGTH = 1 << 16  # of a key, a text or a list that is read
 
+MAX_SKIPPED = 1 << 32
+MAX_TENSORS = 1 << 17
+
+Shapes = dict[str, tuple[int, ...]]
 Value = str | int | float | bool | list[int | float | bool]
 
 
@@ -52,6 +57,66 @@ def read_header(path: Path) -> dict[str, Value]:
         except (ValueError, struct.error):
             pass
     return known
+
+
+def read_shapes(path: Path) -> Shapes:
+    """The shapes of the tensors, as ggml counts dimensions; of a damaged file, those that can be read.
+
+    Raises
+    ------
+    OSError
+        It cannot be opened.
+    """
+    shapes: Shapes = {}
+    with path.open("rb") as file:
+        try:
+            magic, version, n_tensors, n_values = _unpack(file, "4sIQQ")
+            if magic != b"GGUF" or version not in (2, 3) or n_tensors > MAX_TENSORS:
+                return shapes
+            for _ in range(n_values):
+                _skip_text(file)
+                _skip_value(file, _unpack(file, "I")[0])
+            for _ in range(n_tensors):
+                name = _text(file)
+                (n_dimensions,) = _unpack(file, "I")
+                if n_dimensions > 4:
+                    raise ValueError("too many dimensions")
+                shapes[name] = _unpack(file, f"{n_dimensions}Q")
+                _unpack(file, "IQ")  # type, offset
+        except (ValueError, struct.error):
+            pass
+    return shapes
+
+
+def _skip_text(file: BinaryIO) -> None:
+    n: int = _unpack(file, "Q")[0]
+    _skip(file, n)
+
+
+def _skip_value(file: BinaryIO, kind: int) -> None:
+    if kind == _STRING:
+        _skip_text(file)
+    elif kind == _ARRAY:
+        kind, n = _unpack(file, "IQ")
+        if kind == _STRING:
+            for _ in range(n):
+                _skip_text(file)
+        else:
+            _skip(file, n * _size(kind))
+    else:
+        _skip(file, _size(kind))
+
+
+def _size(kind: int) -> int:
+    if kind not in _SCALARS:
+        raise ValueError("no such type")
+    return struct.calcsize(f"<{_SCALARS[kind]}")
+
+
+def _skip(file: BinaryIO, n_bytes: int) -> None:
+    if n_bytes > MAX_SKIPPED:
+        raise ValueError("too long")
+    file.seek(n_bytes, os.SEEK_CUR)
 
 
 def _unpack(file: BinaryIO, layout: str) -> tuple[Any, ...]:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from cllm.bindings import Context
 from cllm.engine.llama.decoder import N_PADDING_ROWS, LlamaDecoder
+from cllm.engine.llama.loras import LlamaLoras
 from cllm.errors import LlamaCallError
 
 PADDING = 0  # a token; every vocabulary has it
@@ -38,10 +39,12 @@ class PaddedDecoder(LlamaDecoder):
     its own, every row and every output row has at least one neighbour, however it is cut.
     """
 
-    def __init__(self, make_context: Callable[[], Context], n_batch: int) -> None:
+    def __init__(
+        self, make_context: Callable[[], Context], n_batch: int, loras: LlamaLoras | None = None
+    ) -> None:
         self._added: list[Rows] = []
         self._n_outputs = 0
-        super().__init__(make_context, n_batch)
+        super().__init__(make_context, n_batch, loras)
 
     def _open(self) -> None:
         super()._open()

@@ -156,7 +156,7 @@ class Preflight:
 
 def model_files(config: EngineConfig) -> list[Path]:
     """Every file that answers depend on: the model, all parts of a split one, the adapters."""
-    files = [config.model_path, *(Path(path) for path, _ in config.lora)]
+    files = [config.model_path, *(Path(lora.path) for lora in config.loras)]
     if (split := _SPLIT.fullmatch(config.model_path.name)) is not None:
         name, n_parts = split.groups()
         parts = f"{glob.escape(name)}-?????-of-{n_parts}.gguf"

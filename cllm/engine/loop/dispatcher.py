@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -16,6 +17,7 @@ from cllm.engine.core.messages import (
     Audit,
     Audited,
     CancelRequest,
+    Command,
     Embedded,
     Ended,
     Event,
@@ -23,6 +25,7 @@ from cllm.engine.core.messages import (
     Inspect,
     Inspected,
     LiveView,
+    LorasChanged,
     Progressed,
     Ready,
     Restarted,
@@ -136,14 +139,15 @@ class Dispatcher:
 
     async def audit(self) -> list[str]:
         """Ask the thread to compare its bookkeeping with llama.cpp's."""
-        return list(await self._ask(Audit))
+        return list(await self.ask(Audit))
 
     async def live_view(self) -> LiveView:
         """Ask the thread what is going on."""
-        view: LiveView = await self._ask(Inspect)
+        view: LiveView = await self.ask(Inspect)
         return view
 
-    async def _ask(self, question: type[Audit | Inspect]) -> Any:
+    async def ask(self, question: Callable[[int], Command]) -> Any:
+        """The answer to a command, which is made with the number of the call."""
         self._n_questions += 1
         call_id, reply = self._n_questions, Reply[Any]()
         self._questions[call_id] = reply
@@ -169,6 +173,11 @@ class Dispatcher:
                 case Audited(call_id, answer) | Inspected(call_id, answer):
                     if reply := self._questions.get(call_id):
                         reply.set(answer)
+                case LorasChanged(call_id, loras, error):
+                    if self.model is not None and loras is not None:
+                        self.model = replace(self.model, loras=loras)
+                    if reply := self._questions.get(call_id):
+                        reply.set(None, error)
                 case Ready(model):
                     self.model = model
                     self.answered.set()

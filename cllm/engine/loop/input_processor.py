@@ -21,6 +21,7 @@ from cllm.engine.chat.control_tokens import Piece
 from cllm.engine.chat.template_abilities import TemplateAbilities
 from cllm.engine.constraint import CompiledConstraint
 from cllm.engine.loop.dispatcher import Dispatcher
+from cllm.engine.loop.loras import Loras
 from cllm.engine.loop.output_channels import OutputChannels
 from cllm.engine.loop.queue_gate import QueueGate
 from cllm.engine.loop.request_call import (
@@ -69,6 +70,7 @@ class InputProcessor:
         check_serving: Callable[..., EngineVocabulary],
         gate: QueueGate,
         dispatcher: Dispatcher,
+        loras: Loras,
         *,
         stream_buffer: int,
         constraints: Constraints,
@@ -79,6 +81,7 @@ class InputProcessor:
         self._check_serving = check_serving
         self._gate = gate
         self._dispatcher = dispatcher
+        self._loras = loras
         self._stream_buffer = stream_buffer
         self._has_warned = False
         self._chats: ChatTokenizer | None = None
@@ -126,6 +129,7 @@ class InputProcessor:
                 else:
                     tokens = await self._tokens(call.prompt)
                 check_tokens(tokens, call.params, self._n_ctx, vocabulary.n_tokens, call.generated)
+                self._loras.use(call.lora, tokens)  # refused before what takes long
                 self._warn_of_length(len(tokens))
                 strips_space = vocabulary.prefixes_space and _begins_text(call.prompt, vocabulary)
                 told = await self._told(call, answer, strips_space=strips_space)
@@ -133,6 +137,7 @@ class InputProcessor:
             self._check_serving(draining=True)
             if self._dispatcher.is_open(call.request_id):
                 raise InvalidRequestError("request_id", call.request_id, "not in use")
+            lora = self._loras.use(call.lora, tokens)  # one may have left meanwhile
         except BaseException:
             self._gate.leave(is_served=False)
             raise
@@ -160,6 +165,7 @@ class InputProcessor:
             thinking=thinking,
             fingerprint="" if model is None else model.fingerprint,
             generated_token_ids=call.generated,
+            lora=lora,
             resamples=bool(call.generated) and resamples(call.params, constraint, thinking),
         )
         # The ids of calls are nobody else's, even where a gateway gives all requests one id.
@@ -199,7 +205,11 @@ class InputProcessor:
             )  # fmt: skip
 
     async def score_call(
-        self, prompt: Prompt, continuation: Prompt, priority: int = 0
+        self,
+        prompt: Prompt,
+        continuation: Prompt,
+        priority: int = 0,
+        lora: Mapping[str, float] | None = None,
     ) -> RequestCall:
         """The request that gives the log probabilities of a continuation."""
         prompt = check_prompt(prompt)
@@ -219,6 +229,7 @@ class InputProcessor:
             timeout=None,
             request_id=new_request_id(),
             first_scored=len(before),
+            lora=lora,
         )
 
     async def _continuation(

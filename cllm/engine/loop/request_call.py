@@ -13,6 +13,7 @@ from typing import Any, TypedDict, cast
 from cllm.checks import INT32_MAX, MAX_TEXT_BYTES, check_float, check_int, encode_text
 from cllm.engine.chat.chat_prompt import ChatPrompt
 from cllm.engine.core.detokenizer import Detokenizer
+from cllm.engine.lora import check_lora
 from cllm.engine.sampling_params import SamplingOptions, SamplingParams
 from cllm.engine.vocabulary import OutputVocabulary, spelled_piece
 from cllm.errors import InvalidRequestError, PromptTooLongError
@@ -34,6 +35,8 @@ class RequestCall:
         See `GenerationRequest`.
     generated : tuple of int
         The output so far.
+    lora : mapping or None
+        Names and scales of adapters.
     """
 
     prompt: str | tuple[int, ...] | ChatPrompt
@@ -43,6 +46,7 @@ class RequestCall:
     request_id: str
     first_scored: int | None = None
     generated: tuple[int, ...] = ()
+    lora: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
         error = InvalidRequestError
@@ -54,6 +58,7 @@ class RequestCall:
         if not isinstance(self.request_id, str) or not 1 <= len(self.request_id) <= 256:
             raise error("request_id", self.request_id, "a string of 1 to 256 characters")
         encode_text("request_id", self.request_id, error)
+        check_lora(self.lora)
         n_generated, n_most = len(self.generated), self.params.max_tokens
         if n_most is not None and n_generated and n_generated >= n_most:
             raise error(
@@ -108,6 +113,7 @@ def call_of(
     timeout: float | None,
     request_id: str | None,
     generated: Sequence[int] = (),
+    lora: Mapping[str, float] | None = None,
 ) -> RequestCall:
     """The arguments that all ways to make a request have in common."""
     if params is not None and sampling:
@@ -122,6 +128,7 @@ def call_of(
         timeout=timeout,
         request_id=new_request_id() if request_id is None else request_id,
         generated=_token_ids("generated", generated),
+        lora=lora if lora is None or not isinstance(lora, Mapping) else dict(lora),
     )
 
 

@@ -28,6 +28,7 @@ from cllm.engine.core.messages import (
     Ended,
     Event,
     Finished,
+    LorasChanged,
     Progressed,
     Ready,
     Restarted,
@@ -347,6 +348,11 @@ class EngineProcess(EngineHost):
                     raise error
             case Ended():
                 self._has_ended = True
+            case LorasChanged(loras=loras):
+                if loras is not None:  # which the next process is to begin with
+                    settings = tuple((lora.name, lora.path, lora.scale) for lora in loras)
+                    self._config = replace(self._config, lora=settings)
+                return told
             case _:
                 return told
         return None

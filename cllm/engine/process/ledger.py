@@ -24,8 +24,11 @@ from cllm.engine.core.messages import (
     Finished,
     Inspect,
     Inspected,
+    LoadLora,
+    LorasChanged,
     Progressed,
     Read,
+    UnloadLora,
 )
 from cllm.engine.embedding import EmbeddingRequest
 from cllm.engine.request import (
@@ -38,7 +41,7 @@ from cllm.engine.request import (
     Usage,
 )
 from cllm.engine.sampling.row_sampler import resamples
-from cllm.errors import EmbeddingError, EngineFailedError, GenerationError
+from cllm.errors import EmbeddingError, EngineFailedError, GenerationError, ModelLoadError
 
 # A request that was being computed at so many crashes in a row is tried alone.
 N_CRASHES_SUSPECT = 2
@@ -192,7 +195,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._open: dict[str, OpenCall] = {}
-        self._questions: dict[int, Audit | Inspect] = {}
+        self._questions: dict[int, Audit | Inspect | LoadLora | UnloadLora] = {}
         self._suspects: deque[OpenCall] = deque()
         self._tried: OpenCall | None = None
         self._is_up = False
@@ -228,7 +231,7 @@ class Ledger:
                     reader.n_unread -= n_deltas
                     return [command] if reader.is_given else []
                 return []
-            case Audit(call_id) | Inspect(call_id):
+            case Audit(call_id) | Inspect(call_id) | LoadLora(call_id) | UnloadLora(call_id):
                 self._questions[call_id] = command
         return [command] if self._is_up else []
 
@@ -268,7 +271,7 @@ class Ledger:
                     if known is self._tried:
                         self._tried = None
                         commands += self._next()
-                case Audited(call_id) | Inspected(call_id):
+                case Audited(call_id) | Inspected(call_id) | LorasChanged(call_id):
                     self._questions.pop(call_id, None)
                     told.append(event)
                 case _:
@@ -316,9 +319,22 @@ class Ledger:
             told.append(guilty.failed(cause, now))
         for known in self._open.values():
             known.on_crash()
+        told += self._loads_failed(cause) if is_own else []
         suspects = [r for r in self.requests if r.n_crashes >= N_CRASHES_SUSPECT]
         self._suspects = deque(suspects)
         return told
+
+    def _loads_failed(self, cause: Exception) -> list[Event]:
+        """Nobody loads again what may have ended the process."""
+        failed = [q for q in self._questions.values() if isinstance(q, LoadLora)]
+        for load in failed:
+            del self._questions[load.call_id]
+        return [
+            LorasChanged(
+                q.call_id, error=ModelLoadError(q.path, f"the engine's process ended: {cause}")
+            )
+            for q in failed
+        ]
 
     def on_ready(self) -> list[Command]:
         """A new process is there: what it is given."""

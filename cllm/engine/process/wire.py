@@ -32,13 +32,17 @@ from cllm.engine.core.messages import (
     Finished,
     Inspect,
     Inspected,
+    LoadLora,
+    LorasChanged,
     Progressed,
     Read,
     Ready,
     Shutdown,
     Stopped,
+    UnloadLora,
 )
 from cllm.engine.core.statistics import EngineStatistics
+from cllm.engine.lora import LoraInfo
 from cllm.engine.request import Completion, GenerationRequest, TokenDelta, TokenLogprob
 from cllm.errors import (
     CllmError,
@@ -85,6 +89,14 @@ class _Embedded(msgspec.Struct, array_like=True, frozen=True):
     error: _Error | None
 
 
+class _LorasChanged(msgspec.Struct, array_like=True, frozen=True):
+    """`LorasChanged`."""
+
+    call_id: int
+    loras: tuple[LoraInfo, ...] | None
+    error: _Error | None
+
+
 class _Stopped(msgspec.Struct, array_like=True, frozen=True):
     """`Stopped`."""
 
@@ -124,10 +136,11 @@ Told = Event | Logged | Beat
 # Written as their index.
 COMMANDS: tuple[type, ...] = (
     _Request, CancelRequest, Read, ClearPrefixCache, Audit, Inspect, Shutdown, SetLogLevel,
-    AddEmbedding,
+    AddEmbedding, LoadLora, UnloadLora,
 )  # fmt: skip
 EVENTS: tuple[type, ...] = (
     Ready, _Finished, Audited, Inspected, _Stopped, Ended, Logged, Beat, _Embedded,
+    _LorasChanged,
 )  # fmt: skip
 # Request id, text, tokens, log probabilities.
 _Token = tuple[str, str, tuple[int, ...], tuple[TokenLogprob, ...] | None]
@@ -223,6 +236,8 @@ def _event_as(event: Told) -> object:
         case Embedded(request_id, vectors, n_values, error):
             told = None if error is None else error_as(error)
             return _Embedded(request_id, vectors, n_values, told)
+        case LorasChanged(call_id, loras, error):
+            return _LorasChanged(call_id, loras, None if error is None else error_as(error))
         case Stopped(error):
             return _Stopped(None if error is None else error_as(error))
     return event
@@ -242,6 +257,10 @@ def _event_of(value: Any) -> Told:
                 failure, EmbeddingError | DeadlineError | EngineFailedError
             )
             return Embedded(request_id, vectors, n_values, failure)
+        case _LorasChanged(call_id=call_id, loras=loras, error=error):
+            failure = None if error is None else error_of(error)
+            assert failure is None or isinstance(failure, CllmError)
+            return LorasChanged(call_id, loras, failure)
         case _Stopped(error=error):
             return Stopped(None if error is None else error_of(error))
     return cast(Told, value)

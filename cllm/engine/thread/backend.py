@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from cllm.engine.config import EngineConfig
@@ -19,6 +20,7 @@ from cllm.engine.core.row_cost import RowCost
 from cllm.engine.core.run_queue import MakeSampler
 from cllm.engine.core.speculation import Drafter
 from cllm.engine.core.text_encoder import TextEncoder
+from cllm.engine.lora import LoraInfo
 from cllm.engine.request import ModelInfo
 from cllm.engine.sampling_params import SamplingParams
 from cllm.engine.thread.interrupter import Abortable
@@ -43,6 +45,38 @@ class AbortableDecoder(Decoder, Abortable, Protocol):
 
 class AbortableEncoder(TextEncoder, Abortable, Protocol):
     """The same of what computes vectors."""
+
+
+class Loras(Protocol):
+    """The adapters that are loaded.  Inference thread only, between ticks.
+
+    Attributes
+    ----------
+    infos : tuple of LoraInfo
+    """
+
+    @property
+    def infos(self) -> tuple[LoraInfo, ...]: ...
+
+    def load(self, name: str, path: str, scale: float) -> None:
+        """Load one.
+
+        Raises
+        ------
+        ModelLoadError
+            It is none of this model's.
+        InvalidRequestError
+            Another has its name.
+        """
+
+    def unload(self, name: str) -> None:
+        """Free one, which nobody uses.
+
+        Raises
+        ------
+        InvalidRequestError
+            There is none of this name.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +104,7 @@ class Loaded:
     make_sampler: MakeSampler
     read_logprob: ReadLogprob
     n_prefill_chunk: int
+    loras: Loras
     drafter: Drafter | None = None
     encoder: AbortableEncoder | None = None
     row_cost: RowCost = field(default_factory=RowCost)
@@ -94,6 +129,15 @@ class Backend(Protocol):
         ------
         ModelLoadError
             Both do not fit into memory.
+        """
+
+    def check_lora(self, path: Path) -> None:
+        """Before a `Loras.load`: whether it is an adapter of the model.  Any thread; may take long.
+
+        Raises
+        ------
+        ModelLoadError
+            It is none, or a process that tried it ended.
         """
 
     def stop(self) -> None:

@@ -39,6 +39,7 @@ from cllm.engine.request import FinishReason, ModelInfo
 from cllm.engine.thread.backend import Backend, Loaded
 from cllm.engine.thread.host import EngineHost
 from cllm.engine.thread.interrupter import Abortable, Interrupter
+from cllm.engine.thread.lora_commands import LoraCommands
 from cllm.engine.thread.mailbox import EventOutbox, Inbox
 from cllm.engine.thread.worker_thread import WorkerThreads
 from cllm.engine.vocabulary import OutputVocabulary
@@ -75,6 +76,7 @@ class InferenceThread(EngineHost):
         self._busy_since: float | None = None
         self._linger = Linger()
         self._embeddings: EmbeddingCore | None = None
+        self._loras: LoraCommands | None = None
 
     @property
     def statistics(self) -> EngineStatistics:
@@ -123,6 +125,7 @@ class InferenceThread(EngineHost):
         self.vocabulary = loaded.vocabulary
         self._interrupter.attach(loaded.decoder, can_truncate=loaded.kv_cache.has_pos_min)
         core = self._make_core(loaded, owned)
+        self._loras = LoraCommands(loaded.loras, core.queue, partial(self._forget_lora, core))
         if loaded.encoder is not None:
             self._embeddings = EmbeddingCore(
                 loaded.encoder,
@@ -196,6 +199,7 @@ class InferenceThread(EngineHost):
             if self._log is not None:
                 self._log.cancel_all() if is_last else self._log.tick(events)
             events += self._answer_audits(core)
+            events += self._loras.take_events() if self._loras is not None else []
             self._publish(core)
             n_ended, started = sum(map(_has_ended_well, events)), time.perf_counter()
             self._linger.on_ends(n_ended, started)
@@ -277,10 +281,17 @@ class InferenceThread(EngineHost):
             core.handle(command)
         if self._embeddings is not None:
             self._embeddings.handle(command)
+        if self._loras is not None:
+            self._loras.handle(command)
         if isinstance(command, CancelRequest):
             self._interrupter.forget(command.request_id)
         if self._log is not None:
             self._log.command(command)
+
+    def _forget_lora(self, core: EngineCore, name: str) -> None:
+        core.forget_lora(name)
+        if self._log is not None:
+            self._log.forget_lora(name)
 
     def _answer_audits(self, core: EngineCore) -> list[Event]:
         """Look for those who have asked, but not while something known is to be mended."""

@@ -13,6 +13,7 @@ from cllm import Engine, EngineConfig, InvalidArgumentError
 from cllm.bindings import Model
 from cllm.engine.llama.decoder import LlamaDecoder, make_context
 from cllm.engine.llama.determinism import deterministic_decoder, shapes_that_differ
+from cllm.engine.llama.loras import LlamaLoras
 from cllm.engine.llama.padded_decoder import PaddedDecoder, Rows, has_lone_rows
 from cllm.errors import PositionError
 from tests.conftest import QUIET
@@ -25,7 +26,7 @@ CONFIG = EngineConfig(deterministic=True, n_ctx=2048, n_seq_max=8, n_batch=64, n
 def decoder_of(path: Path) -> Iterator[LlamaDecoder]:
     with Model(path, use_extra_bufts=False) as model:
         decoder = deterministic_decoder(
-            model, lambda: make_context(model, CONFIG, []), CONFIG.n_batch
+            model, lambda: make_context(model, CONFIG), CONFIG.n_batch, LlamaLoras(model)
         )
         with closing(decoder):
             yield decoder
@@ -67,7 +68,7 @@ def test_without_the_settings_the_trial_says_which_shapes_differ() -> None:
     config = EngineConfig(n_ctx=2048, n_seq_max=8, n_batch=64, n_threads=1)
     with (
         Model(make_model.ensure("tiny-llama", "F16")) as model,
-        closing(LlamaDecoder(lambda: make_context(model, config, []), config.n_batch)) as plain,
+        closing(LlamaDecoder(lambda: make_context(model, config), config.n_batch)) as plain,
     ):
         assert "beside many others" in shapes_that_differ(plain)
 

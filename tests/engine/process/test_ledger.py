@@ -17,8 +17,11 @@ from cllm.engine.core.messages import (
     Embedded,
     Event,
     Finished,
+    LoadLora,
+    LorasChanged,
     Progressed,
     Read,
+    UnloadLora,
 )
 from cllm.engine.embedding import EmbeddingRequest
 from cllm.engine.process.ledger import Ledger
@@ -31,7 +34,7 @@ from cllm.engine.request import (
     Usage,
 )
 from cllm.engine.sampling_params import SamplingParams
-from cllm.errors import EmbeddingError, EngineFailedError, GenerationError
+from cllm.errors import EmbeddingError, EngineFailedError, GenerationError, ModelLoadError
 
 N_OUTPUT = 12
 CRASH = RuntimeError("crashed")
@@ -349,3 +352,28 @@ def test_when_nothing_helps_everybody_is_told() -> None:
         assert isinstance(ended.error, EngineFailedError)
         assert len(ended.completion.token_ids) == 1
     assert not world.ledger.requests
+
+
+def test_a_load_at_which_the_process_ended_is_told_of_and_not_repeated() -> None:
+    ledger = Ledger()
+    assert ledger.on_ready() == []
+    load, unload = LoadLora(1, "a", "a.gguf"), UnloadLora(2, "b")
+    assert [*ledger.command(load), *ledger.command(unload)] == [load, unload]
+    (told,) = ledger.on_crash(CRASH, [], 0.0)
+    assert isinstance(told, LorasChanged)
+    assert (told.call_id, told.loras) == (1, None)
+    assert isinstance(told.error, ModelLoadError)
+    assert ledger.on_ready() == [unload]
+    answer = LorasChanged(2, ())
+    assert ledger.events([answer], 0.0) == ([answer], [])
+    assert ledger.on_crash(CRASH, [], 0.0) == []
+    assert ledger.on_ready() == []
+
+
+def test_a_load_is_repeated_after_somebody_has_killed_the_process() -> None:
+    ledger = Ledger()
+    load = LoadLora(1, "a", "a.gguf")
+    ledger.command(load)
+    assert ledger.on_ready() == [load]
+    assert ledger.on_crash(CRASH, [], 0.0, is_own=False) == []
+    assert ledger.on_ready() == [load]

@@ -25,6 +25,8 @@ from cllm.engine.core.messages import (
     Inspect,
     Inspected,
     LiveView,
+    LoadLora,
+    LorasChanged,
     Progressed,
     Read,
     Ready,
@@ -33,9 +35,11 @@ from cllm.engine.core.messages import (
     SlotState,
     Stopped,
     TickInfo,
+    UnloadLora,
 )
 from cllm.engine.core.statistics import EngineStatistics
 from cllm.engine.embedding import EmbeddingInfo, EmbeddingRequest
+from cllm.engine.lora import LoraInfo, LoraUse
 from cllm.engine.process.frames import FrameReader, framed
 from cllm.engine.process.wire import (
     Beat,
@@ -87,6 +91,7 @@ MODEL = ModelInfo(
     "path", "name", "about", "llama", 1, 2, 3, 4, 5, 6, None, "{{ x }}", 7,
     sampling={"top_k": 3, "temperature": 0.5}, fingerprint="f",
     embedding=EmbeddingInfo("rank", 2, 512, ("yes", "no"), (1, 2), (2,), is_softmaxed=True),
+    loras=(LoraInfo("a", "a.gguf", 0.5, (1, 2)),),
 )  # fmt: skip
 
 
@@ -112,6 +117,7 @@ def values_of(found: GenerationRequest) -> dict[str, object]:
         request(spelled={3: b"\xfe", 4: b""}, resamples=True, n_unread=9),
         request(params=SamplingParams(logit_bias={3: 1.5, 4: float("-inf")}, stop="\n", seed=1)),
         request(params=SamplingParams(json_schema={"type": "object"}, stop_token_ids=[1])),
+        request(lora=LoraUse((("a", 1.0), ("b", -0.5)), (("b", -0.5),), 2)),
         request(params=SamplingParams(grammar='root ::= "a"', logprobs=2, speculation=True)),
     ],
 )
@@ -125,6 +131,7 @@ def test_commands_arrive_in_their_order() -> None:
     commands: list[Command] = [
         CancelRequest("a"), Read("b", 3), ClearPrefixCache(), Audit(1), Inspect(2), Shutdown(),
         AddEmbedding(EmbeddingRequest("e", 4, ((1, 2), (3,)), -1, 0.5, 1.5)),
+        LoadLora(3, "a", "x/a.gguf", 0.5), UnloadLora(4, "a"),
     ]  # fmt: skip
     assert decode_commands(encode_commands(commands)) == commands
 
@@ -147,6 +154,7 @@ def test_events_arrive_as_they_were() -> None:
         ),
         Embedded("e", np.arange(4, dtype=np.float32).tobytes(), 2),
         Embedded("f"),
+        LorasChanged(3, (LoraInfo("a", "a.gguf", 0.5, (1, 2)),)),
         Ended(),
         Logged("cllm.engine", 30, "text"),
         Beat(0.5, 1.5),

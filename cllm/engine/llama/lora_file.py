@@ -1,0 +1,53 @@
+"""Whether a file is a LoRA adapter of a model, by the headers of both: before llama.cpp reads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cllm.engine.llama.gguf_header import Shapes, read_header, read_shapes
+from cllm.errors import ModelLoadError
+
+_SUFFIXES = (".lora_a", ".lora_b")
+
+
+def check_lora_file(path: Path, model_path: Path) -> None:
+    """Refuse what is no adapter, or one of another model.
+
+    What cannot be read of a file is left to llama.cpp.
+
+    Raises
+    ------
+    ModelLoadError
+    """
+    try:
+        lora, model = read_header(path), read_header(model_path)
+        of_lora, of_model = read_shapes(path), read_shapes(model_path)
+    except OSError as error:
+        raise ModelLoadError(str(path), error.strerror or str(error)) from None
+    if (kind := lora.get("general.type")) != "adapter":
+        raise ModelLoadError(str(path), f"not an adapter (its general.type is {kind!r})")
+    if (kind := lora.get("adapter.type")) != "lora":
+        raise ModelLoadError(str(path), f"not a LoRA adapter (its adapter.type is {kind!r})")
+    architectures = [header.get("general.architecture") for header in (lora, model)]
+    if architectures[0] != architectures[1]:
+        reason = f"an adapter of a {architectures[0]} model; this one is {architectures[1]}"
+        raise ModelLoadError(str(path), reason)
+    if of_model and (reason := _misfit(of_lora, of_model)):
+        raise ModelLoadError(str(path), f"an adapter of another model: {reason}")
+
+
+def _misfit(lora: Shapes, model: Shapes) -> str:
+    """What of an adapter the model has no place for; nothing of a model in several files."""
+    for name, shape in lora.items():
+        base, _, suffix = name.rpartition(".")
+        if f".{suffix}" not in _SUFFIXES:
+            continue
+        if base not in model:
+            return f"{base} is not in this one"
+        # Of the table of embeddings, which is looked up and not multiplied with, both are flipped.
+        is_input = (suffix == "lora_a") != base.endswith("token_embd.weight")
+        dimension = 0 if is_input else 1
+        own = 1 if base.endswith("token_embd.weight") else dimension
+        if len(shape) != 2 or shape[own] != model[base][dimension]:
+            return f"{name} has the shape {shape}, {base} has {model[base]}"
+    return ""

@@ -1,0 +1,84 @@
+"""Loras: the adapters of an engine as its callers see them.  Event loop only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from cllm.checks import check_float
+from cllm.engine.core.messages import LoadLora, UnloadLora
+from cllm.engine.loop.dispatcher import Dispatcher
+from cllm.engine.lora import MAX_SCALE, LoraInfo, LoraUse, check_lora_name, lora_use
+from cllm.engine.thread.worker_thread import WorkerThread, WorkerThreads
+from cllm.errors import InvalidRequestError
+
+
+class Loras:
+    """What is loaded, and what is about to be or about to leave.
+
+    Parameters
+    ----------
+    check_file : callable
+        Of a path: raises `ModelLoadError` unless it is an adapter of the model.  Takes long.
+    is_fixed : bool
+        The engine has those that it began with, and no others.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        workers: WorkerThreads,
+        check_file: Callable[[Path], None],
+        *,
+        is_fixed: bool,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._workers = workers
+        self._check_file = check_file
+        self._is_fixed = is_fixed
+        self._thread: WorkerThread | None = None
+        self._loading: set[str] = set()
+        self._leaving: set[str] = set()
+
+    @property
+    def loaded(self) -> dict[str, LoraInfo]:
+        """Those that requests may name."""
+        model = self._dispatcher.model
+        loras = () if model is None else model.loras
+        return {lora.name: lora for lora in loras if lora.name not in self._leaving}
+
+    def use(self, wanted: Mapping[str, float] | None, tokens: Sequence[int]) -> LoraUse:
+        """What a request with this prompt gets; see `lora_use`."""
+        return lora_use(wanted, self.loaded, tokens)
+
+    async def load(self, name: str, path: str | Path, scale: float) -> LoraInfo:
+        """See `Engine.load_lora`."""
+        check_lora_name(name, field="name")
+        check_float("scale", scale, -MAX_SCALE, MAX_SCALE, InvalidRequestError)
+        if not isinstance(path, str | Path) or not str(path):
+            raise InvalidRequestError("path", path, "that of a file")
+        if self._is_fixed:
+            limit = "one that the engine was started with: it is deterministic"
+            raise InvalidRequestError("name", name, limit)
+        if name in self._loading or name in self._leaving or name in self.loaded:
+            raise InvalidRequestError("name", name, "one that no other adapter has")
+        self._loading.add(name)
+        try:
+            if self._thread is None:
+                self._thread = self._workers.start("cllm-lora")
+            await self._thread.run(partial(self._check_file, Path(path)))
+            await self._dispatcher.ask(lambda n: LoadLora(n, name, str(path), float(scale)))
+            return self.loaded[name]
+        finally:
+            self._loading.discard(name)
+
+    async def unload(self, name: str) -> None:
+        """See `Engine.unload_lora`."""
+        if name not in self.loaded:
+            raise InvalidRequestError("name", name, "that of a loaded adapter")
+        self._leaving.add(name)
+        try:
+            await self._dispatcher.ask(lambda n: UnloadLora(n, name))
+        finally:
+            self._leaving.discard(name)

@@ -1,0 +1,151 @@
+"""LoRA adapters: what an engine has loaded, and which of them compute the tokens of a request."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from cllm.checks import check_float
+from cllm.errors import InvalidArgumentError, InvalidRequestError
+
+# Names and scales, none of which is 0, in the order of the names: what llama.cpp computes one decode with.
+LoraSet = tuple[tuple[str, float], ...]
+
+MAX_SCALE = 1e4
+MAX_NAME = 256
+
+
+@dataclass(frozen=True, slots=True)
+class LoraInfo:
+    """An adapter that is loaded.
+
+    Attributes
+    ----------
+    path : str
+        Its file.
+    scale : float
+        With which requests have it that say nothing of adapters; 0: they do not.
+    invocation_tokens : tuple of int
+        Of an activated adapter (aLoRA): it computes what comes from their last place in a prompt on, and
+        nothing of a prompt without them.  Empty: it computes everything.
+    """
+
+    name: str
+    path: str
+    scale: float = 0.0
+    invocation_tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LoraUse:
+    """The adapters that compute the tokens of a request.
+
+    Attributes
+    ----------
+    loras : LoraSet
+        Of the tokens from `start` on.
+    before : LoraSet
+        Of those before.
+    start : int
+        A position.
+    """
+
+    loras: LoraSet = ()
+    before: LoraSet = ()
+    start: int = 0
+
+    def at(self, position: int) -> LoraSet:
+        """Those that compute the token at this position."""
+        return self.loras if position >= self.start else self.before
+
+    def n_until_change(self, position: int) -> float:
+        """How many tokens from this one on have the same."""
+        return self.start - position if position < self.start else math.inf
+
+    def n_alike(self, other: LoraUse) -> float:
+        """At how many positions, from the first on, another request has the same."""
+        for position in sorted({0, self.start, other.start}):
+            if self.at(position) != other.at(position):
+                return position
+        return math.inf
+
+    def uses(self, name: str) -> bool:
+        """Whether this adapter computes any of its tokens."""
+        return any(lora == name for lora, _ in (*self.loras, *self.before))
+
+
+NO_LORA = LoraUse()
+
+
+def check_lora(lora: object) -> dict[str, float] | None:
+    """What a request says of adapters: names and scales; None: nothing.
+
+    Raises
+    ------
+    InvalidRequestError
+    """
+    if lora is None:
+        return None
+    if not isinstance(lora, Mapping):
+        raise InvalidRequestError("lora", lora, "a mapping from names of adapters to scales")
+    for name, scale in lora.items():
+        check_lora_name(name)
+        check_float(f"lora[{name!r}]", scale, -MAX_SCALE, MAX_SCALE, InvalidRequestError)
+    return {name: float(scale) for name, scale in lora.items()}
+
+
+def check_lora_name(
+    name: object,
+    error: type[InvalidArgumentError | InvalidRequestError] = InvalidRequestError,
+    field: str = "lora",
+) -> str:
+    """A name that an adapter may have."""
+    if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME or not name.isprintable():
+        raise error(field, name, f"a name of an adapter: 1 to {MAX_NAME} printable characters")
+    return name
+
+
+def lora_use(
+    wanted: Mapping[str, float] | None, loaded: Mapping[str, LoraInfo], tokens: Sequence[int]
+) -> LoraUse:
+    """What a request with this prompt gets of what is loaded.
+
+    Parameters
+    ----------
+    wanted : mapping or None
+        Names and scales; None: those that requests have by default.
+
+    Raises
+    ------
+    InvalidRequestError
+        There is no such adapter, or two have to be activated.
+    """
+    if wanted is None:
+        wanted = {name: info.scale for name, info in loaded.items()}
+    for name in wanted:
+        if name not in loaded:
+            known = ", ".join(sorted(loaded)) or "none is loaded"
+            raise InvalidRequestError("lora", name, f"the name of a loaded adapter: {known}")
+    used = {name: scale for name, scale in sorted(wanted.items()) if scale}
+    if not used:
+        return NO_LORA
+    activated = [name for name in used if loaded[name].invocation_tokens]
+    if not activated:
+        return LoraUse(tuple(used.items()))
+    if len(activated) > 1:
+        raise InvalidRequestError("lora", activated, "one activated adapter (aLoRA) at most")
+    always = tuple((name, scale) for name, scale in used.items() if name != activated[0])
+    start = _last_place(loaded[activated[0]].invocation_tokens, tokens)
+    if start is None:
+        return LoraUse(always)
+    return LoraUse(tuple(used.items()), always, start)
+
+
+def _last_place(wanted: Sequence[int], tokens: Sequence[int]) -> int | None:
+    """Where these tokens begin in the others, for the last time."""
+    wanted = tuple(wanted)
+    for start in range(len(tokens) - len(wanted), -1, -1):
+        if tuple(tokens[start : start + len(wanted)]) == wanted:
+            return start
+    return None

@@ -1,0 +1,55 @@
+"""LoRA adapters for any model, with weights that a seed decides."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from cllm.engine.llama.gguf_header import read_header, read_shapes
+
+MATRICES = re.compile(r"blk\.\d+\.(attn_[qv]|ffn_down)\.weight")
+
+
+def make_lora(
+    path: Path,
+    model_path: Path,
+    *,
+    seed: int,
+    rank: int = 4,
+    strength: float = 0.3,
+    invocation_tokens: Sequence[int] = (),
+) -> Path:
+    """An adapter for some matrices of every layer, which changes what the model says."""
+    draw = np.random.default_rng(seed)
+    architecture = str(read_header(model_path)["general.architecture"])
+    with contextlib.closing(gguf.GGUFWriter(path, architecture)) as writer:
+        writer.add_string("general.type", "adapter")
+        writer.add_string("adapter.type", "lora")
+        writer.add_float32("adapter.lora.alpha", float(rank))
+        if invocation_tokens:
+            writer.add_key_value(
+                "adapter.alora.invocation_tokens",
+                [*invocation_tokens],
+                gguf.GGUFValueType.ARRAY,
+                sub_type=gguf.GGUFValueType.UINT32,
+            )
+        for name, (n_in, n_out) in matrices(model_path).items():
+            a = draw.standard_normal((rank, n_in)) / n_in**0.5
+            b = draw.standard_normal((n_out, rank)) * strength
+            writer.add_tensor(f"{name}.lora_a", a.astype(np.float32))
+            writer.add_tensor(f"{name}.lora_b", b.astype(np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    return path
+
+
+def matrices(model_path: Path) -> dict[str, tuple[int, ...]]:
+    """Those that are adapted, with how many values each takes and gives."""
+    shapes = read_shapes(model_path)
+    return {name: shape for name, shape in shapes.items() if MATRICES.fullmatch(name)}
