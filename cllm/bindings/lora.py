@@ -45,9 +45,10 @@ class LoraAdapter(NativeHandle):
             raise ModelLoadError(path, reason or "not a LoRA adapter for this model")
         super().__init__(pointer, lib.llama_adapter_lora_free, parent=model)
         self.path = path
-        n_tokens = lib.llama_adapter_get_alora_n_invocation_tokens(pointer)
-        tokens = lib.llama_adapter_get_alora_invocation_tokens(pointer)
-        self.invocation_tokens = tuple(tokens[:n_tokens]) if n_tokens else ()
+        with self._closed_on_error():
+            n_tokens = lib.llama_adapter_get_alora_n_invocation_tokens(pointer)
+            tokens = lib.llama_adapter_get_alora_invocation_tokens(pointer)
+            self.invocation_tokens = tuple(tokens[:n_tokens]) if n_tokens else ()
 
 
 class LoraContext(NativeHandle):

@@ -42,7 +42,7 @@ class LlamaDecoder:
     ) -> None:
         self._make_context = make_context
         self._loras = loras
-        self._applied: LoraSet = ()
+        self._applied: LoraSet | None = ()
         self._n_batch = n_batch
         self._is_stopping = False
         self._open()
@@ -62,6 +62,7 @@ class LlamaDecoder:
         """Apply adapters."""
         if loras != self._applied:
             assert self._loras is not None
+            self._applied = None  # a call that fails may have done what it should
             self.context.set_loras(self._loras.of(loras))
             self._applied = loras
 

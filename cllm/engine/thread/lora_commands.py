@@ -7,7 +7,7 @@ from collections.abc import Callable
 from cllm.engine.core.messages import Command, Event, LoadLora, LorasChanged, UnloadLora
 from cllm.engine.core.run_queue import RunQueue
 from cllm.engine.thread.backend import Loras
-from cllm.errors import CllmError
+from cllm.errors import CllmError, ModelLoadError
 
 
 class LoraCommands:
@@ -32,8 +32,8 @@ class LoraCommands:
             case LoadLora(call_id, name, path, scale):
                 try:
                     self._loras.load(name, path, scale)
-                except CllmError as error:
-                    self._events.append(LorasChanged(call_id, error=error))
+                except Exception as error:
+                    self._events.append(LorasChanged(call_id, error=_told(error, path)))
                 else:
                     self._events.append(LorasChanged(call_id, self._loras.infos))
             case UnloadLora():
@@ -51,7 +51,16 @@ class LoraCommands:
     def _unload(self, command: UnloadLora) -> Event:
         try:
             self._loras.unload(command.name)
-        except CllmError as error:
-            return LorasChanged(command.call_id, error=error)
+        except Exception as error:
+            return LorasChanged(command.call_id, error=_told(error, command.name))
         self._forget(command.name)
         return LorasChanged(command.call_id, self._loras.infos)
+
+
+def _told(error: Exception, path: str) -> CllmError:
+    """The error as one of cllm's: the engine goes on."""
+    if isinstance(error, CllmError):
+        return error
+    told = ModelLoadError(path, f"{error!r}")
+    told.__cause__ = error
+    return told
