@@ -169,16 +169,16 @@ async def test_a_closed_engine_loads_nothing() -> None:
 
 
 # --- llama.cpp -------------------------------------------------------------------------------
-async def answers_of(
-    engine: Engine, uses: list[Mapping[str, float]], prompt: str = "The quick brown fox "
-) -> list[Completion]:
+def prompt_of(number: int) -> str:
+    return "The quick brown fox " + "jumps" * (number % 3)
+
+
+async def answers_of(engine: Engine, uses: list[Mapping[str, float]]) -> list[Completion]:
     """Of requests that are asked at once."""
     answers: dict[int, Completion] = {}
 
     async def ask(number: int, lora: Mapping[str, float]) -> None:
-        answers[number] = await engine.generate(
-            prompt + "jumps" * (number % 3), lora=lora, **GREEDY
-        )
+        answers[number] = await engine.generate(prompt_of(number), lora=lora, **GREEDY)
 
     async with anyio.create_task_group() as tasks:
         for number, lora in enumerate(uses):
@@ -187,25 +187,23 @@ async def answers_of(
 
 
 async def alone(engine: Engine, number: int, lora: Mapping[str, float]) -> Completion:
-    prompt = "The quick brown fox " + "jumps" * (number % 3)
-    return await engine.generate(prompt, lora=lora, **GREEDY)
+    return await engine.generate(prompt_of(number), lora=lora, **GREEDY)
 
 
 async def test_eight_requests_with_three_sets_at_once_get_each_what_it_gets_alone(
     model_path: Path, adapters: dict[str, Path]
 ) -> None:
-    uses = [SETS[number % 3] for number in range(8)]
+    exact = {**OPTIONS, "deterministic": True}  # company is to change nothing else
+    uses = [SETS[number // 3] for number in range(8)]
     expected = []
     for number, lora in enumerate(uses):
         # As if there were no other: at load, with its scale, asked for by nobody.
         settings = [(name, adapters[name], scale) for name, scale in lora.items()]
-        async with Engine(model_path, lora=settings, **OPTIONS) as engine:
-            prompt = "The quick brown fox " + "jumps" * (number % 3)
-            expected.append((await engine.generate(prompt, **GREEDY)).token_ids)
-    assert len({tokens for number, tokens in enumerate(expected) if number % 3 == 0}) == 1
-    async with Engine(model_path, **OPTIONS) as engine:
-        for name in ("a", "b"):
-            await engine.load_lora(name, adapters[name])
+        async with Engine(model_path, lora=settings, **exact) as engine:
+            expected.append((await engine.generate(prompt_of(number), **GREEDY)).token_ids)
+    assert len(set(expected)) == 8
+    settings = [(name, adapters[name], 0.0) for name in ("a", "b")]
+    async with Engine(model_path, lora=settings, **exact) as engine:
         for _ in range(2):  # the second time, with what the first has left in the prefix cache
             answers = await answers_of(engine, uses)
             assert [answer.token_ids for answer in answers] == expected
@@ -213,7 +211,8 @@ async def test_eight_requests_with_three_sets_at_once_get_each_what_it_gets_alon
 
 
 async def test_a_scale_counts_and_zero_is_none(model_path: Path, adapters: dict[str, Path]) -> None:
-    async with Engine(model_path, lora=[("a", adapters["a"], 0.0)], **OPTIONS) as engine:
+    settings = [("a", adapters["a"], 0.0)]
+    async with Engine(model_path, lora=settings, deterministic=True, **OPTIONS) as engine:
         plain = await engine.generate("Hello", **GREEDY)
         scores = [
             (await engine.score("Hello", " world, hello", lora={"a": scale})).total
@@ -229,8 +228,9 @@ async def test_an_activated_adapter_computes_from_its_tokens_on_and_shares_what_
     model_path: Path, adapters: dict[str, Path]
 ) -> None:
     prompt = [*range(65, 105), 120, 121, 70, 71]
-    async with Engine(model_path, **OPTIONS) as engine:
-        info = await engine.load_lora("late", adapters["late"])
+    exact = {**OPTIONS, "deterministic": True, "lora": [("late", adapters["late"], 0.0)]}
+    async with Engine(model_path, **exact) as engine:
+        (info,) = engine.model.loras
         assert info.invocation_tokens == (120, 121)
         plain = await engine.generate(prompt, **GREEDY)
         late = await engine.generate(prompt, lora={"late": 1.0}, **GREEDY)
@@ -238,8 +238,7 @@ async def test_an_activated_adapter_computes_from_its_tokens_on_and_shares_what_
         assert late.usage.n_cached == 40
         without = await engine.generate(prompt[:40], lora={"late": 1.0}, **GREEDY)
         assert without.token_ids == (await engine.generate(prompt[:40], **GREEDY)).token_ids
-    async with Engine(model_path, prefix_cache=False, **OPTIONS) as engine:
-        await engine.load_lora("late", adapters["late"])
+    async with Engine(model_path, prefix_cache=False, **exact) as engine:
         again = await engine.generate(prompt, lora={"late": 1.0}, **GREEDY)
         assert again.token_ids == late.token_ids
 

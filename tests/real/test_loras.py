@@ -47,9 +47,7 @@ def chat(number: int) -> list[dict[str, str]]:
 async def test_eight_requests_with_three_sets_at_once_get_each_what_it_gets_alone(
     adapters: dict[str, Path],
 ) -> None:
-    uses = [SETS[number % 3] for number in range(4)] + [
-        SETS[(number + 1) % 3] for number in range(4)
-    ]
+    uses = [SETS[number // len(QUESTIONS)] for number in range(8)]
     settings = [(name, path, 0.0) for name, path in adapters.items()]
     async with Engine(MODEL, lora=settings, **OPTIONS) as engine:
         expected = []

@@ -99,7 +99,7 @@ async def test_a_load_that_fails_leaves_nothing_and_may_be_repeated(
     faults: NativeFaults, model_path: Path, loras: list[Any], function: str, outcome: Outcome
 ) -> None:
     name, path, _ = loras[0]
-    async with Engine(model_path, preflight=False, **OPTIONS) as engine:
+    async with Engine(model_path, prefix_cache=False, **OPTIONS) as engine:
         plain = await engine.generate("The fox", **GREEDY)
         faults.arm(Fault(function, 1, outcome))
         with pytest.raises(CllmError) as caught:
