@@ -255,10 +255,12 @@ async def _into(found: list[object], call: Awaitable[object]) -> None:
 async def test_a_process_that_takes_over_has_the_adapters_that_were_loaded(tmp_path: Path) -> None:
     path = make_lora(tmp_path / "a.gguf", EMBEDDED_MODEL, seed=1)
 
+    engine = Engine(n_ctx=1024, n_seq_max=4, process=True, n_threads=1)
+
     async def score(**options: Any) -> float:
         return (await engine.score("count:1..9", "1 2 3 4 5", **options)).total
 
-    async with Engine(n_ctx=1024, n_seq_max=4, process=True, n_threads=1) as engine:
+    async with engine:
         plain = await score()
         await engine.load_lora("a", path)
         adapted = await score(lora={"a": 1.0})
