@@ -13,7 +13,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,10 +73,17 @@ class _Open:
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """One text of a request."""
+    """One text of a request.
+
+    Attributes
+    ----------
+    has_failed : bool
+        It was computed before, perhaps in company, and that has failed.
+    """
 
     of: _Open
     index: int
+    has_failed: bool = False
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -108,7 +115,7 @@ class EmbeddingCore:
     clock: Callable[[], float] = time.perf_counter
     on_batch: Callable[[Mapping[str, int]], None] = lambda n_tokens: None
     _open: dict[str, _Open] = field(default_factory=dict)
-    _alone: deque[_Text] = field(default_factory=deque)  # computed in company, they have failed
+    _alone: deque[_Text] = field(default_factory=deque)  # they have failed once
     _events: list[Event] = field(default_factory=list)
     _cost: TickCost = field(default_factory=TickCost)
     _saved_s: float = 0.0  # for a text that takes longer than a batch may
@@ -249,8 +256,8 @@ class EmbeddingCore:
                 owner.n_left -= 1
                 if not owner.n_left:
                     self._finish(owner)
-            elif len(texts) > 1:  # perhaps it is another's: NaN spreads in a batch
-                self._alone.append(text)
+            elif not text.has_failed:  # perhaps it is another's: NaN spreads in a batch
+                self._alone.append(replace(text, has_failed=True))
             else:
                 error = CllmError("a vector of the model has NaN or infinity in it")
                 name = owner.request.request_id
@@ -265,18 +272,19 @@ class EmbeddingCore:
 
     # --- Failures ----------------------------------------------------------------------------
     def _after_failure(self, texts: Sequence[_Text], error: Exception) -> None:
-        """Let as few suffer as possible: what failed in company is computed alone."""
+        """Let as few suffer as possible: what failed is computed once more, alone."""
         if isinstance(error, DecodeFailedError) and error.code == ABORTED:
             for text in texts:
                 text.put_back()
             return
         logger.warning("%s; %d texts were in the batch", error, len(texts))
         self.encoder.close()  # the next batch has a new one
-        if len(texts) > 1:
-            self._alone.extend(texts)
-            return
-        name = texts[0].of.request.request_id
-        self._fail(name, EmbeddingError.of(name, error))
+        for text in texts:
+            if not text.has_failed:
+                self._alone.append(replace(text, has_failed=True))
+                continue
+            name = text.of.request.request_id
+            self._fail(name, EmbeddingError.of(name, error))
 
     def _expire(self, now: float) -> None:
         for name, waiting in list(self._open.items()):

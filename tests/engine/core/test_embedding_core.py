@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -323,3 +324,15 @@ def test_every_request_ends_once_with_its_own_vectors_or_an_error(
         else:
             assert has_failed or name in cancelled
     assert bench.recorder.n_waiting_texts == 0
+
+
+@pytest.mark.parametrize("fault", [MemoryError("once"), "nan"])
+def test_a_text_that_fails_once_is_computed_again_though_it_was_alone(
+    fault: Exception | Literal["nan"],
+) -> None:
+    bench = Bench(FakeTextEncoder(faults={1: fault}))
+    bench.add("a", ["x" * 9])
+    for _ in range(2):
+        bench.tick()
+    assert bench.vectors("a") == expected(["x" * 9])
+    assert len(bench.encoder.batches) == 2
