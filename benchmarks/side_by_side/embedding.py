@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from dataclasses import dataclass
 
 from benchmarks.side_by_side.http_client import Answer, Connection
@@ -16,7 +15,7 @@ from benchmarks.side_by_side.http_load import (
     run_clients,
     total_s,
 )
-from benchmarks.side_by_side.workload import clients
+from benchmarks.side_by_side.workload import ClosedLoopSizes
 
 PATH = "/v1/embeddings"
 N_WORDS = (14, 254)  # each of which is a token, with one before and one behind them
@@ -25,31 +24,11 @@ WORDS = (
     "yellow", "quiet", "engine", "island", "paper", "coffee", "window", "mountain", "silver",
     "button", "forest", "candle", "market", "thunder", "village", "harbour",
 )  # fmt: skip
-USAGE = re.compile(rb'"prompt_tokens":\s*(\d+)')
 
 
 @dataclass(frozen=True)
-class TextSizes:
-    """How many clients, and what each asks.
-
-    Attributes
-    ----------
-    n_each : int
-        Requests of one client.
-    """
-
-    n_clients: int
-    n_each: int
-
-    @property
-    def case(self) -> str:
-        """The same words for every peer."""
-        return clients(self.n_clients)
-
-    @property
-    def n_seq_max(self) -> int:
-        """So that no client waits for a place."""
-        return self.n_clients
+class TextSizes(ClosedLoopSizes):
+    """How many clients, and what each asks."""
 
     @property
     def n_ctx(self) -> int:
@@ -94,9 +73,7 @@ async def measure(port: int, peer: str, sizes: TextSizes, seed: str = "") -> Out
 
 def _n_tokens(answer: Answer) -> int:
     """As the server counts them; every one of them gives a vector for that."""
-    received = bytes(answer.received or b"")
-    (row,) = json.loads(received)["data"]
+    told = json.loads(bytes(answer.received or b""))
+    (row,) = told["data"]
     assert len(row["embedding"]) > 1
-    found = USAGE.search(received)
-    assert found is not None
-    return int(found[1])
+    return int(told["usage"]["prompt_tokens"])

@@ -16,33 +16,15 @@ from benchmarks.side_by_side.http_load import (
     ttfts_s,
     warm_up,
 )
-from benchmarks.side_by_side.workload import cells_for, clients, prompt_of
+from benchmarks.side_by_side.workload import ClosedLoopSizes, cells_for, prompt_of
 
 
 @dataclass(frozen=True)
-class LoopSizes:
-    """How many clients, and what each asks.
+class LoopSizes(ClosedLoopSizes):
+    """How many clients, and what each asks."""
 
-    Attributes
-    ----------
-    n_each : int
-        Requests of one client.
-    """
-
-    n_clients: int
-    n_each: int
     n_prompt: int = 64
     n_output: int = 32
-
-    @property
-    def case(self) -> str:
-        """The same words for every peer."""
-        return clients(self.n_clients)
-
-    @property
-    def n_seq_max(self) -> int:
-        """So that no client waits for a place."""
-        return self.n_clients
 
     @property
     def n_ctx(self) -> int:

@@ -63,3 +63,27 @@ def prompt_of(seed: str, n_tokens: int) -> list[int]:
 def cells_for(n_sequences: int, n_tokens: int) -> int:
     """KV cells for so many sequences, as llama.cpp rounds them."""
     return -(-n_sequences * n_tokens // 256) * 256
+
+
+@dataclass(frozen=True)
+class ClosedLoopSizes:
+    """How many clients ask one request after another.
+
+    Attributes
+    ----------
+    n_each : int
+        Requests of one client.
+    """
+
+    n_clients: int
+    n_each: int
+
+    @property
+    def case(self) -> str:
+        """The same words for every peer."""
+        return clients(self.n_clients)
+
+    @property
+    def n_seq_max(self) -> int:
+        """So that no client waits for a place."""
+        return self.n_clients
