@@ -145,9 +145,8 @@ class EngineCore:
         self._is_decoding_only = False  # the tick that is going on
         self._is_prompts_turn = False
         self._last_id = -1  # of those that decode, where they take turns
-        self._n_turns = self._n_prompts_turn = (
-            0  # batches so far, and which was the last of prompts alone
-        )
+        # Plans so far, and which was the last of prompts alone.
+        self._n_turns = self._n_prompts_turn = 0
         self.prompt_cost = PromptCost()
         # What the last tick that only decoded, and the last one with prompts, has taken.
         self._decoding_tick_s = self._prompts_tick_s = 0.0
@@ -365,8 +364,10 @@ class EngineCore:
         Where `n_sets` sets of adapters take turns, that token is so many ticks away.
         """
         target_ms = self._config.target_itl_ms
+        if target_ms is None:
+            return None
         decoding = [s.n_computed for s in turn if s.is_decoding]
-        if target_ms is None or not (decoding or n_sets > 1):
+        if not decoding and n_sets == 1:
             return None
         # Any prompt will do: what a chunk attends to costs less than its rows.
         n_computed = max((s.n_computed for s in turn if s.is_ready and s.n_pending > 1), default=0)
