@@ -95,6 +95,8 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
     ),
     ("cllm.cli", ("cllm", "cllm.cli")),
     ("cllm.__main__", ("cllm.cli.app",)),
+    ("cllm.integrations.llm_plugin", ("cllm", "cllm.integrations", "cllm.hub")),
+    ("cllm.integrations", ("cllm", "cllm.integrations")),
     ("cllm", ("cllm.engine", "cllm.errors")),
 ]
 # The libraries of each package beyond numpy; of the engine, who has to do with an event loop.
@@ -116,6 +118,10 @@ LIBRARIES: list[tuple[str, str]] = [
     ("cllm.cli.bench_report", "anyio matplotlib rich typer"),
     ("cllm.cli", "anyio rich typer"),
     ("cllm.hub", "filelock huggingface_hub"),
+    ("cllm.integrations.langchain", "langchain_core pydantic"),
+    ("cllm.integrations.llama_index", "llama_index"),
+    ("cllm.integrations.llm_plugin", "anyio llm pydantic"),
+    ("cllm.integrations.pydantic_ai", "pydantic_ai"),
     ("cllm.doctor.plot", "matplotlib"),
     ("cllm.server.engine_task", "anyio starlette trio"),
     ("cllm.testing.fake_rules", "yaml"),

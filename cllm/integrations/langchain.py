@@ -1,0 +1,302 @@
+"""An engine as LangChain's chat model, and as its embeddings.  Extra `langchain`.
+
+    async with Engine("model.gguf") as engine:
+        agent = prompt | CllmChat(engine=engine, temperature=0).bind_tools([search])
+        await agent.ainvoke(…)
+
+The async methods are the engine's own; the others are for worker threads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.embeddings import Embeddings
+from langchain_core.language_models import BaseChatModel, LanguageModelInput
+from langchain_core.messages import (
+    AIMessage,
+    AIMessageChunk,
+    BaseMessage,
+    InvalidToolCall,
+    ToolCall,
+    convert_to_openai_messages,
+)
+from langchain_core.messages.ai import UsageMetadata
+from langchain_core.messages.tool import tool_call_chunk
+from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
+from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
+from langchain_core.tools import BaseTool
+from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+
+from cllm import Completion, Embedder, Engine, TokenDelta, ToolCallDelta, Usage
+from cllm.integrations.caller import Caller
+
+
+class CllmChat(BaseChatModel):
+    """A chat model that is an `Engine` of this process.
+
+    Parameters
+    ----------
+    engine : Engine
+        Entered, and closed by whoever has entered it.
+    **options
+        Of `Engine.chat`: sampling, `reasoning_effort`, `lora`, `priority`, `timeout`, …  Those of a
+        call (`bind`, `ainvoke`) count more.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    engine: Engine = Field(exclude=True)
+    options: dict[str, Any] = Field(default_factory=dict)
+    _caller: Caller = PrivateAttr(default_factory=Caller)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather_options(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        own = {name: value for name, value in values.items() if name in cls.model_fields}
+        others = {name: value for name, value in values.items() if name not in cls.model_fields}
+        return {**own, "options": {**own.get("options", {}), **others}}
+
+    @property
+    def _llm_type(self) -> str:
+        return "cllm"
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        return {"model": self.engine.model.name, **self.options}
+
+    # --- Answers -----------------------------------------------------------------------------
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        self._caller.remember()
+        completion = await self.engine.chat(_chat_of(messages), **self._given(stop, kwargs))
+        return ChatResult(generations=[ChatGeneration(message=self._message_of(completion))])
+
+    async def _astream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        self._caller.remember()
+        given = self._given(stop, kwargs)
+        async with self.engine.stream_chat(_chat_of(messages), **given) as stream:
+            async for delta in stream:
+                generation = _generation_of(delta)
+                if run_manager is not None:
+                    await run_manager.on_llm_new_token(delta.text, chunk=generation)
+                yield generation
+            completion = await stream.completion()
+        yield self._last_of(completion)
+
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        return self._caller.run(partial(self._agenerate, messages, stop, None, **kwargs), "ainvoke")
+
+    def _stream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[ChatGenerationChunk]:
+        given = self._given(stop, kwargs)
+        make = partial(self.engine.stream_chat, _chat_of(messages), **given)
+        with self._caller.stream(make, "astream") as stream:
+            for delta in stream:
+                generation = _generation_of(delta)
+                if run_manager is not None:
+                    run_manager.on_llm_new_token(delta.text, chunk=generation)
+                yield generation
+            completion = stream.completion()
+        yield self._last_of(completion)
+
+    def _given(self, stop: list[str] | None, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        given = {**self.options, **kwargs}
+        given.pop("ls_structured_output_format", None)  # for LangSmith
+        return given if stop is None else {**given, "stop": stop}
+
+    def _last_of(self, completion: Completion) -> ChatGenerationChunk:
+        return ChatGenerationChunk(
+            message=AIMessageChunk(
+                content="",
+                usage_metadata=_usage_of(completion.usage),
+                response_metadata=self._metadata_of(completion),
+                chunk_position="last",
+            )
+        )
+
+    def _message_of(self, completion: Completion) -> AIMessage:
+        calls: list[ToolCall] = []
+        invalid: list[InvalidToolCall] = []
+        for call in completion.tool_calls:
+            try:
+                arguments = json.loads(call.arguments)
+            except ValueError as error:  # the output was cut off
+                cut = InvalidToolCall(
+                    name=call.name, args=call.arguments, id=call.id, error=str(error)
+                )
+                invalid.append(cut)
+            else:
+                calls.append(ToolCall(name=call.name, args=arguments, id=call.id))
+        return AIMessage(
+            content=completion.text,
+            tool_calls=calls,
+            invalid_tool_calls=invalid,
+            additional_kwargs=_thought(completion.reasoning),
+            usage_metadata=_usage_of(completion.usage),
+            response_metadata=self._metadata_of(completion),
+        )
+
+    def _metadata_of(self, completion: Completion) -> dict[str, Any]:
+        return {
+            "model_name": self.engine.model.name,
+            "model_provider": "cllm",
+            "finish_reason": str(completion.finish_reason),
+        }
+
+    # --- Tools and schemas -------------------------------------------------------------------
+    def bind_tools(
+        self,
+        tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool],
+        *,
+        tool_choice: str | bool | dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """The model with tools that it may call, or ("any", True, a name) has to."""
+        if isinstance(tool_choice, dict):
+            tool_choice = str(tool_choice["function"]["name"])
+        choices: dict[object, str] = {None: "auto", False: "auto", True: "required"}
+        choices |= {"any": "required"}
+        return self.bind(
+            tools=[convert_to_openai_tool(tool) for tool in tools],
+            tool_choice=choices.get(tool_choice, tool_choice),
+            **kwargs,
+        )
+
+    def with_structured_output(
+        self,
+        schema: dict[str, Any] | type,
+        *,
+        include_raw: bool = False,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, Any]:
+        """The model whose answers fit a schema: by constraint, whatever the model has learned.
+
+        `method` and `strict` change nothing.
+        """
+        kwargs.pop("method", None)
+        kwargs.pop("strict", None)
+        model = self.bind(json_schema=convert_to_json_schema(schema), **kwargs)
+        parser: Runnable[Any, Any] = JsonOutputParser()
+        if isinstance(schema, type) and issubclass(schema, BaseModel):
+            parser = PydanticOutputParser(pydantic_object=schema)
+        if not include_raw:
+            return model | parser
+        parsed = RunnablePassthrough.assign(
+            parsed=itemgetter("raw") | parser, parsing_error=lambda _: None
+        )
+        unparsed = RunnablePassthrough.assign(parsed=lambda _: None)
+        return RunnableMap(raw=model) | parsed.with_fallbacks(
+            [unparsed], exception_key="parsing_error"
+        )
+
+
+class CllmEmbeddings(Embeddings):
+    """Embeddings that are an `Engine` or an `Embedder` of this process.
+
+    Parameters
+    ----------
+    engine : Engine or Embedder
+    query_prefix, document_prefix : str
+        What the model wants before a question, and before a document.
+    **options
+        Of `Engine.embed`: `normalize`, `dimensions`, `truncate`, `priority`, `timeout`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine | Embedder,
+        *,
+        query_prefix: str = "",
+        document_prefix: str = "",
+        **options: Any,
+    ) -> None:
+        self._engine = engine
+        self._prefixes = query_prefix, document_prefix
+        self._options = options
+        self._caller = Caller()
+
+    async def aembed_documents(self, texts: list[str]) -> list[list[float]]:
+        """The vectors of documents."""
+        return await self._embed([self._prefixes[1] + text for text in texts])
+
+    async def aembed_query(self, text: str) -> list[float]:
+        """The vector of a question."""
+        (vector,) = await self._embed([self._prefixes[0] + text])
+        return vector
+
+    async def _embed(self, texts: list[str]) -> list[list[float]]:
+        self._caller.remember()
+        vectors: list[list[float]] = (await self._engine.embed(texts, **self._options)).tolist()
+        return vectors
+
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        """The same, in a worker thread."""
+        return self._caller.run(partial(self.aembed_documents, texts), "aembed_documents")
+
+    def embed_query(self, text: str) -> list[float]:
+        """The same, in a worker thread."""
+        return self._caller.run(partial(self.aembed_query, text), "aembed_query")
+
+
+def _chat_of(messages: list[BaseMessage]) -> list[dict[str, Any]]:
+    converted = convert_to_openai_messages(messages)
+    assert isinstance(converted, list)
+    return converted
+
+
+def _generation_of(delta: TokenDelta) -> ChatGenerationChunk:
+    return ChatGenerationChunk(
+        message=AIMessageChunk(
+            content=delta.text,
+            tool_call_chunks=[_chunk_of(call) for call in delta.tool_calls],
+            additional_kwargs=_thought(delta.reasoning),
+        )
+    )
+
+
+def _thought(reasoning: str) -> dict[str, Any]:
+    return {"reasoning_content": reasoning} if reasoning else {}
+
+
+def _chunk_of(call: ToolCallDelta) -> Any:
+    return tool_call_chunk(name=call.name, args=call.arguments, id=call.id, index=call.index)
+
+
+def _usage_of(usage: Usage) -> UsageMetadata:
+    return UsageMetadata(
+        input_tokens=usage.n_prompt,
+        output_tokens=usage.n_output,
+        total_tokens=usage.n_prompt + usage.n_output,
+        input_token_details={"cache_read": usage.n_cached},
+        output_token_details={"reasoning": usage.n_reasoning or 0},
+    )

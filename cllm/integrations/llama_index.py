@@ -1,0 +1,356 @@
+"""An engine as LlamaIndex' LLM, and as its embedding model.  Extra `llama-index`.
+
+    async with Engine("model.gguf", pooling="mean") as engine:
+        Settings.llm, Settings.embed_model = CllmLLM(engine), CllmEmbedding(engine)
+        await index.as_query_engine().aquery(…)
+
+The async methods are the engine's own; the others are for worker threads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from llama_index.core.base.embeddings.base import BaseEmbedding, Embedding
+from llama_index.core.base.llms.types import (
+    ChatMessage,
+    ChatResponse,
+    ChatResponseAsyncGen,
+    ChatResponseGen,
+    CompletionResponse,
+    CompletionResponseAsyncGen,
+    CompletionResponseGen,
+    ContentBlock,
+    LLMMetadata,
+    MessageRole,
+    TextBlock,
+    ThinkingBlock,
+    ToolCallBlock,
+)
+from llama_index.core.bridge.pydantic import Field, PrivateAttr
+from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
+from llama_index.core.llms.function_calling import FunctionCallingLLM
+from llama_index.core.llms.llm import ToolSelection
+from llama_index.core.tools.types import BaseTool
+
+from cllm import Completion, Embedder, Engine, TokenStream
+from cllm.integrations.caller import Caller
+
+ROLES = {"chatbot": "assistant", "model": "assistant", "function": "tool"}
+
+
+class CllmLLM(FunctionCallingLLM):
+    """A language model that is an `Engine` of this process.
+
+    Parameters
+    ----------
+    engine : Engine
+        Entered, and closed by whoever has entered it.
+    **options
+        Of `Engine.chat`: sampling, `reasoning_effort`, `lora`, `priority`, `timeout`, …  Those of a
+        call count more.
+    """
+
+    options: dict[str, Any] = Field(default_factory=dict)
+    _engine: Engine = PrivateAttr()
+    _caller: Caller = PrivateAttr(default_factory=Caller)
+
+    def __init__(self, engine: Engine, **options: Any) -> None:
+        super().__init__(options=options)
+        self._engine = engine
+
+    @classmethod
+    def class_name(cls) -> str:
+        """As LlamaIndex knows it."""
+        return "cllm"
+
+    @property
+    def metadata(self) -> LLMMetadata:
+        """What LlamaIndex cuts prompts by."""
+        model = self._engine.model
+        return LLMMetadata(
+            context_window=model.n_ctx,
+            num_output=self.options.get("max_tokens") or 256,
+            is_chat_model=model.chat_template is not None,
+            is_function_calling_model=model.chat_template is not None,
+            model_name=model.name or "cllm",
+        )
+
+    # --- Chats -------------------------------------------------------------------------------
+    @llm_chat_callback()
+    async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        """The answer to a chat."""
+        self._caller.remember()
+        completion = await self._engine.chat(_chat_of(messages), **{**self.options, **kwargs})
+        return ChatResponse(message=_message_of(completion), raw=completion)
+
+    @llm_chat_callback()
+    async def astream_chat(
+        self, messages: Sequence[ChatMessage], **kwargs: Any
+    ) -> ChatResponseAsyncGen:
+        """The answer to a chat, as it comes: each response has all of it so far."""
+        self._caller.remember()
+        stream = self._engine.stream_chat(_chat_of(messages), **{**self.options, **kwargs})
+
+        async def responses() -> ChatResponseAsyncGen:
+            text, thought = "", ""
+            async with stream:
+                async for delta in stream:
+                    text, thought = text + delta.text, thought + delta.reasoning
+                    message = _assistant(text, thought, [])
+                    yield ChatResponse(message=message, delta=delta.text)
+                completion = await stream.completion()
+            yield ChatResponse(message=_message_of(completion), delta="", raw=completion)
+
+        return responses()
+
+    @llm_chat_callback()
+    def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        """The same, in a worker thread."""
+        return self._caller.run(partial(self.achat, messages, **kwargs), "achat")
+
+    @llm_chat_callback()
+    def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
+        """The same as it comes, in a worker thread."""
+        make = partial(self._engine.stream_chat, _chat_of(messages), **{**self.options, **kwargs})
+
+        def responses() -> ChatResponseGen:
+            text, thought = "", ""
+            with self._caller.stream(make, "astream_chat") as stream:
+                for delta in stream:
+                    text, thought = text + delta.text, thought + delta.reasoning
+                    yield ChatResponse(message=_assistant(text, thought, []), delta=delta.text)
+                completion = stream.completion()
+            yield ChatResponse(message=_message_of(completion), delta="", raw=completion)
+
+        return responses()
+
+    # --- Completions -------------------------------------------------------------------------
+    @llm_completion_callback()
+    async def acomplete(
+        self, prompt: str, formatted: bool = False, **kwargs: Any
+    ) -> CompletionResponse:
+        """How a prompt goes on; of a model with a chat template, its answer."""
+        if not formatted and self.metadata.is_chat_model:
+            response = await self.achat(
+                [ChatMessage(role=MessageRole.USER, content=prompt)], **kwargs
+            )
+            return CompletionResponse(text=response.message.content or "", raw=response.raw)
+        self._caller.remember()
+        completion = await self._engine.generate(prompt, **{**self.options, **kwargs})
+        return CompletionResponse(text=completion.text, raw=completion)
+
+    @llm_completion_callback()
+    async def astream_complete(
+        self, prompt: str, formatted: bool = False, **kwargs: Any
+    ) -> CompletionResponseAsyncGen:
+        """The same, as it comes."""
+        self._caller.remember()
+        stream = self._streaming(prompt, formatted, kwargs)()
+
+        async def responses() -> CompletionResponseAsyncGen:
+            text = ""
+            async with stream:
+                async for delta in stream:
+                    text += delta.text
+                    yield CompletionResponse(text=text, delta=delta.text)
+
+        return responses()
+
+    @llm_completion_callback()
+    def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        """The same, in a worker thread."""
+        return self._caller.run(partial(self.acomplete, prompt, formatted, **kwargs), "acomplete")
+
+    @llm_completion_callback()
+    def stream_complete(
+        self, prompt: str, formatted: bool = False, **kwargs: Any
+    ) -> CompletionResponseGen:
+        """The same as it comes, in a worker thread."""
+        make = self._streaming(prompt, formatted, kwargs)
+
+        def responses() -> CompletionResponseGen:
+            text = ""
+            with self._caller.stream(make, "astream_complete") as stream:
+                for delta in stream:
+                    text += delta.text
+                    yield CompletionResponse(text=text, delta=delta.text)
+
+        return responses()
+
+    def _streaming(
+        self, prompt: str, formatted: bool, given: dict[str, Any]
+    ) -> Callable[[], TokenStream]:
+        """What makes the stream of a completion."""
+        options = {**self.options, **given}
+        if formatted or not self.metadata.is_chat_model:
+            return partial(self._engine.stream, prompt, **options)
+        return partial(self._engine.stream_chat, [{"role": "user", "content": prompt}], **options)
+
+    # --- Tools -------------------------------------------------------------------------------
+    def _prepare_chat_with_tools(
+        self,
+        tools: Sequence[BaseTool],
+        user_msg: str | ChatMessage | None = None,
+        chat_history: list[ChatMessage] | None = None,
+        verbose: bool = False,
+        allow_parallel_tool_calls: bool = False,
+        tool_required: bool = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        messages = list(chat_history or [])
+        if user_msg is not None:
+            if isinstance(user_msg, str):
+                user_msg = ChatMessage(role=MessageRole.USER, content=user_msg)
+            messages.append(user_msg)
+        if tools:
+            kwargs["tools"] = [tool.metadata.to_openai_tool() for tool in tools]
+            kwargs["tool_choice"] = "required" if tool_required else "auto"
+            kwargs["parallel_tool_calls"] = allow_parallel_tool_calls
+        return {"messages": messages, **kwargs}
+
+    def get_tool_calls_from_response(
+        self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
+    ) -> list[ToolSelection]:
+        """The calls of an answer.
+
+        Raises
+        ------
+        ValueError
+            There is none, and there had to be one.
+        """
+        calls = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
+        if error_on_no_tool_call and not calls:
+            raise ValueError("the answer calls no tool")
+        return [
+            ToolSelection(
+                tool_id=call.tool_call_id or "",
+                tool_name=call.tool_name,
+                tool_kwargs=_arguments(call.tool_kwargs),
+            )
+            for call in calls
+        ]
+
+
+class CllmEmbedding(BaseEmbedding):
+    """An embedding model that is an `Engine` or an `Embedder` of this process.
+
+    Parameters
+    ----------
+    engine : Engine or Embedder
+    query_prefix, document_prefix : str
+        What the model wants before a question, and before a document.
+    **options
+        Of `Engine.embed`: `normalize`, `dimensions`, `truncate`, `priority`, `timeout`.
+    """
+
+    _engine: Engine | Embedder = PrivateAttr()
+    _prefixes: tuple[str, str] = PrivateAttr()
+    _options: dict[str, Any] = PrivateAttr()
+    _caller: Caller = PrivateAttr(default_factory=Caller)
+
+    def __init__(
+        self,
+        engine: Engine | Embedder,
+        *,
+        query_prefix: str = "",
+        document_prefix: str = "",
+        **options: Any,
+    ) -> None:
+        super().__init__(model_name=engine.model.name or "cllm", embed_batch_size=256)
+        self._engine = engine
+        self._prefixes = query_prefix, document_prefix
+        self._options = options
+
+    @classmethod
+    def class_name(cls) -> str:
+        """As LlamaIndex knows it."""
+        return "CllmEmbedding"
+
+    async def _embed(self, texts: list[str]) -> list[Embedding]:
+        self._caller.remember()
+        vectors: list[Embedding] = (await self._engine.embed(texts, **self._options)).tolist()
+        return vectors
+
+    async def _aget_query_embedding(self, query: str) -> Embedding:
+        (vector,) = await self._embed([self._prefixes[0] + query])
+        return vector
+
+    async def _aget_text_embedding(self, text: str) -> Embedding:
+        (vector,) = await self._aget_text_embeddings([text])
+        return vector
+
+    async def _aget_text_embeddings(self, texts: list[str]) -> list[Embedding]:
+        return await self._embed([self._prefixes[1] + text for text in texts])
+
+    def _get_query_embedding(self, query: str) -> Embedding:
+        return self._caller.run(partial(self._aget_query_embedding, query), "aget_query_embedding")
+
+    def _get_text_embedding(self, text: str) -> Embedding:
+        return self._caller.run(partial(self._aget_text_embedding, text), "aget_text_embedding")
+
+    def _get_text_embeddings(self, texts: list[str]) -> list[Embedding]:
+        return self._caller.run(
+            partial(self._aget_text_embeddings, texts), "aget_text_embedding_batch"
+        )
+
+
+def _chat_of(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    return [_said(message) for message in messages]
+
+
+def _said(message: ChatMessage) -> dict[str, Any]:
+    """A message as OpenAI has them."""
+    role = ROLES.get(message.role.value, message.role.value)
+    said: dict[str, Any] = {"role": role, "content": message.content or ""}
+    calls, thoughts = list[dict[str, Any]](), list[str]()
+    for block in message.blocks:
+        match block:
+            case TextBlock():
+                pass  # it is in `content`
+            case ThinkingBlock(content=thought):
+                thoughts.append(thought or "")
+            case ToolCallBlock(tool_call_id=call_id, tool_name=name, tool_kwargs=arguments):
+                text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+                function = {"name": name, "arguments": text}
+                calls.append({"id": call_id or "", "type": "function", "function": function})
+            case _:
+                raise TypeError(f"a {type(block).__name__} is nothing a text model can be told")
+    if thoughts:
+        said["reasoning_content"] = "\n".join(thoughts)
+    if calls:
+        said["tool_calls"] = calls
+    if role == "tool":
+        said["tool_call_id"] = message.additional_kwargs.get("tool_call_id", "")
+    return said
+
+
+def _message_of(completion: Completion) -> ChatMessage:
+    calls = [
+        ToolCallBlock(
+            tool_call_id=call.id, tool_name=call.name, tool_kwargs=_arguments(call.arguments)
+        )
+        for call in completion.tool_calls
+    ]
+    return _assistant(completion.text, completion.reasoning, calls)
+
+
+def _assistant(text: str, thought: str, calls: Sequence[ToolCallBlock]) -> ChatMessage:
+    blocks: list[ContentBlock] = [ThinkingBlock(content=thought)] if thought else []
+    if text:
+        blocks.append(TextBlock(text=text))
+    return ChatMessage(role=MessageRole.ASSISTANT, blocks=[*blocks, *calls])
+
+
+def _arguments(given: dict[str, Any] | str) -> dict[str, Any]:
+    """Of a call; none of one that was cut off."""
+    if isinstance(given, dict):
+        return given
+    try:
+        arguments = json.loads(given)
+    except ValueError:
+        return {}
+    return arguments if isinstance(arguments, dict) else {}

@@ -1,0 +1,273 @@
+"""A plugin of `llm`: `llm -m cllm -o model model.gguf "Hello"`.  Extra `llm`.
+
+`cllm` is the embedded model, or what the option `model` names: a GGUF file, or hf:USER/REPO[:QUANT].
+Every model that `cllm models` lists is there under `cllm/NAME`.  An engine is loaded when it is first
+used, and runs until the process ends, in a thread with an event loop of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import json
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+import llm
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+from anyio.lowlevel import current_token
+from llm.parts import ReasoningPart, StreamEvent, TextPart, ToolCallPart, ToolResultPart
+from pydantic import Field
+
+from cllm import Completion, Engine, TokenDelta, TokenStream
+from cllm.hub.cache import cached_models
+from cllm.hub.download import find_model
+from cllm.hub.names import PREFIX, is_name
+from cllm.integrations.caller import Caller
+
+R = TypeVar("R")
+N_TEXTS = 256  # of one call for vectors
+
+
+class Engines:
+    """The engines of this process, in one event loop of their own.  Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owned = ExitStack()
+        self._portal: BlockingPortal | None = None
+        self._engines: dict[tuple[str | None, bool], tuple[Engine, Caller]] = {}
+        atexit.register(self.close)
+
+    def get(self, model: str | None, *, embeds: bool = False) -> tuple[Engine, Caller]:
+        """The engine of a model, loaded, and how to call it."""
+        with self._lock:
+            if (model, embeds) not in self._engines:
+                self._engines[model, embeds] = self._start(model, embeds=embeds)
+            return self._engines[model, embeds]
+
+    def _start(self, model: str | None, *, embeds: bool) -> tuple[Engine, Caller]:
+        if self._portal is None:
+            self._portal = self._owned.enter_context(start_blocking_portal())
+        path = find_model(model) if model is not None and is_name(model) else model
+        engine = Engine(path, n_ctx="auto", n_seq_max=4, pooling="mean" if embeds else None)
+        self._owned.enter_context(self._portal.wrap_async_context_manager(engine))
+        return engine, Caller(self._portal.call(_token))
+
+    async def run(self, call: Callable[[], Coroutine[Any, Any, R]]) -> R:
+        """A call in the engines' event loop, from another one of asyncio's."""
+        assert self._portal is not None
+        return await asyncio.wrap_future(self._portal.start_task_soon(call))
+
+    def close(self) -> None:
+        """End all of them."""
+        with self._lock:
+            self._owned.close()
+            self._engines.clear()
+            self._portal = None
+
+
+async def _token() -> Any:
+    return current_token()
+
+
+ENGINES = Engines()
+
+
+class Options(llm.Options):
+    """What a prompt may be given with `-o`."""
+
+    model: str | None = Field(None, description="A GGUF file, or hf:USER/REPO[:QUANT]")
+    max_tokens: int | None = Field(None, description="Tokens of the answer, at most")
+    temperature: float | None = Field(None, description="0: the likeliest token")
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = Field(None, description="The same draws every time")
+    reasoning_effort: str | None = Field(None, description="none to max")
+
+
+class _Common:
+    """What the model has in common with itself in an event loop."""
+
+    model_id: str
+    can_stream = True
+    supports_schema = True
+    supports_tools = True
+    Options = Options
+
+    def __init__(self, model_id: str = "cllm", model: str | None = None) -> None:
+        self.model_id = model_id
+        self._model = model
+
+    def _engine(self, prompt: llm.Prompt) -> tuple[Engine, Caller]:
+        return ENGINES.get(getattr(prompt.options, "model", None) or self._model)
+
+    @staticmethod
+    def _given(prompt: llm.Prompt) -> dict[str, Any]:
+        given = {k: v for k, v in prompt.options.model_dump().items() if v is not None}
+        given.pop("model", None)
+        if prompt.schema:
+            given["json_schema"] = prompt.schema
+        if prompt.tools:
+            given["tools"] = [_tool_of(tool) for tool in prompt.tools]
+        return given
+
+
+class CllmModel(_Common, llm.Model):
+    """An engine for `llm`."""
+
+    def execute(
+        self, prompt: llm.Prompt, stream: bool, response: llm.Response, conversation: object
+    ) -> Iterator[str | StreamEvent]:
+        """Answer."""
+        engine, caller = self._engine(prompt)
+        chat, given = _chat_of(prompt), self._given(prompt)
+        with caller.stream(lambda: engine.stream_chat(chat, **given)) as answer:
+            for delta in answer:
+                yield from _events_of(delta)
+            completion = answer.completion()
+        yield from _end(completion, response)
+
+
+class AsyncCllmModel(_Common, llm.AsyncModel):
+    """The same in an event loop of asyncio's."""
+
+    async def execute(
+        self, prompt: llm.Prompt, stream: bool, response: llm.AsyncResponse, conversation: object
+    ) -> AsyncGenerator[str | StreamEvent]:
+        """Answer."""
+        engine, _ = await asyncio.to_thread(self._engine, prompt)
+        chat, given = _chat_of(prompt), self._given(prompt)
+
+        async def begin() -> TokenStream:
+            return await engine.stream_chat(chat, **given).__aenter__()
+
+        answer = await ENGINES.run(begin)
+        try:
+            async for delta in _from_afar(answer):
+                for event in _events_of(delta):
+                    yield event
+            completion = await ENGINES.run(answer.completion)
+        finally:
+            await ENGINES.run(lambda: answer.__aexit__(None, None, None))
+        for event in _end(completion, response):
+            yield event
+
+
+async def _from_afar(answer: TokenStream) -> AsyncIterator[TokenDelta]:
+    async def following() -> TokenDelta | None:
+        async for delta in answer:
+            return delta
+        return None
+
+    while (delta := await ENGINES.run(following)) is not None:
+        yield delta
+
+
+class CllmEmbeddings(llm.EmbeddingModel):
+    """Vectors for `llm embed`."""
+
+    supports_text = True
+    batch_size = N_TEXTS
+
+    def __init__(self, model_id: str, model: str | None) -> None:
+        self.model_id = model_id
+        self._model = model
+
+    def embed_batch(self, items: Any) -> Iterator[list[float]]:
+        """The vectors of texts."""
+        engine, caller = ENGINES.get(self._model, embeds=True)
+        texts = list(items)
+        yield from caller.run(lambda: engine.embed(texts)).tolist()
+
+
+# --- Messages ----------------------------------------------------------------------------------
+def _chat_of(prompt: llm.Prompt) -> list[dict[str, Any]]:
+    """A prompt with all that was said before it, as OpenAI has it."""
+    chat: list[dict[str, Any]] = []
+    system: str | None = None
+    for message in prompt.messages:
+        text = "".join(part.text for part in message.parts if isinstance(part, TextPart))
+        if message.role == "system":
+            if text != system:  # each prompt of a conversation has it again
+                chat.append({"role": "system", "content": text})
+            system = text
+            continue
+        results = [part for part in message.parts if isinstance(part, ToolResultPart)]
+        chat += [
+            {"role": "tool", "tool_call_id": part.tool_call_id or "", "content": part.output}
+            for part in results
+        ]
+        said: dict[str, Any] = {"role": message.role, "content": text}
+        if thought := "".join(p.text for p in message.parts if isinstance(p, ReasoningPart)):
+            said["reasoning_content"] = thought
+        if calls := [_call_of(p) for p in message.parts if isinstance(p, ToolCallPart)]:
+            said["tool_calls"] = calls
+        if message.role != "tool" and (text or calls):
+            chat.append(said)
+    return chat
+
+
+def _call_of(part: ToolCallPart) -> dict[str, Any]:
+    function = {"name": part.name, "arguments": json.dumps(part.arguments)}
+    return {"id": part.tool_call_id or "", "type": "function", "function": function}
+
+
+def _tool_of(tool: llm.Tool) -> Mapping[str, Any]:
+    function = {
+        "name": tool.name,
+        "description": tool.description or "",
+        "parameters": tool.input_schema or {"type": "object", "properties": {}},
+    }
+    return {"type": "function", "function": function}
+
+
+def _events_of(delta: TokenDelta) -> Iterator[StreamEvent]:
+    if delta.reasoning:
+        yield StreamEvent(type="reasoning", chunk=delta.reasoning)
+    if delta.text:
+        yield StreamEvent(type="text", chunk=delta.text)
+
+
+def _end(completion: Completion, response: Any) -> Iterator[StreamEvent]:
+    """The calls, and what it cost."""
+    for call in completion.tool_calls:
+        arguments = json.loads(call.arguments)
+        response.add_tool_call(
+            llm.ToolCall(name=call.name, arguments=arguments, tool_call_id=call.id)
+        )
+        yield StreamEvent(type="tool_call_name", chunk=call.name, tool_call_id=call.id)
+        yield StreamEvent(type="tool_call_args", chunk=call.arguments, tool_call_id=call.id)
+    usage = completion.usage
+    details = {"cached_tokens": usage.n_cached} if usage.n_cached else None
+    response.set_usage(input=usage.n_prompt, output=usage.n_output, details=details)
+
+
+# --- What llm asks a plugin --------------------------------------------------------------------
+@llm.hookimpl
+def register_models(register: Callable[..., None]) -> None:
+    """The embedded model, and those that were downloaded."""
+    register(CllmModel(), AsyncCllmModel())
+    for name, path in _downloaded():
+        register(CllmModel(name, path), AsyncCllmModel(name, path))
+
+
+@llm.hookimpl
+def register_embedding_models(register: Callable[..., None]) -> None:
+    """The same, for vectors."""
+    register(CllmEmbeddings("cllm", None))
+    for name, path in _downloaded():
+        register(CllmEmbeddings(name, path))
+
+
+def _downloaded() -> Iterator[tuple[str, str]]:
+    """Names and files of the models that `cllm models` lists, if there is what knows of them."""
+    try:
+        models = cached_models()
+    except ImportError:
+        return
+    for model in models:
+        yield f"cllm/{str(model.name).removeprefix(PREFIX)}", str(model.paths[0])

@@ -1,0 +1,294 @@
+"""An engine as pydantic-ai's model.  Extra `pydantic-ai`.
+
+async with Engine("model.gguf") as engine:
+agent = Agent(CllmModel(engine), tools=[search], output_type=Answer)
+await agent.run(…)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from pydantic_ai import RunContext
+from pydantic_ai.messages import (
+    FinishReason,
+    ModelMessage,
+    ModelRequest,
+    ModelResponse,
+    ModelResponsePart,
+    ModelResponseStreamEvent,
+    RetryPromptPart,
+    SystemPromptPart,
+    TextPart,
+    ThinkingPart,
+    ToolCallPart,
+    ToolReturnPart,
+    UserPromptPart,
+)
+from pydantic_ai.models import Model, ModelRequestParameters, StreamedResponse
+from pydantic_ai.profiles import ModelProfileSpec
+from pydantic_ai.settings import ModelSettings
+from pydantic_ai.tools import ToolDefinition
+from pydantic_ai.usage import RequestUsage
+
+from cllm import Completion, Engine, TokenStream, Usage
+
+FINISH_REASONS: dict[str, FinishReason] = {
+    "stop": "stop", "length": "length", "deadline": "length", "tool_calls": "tool_call",
+    "cancelled": "error", "error": "error",
+}  # fmt: skip
+# pydantic-ai's names of what a request has under another one here, or under the same.
+SETTINGS = {
+    "max_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k",
+    "seed": "seed", "presence_penalty": "presence_penalty", "logit_bias": "logit_bias",
+    "frequency_penalty": "frequency_penalty", "stop_sequences": "stop",
+    "parallel_tool_calls": "parallel_tool_calls",
+}  # fmt: skip
+PROFILE: ModelProfileSpec = {
+    "supports_tools": True,
+    "supports_json_schema_output": True,
+    "supports_json_object_output": True,
+    # Constrained, so that it fits whatever the model has learned.
+    "default_structured_output_mode": "native",
+}
+
+
+class CllmModel(Model):
+    """A model that is an `Engine` of this process.
+
+    Parameters
+    ----------
+    engine : Engine
+        Entered, and closed by whoever has entered it.
+    settings : ModelSettings, optional
+        Those of a run count more.
+    **options
+        Of `Engine.chat`, for what pydantic-ai has no name: `lora`, `priority`, `reasoning_effort`, …
+    """
+
+    def __init__(
+        self, engine: Engine, *, settings: ModelSettings | None = None, **options: Any
+    ) -> None:
+        self._engine = engine
+        self._options = options
+        super().__init__(settings=settings, profile=PROFILE)
+
+    @property
+    def model_name(self) -> str:
+        """The model's own."""
+        return self._engine.model.name or "cllm"
+
+    @property
+    def system(self) -> str:
+        """Who computes it."""
+        return "cllm"
+
+    async def request(
+        self,
+        messages: list[ModelMessage],
+        model_settings: ModelSettings | None,
+        model_request_parameters: ModelRequestParameters,
+    ) -> ModelResponse:
+        """A whole answer."""
+        chat, options, _ = self._call(messages, model_settings, model_request_parameters)
+        completion = await self._engine.chat(chat, **options)
+        return ModelResponse(
+            parts=_parts_of(completion),
+            usage=_usage_of(completion.usage),
+            model_name=self.model_name,
+            provider_name=self.system,
+            finish_reason=FINISH_REASONS[completion.finish_reason],
+        )
+
+    @asynccontextmanager
+    async def request_stream(
+        self,
+        messages: list[ModelMessage],
+        model_settings: ModelSettings | None,
+        model_request_parameters: ModelRequestParameters,
+        run_context: RunContext[Any] | None = None,
+    ) -> AsyncGenerator[StreamedResponse]:
+        """An answer as it comes."""
+        chat, options, parameters = self._call(messages, model_settings, model_request_parameters)
+        async with self._engine.stream_chat(chat, **options) as stream:
+            yield CllmStreamedResponse(parameters, stream, self.model_name)
+
+    def _call(
+        self,
+        messages: list[ModelMessage],
+        settings: ModelSettings | None,
+        parameters: ModelRequestParameters,
+    ) -> tuple[list[dict[str, Any]], dict[str, Any], ModelRequestParameters]:
+        """The chat and the options of `Engine.chat`."""
+        settings, parameters = self.prepare_request(settings, parameters)
+        options = dict(self._options)
+        for name, value in (settings or {}).items():
+            if name in SETTINGS and value is not None:
+                options[SETTINGS[name]] = value
+        if "logit_bias" in options:
+            options["logit_bias"] = {int(t): float(b) for t, b in options["logit_bias"].items()}
+        timeout = (settings or {}).get("timeout")
+        if isinstance(timeout, int | float):
+            options["timeout"] = float(timeout)
+        tools = [*parameters.function_tools, *parameters.output_tools]
+        if tools:
+            options["tools"] = [_tool_of(tool) for tool in tools]
+            options["tool_choice"] = "auto" if parameters.allow_text_output else "required"
+        if parameters.output_mode == "native" and parameters.output_object is not None:
+            options["json_schema"] = parameters.output_object.json_schema
+        chat = [said for message in messages for said in _said_in(message)]
+        if instructions := self._get_instruction_parts(messages, parameters):
+            text = "\n\n".join(part.content for part in instructions)
+            chat = _with_system(chat, text)
+        return chat, options, parameters
+
+
+@dataclass
+class CllmStreamedResponse(StreamedResponse):
+    """What comes of a stream."""
+
+    stream: TokenStream
+    name: str
+    at: datetime = field(default_factory=lambda: datetime.now(UTC))
+
+    async def _get_event_iterator(self) -> AsyncIterator[ModelResponseStreamEvent]:
+        parts = self._parts_manager
+        async for delta in self.stream:
+            if delta.reasoning:
+                for event in parts.handle_thinking_delta(
+                    vendor_part_id="thought", content=delta.reasoning
+                ):
+                    yield event
+            if delta.text:
+                for event in parts.handle_text_delta(vendor_part_id="text", content=delta.text):
+                    yield event
+            for call in delta.tool_calls:
+                for event in parts.handle_tool_call_delta_events(
+                    vendor_part_id=call.index,
+                    tool_name=call.name,
+                    args=call.arguments,
+                    tool_call_id=call.id,
+                ):
+                    yield event
+        completion = await self.stream.completion()
+        self._usage = _usage_of(completion.usage)
+        self.finish_reason = FINISH_REASONS[completion.finish_reason]
+
+    @property
+    def model_name(self) -> str:
+        """See `CllmModel`."""
+        return self.name
+
+    @property
+    def provider_name(self) -> str:
+        """See `CllmModel.system`."""
+        return "cllm"
+
+    @property
+    def provider_url(self) -> None:
+        """It is in this process."""
+        return None
+
+    @property
+    def timestamp(self) -> datetime:
+        """When it began."""
+        return self.at
+
+
+# --- From pydantic-ai's messages ---------------------------------------------------------------
+def _said_in(message: ModelMessage) -> Iterator[dict[str, Any]]:
+    """A message as OpenAI has them."""
+    if isinstance(message, ModelResponse):
+        yield _answer_of(message)
+        return
+    assert isinstance(message, ModelRequest)
+    for part in message.parts:
+        match part:
+            case SystemPromptPart(content=text):
+                yield {"role": "system", "content": text}
+            case UserPromptPart(content=content):
+                yield {"role": "user", "content": _text_of(content)}
+            case ToolReturnPart():
+                yield _result(part.tool_call_id, part.model_response_str())
+            case RetryPromptPart(tool_name=None):
+                yield {"role": "user", "content": part.model_response()}
+            case RetryPromptPart():
+                yield _result(part.tool_call_id, part.model_response())
+            case _:
+                raise TypeError(f"a {type(part).__name__} is nothing that a text model can be told")
+
+
+def _answer_of(message: ModelResponse) -> dict[str, Any]:
+    texts, thoughts, calls = list[str](), list[str](), list[dict[str, Any]]()
+    for part in message.parts:
+        match part:
+            case TextPart(content=text):
+                texts.append(text)
+            case ThinkingPart(content=thought):
+                thoughts.append(thought)
+            case ToolCallPart():
+                function = {"name": part.tool_name, "arguments": part.args_as_json_str()}
+                calls.append({"id": part.tool_call_id, "type": "function", "function": function})
+    answer: dict[str, Any] = {"role": "assistant", "content": "\n\n".join(texts)}
+    if thoughts:
+        answer["reasoning_content"] = "\n\n".join(thoughts)
+    return {**answer, "tool_calls": calls} if calls else answer
+
+
+def _text_of(content: object) -> str:
+    if isinstance(content, str):
+        return content
+    assert isinstance(content, list | tuple)
+    texts: list[str] = []
+    for item in content:
+        text = getattr(item, "content", item)
+        if not isinstance(text, str):
+            raise TypeError(f"a {type(item).__name__} is nothing that a text model can be told")
+        texts.append(text)
+    return "\n\n".join(texts)
+
+
+def _result(call_id: str, text: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call_id, "content": text}
+
+
+def _with_system(chat: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+    """Behind the system prompts that there are."""
+    n = next((i for i, said in enumerate(chat) if said["role"] != "system"), len(chat))
+    return [*chat[:n], {"role": "system", "content": text}, *chat[n:]]
+
+
+def _tool_of(tool: ToolDefinition) -> dict[str, Any]:
+    function = {
+        "name": tool.name,
+        "description": tool.description or "",
+        "parameters": tool.parameters_json_schema,
+    }
+    return {"type": "function", "function": function}
+
+
+# --- To pydantic-ai's messages -----------------------------------------------------------------
+def _parts_of(completion: Completion) -> list[ModelResponsePart]:
+    parts: list[ModelResponsePart] = []
+    if completion.reasoning:
+        parts.append(ThinkingPart(completion.reasoning))
+    if completion.text:
+        parts.append(TextPart(completion.text))
+    parts += [
+        ToolCallPart(call.name, call.arguments or json.dumps({}), tool_call_id=call.id)
+        for call in completion.tool_calls
+    ]
+    return parts
+
+
+def _usage_of(usage: Usage) -> RequestUsage:
+    return RequestUsage(
+        input_tokens=usage.n_prompt,
+        output_tokens=usage.n_output,
+        cache_read_tokens=usage.n_cached,
+    )

@@ -1,0 +1,255 @@
+"""LangChain, LlamaIndex, pydantic-ai and llm, as they are, with an engine of their own process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import anyio
+import pytest
+
+for module in ("langchain_core", "llama_index.core", "llm", "pydantic_ai"):
+    pytest.importorskip(
+        module, reason="the libraries are in an environment of their own: make test-clients"
+    )
+
+import llm
+import pydantic_ai
+from langchain_core.messages import HumanMessage
+from langchain_core.output_parsers import StrOutputParser
+from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.tools import tool
+from llama_index.core import Document, VectorStoreIndex
+from llama_index.core.agent.workflow import FunctionAgent
+from llama_index.core.llms import ChatMessage
+from llama_index.core.tools import FunctionTool
+from llm.plugins import pm
+from pydantic import BaseModel
+
+from cllm import Engine, InvalidRequestError
+from cllm.integrations import llm_plugin
+from cllm.integrations.langchain import CllmChat, CllmEmbeddings
+from cllm.integrations.llama_index import CllmEmbedding, CllmLLM
+from cllm.integrations.pydantic_ai import CllmModel
+from cllm.testing import FakeAnswer, FakeEngine
+
+SAID = "It is 20 C in Paris."
+CALL = FakeAnswer(reasoning="I look.", tool_calls=[("get_weather", {"city": "Paris"})])
+
+
+class City(BaseModel):
+    """A city."""
+
+    name: str
+
+
+def get_weather(city: str) -> str:
+    """The weather of a city"""
+    return f"20 C, {city}"
+
+
+def answer(prompt: str) -> str | FakeAnswer:
+    """What a model would say that can do everything."""
+    if "20 C, Paris" in prompt:
+        return SAID
+    tools = prompt.partition("\n")[0] if prompt.startswith("tools: ") else ""
+    for name in ("City", "final_result"):
+        if f'"name": "{name}"' in tools:
+            return FakeAnswer(tool_calls=[(name, {"name": "Paris"})])
+    if "weather" in prompt.rsplit("user:", 1)[-1]:
+        return CALL
+    return '{"name": "Paris"}' if "JSON" in prompt else "Hello there"
+
+
+Checks = Callable[[FakeEngine], Any]
+
+
+def with_engine(check: Checks, **options: Any) -> None:
+    async def run() -> None:
+        async with FakeEngine(answer, **options) as engine:
+            await check(engine)
+            assert await engine.audit() == []
+
+    asyncio.run(run())
+
+
+# --- LangChain -------------------------------------------------------------------------------
+def test_langchain_answers_streams_and_counts() -> None:
+    async def check(engine: FakeEngine) -> None:
+        model = CllmChat(engine=engine, temperature=0, max_tokens=50)
+        told = await model.ainvoke("Hi")
+        assert told.content == "Hello there"
+        assert told.usage_metadata["output_tokens"] == len("Hello there") + 1
+        assert told.response_metadata["finish_reason"] == "stop"
+        chunks = [chunk async for chunk in model.astream("Hi")]
+        assert len(chunks) > 5
+        assert sum(chunks[1:], chunks[0]).content == "Hello there"
+        assert (await model.bind(max_tokens=5).ainvoke("Hi")).content == "Hello"
+        assert (await model.bind(stop=["o"]).ainvoke("Hi")).content == "Hell"
+        chain = ChatPromptTemplate.from_template("Say {what}") | model | StrOutputParser()
+        assert await chain.abatch([{"what": "a"}, {"what": "b"}]) == ["Hello there"] * 2
+        with pytest.raises(InvalidRequestError, match="temperature"):
+            await model.ainvoke("Hi", temperature=-1)
+
+    with_engine(check)
+
+
+def test_langchain_calls_tools_and_keeps_to_schemas() -> None:
+    async def check(engine: FakeEngine) -> None:
+        model = CllmChat(engine=engine)
+        with_tools = model.bind_tools([tool(get_weather)], tool_choice="any")
+        question = HumanMessage("What is the weather in Paris?")
+        told = await with_tools.ainvoke([question])
+        assert [(call["name"], call["args"]) for call in told.tool_calls] == [
+            ("get_weather", {"city": "Paris"})
+        ]
+        assert told.additional_kwargs["reasoning_content"] == "I look."
+        chunks = [chunk async for chunk in with_tools.astream([question])]
+        assert sum(chunks[1:], chunks[0]).tool_calls[0]["args"] == {"city": "Paris"}
+        result = await tool(get_weather).ainvoke(told.tool_calls[0])
+        assert (await with_tools.ainvoke([question, told, result])).content == SAID
+        structured = model.with_structured_output(City)
+        assert await structured.ainvoke("JSON") == City(name="Paris")
+        raw = await model.with_structured_output(City, include_raw=True).ainvoke("JSON")
+        assert (raw["parsed"], raw["parsing_error"]) == (City(name="Paris"), None)
+        wrong = await model.with_structured_output(City, include_raw=True).ainvoke("Hi")
+        assert wrong["parsed"] is None
+        assert wrong["parsing_error"] is not None
+
+    with_engine(check)
+
+
+def test_langchain_serves_worker_threads_and_says_what_to_await_elsewhere() -> None:
+    async def check(engine: FakeEngine) -> None:
+        model, vectors = CllmChat(engine=engine), CllmEmbeddings(engine, query_prefix="query: ")
+
+        def work() -> tuple[str, list[str], int]:
+            chunks = [str(chunk.content) for chunk in model.stream("Hi")]
+            return str(model.invoke("Hi").content), chunks, len(vectors.embed_documents(["a", "b"]))
+
+        whole, chunks, n_vectors = await anyio.to_thread.run_sync(work)
+        assert (whole, "".join(chunks), n_vectors) == ("Hello there", "Hello there", 2)
+        assert len(chunks) > 5
+        with pytest.raises(RuntimeError, match="await ainvoke instead"):
+            model.invoke("Hi")
+        plain = await CllmEmbeddings(engine).aembed_query("query: bees")
+        assert await vectors.aembed_query("bees") == plain
+
+    with_engine(check)
+
+
+# --- LlamaIndex ------------------------------------------------------------------------------
+def test_llama_index_answers_streams_and_calls_tools() -> None:
+    async def check(engine: FakeEngine) -> None:
+        model = CllmLLM(engine, temperature=0)
+        assert (await model.achat([ChatMessage("Hi")])).message.content == "Hello there"
+        responses = [r async for r in await model.astream_chat([ChatMessage("Hi")])]
+        assert "".join(r.delta for r in responses) == responses[-1].message.content == "Hello there"
+        assert (await model.acomplete("Hi")).text == "Hello there"
+        texts = [r.text async for r in await model.astream_complete("Hi")]
+        assert texts[-1] == "Hello there"
+        weather = FunctionTool.from_defaults(get_weather)
+        told = await model.achat_with_tools([weather], "What is the weather in Paris?")
+        (call,) = model.get_tool_calls_from_response(told)
+        assert (call.tool_name, call.tool_kwargs) == ("get_weather", {"city": "Paris"})
+        with pytest.raises(ValueError, match="calls no tool"):
+            model.get_tool_calls_from_response(await model.achat([ChatMessage("Hi")]))
+        for streaming in (True, False):
+            agent = FunctionAgent(tools=[weather], llm=model, streaming=streaming)
+            assert str(await agent.run("What is the weather in Paris?")) == SAID
+        structured = await model.as_structured_llm(City).achat([ChatMessage("Hi")])
+        assert structured.raw == City(name="Paris")
+        plain = await anyio.to_thread.run_sync(lambda: model.complete("Hi").text)
+        streamed = await anyio.to_thread.run_sync(
+            lambda: [r.delta for r in model.stream_complete("Hi")]
+        )
+        assert plain == "".join(streamed) == "Hello there"
+
+    with_engine(check, n_ctx=8192)
+
+
+def test_llama_index_finds_what_a_question_is_about() -> None:
+    async def check(engine: FakeEngine) -> None:
+        model, vectors = CllmLLM(engine), CllmEmbedding(engine)
+        documents = [Document(text="Bees make honey."), Document(text="Rain falls in Bergen.")]
+        index = await anyio.to_thread.run_sync(
+            lambda: VectorStoreIndex.from_documents(documents, embed_model=vectors)
+        )
+        (found,) = await index.as_retriever(similarity_top_k=1).aretrieve("What do bees make?")
+        assert found.text == "Bees make honey."
+        asked = await index.as_query_engine(llm=model).aquery("What do bees make?")
+        assert str(asked) == "Hello there"
+
+    with_engine(check, n_ctx=8192)
+
+
+# --- pydantic-ai -----------------------------------------------------------------------------
+def test_pydantic_ai_runs_agents() -> None:
+    async def check(engine: FakeEngine) -> None:
+        model = CllmModel(
+            engine, settings={"temperature": 0.0, "stop_sequences": ["~"]}, priority=1
+        )
+        agent = pydantic_ai.Agent(model, instructions="Be brief.")
+        agent.tool_plain(get_weather)
+        assert (await agent.run("Hi")).output == "Hello there"
+        told = await agent.run("What is the weather in Paris?")
+        assert told.output == SAID
+        kinds = [type(part).__name__ for message in told.all_messages() for part in message.parts]
+        assert kinds == [
+            "UserPromptPart", "ThinkingPart", "ToolCallPart", "ToolReturnPart", "TextPart"
+        ]  # fmt: skip
+        assert told.usage.requests == 2
+        assert told.usage.output_tokens > len(SAID)
+        async with agent.run_stream("What is the weather in Paris?") as stream:
+            assert [text async for text in stream.stream_text()][-1] == SAID
+        again = await agent.run("And now?", message_history=told.all_messages())
+        assert again.output == SAID
+        for output_type in (City, pydantic_ai.ToolOutput(City), pydantic_ai.PromptedOutput(City)):
+            structured = pydantic_ai.Agent(model, output_type=output_type)
+            assert (await structured.run("JSON")).output == City(name="Paris")
+
+    with_engine(check)
+
+
+# --- llm -------------------------------------------------------------------------------------
+@pytest.fixture
+def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The plugin, whose engines are fakes."""
+
+    def make(*_: Any, pooling: str | None = None, **__: Any) -> Engine:
+        return FakeEngine(answer)
+
+    monkeypatch.setattr(llm_plugin, "Engine", make)
+    monkeypatch.setattr(llm_plugin, "cached_models", list)
+    if not pm.has_plugin("cllm"):
+        pm.register(llm_plugin, "cllm")
+    yield
+    llm_plugin.ENGINES.close()
+
+
+@pytest.mark.usefixtures("plugin")
+def test_llm_prompts_converses_and_calls_tools() -> None:
+    model = llm.get_model("cllm")
+    told = model.prompt("Hi", temperature=0, max_tokens=50)
+    assert len(list(told)) > 5
+    assert told.text() == "Hello there"
+    assert told.usage().output == len("Hello there") + 1
+    assert model.prompt("JSON", schema=City).text() == '{"name": "Paris"}'
+    chain = model.chain("What is the weather in Paris?", tools=[get_weather])
+    assert chain.text() == SAID
+    conversation = model.conversation()
+    assert conversation.prompt("Hi", system="Be brief.").text() == "Hello there"
+    assert conversation.prompt("Hi again").text() == "Hello there"
+
+
+@pytest.mark.usefixtures("plugin")
+def test_llm_in_an_event_loop_and_its_vectors() -> None:
+    async def ask() -> tuple[str, str]:
+        model = llm.get_async_model("cllm")
+        chain = model.chain("What is the weather in Paris?", tools=[get_weather])
+        return await model.prompt("Hi").text(), await chain.text()
+
+    assert asyncio.run(ask()) == ("Hello there", SAID)
+    vectors = list(llm.get_embedding_model("cllm").embed_multi(["a", "b", "a"]))
+    assert vectors[0] == vectors[2] != vectors[1]
