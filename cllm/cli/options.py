@@ -245,6 +245,13 @@ class EngineFlags:
         str | None,
         _engine("Of texts that become vectors: mean, cls, last or rank; the model's.", "--pooling"),
     ] = None
+    embedding_model: Annotated[
+        str | None,
+        _engine(
+            "A model for texts beside the one that generates: a GGUF file, or hf:USER/REPO[:QUANT].",
+            "--embedding-model",
+        ),
+    ] = None
     tick_log: Annotated[
         Path | None,
         _engine("Write every tick to this file, prompts and answers too.", "--tick-log"),
@@ -280,7 +287,7 @@ class EngineFlags:
             model = PREFIX + str(name).removeprefix(PREFIX)
         options["model"] = model
         try:
-            for field in ("model", "speculation"):
+            for field in ("model", "speculation", "embedding_model"):
                 if is_name(given_name := options.get(field)):
                     options[field] = find_model(str(given_name))
             return EngineConfig(**cast(EngineOptions, options))

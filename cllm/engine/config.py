@@ -74,6 +74,7 @@ class EngineOptions(TypedDict, total=False):
     chat_template: str | Path | None
     model_sampling: bool
     pooling: str | None
+    embedding_model: str | Path | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +169,9 @@ class EngineConfig:
         For `embed`: a text's vector is the "mean" of its tokens' vectors, that of the first ("cls")
         or of the "last"; "rank": the scores of the model's classifier, for `rerank` and `classify`.
         None: as the model's file says.  A text of more than `n_ubatch` tokens is refused.
+    embedding_model : str or Path, optional
+        A model for `embed`, `rerank` and `classify` beside the one that generates, computed by the same
+        thread: streams keep their pace.  None: that one.
 
     Raises
     ------
@@ -216,6 +220,7 @@ class EngineConfig:
     chat_template: str | Path | None = None
     model_sampling: bool = True
     pooling: str | None = None
+    embedding_model: str | Path | None = None
 
     def __post_init__(self) -> None:
         check_bool("prefix_cache", self.prefix_cache)
@@ -255,7 +260,7 @@ class EngineConfig:
         check_float("stall_timeout_s", self.stall_timeout_s, 0.001, 1e6)
         if self.hang_timeout_s is not None:
             check_float("hang_timeout_s", self.hang_timeout_s, 1.0, 1e6)
-        for field in ("model", "tick_log", "speculation"):
+        for field in ("model", "tick_log", "speculation", "embedding_model"):
             if (path := getattr(self, field)) is not None:
                 _check_path(field, path)
         if self.preflight != UNSEEN and not isinstance(self.preflight, bool):

@@ -14,6 +14,7 @@ from cllm.engine.llama.backend import LlamaEmbedderBackend
 from cllm.engine.loop.embedding_calls import Urgency
 from cllm.engine.loop.request_call import Prompt
 from cllm.engine.thread.backend import Backend
+from cllm.errors import InvalidArgumentError
 
 
 class EmbeddingMethods(Lifecycle):
@@ -204,4 +205,7 @@ class Embedder(EmbeddingMethods):
     _child_backend = "cllm.engine.llama.backend:LlamaEmbedderBackend"
 
     def _make_backend(self, config: EngineConfig) -> Backend:
+        if config.embedding_model is not None:
+            limit = "None: an Embedder has one model"
+            raise InvalidArgumentError("embedding_model", str(config.embedding_model), limit)
         return LlamaEmbedderBackend(config)

@@ -413,13 +413,13 @@ def _stop_leaked(hosts: list[EngineHost], name: str, generation: int) -> None:
 
 async def _resolved(config: EngineConfig) -> EngineConfig:
     """The same with files in place of names, which are downloaded if they are not here, and a number of cells."""
-    model, speculation = [
+    model, speculation, embedding_model = [
         await anyio.to_thread.run_sync(find_model, given, abandon_on_cancel=True)
         if is_name(given)
         else given
-        for given in (config.model, config.speculation)
+        for given in (config.model, config.speculation, config.embedding_model)
     ]
-    config = replace(config, model=model, speculation=speculation)
+    config = replace(config, model=model, speculation=speculation, embedding_model=embedding_model)
     if config.n_ctx == AUTO:
         n_ctx, why = await anyio.to_thread.run_sync(choose_n_ctx, config)
         logger.info("%s", why)

@@ -99,7 +99,9 @@ def start_parts(
             tokenizer=tokenizer,
             can_speculate=config.speculation is not None,
         )
-        embeddings = EmbeddingCalls(check, gate, dispatcher, tokenizer)
+        embeddings = EmbeddingCalls(
+            check, lambda: host.text_vocabulary, gate, dispatcher, tokenizer
+        )
         host.start()
     except BaseException:  # as many threads as the system allows
         workers.end()
@@ -119,7 +121,7 @@ def _make_process(
     except ImportError as error:
         limit = f"False without cllm[process] ({error})"
         raise InvalidArgumentError("process", True, limit) from error
-    open_vocabulary = LlamaBackend(config).open_vocabulary
-    process = EngineProcess(config, inbox, outbox, workers, open_vocabulary, backend=child_backend)
+    open_all = LlamaBackend(config).open_vocabularies
+    process = EngineProcess(config, inbox, outbox, workers, open_all, backend=child_backend)
     inbox.on_put = process.on_put
     return process

@@ -52,7 +52,7 @@ async def use_once(config: EngineConfig) -> None:
     async with Engine(config=config) as engine:
         if engine.model.generates:
             await engine.generate(TEXT, max_tokens=N_TOKENS, temperature=0, ignore_eos=True)
-        elif (info := engine.model.embedding) is not None:
+        if (info := engine.model.embedding) is not None:
             await (engine.classify([TEXT]) if info.is_classifier else engine.embed([TEXT]))
 
 

@@ -455,3 +455,54 @@ async def test_a_damaged_encoder_is_a_load_error(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError):
         async with Embedder(path, **QUIET):
             pass
+
+
+# --- Another model for texts ---------------------------------------------------------------------
+@pytest.mark.parametrize("process", [False, True])
+async def test_an_engine_may_have_a_model_of_its_own_for_texts(process: bool) -> None:
+    encoder = make_model.ensure("tiny-encoder", "F16")
+    async with Embedder(encoder, pooling="mean", **QUIET) as embedder:
+        expected = await embedder.embed(TEXTS)
+        (n_tokens,) = (await embedder.embeddings(TEXTS[:1])).n_tokens
+    async with Engine(embedding_model=encoder, pooling="mean", process=process, **QUIET) as engine:
+        alone = await engine.generate("count:1..9", temperature=0)
+        found: list[NDArray[np.float32]] = []
+
+        async def embed() -> None:
+            found.append(await engine.embed(TEXTS))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(embed)
+            together = await engine.generate("count:1..9", temperature=0)
+        assert together.token_ids == alone.token_ids
+        assert ((found[0] * expected).sum(axis=1) > 0.9999).all()
+        assert (await engine.embeddings(TEXTS[:1])).n_tokens == (n_tokens,)
+        assert engine.model.embedding is not None
+        assert engine.model.embedding.n_values == expected.shape[1]
+        assert await engine.audit() == []
+
+
+async def test_a_classifier_beside_a_model_that_writes_ranks_for_it() -> None:
+    classifier = make_model.ensure("tiny-reranker", "F16")
+    async with Engine(embedding_model=classifier, **QUIET) as engine:
+        ranked = await engine.rerank("query", ["one", "two", "three"])
+        assert sorted(each.index for each in ranked) == [0, 1, 2]
+        assert (await engine.generate("1+1=", temperature=0)).text == "2"
+    async with Embedder(classifier, **QUIET) as embedder:
+        expected = await embedder.rerank("query", ["one", "two", "three"])
+    assert [each.index for each in ranked] == [each.index for each in expected]
+
+
+async def test_a_model_for_texts_that_is_not_there_or_says_nothing_is_refused_by_name(
+    tmp_path: Path,
+) -> None:
+    encoder = make_model.ensure("tiny-encoder", "F16")
+    with pytest.raises(ModelLoadError, match=r"none\.gguf"):
+        async with Engine(embedding_model=tmp_path / "none.gguf", **QUIET):
+            pass
+    with pytest.raises(InvalidArgumentError, match="embedding_model names none"):
+        async with Engine(embedding_model=make_model.ensure("tiny-llama", "F16"), **QUIET):
+            pass
+    with pytest.raises(InvalidArgumentError, match="an Embedder has one model"):
+        async with Embedder(encoder, pooling="mean", embedding_model=encoder, **QUIET):
+            pass

@@ -125,13 +125,12 @@ async def test_the_program_of_the_page_searches_and_answers(anyio_backend: str) 
     program: dict[str, Any] = {}
     exec(source.removesuffix("anyio.run(main)\n"), program)
     question = "When does the library close on Fridays?"
-    async with (
-        Embedder(real_encoder.fetch("F16"), **QUIET) as embedder,
-        Engine(real_model.MODEL, n_ctx=2048, n_seq_max=2, **QUIET) as writer,
-    ):
-        told = await program["answer"](question, writer, embedder)
-        notes = await embedder.embed(program["NOTES"])
-        (asked,) = await embedder.embed([question])
+    options = {**QUIET, "n_ctx": 2048, "n_seq_max": 2}
+    encoder = real_encoder.fetch("F16")
+    async with Engine(real_model.MODEL, embedding_model=encoder, **options) as engine:
+        told = await program["answer"](question, engine)
+        notes = await engine.embed(program["NOTES"])
+        (asked,) = await engine.embed([question])
     assert "Fridays" in program["NOTES"][int((notes @ asked).argmax())]
     assert isinstance(told, str)
     assert told

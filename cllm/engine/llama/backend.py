@@ -74,13 +74,18 @@ class LlamaBackend:
         if config.model is None and not path.is_file():
             raise ModelLoadError(str(path), "the embedded model is not installed")
         model = self._open_model(path, owned, use_extra_bufts=not config.deterministic)
-        info = embedding_info(model, config)
+        texts = self._open_texts_model(model, owned)
+        info = embedding_info(texts, config)
+        if info is None and texts is not model:
+            limit = "mean, cls or last: the file of embedding_model names none"
+            raise InvalidArgumentError("pooling", config.pooling, limit)
         loras = LlamaLoras(model)
         owned.callback(loras.close)
         for lora in config.loras:
             loras.load(lora.name, lora.path, lora.scale)
         decoder, kv_cache = self._open_decoder(model, info, loras, owned)
-        encoder = None if info is None else LlamaTextEncoder(model, config, info, loras)
+        own = loras if texts is model else LlamaLoras(texts)
+        encoder = None if info is None else LlamaTextEncoder(texts, config, info, own)
         if encoder is not None:
             owned.callback(encoder.close)
             loras.users.append(encoder.close)
@@ -98,12 +103,13 @@ class LlamaBackend:
             _model_info(model, kv_cache, config, template),
             generates=generates,
             embedding=info,
-            rank_template=_rank_template(model),
+            rank_template=_rank_template(texts if info and info.is_classifier else model),
             loras=loras.infos,
         )
         loaded = Loaded(
             model=model_info,
             vocabulary=model.vocab,
+            text_vocabulary=texts.vocab,
             decoder=decoder,
             kv_cache=kv_cache,
             make_sampler=make_sampler,
@@ -158,10 +164,19 @@ class LlamaBackend:
         self._lora_preflight.run()
         self._lora_preflight.passed()
 
-    def open_vocabulary(self, owned: ExitStack) -> EngineVocabulary:
-        """The model's vocabulary without its weights, for a process that computes nothing."""
-        path = self._config.model_path
-        return owned.enter_context(Model(path, vocab_only=True)).vocab
+    def open_vocabularies(self, owned: ExitStack) -> tuple[EngineVocabulary, EngineVocabulary]:
+        """Those of the model, and of what computes texts, without weights: nothing is computed."""
+        config = self._config
+        own = owned.enter_context(Model(config.model_path, vocab_only=True)).vocab
+        if config.embedding_model is None:
+            return own, own
+        texts = owned.enter_context(Model(config.embedding_model, vocab_only=True))
+        return own, texts.vocab
+
+    def _open_texts_model(self, model: Model, owned: ExitStack) -> Model:
+        """What computes texts: the model itself, or one for that."""
+        path = self._config.embedding_model
+        return model if path is None else self._open_model(Path(path), owned)
 
     def _open_model(self, path: Path, owned: ExitStack, *, use_extra_bufts: bool = True) -> Model:
         """A file as the configuration wants models opened."""

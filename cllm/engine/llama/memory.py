@@ -8,7 +8,7 @@ from pathlib import Path
 from cllm.bindings import library
 from cllm.engine.config import N_CTX, EngineConfig
 from cllm.engine.llama.gguf_header import read_header
-from cllm.engine.llama.preflight import model_files
+from cllm.engine.llama.preflight import model_files, other_files
 from cllm.errors import ModelLoadError
 from cllm.memory import available_bytes
 
@@ -39,7 +39,8 @@ def check_fits(config: EngineConfig, loaded: EngineConfig | None) -> None:
     shared = set(map(_identity, model_files(loaded))) if loaded and is_shared else set()
     path = str(config.model_path)
     try:
-        sizes = {_identity(file): file.stat().st_size for file in model_files(config)}
+        files = [*model_files(config), *other_files(config)]
+        sizes = {_identity(file): file.stat().st_size for file in files}
     except OSError as error:
         raise ModelLoadError(path, error.strerror or str(error)) from error
     n_weights = sum(size for file, size in sizes.items() if file not in shared)

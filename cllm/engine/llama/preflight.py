@@ -77,7 +77,7 @@ class Preflight:
         _, record = find_library()
         build = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
         try:
-            files = [*model_files(config), *_draft_files(config)]
+            files = [*model_files(config), *other_files(config)]
             self._files = preflight_cache.fingerprints(files, build)
         except (OSError, ValueError):
             self._files = {}  # the process will say what is wrong with them
@@ -164,14 +164,15 @@ def model_files(config: EngineConfig) -> list[Path]:
     return files
 
 
-def _draft_files(config: EngineConfig) -> list[Path]:
-    """The model that drafts, if there is one."""
-    return [] if config.draft_model is None else [config.draft_model]
+def other_files(config: EngineConfig) -> list[Path]:
+    """The models that draft, and that compute texts, if there are some."""
+    given = (config.draft_model, config.embedding_model)
+    return [Path(path) for path in given if path is not None]
 
 
 def _is_embedded(config: EngineConfig) -> bool:
     """Whether nothing is loaded that did not come with cllm."""
-    return config.model is None and not (config.lora or config.draft_model)
+    return config.model is None and not (config.lora or other_files(config))
 
 
 def _settings_line(config: EngineConfig) -> bytes:

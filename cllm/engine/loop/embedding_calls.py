@@ -70,17 +70,21 @@ class EmbeddingCalls:
     ----------
     check_serving : callable
         The vocabulary, or why requests are not served; with `draining`, the last ones are enough.
+    text_vocabulary : callable
+        That of the model that computes texts, while requests are served.
     tokenizer : WorkerThread
     """
 
     def __init__(
         self,
         check_serving: Callable[..., EngineVocabulary],
+        text_vocabulary: Callable[[], EngineVocabulary | None],
         gate: QueueGate,
         dispatcher: Dispatcher,
         tokenizer: WorkerThread,
     ) -> None:
         self._check_serving = check_serving
+        self._text_vocabulary = text_vocabulary
         self._gate = gate
         self._dispatcher = dispatcher
         self._tokenizer = tokenizer
@@ -188,11 +192,18 @@ class EmbeddingCalls:
             vectors = await self._vectors(model.embedding, tokens, urgency)
         return Embeddings(vectors, tuple(map(len, tokens)))
 
+    def _check_texts(self) -> EngineVocabulary:
+        """The vocabulary of texts, or why requests are not served."""
+        self._check_serving(draining=True)
+        vocabulary = self._text_vocabulary()
+        assert vocabulary is not None
+        return vocabulary
+
     async def _tokens(
         self, info: EmbeddingInfo, field: str, texts: Sequence[Prompt], *, truncate: bool
     ) -> list[Tokens]:
         """The token ids of texts, all of them checked."""
-        vocabulary = self._check_serving(draining=True)
+        vocabulary = self._check_texts()
         given = [check_prompt(text, f"{field}[{i}]") for i, text in enumerate(texts)]
 
         def tokenize(first: int) -> list[Tokens]:
@@ -205,7 +216,7 @@ class EmbeddingCalls:
         self, info: EmbeddingInfo, query: str, documents: Sequence[str], *, truncate: bool
     ) -> list[Tokens]:
         """The token ids of the query with each document."""
-        vocabulary = self._check_serving(draining=True)
+        vocabulary = self._check_texts()
         model = self._dispatcher.model
         assert model is not None
         _check_characters(query, info, "query", truncate=False)

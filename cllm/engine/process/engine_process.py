@@ -71,14 +71,14 @@ class EngineProcess(EngineHost):
         inbox: Inbox,
         outbox: Outbox[list[Event]],
         workers: WorkerThreads,
-        open_vocabulary: Callable[[ExitStack], EngineVocabulary],
+        open_vocabularies: Callable[[ExitStack], tuple[EngineVocabulary, EngineVocabulary]],
         *,
         backend: str,
     ) -> None:
         super().__init__("cllm-process", inbox, outbox, workers)
         self._deliver = outbox.deliver
         self._config, self._backend = config, backend
-        self._open_vocabulary = open_vocabulary
+        self._open_vocabularies = open_vocabularies
         self._lock = threading.Lock()
         self._ledger = Ledger()
         self._process: ProcessHandle | None = None
@@ -360,7 +360,7 @@ class EngineProcess(EngineHost):
     def _on_ready(self, process: ProcessHandle, ready: Ready, owned: ExitStack) -> None:
         is_first, self._is_ready, self._ready_at = not self._is_ready, True, time.perf_counter()
         if is_first:
-            self.vocabulary = self._open_vocabulary(owned)
+            self.vocabulary, self.text_vocabulary = self._open_vocabularies(owned)
         with self._lock:
             n_requests = len(self._ledger.requests)
             process.send(self._ledger.on_ready())

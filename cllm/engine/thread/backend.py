@@ -93,6 +93,8 @@ class Loaded:
         Whom drafts come from.
     encoder : AbortableEncoder or None
         What computes the vectors of texts; not open.
+    text_vocabulary : EngineVocabulary or None
+        That of the encoder, if it is of a model of its own.
     row_cost : RowCost
         What earlier engines have left of it; filled while this one runs.
     """
@@ -108,6 +110,7 @@ class Loaded:
     drafter: Drafter | None = None
     encoder: AbortableEncoder | None = None
     row_cost: RowCost = field(default_factory=RowCost)
+    text_vocabulary: EngineVocabulary | None = None
 
 
 class Backend(Protocol):

@@ -43,6 +43,7 @@ class EngineHost(ABC):
     ) -> None:
         self._inbox, self._outbox, self._workers = inbox, outbox, workers
         self.vocabulary: EngineVocabulary | None = None
+        self.text_vocabulary: EngineVocabulary | None = None
         self.failure: BaseException | None = None
         self.crash = ""
         self._stopping = False
@@ -101,7 +102,7 @@ class EngineHost(ABC):
                 finally:
                     self._workers.end()
         finally:
-            self.vocabulary = None
+            self.vocabulary = self.text_vocabulary = None
             self._outbox.post([Ended()] if self.failure else [Stopped(None), Ended()])
 
     @abstractmethod

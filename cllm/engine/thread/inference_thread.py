@@ -122,6 +122,7 @@ class InferenceThread(EngineHost):
 
     def _load(self, owned: ExitStack) -> tuple[EngineCore, ModelInfo]:
         loaded = self._backend.load(owned)
+        self.text_vocabulary = loaded.text_vocabulary or loaded.vocabulary
         self.vocabulary = loaded.vocabulary
         self._interrupter.attach(loaded.decoder, can_truncate=loaded.kv_cache.has_pos_min)
         core = self._make_core(loaded, owned)
