@@ -19,7 +19,7 @@ POOLINGS = {name: h.PoolingType[name.upper()] for name in ("mean", "cls", "last"
 
 
 class EmbeddingContext(LoraContext):
-    """The compute buffers that turn texts into vectors; nothing of a text stays.
+    """The compute buffers that turn texts into vectors; of a text nothing stays but for its next piece.
 
     Several contexts may share one model: one that generates is not disturbed.
 
@@ -49,6 +49,8 @@ class EmbeddingContext(LoraContext):
         The one in use.
     n_values : int
         Of a vector: the model's width, or its classifier's labels.
+    computes_in_pieces : bool
+        A text may come in several batches: no token looks at those after it.
 
     Raises
     ------
@@ -99,6 +101,10 @@ class EmbeddingContext(LoraContext):
         with self._closed_on_error():
             self._memory = lib.llama_get_memory(pointer)
         self._compute = lib.llama_decode if model.has_decoder else lib.llama_encode
+        architecture = model.metadata_value("general.architecture")
+        is_causal = model.metadata_value(f"{architecture}.attention.causal") != "false"
+        self.computes_in_pieces = bool(self._memory) and is_causal
+        self._held: tuple[int, int] | None = None  # seq_id and tokens of a text that may go on
         self._n_vocab = model.vocab.n_tokens
         self.n_batch, self.n_seq_max = n_batch, n_seq_max
         self.n_tokens_max = min(n_batch, model.n_ctx_train)
@@ -107,12 +113,14 @@ class EmbeddingContext(LoraContext):
     def compute(self, batch: Batch) -> NDArray[np.float32]:
         """The vectors of the texts of `batch`, each one run from position 0.
 
-        Releases the GIL while computing.
+        A run that is alone in its batch may also go on where the batch before ended, if that was alone
+        too and this `computes_in_pieces`.  Releases the GIL while computing.
 
         Returns
         -------
         ndarray
             float32, `(n_texts, n_values)`, in the order of the runs, not normalised; the caller's own.
+            Of a run that goes on: the mean of its own tokens, its own first (cls), the text's last.
 
         Raises
         ------
@@ -130,7 +138,9 @@ class EmbeddingContext(LoraContext):
         pointer = self._pointer
         self._check_batch(batch)
         batch.output_flags[:] = 1  # every token counts; llama.cpp would do so, and warn
-        if self._memory:
+        self._held = None
+        seq_id, p0, n_tokens = batch.runs[0]
+        if self._memory and not p0:
             self._lib.llama_memory_clear(self._memory, False)
         code = self._compute(pointer, batch.struct)
         if code == 0:
@@ -143,6 +153,8 @@ class EmbeddingContext(LoraContext):
             if not values:
                 raise LlamaCallError("llama_get_embeddings_seq", 0, "returned NULL")
             row[:] = np.ctypeslib.as_array(values, shape=(self.n_values,))
+        if self.computes_in_pieces and len(batch.runs) == 1:
+            self._held = seq_id, p0 + n_tokens
         return vectors
 
     def _check_batch(self, batch: Batch) -> None:
@@ -152,9 +164,10 @@ class EmbeddingContext(LoraContext):
         seen: set[int] = set()
         for seq_id, p0, n_tokens in batch.runs:
             check_int("seq_id", seq_id, 0, self.n_seq_max - 1)
-            check_int("tokens", n_tokens, 1, self.n_tokens_max)
-            if p0 != 0 or seq_id in seen:
+            goes_on = len(batch.runs) == 1 and self._held == (seq_id, p0)
+            if (p0 != 0 and not goes_on) or seq_id in seen:
                 raise PositionError(seq_id, -1, p0)
+            check_int("tokens", p0 + n_tokens, 1, self.n_tokens_max)
             seen.add(seq_id)
 
     def set_abort(self, abort: bool) -> None:

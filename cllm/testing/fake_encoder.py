@@ -42,11 +42,13 @@ class FakeTextEncoder:
         Asked for each text (its tokens) of every batch: the fault of the whole batch, or None.
     latency_s : float
         Seconds that a batch takes, which `abort` ends.
+    computes_in_pieces : bool
+        Takes a text in several batches.
 
     Attributes
     ----------
     batches : list of tuple
-        The texts of each, as tokens.
+        The texts of each, as tokens; of a text in pieces the piece.
     n_opened : int
         Times that it was made ready.
     open_fault : Exception or None
@@ -63,6 +65,7 @@ class FakeTextEncoder:
         faults: Mapping[int, TextFault] | None = None,
         poison: Callable[[Sequence[int]], TextFault | None] | None = None,
         latency_s: float = 0.0,
+        computes_in_pieces: bool = False,
     ) -> None:
         self.n_batch, self.n_texts_max = n_batch, n_texts_max
         self.n_batch_target = n_batch if n_batch_target is None else n_batch_target
@@ -70,6 +73,8 @@ class FakeTextEncoder:
         self.faults = dict(faults or {})
         self.poison = poison
         self.latency_s = latency_s
+        self.computes_in_pieces = computes_in_pieces
+        self._begun: tuple[int, ...] = ()
         self.batches: list[tuple[tuple[int, ...], ...]] = []
         self.n_opened = 0
         self.open_fault: Exception | None = None
@@ -90,7 +95,7 @@ class FakeTextEncoder:
         self._is_open = True
         self.n_opened += 1
 
-    def compute(self, texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+    def compute(self, texts: Sequence[Sequence[int]], n_computed: int = 0) -> NDArray[np.float32]:
         """See `TextEncoder`."""
         if not self._is_open:
             raise InvalidArgumentError("encoder", "closed", "open")
@@ -98,6 +103,10 @@ class FakeTextEncoder:
         if not 1 <= n_tokens <= self.n_batch or len(texts) > self.n_texts_max or not all(texts):
             limit = f"1 to {self.n_batch} tokens of 1 to {self.n_texts_max} texts"
             raise InvalidArgumentError("texts", f"{n_tokens} tokens of {len(texts)}", limit)
+        begun = self._begun if n_computed else ()
+        self._begun = ()
+        if n_computed and not (n_computed == len(begun) and len(texts) == 1):
+            raise InvalidArgumentError("n_computed", n_computed, f"{len(begun)} of one text")
         self.batches.append(tuple(map(tuple, texts)))
         fault = self.faults.get(len(self.batches))
         if self.poison is not None and fault is None:
@@ -107,6 +116,9 @@ class FakeTextEncoder:
         if isinstance(fault, Exception):
             raise fault
         make = overlap_of if self.is_classifier else vector_of
+        if self.computes_in_pieces and len(texts) == 1:
+            self._begun = (*begun, *texts[0])
+            texts = [self._begun]
         vectors = np.array([make(text) for text in texts], np.float32)
         return np.full_like(vectors, np.nan) if fault == "nan" else vectors
 

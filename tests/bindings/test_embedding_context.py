@@ -93,6 +93,42 @@ def test_a_text_has_the_same_vector_alone_and_in_every_company(
     assert cosine(alone[0], alone[1]) < 0.99
 
 
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-swa", "tiny-recurrent", "tiny-hybrid"])
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
+def test_a_text_that_comes_in_pieces_has_the_vector_that_it_has_whole(
+    new_embedder: NewEmbedder, name: str, pooling: str
+) -> None:
+    embedder = new_embedder(name, pooling=pooling)
+    assert embedder.computes_in_pieces
+    text = list(b"the quick brown fox jumps over the lazy dog")
+    whole = embedder.compute(batch_of(text))[0]
+    pieces, batch = list[NDArray[np.float32]](), Batch(64)
+    sizes = (7, 1, 20, len(text) - 28)
+    for size, p0 in zip(sizes, (0, 7, 8, 28), strict=True):
+        batch.clear()
+        batch.add(3, text[p0 : p0 + size], p0)
+        pieces.append(embedder.compute(batch)[0])
+    made = {
+        "mean": np.average(pieces, axis=0, weights=sizes),
+        "cls": pieces[0],
+        "last": pieces[-1],
+    }
+    assert cosine(whole, made[pooling]) > 0.9999
+    assert cosine(embedder.compute(batch_of(text))[0], whole) > 0.9999
+
+
+def test_only_what_was_computed_last_goes_on(new_embedder: NewEmbedder) -> None:
+    decoder, late = new_embedder("tiny-llama", pooling="last"), Batch(64)
+    late.add(0, [5, 6], 3)
+    for before in ([[5, 6]], [[5, 6, 7], [8]], [[5, 6, 7, 8]]):
+        decoder.compute(batch_of(*before))
+        with pytest.raises(PositionError):
+            decoder.compute(late)
+    decoder.compute(batch_of([5, 6, 7]))
+    assert np.isfinite(decoder.compute(late)).all()
+    assert not new_embedder("tiny-encoder", pooling="mean").computes_in_pieces
+
+
 def test_poolings_are_different_vectors_of_one_text(new_embedder: NewEmbedder) -> None:
     vectors = [
         new_embedder("tiny-llama", pooling=pooling).compute(batch_of(TEXTS[0]))[0]

@@ -6,10 +6,12 @@ What a `FakeEngine` shows needs no model; what llama.cpp computes is compared wi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -376,6 +378,29 @@ async def test_one_model_generates_and_embeds_at_once() -> None:
         assert await engine.audit() == []
         assert engine.statistics().n_embedded_texts == 200
     assert cosines(vectors[:4], reference(path, TEXTS, "mean")).min() > 0.9999
+
+
+@pytest.mark.parametrize(
+    ("name", "pooling"), [("tiny-llama", "mean"), ("tiny-qwen3", "last"), ("tiny-hybrid", "cls")]
+)
+async def test_a_text_that_comes_in_pieces_beside_a_stream_has_the_vector_of_the_whole(
+    name: str, pooling: str
+) -> None:
+    path, text = make_model.ensure(name, "F16"), " ".join(TEXTS)
+    # Streams leave next to nothing of it.
+    async with (
+        Engine(path, pooling=pooling, target_itl_ms=1.0, n_ctx=8192, **QUIET) as engine,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(partial(engine.generate, "Once", max_tokens=8000, ignore_eos=True))
+        while not engine.statistics().n_ticks:
+            await anyio.lowlevel.checkpoint()
+        vectors = await engine.embed([text])
+        statistics = engine.statistics()
+        tasks.cancel_scope.cancel()
+    assert statistics.n_running == 1
+    assert statistics.n_embedding_batches > 1
+    assert cosines(vectors, reference(path, [text], pooling)).min() > 0.9999
 
 
 async def test_a_classifier_names_the_likeliest_label() -> None:

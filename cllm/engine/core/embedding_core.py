@@ -1,8 +1,9 @@
 """EmbeddingCore: whole texts to vectors, in batches that leave time for what is generated.
 
-A text is computed in one piece; nothing of it stays.  So there is no cache to keep books on: texts wait
-in their requests, each batch takes as many as its room and its time allow, and a request ends with its
-last text.  Pure, as `EngineCore` is: libllama is behind `TextEncoder`.
+Nothing of a text stays when it is computed, so there is no cache to keep books on: texts wait in their
+requests, each batch takes as many as its room and its time allow, and a request ends with its last text.
+A text that takes longer than a batch may is computed in pieces, one a batch, where the model reads from
+left to right.  Pure, as `EngineCore` is: libllama is behind `TextEncoder`.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ logger = logging.getLogger("cllm.engine")
 ABORTED = 2  # llama_encode, llama_decode: the abort flag was set
 # Of a batch, where nobody generates: for so long a new request may have to wait.
 IDLE_BATCH_S = 0.25
+# A piece of a text has at least so many tokens: each batch reads all weights, whatever its size.
+MIN_PIECE = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -79,15 +82,39 @@ class _Text:
     ----------
     has_failed : bool
         It was computed before, perhaps in company, and that has failed.
+    n_computed : int
+        Tokens that were in the batches before.
+    n_rows : int or None
+        Tokens that are in this one; None for all that are left.
     """
 
     of: _Open
     index: int
     has_failed: bool = False
+    n_computed: int = 0
+    n_rows: int | None = None
 
     @property
     def tokens(self) -> tuple[int, ...]:
         return self.of.request.texts[self.index]
+
+    @property
+    def n_left(self) -> int:
+        return len(self.tokens) - self.n_computed
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The tokens of this batch."""
+        n_rows = self.n_left if self.n_rows is None else self.n_rows
+        return self.tokens[self.n_computed : self.n_computed + n_rows]
+
+    @property
+    def rest(self) -> _Text | None:
+        """What is left after this batch."""
+        n_computed = self.n_computed + len(self.rows)
+        if n_computed == len(self.tokens):
+            return None
+        return replace(self, n_computed=n_computed, n_rows=None)
 
     def put_back(self) -> None:
         """It waits again."""
@@ -116,9 +143,10 @@ class EmbeddingCore:
     on_batch: Callable[[Mapping[str, int]], None] = lambda n_tokens: None
     _open: dict[str, _Open] = field(default_factory=dict)
     _alone: deque[_Text] = field(default_factory=deque)  # they have failed once
+    _begun: _Text | None = None  # the encoder holds its first tokens
     _events: list[Event] = field(default_factory=list)
     _cost: TickCost = field(default_factory=TickCost)
-    _saved_s: float = 0.0  # for a text that takes longer than a batch may
+    _saved_s: float = 0.0  # for what takes longer than a batch may
     _n_batches: int = 0
 
     # --- Commands ----------------------------------------------------------------------------
@@ -166,9 +194,11 @@ class EmbeddingCore:
         Parameters
         ----------
         budget_s : float, optional
-            Seconds that it may take, because somebody else waits.  A text that takes longer has to
-            save them up.
+            Seconds that it may take, because somebody else waits.  A text that takes longer is computed
+            in pieces, or has to save them up.
         """
+        if not self._open:
+            return
         now = self.clock()
         self._expire(now)
         if not self._open or not self._is_ready():
@@ -182,10 +212,11 @@ class EmbeddingCore:
         for text in texts:
             text.of.n_batch = self._n_batches
             name = text.of.request.request_id
-            n_tokens[name] = n_tokens.get(name, 0) + len(text.tokens)
+            n_tokens[name] = n_tokens.get(name, 0) + len(text.rows)
         self.on_batch(n_tokens)
+        n_computed = texts[0].n_computed
         try:
-            vectors = self.encoder.compute([text.tokens for text in texts])
+            vectors = self.encoder.compute([text.rows for text in texts], n_computed)
         except Exception as error:
             self.on_batch({})
             self._after_failure(texts, error)
@@ -193,11 +224,14 @@ class EmbeddingCore:
         self.on_batch({})
         n_rows = sum(n_tokens.values())
         seconds = self.clock() - now
-        self._cost.observe(n_rows, n_rows * n_rows // 2, seconds)
+        self._cost.observe(n_rows, n_rows * n_computed + n_rows * n_rows // 2, seconds)
         self.recorder.n_embedding_batches += 1
-        self.recorder.n_embedded_texts += len(texts)
         self.recorder.n_embedded_tokens += n_rows
         self.recorder.embed_s += seconds
+        if (rest := texts[0].rest) is not None:
+            self._begun = rest
+            return
+        self.recorder.n_embedded_texts += len(texts)
         self._commit(texts, vectors)
 
     def _is_ready(self) -> bool:
@@ -216,8 +250,9 @@ class EmbeddingCore:
 
         Each gives its longest text that fits, so that the short ones fill what is left.
         """
-        seconds = IDLE_BATCH_S if budget_s is None else budget_s
-        n_affordable = self._cost.n_prompt_rows((), 0, seconds) if seconds > 0.0 else 0
+        begun, self._begun = self._begun, None
+        if begun is not None and self._open.get(begun.of.request.request_id) is begun.of:
+            return self._piece(begun, budget_s)
         while self._alone:
             text = self._alone.popleft()
             if self._open.get(text.of.request.request_id) is text.of:
@@ -227,10 +262,13 @@ class EmbeddingCore:
             key=lambda o: (aged_priority(o.request, now), o.n_batch, o.request.serial),
         )
         shortest = requests[0].waiting[0][0]
+        n_affordable = self._n_affordable(budget_s, 0)
         if shortest > n_affordable:
-            self._saved_s += max(0.0, seconds)
-            cost_s = self._cost.seconds(shortest, shortest * shortest / 2)
-            if budget_s is not None and self._saved_s < cost_s:
+            if self.encoder.computes_in_pieces:
+                first = requests[0].take_longest(shortest)
+                assert first is not None
+                return self._piece(first, budget_s)
+            if not self._has_saved(budget_s, 0, shortest):
                 return []
             n_affordable = shortest
         encoder = self.encoder
@@ -247,6 +285,27 @@ class EmbeddingCore:
                     requests.append(request)
         return texts
 
+    def _piece(self, text: _Text, budget_s: float | None) -> list[_Text]:
+        """As much of a text as the time allows; nothing, before so much is saved up."""
+        n_rows = min(text.n_left, max(MIN_PIECE, self._n_affordable(budget_s, text.n_computed)))
+        if n_rows <= MIN_PIECE and not self._has_saved(budget_s, text.n_computed, n_rows):
+            self._begun = text
+            return []
+        return [replace(text, n_rows=n_rows)]
+
+    def _n_affordable(self, budget_s: float | None, n_computed: int) -> int:
+        """Tokens that a batch has time for, of a text of which so many are computed."""
+        seconds = IDLE_BATCH_S if budget_s is None else budget_s
+        return self._cost.n_prompt_rows((), n_computed, seconds) if seconds > 0.0 else 0
+
+    def _has_saved(self, budget_s: float | None, n_computed: int, n_rows: int) -> bool:
+        """Whether the time of the batches that did not compute is enough for so many tokens."""
+        if budget_s is None:
+            return True
+        self._saved_s += max(0.0, budget_s)
+        cells = n_rows * n_computed + n_rows * n_rows / 2
+        return self._saved_s >= self._cost.seconds(n_rows, cells)
+
     def _commit(self, texts: Sequence[_Text], vectors: NDArray[np.float32]) -> None:
         """Give the vectors to their requests."""
         for text, vector in zip(texts, vectors, strict=True):
@@ -257,7 +316,7 @@ class EmbeddingCore:
                 if not owner.n_left:
                     self._finish(owner)
             elif not text.has_failed:  # perhaps it is another's: NaN spreads in a batch
-                self._alone.append(replace(text, has_failed=True))
+                self._alone.append(_Text(text.of, text.index, has_failed=True))
             else:
                 error = CllmError("a vector of the model has NaN or infinity in it")
                 name = owner.request.request_id
@@ -274,14 +333,14 @@ class EmbeddingCore:
     def _after_failure(self, texts: Sequence[_Text], error: Exception) -> None:
         """Let as few suffer as possible: what failed is computed once more, alone."""
         if isinstance(error, DecodeFailedError) and error.code == ABORTED:
-            for text in texts:
+            for text in texts:  # from its beginning, if it was a piece
                 text.put_back()
             return
         logger.warning("%s; %d texts were in the batch", error, len(texts))
         self.encoder.close()  # the next batch has a new one
         for text in texts:
             if not text.has_failed:
-                self._alone.append(replace(text, has_failed=True))
+                self._alone.append(_Text(text.of, text.index, has_failed=True))
                 continue
             name = text.of.request.request_id
             self._fail(name, EmbeddingError.of(name, error))

@@ -24,11 +24,23 @@ class TextEncoder(Protocol):
     n_batch_target: int
     n_texts_max: int
 
+    @property
+    def computes_in_pieces(self) -> bool:
+        """Whether a text may come in several batches: each token knows those before it only."""
+
     def open(self) -> None:
         """Make it ready to compute; nothing if it is."""
 
-    def compute(self, texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
-        """The vectors `(n_texts, n_values)` of texts, each of at least one token, in their order."""
+    def compute(self, texts: Sequence[Sequence[int]], n_computed: int = 0) -> NDArray[np.float32]:
+        """The vectors `(n_texts, n_values)` of texts, each of at least one token, in their order.
+
+        Parameters
+        ----------
+        texts : sequence of sequence of int
+        n_computed : int
+            There is one text, and the calls just before have computed so many tokens of it; these go on
+            with it, and its vector is that of all of them.  Only where it `computes_in_pieces`.
+        """
 
     def close(self) -> None:
         """Free what `open` has made."""

@@ -48,6 +48,7 @@ class LlamaTextEncoder:
         self.n_texts_max = min(N_TEXTS_MAX, config.n_ubatch)
         self._context: EmbeddingContext | None = None
         self._batch: Batch | None = None
+        self._so_far = np.empty((0, 0), np.float32)  # the vectors that were computed last
         self._is_aborted = self._is_stopping = False
 
     def open(self) -> None:
@@ -66,15 +67,36 @@ class LlamaTextEncoder:
             self._batch = Batch(self.n_batch)
             self._tell()
 
-    def compute(self, texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+    @property
+    def computes_in_pieces(self) -> bool:
+        """See `TextEncoder`."""
+        self.open()
+        assert self._context is not None
+        return self._context.computes_in_pieces
+
+    def compute(self, texts: Sequence[Sequence[int]], n_computed: int = 0) -> NDArray[np.float32]:
         """See `TextEncoder`."""
         self.open()
         assert self._context is not None
         assert self._batch is not None
         self._batch.clear()
         for seq_id, tokens in enumerate(texts):
-            self._batch.add(seq_id, list(tokens), 0)
-        return self._context.compute(self._batch)
+            self._batch.add(seq_id, list(tokens), n_computed)
+        vectors = self._context.compute(self._batch)
+        if n_computed:
+            vectors = self._of_pieces(vectors, n_computed, self._batch.n_rows)
+        self._so_far = vectors
+        return vectors
+
+    def _of_pieces(
+        self, vectors: NDArray[np.float32], n_before: int, n_rows: int
+    ) -> NDArray[np.float32]:
+        """What llama.cpp would have made of all tokens, from what it made of the last of them."""
+        if self._pooling == "mean":
+            share = np.float32(n_rows / (n_before + n_rows))
+            mean: NDArray[np.float32] = self._so_far + share * (vectors - self._so_far)
+            return mean
+        return self._so_far if self._pooling == "cls" else vectors
 
     def close(self) -> None:
         """See `TextEncoder`."""

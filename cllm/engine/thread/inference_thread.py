@@ -34,6 +34,7 @@ from cllm.engine.core.messages import (
 from cllm.engine.core.scheduler import Chunk
 from cllm.engine.core.speculation import BudgetedSpeculation, Speculation
 from cllm.engine.core.statistics import EngineStatistics, Recorder
+from cllm.engine.core.text_budget import TextBudget
 from cllm.engine.core.tick_log import LoggedDecoder, LoggedSpeculation, LoggedVocabulary, TickLog
 from cllm.engine.request import FinishReason, ModelInfo
 from cllm.engine.thread.backend import Backend, Loaded
@@ -75,6 +76,8 @@ class InferenceThread(EngineHost):
         self._log: TickLog | None = None
         self._busy_since: float | None = None
         self._linger = Linger()
+        target_ms = config.target_itl_ms
+        self._text_budget = TextBudget(None if target_ms is None else target_ms / 1000.0)
         self._embeddings: EmbeddingCore | None = None
         self._loras: LoraCommands | None = None
 
@@ -231,19 +234,16 @@ class InferenceThread(EngineHost):
         """Compute a batch of texts, in the time that the streams leave."""
         if is_last:
             embeddings.cancel_all()
-        elif embeddings.has_work:
-            embeddings.tick(self._budget_s(core, tick_s))
+        elif embeddings.has_work and core.has_work:
+            now, next_tick_s = time.perf_counter(), core.next_tick_s()
+            embeddings.tick(self._text_budget.seconds(now, tick_s, next_tick_s))
+        else:
+            self._text_budget.pause()
+            embeddings.tick()
         if events := embeddings.take_events():
             self._publish(core)
             self._held += events
             self._post_held()
-
-    def _budget_s(self, core: EngineCore, tick_s: float) -> float | None:
-        """Seconds of a batch of texts: what is left of `target_itl_ms`, else half of the time."""
-        if not core.has_work:
-            return None
-        target_ms = self._config.target_itl_ms
-        return tick_s if target_ms is None else target_ms / 1000.0 - core.next_tick_s()
 
     def _post_held(self) -> None:
         """Tell the event loop.

@@ -188,6 +188,58 @@ def test_a_text_that_takes_longer_saves_up_its_time_and_then_goes_alone() -> Non
     assert n_ticks == pytest.approx(0.1 / 0.02, abs=1)
 
 
+def in_pieces() -> Bench:
+    bench = Bench(FakeTextEncoder(computes_in_pieces=True))
+    bench.warm()
+    return bench
+
+
+def test_a_text_that_takes_longer_comes_in_pieces_where_the_model_allows_it() -> None:
+    bench = in_pieces()
+    bench.add("a", ["a text of many words " * 20, "x" * 90])
+    n_before, sizes = len(bench.encoder.batches), list[int]()
+    while bench.core.has_work:
+        sizes += bench.tick(0.05)
+    assert bench.vectors("a") == expected(["a text of many words " * 20, "x" * 90])
+    assert sum(sizes) == 420 + 90
+    assert max(sizes) <= 60
+    assert len(sizes) <= 13
+    pieces = b"".join(bytes(text) for (text,) in bench.encoder.batches[n_before:])
+    assert pieces == b"x" * 90 + b"a text of many words " * 20
+    assert bench.recorder.n_embedded_texts == 12 * 60 + 2
+
+
+def test_a_piece_is_not_smaller_than_is_worth_a_batch() -> None:
+    bench = in_pieces()
+    bench.add("a", ["x" * 20])
+    sizes = [size for _ in range(20) for size in bench.tick(0.002)]
+    assert sizes == [8, 8, 4]
+    assert bench.vectors("a") == expected(["x" * 20])
+
+
+def test_a_text_in_pieces_that_is_cancelled_leaves_the_next_one_alone() -> None:
+    bench = in_pieces()
+    bench.add("a", ["x" * 200])
+    assert bench.tick(0.05) != [200]
+    bench.add("b", ["y" * 200])
+    bench.core.handle(CancelRequest("a"))
+    bench.run()
+    assert bench.ended["a"].error is not None
+    assert bench.vectors("b") == expected(["y" * 200])
+
+
+@pytest.mark.parametrize("fault", [ABORTED, BROKEN, "nan"])
+def test_a_piece_that_fails_costs_the_pieces_before_it_and_no_answer(fault: TextFault) -> None:
+    bench = in_pieces()
+    bench.add("a", ["x" * 200])
+    bench.tick(0.05)
+    bench.encoder.faults[len(bench.encoder.batches) + 1] = fault
+    bench.tick(10.0)
+    assert "a" not in bench.ended
+    assert bench.tick(10.0) == [200]
+    assert bench.vectors("a") == expected(["x" * 200])
+
+
 def test_where_nobody_generates_a_batch_takes_no_longer_than_a_new_request_may_wait() -> None:
     bench = Bench(FakeTextEncoder(n_batch=4096))
     bench.add("a", ["x" * 20] * 1000)
@@ -290,11 +342,12 @@ STEPS = st.one_of(
 )
 
 
-@given(st.lists(STEPS, max_size=40))
+@given(st.lists(STEPS, max_size=40), st.booleans())
 def test_every_request_ends_once_with_its_own_vectors_or_an_error(
-    steps: list[tuple[str, object]],
+    steps: list[tuple[str, object]], in_pieces: bool
 ) -> None:
-    bench = Bench(FakeTextEncoder(n_batch=30, n_texts_max=4))
+    encoder = FakeTextEncoder(n_batch=30, n_texts_max=4, computes_in_pieces=in_pieces)
+    bench = Bench(encoder)
     asked: dict[str, list[str]] = {}
     cancelled: set[str] = set()
     has_failed = False

@@ -53,11 +53,11 @@ def _watch(decoder: Decoder, poison: int) -> None:
 def _watch_texts(encoder: TextEncoder, poison: int) -> None:
     compute = encoder.compute
 
-    def watched(texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+    def watched(texts: Sequence[Sequence[int]], n_computed: int = 0) -> NDArray[np.float32]:
         if any(poison in text for text in texts):
             os.write(2, b"GGML_ASSERT(text != poison) failed\n")
             os.abort()
-        return compute(texts)
+        return compute(texts, n_computed)
 
     encoder.compute = watched  # type: ignore[method-assign]
 

@@ -1,0 +1,49 @@
+"""How long a batch of texts may take where streams wait for it.
+
+`target_itl_ms` says how far apart the tokens of a stream may be, and that is what it is: a tick and the
+batch of texts after it.  Both scatter, by how much the machine decides, so what is aimed at is learnt:
+below the target as far as keeps nearly all gaps below `TOLERANCE` times the target.  Pure: times come in
+as numbers.
+"""
+
+from __future__ import annotations
+
+TOLERANCE = 1.2
+P_LATE = 0.005  # of the gaps may be longer than that
+# What is aimed at, as a share of the target.
+FIRST_AIM, MIN_AIM, MAX_AIM = 0.9, 0.5, 1.05
+# A late gap lowers it by this, and so many others as there may be for each late one raise it as much.
+BACKOFF = 0.04
+# This much of the target is the texts' though the streams alone exceed it: they must not starve.
+MIN_SHARE = 0.1
+
+
+class TextBudget:
+    """Seconds of the next batch; one for each engine.
+
+    Parameters
+    ----------
+    target_itl_s : float or None
+        None gives texts half of the time.
+    """
+
+    def __init__(self, target_itl_s: float | None) -> None:
+        self._target_s = target_itl_s
+        self._aim = FIRST_AIM
+        self._last: float | None = None  # when the gap that the aim decides on has begun
+
+    def pause(self) -> None:
+        """There are no texts, or no stream waits for them: the gap that runs says nothing."""
+        self._last = None
+
+    def seconds(self, now: float, tick_s: float, next_tick_s: float) -> float:
+        """Of a batch that begins now, between a tick that took `tick_s` and the next, as expected."""
+        if (target_s := self._target_s) is None:
+            return tick_s
+        if self._last is not None:
+            is_late = now - self._last > TOLERANCE * target_s
+            self._aim *= 1.0 - BACKOFF if is_late else 1.0 + BACKOFF * P_LATE
+            self._aim = min(max(self._aim, MIN_AIM), MAX_AIM)
+        left_s, least_s = self._aim * target_s - next_tick_s, MIN_SHARE * target_s
+        self._last = now if left_s > least_s else None
+        return max(left_s, least_s)
