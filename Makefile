@@ -11,7 +11,7 @@ help:
 	@echo "make test    install, and run the fast tests: two minutes"
 	@echo "make test-full         all tests: some five minutes on two cores"
 	@echo "make test-process      the tests of the engine, with llama.cpp in a process of its own"
-	@echo "make test-clients      openai, anthropic, openai-agents, pydantic-ai, langchain, LiteLLM"
+	@echo "make test-clients      openai, anthropic, openai-agents, pydantic-ai, langchain, LlamaIndex, llm, LiteLLM"
 	@echo "make test-real         real models: SmolLM2-135M-Instruct, all-MiniLM-L6-v2; 181 MB, fetched once"
 	@echo "make test-exhaustive   the full numbers of docs/reliability.md"
 	@echo "make test-asan   the suites of bindings and engine with sanitizers in libllama"

@@ -140,6 +140,8 @@ def test_langchain_serves_worker_threads_and_says_what_to_await_elsewhere() -> N
 
 
 # --- LlamaIndex ------------------------------------------------------------------------------
+# LlamaIndex asks every attribute of its agent whether it is a step, pydantic's deprecated ones too.
+@pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecationWarning")
 def test_llama_index_answers_streams_and_calls_tools() -> None:
     async def check(engine: FakeEngine) -> None:
         model = CllmLLM(engine, temperature=0)
