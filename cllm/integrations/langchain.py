@@ -152,7 +152,11 @@ class CllmChat(BaseChatModel):
                 arguments = json.loads(call.arguments)
             except ValueError as error:  # the output was cut off
                 cut = InvalidToolCall(
-                    name=call.name, args=call.arguments, id=call.id, error=str(error)
+                    type="invalid_tool_call",
+                    name=call.name,
+                    args=call.arguments,
+                    id=call.id,
+                    error=str(error),
                 )
                 invalid.append(cut)
             else:
