@@ -341,15 +341,20 @@ class EngineConfig:
 
         return used(self.type_k), used(self.type_v)
 
-    def kv_layout(self, n_ctx_train: int, *, has_state: bool = False) -> KVLayout:
+    def kv_layout(
+        self, n_ctx_train: int, *, has_state: bool = False, is_windowed: bool = False
+    ) -> KVLayout:
         """`kv_unified` and the number of seq_ids, for a model trained for so many positions.
 
         The prefix cache has seq_ids of its own.  In the per-sequence layout each costs a share of
         `n_ctx`: there it lives in those that no running sequence needs, and "auto" sees to one more.
-        Recurrent memory (`has_state`) costs a state for each seq_id, and shares none.
+        Where only all of a sequence can be shared, several beginnings of one are kept; recurrent memory
+        (`has_state`) costs a state for each.
         """
         n_running = self.n_seq_max
-        n_cached = min(n_running, N_CACHED_IDS) if self.prefix_cache and not has_state else 0
+        keeps_several = has_state or is_windowed
+        n_wanted = max(2 * n_running, N_CACHED_IDS // 4) if keeps_several else n_running
+        n_cached = min(n_wanted, N_CACHED_IDS) if self.prefix_cache else 0
         n_unified = min(n_running + n_cached, N_SEQ_IDS)
         if self.kv_unified != AUTO:
             return KVLayout(True, n_unified) if self.kv_unified else KVLayout(False, n_running)

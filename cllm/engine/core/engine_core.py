@@ -247,6 +247,8 @@ class EngineCore:
         recorder.decode_s += decoded - planned
         n_rows = sum(chunk.n_rows for chunk in chunks)
         outputs = self._processor.commit(chunks, logits)
+        if not (self._is_decoding_only or self.kv_cache.has_pos_min):
+            self.manager.keep_checkpoints(chunks)
         recorder.count_tick(n_rows, len(outputs))
         self.recovery.on_success()
         self._n_rows_max = self._decoder.n_batch
@@ -414,7 +416,11 @@ class EngineCore:
             # Before the bookkeeping is read back: it says how far each sequence was to come.
             verdict = self.recovery.on_failure(chunks, is_fatal=is_fatal)
         try:
-            self.manager.read_back(chunks)
+            if self.kv_cache.is_recurrent:
+                self.manager.remove_all()
+                self.queue.restart_all()
+            else:
+                self.manager.read_back(chunks)
         except Exception as unreadable:
             self.mark_corrupt(unreadable)
         if verdict is Verdict.REBUILD:

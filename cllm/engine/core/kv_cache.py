@@ -146,6 +146,11 @@ class KVCache:
         return sorted(s.seq_id for s in self._slots.values() if not s.is_cached)
 
     @property
+    def held_ids(self) -> list[int]:
+        """seq_ids in use, in ascending order."""
+        return sorted(self._slots)
+
+    @property
     def n_live_ids(self) -> int:
         """seq_ids of live requests."""
         return len(self._slots) - self.n_cached_ids
@@ -179,6 +184,11 @@ class KVCache:
             for extent in reversed(list(slot.extents())):
                 found.setdefault(extent, []).append(seq_id)
         return found
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether a sequence has a state, which llama.cpp moves about as it computes others."""
+        return not self.has_pos_min and not self.is_windowed
 
     # --- What changes ------------------------------------------------------------------------
     def open(self, seq_id: int | None = None, *, is_cached: bool = False) -> Slot:

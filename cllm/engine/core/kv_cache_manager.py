@@ -14,13 +14,15 @@ import logging
 from collections.abc import Callable, Iterable
 
 from cllm.engine.core import scheduler
+from cllm.engine.core.checkpoints import MIN_GAIN, next_checkpoint
 from cllm.engine.core.decoder import CacheMemory
 from cllm.engine.core.kv_cache import KVCache, Slot
-from cllm.engine.core.prefix_cache import CachedPrefix, Match, PrefixCache
+from cllm.engine.core.prefix_cache import CachedPrefix, Match, PrefixCache, Tokens
 from cllm.engine.core.scheduler import Chunk
 from cllm.engine.core.sequence import Sequence
 from cllm.engine.core.statistics import Recorder
 from cllm.engine.core.swap_store import SwapStore
+from cllm.engine.lora import LoraUse
 from cllm.errors import LlamaCallError
 
 logger = logging.getLogger("cllm.engine")
@@ -71,7 +73,7 @@ class KVCacheManager:
         self._n_seq_max = n_seq_max
         # Memory that forgets positions cannot give up a part, nor lend one.
         self._can_truncate = kv_cache.has_pos_min
-        can_share = kv_cache.has_pos_min or kv_cache.is_windowed
+        can_share = kv_cache.kv_unified or not kv_cache.is_recurrent
         self._n_tokens_max = prefix_cache_tokens if can_share else 0
         self._swap = SwapStore(memory, recorder, n_tokens_max=swap_tokens, clock=clock)
         self.prefixes = PrefixCache()
@@ -146,6 +148,8 @@ class KVCacheManager:
         """Let a sequence that holds a seq_id share what it can, or wait for its leader."""
         if match.leader is not None:
             sequence.leader, sequence.n_expected = match.leader, match.n_expected
+            if not self._can_truncate:
+                self._part(match.leader, match.n_expected)
             return
         slot = sequence.slot
         assert slot is not None
@@ -157,6 +161,19 @@ class KVCacheManager:
         self._recorder.n_cached_tokens += sequence.place(slot.n_computed)
         if slot.n_computed:
             logger.debug("request %s: shares %d tokens", sequence.request_id, slot.n_computed)
+        if not self._can_truncate and self._n_tokens_max:
+            self._part(sequence, match.n_parted)
+
+    def _part(self, sequence: Sequence, n_tokens: int) -> None:
+        """Others have so many tokens in common with it, and want its memory as it is after them."""
+        if n_tokens >= sequence.n_computed + MIN_GAIN:
+            sequence.parted.add(n_tokens)
+        self._set_checkpoint(sequence)
+
+    @staticmethod
+    def _set_checkpoint(sequence: Sequence) -> None:
+        n_computed, n_prompt = sequence.n_computed, sequence.n_prompt
+        sequence.n_checkpoint = next_checkpoint(n_computed, n_prompt, sequence.parted)
 
     def _open(self, match: Match) -> Slot:
         """A seq_id for a running sequence: a free one, or in the per-sequence layout a cached one.
@@ -212,6 +229,18 @@ class KVCacheManager:
             self._remove(slot.seq_id, n_tokens)
             self.kv_cache.truncate(slot, n_tokens)
 
+    def keep_checkpoints(self, chunks: Iterable[Chunk]) -> None:
+        """Keep the memory of those that have come where it is to be kept."""
+        for sequence in (chunk.sequence for chunk in chunks):
+            slot = sequence.slot
+            if slot is None or slot.n_computed != sequence.n_checkpoint:
+                continue
+            # In the per-sequence layout a copy would need cells of its own.
+            if self.kv_cache.kv_unified and self.fault is None:
+                tokens = sequence.token_array()[: slot.n_computed].copy()
+                self._keep_copy(slot, tokens, sequence.request.lora)
+            self._set_checkpoint(sequence)
+
     # --- Out ---------------------------------------------------------------------------------
     def leave(self, sequence: Sequence, *, keep: bool = False) -> None:
         """Remove a sequence from the KV cache, whatever the bookkeeping says about it, and look.
@@ -251,36 +280,51 @@ class KVCacheManager:
         n_tokens = min(slot.n_computed, self._n_tokens_max)
         if n_tokens < slot.n_computed and not self._can_truncate:
             return False
-        tokens = sequence.token_array()[:n_tokens].copy()
-        lora = sequence.request.lora
-        covering = self.prefixes.covering(tokens, lora)
-        if covering is not None and (self._can_truncate or len(covering.tokens) == n_tokens):
-            self.prefixes.touch(covering)
+        tokens, lora = sequence.token_array()[:n_tokens].copy(), sequence.request.lora
+        if self.kv_cache.kv_unified:
+            self._keep_copy(slot, tokens, lora)
             return False
+        if self._is_kept(tokens, lora):
+            return False
+        self.truncate(slot, n_tokens)
+        self.kv_cache.set_cached(slot, True)
+        logger.debug(
+            "request %s: seq_id %d handed to the prefix cache, %d positions",
+            sequence.request_id, slot.seq_id, n_tokens,
+        )  # fmt: skip
+        self._remember(CachedPrefix(tokens, slot, lora))
+        return True
+
+    def _keep_copy(self, slot: Slot, tokens: Tokens, lora: LoraUse) -> None:
+        """Remember the first tokens of a slot under a seq_id of their own, which shares its cells."""
+        if self._is_kept(tokens, lora):
+            return
+        kv_cache, entries = self.kv_cache, self.prefixes.entries
+        while entries and kv_cache.n_cached_ids >= kv_cache.n_seq_ids - self._n_seq_max:
+            self.evict(entries[0])
+        if not kv_cache.free_ids:
+            return
+        kept = kv_cache.open(is_cached=True)
+        self._copy(slot, kept, len(tokens))
+        self._remember(CachedPrefix(tokens, kept, lora))
+
+    def _is_kept(self, tokens: Tokens, lora: LoraUse) -> bool:
+        """Whether these tokens are cached, perhaps as part of more; what they make needless is evicted."""
+        n_tokens = len(tokens)
+        n_most = None if self._can_truncate else n_tokens
+        covering = self.prefixes.covering(tokens, lora, n_most=n_most)
+        if covering is not None:
+            self.prefixes.touch(covering)
+            return True
         if self._can_truncate:  # a part of the longer one does for the shorter
             for entry in self.prefixes.covered_by(tokens, lora):
                 self.evict(entry)
-        kv_cache = self.kv_cache
-        if kv_cache.kv_unified:
-            while (
-                self.prefixes.entries
-                and kv_cache.n_cached_ids >= kv_cache.n_seq_ids - self._n_seq_max
-            ):
-                self.evict(self.prefixes.entries[0])
-            kept = kv_cache.open(is_cached=True)
-            self._copy(slot, kept, n_tokens)
-        else:
-            kept = slot
-            self.truncate(slot, n_tokens)
-            kv_cache.set_cached(slot, True)
-            logger.debug(
-                "request %s: seq_id %d handed to the prefix cache, %d positions",
-                sequence.request_id, slot.seq_id, n_tokens,
-            )  # fmt: skip
-        self.prefixes.entries.append(CachedPrefix(tokens, kept, lora))
-        while kv_cache.n_cached > self._n_tokens_max:
+        return False
+
+    def _remember(self, entry: CachedPrefix) -> None:
+        self.prefixes.entries.append(entry)
+        while self.kv_cache.n_cached > self._n_tokens_max:
             self.evict(self.prefixes.entries[0])
-        return kept is slot
 
     def evict(self, entry: CachedPrefix) -> None:
         """Forget a cached prefix."""
@@ -352,9 +396,21 @@ class KVCacheManager:
                 # The failing part may be in there, and cannot be taken out.
                 self._remove(slot.seq_id, 0)
                 self.kv_cache.truncate(slot, 0)
+                self._set_checkpoint(sequence)
             else:
                 # Rows that were stored though their logits are lost: compute them again.
                 self.truncate(slot, sequence.n_settled)
+
+    def remove_all(self) -> None:
+        """After a failed decode, where llama.cpp moves states about in the decode that computes others.
+
+        Whose they were before it failed, nobody knows.
+        """
+        for seq_id in self.kv_cache.held_ids:
+            self._remove(seq_id, 0)
+        fault = self.fault
+        self.reset()
+        self.fault = fault
 
     def reset(self) -> None:
         """The context is new and empty."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from cllm.engine.core.checkpoints import MIN_GAIN
 from cllm.engine.core.kv_cache import Slot
 from cllm.engine.core.sequence import Sequence
 from cllm.engine.lora import NO_LORA, LoraUse
@@ -38,6 +39,8 @@ class Match:
         Holds the first `n_tokens` of the sequence's tokens now.
     leader : Sequence or None
         Is computing the first `n_expected` of them, which are worth waiting for.
+    n_parted : int
+        As many it has in common with another who holds more, and cannot lend a part.
     entry : CachedPrefix or None
         The source, if it is a cached one.
     """
@@ -47,6 +50,7 @@ class Match:
     entry: CachedPrefix | None = None
     leader: Sequence | None = None
     n_expected: int = 0
+    n_parted: int = 0
 
 
 class PrefixCache:
@@ -60,14 +64,18 @@ class PrefixCache:
         self.entries.remove(entry)
         self.entries.append(entry)
 
-    def covering(self, tokens: Tokens, lora: LoraUse = NO_LORA) -> CachedPrefix | None:
-        """An entry that begins with all of `tokens`, computed alike."""
+    def covering(
+        self, tokens: Tokens, lora: LoraUse = NO_LORA, *, n_most: int | None = None
+    ) -> CachedPrefix | None:
+        """An entry of at most `n_most` tokens that begins with all of `tokens`, computed alike."""
         n_tokens = len(tokens)
         return next(
             (
                 e
                 for e in self.entries
-                if _begins_with(e.tokens, tokens) and e.lora.n_alike(lora) >= n_tokens
+                if (n_most is None or len(e.tokens) <= n_most)
+                and _begins_with(e.tokens, tokens)
+                and e.lora.n_alike(lora) >= n_tokens
             ),
             None,
         )
@@ -94,11 +102,11 @@ class PrefixCache:
         nothing.  What logits are needed of is left to be computed: at least its last token.
 
         It waits for a leader when that gives more than a lone first token (most prompts begin with
-        the same one), or all there is to share.
+        the same one), or all there is to share; with `whole_only`, that will stop there.
         """
         wanted, lora = sequence.token_array()[: sequence.n_settled], sequence.request.lora
         n_wanted = len(wanted)
-        source, entry, n_tokens = None, None, 0
+        source, entry, n_tokens, n_parted = None, None, 0, 0
         # The most recent of equals, so that the others may grow old.  Who has another token where
         # the longest match so far ends cannot be longer: most need no comparison.
         for cached in reversed(self.entries):
@@ -107,6 +115,7 @@ class PrefixCache:
                 continue
             n_common = _n_common(tokens, wanted, cached.lora, lora)
             if whole_only and n_common < len(tokens):
+                n_parted = max(n_parted, n_common)
                 continue
             if n_common >= n_min and n_common > n_tokens:
                 source, entry, n_tokens = cached.slot, cached, n_common
@@ -118,7 +127,10 @@ class PrefixCache:
             if n_tokens >= min(n_wanted, len(own)) or own[n_tokens] != wanted[n_tokens]:
                 continue
             n_common = _n_common(other.token_array(), wanted, other.request.lora, lora)
-            if n_common < n_min or (whole_only and n_common < other.n_computed):
+            if n_common < n_min:
+                continue
+            if whole_only and n_common < other.n_computed:
+                n_parted = max(n_parted, n_common)
                 continue
             n_now = min(n_common, other.n_computed)
             if n_now >= n_min and n_now > n_tokens:
@@ -126,13 +138,14 @@ class PrefixCache:
             n_coming = n_common
             if not other.is_scored:  # such rows come few at a time: not worth waiting for
                 n_coming = min(n_common, max(other.n_settled, other.n_computed))
-            is_useful = n_coming > max(n_expected, other.n_computed) and not whole_only
-            if is_useful and not other.is_paused:
+            if n_coming > max(n_expected, other.n_computed) and not other.is_paused:
                 leader, n_expected = other, n_coming
         n_gained = n_expected - n_tokens
-        if n_gained < 1 or (n_gained == 1 and n_expected < n_wanted):
+        # Where it has to end a chunk for it, it takes more.
+        n_least = MIN_GAIN if whole_only else 2
+        if n_gained < 1 or (n_gained < n_least and n_expected < n_wanted):
             leader, n_expected = None, 0
-        return Match(source, n_tokens, entry, leader, n_expected)
+        return Match(source, n_tokens, entry, leader, n_expected, n_parted)
 
 
 def _n_common(a: Tokens, b: Tokens, of_a: LoraUse = NO_LORA, of_b: LoraUse = NO_LORA) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cllm.checks import INT32_MAX
+from cllm.engine.core.checkpoints import NEVER
 from cllm.engine.core.detokenizer import Detokenizer
 from cllm.engine.core.kv_cache import Slot
 from cllm.engine.lora import LoraSet
@@ -83,6 +84,10 @@ class Sequence:
         Deltas that the reader has not taken yet.
     n_given : int
         Tokens of the prompt, and of the output as far as it was sampled elsewhere.
+    parted : set of int
+        How many tokens others have in common with it who could not share them, or wait for them.
+    n_checkpoint : int
+        So many tokens are computed when its memory is kept next.
     n_turn : int
         When a tick last had tokens of it: ticks are counted from 1 on.
     n_scored, n_to_score : int
@@ -100,6 +105,8 @@ class Sequence:
         self.is_placed = False
         self.leader: Sequence | None = None
         self.n_expected = self.n_shareable = 0
+        self.parted: set[int] = set()
+        self.n_checkpoint = NEVER
         self.swapped: SwappedState | None = None
         self.n_cached = self.n_drafted = self.n_accepted = 0
         self.detokenizer = Detokenizer(request.params.stop, strips_space=request.strips_space)
@@ -145,7 +152,7 @@ class Sequence:
     @property
     def n_next(self) -> int:
         """Pending tokens that can be computed in one decode."""
-        return min(self.n_pending, self.n_alike)
+        return min(self.n_pending, self.n_alike, self.n_checkpoint - self.n_computed)
 
     @property
     def loras(self) -> LoraSet:

@@ -134,7 +134,9 @@ def make_context(model: Model, config: EngineConfig) -> Context:
     """The context of an engine, empty."""
     n_threads, n_threads_batch = config.compute_threads
     # llama.cpp aborts unless a batch and the cache have room for a row of every seq_id.
-    kv_unified, n_seq_ids = config.kv_layout(model.n_ctx_train, has_state=model.has_state)
+    kv_unified, n_seq_ids = config.kv_layout(
+        model.n_ctx_train, has_state=model.has_state, is_windowed=bool(model.n_swa)
+    )
     n_padding = N_PADDING_ROWS * n_seq_ids if config.deterministic else 0
     n_drafts = N_DRAFT_ROWS if config.speculation is not None else 0
     n_batch = max(config.n_batch, n_seq_ids) + n_padding

@@ -6,12 +6,19 @@ from typing import Any
 
 import pytest
 
+from cllm.engine.core.checkpoints import TAIL
 from cllm.engine.core.kv_cache_manager import MIN_STREAM_SHARE
 from cllm.engine.request import FinishReason
 from cllm.engine.sampling_params import SamplingParams
+from cllm.errors import DecodeFailedError
 from cllm.testing.reference import endless, says
 from cllm.testing.simulator import Simulator
 
+ABORTED = DecodeFailedError("llama_decode", 2, "aborted")
+# Memory that only all of a sequence can be shared of.
+WHOLE_ONLY = pytest.mark.parametrize(
+    "memory", [{"has_pos_min": False}, {"is_windowed": True}], ids=["recurrent", "windowed"]
+)
 LAYOUTS = pytest.mark.parametrize("kv_unified", [True, False], ids=["unified", "per-sequence"])
 
 
@@ -146,8 +153,10 @@ def test_what_failed_is_not_shared() -> None:
     assert sim.core.statistics().n_kv_cells_cached == 0
 
 
-@pytest.mark.parametrize("options", [{"prefix_cache": False}, {"has_pos_min": False}])
-def test_nothing_is_shared_where_it_is_off_or_memory_forgets(options: Any) -> None:
+@pytest.mark.parametrize(
+    "options", [{"prefix_cache": False}, {"has_pos_min": False, "kv_unified": False}]
+)
+def test_nothing_is_shared_where_it_is_off_or_a_state_would_have_to_be_copied(options: Any) -> None:
     sim = Simulator(answer=endless, **options)
     for _ in range(4):
         sim.submit(b"prompt", max_tokens=2)
@@ -223,6 +232,86 @@ def test_in_the_per_sequence_layout_an_unrelated_prompt_leaves_a_cached_one_alon
     again = sim.submit(prompt, max_tokens=1)
     sim.run()
     assert sim.finished[again].completion.usage.n_cached == 40
+
+
+@WHOLE_ONLY
+def test_memory_of_one_position_is_kept_where_prompts_part(memory: dict[str, Any]) -> None:
+    """All arrive together: the first ends a chunk where the others part from it."""
+    sim = Simulator(n_ctx=8192, n_seq_max=8, n_batch=256, answer=endless, **memory)
+    head = bytes(range(256)) + bytes(range(144))
+    tails = [bytes([letter]) * n for letter, n in zip(b"abcdefgh", range(1, 30, 4), strict=False)]
+    request_ids = [sim.submit(head + tail, max_tokens=3) for tail in tails]
+    sim.run()
+    assert n_computed(sim) == len(head) + sum(map(len, tails))
+    n_cached = [sim.finished[r].completion.usage.n_cached for r in request_ids]
+    assert n_cached == [0] + [len(head)] * 7
+    sim.check_outcomes()
+    sim.check_idle()
+
+
+@WHOLE_ONLY
+def test_where_one_has_parted_the_next_begins(memory: dict[str, Any]) -> None:
+    sim = Simulator(n_ctx=8192, n_seq_max=2, n_batch=256, answer=endless, **memory)
+    n_cached = []
+    for tail in (b"x" * 100, b"y" * 100, b"z" * 100):
+        request_id = sim.submit(b"h" * 400 + tail, max_tokens=1)
+        sim.run()
+        n_cached.append(sim.finished[request_id].completion.usage.n_cached)
+    assert n_cached == [0, 0, 400]
+    sim.check_outcomes()
+
+
+@WHOLE_ONLY
+def test_each_turn_of_a_chat_begins_near_the_end_of_the_prompt_before_it(
+    memory: dict[str, Any],
+) -> None:
+    """The template leaves out what the model has thought: the answers are other tokens."""
+    sim = Simulator(n_ctx=8192, n_seq_max=2, n_batch=256, answer=endless, **memory)
+    chat, n_new = b"the system prompt of this chat" * 10, list[int]()
+    for turn in range(10):
+        chat += b"question %d, of some length and more than that" % turn
+        before = n_computed(sim)
+        sim.submit(chat + b"<think>", max_tokens=20)
+        sim.run()
+        n_new.append(n_computed(sim) - before)
+        chat += b"<answer>"
+    assert n_new[0] == 352
+    assert (
+        max(n_new[1:])
+        <= len(b"question 1, of some length and more than that<answer><think>") + TAIL
+    )
+    sim.check_outcomes()
+    sim.check_idle()
+
+
+@WHOLE_ONLY
+def test_a_long_prompt_is_kept_at_few_places(memory: dict[str, Any]) -> None:
+    sim = Simulator(n_ctx=20_000, n_seq_max=8, n_batch=4096, answer=endless, **memory)
+    prompt = bytes(range(1, 251)) * 40
+    sim.submit(prompt, max_tokens=1)
+    sim.run()
+    kept = [len(entry.tokens) for entry in sim.core.manager.prefixes.entries]
+    assert kept == [2048, 4096, 6144, 8192, len(prompt) - TAIL, len(prompt)]
+    again = sim.submit(prompt[:7000] + b"other", max_tokens=1)
+    sim.run()
+    assert sim.finished[again].completion.usage.n_cached == 6144
+    sim.check_outcomes()
+
+
+def test_after_a_failed_decode_no_state_of_anybody_is_trusted() -> None:
+    """llama.cpp moves the states of others about in the decode that has failed."""
+    sim = Simulator(n_ctx=2048, n_seq_max=2, n_batch=64, answer=endless, has_pos_min=False)
+    sim.submit(b"h" * 200, max_tokens=1)
+    sim.run()
+    assert sim.core.statistics().n_kv_cells_cached
+    sim.decoder.faults = {len(sim.decoder.batches or ()) + 1: ABORTED}
+    request_id = sim.submit(b"h" * 100 + b"x" * 100, max_tokens=3)
+    sim.tick(1)
+    assert sim.core.statistics().n_kv_cells_cached == 0
+    assert sim.core.discrepancies() == []
+    sim.run()
+    assert sim.outcome(request_id) == sim.alone(request_id)
+    sim.check_idle()
 
 
 def test_with_a_sliding_window_every_turn_can_be_gone_back_to() -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import random
+from pathlib import Path
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from cllm import Engine, FinishReason
+from cllm import Completion, Engine, FinishReason
+from cllm.engine.core.checkpoints import MIN_GAIN, TAIL
 from cllm.errors import CllmError, ContextError
 from tests.conftest import QUIET, running_batch
 from tools import make_model
@@ -15,7 +20,8 @@ from tools import make_model
 pytestmark = pytest.mark.anyio
 
 NAMES = ["tiny-llama", "tiny-qwen3", "tiny-swa", "tiny-recurrent", "tiny-hybrid"]
-FORGETFUL = {"tiny-recurrent", "tiny-hybrid"}
+# Of whose sequences no part can be shared.
+WHOLE_ONLY = ["tiny-swa", "tiny-recurrent", "tiny-hybrid"]
 
 
 @pytest.fixture
@@ -67,11 +73,11 @@ async def test_every_architecture_stands_pressure_in_every_configuration(
         results = await engine.generate_all(prompts, max_tokens=60, temperature=0)
         assert {r.finish_reason for r in results} <= {FinishReason.LENGTH, FinishReason.STOP}
         statistics = engine.statistics()
-        may_share = name not in FORGETFUL and options.get("prefix_cache", True)
-        if name != "tiny-swa":  # which shares whole sequences only
+        may_share = options.get("prefix_cache", True)
+        if name not in WHOLE_ONLY or not may_share:
             assert (statistics.n_kv_cells_cached > 0) == may_share
             assert (statistics.n_cached_tokens > 0) == may_share
-        if name in FORGETFUL | {"tiny-swa"}:
+        else:
             assert statistics.n_swaps == 0
         assert (await engine.audit(), statistics.n_kv_cells_used) == ([], 0)
 
@@ -89,6 +95,55 @@ async def test_a_sliding_window_shares_the_whole_of_a_turn_and_no_part_of_it() -
     async with Engine(path, n_ctx=512, n_seq_max=2, prefix_cache=False, **QUIET) as engine:
         alone = await engine.generate(turn, max_tokens=4, temperature=0)
         assert second.token_ids == alone.token_ids
+
+
+def random_tokens(rng: random.Random, n_tokens: int) -> list[int]:
+    return rng.choices(range(5, 250), k=n_tokens)
+
+
+def likeliest(completion: Completion) -> NDArray[np.float64]:
+    """What the model thinks of the first token of an answer."""
+    assert completion.logprobs is not None
+    return np.array([each.logprob for each in completion.logprobs[0].top])
+
+
+async def assert_as_alone(path: Path, asked: list[tuple[list[int], Completion]]) -> None:
+    """The answers are those of an engine where nobody shares anything."""
+    async with Engine(path, n_ctx=4096, n_seq_max=1, prefix_cache=False, **QUIET) as engine:
+        for prompt, answer in asked:
+            alone = await engine.generate(prompt, max_tokens=1, temperature=0, logprobs=20)
+            np.testing.assert_allclose(likeliest(answer), likeliest(alone), atol=0.05)
+
+
+@pytest.mark.parametrize("name", WHOLE_ONLY)
+async def test_prompts_share_a_state_or_a_window_up_to_where_they_part(name: str) -> None:
+    path, rng = make_model.ensure(name, "F16"), random.Random(1)
+    head = random_tokens(rng, 400)
+    prompts = [head + random_tokens(rng, 5 + 7 * i) for i in range(8)]
+    async with Engine(path, n_ctx=8192, n_seq_max=8, **QUIET) as engine:
+        answers = await engine.generate_all(prompts, max_tokens=12, temperature=0, logprobs=20)
+        n_least = len(head) + sum(len(prompt) - len(head) for prompt in prompts)
+        assert engine.statistics().n_prefill_tokens <= n_least + 7 * MIN_GAIN
+        assert await engine.audit() == []
+    await assert_as_alone(path, list(zip(prompts, answers, strict=True)))
+
+
+@pytest.mark.parametrize("name", WHOLE_ONLY)
+async def test_each_turn_of_a_chat_goes_on_from_the_prompt_before_it(name: str) -> None:
+    """Its template leaves out what the model has thought, and so the end of each sequence."""
+    path, rng = make_model.ensure(name, "F16"), random.Random(2)
+    chat, asked = random_tokens(rng, 300), list[tuple[list[int], Completion]]()
+    async with Engine(path, n_ctx=4096, n_seq_max=2, **QUIET) as engine:
+        for _ in range(10):
+            chat += random_tokens(rng, 40)
+            prompt = [*chat, 7, 8, 9]
+            answer = await engine.generate(prompt, max_tokens=20, temperature=0, logprobs=20)
+            asked.append((prompt, answer))
+            chat += [7, 8, *random_tokens(rng, 20)]
+        n_cached = [answer.usage.n_cached for _, answer in asked]
+        assert n_cached == [0] + [len(prompt) - TAIL for prompt, _ in asked[:-1]]
+        assert await engine.audit() == []
+    await assert_as_alone(path, asked)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,0 +1,46 @@
+"""Where the memory of a sequence is kept while it is computed, so that others can go on from there.  Pure.
+
+Memory of one position only, that of recurrent models and of windows that slide, can be shared whole or
+not at all: of a longer beginning nobody can have a part.  So it is kept where others will want it: where
+two requests have parted, for that is where the next will part from them; a little before the end of a
+prompt, for the next turn of a chat has another text there as soon as its template leaves out thoughts;
+and every so often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from cllm.checks import INT32_MAX
+
+NEVER = INT32_MAX
+# No two are nearer to each other: computing so few tokens takes no longer than a decode with one of them.
+MIN_GAIN = 32
+# Before the end of a prompt; what a template writes to let the model begin has rarely more tokens.
+TAIL = 16
+# Every so often: a prompt has at most so many of them, at multiples of this or of a power of two of it.
+INTERVAL = 512
+N_REGULAR = 8
+
+
+def next_checkpoint(n_computed: int, n_prompt: int, parted: Iterable[int] = ()) -> int:
+    """The next position at which the memory of a sequence is to be kept; `NEVER` if there is none.
+
+    Parameters
+    ----------
+    n_computed : int
+        Its tokens that are computed, or shared.
+    n_prompt : int
+        Tokens of its prompt.
+    parted : iterable of int
+        Where others have parted from it, or wait for it to come to.
+    """
+    step = INTERVAL
+    while n_prompt > N_REGULAR * step:
+        step *= 2
+    first, last = n_computed + MIN_GAIN, n_prompt - TAIL
+    regular = -(-first // step) * step
+    found = [at for at in parted if at > n_computed]
+    if first <= last:
+        found.append(regular if regular + MIN_GAIN <= last else last)
+    return min(found, default=NEVER)
