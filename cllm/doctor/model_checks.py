@@ -43,7 +43,9 @@ def model_checks(model: Model, *, n_threads: int) -> Iterator[Check]:
 def shared_prefixes(model: Model) -> str:
     """What requests may share of their beginnings, in words."""
     if model.has_state:
-        return "shared where a state is kept: it has one for each sequence, not a cell for each token"
+        return (
+            "shared where a state is kept: it has one for each sequence, not a cell for each token"
+        )
     if model.n_swa:
         return f"shared where a window is kept: it attends to {model.n_swa:,} tokens"
     return "shared"

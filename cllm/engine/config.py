@@ -23,6 +23,7 @@ POOLINGS = ("mean", "cls", "last", "rank")
 N_CTX = 4096
 N_TEXTS_MAX = 64  # that become vectors in one batch
 N_CACHED_IDS = 16  # of the prefix cache, at the most
+STATES_BYTES = 512 << 20  # of the states of recurrent models that are kept for others, at the most
 
 UNSEEN: Final = "unseen"
 EMBEDDED_MODEL = Path(__file__).parent.parent / "models" / "cllm-tiny.gguf"
@@ -342,19 +343,22 @@ class EngineConfig:
         return used(self.type_k), used(self.type_v)
 
     def kv_layout(
-        self, n_ctx_train: int, *, has_state: bool = False, is_windowed: bool = False
+        self, n_ctx_train: int, *, state_bytes: int = 0, is_windowed: bool = False
     ) -> KVLayout:
         """`kv_unified` and the number of seq_ids, for a model trained for so many positions.
 
         The prefix cache has seq_ids of its own.  In the per-sequence layout each costs a share of
         `n_ctx`: there it lives in those that no running sequence needs, and "auto" sees to one more.
         Where only all of a sequence can be shared, several beginnings of one are kept; recurrent memory
-        (`has_state`) costs a state for each.
+        has a state of `state_bytes` for each.
         """
-        n_running = self.n_seq_max
-        keeps_several = has_state or is_windowed
-        n_wanted = max(2 * n_running, N_CACHED_IDS // 4) if keeps_several else n_running
-        n_cached = min(n_wanted, N_CACHED_IDS) if self.prefix_cache else 0
+        n_running, n_cached = self.n_seq_max, 0
+        if self.prefix_cache:
+            n_cached = min(n_running, N_CACHED_IDS)
+            if state_bytes or is_windowed:
+                n_cached = min(max(2 * n_running, N_CACHED_IDS // 4), N_CACHED_IDS)
+            if state_bytes:
+                n_cached = min(n_cached, max(1, STATES_BYTES // state_bytes))
         n_unified = min(n_running + n_cached, N_SEQ_IDS)
         if self.kv_unified != AUTO:
             return KVLayout(True, n_unified) if self.kv_unified else KVLayout(False, n_running)
@@ -362,7 +366,7 @@ class EngineConfig:
             return KVLayout(False, n_running)
         n_whole = self.n_cells // n_ctx_train if n_ctx_train else 0
         # Who scales positions wants more of them than the model was trained for.
-        if has_state or self._scales_positions or n_whole < n_running + bool(n_cached):
+        if state_bytes or self._scales_positions or n_whole < n_running + bool(n_cached):
             return KVLayout(True, n_unified)
         return KVLayout(False, min(n_whole, n_unified))
 

@@ -133,8 +133,9 @@ class Simulator:
         self.config = EngineConfig(
             n_ctx=n_ctx, n_seq_max=n_seq_max, n_batch=n_batch, kv_unified=kv_unified, **options
         )
-        has_state = not (has_pos_min or is_windowed)
-        _, n_seq_ids = self.config.kv_layout(n_ctx, has_state=has_state, is_windowed=is_windowed)
+        state_bytes = int(not (has_pos_min or is_windowed))
+        layout = self.config.kv_layout(n_ctx, state_bytes=state_bytes, is_windowed=is_windowed)
+        n_seq_ids = layout.n_seq_ids
         self._clock = _Clock()
         is_drafting = draft_share is not None or self.config.speculation is not None
         self.decoder = decoder_type(

@@ -106,11 +106,17 @@ def test_each_sequence_has_its_own_cells_where_that_refuses_no_request(
     options: dict[str, Any], layout: tuple[bool, int]
 ) -> None:
     assert EngineConfig(**options).kv_layout(2048) == layout
-    state = EngineConfig(**options).kv_layout(2048, has_state=True)
+    state = EngineConfig(**options).kv_layout(2048, state_bytes=1000)
     is_unified, n_seq_max = not options.get("deterministic"), options["n_seq_max"]
     # Of each sequence several beginnings are kept: they cannot be shared in part.
     n_kept = {1: 4, 8: 16, 16: 16}[n_seq_max] if options.get("prefix_cache", is_unified) else 0
     assert state == (is_unified, n_seq_max + n_kept)
+
+
+def test_states_that_are_kept_for_others_have_a_limit_in_bytes() -> None:
+    config = EngineConfig(n_seq_max=8)
+    assert config.kv_layout(2048, state_bytes=100 << 20).n_seq_ids == 8 + 5
+    assert config.kv_layout(2048, state_bytes=1 << 30).n_seq_ids == 8 + 1
 
 
 def test_the_prefix_cache_may_fill_the_context_unless_told_otherwise() -> None:

@@ -21,7 +21,7 @@ from cllm.engine.core.ngram_drafter import NgramDrafter
 from cllm.engine.core.row_cost import RowCost
 from cllm.engine.core.speculation import Drafter
 from cllm.engine.embedding import EmbeddingInfo
-from cllm.engine.llama.decoder import LlamaDecoder, make_context
+from cllm.engine.llama.decoder import LlamaDecoder, make_context, measure_state
 from cllm.engine.llama.determinism import deterministic_decoder
 from cllm.engine.llama.draft_model import DraftModel
 from cllm.engine.llama.encoder import LlamaTextEncoder, NoDecoder, embedding_info
@@ -129,7 +129,8 @@ class LlamaBackend:
         """What generates, and its empty cache; nothing of both where only embeddings are wanted."""
         config = self._config
         if self._generates:
-            make = partial(make_context, model, config)
+            state_bytes = measure_state(model, config)
+            make = partial(make_context, model, config, state_bytes)
             try:
                 decoder = (
                     deterministic_decoder(model, make, config.n_batch, loras)

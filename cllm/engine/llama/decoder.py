@@ -15,6 +15,7 @@ from cllm.engine.lora import LoraSet
 
 # Rows, and output rows, that a `PaddedDecoder` may add for each sequence.
 N_PADDING_ROWS = 2
+N_CELLS = 256  # the fewest that a context has
 
 
 class LlamaDecoder:
@@ -130,12 +131,26 @@ class LlamaDecoder:
         self.context.set_abort(True)
 
 
-def make_context(model: Model, config: EngineConfig) -> Context:
-    """The context of an engine, empty."""
+def measure_state(model: Model, config: EngineConfig) -> int:
+    """Bytes of the state of a sequence, where it has one: by a context of its own that reads a token."""
+    if not model.has_state:
+        return 0
+    n_threads, n_threads_batch = config.compute_threads
+    with Context(
+        model, n_ctx=N_CELLS, n_batch=1, n_threads=n_threads, n_threads_batch=n_threads_batch
+    ) as context:
+        batch = Batch(1)
+        batch.add(0, [0], 0, n_outputs=0)
+        context.decode(batch)
+        return len(context.state_seq_get_data(0))
+
+
+def make_context(model: Model, config: EngineConfig, state_bytes: int = 0) -> Context:
+    """The context of an engine, empty, of a model whose sequences have a state of so many bytes."""
     n_threads, n_threads_batch = config.compute_threads
     # llama.cpp aborts unless a batch and the cache have room for a row of every seq_id.
     kv_unified, n_seq_ids = config.kv_layout(
-        model.n_ctx_train, has_state=model.has_state, is_windowed=bool(model.n_swa)
+        model.n_ctx_train, state_bytes=state_bytes, is_windowed=bool(model.n_swa)
     )
     n_padding = N_PADDING_ROWS * n_seq_ids if config.deterministic else 0
     n_drafts = N_DRAFT_ROWS if config.speculation is not None else 0

@@ -12,7 +12,10 @@ import pytest
 from numpy.typing import NDArray
 
 from cllm import Completion, Engine, FinishReason
+from cllm.bindings import Model
+from cllm.engine.config import EngineConfig
 from cllm.engine.core.checkpoints import MIN_GAIN, TAIL
+from cllm.engine.llama.decoder import measure_state
 from cllm.errors import CllmError, ContextError
 from tests.conftest import QUIET, running_batch
 from tools import make_model
@@ -113,6 +116,18 @@ async def assert_as_alone(path: Path, asked: list[tuple[list[int], Completion]])
         for prompt, answer in asked:
             alone = await engine.generate(prompt, max_tokens=1, temperature=0, logprobs=20)
             np.testing.assert_allclose(likeliest(answer), likeliest(alone), atol=0.05)
+
+
+@pytest.mark.parametrize(
+    # Of two layers: 16 numbers for each of 128, and the last 3 of 128, in floats.
+    ("name", "n_states"),
+    [("tiny-llama", 0), ("tiny-recurrent", 2), ("tiny-hybrid", 1)],
+)
+async def test_what_a_state_takes_is_measured(name: str, n_states: int) -> None:
+    path = make_model.ensure(name, "F16")
+    with Model(path) as model:
+        n_bytes = measure_state(model, EngineConfig(n_threads=1))
+    assert n_states * 4 * 128 * (16 + 3) <= n_bytes < (n_states or 0.5) * 2 * 4 * 128 * (16 + 3)
 
 
 @pytest.mark.parametrize("name", WHOLE_ONLY)
