@@ -14,6 +14,7 @@ from cllm.engine.chat.chat_prompt import ChatPrompt
 from cllm.engine.chat.template_abilities import TemplateAbilities
 from cllm.engine.embedder import EmbeddingMethods
 from cllm.engine.embedding import Ranked
+from cllm.engine.loop.channel import Channel
 from cllm.engine.loop.embedding_calls import ranking
 from cllm.engine.loop.generate_all import run_all
 from cllm.engine.loop.request_call import (
@@ -24,7 +25,7 @@ from cllm.engine.loop.request_call import (
     call_of,
     chat_prompt_of,
 )
-from cllm.engine.loop.stream import Channel, TokenStream
+from cllm.engine.loop.stream import TokenStream
 from cllm.engine.lora import LoraInfo
 from cllm.engine.request import Completion, RenderedPrompt, Score
 from cllm.engine.sampling_params import SamplingOptions, SamplingParams

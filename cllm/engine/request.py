@@ -80,7 +80,8 @@ class GenerationRequest:
     resamples : bool
         Whether its sampler has to see the logits that these were sampled from.
     seed : int or None
-        Of what is drawn; None: that of `params`, or any.
+        Of what is drawn: that of `params`, or one that was drawn itself, so that it can be drawn again;
+        None: any.
     n_unread : int
         Deltas of before that its reader has not taken yet.
     lora : LoraUse

@@ -287,7 +287,7 @@ class SamplerFactory:
         ):
             return None
         prompt = request.prompt_token_ids
-        seed = request.seed if params.seed is None else params.seed
+        seed = params.seed if request.seed is None else request.seed
         if seed is None:
             seed = secrets.randbelow(MAX_SEED + 1)
         with ExitStack() as unfinished:  # what refuses its arguments leaves nothing open

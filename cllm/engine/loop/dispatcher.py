@@ -33,10 +33,10 @@ from cllm.engine.core.messages import (
 )
 from cllm.engine.embedding import EmbeddingRequest
 from cllm.engine.health import Restart
+from cllm.engine.loop.channel import Channel
 from cllm.engine.loop.loop_guard import LoopGuard
 from cllm.engine.loop.output_channels import OutputChannels
 from cllm.engine.loop.queue_gate import QueueGate
-from cllm.engine.loop.stream import Channel
 from cllm.engine.request import GenerationRequest, ModelInfo
 from cllm.engine.thread.mailbox import Inbox
 from cllm.engine.thread.worker_thread import Reply

@@ -14,12 +14,13 @@ from typing import Any
 
 import anyio
 
-from cllm.checks import check_bool, check_several
+from cllm.checks import MAX_SEED, check_bool, check_several
 from cllm.engine.chat.chat_prompt import ChatPrompt
 from cllm.engine.chat.chat_tokenizer import AnswerFormat, ChatTokenizer
 from cllm.engine.chat.control_tokens import Piece
 from cllm.engine.chat.template_abilities import TemplateAbilities
 from cllm.engine.constraint import CompiledConstraint
+from cllm.engine.loop.channel import Channel
 from cllm.engine.loop.dispatcher import Dispatcher
 from cllm.engine.loop.loras import Loras
 from cllm.engine.loop.output_channels import OutputChannels
@@ -33,7 +34,6 @@ from cllm.engine.loop.request_call import (
     new_request_id,
     text_told,
 )
-from cllm.engine.loop.stream import Channel
 from cllm.engine.request import GenerationRequest, RenderedPrompt, Thinking
 from cllm.engine.sampling.row_sampler import resamples
 from cllm.engine.sampling_params import SamplingParams
@@ -167,6 +167,7 @@ class InputProcessor:
             generated_token_ids=call.generated,
             lora=lora,
             resamples=bool(call.generated) and resamples(call.params, constraint, thinking),
+            seed=_seed_of(call.params),
         )
         # The ids of calls are nobody else's, even where a gateway gives all requests one id.
         seed = f"{call.request_id}:{secrets.token_hex(8)}"
@@ -352,6 +353,11 @@ class InputProcessor:
             return [vocabulary.piece(token) for token in token_ids]
 
         return call() if len(token_ids) <= SHORT_TOKENS else await self._tokenizer.run(call)
+
+
+def _seed_of(params: SamplingParams) -> int:
+    """Of what is drawn, settled here: what goes on elsewhere has to draw the same."""
+    return secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed
 
 
 def _thinking_of(

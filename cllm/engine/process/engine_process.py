@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import secrets
 import selectors
 import socket
 import threading
@@ -19,10 +18,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
-from cllm.checks import MAX_SEED
 from cllm.engine.config import EngineConfig
 from cllm.engine.core.messages import (
-    AddRequest,
     Command,
     Embedded,
     Ended,
@@ -305,10 +302,6 @@ class EngineProcess(EngineHost):
         commands: list[Command] = []
         self._inbox.take_arrivals()  # the process has its own
         for command in self._inbox.drain(wait=False):
-            if isinstance(command, AddRequest) and command.request.params.seed is None:
-                # What is drawn must be drawn again after a crash.
-                request = replace(command.request, seed=secrets.randbelow(MAX_SEED + 1))
-                command = AddRequest(request)
             commands += (
                 [command] if isinstance(command, Shutdown) else self._ledger.command(command)
             )
