@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from cllm.engine.engine import Engine
     from cllm.engine.health import EngineStatus, Health, Restart
     from cllm.engine.loop.request_call import ChatPromptOptions
+    from cllm.engine.loop.saved_generation import SavedGeneration
     from cllm.engine.loop.stream import TokenStream
     from cllm.engine.lora import LoraInfo
     from cllm.engine.request import (
@@ -96,6 +97,7 @@ __all__ = (
     "Restart",
     "SamplingOptions",
     "SamplingParams",
+    "SavedGeneration",
     "Score",
     "SlotInfo",
     "SlotState",
@@ -149,6 +151,7 @@ _MODULE_OF = {
     "Restart": "cllm.engine.health",
     "SamplingOptions": "cllm.engine.sampling_params",
     "SamplingParams": "cllm.engine.sampling_params",
+    "SavedGeneration": "cllm.engine.loop.saved_generation",
     "Score": "cllm.engine.request",
     "SlotInfo": "cllm.engine.core.messages",
     "SlotState": "cllm.engine.core.messages",

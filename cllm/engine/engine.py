@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, Unpack
 
@@ -25,11 +25,12 @@ from cllm.engine.loop.request_call import (
     call_of,
     chat_prompt_of,
 )
+from cllm.engine.loop.saved_generation import SavedGeneration
 from cllm.engine.loop.stream import TokenStream
 from cllm.engine.lora import LoraInfo
 from cllm.engine.request import Completion, RenderedPrompt, Score
 from cllm.engine.sampling_params import SamplingOptions, SamplingParams
-from cllm.errors import DeadlineError, QueueFullError
+from cllm.errors import DeadlineError, InvalidRequestError, QueueFullError
 
 R = TypeVar("R")
 
@@ -120,10 +121,54 @@ class Engine(EmbeddingMethods):
     def _stream(self, call: RequestCall) -> TokenStream:
         self._check_serving()
 
-        async def open_channel() -> Channel:
+        async def open_channel(call: RequestCall) -> Channel:
             return await self._parts.input_processor.open(call)
 
-        return TokenStream(call.request_id, open_channel)
+        return TokenStream(call, open_channel)
+
+    def resume(
+        self,
+        saved: SavedGeneration,
+        *,
+        priority: int | None = None,
+        timeout: float | None = None,
+        request_id: str | None = None,
+    ) -> TokenStream:
+        """Go on with a generation that was suspended, here or in another process.
+
+        The stream's deltas are what its reader has not had yet; its completion has all of the output.
+
+        Parameters
+        ----------
+        saved : SavedGeneration
+            Stays as it is: it may be resumed again.
+        priority : int, optional
+            None: what it had.
+        timeout : float, optional
+            Seconds from now on.
+        request_id : str, optional
+            None: what it had.
+
+        Raises
+        ------
+        InvalidRequestError
+            Another model's; raised when the stream is entered.  Other errors as for `stream`.
+        """
+        self._check_serving()
+        if not isinstance(saved, SavedGeneration):
+            raise InvalidRequestError("saved", saved, "a SavedGeneration")
+        call = replace(
+            saved.call,
+            priority=saved.call.priority if priority is None else priority,
+            timeout=timeout,
+            request_id=saved.request_id if request_id is None else request_id,
+        )
+
+        async def open_channel(call: RequestCall) -> Channel:
+            processor = self._parts.input_processor
+            return await processor.open(call, saved.on(processor.model))
+
+        return TokenStream(call, open_channel)
 
     async def _complete(self, call: RequestCall) -> Completion:
         async with self._stream(call) as stream:
@@ -328,8 +373,7 @@ class Engine(EmbeddingMethods):
         with self._serving() as parts:
             call = await parts.input_processor.score_call(prompt, continuation, priority, lora)
             # Its tokens are of this model, though another may take over meanwhile.
-            open_channel = partial(parts.input_processor.open, call)
-            async with TokenStream(call.request_id, open_channel) as stream:
+            async with TokenStream(call, parts.input_processor.open) as stream:
                 return Score.of(await stream.completion())
 
     # --- Adapters ----------------------------------------------------------------------------

@@ -51,6 +51,22 @@ class Thinking:
     ending: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class SequenceState:
+    """What the KV cache held for a sequence, in host memory.
+
+    Attributes
+    ----------
+    data : bytes
+        llama.cpp's, behind a checksum: of the same model, library and context parameters.
+    n_tokens : int
+        Positions that it holds, from 0 on.
+    """
+
+    data: bytes
+    n_tokens: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationRequest:
     """One request as the engine works on it.
@@ -86,6 +102,10 @@ class GenerationRequest:
         Deltas of before that its reader has not taken yet.
     lora : LoraUse
         The adapters that compute it.
+    state : SequenceState or None
+        What the KV cache held of its first tokens when it was suspended.
+    excluded : tuple of int
+        What the first token after the generated ones must not be.
     """
 
     request_id: str
@@ -106,6 +126,8 @@ class GenerationRequest:
     seed: int | None = None
     n_unread: int = 0
     lora: LoraUse = NO_LORA
+    state: SequenceState | None = None
+    excluded: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,7 @@ class SamplingOptions(TypedDict, total=False):
     seed: int | None
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
+    banned_strings: str | Sequence[str]
     ignore_eos: bool
     logprobs: int | None
     prompt_logprobs: int | None
@@ -132,6 +133,10 @@ class SamplingParams:
         Text that ends the output and is not part of it.  At most 64, of at most 1,024 bytes.
     stop_token_ids : sequence of int
         Tokens that end the output like an end-of-generation token.
+    banned_strings : str or sequence of str
+        Text that the output does not have: where it would be written, the token that begins it is
+        another one.  Held back until that is certain.  Of a chat: in what a reader is shown.  As
+        many, and as long, as `stop`.
     ignore_eos : bool
         Never sample an end-of-generation token, unless a constraint leaves nothing else.
     logprobs, prompt_logprobs : int, optional
@@ -186,6 +191,7 @@ class SamplingParams:
     seed: int | None = None
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
+    banned_strings: str | Sequence[str] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -205,7 +211,8 @@ class SamplingParams:
         if self.speculation is not None:
             check_bool("speculation", self.speculation, error)
         for name, value in (
-            ("stop", _stop_strings(self.stop)),
+            ("stop", _stop_strings("stop", self.stop)),
+            ("banned_strings", _stop_strings("banned_strings", self.banned_strings)),
             ("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids)),
             ("logit_bias", _biases(self.logit_bias)),
             ("samplers", _samplers(self.samplers)),
@@ -313,17 +320,17 @@ def _breakers(given: object) -> tuple[str, ...]:
     return tuple(given)
 
 
-def _stop_strings(stop: object) -> tuple[str, ...]:
+def _stop_strings(field: str, stop: object) -> tuple[str, ...]:
     strings = (stop,) if isinstance(stop, str) else stop
     if not isinstance(strings, Sequence) or isinstance(strings, bytes):
-        raise InvalidRequestError("stop", stop, "a string or a sequence of strings")
+        raise InvalidRequestError(field, stop, "a string or a sequence of strings")
     if len(strings) > MAX_STOP_STRINGS:
-        raise InvalidRequestError("stop", len(strings), f"at most {MAX_STOP_STRINGS} strings")
+        raise InvalidRequestError(field, len(strings), f"at most {MAX_STOP_STRINGS} strings")
     for text in strings:
         if not isinstance(text, str) or not text:
-            raise InvalidRequestError("stop", text, "a string that is not empty")
-        if len(encode_text("stop", text, InvalidRequestError)) > MAX_STOP_BYTES:
-            raise InvalidRequestError("stop", text, f"at most {MAX_STOP_BYTES} bytes long")
+            raise InvalidRequestError(field, text, "a string that is not empty")
+        if len(encode_text(field, text, InvalidRequestError)) > MAX_STOP_BYTES:
+            raise InvalidRequestError(field, text, f"at most {MAX_STOP_BYTES} bytes long")
     return tuple(strings)
 
 

@@ -164,6 +164,7 @@ _TYPES: dict[str, Any] = {
     "logit_bias": Biases,
     "stop": Text | Texts,
     "stop_token_ids": Annotated[Tokens, BeforeValidator(_check_stop_tokens)],
+    "banned_strings": Text | Texts,
     "ignore_eos": Flag,
     "speculation": Flag,
     "grammar": Text,
@@ -173,6 +174,7 @@ _TYPES: dict[str, Any] = {
 _LIMITS: dict[str, dict[str, Any]] = {
     "samplers": {"items": {"enum": list(SAMPLERS)}, "uniqueItems": True},
     "stop": {"minLength": 1, "maxItems": MAX_STOP_STRINGS},
+    "banned_strings": {"minLength": 1, "maxItems": MAX_STOP_STRINGS},
     "dry_sequence_breakers": {"maxItems": MAX_BREAKERS},
     "stop_token_ids": {"maxItems": MAX_STOP_TOKENS},
     "logit_bias": {"maxProperties": MAX_BIASES, "propertyNames": {"pattern": "^[0-9]{1,6}$"}},

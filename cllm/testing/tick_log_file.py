@@ -20,10 +20,12 @@ from cllm.engine.core.kv_cache import KVCache
 from cllm.engine.core.messages import AddRequest, CancelRequest, ClearPrefixCache, Read
 from cllm.engine.core.tick_log import FORMAT
 from cllm.engine.lora import LoraUse
-from cllm.engine.request import GenerationRequest
+from cllm.engine.request import GenerationRequest, SequenceState
 from cllm.engine.sampling.batch_sampler import NotFiniteError
 from cllm.engine.sampling_params import SamplingParams
 from cllm.errors import LlamaCallError
+
+_TOKENS = ("prompt_token_ids", "generated_token_ids", "excluded")
 
 MALFORMED = (AttributeError, LookupError, TypeError, ValueError)
 
@@ -205,6 +207,8 @@ def _entry(values: dict[str, Any]) -> Entry:
             return AddRequest(_request(request))
         case {"cancel": str() as request_id, **others} if not others:
             return CancelRequest(request_id)
+        case {"suspend": str() as request_id, **others} if not others:
+            return CancelRequest(request_id, saves_state=True)
         case {"read": [str() as request_id, int() as n_deltas], **others} if not others:
             return Read(request_id, n_deltas)
         case {"reset_prefix_cache": True, **others} if not others:
@@ -224,16 +228,17 @@ def _entry(values: dict[str, Any]) -> Entry:
 def _request(values: dict[str, Any]) -> GenerationRequest:
     biases = {int(token): bias for token, bias in values["params"]["logit_bias"].items()}
     params = SamplingParams(**{**values["params"], "logit_bias": biases})
-    ids = {name: tuple(values[name]) for name in ("prompt_token_ids", "generated_token_ids")}
+    ids = {name: tuple(values[name]) for name in _TOKENS}
     spelled = {int(token): bytes.fromhex(name) for token, name in values["spelled"].items()}
     loras, before = (
         tuple((str(name), float(scale)) for name, scale in values["lora"][part])
         for part in ("loras", "before")
     )
     lora = LoraUse(loras, before, int(values["lora"]["start"]))
-    return GenerationRequest(
-        **{**values, **ids, "params": params, "spelled": spelled, "lora": lora}
-    )
+    n_tokens = values["state"]  # how many: what they were is no part of a log
+    state = None if n_tokens is None else SequenceState(b"state", int(n_tokens))
+    given = {"params": params, "spelled": spelled, "lora": lora, "state": state}
+    return GenerationRequest(**{**values, **ids, **given})
 
 
 def _ticked(batches: list[dict[str, Any]], events: list[dict[str, Any] | None]) -> Ticked:

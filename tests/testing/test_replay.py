@@ -164,9 +164,9 @@ def test_a_file_that_is_no_tick_log_is_refused(tmp_path: Path) -> None:
         ('{"format": "cllm tick log 0"}', "of the format 'cllm tick log 0', must be"),
         ("{}", "of the format None, must be"),
         ("5", "malformed in line 1"),
-        ('{"format": "cllm tick log 7"}', "malformed in line 1.*kv_cache"),
-        ('{"format": "cllm tick log 7", "kv_cache": 5}', "malformed in line 1"),
-        ('{"format": "cllm tick log 7", "kv_cache": {"n_cells": 1}}', "malformed in line 1"),
+        ('{"format": "cllm tick log 8"}', "malformed in line 1.*kv_cache"),
+        ('{"format": "cllm tick log 8", "kv_cache": 5}', "malformed in line 1"),
+        ('{"format": "cllm tick log 8", "kv_cache": {"n_cells": 1}}', "malformed in line 1"),
     ],
 )
 def test_a_header_of_another_kind_is_refused_by_name(

@@ -161,8 +161,8 @@ class EngineCore:
         match command:
             case AddRequest(request):
                 self.queue.submit(request)
-            case CancelRequest(request_id):
-                self.queue.cancel(request_id)
+            case CancelRequest(request_id, saves_state):
+                self.queue.cancel(request_id, saves_state=saves_state)
             case Read(request_id, n_deltas):
                 self.queue.read(request_id, n_deltas)
             case ClearPrefixCache():

@@ -23,6 +23,7 @@ from cllm.engine.core.sequence import Sequence
 from cllm.engine.core.statistics import Recorder
 from cllm.engine.core.swap_store import SwapStore
 from cllm.engine.lora import LoraUse
+from cllm.engine.request import SequenceState
 from cllm.errors import LlamaCallError
 
 logger = logging.getLogger("cllm.engine")
@@ -84,6 +85,7 @@ class KVCacheManager:
         """Let a waiting sequence run, with what it can share; False if there is no room for it."""
         if len(running) >= self._n_seq_max:
             return False
+        self._drop_needless_state(sequence, running)
         match = self._match(sequence, running)
         if not self._has_room(sequence, match, running):
             return False
@@ -127,8 +129,19 @@ class KVCacheManager:
         match = self._match(sequence, running)
         return max(match.n_tokens, match.n_expected)
 
+    def _drop_needless_state(self, sequence: Sequence, running: Iterable[Sequence]) -> None:
+        """What others have in cells is shared rather than restored beside them."""
+        if (state := sequence.swapped) is not None:
+            n_most = min(state.n_tokens, sequence.n_settled)
+            if self._shared(sequence, running).n_tokens >= n_most:
+                self._swap.forget(sequence)
+
     def _match(self, sequence: Sequence, running: Iterable[Sequence]) -> Match:
-        if not self._n_tokens_max or sequence.swapped:
+        return Match() if sequence.swapped else self._shared(sequence, running)
+
+    def _shared(self, sequence: Sequence, running: Iterable[Sequence]) -> Match:
+        """What a sequence would share, had it no copy of its own."""
+        if not self._n_tokens_max:
             return Match()
         n_min = 1 if self.kv_cache.kv_unified else int(self.kv_cache.n_ctx_seq * MIN_STREAM_SHARE)
         return self.prefixes.match(
@@ -374,9 +387,27 @@ class KVCacheManager:
         self.evict_until(swapped.n_tokens)
         if self._swap.restore(sequence, slot):
             self.kv_cache.advance(slot, swapped.n_tokens)
-            sequence.place(swapped.n_tokens)
+            self.truncate(slot, sequence.n_settled)
+            sequence.place(slot.n_computed)
+            if not self._can_truncate:
+                self._set_checkpoint(sequence)
         else:
             self._remove(slot.seq_id, 0)
+
+    def adopt(self, sequence: Sequence, state: SequenceState) -> None:
+        """A new sequence brings what the KV cache held of it, as far as it can be used."""
+        n_most = sequence.n_settled
+        if state.n_tokens <= n_most or (self._can_truncate and n_most > 0):
+            self._swap.adopt(sequence, state)
+
+    def save(self, sequence: Sequence) -> SequenceState | None:
+        """What the KV cache holds of a sequence that is to go on elsewhere; None if nothing."""
+        slot = sequence.slot
+        if sequence.swapped is not None or slot is None:
+            return sequence.swapped
+        if not slot.n_computed or self.fault is not None:
+            return None
+        return self._swap.copy_of(sequence, slot)
 
     def forget(self, sequence: Sequence) -> None:
         """Its request has ended: drop what was saved of it."""

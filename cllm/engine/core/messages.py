@@ -12,7 +12,13 @@ from cllm.engine.core.statistics import EngineStatistics
 from cllm.engine.embedding import EmbeddingRequest
 from cllm.engine.health import Restart
 from cllm.engine.lora import LoraInfo
-from cllm.engine.request import Completion, GenerationRequest, ModelInfo, TokenDelta
+from cllm.engine.request import (
+    Completion,
+    GenerationRequest,
+    ModelInfo,
+    SequenceState,
+    TokenDelta,
+)
 from cllm.errors import (
     CllmError,
     DeadlineError,
@@ -39,9 +45,16 @@ class AddEmbedding:
 
 @dataclass(frozen=True, slots=True)
 class CancelRequest:
-    """Stop working on this request.  Unknown and finished ids are ignored."""
+    """Stop working on this request.  Unknown and finished ids are ignored.
+
+    Attributes
+    ----------
+    saves_state : bool
+        Its `Finished` is to bring what the KV cache held, if that can be had.
+    """
 
     request_id: str
+    saves_state: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,12 +259,19 @@ class Progressed:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The last of a request: exactly one for each `AddRequest`."""
+    """The last of a request: exactly one for each `AddRequest`.
+
+    Attributes
+    ----------
+    state : SequenceState or None
+        What the KV cache held of a request that was cancelled with `saves_state`.
+    """
 
     request_id: str
     delta: TokenDelta
     completion: Completion
     error: GenerationError | EngineFailedError | None = None
+    state: SequenceState | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -45,6 +46,21 @@ class Output(NamedTuple):
     def is_right(self, token: int | Exception) -> bool:
         """Whether this token was guessed."""
         return self.drafts[self.n_accepted : self.n_accepted + 1] == (token,)
+
+
+@contextmanager
+def _excluded(outputs: list[Output], logits: NDArray[np.float32]) -> Iterator[None]:
+    """While they are sampled from, rows have no token that is excluded there; log probabilities do."""
+    hidden = []
+    for output in outputs:
+        sequence = output.sequence
+        if sequence.request.excluded and not sequence.n_sampled:
+            tokens, row = list(sequence.request.excluded), logits[output.row]
+            hidden.append((row, tokens, row[tokens]))
+            row[tokens] = -np.inf
+    yield
+    for row, tokens, values in hidden:
+        row[tokens] = values
 
 
 class OutputProcessor:
@@ -108,9 +124,10 @@ class OutputProcessor:
         while outputs:
             started = self._clock()
             n_handovers = self._sampler.n_gil_handovers
-            tokens = self._sampler.sample(
-                logits, [o.row for o in outputs], [o.sequence.sampler for o in outputs]
-            )
+            with _excluded(outputs, logits):
+                tokens = self._sampler.sample(
+                    logits, [o.row for o in outputs], [o.sequence.sampler for o in outputs]
+                )
             self._recorder.n_gil_handovers += self._sampler.n_gil_handovers - n_handovers
             sampled = self._clock()
             self._recorder.sample_s += sampled - started

@@ -18,7 +18,7 @@ from cllm.engine.core.sequence import Sequence
 from cllm.engine.core.statistics import Recorder
 from cllm.engine.core.tick_cost import TickCost
 from cllm.engine.lora import NO_LORA
-from cllm.engine.request import FinishReason, GenerationRequest, TokenDelta
+from cllm.engine.request import FinishReason, GenerationRequest, SequenceState, TokenDelta
 from cllm.engine.sampling.batch_sampler import TokenSampler
 from cllm.engine.vocabulary import OutputVocabulary
 from cllm.errors import EngineFailedError, GenerationError
@@ -78,13 +78,16 @@ class RunQueue:
         except Exception as error:
             self.finish(sequence, last_delta(FinishReason.ERROR), cause=error)
             return
+        if request.state is not None:
+            self._manager.adopt(sequence, request.state)
         sequence.n_shareable = self._manager.n_shareable(sequence, self.running)
         logger.debug("request %s: new, %d prompt tokens", request.request_id, sequence.n_prompt)
 
-    def cancel(self, request_id: str) -> None:
-        """End a request on its caller's wish."""
+    def cancel(self, request_id: str, *, saves_state: bool = False) -> None:
+        """End a request on its caller's wish, who may want to have what the KV cache holds of it."""
         if sequence := self._by_id.get(request_id):
-            self.finish(sequence, last_delta(FinishReason.CANCELLED))
+            state = self._manager.save(sequence) if saves_state else None
+            self.finish(sequence, last_delta(FinishReason.CANCELLED), state=state)
 
     def cancel_all(self) -> None:
         """End every request."""
@@ -179,7 +182,12 @@ class RunQueue:
 
     # --- Endings -----------------------------------------------------------------------------
     def finish(
-        self, sequence: Sequence, delta: TokenDelta, *, cause: Exception | None = None
+        self,
+        sequence: Sequence,
+        delta: TokenDelta,
+        *,
+        cause: Exception | None = None,
+        state: SequenceState | None = None,
     ) -> None:
         """The completion callback: clear the cache and the bookkeeping, then tell the caller.
 
@@ -189,13 +197,15 @@ class RunQueue:
             The last one, with its reason; text that was held back is added.
         cause : Exception, optional
             Why the request failed.
+        state : SequenceState, optional
+            What the caller gets of the KV cache.
         """
         # What a failed request computed is not to be trusted.
         self._manager.leave(sequence, keep=cause is None)
         error = None
         if cause is not None:
             error = GenerationError.of(sequence.request_id, cause)
-        self._report(sequence, delta, error)
+        self._report(sequence, delta, error, state)
 
     def fail_all(self, cause: BaseException) -> None:
         """The engine has failed: end every request, leaving llama.cpp alone."""
@@ -207,6 +217,7 @@ class RunQueue:
         sequence: Sequence,
         delta: TokenDelta,
         error: GenerationError | EngineFailedError | None,
+        state: SequenceState | None = None,
     ) -> None:
         del self._by_id[sequence.request_id]
         self._n_with_loras -= sequence.request.lora != NO_LORA
@@ -228,7 +239,7 @@ class RunQueue:
         completion = sequence.completion(reason, stop_reason, self._clock())
         if error is not None:
             error.completion = completion
-        self.events.append(Finished(sequence.request_id, delta, completion, error))
+        self.events.append(Finished(sequence.request_id, delta, completion, error, state))
         self._recorder.count_finished(reason)
         logger.debug(
             "request %s: finished, %s (%s), %d output tokens",

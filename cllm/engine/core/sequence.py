@@ -6,7 +6,6 @@ output) and `n_computed`, and every tick moves the second towards the first.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -21,6 +20,7 @@ from cllm.engine.request import (
     Completion,
     FinishReason,
     GenerationRequest,
+    SequenceState,
     Timings,
     TokenLogprob,
     Usage,
@@ -48,14 +48,6 @@ def aged_priority(request: Prioritized, now: float) -> int:
     return request.priority - int((now - request.submitted_at) / AGEING_S)
 
 
-@dataclass(frozen=True, slots=True)
-class SwappedState:
-    """What the KV cache held for a preempted sequence, in host memory."""
-
-    data: bytes
-    n_tokens: int
-
-
 class Sequence:
     """One request from submission to its last delta.
 
@@ -74,8 +66,8 @@ class Sequence:
         them twice.
     n_shareable : int
         The first tokens that others had computed, or were to, when it was submitted.
-    swapped : SwappedState or None
-        Its cells, if they were saved when it was preempted.
+    swapped : SequenceState or None
+        Its cells, if they were saved when it was preempted, or before it was suspended.
     n_cached : int
         Prompt tokens that were shared and not computed.
     n_drafted, n_accepted : int
@@ -107,7 +99,7 @@ class Sequence:
         self.n_expected = self.n_shareable = 0
         self.parted: set[int] = set()
         self.n_checkpoint = NEVER
-        self.swapped: SwappedState | None = None
+        self.swapped: SequenceState | None = None
         self.n_cached = self.n_drafted = self.n_accepted = 0
         self.detokenizer = Detokenizer(request.params.stop, strips_space=request.strips_space)
         first_scored = request.first_scored

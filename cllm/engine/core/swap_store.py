@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 from cllm.engine.core.decoder import CacheMemory
 from cllm.engine.core.kv_cache import Slot
-from cllm.engine.core.sequence import Sequence, SwappedState
+from cllm.engine.core.sequence import Sequence
 from cllm.engine.core.statistics import Recorder
+from cllm.engine.request import SequenceState
 
 logger = logging.getLogger("cllm.engine")
 
@@ -45,20 +46,28 @@ class SwapStore:
     def save(self, sequence: Sequence, slot: Slot) -> None:
         """Copy what a sequence holds; if that fails it computes it again."""
         started = self._clock()
-        try:
-            data = self._memory.state_seq_get_data(slot.seq_id)
-        except Exception as error:
-            logger.warning("request %s is not swapped out: %s", sequence.request_id, error)
+        if (state := self.copy_of(sequence, slot)) is None:
             return
-        if not data:
-            return
-        sequence.swapped = SwappedState(data, slot.n_computed)
-        self._n_tokens += slot.n_computed
+        self.adopt(sequence, state)
         self._recorder.n_swaps += 1
         measured = (self._clock() - started) / slot.n_computed
         known = self._s_per_token
         self._s_per_token = (known + measured) / 2 if known else measured
-        logger.debug("request %s: swapped out, %d bytes", sequence.request_id, len(data))
+        logger.debug("request %s: swapped out, %d bytes", sequence.request_id, len(state.data))
+
+    def copy_of(self, sequence: Sequence, slot: Slot) -> SequenceState | None:
+        """What a slot holds; None if it cannot be had."""
+        try:
+            data = self._memory.state_seq_get_data(slot.seq_id)
+        except Exception as error:
+            logger.warning("request %s: its cells are not saved: %s", sequence.request_id, error)
+            return None
+        return SequenceState(data, slot.n_computed) if data else None
+
+    def adopt(self, sequence: Sequence, state: SequenceState) -> None:
+        """A sequence goes on from this when it runs."""
+        sequence.swapped = state
+        self._n_tokens += state.n_tokens
 
     def restore(self, sequence: Sequence, slot: Slot) -> bool:
         """Put back what was saved into an empty slot; False if it cannot be."""

@@ -3,7 +3,7 @@
 Commands, times, the batches and what became of them, the tokens: everything that decides what the
 next tick does.  `cllm.testing.replay` puts it into a core without a model and gets the same plans.
 
-The lines: a `header` with the `format`; `submit`, `cancel`, `read`, `reset_prefix_cache` and
+The lines: a `header` with the `format`; `submit`, `cancel`, `suspend`, `read`, `reset_prefix_cache` and
 `cancel_all` as they are handled; `mark_corrupt` after an audit; `forget_lora`; `tick` with its batches as
 `[seq_id, p0, n_tokens, n_outputs]`.
 Each has what was read while it lasted: the `clock`, the `positions` that llama.cpp answered, the
@@ -48,7 +48,7 @@ logger = logging.getLogger("cllm.engine")
 T = TypeVar("T")
 
 # Another one for each change of what a line says: no replay then takes an old log for a wrong one.
-FORMAT = "cllm tick log 7"
+FORMAT = "cllm tick log 8"
 KV_CACHE = ("n_cells", "n_seq_ids", "n_ctx_seq", "kv_unified", "has_pos_min", "is_windowed")
 DECODER = ("n_batch", "n_outputs_max", "separates_prompts")
 # What of the configuration, with its None replaced, decides about ticks.
@@ -110,10 +110,11 @@ class TickLog:
                 params = {f.name: getattr(request.params, f.name) for f in fields(request.params)}
                 params["logit_bias"] = dict(request.params.logit_bias)
                 values["lora"] = asdict(request.lora)
+                values["state"] = None if request.state is None else request.state.n_tokens
                 spelled = {t: name.hex() for t, name in request.spelled.items()}
                 self._write(submit={**values, "params": params, "spelled": spelled})
-            case CancelRequest(request_id):
-                self._write(cancel=request_id)
+            case CancelRequest(request_id, saves_state):
+                self._write(**{"suspend" if saves_state else "cancel": request_id})
             case Read(request_id, n_deltas):
                 self._write(read=(request_id, n_deltas))
             case ClearPrefixCache():

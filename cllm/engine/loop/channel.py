@@ -4,18 +4,103 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Awaitable
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import anyio
 import anyio.lowlevel
 
+from cllm.engine.chat.chat_tokenizer import AnswerFormat
 from cllm.engine.core.messages import CancelRequest, Finished, Read
 from cllm.engine.loop.loop_guard import LoopGuard
 from cllm.engine.loop.output_channels import OutputChannels
-from cllm.engine.request import Completion, TokenDelta
+from cllm.engine.loop.request_call import RequestCall
+from cllm.engine.request import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    ModelInfo,
+    SequenceState,
+    Timings,
+    TokenDelta,
+    TokenLogprob,
+)
 from cllm.engine.thread.mailbox import Inbox
 from cllm.errors import ClosedError, EngineFailedError, GenerationError
 
 logger = logging.getLogger("cllm.engine")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Continuation:
+    """What a request goes on from, beside the tokens that are its call's `generated`.
+
+    Its completion is that of the whole output.
+
+    Attributes
+    ----------
+    prompt_token_ids : tuple of int
+        What its prompt had become.
+    answer : AnswerFormat or None
+        How the answer to a chat is read; None: that is found out anew.
+    earlier : Completion or None
+        Of the request before it, all of the output until then; None: it is a stream of its own.
+    logprobs : tuple of TokenLogprob
+        Of `generated`, where they are asked for.
+    unread : tuple of TokenDelta
+        Of `generated`: what the reader has not taken yet.
+    state : SequenceState or None
+        What the KV cache held.
+    submitted_at, deadline : float or None
+        Of the request before it, if the caller still waits for that; see `GenerationRequest`.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    answer: AnswerFormat | None = None
+    earlier: Completion | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    unread: tuple[TokenDelta, ...] = ()
+    state: SequenceState | None = None
+    submitted_at: float | None = None
+    deadline: float | None = None
+
+
+class Source(Protocol):
+    """Where channels come from: the `InputProcessor`."""
+
+    @property
+    def model(self) -> ModelInfo: ...
+    def tokenize(self, text: str, *, add_special: bool = True) -> Awaitable[list[int]]: ...
+    def open(
+        self, call: RequestCall, continuation: Continuation | None = None
+    ) -> Awaitable[Channel]: ...
+    def reopen(
+        self, channel: Channel, call: RequestCall, continuation: Continuation
+    ) -> Awaitable[Channel]: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A request that can be submitted, and what the event loop knows of it.
+
+    Attributes
+    ----------
+    call : RequestCall
+        With what was drawn for it.
+    channels : OutputChannels or None
+        Of a chat.
+    told : str
+        What its reader has been told of `generated`.
+    """
+
+    call: RequestCall
+    request: GenerationRequest
+    source: Source
+    answer: AnswerFormat | None = None
+    channels: OutputChannels | None = None
+    told: str = ""
+    continuation: Continuation | None = None
 
 
 class Channel:
@@ -23,25 +108,32 @@ class Channel:
 
     At most `capacity` deltas and the last one are ever held: the inference thread computes no more
     than the reader has told it to have read.
+
+    Attributes
+    ----------
+    prepared : Prepared
+    completion : Completion or None
+        All of the output, once it has ended.
+    error : CllmError or None
+        Why it has failed.
     """
 
     def __init__(
-        self,
-        request_id: str,
-        inbox: Inbox,
-        loop_guard: LoopGuard,
-        capacity: int,
-        channels: OutputChannels | None = None,
+        self, prepared: Prepared, inbox: Inbox, loop_guard: LoopGuard, capacity: int
     ) -> None:
-        self._channels = channels
-        self.request_id = request_id
+        self.prepared = prepared
+        self._channels = prepared.channels
+        self.request_id = prepared.request.request_id
         self._inbox = inbox
         # Half of the buffer is read before the thread is told: it goes on computing meanwhile.
         self._n_told_at_once = max(1, capacity // 2)
         self._n_read = 0
-        self._deltas: deque[TokenDelta] = deque()
+        continuation = prepared.continuation
+        self._deltas = deque(() if continuation is None else continuation.unread)
         self._waiter: anyio.Event | None = None
         self._loop_guard = loop_guard
+        self._is_taken = False  # somebody else goes on with it: its last delta is nobody's
+        self._state: SequenceState | None = None
         self.completion: Completion | None = None
         self.error: ClosedError | GenerationError | EngineFailedError | None = None
 
@@ -49,6 +141,11 @@ class Channel:
     def is_finished(self) -> bool:
         """Whether the last delta has arrived."""
         return self.completion is not None or self.error is not None
+
+    @property
+    def unread(self) -> tuple[TokenDelta, ...]:
+        """What its reader has not taken yet."""
+        return tuple(self._deltas)
 
     def push(self, delta: TokenDelta) -> None:
         """A delta has arrived."""
@@ -62,16 +159,24 @@ class Channel:
 
     def finish(self, event: Finished) -> None:
         """The last delta has arrived."""
-        self.completion = event.completion
+        completion = event.completion
+        if self.prepared.continuation is not None:
+            completion = whole(self.prepared, self.prepared.continuation, completion)
+        self.completion = completion
         self.error = event.error
+        self._state = event.state
+        if self._is_taken and event.completion.finish_reason is FinishReason.CANCELLED:
+            self.wake()
+            return
+        self._is_taken = False
         delta = event.delta
         if self._channels is not None:
             try:
-                delta, self.completion = self._channels.finish(delta, event.completion)
+                delta, self.completion = self._channels.finish(delta, completion)
             except Exception:
                 self._give_up_channels()
-            if isinstance(self.error, GenerationError):
-                self.error.completion = self.completion
+        if isinstance(self.error, GenerationError):
+            self.error.completion = self.completion
         self._deltas.append(delta)
         self.wake()
 
@@ -84,6 +189,40 @@ class Channel:
         """Nobody wants the rest."""
         if not self.is_finished:
             self._inbox.put(CancelRequest(self.request_id))
+
+    def check_idle(self) -> None:
+        """Refuse what cannot be done beside a reader.
+
+        Raises
+        ------
+        WrongThreadError, anyio.BusyResourceError
+        """
+        self._loop_guard.check_thread()
+        self._loop_guard.check()
+        if self._waiter is not None:
+            raise anyio.BusyResourceError("reading from")
+
+    async def take(self, *, saves_state: bool = False) -> SequenceState | None:
+        """End the request without a word to its reader: another goes on with it.
+
+        Returns what the KV cache held of it, if that is wanted and it was still running.
+        """
+        self.check_idle()
+        if not self.is_finished:
+            self._is_taken = True
+            self._inbox.put(CancelRequest(self.request_id, saves_state))
+        while not self.is_finished:
+            self._waiter = self._loop_guard.event()
+            try:
+                await self._waiter.wait()
+            finally:
+                self._waiter = None
+        return self._state
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether it was ended for another, and had not ended before."""
+        return self._is_taken and self.completion is not None and self.error is None
 
     def fail(self, error: ClosedError | EngineFailedError) -> None:
         """Nothing more will arrive."""
@@ -123,3 +262,42 @@ class Channel:
                 self._inbox.put(Read(self.request_id, self._n_read))
             self._n_read = 0
         return self._deltas.popleft()
+
+
+def whole(prepared: Prepared, continuation: Continuation, last: Completion) -> Completion:
+    """All of an output of which `last` is what came after the tokens that it went on from."""
+    call, earlier = prepared.call, continuation.earlier
+    usage = replace(last.usage, n_output=len(call.generated) + last.usage.n_output)
+    timings = last.timings
+    if earlier is not None:
+        usage = replace(
+            usage,
+            n_cached=earlier.usage.n_cached,
+            n_drafted=earlier.usage.n_drafted + usage.n_drafted,
+            n_accepted=earlier.usage.n_accepted + usage.n_accepted,
+        )
+        is_same = continuation.submitted_at is not None
+        timings = _joined(earlier.timings, timings, is_same_submission=is_same)
+    return replace(
+        last,
+        text=prepared.told + last.text,
+        token_ids=call.generated + last.token_ids,
+        usage=usage,
+        timings=timings,
+        logprobs=None if last.logprobs is None else continuation.logprobs + last.logprobs,
+    )
+
+
+def _joined(first: Timings, last: Timings, *, is_same_submission: bool) -> Timings:
+    """Of an output in two parts; the time in which it lay somewhere, saved, is in neither."""
+    if first.ttft_s is None:
+        return replace(last, n_preemptions=first.n_preemptions + last.n_preemptions)
+    gaps = [gap for gap in (first.itl_max_s, last.itl_max_s) if gap is not None]
+    return replace(
+        first,
+        decode_s=first.decode_s + last.decode_s,
+        total_s=last.total_s + (0.0 if is_same_submission else first.total_s),
+        itl_p50_s=first.itl_p50_s if last.itl_p50_s is None else last.itl_p50_s,
+        itl_max_s=max(gaps, default=None),
+        n_preemptions=first.n_preemptions + last.n_preemptions,
+    )

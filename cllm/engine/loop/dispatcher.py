@@ -33,11 +33,10 @@ from cllm.engine.core.messages import (
 )
 from cllm.engine.embedding import EmbeddingRequest
 from cllm.engine.health import Restart
-from cllm.engine.loop.channel import Channel
+from cllm.engine.loop.channel import Channel, Prepared
 from cllm.engine.loop.loop_guard import LoopGuard
-from cllm.engine.loop.output_channels import OutputChannels
 from cllm.engine.loop.queue_gate import QueueGate
-from cllm.engine.request import GenerationRequest, ModelInfo
+from cllm.engine.request import ModelInfo
 from cllm.engine.thread.mailbox import Inbox
 from cllm.engine.thread.worker_thread import Reply
 from cllm.errors import ClosedError, EngineFailedError
@@ -108,16 +107,11 @@ class Dispatcher:
         """Whether a request of this id is being worked on."""
         return request_id in self._channels
 
-    def submit(
-        self,
-        request: GenerationRequest,
-        capacity: int,
-        channels: OutputChannels | None = None,
-    ) -> Channel:
+    def submit(self, prepared: Prepared, capacity: int) -> Channel:
         """Send a request to the thread; its deltas arrive in the channel."""
-        channel = Channel(request.request_id, self._inbox, self._loop_guard, capacity, channels)
-        self._channels[request.request_id] = channel
-        self._inbox.put(AddRequest(request))
+        channel = Channel(prepared, self._inbox, self._loop_guard, capacity)
+        self._channels[channel.request_id] = channel
+        self._inbox.put(AddRequest(prepared.request))
         return channel
 
     def embed(self, request: EmbeddingRequest) -> OpenEmbedding:

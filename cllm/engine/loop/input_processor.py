@@ -10,6 +10,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -20,7 +21,7 @@ from cllm.engine.chat.chat_tokenizer import AnswerFormat, ChatTokenizer
 from cllm.engine.chat.control_tokens import Piece
 from cllm.engine.chat.template_abilities import TemplateAbilities
 from cllm.engine.constraint import CompiledConstraint
-from cllm.engine.loop.channel import Channel
+from cllm.engine.loop.channel import Channel, Continuation, Prepared
 from cllm.engine.loop.dispatcher import Dispatcher
 from cllm.engine.loop.loras import Loras
 from cllm.engine.loop.output_channels import OutputChannels
@@ -32,15 +33,16 @@ from cllm.engine.loop.request_call import (
     check_prompt,
     check_tokens,
     new_request_id,
-    text_told,
+    texts_told,
 )
-from cllm.engine.request import GenerationRequest, RenderedPrompt, Thinking
+from cllm.engine.lora import NO_LORA
+from cllm.engine.request import GenerationRequest, ModelInfo, RenderedPrompt, Thinking
 from cllm.engine.sampling.row_sampler import resamples
 from cllm.engine.sampling_params import SamplingParams
 from cllm.engine.thread.backend import Constraints
 from cllm.engine.thread.worker_thread import WorkerThread, WorkerThreads
 from cllm.engine.vocabulary import EngineVocabulary
-from cllm.errors import InvalidRequestError
+from cllm.errors import GenerationError, InvalidRequestError
 
 logger = logging.getLogger("cllm.engine")
 
@@ -95,23 +97,68 @@ class InputProcessor:
         await self._constraints.aclose()
 
     @property
+    def model(self) -> ModelInfo:
+        """What is loaded."""
+        model = self._dispatcher.model
+        assert model is not None
+        return model
+
+    @property
     def _n_ctx(self) -> int:
         """Positions that one sequence can have."""
-        model = self._dispatcher.model
-        assert model is not None
-        return model.n_ctx
+        return self.model.n_ctx
 
     def _check_generates(self) -> None:
-        model = self._dispatcher.model
-        assert model is not None
+        model = self.model
         if not model.generates:
             limit = "one that generates text: this one is here for embeddings"
             raise InvalidRequestError("model", model.name or model.path, limit)
 
-    async def open(self, call: RequestCall) -> Channel:
+    async def open(self, call: RequestCall, continuation: Continuation | None = None) -> Channel:
         """Tokenize, check and submit; see `TokenStream` for what it raises."""
-        vocabulary = self._check_serving()
+        self._check_serving()
         self._check_generates()
+        self._gate.enter()
+        try:
+            prepared = await self._prepare(call, continuation)
+            if self._dispatcher.is_open(call.request_id):
+                raise InvalidRequestError("request_id", call.request_id, "not in use")
+        except BaseException:
+            self._gate.leave(is_served=False)
+            raise
+        # Nothing is awaited from here on: a submitted request always has its channel.
+        return self._submit(prepared)
+
+    async def reopen(
+        self, channel: Channel, call: RequestCall, continuation: Continuation
+    ) -> Channel:
+        """Let the request of a channel go on as `call` says; if that is refused, nothing has changed."""
+        # Its place is kept: who is being served does not wait for others, nor for a model that goes.
+        with self._gate.visit():
+            prepared = await self._prepare(call, continuation, is_running=True)
+            await channel.take()
+            if channel.error is not None and not isinstance(channel.error, GenerationError):
+                raise channel.error
+            self._check_serving(draining=True)
+            self._gate.enter(is_known=True)
+            earlier = channel.completion
+            return self._submit(
+                replace(prepared, continuation=replace(continuation, earlier=earlier))
+            )
+
+    def _submit(self, prepared: Prepared) -> Channel:
+        request = replace(prepared.request, serial=self._dispatcher.next_serial())
+        return self._dispatcher.submit(replace(prepared, request=request), self._stream_buffer)
+
+    async def _prepare(
+        self,
+        call: RequestCall,
+        continuation: Continuation | None,
+        *,
+        is_running: bool = False,
+    ) -> Prepared:
+        """A call as a request that the engine can work on; its place in the queue is the caller's."""
+        vocabulary = self._check_serving(draining=is_running)
         if call.params.speculation and not self._can_speculate:
             limit = "left out: the engine was started without speculation"
             raise InvalidRequestError("speculation", True, limit)
@@ -119,40 +166,30 @@ class InputProcessor:
         tokens: tuple[int, ...] = ()
         answer: AnswerFormat | None = None
         constraint: CompiledConstraint | None = None
-        told, strips_space = "", False
-        self._gate.enter()
-        try:
-            # What expires here is submitted all the same: it ends as every other that expires.
-            with anyio.move_on_after(call.timeout) as scope:
-                if isinstance(call.prompt, ChatPrompt):
-                    tokens, answer = await self._chat_tokens(call.prompt)
-                else:
-                    tokens = await self._tokens(call.prompt)
-                check_tokens(tokens, call.params, self._n_ctx, vocabulary.n_tokens, call.generated)
-                self._loras.use(call.lora, tokens)  # refused before what takes long
-                self._warn_of_length(len(tokens))
-                strips_space = vocabulary.prefixes_space and _begins_text(call.prompt, vocabulary)
-                told = await self._told(call, answer, strips_space=strips_space)
-                constraint = await self._compile(call.params, answer)
-            self._check_serving(draining=True)
-            if self._dispatcher.is_open(call.request_id):
-                raise InvalidRequestError("request_id", call.request_id, "not in use")
-            lora = self._loras.use(call.lora, tokens)  # one may have left meanwhile
-        except BaseException:
-            self._gate.leave(is_served=False)
-            raise
-        # Nothing is awaited from here on: a submitted request always has its channel.
+        strips_space = False
+        told: list[str] = []
+        # What expires here is submitted all the same: it ends as every other that expires.
+        with anyio.move_on_after(call.timeout) as scope:
+            tokens, answer = await self._prompt(call, continuation)
+            check_tokens(tokens, call.params, self._n_ctx, vocabulary.n_tokens, call.generated)
+            self._loras.use(call.lora, tokens)  # refused before what takes long
+            self._warn_of_length(len(tokens))
+            strips_space = vocabulary.prefixes_space and _begins_text(call.prompt, vocabulary)
+            told = await self._told(call, answer, strips_space=strips_space)
+            constraint = await self._compile(call.params, answer)
+        self._check_serving(draining=True)
+        lora = self._loras.use(call.lora, tokens)  # one may have left meanwhile
         first_scored = call.first_scored
         if first_scored is None and call.params.prompt_logprobs is not None:
             first_scored = 1
         deadline = None if call.timeout is None else submitted_at + call.timeout
         if scope.cancelled_caught:  # without its constraint, it must not compute a token
             deadline = submitted_at
-        model = self._dispatcher.model
         thinking = _thinking_of(answer, call.params, constraint)
+        call = _with_drawn(call)
         request = GenerationRequest(
             request_id=call.request_id,
-            serial=self._dispatcher.next_serial(),
+            serial=0,
             prompt_token_ids=tokens,
             params=call.params,
             priority=call.priority,
@@ -163,27 +200,46 @@ class InputProcessor:
             constraint=constraint,
             spelled={} if answer is None else answer.spelled,
             thinking=thinking,
-            fingerprint="" if model is None else model.fingerprint,
+            fingerprint=self.model.fingerprint,
             generated_token_ids=call.generated,
             lora=lora,
             resamples=bool(call.generated) and resamples(call.params, constraint, thinking),
-            seed=_seed_of(call.params),
+            seed=call.seed,
+            excluded=call.excluded,
         )
-        # The ids of calls are nobody else's, even where a gateway gives all requests one id.
-        seed = f"{call.request_id}:{secrets.token_hex(8)}"
-        channels = None if answer is None else OutputChannels(answer.parser(seed), told)
-        return self._dispatcher.submit(request, self._stream_buffer, channels)
+        channels, is_whole = None, continuation is not None
+        if answer is not None:
+            channels = OutputChannels(answer.parser(call.ids_seed), told, is_whole=is_whole)
+        if continuation is not None:
+            request = _continued(request, continuation)
+        return Prepared(call, request, self, answer, channels, "".join(told), continuation)
+
+    async def _prompt(
+        self, call: RequestCall, continuation: Continuation | None
+    ) -> tuple[tuple[int, ...], AnswerFormat | None]:
+        """The tokens of a prompt, and how an answer to it is read."""
+        if not isinstance(call.prompt, ChatPrompt):
+            if continuation is not None:
+                return continuation.prompt_token_ids, None
+            return await self._tokens(call.prompt), None
+        if continuation is None:
+            return await self._chat_tokens(call.prompt)
+        # Rendered anew, a template that tells the time would say something else.
+        tokens, answer = continuation.prompt_token_ids, continuation.answer
+        if answer is None:
+            _, answer = await self._chat_tokens(call.prompt)
+        return tokens, answer
 
     async def _told(
         self, call: RequestCall, answer: AnswerFormat | None, *, strips_space: bool
-    ) -> str:
-        """What the reader has been told of an output that goes on."""
+    ) -> list[str]:
+        """What the reader has been told of an output that goes on, with each token."""
         if not call.generated:
-            return ""
+            return []
         vocabulary = self._check_serving(draining=True)
 
-        def tell() -> str:
-            return text_told(
+        def tell() -> list[str]:
+            return texts_told(
                 call.generated,
                 call.params,
                 vocabulary,
@@ -196,8 +252,7 @@ class InputProcessor:
 
     def _warn_of_length(self, n_tokens: int) -> None:
         """Once: a prompt longer than any that the model was trained on."""
-        model = self._dispatcher.model
-        assert model is not None
+        model = self.model
         if n_tokens > model.n_ctx_train and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -301,9 +356,7 @@ class InputProcessor:
 
     async def template_abilities(self) -> TemplateAbilities | None:
         """See `Engine.template_abilities`."""
-        model = self._dispatcher.model
-        assert model is not None
-        if model.chat_template is None:
+        if self.model.chat_template is None:
             return None
         chat = self._chat
         return await self._tokenizer.run(lambda: chat.abilities)
@@ -312,9 +365,7 @@ class InputProcessor:
     def _chat(self) -> ChatTokenizer:
         """Made when the first chat comes."""
         if self._chats is None:
-            model = self._dispatcher.model
-            assert model is not None
-            vocabulary = self._check_serving(draining=True)
+            model, vocabulary = self.model, self._check_serving(draining=True)
             self._chats = ChatTokenizer(vocabulary, model.chat_template, model.tool_chat_template)
             self._workers.end_first(self._chats.close)
         return self._chats
@@ -355,9 +406,27 @@ class InputProcessor:
         return call() if len(token_ids) <= SHORT_TOKENS else await self._tokenizer.run(call)
 
 
-def _seed_of(params: SamplingParams) -> int:
-    """Of what is drawn, settled here: what goes on elsewhere has to draw the same."""
-    return secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed
+def _with_drawn(call: RequestCall) -> RequestCall:
+    """With what is random settled: what goes on elsewhere has to draw the same."""
+    seed = call.params.seed if call.seed is None else call.seed
+    return replace(
+        call,
+        seed=secrets.randbelow(MAX_SEED + 1) if seed is None else seed,
+        # The ids of calls are nobody else's, even where a gateway gives all requests one id.
+        ids_seed=call.ids_seed or f"{call.request_id}:{secrets.token_hex(8)}",
+    )
+
+
+def _continued(request: GenerationRequest, continuation: Continuation) -> GenerationRequest:
+    """With what it takes along from the request before it."""
+    is_same = continuation.submitted_at is not None
+    return replace(
+        request,
+        submitted_at=continuation.submitted_at if is_same else request.submitted_at,
+        deadline=continuation.deadline if is_same else request.deadline,
+        n_unread=len(continuation.unread),
+        state=continuation.state if request.lora == NO_LORA else None,
+    )
 
 
 def _thinking_of(

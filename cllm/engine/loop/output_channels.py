@@ -5,10 +5,14 @@ Event loop only: the inference thread knows one text, of which this makes three.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from cllm.engine.chat.output_parser import OutputParser, ParsedText
 from cllm.engine.request import Completion, FinishReason, TokenDelta, ToolCall, ToolCallDelta
+
+
+ONE_TOKEN = (0,)  # whichever it is: they are counted
 
 
 class OutputChannels:
@@ -17,20 +21,24 @@ class OutputChannels:
     Parameters
     ----------
     parser : OutputParser
-    told : str
-        What its reader has been told before: it is in no delta, and of the completion in the calls
-        alone.
+    told : sequence of str
+        What its reader has been told before, with each token: it is in no delta.
+    is_whole : bool
+        The completion has that too; otherwise the calls of it alone.
     """
 
-    def __init__(self, parser: OutputParser, told: str = "") -> None:
+    def __init__(
+        self, parser: OutputParser, told: Sequence[str] = (), *, is_whole: bool = False
+    ) -> None:
         self._parser = parser
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[_Call] = []
         self._n_reasoning = 0
-        if told:
-            self._note(parser.push(told))
-            self._content, self._reasoning = [], []
+        for text in told:
+            self.split(TokenDelta(text, ONE_TOKEN))
+        if not is_whole:
+            self._content, self._reasoning, self._n_reasoning = [], [], 0
 
     def split(self, delta: TokenDelta) -> TokenDelta:
         """The delta with its text in the channels that it belongs to."""

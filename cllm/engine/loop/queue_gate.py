@@ -40,8 +40,13 @@ class QueueGate:
         self._n_visits = 0
         self.n_open = 0
 
-    def enter(self) -> None:
+    def enter(self, *, is_known: bool = False) -> None:
         """Take one more request.
+
+        Parameters
+        ----------
+        is_known : bool
+            It goes on with one that has just left: there is always room for it.
 
         Raises
         ------
@@ -50,7 +55,7 @@ class QueueGate:
             requests that left lately: until then one place is free.
         """
         n_waiting = self.n_open - self._n_seq_max
-        if n_waiting >= self._max_queue:
+        if n_waiting >= self._max_queue and not is_known:
             raise QueueFullError(max(0, n_waiting), self._seconds_per_request())
         if self.n_open == 0:
             self._since = self._clock()

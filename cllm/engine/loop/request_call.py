@@ -37,6 +37,12 @@ class RequestCall:
         The output so far.
     lora : mapping or None
         Names and scales of adapters.
+    seed : int or None
+        What is drawn with, whatever `params` say; None: as they say, or any.
+    ids_seed : str
+        What the ids of calls of tools come of; empty: any.
+    excluded : tuple of int
+        See `GenerationRequest`.
     """
 
     prompt: str | tuple[int, ...] | ChatPrompt
@@ -47,6 +53,9 @@ class RequestCall:
     first_scored: int | None = None
     generated: tuple[int, ...] = ()
     lora: Mapping[str, float] | None = None
+    seed: int | None = None
+    ids_seed: str = ""
+    excluded: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         error = InvalidRequestError
@@ -127,7 +136,7 @@ def call_of(
         priority=priority,
         timeout=timeout,
         request_id=new_request_id() if request_id is None else request_id,
-        generated=_token_ids("generated", generated),
+        generated=token_ids_of("generated", generated),
         lora=lora if lora is None or not isinstance(lora, Mapping) else dict(lora),
     )
 
@@ -157,10 +166,11 @@ def check_prompt(prompt: Prompt, field: str = "prompt") -> str | tuple[int, ...]
     """The prompt as text or as token ids."""
     if isinstance(prompt, str):
         return prompt
-    return _token_ids(field, prompt, "a string or a sequence of token ids")
+    return token_ids_of(field, prompt, "a string or a sequence of token ids")
 
 
-def _token_ids(field: str, ids: object, limit: str = "a sequence of token ids") -> tuple[int, ...]:
+def token_ids_of(field: str, ids: object, limit: str = "a sequence of token ids") -> tuple[int, ...]:
+    """Token ids that a caller gives, as far as they can be checked without a vocabulary."""
     if not isinstance(ids, Sequence) or isinstance(ids, str | bytes | bytearray | memoryview):
         raise InvalidRequestError(field, ids, limit)
     return tuple(check_int(field, token, 0, INT32_MAX, InvalidRequestError) for token in ids)
@@ -197,15 +207,15 @@ def check_tokens(
             raise InvalidRequestError(field, max(ids), f"token ids 0 to {n_vocab - 1}")
 
 
-def text_told(
+def texts_told(
     generated: tuple[int, ...],
     params: SamplingParams,
     vocabulary: OutputVocabulary,
     *,
     spelled: Mapping[int, bytes],
     strips_space: bool,
-) -> str:
-    """What the reader of an output has been told after these tokens.
+) -> list[str]:
+    """What the reader of an output has been told with each of these tokens.
 
     Raises
     ------
@@ -219,4 +229,4 @@ def text_told(
             texts.append(detokenizer.push(spelled_piece(spelled, vocabulary, token)))
         if is_end or detokenizer.stop_match is not None:
             raise InvalidRequestError("generated", token, "tokens of an output that has not ended")
-    return "".join(texts)
+    return texts

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import secrets
 import warnings
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Self
 
 import anyio
 import anyio.lowlevel
 
-from cllm.engine.loop.channel import Channel
-from cllm.engine.request import Completion, TokenDelta
+from cllm.checks import MAX_SEED, check_int
+from cllm.engine.loop.banned_strings import Ban, BannedStrings
+from cllm.engine.loop.channel import Channel, Continuation
+from cllm.engine.loop.request_call import RequestCall, new_request_id, token_ids_of
+from cllm.engine.loop.saved_generation import SavedGeneration
+from cllm.engine.lora import NO_LORA
+from cllm.engine.request import Completion, TokenDelta, TokenLogprob
+from cllm.errors import ClosedError, InvalidRequestError
+
+MAX_FORKS = 256
+
+OpenChannel = Callable[[RequestCall], Awaitable[Channel]]
 
 
 class TokenStream:
@@ -34,12 +47,19 @@ class TokenStream:
         After the last delta of a request that failed; `.completion` has what there was.
     """
 
-    def __init__(self, request_id: str, open_channel: Callable[[], Awaitable[Channel]]) -> None:
-        self.request_id = request_id
-        self._open_channel: Callable[[], Awaitable[Channel]] | None = open_channel
+    def __init__(self, call: RequestCall, open_channel: OpenChannel) -> None:
+        self.request_id = call.request_id
+        self._call = call
+        self._open_channel: OpenChannel | None = open_channel
         self._channel: Channel | None = None
-        self._is_closed = False
+        self._is_closed = self._is_given_up = False
         self._finalizer: weakref.finalize[[Channel], TokenStream] | None = None
+        # Where its reader is: tokens of the output, and their log probabilities, if asked for.
+        self._read_ids: list[int] = []
+        self._read_logprobs: list[TokenLogprob] = []
+        strings = call.params.banned_strings
+        self._banned = BannedStrings(strings) if strings else None
+        self._excluded: dict[int, set[int]] = {}  # by the number of tokens before
 
     async def __aenter__(self) -> Self:
         await self._submit()
@@ -61,13 +81,17 @@ class TokenStream:
         if self._is_closed:
             raise StopAsyncIteration
         try:
-            delta = await channel.next()
+            delta = await (channel.next() if self._banned is None else self._allowed())
         except anyio.get_cancelled_exc_class():
             self._abandon()
             raise
         if delta is not None:
+            self._read_ids += delta.token_ids
+            if delta.logprobs:
+                self._read_logprobs += delta.logprobs
             return delta
         self._abandon()
+        channel = self._present
         if channel.error is not None:
             raise channel.error
         raise StopAsyncIteration
@@ -82,8 +106,7 @@ class TokenStream:
         """
         async for _ in self:
             pass
-        channel = self._channel
-        assert channel is not None
+        channel = self._present
         if channel.error is not None:
             raise channel.error
         # Closed before its end: what was cancelled has a completion as soon as the thread says so.
@@ -99,6 +122,7 @@ class TokenStream:
         Its cells are free before the second tick after this.  Cancelling again, or after the end,
         does nothing.
         """
+        self._is_given_up = True
         if self._channel is not None:
             self._channel.cancel()
         await anyio.lowlevel.checkpoint()
@@ -108,6 +132,221 @@ class TokenStream:
         self._abandon()
         await anyio.lowlevel.checkpoint()
 
+    # --- A generation as a value -------------------------------------------------------------
+    async def suspend(self) -> SavedGeneration:
+        """End the stream here, to go on later: `Engine.resume` continues as if nothing had happened.
+
+        The same tokens follow, to the bit where the engine is `deterministic`.  What was computed ahead
+        of the reader is kept, as are the sampler and what the KV cache held, which need not be
+        computed again where the engine that resumes it is alike.
+
+        Raises
+        ------
+        ClosedError
+            The output has ended, or ends at this moment; what is left of it can be read.
+        anyio.BusyResourceError
+            Another task is reading.
+        """
+        channel = await self._submit()
+        channel.check_idle()
+        if channel.is_finished or self._is_closed:
+            raise ClosedError("the output has ended: there is nothing to suspend")
+        # What adapters have computed is another's, for all that a file can say of it.
+        has_own = channel.prepared.request.lora == NO_LORA
+        state = await channel.take(saves_state=has_own)
+        if channel.error is not None:
+            raise channel.error
+        if not channel.is_taken:
+            raise ClosedError("the output has ended: there is nothing to suspend")
+        self._abandon()
+        prepared, earlier = channel.prepared, channel.completion
+        assert earlier is not None
+        call, generated = prepared.call, earlier.token_ids
+        is_before = len(generated) == len(call.generated)
+        call = replace(
+            call,
+            generated=generated,
+            timeout=None,
+            excluded=call.excluded if is_before else (),
+        )
+        held = () if self._banned is None else self._banned.held
+        continuation = Continuation(
+            prompt_token_ids=prepared.request.prompt_token_ids,
+            answer=prepared.answer,
+            earlier=earlier,
+            logprobs=earlier.logprobs or (),
+            unread=held + channel.unread,
+            state=state,
+        )
+        return SavedGeneration.of(call, continuation, prepared.source.model)
+
+    def fork(self, n: int) -> list[TokenStream]:
+        """So many more streams that begin with what has been read of this one, which goes on.
+
+        They share its cells.  Each draws anew: with `seed`, the i-th draws with `seed + i`.  Their deltas
+        are what comes after this point; their completions have all of the output.
+
+        Parameters
+        ----------
+        n : int
+            1 to 256.
+
+        Raises
+        ------
+        InvalidRequestError
+            The output has ended here.
+        ClosedError
+            The stream has not been entered.
+        """
+        check_int("n", n, 1, MAX_FORKS, InvalidRequestError)
+        channel, seed = self._present, self._call.params.seed
+        source = channel.prepared.source
+        continuation = self._continuation()
+        made = []
+        for i in range(1, n + 1):
+            drawn = secrets.randbelow(MAX_SEED + 1) if seed is None else seed + i
+            call = replace(
+                channel.prepared.call,
+                generated=self._position,
+                request_id=new_request_id(),
+                seed=drawn % (MAX_SEED + 1),
+                excluded=(),
+            )
+            made.append(TokenStream(call, partial(source.open, continuation=continuation)))
+        return made
+
+    async def rewind(self, n_tokens: int) -> None:
+        """Take back the last tokens that were read; the output goes on from before them.
+
+        What follows is drawn anew: with `seed`, as the next seed would.
+
+        Parameters
+        ----------
+        n_tokens : int
+            1 to as many as the output has here.
+
+        Raises
+        ------
+        InvalidRequestError
+            The output has not so many tokens; nothing has changed.
+        """
+        await self._submit()
+        position = self._position
+        check_int("n_tokens", n_tokens, 1, len(position), InvalidRequestError)
+        seed = self._present.prepared.call.seed
+        next_seed = 0 if seed is None else (seed + 1) % (MAX_SEED + 1)
+        await self._go_on_from(position[:-n_tokens], seed=next_seed)
+
+    async def inject(self, text: str | Sequence[int]) -> None:
+        """Let the output go on after this text, or these tokens, as if the model had written them.
+
+        They count as output tokens, and are in no delta, for whoever injects them knows them.
+
+        Raises
+        ------
+        InvalidRequestError
+            Nothing to inject, tokens that would end the output, or more than `max_tokens`; log
+            probabilities are asked for, which nobody has computed.  Nothing has changed.
+        """
+        channel = await self._submit()
+        if channel.prepared.call.params.logprobs is not None:
+            limit = "left out where tokens are injected"
+            raise InvalidRequestError("logprobs", channel.prepared.call.params.logprobs, limit)
+        if isinstance(text, str):
+            tokens = tuple(await channel.prepared.source.tokenize(text, add_special=False))
+        else:
+            tokens = token_ids_of("text", text)
+        if not tokens:
+            raise InvalidRequestError("text", text, "at least one token")
+        await self._go_on_from(self._position + tokens)
+
+    @property
+    def _position(self) -> tuple[int, ...]:
+        """The tokens of the output that its reader has had."""
+        prepared = self._present.prepared
+        given, continuation = prepared.call.generated, prepared.continuation
+        unread = () if continuation is None else continuation.unread
+        n_given = len(given) - sum(len(delta.token_ids) for delta in unread)
+        return (*given[:n_given], *self._read_ids)
+
+    def _continuation(self) -> Continuation:
+        """What a request takes along that goes on from here."""
+        prepared = self._present.prepared
+        before = prepared.continuation
+        logprobs = () if before is None else before.logprobs
+        n_given = len(self._position) - len(self._read_ids)
+        return Continuation(
+            prompt_token_ids=prepared.request.prompt_token_ids,
+            answer=prepared.answer,
+            logprobs=(*logprobs[:n_given], *self._read_logprobs),
+        )
+
+    async def _go_on_from(
+        self,
+        generated: tuple[int, ...],
+        *,
+        seed: int | None = None,
+        excluded: Sequence[int] = (),
+        unread: tuple[TokenDelta, ...] = (),
+    ) -> None:
+        """Replace the request by one that has these tokens, the last of which may be unread."""
+        channel, continuation = self._present, self._continuation()
+        channel.check_idle()
+        call = channel.prepared.call
+        call = replace(
+            call,
+            generated=generated,
+            seed=call.seed if seed is None else seed,
+            excluded=tuple(excluded),
+        )
+        request = channel.prepared.request
+        coming = tuple(logprob for delta in unread for logprob in delta.logprobs or ())
+        continuation = replace(
+            continuation,
+            logprobs=(*continuation.logprobs, *coming)[: len(generated)],
+            unread=unread,
+            submitted_at=request.submitted_at,
+            deadline=request.deadline,
+        )
+        self._is_given_up = False
+        self._adopt(await channel.prepared.source.reopen(channel, call, continuation))
+        self._read_ids, self._read_logprobs = [], []
+        self._is_closed = False
+        if self._banned is not None:
+            self._banned = BannedStrings(call.params.banned_strings)
+        if self._is_given_up:  # meanwhile
+            self._present.cancel()
+
+    # --- Strings that are banned -------------------------------------------------------------
+    async def _allowed(self) -> TokenDelta | None:
+        """The next delta that is no part of a banned string."""
+        while self._banned is not None:
+            if (delta := self._banned.take()) is not None:
+                return delta
+            if (delta := await self._present.next()) is None:
+                return None
+            if (ban := self._banned.push(delta)) is not None:
+                await self._without(ban)
+        return None
+
+    async def _without(self, ban: Ban) -> None:
+        """Go on from before a banned string, with another token than the one that began it."""
+        kept = tuple(token for delta in ban.kept for token in delta.token_ids)
+        generated = self._position + kept
+        n_before = len(generated)
+        self._excluded = {n: tokens for n, tokens in self._excluded.items() if n <= n_before}
+        excluded = self._excluded.setdefault(n_before, set())
+        excluded.add(ban.token)
+        await self._go_on_from(generated, excluded=sorted(excluded), unread=ban.kept)
+
+    # --- Its channel -------------------------------------------------------------------------
+    @property
+    def _present(self) -> Channel:
+        """The channel of the request that runs for it now."""
+        if self._channel is None:
+            raise ClosedError("the stream has not been entered")
+        return self._channel
+
     async def _submit(self) -> Channel:
         """Submit once; later calls return the same channel."""
         if self._channel is None:
@@ -115,18 +354,25 @@ class TokenStream:
                 raise anyio.BusyResourceError("submitting")
             open_channel, self._open_channel = self._open_channel, None
             try:
-                self._channel = channel = await open_channel()
+                channel = await open_channel(self._call)
             except BaseException:
                 self._open_channel = open_channel  # nothing was submitted: it may be tried again
                 raise
-            if not channel.is_finished:
-                self._finalizer = weakref.finalize(self, _drop, channel)
-                self._finalizer.atexit = False
-        return self._channel
+            self._adopt(channel)
+        return self._present
+
+    def _adopt(self, channel: Channel) -> None:
+        """Its deltas come from this channel from now on."""
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        self._channel = channel
+        if not channel.is_finished:
+            self._finalizer = weakref.finalize(self, _drop, channel)
+            self._finalizer.atexit = False
 
     def _abandon(self) -> None:
         """Cancel unless finished, without waiting.  Idempotent."""
-        self._is_closed = True
+        self._is_closed = self._is_given_up = True
         if self._finalizer is not None:
             self._finalizer.detach()
         if self._channel is not None:

@@ -137,6 +137,7 @@ class OpenRequest(OpenCall):
         if self.token_ids or self.n_unread:
             request = replace(
                 request,
+                excluded=() if self.token_ids else request.excluded,
                 generated_token_ids=(*request.generated_token_ids, *self.token_ids),
                 resamples=resamples(request.params, request.constraint, request.thinking),
                 n_unread=self.n_unread,
@@ -150,6 +151,8 @@ class OpenRequest(OpenCall):
 
     def note(self, delta: TokenDelta, now: float) -> None:
         """Its reader is told this."""
+        if self.request.state is not None:  # which may be large, and serves to begin alone
+            self.request = replace(self.request, state=None)
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs or ()
         if delta.text:

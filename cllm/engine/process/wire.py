@@ -43,7 +43,13 @@ from cllm.engine.core.messages import (
 )
 from cllm.engine.core.statistics import EngineStatistics
 from cllm.engine.lora import LoraInfo
-from cllm.engine.request import Completion, GenerationRequest, TokenDelta, TokenLogprob
+from cllm.engine.request import (
+    Completion,
+    GenerationRequest,
+    SequenceState,
+    TokenDelta,
+    TokenLogprob,
+)
 from cllm.errors import (
     CllmError,
     DeadlineError,
@@ -78,6 +84,7 @@ class _Finished(msgspec.Struct, array_like=True, frozen=True):
     delta: TokenDelta
     completion: Completion
     error: _Error | None
+    state: SequenceState | None
 
 
 class _Embedded(msgspec.Struct, array_like=True, frozen=True):
@@ -230,9 +237,10 @@ def decode_events(frame: bytes | memoryview) -> tuple[list[Told], EngineStatisti
 
 def _event_as(event: Told) -> object:
     match event:
-        case Finished(request_id, delta, completion, error):
+        case Finished(request_id, delta, completion, error, state):
             rest = replace(completion, prompt_token_ids=())
-            return _Finished(request_id, delta, rest, None if error is None else error_as(error))
+            told = None if error is None else error_as(error)
+            return _Finished(request_id, delta, rest, told, state)
         case Embedded(request_id, vectors, n_values, error):
             told = None if error is None else error_as(error)
             return _Embedded(request_id, vectors, n_values, told)
@@ -250,7 +258,7 @@ def _event_of(value: Any) -> Told:
             assert failure is None or isinstance(failure, GenerationError | EngineFailedError)
             if failure is not None:
                 failure.completion = completion
-            return Finished(request_id, delta, completion, failure)
+            return Finished(request_id, delta, completion, failure, value.state)
         case _Embedded(request_id=request_id, vectors=vectors, n_values=n_values, error=error):
             failure = None if error is None else error_of(error)
             assert failure is None or isinstance(

@@ -1,0 +1,105 @@
+"""Strings that an output must not have, though no single token is one of them.  Pure.
+
+Deltas are held back while their text may be the beginning of such a string.  Where one is complete, what
+began it is dropped with all that came after, and its first token is excluded in that place.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from cllm.engine.request import TokenDelta
+
+
+@dataclass(frozen=True, slots=True)
+class Ban:
+    """A banned string was written.
+
+    Attributes
+    ----------
+    kept : tuple of TokenDelta
+        Held back, and written before it.
+    token : int
+        Began it.
+    """
+
+    kept: tuple[TokenDelta, ...]
+    token: int
+
+
+class BannedStrings:
+    """What one output has of them.
+
+    Parameters
+    ----------
+    strings : sequence of str
+        None is empty.
+    """
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self._strings = tuple(strings)
+        self._longest = max(map(len, self._strings))
+        self._held: list[TokenDelta] = []
+        self._ready: deque[TokenDelta] = deque()
+
+    def push(self, delta: TokenDelta) -> Ban | None:
+        """One more delta: what it releases can be taken, unless it completes a banned string."""
+        self._held.append(delta)
+        text = "".join(d.text for d in self._held)
+        found = [(start + len(s), start) for s in self._strings if (start := text.find(s)) >= 0]
+        if found:
+            _, start = min(found)
+            if (ban := self._ban(start)) is not None:
+                self._held = []
+                return ban
+        is_last = delta.finish_reason is not None
+        n_safe = len(text) - (0 if is_last or found else self._n_maybe(text))
+        self._release(n_safe, everything=is_last)
+        return None
+
+    @property
+    def held(self) -> tuple[TokenDelta, ...]:
+        """What its reader has not had."""
+        return (*self._ready, *self._held)
+
+    def take(self) -> TokenDelta | None:
+        """The next delta that its reader may have."""
+        return self._ready.popleft() if self._ready else None
+
+    def _ban(self, start: int) -> Ban | None:
+        """Of a string that begins at this place of the held text; None: no token began it."""
+        ends = accumulate(len(d.text) for d in self._held)
+        first = next(i for i, end in enumerate(ends) if end > start)
+        # The text of a last delta may be that of tokens before it.
+        while not self._held[first].token_ids:
+            if first == 0:
+                return None
+            first -= 1
+        return Ban(tuple(self._held[:first]), self._held[first].token_ids[0])
+
+    def _n_maybe(self, text: str) -> int:
+        """Length of the longest end of a text that begins a banned string."""
+        return next(
+            (
+                n
+                for n in range(min(len(text), self._longest - 1), 0, -1)
+                if any(s.startswith(text[-n:]) for s in self._strings)
+            ),
+            0,
+        )
+
+    def _release(self, n_safe: int, *, everything: bool) -> None:
+        """The first of the held deltas, as far as their text is safe."""
+        n_released, end = 0, 0
+        for delta in self._held:
+            end += len(delta.text)
+            if end > n_safe:
+                break
+            n_released += 1
+        if everything:
+            n_released = len(self._held)
+        self._ready += self._held[:n_released]
+        del self._held[:n_released]

@@ -1,0 +1,183 @@
+"""SavedGeneration: a generation that was suspended, as a value and as a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Self
+
+from cllm.engine.chat.chat_prompt import ChatPrompt
+from cllm.engine.loop.channel import Continuation
+from cllm.engine.loop.request_call import RequestCall
+from cllm.engine.plain_values import as_plain, of_plain
+from cllm.engine.request import Completion, ModelInfo, SequenceState, TokenDelta, TokenLogprob
+from cllm.engine.sampling_params import SamplingParams
+from cllm.engine.state_file import DamagedFileError, read_state_file, write_state_file
+from cllm.errors import InvalidArgumentError, InvalidRequestError
+
+KIND = "generation 1"
+_MODEL_FIELDS = ("architecture", "n_params", "size_bytes", "n_vocab", "n_embd", "n_layer")
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class SavedGeneration:
+    """Everything that a suspended generation needs to go on, in this process or in another.
+
+    `TokenStream.suspend` makes it, `Engine.resume` goes on with it, as often as it is wanted.
+
+    Attributes
+    ----------
+    call : RequestCall
+        What was asked for, with the tokens that there are.
+    continuation : Continuation
+    model_key : mapping
+        What the model has to be.
+    fingerprint : str
+        Of the engine: where it is another, what the KV cache held is computed again.
+    """
+
+    call: RequestCall
+    continuation: Continuation
+    model_key: Mapping[str, Any]
+    fingerprint: str
+
+    @classmethod
+    def of(cls, call: RequestCall, continuation: Continuation, model: ModelInfo) -> Self:
+        """That of a model."""
+        return cls(call, continuation, _key_of(model), model.fingerprint)
+
+    @property
+    def request_id(self) -> str:
+        """Of the stream that was suspended."""
+        return self.call.request_id
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """The prompt."""
+        return self.continuation.prompt_token_ids
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The output so far, what its reader had not taken yet included."""
+        return self.call.generated
+
+    @property
+    def n_state_bytes(self) -> int:
+        """How large what the KV cache held is; 0 if it has to be computed again."""
+        state = self.continuation.state
+        return 0 if state is None else len(state.data)
+
+    def on(self, model: ModelInfo) -> Continuation:
+        """What an engine with this model goes on from.
+
+        Raises
+        ------
+        InvalidRequestError
+            It is another model.
+        """
+        if (key := _key_of(model)) != self.model_key:
+            was = ", ".join(f"{name} {value}" for name, value in self.model_key.items())
+            raise InvalidRequestError("saved", model.name or key, f"for the model with {was}")
+        is_alike = model.fingerprint == self.fingerprint
+        return self.continuation if is_alike else replace(self.continuation, state=None)
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a file, which is there whole or not at all.  May take long; any thread.
+
+        It holds prompt and output in plain text.
+
+        Raises
+        ------
+        OSError
+            The file cannot be written.
+        InvalidArgumentError
+            `chat_template_kwargs` have something in them that JSON has not.
+        """
+        before = self.continuation
+        state = before.state
+        try:
+            header = {
+                "kind": KIND,
+                "model": dict(self.model_key),
+                "fingerprint": self.fingerprint,
+                "prompt": _plain_prompt(self.call.prompt),
+                "call": {
+                    f.name: as_plain(getattr(self.call, f.name))
+                    for f in fields(RequestCall)
+                    if f.name != "prompt"
+                },
+                "prompt_token_ids": before.prompt_token_ids,
+                "earlier": as_plain(before.earlier),
+                "logprobs": as_plain(before.logprobs),
+                "unread": as_plain(before.unread),
+                "n_state_tokens": None if state is None else state.n_tokens,
+            }
+        except TypeError as error:
+            raise InvalidArgumentError("messages", str(error), "what JSON has") from None
+        write_state_file(Path(path), header, b"" if state is None else state.data)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a file that `save` has written.  May take long; any thread.
+
+        Raises
+        ------
+        OSError
+            It cannot be read.
+        InvalidArgumentError
+            It is no such file, cut off, or has been changed.
+        """
+        try:
+            header, data = read_state_file(Path(path))
+            if header.get("kind") != KIND:
+                raise DamagedFileError(f"{path} is {header.get('kind')!r}, not {KIND!r}")
+            return cls._of_header(header, data)
+        except DamagedFileError as error:
+            limit = f"a file of SavedGeneration.save, unchanged ({error})"
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            limit = f"a file of SavedGeneration.save, of this version ({error!r})"
+        raise InvalidArgumentError("path", os.fspath(path), limit)
+
+    @classmethod
+    def _of_header(cls, header: Mapping[str, Any], data: bytes) -> Self:
+        given = dict(header["call"])
+        given["params"] = SamplingParams(**_params_of(given["params"]))
+        for name in ("generated", "excluded"):
+            given[name] = tuple(given[name])
+        n_tokens = header["n_state_tokens"]
+        continuation = Continuation(
+            prompt_token_ids=tuple(header["prompt_token_ids"]),
+            earlier=of_plain(Completion | None, header["earlier"]),
+            logprobs=of_plain(tuple[TokenLogprob, ...], header["logprobs"]),
+            unread=of_plain(tuple[TokenDelta, ...], header["unread"]),
+            state=None if n_tokens is None else SequenceState(data, n_tokens),
+        )
+        call = RequestCall(prompt=_prompt_of(header["prompt"]), **given)
+        return cls(call, continuation, header["model"], header["fingerprint"])
+
+    def __repr__(self) -> str:
+        n_tokens = len(self.token_ids)
+        return f"<SavedGeneration {self.request_id} {n_tokens} tokens {self.n_state_bytes} bytes>"
+
+
+def _key_of(model: ModelInfo) -> dict[str, Any]:
+    return {name: getattr(model, name) for name in _MODEL_FIELDS}
+
+
+def _plain_prompt(prompt: str | tuple[int, ...] | ChatPrompt) -> dict[str, Any]:
+    if isinstance(prompt, ChatPrompt):
+        return {"chat": as_plain(prompt)}
+    return {"text": prompt} if isinstance(prompt, str) else {"token_ids": prompt}
+
+
+def _prompt_of(plain: Mapping[str, Any]) -> str | tuple[int, ...] | ChatPrompt:
+    if "chat" in plain:
+        return ChatPrompt(**plain["chat"])
+    return plain["text"] if "text" in plain else tuple(plain["token_ids"])
+
+
+def _params_of(plain: Mapping[str, Any]) -> dict[str, Any]:
+    biases = {int(token): bias for token, bias in plain["logit_bias"].items()}
+    return {**plain, "logit_bias": biases}

@@ -1,0 +1,56 @@
+"""Frozen values as what JSON has, and back: dataclasses, tuples, bytes and what they are made of."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from enum import StrEnum
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+
+def as_plain(value: Any) -> Any:
+    """A value as lists, dictionaries, strings and numbers; bytes as hexadecimal digits.
+
+    Raises
+    ------
+    TypeError
+        It has something else in it.
+    """
+    if is_dataclass(value):
+        return {f.name: as_plain(getattr(value, f.name)) for f in fields(value) if f.init}
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, Mapping):
+        return {str(key): as_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_plain(item) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"{type(value).__name__} is nothing that JSON has")
+
+
+def of_plain(kind: Any, plain: Any) -> Any:
+    """The value of this type that `as_plain` has made this of.
+
+    Raises
+    ------
+    TypeError, ValueError, LookupError
+        It is none.
+    """
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        if plain is None:
+            return None
+        present = [a for a in arguments if a is not type(None)]
+        return of_plain(present[0], plain) if len(present) == 1 else plain
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        return kind(**{name: of_plain(hints[name], item) for name, item in plain.items()})  # type: ignore[operator]
+    if origin is tuple:
+        return tuple(of_plain(arguments[0], item) for item in plain)
+    if kind is bytes:
+        return bytes.fromhex(plain)
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        return kind(plain)
+    return plain

@@ -1,0 +1,108 @@
+"""A file with a header in JSON and bytes behind it: complete and unchanged, or not there at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import tempfile
+from pathlib import Path
+from typing import Any
+
+MAGIC = b"cllm state 1\n"
+_LENGTHS = struct.Struct("<QQ")
+_N_DIGEST = 32
+
+
+class DamagedFileError(Exception):
+    """A file that is none of these, or is not what was written."""
+
+
+def write_state_file(path: Path, header: dict[str, Any], data: bytes) -> int:
+    """Write a file beside its place, and put it there when it is whole; how many bytes it has.
+
+    Raises
+    ------
+    OSError
+        It cannot be written; what was there before still is.
+    TypeError
+        The header is not JSON.
+    """
+    head = json.dumps(header, separators=(",", ":")).encode()
+    lengths = _LENGTHS.pack(len(head), len(data))
+    digest = _digest(lengths, head, data)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            for part in (MAGIC, digest, lengths, head, data):
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    return len(MAGIC) + _N_DIGEST + len(lengths) + len(head) + len(data)
+
+
+def read_state_file(path: Path) -> tuple[dict[str, Any], bytes]:
+    """Header and bytes of a file.
+
+    Raises
+    ------
+    OSError
+        It cannot be read.
+    DamagedFileError
+        It is none of these files, cut off or changed.
+    """
+    with path.open("rb") as file:
+        head, digest, lengths = _read_head(path, file)
+        data = file.read(lengths[1] + 1)
+    if len(data) != lengths[1] or _digest(_LENGTHS.pack(*lengths), head, data) != digest:
+        raise DamagedFileError(f"{path} is cut off, or has been changed")
+    return _header_of(path, head), data
+
+
+def read_state_header(path: Path) -> dict[str, Any]:
+    """The header alone, of a file whose bytes may be damaged.
+
+    Raises
+    ------
+    OSError, DamagedFileError
+        As of `read_state_file`.
+    """
+    with path.open("rb") as file:
+        head, _, lengths = _read_head(path, file)
+        n_bytes = os.fstat(file.fileno()).st_size
+    if n_bytes != len(MAGIC) + _N_DIGEST + _LENGTHS.size + sum(lengths):
+        raise DamagedFileError(f"{path} is cut off")
+    return _header_of(path, head)
+
+
+def _read_head(path: Path, file: Any) -> tuple[bytes, bytes, tuple[int, int]]:
+    fixed = file.read(len(MAGIC) + _N_DIGEST + _LENGTHS.size)
+    if not fixed.startswith(MAGIC) or len(fixed) < len(MAGIC) + _N_DIGEST + _LENGTHS.size:
+        raise DamagedFileError(f"{path} is no file of this kind")
+    digest = fixed[len(MAGIC) : len(MAGIC) + _N_DIGEST]
+    n_head, n_data = _LENGTHS.unpack_from(fixed, len(MAGIC) + _N_DIGEST)
+    if n_head + n_data > os.fstat(file.fileno()).st_size:  # before as much memory is asked for
+        raise DamagedFileError(f"{path} is cut off, or has been changed")
+    return file.read(n_head), digest, (n_head, n_data)
+
+
+def _header_of(path: Path, head: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(head)
+    except ValueError:
+        raise DamagedFileError(f"{path} has been changed") from None
+    if not isinstance(header, dict):
+        raise DamagedFileError(f"{path} has been changed")
+    return header
+
+
+def _digest(*parts: bytes) -> bytes:
+    digest = hashlib.blake2b(digest_size=_N_DIGEST)
+    for part in parts:
+        digest.update(part)
+    return digest.digest()

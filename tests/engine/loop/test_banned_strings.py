@@ -1,0 +1,95 @@
+"""Strings that an output does not have, though tokens would make them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cllm import Engine, FinishReason, InvalidRequestError, TokenDelta
+from cllm.engine.loop.banned_strings import Ban, BannedStrings
+from tests.conftest import QUIET
+
+TEXTS = st.lists(st.sampled_from(["a", "b", "ab", "ba", "", "aab"]), min_size=1, max_size=20)
+STRINGS = st.lists(st.sampled_from(["ab", "ba", "aa", "abab", "b"]), min_size=1, max_size=3)
+
+
+def deltas_of(texts: Sequence[str]) -> list[TokenDelta]:
+    last = len(texts) - 1
+    return [
+        TokenDelta(text, (i,), FinishReason.STOP if i == last else None)
+        for i, text in enumerate(texts)
+    ]
+
+
+@given(TEXTS, STRINGS)
+def test_nothing_is_let_through_that_ends_in_a_banned_string_and_all_else_is(
+    texts: list[str], strings: list[str]
+) -> None:
+    banned, released = BannedStrings(strings), []
+    for i, delta in enumerate(deltas_of(texts)):
+        found = banned.push(delta)
+        while (one := banned.take()) is not None:
+            released.append(one)
+        so_far = "".join(texts[: i + 1])
+        if found is not None:
+            kept = released + list(found.kept)
+            before = "".join(d.text for d in kept)
+            assert found.token == len(kept)
+            assert not any(s in before for s in strings)
+            assert any(s in so_far for s in strings)
+            return
+        assert not any(s in so_far for s in strings)
+    assert [d.token_ids for d in released] == [(i,) for i in range(len(texts))]
+
+
+def test_what_may_begin_one_is_held_back_and_no_more() -> None:
+    banned = BannedStrings(["abc"])
+    assert banned.push(TokenDelta("xa", (1,))) is None
+    assert banned.take() is None
+    assert banned.push(TokenDelta("b", (2,))) is None
+    assert banned.take() is None
+    assert banned.push(TokenDelta("d", (3,))) is None
+    assert [d.token_ids for d in iter(banned.take, None)] == [(1,), (2,), (3,)]
+    assert banned.push(TokenDelta("y", (4,))) is None
+    assert banned.push(TokenDelta("abc", (5,))) == Ban((), 5)
+
+
+@pytest.mark.anyio
+async def test_greedy_output_goes_round_a_string_and_the_rest_is_as_if_its_token_were_banned() -> (
+    None
+):
+    async with Engine(n_ctx=1024, **QUIET) as engine:
+        options = {"temperature": 0.0, "max_tokens": 24}
+        free = await engine.generate("count: 1 2 3", **options)  # type: ignore[arg-type]
+        string = free.text[3:6]
+        deltas = []
+        async with engine.stream("count: 1 2 3", banned_strings=[string], **options) as stream:  # type: ignore[arg-type]
+            async for delta in stream:
+                deltas.append(delta)
+                assert string not in "".join(d.text for d in deltas)
+            ended = await stream.completion()
+        assert ended.text == "".join(d.text for d in deltas)
+        assert ended.token_ids == tuple(t for d in deltas for t in d.token_ids)
+        assert string not in ended.text
+        n_same = next(
+            i for i, (a, b) in enumerate(zip(ended.token_ids, free.token_ids, strict=False)) if a != b
+        )
+        before = free.token_ids[:n_same]
+        forced = await engine.generate(
+            "count: 1 2 3", generated=before, logit_bias={free.token_ids[n_same]: float("-inf")},
+            temperature=0.0, max_tokens=n_same + 1,
+        )  # fmt: skip
+        assert forced.token_ids[0] == ended.token_ids[n_same]
+        assert await engine.audit() == []
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("strings", [[""], ["a"] * 65, 5, ["x" * 1025]])
+async def test_strings_that_cannot_be_banned_are_refused_by_name(strings: object) -> None:
+    async with Engine(n_ctx=256, **QUIET) as engine:
+        with pytest.raises(InvalidRequestError) as caught:
+            engine.stream("x", banned_strings=strings)  # type: ignore[arg-type]
+        assert caught.value.field == "banned_strings"

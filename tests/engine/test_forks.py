@@ -1,0 +1,209 @@
+"""Streams that fork, go back, and get words put into their mouths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cllm import ClosedError, Engine, InvalidRequestError
+from cllm.testing import FakeAnswer, FakeEngine
+from tests.conftest import QUIET
+from tests.engine.test_suspended import EXACT, LONG, read, text_of
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_forks_go_on_from_what_was_read_and_the_stream_goes_on_itself() -> None:
+    async with FakeEngine(LONG, stream_buffer=4) as engine:
+        whole = await engine.generate("p")
+        async with engine.stream("p", request_id="one") as stream:
+            first = await read(stream, 5)
+            forks = stream.fork(3)
+            for fork in forks:
+                async with fork:
+                    rest = [delta async for delta in fork]
+                    assert text_of(first + rest) == whole.text
+                    ended = await fork.completion()
+                    assert ended.text == whole.text
+                    assert ended.token_ids == whole.token_ids
+                    assert ended.usage.n_output == whole.usage.n_output
+            assert (await stream.completion()).text == whole.text
+        assert len({fork.request_id for fork in forks} | {"one"}) == 4
+        assert await engine.audit() == []
+
+
+async def test_a_fork_costs_one_row_and_no_cell_more_than_its_own_tokens() -> None:
+    async with FakeEngine(LONG, stream_buffer=1, n_seq_max=8, prefix_cache_tokens=1) as engine:
+        async with engine.stream("p" * 100) as stream:
+            await read(stream, 5)
+            await engine.audit()
+            n_before = engine.statistics()
+            forks = stream.fork(4)
+            for fork in forks:
+                await fork.__aenter__()
+            await engine.audit()
+            n_after = engine.statistics()
+            assert n_after.n_running == 5
+            n_rows = n_after.n_decode_rows - n_before.n_decode_rows
+            n_tokens = n_after.n_output_tokens - n_before.n_output_tokens
+            assert n_rows == n_tokens
+            assert n_after.n_prefill_tokens == n_before.n_prefill_tokens
+            n_cells = n_after.n_kv_cells_used - n_before.n_kv_cells_used
+            assert n_cells == 4  # the token before the first of its own
+            for fork in forks:
+                assert (await fork.completion()).text == LONG[""]
+        assert await engine.audit() == []
+
+
+async def test_forks_draw_each_its_own_and_by_the_seed_the_same_each_time(engine: Engine) -> None:
+    options: dict[str, Any] = {"temperature": 2.0, "seed": 7, "max_tokens": 16}
+    found = []
+    for _ in range(2):
+        async with engine.stream("x", **options) as stream:
+            await read(stream, 2)
+            forks = stream.fork(4)
+            found.append([(await fork.completion()).token_ids for fork in forks])
+    assert len(set(found[0])) > 1
+    assert found[0][0][:2] == found[0][3][:2]
+
+
+async def test_a_stream_goes_back_and_gives_the_same_again_where_nothing_is_drawn() -> None:
+    async with FakeEngine(LONG, stream_buffer=4) as engine:
+        whole = await engine.generate("p")
+        async with engine.stream("p") as stream:
+            first = await read(stream, 6)
+            await stream.rewind(4)
+            again = await read(stream, 4)
+            assert text_of(again) == text_of(first[2:])
+            assert await stream.completion() is not None
+            ended = await stream.completion()
+            assert (ended.text, ended.token_ids) == (whole.text, whole.token_ids)
+            assert ended.usage.n_output == whole.usage.n_output
+        assert await engine.audit() == []
+
+
+async def test_it_goes_back_after_its_end_too() -> None:
+    async with FakeEngine({"": "abc"}) as engine, engine.stream("p") as stream:
+        assert text_of([delta async for delta in stream]) == "abc"
+        await stream.rewind(2)
+        assert text_of([delta async for delta in stream]) == "c"
+        assert (await stream.completion()).text == "abc"
+
+
+async def test_going_back_draws_anew_by_the_next_seed(engine: Engine) -> None:
+    options: dict[str, Any] = {"temperature": 2.0, "seed": 7, "max_tokens": 20}
+    found = []
+    for _ in range(2):
+        async with engine.stream("x", **options) as stream:
+            first = await read(stream, 18)
+            await stream.rewind(16)
+            again = await read(stream, 16)
+            found.append([d.token_ids for d in again])
+            assert found[-1] != [d.token_ids for d in first[2:]]
+    assert found[0][0] == found[1][0]
+
+
+async def test_what_is_injected_is_as_if_the_model_had_written_it() -> None:
+    async with Engine(**EXACT) as engine:
+        async with engine.stream("1+1=", temperature=0.0, max_tokens=12) as stream:
+            await stream.inject("3\n2+2=")
+            rest = [delta async for delta in stream]
+            ended = await stream.completion()
+        ids = tuple(await engine.tokenize("3\n2+2=", add_special=False))
+        same = await engine.generate("1+1=", generated=ids, temperature=0.0, max_tokens=12)
+        assert text_of(rest) == same.text
+        assert ended.token_ids == ids + same.token_ids
+        assert ended.text == "3\n2+2=" + same.text
+        assert await engine.audit() == []
+
+
+async def test_a_chat_that_goes_back_tells_its_channels_from_there() -> None:
+    answer = FakeAnswer("It is warm here, and dry.", reasoning="Let me think about it.")
+    async with FakeEngine({"": answer}) as engine:
+        messages = [{"role": "user", "content": "Hello"}]
+        whole = await engine.chat(messages)
+        async with engine.stream_chat(messages) as stream:
+            deltas = await read(stream, len(whole.token_ids) - 3)
+            await stream.rewind(len(whole.token_ids) - 6)
+            deltas = deltas[:3] + [delta async for delta in stream]
+            ended = await stream.completion()
+        assert "".join(d.reasoning for d in deltas) == whole.reasoning
+        assert text_of(deltas) == whole.text
+        assert (ended.text, ended.reasoning) == (whole.text, whole.reasoning)
+        assert ended.usage.n_reasoning == whole.usage.n_reasoning
+
+
+@pytest.mark.parametrize(
+    ("act", "field"),
+    [
+        (lambda s: s.rewind(0), "n_tokens"),
+        (lambda s: s.rewind(4), "n_tokens"),
+        (lambda s: s.rewind("1"), "n_tokens"),
+        (lambda s: s.inject(""), "text"),
+        (lambda s: s.inject(5), "text"),
+        (lambda s: s.inject([-1]), "text"),
+        (lambda s: s.inject([10**6]), "generated"),
+        (lambda s: s.inject([256]), "generated"),
+        (lambda s: s.inject("a" * 60), "generated"),
+    ],
+)
+async def test_what_cannot_be_is_refused_by_name_and_the_stream_goes_on(
+    act: Any, field: str
+) -> None:
+    async with FakeEngine(LONG) as engine, engine.stream("p", max_tokens=60) as stream:
+        first = await read(stream, 3)
+        with pytest.raises(InvalidRequestError) as caught:
+            await act(stream)
+        assert caught.value.field == field
+        assert text_of(first + [delta async for delta in stream]) == LONG[""]
+
+
+async def test_forks_are_counted_and_need_a_stream_that_has_begun() -> None:
+    async with FakeEngine(LONG) as engine:
+        stream = engine.stream("p")
+        with pytest.raises(ClosedError, match="not been entered"):
+            stream.fork(1)
+        async with stream:
+            for n in (0, 257, 1.5):
+                with pytest.raises(InvalidRequestError) as caught:
+                    stream.fork(n)  # type: ignore[arg-type]
+                assert caught.value.field == "n"
+
+
+async def test_who_is_served_goes_back_though_the_queue_is_full() -> None:
+    async with FakeEngine(LONG, n_seq_max=1, max_queue=1, stream_buffer=1) as engine:
+        async with engine.stream("p") as stream, engine.stream("q") as waiting:
+            await read(stream, 3)
+            await stream.rewind(2)
+            assert (await stream.completion()).text == LONG[""]
+            assert (await waiting.completion()).text == LONG[""]
+
+
+async def test_a_stream_that_is_cancelled_while_it_goes_back_stays_cancelled() -> None:
+    async with FakeEngine(LONG, stream_buffer=2) as engine:
+        async with engine.stream("p") as stream:
+            await read(stream, 3)
+            await stream.cancel()
+            await stream.rewind(1)
+            await stream.cancel()
+            assert (await stream.completion()).finish_reason in ("cancelled", "stop")
+        assert engine.statistics().n_kv_cells_used == 0 or await engine.audit() == []
+
+
+async def test_it_is_the_same_with_a_process_of_its_own() -> None:
+    async with Engine(process=True, n_ctx=1024, **QUIET) as engine:
+        options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 20}
+        whole = await engine.generate("count: 1 2 3", **options)
+        async with engine.stream("count: 1 2 3", **options) as stream:
+            first = await read(stream, 4)
+            (fork,) = stream.fork(1)
+            assert (await fork.completion()).token_ids[:4] == whole.token_ids[:4]
+            await stream.rewind(2)
+            first = first[:2] + await read(stream, 2)
+            try:
+                saved = await stream.suspend()
+            except ClosedError:
+                return
+        rest = [delta async for delta in engine.resume(saved)]
+        assert text_of(first + rest)[:4] == whole.text[:4]
