@@ -21,6 +21,15 @@ from cllm.errors import InvalidArgumentError, LlamaCallError, NotGenerativeError
 _COPY_HEADER = struct.Struct("<8sI")  # the name of this format; CRC-32 of what follows
 _COPY_NAME = b"cllmseq1"
 A_COPY = "a copy made by state_seq_get_data"
+_new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
+_new_bytes.restype, _new_bytes.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_ssize_t)
+
+
+def _address_of(data: bytes) -> int:
+    """Where they are, as long as somebody holds them."""
+    address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value
+    assert address is not None
+    return address
 
 
 class Memory(NativeHandle):
@@ -152,14 +161,17 @@ class Memory(NativeHandle):
             return b""
         size = self._lib.llama_state_seq_get_size(self._pointer, seq_id)
         start = _COPY_HEADER.size
-        buffer = (ctypes.c_uint8 * (start + size))()
-        cells = (ctypes.c_uint8 * size).from_buffer(buffer, start)
+        # Made without contents, and written before anybody else has it: a copy can be a gigabyte, of which
+        # each pass takes tenths of a second.
+        copy: bytes = _new_bytes(None, start + size)
+        address = _address_of(copy)
+        cells = (ctypes.c_uint8 * size).from_address(address + start)
         n_bytes = self._lib.llama_state_seq_get_data(self._pointer, cells, size, seq_id)
         if n_bytes == 0:
             raise LlamaCallError("llama_state_seq_get_data", 0)
-        copy = memoryview(buffer)[: start + n_bytes]
-        _COPY_HEADER.pack_into(buffer, 0, _COPY_NAME, zlib.crc32(copy[start:]))
-        return bytes(copy)
+        checksum = zlib.crc32(memoryview(copy)[start : start + n_bytes])
+        ctypes.memmove(address, _COPY_HEADER.pack(_COPY_NAME, checksum), start)
+        return copy if n_bytes == size else copy[: start + n_bytes]
 
     def state_seq_set_data(self, data: bytes, seq_id: int, *, n_positions: int) -> None:
         """Restore an unchanged copy made by `state_seq_get_data` into an empty sequence.
@@ -189,15 +201,15 @@ class Memory(NativeHandle):
         if self.seq_pos_max(seq_id) is not None:
             raise InvalidArgumentError("seq_id", seq_id, "an empty sequence")
         start, size = _COPY_HEADER.size, len(data) - _COPY_HEADER.size
-        buffer = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
-        if size <= 0 or not bytes(data[:start]).startswith(_COPY_NAME):
+        copy = bytes(data)  # itself, if it is that already
+        if size <= 0 or not copy.startswith(_COPY_NAME):
             raise InvalidArgumentError("data", f"{len(data)} bytes", A_COPY)
-        header = _COPY_NAME, zlib.crc32(memoryview(buffer)[start:])
-        if _COPY_HEADER.unpack_from(buffer) != header:
+        header = _COPY_NAME, zlib.crc32(memoryview(copy)[start:])
+        if _COPY_HEADER.unpack_from(copy) != header:
             raise InvalidArgumentError(
                 "data", f"{len(data)} bytes", "unchanged: its checksum differs"
             )
-        cells = (ctypes.c_uint8 * size).from_buffer(buffer, start)
+        cells = (ctypes.c_uint8 * size).from_address(_address_of(copy) + start)
         n_bytes = self._lib.llama_state_seq_set_data(self._pointer, cells, size, seq_id)
         forward_log()
         # A copy of another cache is often accepted; wrong positions are the trace it leaves.

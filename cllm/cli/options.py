@@ -136,6 +136,25 @@ class EngineFlags:
             "--prefix-cache-tokens",
         ),
     ] = None
+    prefix_cache_bytes: Annotated[
+        int | None,
+        _engine(
+            "Bytes of host memory for prefixes that have left the KV cells; by default a quarter of what is "
+            "free, 8 GiB at most.",
+            "--prefix-cache-bytes",
+        ),
+    ] = None
+    prefix_cache_dir: Annotated[
+        str | None,
+        _engine("Keep prefixes as files there too, for later.", "--prefix-cache-dir"),
+    ] = None
+    prefix_cache_dir_bytes: Annotated[
+        int | None,
+        _engine(
+            "Bytes of all files there.", "--prefix-cache-dir-bytes",
+            default=_ENGINE.prefix_cache_dir_bytes,
+        ),
+    ] = None  # fmt: skip
     swap_tokens: Annotated[
         int | None,
         _engine(

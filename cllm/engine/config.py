@@ -54,6 +54,9 @@ class EngineOptions(TypedDict, total=False):
     max_queue: int
     prefix_cache: bool
     prefix_cache_tokens: int | None
+    prefix_cache_bytes: int | None
+    prefix_cache_dir: str | Path | None
+    prefix_cache_dir_bytes: int
     swap_tokens: int | None
     n_prefill_chunk: int | None
     target_itl_ms: float | None
@@ -129,6 +132,14 @@ class EngineConfig:
     prefix_cache_tokens : int, optional
         KV cells that finished sequences may leave occupied.  None: all that no request wants; they
         are evicted, least recently used first, when one does.
+    prefix_cache_bytes : int, optional
+        Host memory for prefixes that have left the KV cells: they come back from there where that is faster
+        than computing them.  None: a quarter of what is available at start, 8 GiB at most; 0: none.
+    prefix_cache_dir : str or Path, optional
+        A directory where they are kept as files too, for engines that come later, or beside.  It holds
+        prompts and answers.  None: none.
+    prefix_cache_dir_bytes : int
+        Of all its files; those that were used longest ago go first.
     swap_tokens : int, optional
         Tokens of preempted sequences whose cells may be kept in host memory, where that is cheaper
         than computing them again; None: as many as `n_ctx`, 0: never.
@@ -200,6 +211,9 @@ class EngineConfig:
     max_queue: int = 256
     prefix_cache: bool = True
     prefix_cache_tokens: int | None = None
+    prefix_cache_bytes: int | None = None
+    prefix_cache_dir: str | Path | None = None
+    prefix_cache_dir_bytes: int = 8 << 30
     swap_tokens: int | None = None
     n_prefill_chunk: int | None = None
     target_itl_ms: float | None = None
@@ -237,7 +251,8 @@ class EngineConfig:
         for field, low, high in (
             ("n_threads", 1, MAX_THREADS), ("n_threads_batch", 1, MAX_THREADS),
             ("prefix_cache_tokens", 1, 1 << 26), ("swap_tokens", 0, 1 << 30),
-            ("n_prefill_chunk", 1, 1 << 20),
+            ("n_prefill_chunk", 1, 1 << 20), ("prefix_cache_bytes", 0, 1 << 50),
+            ("prefix_cache_dir_bytes", 1, 1 << 50),
         ):  # fmt: skip
             value = getattr(self, field)
             if value is not None:
@@ -261,9 +276,12 @@ class EngineConfig:
         check_float("stall_timeout_s", self.stall_timeout_s, 0.001, 1e6)
         if self.hang_timeout_s is not None:
             check_float("hang_timeout_s", self.hang_timeout_s, 1.0, 1e6)
-        for field in ("model", "tick_log", "speculation", "embedding_model"):
+        for field in ("model", "tick_log", "speculation", "embedding_model", "prefix_cache_dir"):
             if (path := getattr(self, field)) is not None:
                 _check_path(field, path)
+        if self.prefix_cache_dir is not None and self.tick_log is not None:
+            limit = "left out beside tick_log: a replay has no files"
+            raise InvalidArgumentError("prefix_cache_dir", self.prefix_cache_dir, limit)
         if self.preflight != UNSEEN and not isinstance(self.preflight, bool):
             raise InvalidArgumentError("preflight", self.preflight, f"True, False or {UNSEEN!r}")
         _check_loras(self.lora)

@@ -264,6 +264,7 @@ class _FakeBackend:
             n_prefill_chunk=self._config.n_batch,
             encoder=self._encoder,
             loras=self._loras,
+            state_key="fake",
             drafter=NgramDrafter() if self._config.speculation == NGRAM else None,
         )
 

@@ -188,6 +188,7 @@ class _Script:
         """Lay out what a line needs."""
         self._times.extend(line.clock)
         self.decoder.positions.extend(line.positions)
+        self.decoder.sizes.extend(line.sizes)
         self._drafts.extend(line.drafts)
         batches = line.command.batches if isinstance(line.command, Ticked) else ()
         self.decoder.script = deque(batches)
@@ -295,6 +296,23 @@ class _ScriptedSampler(AskedSampler):
         return choice
 
 
+class _Sized(bytes):
+    """As many bytes as were copied, of which nobody looks at any."""
+
+    def __new__(cls, n_bytes: int) -> _Sized:
+        sized = super().__new__(cls)
+        sized.n_bytes = n_bytes
+        return sized
+
+    n_bytes: int
+
+    def __len__(self) -> int:
+        return self.n_bytes
+
+    def __bool__(self) -> bool:
+        return self.n_bytes > 0
+
+
 class _ScriptedDecoder:
     """Answers what the log has, and computes nothing."""
 
@@ -308,6 +326,7 @@ class _ScriptedDecoder:
         self._runs: Runs = []
         self.script: deque[dict[str, Any]] = deque()
         self.positions: deque[int | None] = deque()
+        self.sizes: deque[int] = deque()
         self.decoded: list[Runs] = []
 
     def set_loras(self, loras: LoraSet) -> None:
@@ -337,7 +356,8 @@ class _ScriptedDecoder:
         self._calls.count("seq_cp")
 
     def state_seq_get_data(self, seq_id: int) -> bytes:
-        return b"state" if self._calls.count("state_seq_get_data") else b""
+        self._calls.count("state_seq_get_data")
+        return _Sized(self.sizes.popleft()) if self.sizes else b""
 
     def state_seq_set_data(self, data: bytes, seq_id: int, *, n_positions: int) -> None:
         self._calls.count("state_seq_set_data")

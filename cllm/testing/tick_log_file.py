@@ -25,7 +25,7 @@ from cllm.engine.sampling.batch_sampler import NotFiniteError
 from cllm.engine.sampling_params import SamplingParams
 from cllm.errors import LlamaCallError
 
-_TOKENS = ("prompt_token_ids", "generated_token_ids", "excluded")
+_TOKENS = ("prompt_token_ids", "generated_token_ids")
 
 MALFORMED = (AttributeError, LookupError, TypeError, ValueError)
 
@@ -77,7 +77,7 @@ class LogLine:
     ----------
     number : int
         In the file, from 1 on.
-    clock, positions, faults, drafts, pieces
+    clock, positions, sizes, faults, drafts, pieces
         What was read while it lasted; see `cllm.engine.core.tick_log`.
     """
 
@@ -85,6 +85,7 @@ class LogLine:
     command: Entry
     clock: list[float]
     positions: list[int | None]
+    sizes: list[int]
     faults: list[tuple[str, int, bool | str]]
     drafts: list[dict[int, tuple[int, ...]]]
     pieces: dict[int, tuple[bytes, bool]]
@@ -189,6 +190,7 @@ def _malformed(path: str | Path, number: int) -> Iterator[None]:
 def _line(number: int, values: dict[str, Any]) -> LogLine:
     values = dict(values)
     clock, positions = values.pop("clock", []), values.pop("positions", [])
+    sizes = [int(n_bytes) for n_bytes in values.pop("sizes", [])]
     faults = [(name, n, outcome) for name, n, outcome in values.pop("faults", [])]
     pieces = {
         int(token): (bytes.fromhex(piece), is_eog)
@@ -198,7 +200,7 @@ def _line(number: int, values: dict[str, Any]) -> LogLine:
         {int(seq_id): tuple(tokens) for seq_id, tokens in of_batch.items()}
         for of_batch in values.pop("drafts", [])
     ]
-    return LogLine(number, _entry(values), [*clock], [*positions], faults, drafts, pieces)
+    return LogLine(number, _entry(values), [*clock], [*positions], sizes, faults, drafts, pieces)
 
 
 def _entry(values: dict[str, Any]) -> Entry:

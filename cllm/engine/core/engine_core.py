@@ -27,9 +27,11 @@ from cllm.engine.core.messages import (
     Inspect,
     Inspected,
     LiveView,
+    PrefixLoaded,
     Read,
 )
 from cllm.engine.core.output_processor import OutputProcessor, ReadLogprob
+from cllm.engine.core.prefix_tiers import PrefixStore, PrefixTiers
 from cllm.engine.core.prompt_cost import PromptCost
 from cllm.engine.core.recovery import Recovery, Verdict
 from cllm.engine.core.row_cost import RowCost
@@ -39,7 +41,7 @@ from cllm.engine.core.sequence import Sequence
 from cllm.engine.core.speculation import Speculation, is_decoding
 from cllm.engine.core.statistics import EngineStatistics, Recorder
 from cllm.engine.core.tick_cost import TickCost, cells_attended
-from cllm.engine.request import FinishReason, TokenDelta
+from cllm.engine.request import FinishReason, SequenceState, TokenDelta
 from cllm.engine.vocabulary import OutputVocabulary
 from cllm.errors import DecodeFailedError, EngineFailedError, InvalidBatchError, NoKVSlotError
 
@@ -79,6 +81,8 @@ class EngineCore:
         Whom drafts come from; None: there are none.
     row_cost : RowCost, optional
         What is known of it; learns from every tick that only decodes.
+    store : PrefixStore, optional
+        The files of the prefix cache.
     """
 
     def __init__(
@@ -95,6 +99,7 @@ class EngineCore:
         on_batch: Callable[[list[Chunk]], None] = lambda chunks: None,
         speculation: Speculation | None = None,
         row_cost: RowCost | None = None,
+        store: PrefixStore | None = None,
     ) -> None:
         self._decoder = decoder
         self._reader = decoder if reader is None else reader
@@ -117,6 +122,8 @@ class EngineCore:
             prefix_cache_tokens=config.n_prefix_cache_tokens(kv_cache.n_cells),
             swap_tokens=kv_cache.n_cells if config.swap_tokens is None else config.swap_tokens,
             clock=clock,
+            tiers=self._make_tiers(kv_cache, store),
+            recompute_s=self.tick_cost.recompute_s,
         )
         self.queue = RunQueue(
             self.manager,
@@ -155,6 +162,16 @@ class EngineCore:
         # Fewer after llama.cpp found no room where the bookkeeping saw some.
         self._n_rows_max = decoder.n_batch
 
+    def _make_tiers(
+        self, kv_cache: KVCache, store: PrefixStore | None
+    ) -> PrefixTiers | None:
+        n_bytes = self._config.prefix_cache_bytes or 0
+        if not self._config.prefix_cache or not (n_bytes or store):
+            return None
+        return PrefixTiers(
+            n_bytes_max=n_bytes, whole_only=not kv_cache.has_pos_min, store=store
+        )
+
     # --- Commands ----------------------------------------------------------------------------
     def handle(self, command: Command) -> None:
         """Do what a command says, all but an `Audit` and a `Shutdown`, which are the thread's."""
@@ -166,7 +183,9 @@ class EngineCore:
             case Read(request_id, n_deltas):
                 self.queue.read(request_id, n_deltas)
             case ClearPrefixCache():
-                self.manager.evict_all()
+                self.manager.forget_prefixes()
+            case PrefixLoaded(file, state):
+                self._on_loaded(file, state)
             case Inspect(call_id):
                 self.queue.events.append(Inspected(call_id, self.live_view()))
 
@@ -177,6 +196,16 @@ class EngineCore:
     def forget_lora(self, name: str) -> None:
         """Let nobody share what this adapter has computed: it is gone, and another may have its name."""
         self.manager.evict_lora(name)
+
+    def _on_loaded(self, file: str, state: SequenceState | None) -> None:
+        """The file of a prefix has been read, or cannot be."""
+        if self.manager.tiers is not None:
+            self.manager.tiers.on_loaded(file, state)
+
+    def save_prefixes(self) -> None:
+        """The engine ends: what is in cells goes to the files."""
+        if self.manager.tiers is not None and self.manager.tiers.has_store:
+            self.manager.save_all()
 
     def mark_corrupt(self, cause: Exception) -> None:
         """The bookkeeping and llama.cpp do not agree: recreate the context before the next decode."""
@@ -507,7 +536,10 @@ class EngineCore:
 
     def snapshot(self) -> Recorder:
         """What `EngineStatistics.of` reads, as it is now."""
-        queue = self.queue
+        queue, tiers = self.queue, self.manager.tiers
+        if tiers is not None:
+            self.recorder.n_prefix_bytes_host = tiers.n_bytes
+            self.recorder.n_prefix_bytes_disk = tiers.n_file_bytes
         return self.recorder.snapshot(
             self.kv_cache,
             n_waiting=len(queue.waiting),

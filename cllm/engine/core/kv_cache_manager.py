@@ -18,6 +18,7 @@ from cllm.engine.core.checkpoints import MIN_GAIN, next_checkpoint
 from cllm.engine.core.decoder import CacheMemory
 from cllm.engine.core.kv_cache import KVCache, Slot
 from cllm.engine.core.prefix_cache import CachedPrefix, Match, PrefixCache, Tokens
+from cllm.engine.core.prefix_tiers import BLOCK, PrefixTiers, SavedPrefix
 from cllm.engine.core.scheduler import Chunk
 from cllm.engine.core.sequence import Sequence
 from cllm.engine.core.statistics import Recorder
@@ -33,6 +34,8 @@ logger = logging.getLogger("cllm.engine")
 MIN_STREAM_SHARE = 1 / 512
 # Going on in a stream costs what was cached behind the common part: not more than was common.
 MIN_TAKEN_SHARE = 1 / 2
+# Shorter prefixes are computed again sooner than they are found.
+MIN_SAVED = 2 * BLOCK
 # The copy of a sequence that shares cells needs them once more: not worth it for more than a few.
 MIN_OWN_SHARE = 0.9
 
@@ -50,6 +53,10 @@ class KVCacheManager:
         Cells that finished prefixes may hold; 0 shares nothing, not even between running sequences.
     swap_tokens : int
         Tokens of preempted sequences that may be kept in host memory.
+    tiers : PrefixTiers, optional
+        Where prefixes go that leave the cache, and come back from.
+    recompute_s : callable
+        What computing so many first tokens of a sequence takes.
 
     Attributes
     ----------
@@ -67,6 +74,8 @@ class KVCacheManager:
         prefix_cache_tokens: int,
         swap_tokens: int,
         clock: Callable[[], float],
+        tiers: PrefixTiers | None = None,
+        recompute_s: Callable[[int], float] = lambda n_tokens: 0.0,
     ) -> None:
         self._memory = memory
         self.kv_cache = kv_cache
@@ -78,6 +87,8 @@ class KVCacheManager:
         self._n_tokens_max = prefix_cache_tokens if can_share else 0
         self._swap = SwapStore(memory, recorder, n_tokens_max=swap_tokens, clock=clock)
         self.prefixes = PrefixCache()
+        self.tiers = tiers
+        self._recompute_s = recompute_s
         self.fault: Exception | None = None
 
     # --- In ----------------------------------------------------------------------------------
@@ -86,6 +97,7 @@ class KVCacheManager:
         if len(running) >= self._n_seq_max:
             return False
         self._drop_needless_state(sequence, running)
+        self._look_in_tiers(sequence, running)
         match = self._match(sequence, running)
         if not self._has_room(sequence, match, running):
             return False
@@ -126,15 +138,50 @@ class KVCacheManager:
 
     def n_shareable(self, sequence: Sequence, running: Iterable[Sequence]) -> int:
         """The first tokens of a sequence that it would not have to compute now."""
+        if sequence.swapped is not None:
+            return sequence.n_restorable
         match = self._match(sequence, running)
-        return max(match.n_tokens, match.n_expected)
+        n_tokens = max(match.n_tokens, match.n_expected)
+        prefix, n_saved = self._in_tiers(sequence, n_tokens)
+        if prefix is not None and prefix.state is None and self.tiers is not None:
+            sequence.awaits = prefix
+            self.tiers.load(prefix)
+        return max(n_tokens, n_saved)
 
     def _drop_needless_state(self, sequence: Sequence, running: Iterable[Sequence]) -> None:
         """What others have in cells is shared rather than restored beside them."""
         if (state := sequence.swapped) is not None:
-            n_most = min(state.n_tokens, sequence.n_settled)
+            n_most = min(sequence.n_restorable, sequence.n_settled)
             if self._shared(sequence, running).n_tokens >= n_most:
                 self._swap.forget(sequence)
+
+    def _look_in_tiers(self, sequence: Sequence, running: Iterable[Sequence]) -> None:
+        """Let a sequence go on from a saved prefix, where that is faster than computing it."""
+        sequence.awaits = None
+        if self.tiers is None or sequence.swapped is not None:
+            return
+        match = self._shared(sequence, running)
+        n_shared = max(match.n_tokens, match.n_expected)
+        prefix, n_tokens = self._in_tiers(sequence, n_shared)
+        if prefix is None or prefix.state is None:
+            return
+        self.tiers.touch(prefix)
+        self._swap.adopt(sequence, prefix.state, n_tokens)
+        sequence.restores = prefix
+
+    def _in_tiers(self, sequence: Sequence, n_shared: int) -> tuple[SavedPrefix | None, int]:
+        """A prefix that is worth to be restored, of whom others share so much in cells."""
+        if self.tiers is None or not self._n_tokens_max:
+            return None, 0
+        wanted = sequence.token_array()[: sequence.n_settled]
+        prefix, n_tokens = self.tiers.match(wanted, sequence.request.lora)
+        if prefix is None or n_tokens < n_shared + MIN_GAIN:
+            return None, 0
+        computed_s = self._recompute_s(n_tokens) - self._recompute_s(n_shared)
+        # What is unknown is tried; what is in a file is read meanwhile.
+        if 0 < computed_s < self._swap.restore_s(len(prefix.tokens)):
+            return None, 0
+        return prefix, n_tokens
 
     def _match(self, sequence: Sequence, running: Iterable[Sequence]) -> Match:
         return Match() if sequence.swapped else self._shared(sequence, running)
@@ -252,6 +299,7 @@ class KVCacheManager:
             if self.kv_cache.kv_unified and self.fault is None:
                 tokens = sequence.token_array()[: slot.n_computed].copy()
                 self._keep_copy(slot, tokens, sequence.request.lora)
+                self._recorder.n_checkpoints += 1
             self._set_checkpoint(sequence)
 
     # --- Out ---------------------------------------------------------------------------------
@@ -331,7 +379,7 @@ class KVCacheManager:
             return True
         if self._can_truncate:  # a part of the longer one does for the shorter
             for entry in self.prefixes.covered_by(tokens, lora):
-                self.evict(entry)
+                self.evict(entry, saves=False)
         return False
 
     def _remember(self, entry: CachedPrefix) -> None:
@@ -339,13 +387,34 @@ class KVCacheManager:
         while self.kv_cache.n_cached > self._n_tokens_max:
             self.evict(self.prefixes.entries[0])
 
-    def evict(self, entry: CachedPrefix) -> None:
-        """Forget a cached prefix."""
+    def evict(self, entry: CachedPrefix, *, saves: bool = True) -> None:
+        """Let a cached prefix leave the cells, for the tiers below if that is worth it."""
         self.prefixes.entries.remove(entry)
+        if saves:
+            self._save_prefix(entry)
         self._remove(entry.slot.seq_id, 0)
         n_cells = self.kv_cache.release(entry.slot)
         self._recorder.n_evictions += 1
         logger.debug("cached prefix of %d tokens: evicted, %d cells", len(entry.tokens), n_cells)
+
+    def _save_prefix(self, entry: CachedPrefix) -> None:
+        tokens, tiers = entry.tokens, self.tiers
+        if tiers is None or self.fault is not None or len(tokens) < MIN_SAVED:
+            return
+        if tiers.has(tokens, entry.lora):
+            return
+        try:
+            data = self._memory.state_seq_get_data(entry.slot.seq_id)
+        except Exception as error:
+            logger.warning("cached prefix of %d tokens: not saved: %s", len(tokens), error)
+            return
+        if data:
+            tiers.add(tokens, entry.lora, SequenceState(data, len(tokens)))
+
+    def save_all(self) -> None:
+        """Save every cached prefix, the most recently used first."""
+        for entry in reversed(self.prefixes.entries):
+            self._save_prefix(entry)
 
     def evict_until(self, n_free: int) -> None:
         """Evict cached prefixes, least recently used first, until so many cells are free."""
@@ -355,14 +424,22 @@ class KVCacheManager:
     def evict_lora(self, name: str) -> None:
         """Evict what this adapter has computed: another may have its name."""
         for entry in [e for e in self.prefixes.entries if e.lora.uses(name)]:
-            self.evict(entry)
+            self.evict(entry, saves=False)
+        if self.tiers is not None:
+            self.tiers.forget_lora(name)
 
     def evict_all(self) -> int:
-        """Evict every cached prefix; return how many there were."""
+        """Evict every cached prefix, and save none; return how many there were."""
         n_entries = len(self.prefixes.entries)
         while self.prefixes.entries:
-            self.evict(self.prefixes.entries[0])
+            self.evict(self.prefixes.entries[0], saves=False)
         return n_entries
+
+    def forget_prefixes(self) -> None:
+        """Forget what finished requests have left, wherever it is."""
+        self.evict_all()
+        if self.tiers is not None:
+            self.tiers.clear()
 
     # --- Preemption --------------------------------------------------------------------------
     def preempt(self, sequence: Sequence, recompute_s: float, *, keep: bool = False) -> None:
@@ -385,14 +462,20 @@ class KVCacheManager:
         assert swapped is not None
         assert slot is not None
         self.evict_until(swapped.n_tokens)
+        n_tokens, prefix = sequence.n_restorable, sequence.restores
         if self._swap.restore(sequence, slot):
             self.kv_cache.advance(slot, swapped.n_tokens)
-            self.truncate(slot, sequence.n_settled)
-            sequence.place(slot.n_computed)
+            self.truncate(slot, min(n_tokens, sequence.n_settled))
+            n_cached = sequence.place(slot.n_computed)
             if not self._can_truncate:
                 self._set_checkpoint(sequence)
+            if prefix is not None:
+                self._recorder.n_cached_tokens += n_cached
+                self._recorder.n_restored_prefixes += 1
         else:
             self._remove(slot.seq_id, 0)
+            if prefix is not None and self.tiers is not None:
+                self.tiers.forget(prefix)
 
     def adopt(self, sequence: Sequence, state: SequenceState) -> None:
         """A new sequence brings what the KV cache held of it, as far as it can be used."""

@@ -71,6 +71,14 @@ class ClearPrefixCache:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixLoaded:
+    """The file of a prefix has been read; without a state, it is of no use.  From a thread beside."""
+
+    file: str
+    state: SequenceState | None
+
+
+@dataclass(frozen=True, slots=True)
 class Audit:
     """Compare the bookkeeping with llama.cpp's.  Answered by `Audited` with the same `call_id`."""
 
@@ -122,6 +130,7 @@ Command = (
     | CancelRequest
     | Read
     | ClearPrefixCache
+    | PrefixLoaded
     | Audit
     | Inspect
     | LoadLora

@@ -102,8 +102,8 @@ class RunQueue:
     # --- What there is -----------------------------------------------------------------------
     @property
     def has_work(self) -> bool:
-        """Whether anybody wants tokens; a paused sequence waits for its reader."""
-        return any(not s.is_paused for s in self._by_id.values())
+        """Whether anybody wants tokens; a paused sequence waits for its reader, another for a file."""
+        return any(not (s.is_paused or s.is_loading) for s in self._by_id.values())
 
     @property
     def has_loras(self) -> bool:

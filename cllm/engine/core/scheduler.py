@@ -202,8 +202,11 @@ def most_urgent(sequences: Iterable[Sequence], now: float) -> Sequence | None:
 
 
 def next_admitted(waiting: Iterable[Sequence], now: float) -> Sequence | None:
-    """The waiting sequence to start next: the most urgent; nobody overtakes it."""
-    return most_urgent((s for s in waiting if not s.is_paused), now)
+    """The waiting sequence to start next: the most urgent; nobody overtakes it.
+
+    Whose prefix is being read from a file is not asked yet.
+    """
+    return most_urgent((s for s in waiting if not (s.is_paused or s.is_loading)), now)
 
 
 def has_room(

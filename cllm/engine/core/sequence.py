@@ -15,6 +15,7 @@ from cllm.checks import INT32_MAX
 from cllm.engine.core.checkpoints import NEVER
 from cllm.engine.core.detokenizer import Detokenizer
 from cllm.engine.core.kv_cache import Slot
+from cllm.engine.core.prefix_tiers import SavedPrefix
 from cllm.engine.lora import LoraSet
 from cllm.engine.request import (
     Completion,
@@ -67,7 +68,14 @@ class Sequence:
     n_shareable : int
         The first tokens that others had computed, or were to, when it was submitted.
     swapped : SequenceState or None
-        Its cells, if they were saved when it was preempted, or before it was suspended.
+        Its cells, if they were saved when it was preempted, or before it was suspended; or those of a
+        prefix that it has in common with another.
+    n_restorable : int
+        So many tokens of `swapped` are its own.
+    restores : SavedPrefix or None
+        The prefix that `swapped` is from.
+    awaits : SavedPrefix or None
+        A prefix that is being read from a file, for which it waits.
     n_cached : int
         Prompt tokens that were shared and not computed.
     n_drafted, n_accepted : int
@@ -100,6 +108,9 @@ class Sequence:
         self.parted: set[int] = set()
         self.n_checkpoint = NEVER
         self.swapped: SequenceState | None = None
+        self.n_restorable = 0
+        self.restores: SavedPrefix | None = None
+        self.awaits: SavedPrefix | None = None
         self.n_cached = self.n_drafted = self.n_accepted = 0
         self.detokenizer = Detokenizer(request.params.stop, strips_space=request.strips_space)
         first_scored = request.first_scored
@@ -125,6 +136,11 @@ class Sequence:
     def is_paused(self) -> bool:
         """Whether its reader has fallen so far behind that nothing more may be computed."""
         return self.n_unread >= self._stream_buffer
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether what it goes on from is being read from a file."""
+        return self.awaits is not None and self.awaits.is_loading
 
     @property
     def n_computed(self) -> int:

@@ -49,7 +49,13 @@ class EngineStatistics:
     n_preemptions, n_swaps : int
         Sequences sent back to the queue, and those of them whose cells were saved.
     n_evictions, n_rebuilds : int
-        Cached prefixes given up; contexts recreated after a failure.
+        Cached prefixes that have left the cells; contexts recreated after a failure.
+    n_checkpoints : int
+        Memory of one position that was kept for others while a prompt was computed.
+    n_restored_prefixes : int
+        Requests that went on from host memory or a file, with tokens of others.
+    n_prefix_bytes_host, n_prefix_bytes_disk : int
+        What the prefix cache has in host memory, and in its directory.
     n_discrepancies : int
         What audits found, those of an idle engine too; all of it was mended.
     n_kv_cells_used, n_kv_cells_cached, n_kv_cells : int
@@ -83,6 +89,10 @@ class EngineStatistics:
     n_swaps: int = 0
     n_evictions: int = 0
     n_rebuilds: int = 0
+    n_checkpoints: int = 0
+    n_restored_prefixes: int = 0
+    n_prefix_bytes_host: int = 0
+    n_prefix_bytes_disk: int = 0
     n_discrepancies: int = 0
     n_kv_cells_used: int = 0
     n_kv_cells_cached: int = 0
@@ -133,7 +143,8 @@ SAME_NAMES = {f.name for f in fields(EngineStatistics)} - {
 # What is so now; all else is counted.
 GAUGES = {
     "n_waiting", "n_running", "n_paused", "n_kv_cells_used", "n_kv_cells_cached", "n_kv_cells",
-    "n_seq_ids_used", "n_seq_ids_cached", "n_waiting_texts", "uptime_s",
+    "n_seq_ids_used", "n_seq_ids_cached", "n_waiting_texts", "uptime_s", "n_prefix_bytes_host",
+    "n_prefix_bytes_disk",
 }  # fmt: skip
 
 
@@ -153,6 +164,8 @@ class Recorder:
         self.n_prefill_tokens = self.n_cached_tokens = self.n_output_tokens = 0
         self.n_drafted_tokens = self.n_accepted_tokens = 0
         self.n_preemptions = self.n_swaps = self.n_evictions = self.n_rebuilds = 0
+        self.n_checkpoints = self.n_restored_prefixes = 0
+        self.n_prefix_bytes_host = self.n_prefix_bytes_disk = 0
         self.n_discrepancies = 0
         self.n_kv_cells_used = self.n_kv_cells_cached = self.n_kv_cells = 0
         self.n_seq_ids_used = self.n_seq_ids_cached = 0

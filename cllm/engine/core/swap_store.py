@@ -36,7 +36,8 @@ class SwapStore:
         self._n_tokens_max = n_tokens_max
         self._clock = clock
         self._n_tokens = 0
-        self._s_per_token = 0.0  # unknown: the first one is the measurement
+        # Unknown: the first one is the measurement.
+        self._s_per_token = self._restored_s_per_token = 0.0
 
     def is_worth(self, n_tokens: int, recompute_s: float) -> bool:
         """Whether there is room for so many tokens, and saving them is the cheaper way."""
@@ -64,14 +65,17 @@ class SwapStore:
             return None
         return SequenceState(data, slot.n_computed) if data else None
 
-    def adopt(self, sequence: Sequence, state: SequenceState) -> None:
-        """A sequence goes on from this when it runs."""
+    def adopt(
+        self, sequence: Sequence, state: SequenceState, n_restorable: int | None = None
+    ) -> None:
+        """A sequence goes on from this when it runs, or from so many tokens of it."""
         sequence.swapped = state
+        sequence.n_restorable = state.n_tokens if n_restorable is None else n_restorable
         self._n_tokens += state.n_tokens
 
     def restore(self, sequence: Sequence, slot: Slot) -> bool:
         """Put back what was saved into an empty slot; False if it cannot be."""
-        swapped = sequence.swapped
+        swapped, started = sequence.swapped, self._clock()
         assert swapped is not None
         self.forget(sequence)
         try:
@@ -79,10 +83,17 @@ class SwapStore:
         except Exception as error:
             logger.warning("request %s is computed again: %s", sequence.request_id, error)
             return False
+        measured = (self._clock() - started) / swapped.n_tokens
+        known = self._restored_s_per_token
+        self._restored_s_per_token = (known + measured) / 2 if known else measured
         return True
+
+    def restore_s(self, n_tokens: int) -> float:
+        """What putting back so many tokens takes; 0 while that is unknown."""
+        return self._restored_s_per_token * n_tokens
 
     def forget(self, sequence: Sequence) -> None:
         """Drop what was saved of a sequence."""
         if sequence.swapped is not None:
             self._n_tokens -= sequence.swapped.n_tokens
-            sequence.swapped = None
+            sequence.swapped = sequence.restores = None

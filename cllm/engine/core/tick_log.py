@@ -7,7 +7,7 @@ The lines: a `header` with the `format`; `submit`, `cancel`, `suspend`, `read`, 
 `cancel_all` as they are handled; `mark_corrupt` after an audit; `forget_lora`; `tick` with its batches as
 `[seq_id, p0, n_tokens, n_outputs]`.
 Each has what was read while it lasted: the `clock`, the `positions` that llama.cpp answered, the
-`faults` of calls, the `drafts` of each batch by seq_id, the `pieces` of tokens met for the first
+`sizes` of copies of what it holds, the `faults` of calls, the `drafts` of each batch by seq_id, the `pieces` of tokens met for the first
 time.
 """
 
@@ -54,7 +54,7 @@ DECODER = ("n_batch", "n_outputs_max", "separates_prompts")
 # What of the configuration, with its None replaced, decides about ticks.
 SETTINGS = (
     "n_ctx", "n_seq_max", "n_batch", "kv_unified", "flash_attn", "prefix_cache",
-    "prefix_cache_tokens", "swap_tokens", "n_prefill_chunk", "target_itl_ms", "stream_buffer",
+    "prefix_cache_tokens", "prefix_cache_bytes", "swap_tokens", "n_prefill_chunk", "target_itl_ms", "stream_buffer",
 )  # fmt: skip
 
 
@@ -82,6 +82,7 @@ class TickLog:
         self._batches: list[dict[str, Any]] = []
         self._faults: list[tuple[str, int, bool | str]] = []
         self._positions: list[int | None] = []
+        self._sizes: list[int] = []
         self._drafts: list[dict[int, Drafts]] = []
         self._pieces: dict[int, tuple[str, bool]] = {}
         self._known: set[int] = set()
@@ -106,7 +107,7 @@ class TickLog:
             case AddRequest(request):
                 values = {f.name: getattr(request, f.name) for f in fields(request)}
                 # They have decided about the tokens, which are noted.
-                del values["constraint"], values["thinking"]
+                del values["constraint"], values["thinking"], values["excluded"]
                 params = {f.name: getattr(request.params, f.name) for f in fields(request.params)}
                 params["logit_bias"] = dict(request.params.logit_bias)
                 values["lora"] = asdict(request.lora)
@@ -142,11 +143,13 @@ class TickLog:
             "clock": self._clock,
             "faults": self._faults,
             "positions": self._positions,
+            "sizes": self._sizes,
             "drafts": self._drafts,
             "pieces": self._pieces,
         }
         line.update({name: value for name, value in extra.items() if value})
-        self._clock, self._faults, self._positions, self._drafts, self._pieces = [], [], [], [], {}
+        self._clock, self._faults, self._positions, self._sizes = [], [], [], []
+        self._drafts, self._pieces = [], {}
         if self._is_failing:
             return
         try:
@@ -180,6 +183,10 @@ class TickLog:
     def position(self, position: int | None) -> None:
         """What llama.cpp said about the end of a sequence."""
         self._positions.append(position)
+
+    def size(self, n_bytes: int) -> None:
+        """How large a copy of what a sequence holds is: what is kept of them depends on it."""
+        self._sizes.append(n_bytes)
 
     def drafts(self, drafts: dict[int, Drafts]) -> None:
         """What was guessed in a tick that could have guesses, by seq_id."""
@@ -286,7 +293,9 @@ class LoggedDecoder:
 
     def state_seq_get_data(self, seq_id: int) -> bytes:
         """See `Decoder`."""
-        return self._call("state_seq_get_data", self._decoder.state_seq_get_data, seq_id)
+        data = self._call("state_seq_get_data", self._decoder.state_seq_get_data, seq_id)
+        self._log.size(len(data))
+        return data
 
     def state_seq_set_data(self, data: bytes, seq_id: int, *, n_positions: int) -> None:
         """See `Decoder`."""

@@ -25,7 +25,7 @@ from cllm.engine.llama.decoder import LlamaDecoder, make_context, measure_state
 from cllm.engine.llama.determinism import deterministic_decoder
 from cllm.engine.llama.draft_model import DraftModel
 from cllm.engine.llama.encoder import LlamaTextEncoder, NoDecoder, embedding_info
-from cllm.engine.llama.fingerprint import fingerprint
+from cllm.engine.llama.fingerprint import fingerprint, state_key
 from cllm.engine.llama.lora_file import check_lora_file
 from cllm.engine.llama.loras import LlamaLoras
 from cllm.engine.llama.memory import check_fits
@@ -119,6 +119,7 @@ class LlamaBackend:
             encoder=encoder,
             loras=loras,
             row_cost=self._row_cost(model_info, owned),
+            state_key=state_key(model_files(config), config, kv_cache),
         )
         self.preflight.passed()
         return loaded

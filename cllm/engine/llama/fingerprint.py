@@ -22,7 +22,7 @@ SETTINGS = (
 # What decides about batches, on which answers depend unless the engine is deterministic.
 BATCH_SETTINGS = (
     "n_seq_max", "n_batch", "n_ubatch", "compute_threads", "n_gpu_layers", "flash_attn",
-    "prefix_cache", "prefix_cache_tokens", "swap_tokens", "n_prefill_chunk", "target_itl_ms",
+    "prefix_cache", "prefix_cache_tokens", "prefix_cache_bytes", "swap_tokens", "n_prefill_chunk", "target_itl_ms",
 )  # fmt: skip
 
 
@@ -37,21 +37,39 @@ def fingerprint(files: list[Path], config: EngineConfig, kv_cache: KVCache) -> s
         Its layout, and how many positions a sequence may have: an output may end there.
     """
     names = SETTINGS if config.deterministic else (*SETTINGS, *BATCH_SETTINGS)
-    _, build = find_library()
     values = {
+        **_values(config, kv_cache, names),
+        "n_ctx_seq": kv_cache.n_ctx_seq,
+        "cllm": _version(),
+    }
+    return f"fp_{_digest(values, files)[:16]}"
+
+
+def state_key(files: list[Path], config: EngineConfig, kv_cache: KVCache) -> str:
+    """The same wherever a copy of what a sequence holds in the KV cache can be put back.
+
+    Numbers from another kind of CPU would do too, but not where answers are to be the same to the bit.
+    """
+    return _digest(_values(config, kv_cache, (*SETTINGS, "flash_attn", "n_gpu_layers")), files)[:32]
+
+
+def _values(config: EngineConfig, kv_cache: KVCache, names: tuple[str, ...]) -> dict[str, object]:
+    _, build = find_library()
+    return {
         "settings": {name: getattr(config, name) for name in names},
         "scales": [lora.scale for lora in config.loras],
-        "n_ctx_seq": kv_cache.n_ctx_seq,
         "kv_unified": kv_cache.kv_unified,
         "build": build,
         "cpu": system_info(),
-        "cllm": _version(),
     }
+
+
+def _digest(values: dict[str, object], files: list[Path]) -> str:
     digest = hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode())
     for path in files:
         for block in _blocks(path):
             digest.update(block)
-    return f"fp_{digest.hexdigest()[:16]}"
+    return digest.hexdigest()
 
 
 def _blocks(path: Path) -> Iterator[bytes]:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from cllm.engine.config import EngineConfig
 from cllm.engine.core.decoder import Decoder
@@ -42,13 +43,18 @@ from cllm.engine.thread.host import EngineHost
 from cllm.engine.thread.interrupter import Abortable, Interrupter
 from cllm.engine.thread.lora_commands import LoraCommands
 from cllm.engine.thread.mailbox import EventOutbox, Inbox
+from cllm.engine.thread.prefix_files import PrefixFiles
 from cllm.engine.thread.worker_thread import WorkerThreads
 from cllm.engine.vocabulary import OutputVocabulary
 from cllm.errors import CllmError
+from cllm.memory import available_bytes
 
 logger = logging.getLogger("cllm.engine")
 
 IDLE_AUDIT_S = 1.0
+# Of the memory that is available, for prefixes that have left the cells: this part, and no more than that.
+PREFIX_SHARE = 4
+MAX_PREFIX_BYTES = 8 << 30
 AUDIT_EVERY_TICK = os.environ.get("CLLM_AUDIT") == "tick"
 
 
@@ -146,6 +152,9 @@ class InferenceThread(EngineHost):
         if config.n_prefill_chunk is None:
             config = replace(config, n_prefill_chunk=loaded.n_prefill_chunk)
         kv_cache = loaded.kv_cache
+        if config.prefix_cache_bytes is None:
+            config = replace(config, prefix_cache_bytes=_default_bytes(config))
+        store = self._make_store(loaded, owned)
         speculation: Speculation | None = None
         if loaded.drafter is not None:
             speculation = BudgetedSpeculation(
@@ -175,7 +184,24 @@ class InferenceThread(EngineHost):
             on_batch=self._on_batch,
             speculation=speculation,
             row_cost=loaded.row_cost,
+            store=store,
         )
+
+    def _make_store(self, loaded: Loaded, owned: ExitStack) -> PrefixFiles | None:
+        """The files of the prefix cache, if there are to be any."""
+        config = self._config
+        if config.prefix_cache_dir is None or not config.prefix_cache:
+            return None
+        store = PrefixFiles(
+            Path(config.prefix_cache_dir).expanduser(),
+            loaded.state_key,
+            config.prefix_cache_dir_bytes,
+            self._inbox.put,
+        )
+        owned.callback(store.close)
+        n_files = len(store.stored)
+        logger.info("prefix cache: %d files in %s", n_files, config.prefix_cache_dir)
+        return store
 
     def _loop(self, core: EngineCore) -> None:
         n_ended = 0
@@ -191,6 +217,7 @@ class InferenceThread(EngineHost):
                 self._handle(core, command)
             if is_last:
                 core.queue.cancel_all()
+                core.save_prefixes()
             else:
                 core.tick()
                 tick_s = time.perf_counter() - self._busy_since
@@ -340,6 +367,14 @@ class InferenceThread(EngineHost):
 
     def _publish(self, core: EngineCore) -> None:
         self._recorder = core.snapshot()
+
+
+def _default_bytes(config: EngineConfig) -> int:
+    """Host memory for prefixes that have left the cells, where the settings leave it open."""
+    available = available_bytes() if config.prefix_cache else 0
+    n_bytes = min(MAX_PREFIX_BYTES, (available or 0) // PREFIX_SHARE)
+    logger.info("prefix cache: up to %d MiB of host memory", n_bytes >> 20)
+    return n_bytes
 
 
 def _is_progress(event: Event) -> bool:

@@ -1,0 +1,300 @@
+"""Prefixes that have left the KV cache: in host memory, and in files.  Pure; inference thread only.
+
+What is there is found by blocks of tokens: a block has the hash of itself and of all before it, so that
+the longest common beginning with any prefix is found in as many steps as it has blocks, however many
+prefixes there are.  Tokens decide: a hash only says where to look.
+
+What goes first is what gives least for its bytes, and has not been used for long: each prefix has a
+priority of tokens by bytes above that of whatever went last (Greedy-Dual-Size), which is least
+recently used where bytes are as tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cllm.engine.lora import NO_LORA, LoraUse
+from cllm.engine.request import SequenceState
+
+logger = logging.getLogger("cllm.engine")
+
+Tokens = NDArray[np.int32]
+
+BLOCK = 32  # tokens that are looked up at once; no shorter prefix is kept
+N_LOOKED_AT = 16  # of many prefixes that go on differently within a block
+
+
+@dataclass(eq=False, slots=True)
+class SavedPrefix:
+    """The beginning of a sequence, and what the KV cache held of it.
+
+    Attributes
+    ----------
+    state : SequenceState or None
+        None: it is in a file alone.
+    n_bytes : int
+        In host memory.
+    file : str or None
+        The name of its file.
+    is_loading : bool
+        The file is being read.
+    """
+
+    tokens: Tokens
+    state: SequenceState | None
+    n_bytes: int
+    lora: LoraUse = NO_LORA
+    file: str | None = None
+    is_loading: bool = False
+    priority: float = 0.0
+
+
+class PrefixStore(Protocol):
+    """Files of prefixes.  No call waits for a disk.
+
+    Attributes
+    ----------
+    stored : iterable of (tokens, file, bytes)
+        What was there at the start, the least recently used first.
+    n_bytes : int
+        Of all files that are there now.
+    """
+
+    stored: Iterable[tuple[Tokens, str, int]]
+    n_bytes: int
+
+    def write(self, tokens: Tokens, state: SequenceState) -> str | None:
+        """Write a file some time; its name, or None: too much is being written already."""
+
+    def load(self, file: str) -> None:
+        """Read a file, some time; the inference thread is told of what came of it."""
+
+    def touch(self, file: str) -> None:
+        """It was used just now."""
+
+    def clear(self) -> None:
+        """Remove all files."""
+
+
+class PrefixTiers:
+    """What has left the KV cache and may come back.
+
+    Parameters
+    ----------
+    n_bytes_max : int
+        Host memory for it; 0: nothing is kept.
+    whole_only : bool
+        Only all of a prefix can be used: memory of one position.
+    store : PrefixStore, optional
+        Where files are; None: there are none.
+    """
+
+    def __init__(
+        self,
+        *,
+        n_bytes_max: int,
+        whole_only: bool = False,
+        store: PrefixStore | None = None,
+    ) -> None:
+        self._n_bytes_max = n_bytes_max
+        self._whole_only = whole_only
+        self._store = store
+        self._n_bytes = 0
+        self._floor = 0.0  # the priority of what went last
+        self._all: dict[SavedPrefix, None] = {}
+        self._by_block: dict[int, dict[SavedPrefix, None]] = {}
+        self._by_file: dict[str, SavedPrefix] = {}
+        for tokens, file, n_bytes in () if store is None else store.stored:
+            self._put(SavedPrefix(tokens, None, n_bytes, file=file))
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes in host memory."""
+        return self._n_bytes
+
+    @property
+    def n_file_bytes(self) -> int:
+        """Bytes in files."""
+        return 0 if self._store is None else self._store.n_bytes
+
+    @property
+    def has_store(self) -> bool:
+        """Whether there are files."""
+        return self._store is not None
+
+    # --- Finding -----------------------------------------------------------------------------
+    def match(self, wanted: Tokens, lora: LoraUse) -> tuple[SavedPrefix | None, int]:
+        """The prefix that has most of the beginning of `wanted`, computed alike, and how much."""
+        best, n_best = None, 0
+        levels = [self._by_block[h] for h in self._hashes(wanted) if h in self._by_block]
+        for n_blocks in range(len(levels), 0, -1):
+            for prefix in self._looked_at(levels[n_blocks - 1], n_blocks):
+                n_common = self._n_usable(prefix, wanted, lora)
+                if n_common > n_best:
+                    best, n_best = prefix, n_common
+            if best is not None:
+                break
+        return best, n_best
+
+    def _looked_at(self, level: dict[SavedPrefix, None], n_blocks: int) -> Iterator[SavedPrefix]:
+        """The latest of those that have these blocks; of whole ones, those that end in the last."""
+        n_left = N_LOOKED_AT
+        for prefix in reversed(level):
+            if self._whole_only and len(prefix.tokens) // BLOCK > n_blocks:
+                continue
+            yield prefix
+            n_left -= 1
+            if not n_left:
+                return
+
+    def _n_usable(self, prefix: SavedPrefix, wanted: Tokens, lora: LoraUse) -> int:
+        n_tokens = min(len(prefix.tokens), len(wanted))
+        if prefix.lora is not lora:
+            n_tokens = int(min(n_tokens, prefix.lora.n_alike(lora)))
+        differ = (prefix.tokens[:n_tokens] != wanted[:n_tokens]).tobytes().find(1)
+        n_common = n_tokens if differ < 0 else differ
+        return 0 if self._whole_only and n_common < len(prefix.tokens) else n_common
+
+    def has(self, tokens: Tokens, lora: LoraUse) -> bool:
+        """Whether these tokens are kept, perhaps as the beginning of more; they are in use then."""
+        prefix, n_common = self.match(tokens, lora)
+        if prefix is None or n_common < len(tokens):
+            return False
+        self.touch(prefix)
+        return True
+
+    # --- Coming and going --------------------------------------------------------------------
+    def add(self, tokens: Tokens, lora: LoraUse, state: SequenceState) -> None:
+        """Keep a prefix; what it makes needless goes, and what there is no room for."""
+        if not self._whole_only:
+            for shorter in self._beginnings_of(tokens, lora):
+                self._drop(shorter)
+        prefix = SavedPrefix(tokens, state, len(state.data), lora)
+        if self._store is not None and lora == NO_LORA:  # an adapter's name says nothing tomorrow
+            prefix.file = self._store.write(tokens, state)
+        self._put(prefix)
+        self._n_bytes += prefix.n_bytes
+        self._fit()
+
+    def _beginnings_of(self, tokens: Tokens, lora: LoraUse) -> list[SavedPrefix]:
+        found = []
+        for n_blocks, h in enumerate(self._hashes(tokens), 1):
+            level = self._by_block.get(h)
+            if level is None:
+                break
+            for prefix in level:
+                n_tokens = len(prefix.tokens)
+                ends_here = n_tokens // BLOCK == n_blocks and n_tokens <= len(tokens)
+                if ends_here and self._n_usable(prefix, tokens, lora) == n_tokens:
+                    found.append(prefix)
+        return found
+
+    def touch(self, prefix: SavedPrefix) -> None:
+        """It is used."""
+        prefix.priority = self._worth(prefix)
+        if prefix in self._all:
+            del self._all[prefix]
+            self._all[prefix] = None
+        if prefix.file is not None and self._store is not None:
+            self._store.touch(prefix.file)
+
+    def _worth(self, prefix: SavedPrefix) -> float:
+        return self._floor + len(prefix.tokens) / max(1, prefix.n_bytes)
+
+    def load(self, prefix: SavedPrefix) -> None:
+        """Have the file of a prefix read."""
+        assert self._store is not None
+        assert prefix.file is not None
+        if not prefix.is_loading:
+            prefix.is_loading = True
+            self._store.load(prefix.file)
+
+    def on_loaded(self, file: str, state: SequenceState | None) -> None:
+        """A file has been read; None: it is of no use."""
+        prefix = self._by_file.get(file)
+        if prefix is None:
+            return
+        prefix.is_loading = False
+        if state is None or state.n_tokens != len(prefix.tokens):
+            self.forget(prefix)
+            return
+        if prefix.state is None:
+            prefix.state, prefix.n_bytes = state, len(state.data)
+            self._n_bytes += prefix.n_bytes
+            self.touch(prefix)
+            self._fit(but=prefix)  # somebody waits for it
+
+    def forget(self, prefix: SavedPrefix) -> None:
+        """It is of no use, or another is of more."""
+        if prefix in self._all:
+            self._drop(prefix)
+
+    def forget_lora(self, name: str) -> None:
+        """Forget what this adapter has computed."""
+        for prefix in [p for p in self._all if p.lora.uses(name)]:
+            self._drop(prefix)
+
+    def clear(self) -> None:
+        """Forget everything, files too."""
+        for prefix in list(self._all):
+            self._drop(prefix)
+        if self._store is not None:
+            self._store.clear()
+
+    # --- Bookkeeping -------------------------------------------------------------------------
+    def _put(self, prefix: SavedPrefix) -> None:
+        prefix.priority = self._worth(prefix)
+        self._all[prefix] = None
+        for h in self._hashes(prefix.tokens):
+            self._by_block.setdefault(h, {})[prefix] = None
+        if prefix.file is not None:
+            self._by_file[prefix.file] = prefix
+
+    def _drop(self, prefix: SavedPrefix) -> None:
+        del self._all[prefix]
+        for h in self._hashes(prefix.tokens):
+            level = self._by_block[h]
+            del level[prefix]
+            if not level:
+                del self._by_block[h]
+        if prefix.file is not None and self._by_file.get(prefix.file) is prefix:
+            del self._by_file[prefix.file]
+        self._release(prefix)
+
+    def _release(self, prefix: SavedPrefix) -> None:
+        """Its bytes are not in host memory any more."""
+        if prefix.state is not None:
+            self._n_bytes -= prefix.n_bytes
+            prefix.state = None
+
+    def _fit(self, *, but: SavedPrefix | None = None) -> None:
+        """Give up host memory until no more is used than may be."""
+        while self._n_bytes > self._n_bytes_max:
+            held = (p for p in self._all if p.state is not None and p is not but)
+            least = min(held, key=attrgetter("priority"), default=None)
+            if least is None:
+                break
+            self._floor = least.priority
+            if least.file is None:
+                self._drop(least)
+            else:
+                self._release(least)
+
+    @staticmethod
+    def _hashes(tokens: Tokens) -> Iterator[int]:
+        """Of each whole block, with all before it."""
+        data, size, so_far = tokens.tobytes(), BLOCK * tokens.itemsize, 0
+        for start in range(0, len(data) - size + 1, size):
+            so_far = hash((so_far, data[start : start + size]))
+            yield so_far
+

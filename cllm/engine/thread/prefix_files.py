@@ -1,0 +1,242 @@
+"""PrefixFiles: prefixes in a directory, read and written by a thread of their own.
+
+Each is a file, whole or not there, with a checksum; its name comes of its tokens, its folder of everything
+that what the KV cache holds depends on.  Several engines, of several processes, may use one directory:
+a file that another has removed, or damaged, is of no use and nothing more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cllm.engine.core.messages import PrefixLoaded
+from cllm.engine.core.prefix_tiers import Tokens
+from cllm.engine.request import SequenceState
+from cllm.engine.state_file import (
+    DamagedFileError,
+    read_state_file,
+    read_state_header,
+    write_state_file,
+)
+from cllm.errors import InvalidArgumentError
+
+logger = logging.getLogger("cllm.engine")
+
+KIND = "prefix 1"
+SUFFIX = ".prefix"
+STALE_S = 3600.0  # a file that is written for so long is nobody's
+MAX_PENDING_BYTES = 512 << 20  # to be written, at the most: a disk may be slower than prompts
+CLOSE_S = 3.0  # for what is still to be written at the end
+
+
+class PrefixFiles:
+    """The files of one engine.  Its methods are the inference thread's, but for what is told otherwise.
+
+    Parameters
+    ----------
+    directory : Path
+        Made if it is not there.
+    key : str
+        What files depend on, as a name.
+    n_bytes_max : int
+        Of all files in the directory, those of other keys too.
+    on_loaded : callable
+        Called with a `PrefixLoaded`, in the thread that reads.
+
+    Attributes
+    ----------
+    stored, n_bytes
+        See `PrefixStore`.
+
+    Raises
+    ------
+    InvalidArgumentError
+        The directory cannot be used.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        key: str,
+        n_bytes_max: int,
+        on_loaded: Callable[[PrefixLoaded], None],
+    ) -> None:
+        self._directory = directory
+        self._folder = directory / key
+        self._n_bytes_max = n_bytes_max
+        self._on_loaded = on_loaded
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._remove_stale()
+            self.stored = list(self._scan())
+            self.n_bytes = self._count()
+        except OSError as error:
+            limit = f"a directory to write in ({error})"
+            raise InvalidArgumentError("prefix_cache_dir", str(directory), limit) from None
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._pending: dict[str, SequenceState] = {}
+        self._n_pending_bytes = 0
+        self._has_warned = False
+        self._ends_at = float("inf")
+        self._thread = threading.Thread(target=self._run, name="cllm-prefix-files", daemon=True)
+        self._thread.start()
+
+    # --- The inference thread ----------------------------------------------------------------
+    def write(self, tokens: Tokens, state: SequenceState) -> str | None:
+        """See `PrefixStore`."""
+        name = hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest() + SUFFIX
+        with self._lock:
+            if self._n_pending_bytes + len(state.data) > MAX_PENDING_BYTES:
+                return None
+            self._pending[name] = state
+            self._n_pending_bytes += len(state.data)
+        self._jobs.put(lambda: self._write(name, tokens, state))
+        return name
+
+    def load(self, file: str) -> None:
+        """See `PrefixStore`."""
+        self._jobs.put(lambda: self._load(file))
+
+    def touch(self, file: str) -> None:
+        """See `PrefixStore`."""
+        self._jobs.put(lambda: self._touch(file))
+
+    def clear(self) -> None:
+        """See `PrefixStore`."""
+        self._jobs.put(self._clear)
+
+    def close(self) -> None:
+        """Write what there is time for, and end the thread."""
+        self._ends_at = time.monotonic() + CLOSE_S
+        self._jobs.put(None)
+        self._thread.join()
+
+    # --- Its own thread ----------------------------------------------------------------------
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if time.monotonic() > self._ends_at:
+                continue
+            try:
+                job()
+            except Exception:
+                logger.exception("a file of the prefix cache")
+            del job  # it holds what it has written
+
+    def _write(self, name: str, tokens: Tokens, state: SequenceState) -> None:
+        header = {"kind": KIND, "token_ids": tokens.tolist()}
+        path = self._folder / name
+        try:
+            if not path.exists():
+                self.n_bytes += write_state_file(path, header, state.data)
+        except OSError as error:
+            self._warn(error)
+        finally:
+            with self._lock:
+                self._n_pending_bytes -= len(state.data)
+                if self._pending.get(name) is state:
+                    del self._pending[name]
+        self._fit()
+
+    def _load(self, name: str) -> None:
+        with self._lock:
+            state = self._pending.get(name)
+        if state is None:
+            try:
+                header, data = read_state_file(self._folder / name)
+                if header.get("kind") != KIND:
+                    raise DamagedFileError(f"{name} is {header.get('kind')!r}")
+                state = SequenceState(data, len(header["token_ids"]))
+            except FileNotFoundError:  # another engine needed its room
+                pass
+            except (OSError, DamagedFileError, LookupError, TypeError) as error:
+                logger.warning("a prefix is computed again: %s", error)
+                self._remove(self._folder / name)
+        self._on_loaded(PrefixLoaded(name, state))
+
+    def _touch(self, name: str) -> None:
+        with contextlib.suppress(OSError):
+            os.utime(self._folder / name)
+
+    def _clear(self) -> None:
+        for path in self._folder.glob(f"*{SUFFIX}"):
+            self._remove(path)
+        self.n_bytes = self._count()
+
+    def _fit(self) -> None:
+        """Remove the files that were used longest ago, until no more is there than may be."""
+        if self.n_bytes <= self._n_bytes_max:
+            return
+        files = sorted(self._files(), key=lambda found: found[1])
+        n_bytes = sum(size for _, _, size in files)  # those of other engines too
+        for path, _, size in files:
+            if n_bytes <= self._n_bytes_max:
+                break
+            self._remove(path)
+            n_bytes -= size
+        self.n_bytes = n_bytes
+
+    def _count(self) -> int:
+        return sum(size for _, _, size in self._files())
+
+    def _files(self) -> Iterator[tuple[Path, float, int]]:
+        """Every file of the directory, when it was used, and its size."""
+        for path in self._directory.glob(f"*/*{SUFFIX}"):
+            with contextlib.suppress(OSError):
+                status = path.stat()
+                yield path, status.st_mtime, status.st_size
+
+    def _remove(self, path: Path) -> None:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+    def _warn(self, error: OSError) -> None:
+        """Once: a full disk says the same of every file."""
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("the prefix cache writes no files: %s", error)
+
+    # --- The beginning -----------------------------------------------------------------------
+    def _remove_stale(self) -> None:
+        """What a process that was killed has not finished."""
+        for path in self._folder.glob(".*.part"):
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_mtime > STALE_S:
+                    path.unlink()
+
+    def _scan(self) -> Iterator[tuple[Tokens, str, int]]:
+        """The prefixes that are there, the least recently used first."""
+        own = [found for found in self._files() if found[0].parent == self._folder]
+        for path, _, size in sorted(own, key=lambda found: found[1]):
+            try:
+                tokens = _tokens_of(read_state_header(path))
+            except FileNotFoundError:
+                continue
+            except (OSError, DamagedFileError) as error:
+                logger.warning("a file of the prefix cache is removed: %s", error)
+                self._remove(path)
+                continue
+            yield tokens, path.name, size
+
+
+def _tokens_of(header: dict[str, Any]) -> Tokens:
+    if header.get("kind") != KIND:
+        raise DamagedFileError(f"a file of the kind {header.get('kind')!r}")
+    try:
+        tokens = np.array(header["token_ids"], np.int32)
+    except (LookupError, TypeError, ValueError, OverflowError):
+        raise DamagedFileError("no token ids in it") from None
+    if tokens.ndim != 1 or not len(tokens):
+        raise DamagedFileError("no token ids in it")
+    return tokens
