@@ -69,6 +69,14 @@ def serve(
     drain_timeout: Annotated[
         float, typer.Option(min=0, help="Seconds for what runs to finish after SIGTERM.")
     ] = 30.0,
+    resume_window: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="Seconds that an answer to a request with an X-Request-ID goes on after its connection "
+            "is lost, for the client to take it up again.",
+        ),
+    ] = 0.0,
     keep_alive: Annotated[
         float,
         typer.Option(min=0, help="Of several models: seconds until one is freed that nobody uses."),
@@ -129,6 +137,7 @@ def serve(
             otlp_traces_endpoint=otlp_traces_endpoint,
             drain_timeout_s=drain_timeout,
             model_keep_alive_s=keep_alive,
+            resume_window_s=resume_window,
             max_models=max_models,
         )
         configure_logging()

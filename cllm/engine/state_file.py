@@ -39,7 +39,7 @@ def write_state_file(path: Path, header: dict[str, Any], data: bytes) -> int:
                 file.write(part)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(name, path)
+        Path(name).replace(path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise

@@ -14,7 +14,17 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from cllm import CllmError, Engine, EngineConfig, __version__
-from cllm.server import embeddings, generate, info, loras, messages, openai, responses, tokens
+from cllm.server import (
+    embeddings,
+    generate,
+    info,
+    loras,
+    messages,
+    openai,
+    responses,
+    streams,
+    tokens,
+)
 from cllm.server.config import ServerConfig
 from cllm.server.engine_task import EngineTask, MountedStart, make_engine
 from cllm.server.limits import STATIC_URL, HeadAsGet, Limits
@@ -69,9 +79,11 @@ def create_app(
             if task is not None:
                 group.start_soon(task.run, finished)
                 task.has_begun = True
+            state.kept.tasks = group
             try:
                 yield
             finally:
+                state.kept.tasks = None
                 state.stop()
                 finished.set()
                 if state.engine is None:  # nobody is to wait for a model that is still loaded
@@ -90,7 +102,7 @@ def create_app(
         lifespan=lifespan,
     )
     app.state.server, app.state.engine_task = state, task
-    for routes in (generate, openai, responses, messages, embeddings, loras, tokens, info):
+    for routes in (generate, openai, responses, messages, embeddings, loras, tokens, streams, info):
         app.include_router(routes.router, responses=RESPONSES)
     if config.page:
         add_page(app)

@@ -7,11 +7,16 @@ from typing import Any
 import pytest
 
 from cllm import ClosedError, Engine, InvalidRequestError
-from cllm.testing import FakeAnswer, FakeEngine
+from cllm.testing import FakeAnswer, FakeEngine, FakeVocabulary
 from tests.conftest import QUIET
 from tests.engine.test_suspended import EXACT, LONG, read, text_of
 
 pytestmark = pytest.mark.anyio
+
+# Nearly every token is as likely as any other.
+WILD: dict[str, Any] = {
+    "temperature": 20.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 7, "ignore_eos": True,
+}  # fmt: skip
 
 
 async def test_forks_go_on_from_what_was_read_and_the_stream_goes_on_itself() -> None:
@@ -57,7 +62,7 @@ async def test_a_fork_costs_one_row_and_no_cell_more_than_its_own_tokens() -> No
 
 
 async def test_forks_draw_each_its_own_and_by_the_seed_the_same_each_time(engine: Engine) -> None:
-    options: dict[str, Any] = {"temperature": 2.0, "seed": 7, "max_tokens": 16}
+    options: dict[str, Any] = {**WILD, "max_tokens": 16}
     found = []
     for _ in range(2):
         async with engine.stream("x", **options) as stream:
@@ -92,7 +97,7 @@ async def test_it_goes_back_after_its_end_too() -> None:
 
 
 async def test_going_back_draws_anew_by_the_next_seed(engine: Engine) -> None:
-    options: dict[str, Any] = {"temperature": 2.0, "seed": 7, "max_tokens": 20}
+    options: dict[str, Any] = {**WILD, "max_tokens": 20}
     found = []
     for _ in range(2):
         async with engine.stream("x", **options) as stream:
@@ -144,7 +149,7 @@ async def test_a_chat_that_goes_back_tells_its_channels_from_there() -> None:
         (lambda s: s.inject(5), "text"),
         (lambda s: s.inject([-1]), "text"),
         (lambda s: s.inject([10**6]), "generated"),
-        (lambda s: s.inject([256]), "generated"),
+        (lambda s: s.inject([FakeVocabulary.END]), "generated"),
         (lambda s: s.inject("a" * 60), "generated"),
     ],
 )
@@ -172,12 +177,15 @@ async def test_forks_are_counted_and_need_a_stream_that_has_begun() -> None:
 
 
 async def test_who_is_served_goes_back_though_the_queue_is_full() -> None:
-    async with FakeEngine(LONG, n_seq_max=1, max_queue=1, stream_buffer=1) as engine:
-        async with engine.stream("p") as stream, engine.stream("q") as waiting:
-            await read(stream, 3)
-            await stream.rewind(2)
-            assert (await stream.completion()).text == LONG[""]
-            assert (await waiting.completion()).text == LONG[""]
+    async with (
+        FakeEngine(LONG, n_seq_max=1, max_queue=1, stream_buffer=1) as engine,
+        engine.stream("p") as stream,
+        engine.stream("q") as waiting,
+    ):
+        await read(stream, 3)
+        await stream.rewind(2)
+        assert (await stream.completion()).text == LONG[""]
+        assert (await waiting.completion()).text == LONG[""]
 
 
 async def test_a_stream_that_is_cancelled_while_it_goes_back_stays_cancelled() -> None:
@@ -201,9 +209,6 @@ async def test_it_is_the_same_with_a_process_of_its_own() -> None:
             assert (await fork.completion()).token_ids[:4] == whole.token_ids[:4]
             await stream.rewind(2)
             first = first[:2] + await read(stream, 2)
-            try:
-                saved = await stream.suspend()
-            except ClosedError:
-                return
+            saved = await stream.suspend()
         rest = [delta async for delta in engine.resume(saved)]
-        assert text_of(first + rest)[:4] == whole.text[:4]
+        assert text_of(first + rest) == whole.text

@@ -33,7 +33,7 @@ LONG = {"": "a long answer in many tokens"}
 
 @pytest.fixture
 async def exact() -> AsyncIterator[Engine]:
-    async with Engine(**EXACT) as engine:
+    async with Engine(**EXACT, stream_buffer=2) as engine:
         yield engine
 
 
@@ -72,11 +72,7 @@ async def test_it_goes_on_with_the_same_tokens_whatever_samples_or_constrains_it
     for prompt in PROMPTS[:2]:
         whole = await exact.generate(prompt, **options)
         for n_read in {1, len(whole.token_ids) // 2, len(whole.token_ids) - 1} - {0}:
-            stream = exact.stream(prompt, **options)
-            try:
-                saved, first = await suspended(stream, n_read)
-            except ClosedError:  # it was computed to its end before
-                continue
+            saved, first = await suspended(exact.stream(prompt, **options), n_read)
             path = tmp_path / "saved"
             saved.save(path)
             await exact.reset_prefix_cache()
@@ -130,7 +126,7 @@ async def test_what_was_computed_ahead_of_the_reader_is_kept() -> None:
 
 
 async def test_nothing_is_computed_again_where_its_state_can_be_used() -> None:
-    async with FakeEngine(LONG) as engine:
+    async with FakeEngine(LONG, stream_buffer=4) as engine:
         saved, _ = await suspended(engine.stream("p" * 100), 3)
         assert saved.n_state_bytes > 100
         assert saved.prompt_token_ids == (112,) * 100
@@ -143,7 +139,7 @@ async def test_nothing_is_computed_again_where_its_state_can_be_used() -> None:
 
 
 async def test_what_others_have_in_cells_is_shared_and_not_restored_beside_them() -> None:
-    async with FakeEngine(LONG) as engine:
+    async with FakeEngine(LONG, stream_buffer=4) as engine:
         saved, _ = await suspended(engine.stream("p" * 100), 3)
         resumed = engine.resume(saved)
         await anext(resumed)
@@ -174,17 +170,35 @@ async def test_a_resumed_one_can_be_suspended_again() -> None:
         assert text_of(told) == whole.text
 
 
-async def test_an_output_that_has_ended_cannot_be_suspended_and_is_not_lost() -> None:
-    async with FakeEngine({"": "ab"}) as engine:
+async def test_one_that_only_its_reader_has_not_all_of_is_suspended_too(tmp_path: Path) -> None:
+    async with FakeEngine({"": "abc"}) as engine:
+        whole = await engine.generate("p")
         async with engine.stream("p") as stream:
-            await anext(stream)
+            first = await read(stream, 1)
             while engine.statistics().n_running:
                 await engine.audit()
-            with pytest.raises(ClosedError, match="has ended"):
-                await stream.suspend()
-            assert (await stream.completion()).text == "ab"
-        with pytest.raises(ClosedError, match="has ended"):
-            await stream.suspend()
+            (await stream.suspend()).save(tmp_path / "saved")
+        saved = SavedGeneration.load(tmp_path / "saved")
+        n_before = engine.statistics().n_ticks
+        async with engine.resume(saved, request_id="later") as resumed:
+            rest = [delta async for delta in resumed]
+            assert text_of(first + rest) == "abc"
+            assert without_times(await resumed.completion()) == without_times(whole)
+            assert engine.statistics().n_ticks == n_before
+            await resumed.rewind(2)
+            assert text_of([delta async for delta in resumed]) == "c"
+
+
+async def test_an_output_that_was_read_to_its_end_cannot_be_suspended() -> None:
+    async with FakeEngine({"": "ab"}) as engine:
+        for close in (True, False):
+            async with engine.stream("p") as stream:
+                while (await anext(stream)).finish_reason is None:
+                    pass
+                if close:
+                    await stream.aclose()
+                with pytest.raises(ClosedError, match="nothing to suspend"):
+                    await stream.suspend()
 
 
 async def test_another_model_is_refused_by_name(tiny_model_path: Path) -> None:

@@ -162,15 +162,11 @@ class EngineCore:
         # Fewer after llama.cpp found no room where the bookkeeping saw some.
         self._n_rows_max = decoder.n_batch
 
-    def _make_tiers(
-        self, kv_cache: KVCache, store: PrefixStore | None
-    ) -> PrefixTiers | None:
+    def _make_tiers(self, kv_cache: KVCache, store: PrefixStore | None) -> PrefixTiers | None:
         n_bytes = self._config.prefix_cache_bytes or 0
         if not self._config.prefix_cache or not (n_bytes or store):
             return None
-        return PrefixTiers(
-            n_bytes_max=n_bytes, whole_only=not kv_cache.has_pos_min, store=store
-        )
+        return PrefixTiers(n_bytes_max=n_bytes, whole_only=not kv_cache.has_pos_min, store=store)
 
     # --- Commands ----------------------------------------------------------------------------
     def handle(self, command: Command) -> None:

@@ -150,7 +150,7 @@ class KVCacheManager:
 
     def _drop_needless_state(self, sequence: Sequence, running: Iterable[Sequence]) -> None:
         """What others have in cells is shared rather than restored beside them."""
-        if (state := sequence.swapped) is not None:
+        if sequence.swapped is not None:
             n_most = min(sequence.n_restorable, sequence.n_settled)
             if self._shared(sequence, running).n_tokens >= n_most:
                 self._swap.forget(sequence)

@@ -297,4 +297,3 @@ class PrefixTiers:
         for start in range(0, len(data) - size + 1, size):
             so_far = hash((so_far, data[start : start + size]))
             yield so_far
-

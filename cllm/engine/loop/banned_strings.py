@@ -93,13 +93,7 @@ class BannedStrings:
 
     def _release(self, n_safe: int, *, everything: bool) -> None:
         """The first of the held deltas, as far as their text is safe."""
-        n_released, end = 0, 0
-        for delta in self._held:
-            end += len(delta.text)
-            if end > n_safe:
-                break
-            n_released += 1
-        if everything:
-            n_released = len(self._held)
+        ends = accumulate(len(delta.text) for delta in self._held)
+        n_released = len(self._held) if everything else sum(end <= n_safe for end in ends)
         self._ready += self._held[:n_released]
         del self._held[:n_released]

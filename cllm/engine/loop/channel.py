@@ -65,6 +65,11 @@ class Continuation:
     submitted_at: float | None = None
     deadline: float | None = None
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether only its reader is not at the end yet: nothing is left to compute."""
+        return bool(self.unread) and self.unread[-1].finish_reason is not None
+
 
 class Source(Protocol):
     """Where channels come from: the `InputProcessor`."""
@@ -135,6 +140,9 @@ class Channel:
         self._is_taken = False  # somebody else goes on with it: its last delta is nobody's
         self._state: SequenceState | None = None
         self.completion: Completion | None = None
+        if continuation is not None and continuation.is_finished:
+            assert continuation.earlier is not None
+            self.completion = replace(continuation.earlier, request_id=self.request_id)
         self.error: ClosedError | GenerationError | EngineFailedError | None = None
 
     @property
@@ -221,8 +229,8 @@ class Channel:
 
     @property
     def is_taken(self) -> bool:
-        """Whether it was ended for another, and had not ended before."""
-        return self._is_taken and self.completion is not None and self.error is None
+        """Whether it was ended for another, before it had ended by itself."""
+        return self._is_taken
 
     def fail(self, error: ClosedError | EngineFailedError) -> None:
         """Nothing more will arrive."""

@@ -114,6 +114,10 @@ class Dispatcher:
         self._inbox.put(AddRequest(prepared.request))
         return channel
 
+    def open_finished(self, prepared: Prepared) -> Channel:
+        """A channel that has everything already."""
+        return Channel(prepared, self._inbox, self._loop_guard, capacity=1)
+
     def embed(self, request: EmbeddingRequest) -> OpenEmbedding:
         """Send texts to the thread."""
         waiting = OpenEmbedding(request.request_id, self._inbox)

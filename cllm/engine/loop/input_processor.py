@@ -118,6 +118,8 @@ class InputProcessor:
         """Tokenize, check and submit; see `TokenStream` for what it raises."""
         self._check_serving()
         self._check_generates()
+        if continuation is not None and continuation.is_finished:
+            return self._dispatcher.open_finished(self._finished(call, continuation))
         self._gate.enter()
         try:
             prepared = await self._prepare(call, continuation)
@@ -128,6 +130,20 @@ class InputProcessor:
             raise
         # Nothing is awaited from here on: a submitted request always has its channel.
         return self._submit(prepared)
+
+    def _finished(self, call: RequestCall, continuation: Continuation) -> Prepared:
+        """Of an output that only its reader has not all of: nobody is asked for anything."""
+        request = GenerationRequest(
+            request_id=call.request_id,
+            serial=0,
+            prompt_token_ids=continuation.prompt_token_ids,
+            params=call.params,
+            priority=call.priority,
+            submitted_at=time.perf_counter(),
+            deadline=None,
+            generated_token_ids=call.generated,
+        )
+        return Prepared(call, request, self, continuation.answer, continuation=continuation)
 
     async def reopen(
         self, channel: Channel, call: RequestCall, continuation: Continuation
@@ -162,6 +178,7 @@ class InputProcessor:
         if call.params.speculation and not self._can_speculate:
             limit = "left out: the engine was started without speculation"
             raise InvalidRequestError("speculation", True, limit)
+        call.check_generated()
         submitted_at = time.perf_counter()
         tokens: tuple[int, ...] = ()
         answer: AnswerFormat | None = None
@@ -419,11 +436,12 @@ def _with_drawn(call: RequestCall) -> RequestCall:
 
 def _continued(request: GenerationRequest, continuation: Continuation) -> GenerationRequest:
     """With what it takes along from the request before it."""
-    is_same = continuation.submitted_at is not None
+    if continuation.submitted_at is not None:  # its caller has waited since then
+        request = replace(
+            request, submitted_at=continuation.submitted_at, deadline=continuation.deadline
+        )
     return replace(
         request,
-        submitted_at=continuation.submitted_at if is_same else request.submitted_at,
-        deadline=continuation.deadline if is_same else request.deadline,
         n_unread=len(continuation.unread),
         state=continuation.state if request.lora == NO_LORA else None,
     )

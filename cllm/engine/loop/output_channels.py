@@ -11,7 +11,6 @@ from dataclasses import replace
 from cllm.engine.chat.output_parser import OutputParser, ParsedText
 from cllm.engine.request import Completion, FinishReason, TokenDelta, ToolCall, ToolCallDelta
 
-
 ONE_TOKEN = (0,)  # whichever it is: they are counted
 
 

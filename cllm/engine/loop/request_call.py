@@ -68,11 +68,13 @@ class RequestCall:
             raise error("request_id", self.request_id, "a string of 1 to 256 characters")
         encode_text("request_id", self.request_id, error)
         check_lora(self.lora)
+
+    def check_generated(self) -> None:
+        """Refuse to go on after an output that is complete."""
         n_generated, n_most = len(self.generated), self.params.max_tokens
         if n_most is not None and n_generated and n_generated >= n_most:
-            raise error(
-                "generated", n_generated, f"fewer tokens than max_tokens, which is {n_most}"
-            )
+            limit = f"fewer tokens than max_tokens, which is {n_most}"
+            raise InvalidRequestError("generated", n_generated, limit)
 
 
 def new_request_id() -> str:
@@ -128,7 +130,7 @@ def call_of(
     if params is not None and sampling:
         raise TypeError("params cannot be combined with single sampling fields")
     params = params_from(sampling) if params is None else params
-    return RequestCall(
+    call = RequestCall(
         prompt=_constrained(prompt, params)
         if isinstance(prompt, ChatPrompt)
         else check_prompt(prompt),
@@ -139,6 +141,8 @@ def call_of(
         generated=token_ids_of("generated", generated),
         lora=lora if lora is None or not isinstance(lora, Mapping) else dict(lora),
     )
+    call.check_generated()
+    return call
 
 
 def _constrained(prompt: ChatPrompt, params: SamplingParams) -> ChatPrompt:
@@ -169,7 +173,9 @@ def check_prompt(prompt: Prompt, field: str = "prompt") -> str | tuple[int, ...]
     return token_ids_of(field, prompt, "a string or a sequence of token ids")
 
 
-def token_ids_of(field: str, ids: object, limit: str = "a sequence of token ids") -> tuple[int, ...]:
+def token_ids_of(
+    field: str, ids: object, limit: str = "a sequence of token ids"
+) -> tuple[int, ...]:
     """Token ids that a caller gives, as far as they can be checked without a vocabulary."""
     if not isinstance(ids, Sequence) or isinstance(ids, str | bytes | bytearray | memoryview):
         raise InvalidRequestError(field, ids, limit)

@@ -143,20 +143,22 @@ class TokenStream:
         Raises
         ------
         ClosedError
-            The output has ended, or ends at this moment; what is left of it can be read.
+            All of the output has been read, or the stream has been closed.
         anyio.BusyResourceError
             Another task is reading.
         """
         channel = await self._submit()
         channel.check_idle()
-        if channel.is_finished or self._is_closed:
-            raise ClosedError("the output has ended: there is nothing to suspend")
+        if self._is_closed:
+            raise ClosedError("the stream is closed: there is nothing to suspend")
         # What adapters have computed is another's, for all that a file can say of it.
         has_own = channel.prepared.request.lora == NO_LORA
         state = await channel.take(saves_state=has_own)
         if channel.error is not None:
             raise channel.error
-        if not channel.is_taken:
+        held = () if self._banned is None else self._banned.held
+        unread = held + channel.unread
+        if not unread and not channel.is_taken:
             raise ClosedError("the output has ended: there is nothing to suspend")
         self._abandon()
         prepared, earlier = channel.prepared, channel.completion
@@ -169,13 +171,12 @@ class TokenStream:
             timeout=None,
             excluded=call.excluded if is_before else (),
         )
-        held = () if self._banned is None else self._banned.held
         continuation = Continuation(
             prompt_token_ids=prepared.request.prompt_token_ids,
             answer=prepared.answer,
             earlier=earlier,
             logprobs=earlier.logprobs or (),
-            unread=held + channel.unread,
+            unread=unread,
             state=state,
         )
         return SavedGeneration.of(call, continuation, prepared.source.model)

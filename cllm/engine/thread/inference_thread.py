@@ -199,8 +199,8 @@ class InferenceThread(EngineHost):
             self._inbox.put,
         )
         owned.callback(store.close)
-        n_files = len(store.stored)
-        logger.info("prefix cache: %d files in %s", n_files, config.prefix_cache_dir)
+        n_mib, where = store.n_bytes >> 20, config.prefix_cache_dir
+        logger.info("prefix cache: %d MiB of files in %s", n_mib, where)
         return store
 
     def _loop(self, core: EngineCore) -> None:

@@ -14,7 +14,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,7 @@ class PrefixFiles:
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._remove_stale()
-            self.stored = list(self._scan())
+            self.stored: Iterable[tuple[Tokens, str, int]] = list(self._scan())
             self.n_bytes = self._count()
         except OSError as error:
             limit = f"a directory to write in ({error})"

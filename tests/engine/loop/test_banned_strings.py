@@ -75,7 +75,9 @@ async def test_greedy_output_goes_round_a_string_and_the_rest_is_as_if_its_token
         assert ended.token_ids == tuple(t for d in deltas for t in d.token_ids)
         assert string not in ended.text
         n_same = next(
-            i for i, (a, b) in enumerate(zip(ended.token_ids, free.token_ids, strict=False)) if a != b
+            i
+            for i, (a, b) in enumerate(zip(ended.token_ids, free.token_ids, strict=False))
+            if a != b
         )
         before = free.token_ids[:n_same]
         forced = await engine.generate(

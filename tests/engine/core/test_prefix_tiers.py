@@ -1,0 +1,231 @@
+"""Prefixes that have left the KV cells: found to the token, bounded in bytes, restored and never wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cllm.engine.core.prefix_tiers import BLOCK, PrefixTiers, Tokens
+from cllm.engine.lora import NO_LORA, LoraUse
+from cllm.engine.request import SequenceState
+from cllm.errors import LlamaCallError
+from cllm.testing.reference import endless
+from cllm.testing.simulator import Simulator
+
+MIB = 1 << 20
+MEMORY = pytest.mark.parametrize(
+    "memory",
+    [{}, {"kv_unified": False}, {"has_pos_min": False}, {"is_windowed": True}],
+    ids=["unified", "per-sequence", "recurrent", "windowed"],
+)
+
+
+def tokens_of(*parts: Iterable[int]) -> Tokens:
+    return np.array([token for part in parts for token in part], np.int32)
+
+
+def state_of(tokens: Tokens, n_bytes: int | None = None) -> SequenceState:
+    return SequenceState(bytes(len(tokens) if n_bytes is None else n_bytes), len(tokens))
+
+
+def n_common(a: Tokens, b: Tokens) -> int:
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
+
+
+PARTS = st.lists(st.integers(0, 3), min_size=1, max_size=4)
+
+
+def sequence_of(parts: list[int]) -> Tokens:
+    """Parts of unequal length, of which many begin alike."""
+    return tokens_of(*(range(part * 100, part * 100 + 20 + 13 * part) for part in parts))
+
+
+@given(st.lists(PARTS, max_size=10), PARTS, st.booleans())
+def test_what_is_found_is_the_longest_to_the_token(
+    kept: list[list[int]], wanted_parts: list[int], whole_only: bool
+) -> None:
+    tiers, wanted = PrefixTiers(n_bytes_max=MIB, whole_only=whole_only), sequence_of(wanted_parts)
+    for parts in kept:
+        tokens = sequence_of(parts)
+        if not tiers.has(tokens, NO_LORA):
+            tiers.add(tokens, NO_LORA, state_of(tokens))
+    found, n_found = tiers.match(wanted, NO_LORA)
+    best = 0
+    for parts in kept:
+        tokens = sequence_of(parts)
+        n_tokens = n_common(tokens, wanted)
+        if n_tokens >= BLOCK and not (whole_only and n_tokens < len(tokens)):
+            best = max(best, n_tokens)
+    assert n_found == best
+    assert (found is None) == (best == 0)
+    if found is not None:
+        assert n_common(found.tokens, wanted) >= n_found
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 400)), max_size=60))
+def test_it_never_has_more_bytes_than_it_may_and_counts_them(
+    steps: list[tuple[int, int]],
+) -> None:
+    tiers = PrefixTiers(n_bytes_max=1000)
+    for number, n_bytes in steps:
+        tokens = tokens_of(range(number * 1000, number * 1000 + BLOCK + number))
+        if not tiers.has(tokens, NO_LORA):
+            tiers.add(tokens, NO_LORA, state_of(tokens, n_bytes))
+        assert tiers.n_bytes <= 1000
+        assert tiers.n_bytes == sum(p.n_bytes for p in tiers._all if p.state is not None)
+    tiers.clear()
+    assert (len(tiers), tiers.n_bytes, tiers._by_block) == (0, 0, {})
+
+
+def test_what_gives_least_for_its_bytes_and_was_not_used_for_long_goes_first() -> None:
+    tiers = PrefixTiers(n_bytes_max=300)
+    small, large, new = (tokens_of(range(n * 1000, n * 1000 + 64)) for n in range(3))
+    tiers.add(small, NO_LORA, state_of(small, 50))
+    tiers.add(large, NO_LORA, state_of(large, 200))
+    tiers.add(new, NO_LORA, state_of(new, 100))
+    assert [tiers.has(tokens, NO_LORA) for tokens in (small, large, new)] == [True, False, True]
+    used, other, last = (tokens_of(range(n * 1000, n * 1000 + 64)) for n in range(3, 6))
+    tiers.clear()
+    for tokens in (used, other):
+        tiers.add(tokens, NO_LORA, state_of(tokens, 150))
+    tiers.add(last, NO_LORA, state_of(last, 150))  # `used` goes: equal, and the oldest
+    assert tiers.has(other, NO_LORA)
+    tiers.add(used, NO_LORA, state_of(used, 150))
+    assert [tiers.has(tokens, NO_LORA) for tokens in (used, other, last)] == [True, True, False]
+
+
+def test_a_longer_one_makes_its_beginnings_needless_but_where_only_all_can_be_used() -> None:
+    whole = tokens_of(range(200))
+    for whole_only in (False, True):
+        tiers = PrefixTiers(n_bytes_max=MIB, whole_only=whole_only)
+        for n_tokens in (70, 128, 200):
+            tiers.add(whole[:n_tokens], NO_LORA, state_of(whole[:n_tokens]))
+        assert len(tiers) == (3 if whole_only else 1)
+
+
+def test_what_adapters_have_computed_is_nobody_elses() -> None:
+    tiers, tokens = PrefixTiers(n_bytes_max=MIB), tokens_of(range(100))
+    lora = LoraUse((("style", 1.0),))
+    tiers.add(tokens, lora, state_of(tokens))
+    assert tiers.match(tokens, NO_LORA) == (None, 0)
+    assert tiers.match(tokens, lora)[1] == 100
+    tiers.forget_lora("style")
+    assert len(tiers) == 0
+
+
+# --- With the core ------------------------------------------------------------------------------
+def served(sim: Simulator, prompt: bytes) -> int:
+    """How many tokens of a prompt were computed for its answer."""
+    n_before = sim.core.statistics().n_prefill_tokens
+    sim.submit(prompt, max_tokens=2)
+    sim.run()
+    return sim.core.statistics().n_prefill_tokens - n_before
+
+
+def small(memory: dict[str, Any], **options: Any) -> Simulator:
+    """A cache that the second of two prompts fills."""
+    return Simulator(
+        **{"n_ctx": 256, "n_seq_max": 1, "n_batch": 64, "answer": endless, **memory, **options}
+    )
+
+
+@MEMORY
+@pytest.mark.parametrize("n_bytes", [0, MIB])
+def test_a_prefix_that_has_left_the_cells_comes_back_and_the_answer_is_the_same(
+    memory: dict[str, Any], n_bytes: int
+) -> None:
+    sim = small(memory, prefix_cache_bytes=n_bytes)
+    first, other = bytes(range(200)), b"o" * 230
+    served(sim, first + b"1")
+    served(sim, other)
+    n_computed = served(sim, first + b"2")
+    statistics = sim.core.statistics()
+    if n_bytes:
+        assert n_computed <= 1 + 64
+        assert statistics.n_restored_prefixes == 1
+        assert 0 < statistics.n_prefix_bytes_host <= MIB
+    else:
+        assert n_computed > 150
+        assert statistics.n_prefix_bytes_host == 0
+    sim.check_outcomes()
+    sim.check_idle()
+
+
+@MEMORY
+def test_what_cannot_be_restored_is_computed_again_and_forgotten(memory: dict[str, Any]) -> None:
+    refused = LlamaCallError("llama_state_seq_set_data", 0, "refused")
+    sim = small(memory, prefix_cache_bytes=MIB)
+    first, other = bytes(range(200)), b"o" * 230
+    served(sim, first + b"1")
+    served(sim, other)
+    sim.decoder.call_faults["state_seq_set_data", 1] = refused
+    assert served(sim, first + b"2") == 201
+    assert sim.core.statistics().n_restored_prefixes == 0
+    sim.check_outcomes()
+    sim.check_idle()
+
+
+@MEMORY
+@pytest.mark.parametrize("fault", [False, RuntimeError("no memory")])
+def test_what_cannot_be_saved_is_lost_and_nothing_else(
+    memory: dict[str, Any], fault: bool | Exception
+) -> None:
+    sim = small(memory, prefix_cache_bytes=MIB)
+    for n_call in range(1, 20):
+        sim.decoder.call_faults["state_seq_get_data", n_call] = fault
+    for letter in b"abcd":
+        served(sim, bytes([letter]) * 200)
+    assert sim.core.statistics().n_prefix_bytes_host == 0
+    sim.check_outcomes()
+    sim.check_idle()
+
+
+def test_what_others_share_in_cells_is_not_restored_beside_them() -> None:
+    sim = Simulator(n_ctx=1024, n_seq_max=4, answer=endless, prefix_cache_bytes=MIB)
+    prompt = bytes(range(200))
+    served(sim, prompt + b"1")
+    sim.core.manager.save_all()
+    assert served(sim, prompt + b"2") == 1
+    assert sim.core.statistics().n_restored_prefixes == 0
+
+
+def test_it_is_not_restored_where_that_takes_longer_than_computing_it() -> None:
+    sim = small({}, prefix_cache_bytes=MIB)
+    first, other = bytes(range(200)), b"o" * 230
+    served(sim, first + b"1")
+    served(sim, other)
+    sim.core.manager._recompute_s = lambda n_tokens: 0.001 * n_tokens
+    sim.core.manager._swap._restored_s_per_token = 1.0
+    assert served(sim, first + b"2") > 150
+    sim.check_outcomes()
+
+
+def test_who_asks_for_a_prefix_that_is_there_goes_before_who_is_as_long() -> None:
+    sim = Simulator(n_ctx=2048, n_seq_max=1, n_batch=64, answer=endless, prefix_cache_bytes=4 * MIB)
+    known = b"k" * 600
+    served(sim, known)
+    for letter in b"xyz":
+        served(sim, bytes([letter]) * 600)
+    sim.submit(b"r" * 600, max_tokens=4)
+    sim.tick()
+    fresh = sim.submit(b"n" * 600, max_tokens=2)
+    back = sim.submit(known + b"!", max_tokens=2)
+    sim.run()
+    order = [request_id for request_id in sim.finished if request_id in (fresh, back)]
+    assert order == [back, fresh]
+    sim.check_outcomes()
+
+
+def test_forgetting_the_prefix_cache_forgets_what_has_left_it() -> None:
+    sim = small({}, prefix_cache_bytes=MIB)
+    served(sim, bytes(range(200)))
+    served(sim, b"o" * 230)
+    sim.core.manager.forget_prefixes()
+    assert served(sim, bytes(range(200))) == 200
