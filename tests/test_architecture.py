@@ -22,8 +22,8 @@ MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "_native" not in p.parts)
 
 # The order of `cllm.engine`: a module imports from earlier lines, and from its own package.
 VALUES = (
-    "checks errors hub memory sampling_limits engine.child_process engine.config engine.constraint engine.embedding engine.health engine.lora engine.request"
-    " engine.sampling_params engine.vocabulary"
+    "checks errors hub memory sampling_limits engine.child_process engine.config engine.constraint engine.embedding engine.health engine.lora engine.plain_values engine.request"
+    " engine.sampling_params engine.state_file engine.vocabulary"
 )
 LAYERS = [
     [f"cllm.{name}" for name in layer.split()]

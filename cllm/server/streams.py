@@ -39,10 +39,11 @@ async def pick_up(request_id: str, request: Request) -> Response:
     return PickedUp(state_of(request).kept.get(request_id, request.headers, after), after)
 
 
-@router.delete("/{request_id}", summary="Give up a lost answer", status_code=204)
-async def give_up(request_id: str, request: Request) -> None:
+@router.delete("/{request_id}", summary="Give up a lost answer")
+async def give_up(request_id: str, request: Request) -> dict[str, str]:
     """Nobody will ask for it: its request is cancelled."""
     state_of(request).kept.get(request_id, request.headers).give_up()
+    return {"id": request_id, "status": "given up"}
 
 
 def _last_event_id(headers: Headers) -> int:

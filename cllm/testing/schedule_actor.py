@@ -18,6 +18,7 @@ from cllm.testing.steps import (
     Step,
     StopReading,
     Submit,
+    Suspend,
     Tick,
     Wait,
 )
@@ -53,6 +54,8 @@ class Actor:
                 sim.core.queue.cancel(request_id)
                 sim.hear()
                 demand(request_id in sim.finished, f"{request_id} was cancelled and did not end")
+            case Suspend(name) if request_id := self._alive(name):
+                self._suspend(name, request_id)
             case StopReading(name) if request_id := self._alive(name):
                 sim.stopped.add(request_id)
             case ReadOn(name) if request_id := self._alive(name):
@@ -83,6 +86,22 @@ class Actor:
             priority=step.priority,
             timeout=step.timeout,
             lora=LoraUse(((step.lora, 1.0),), (), step.lora_start) if step.lora else NO_LORA,
+        )
+
+    def _suspend(self, name: str, request_id: str) -> None:
+        sim = self._sim
+        request = sim.requests[request_id]
+        sim.core.queue.cancel(request_id, saves_state=True)
+        sim.hear()
+        ended = sim.finished[request_id]
+        generated = (*request.generated_token_ids, *ended.completion.token_ids)
+        self._ids[name] = sim.submit(
+            request.prompt_token_ids,
+            params=request.params,
+            priority=request.priority,
+            generated=generated,
+            lora=request.lora,
+            state=ended.state,
         )
 
     def _look(self) -> None:

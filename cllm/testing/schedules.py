@@ -24,6 +24,7 @@ from cllm.testing.steps import (
     Step,
     StopReading,
     Submit,
+    Suspend,
     Tick,
     Wait,
     step_from,
@@ -203,6 +204,8 @@ def _client(choose: random.Random, name: str) -> list[Step]:
         steps += [StopReading(name), ReadOn(name)]
     elif course < 0.5:
         steps += [StopReading(name), Cancel(name)]
+    elif course < 0.7:
+        steps += [Suspend(name)] * choose.randint(1, 3)
     return steps
 
 

@@ -21,8 +21,9 @@ from cllm.engine.core.ngram_drafter import NgramDrafter
 from cllm.engine.core.row_cost import RowCost
 from cllm.engine.core.sequence import Sequence as RunningSequence
 from cllm.engine.core.speculation import N_DRAFT_ROWS, BudgetedSpeculation, Drafter
+from cllm.engine.loop.request_call import texts_told
 from cllm.engine.lora import NO_LORA, LoraUse
-from cllm.engine.request import FinishReason, GenerationRequest
+from cllm.engine.request import FinishReason, GenerationRequest, SequenceState
 from cllm.engine.sampling.logprobs import LogprobReader
 from cllm.engine.sampling_params import SamplingParams
 from cllm.testing.expect import demand, expect
@@ -217,6 +218,7 @@ class Simulator:
         generated: Sequence[int] = (),
         resamples: bool = False,
         lora: LoraUse = NO_LORA,
+        state: SequenceState | None = None,
         **sampling: Any,
     ) -> str:
         """Submit a request, greedy unless it says otherwise, and return its id (r0, r1, …)."""
@@ -232,6 +234,7 @@ class Simulator:
             generated_token_ids=tuple(generated),
             resamples=resamples,
             lora=lora,
+            state=state,
         )
         self.requests[request.request_id] = request
         self.core.queue.submit(request)
@@ -363,6 +366,17 @@ class Simulator:
             completion.stop_reason,
         )
 
+    def _whole(self, request_id: str) -> Outcome:
+        """The same, with the tokens that it went on from, and their text."""
+        outcome, request = self.outcome(request_id), self.requests[request_id]
+        told = texts_told(
+            request.generated_token_ids, request.params, VOCABULARY, spelled={}, strips_space=False
+        )
+        return outcome._replace(
+            token_ids=request.generated_token_ids + outcome.token_ids,
+            text="".join(told) + outcome.text,
+        )
+
     def alone(self, request_id: str) -> Outcome:
         """What a request would have given alone."""
         request = self.requests[request_id]
@@ -381,7 +395,7 @@ class Simulator:
     def check_outcomes(self) -> None:
         """Who ended by itself gave what it gives alone; the others gave the beginning of it."""
         for request_id, event in self.finished.items():
-            actual, expected = self.outcome(request_id), self.alone(request_id)
+            actual, expected = self._whole(request_id), self.alone(request_id)
             if actual.reason in COMPLETED:
                 expect(actual, expected, f"answer of {request_id}")
             else:

@@ -33,6 +33,13 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class Suspend:
+    """A request ends, and another goes on with its tokens and what the cache held, under its name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class StopReading:
     """The reader of a request stops."""
 
@@ -84,12 +91,21 @@ class ResetPrefixCache:
 
 
 Step = (
-    Submit | Cancel | StopReading | ReadOn | Wait | Tick | FailDecode | FailCall | ResetPrefixCache
+    Submit
+    | Cancel
+    | Suspend
+    | StopReading
+    | ReadOn
+    | Wait
+    | Tick
+    | FailDecode
+    | FailCall
+    | ResetPrefixCache
 )
 STEPS: Mapping[str, type[Step]] = {
     kind.__name__: kind
     for kind in (
-        Submit, Cancel, StopReading, ReadOn, Wait, Tick, FailDecode, FailCall, ResetPrefixCache,
+        Submit, Cancel, Suspend, StopReading, ReadOn, Wait, Tick, FailDecode, FailCall, ResetPrefixCache,
     )
 }  # fmt: skip
 

@@ -48,6 +48,7 @@ SAMPLING: dict[str, Any] = {
     "seed": 0,
     "stop": ["\n"],
     "stop_token_ids": [10],
+    "banned_strings": ["zz"],
     "ignore_eos": True,
     "speculation": False,
     "logprobs": 2,

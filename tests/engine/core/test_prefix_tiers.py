@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
 from typing import Any
 
@@ -229,3 +230,45 @@ def test_forgetting_the_prefix_cache_forgets_what_has_left_it() -> None:
     served(sim, b"o" * 230)
     sim.core.manager.forget_prefixes()
     assert served(sim, bytes(range(200))) == 200
+
+
+@MEMORY
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_comes_and_fails_answers_are_as_alone(seed: int, memory: dict[str, Any]) -> None:
+    """Long heads, few cells, little memory, faults of every copy; audited after each tick."""
+    choose = random.Random(seed)
+    sim = Simulator(
+        n_ctx=512,
+        n_seq_max=2,
+        n_batch=64,
+        answer=endless,
+        prefix_cache_bytes=choose.choice((600, 3000, MIB)),
+        **memory,
+    )
+    heads = [bytes(range(n, n + choose.randint(60, 200))) for n in (0, 20, 40)]
+    for _ in range(25):
+        prompt = choose.choice(heads)[: choose.randint(40, 200)] + choose.randbytes(3)
+        request_id = sim.submit(
+            prompt[: sim.decoder.n_ctx_seq - 20], max_tokens=choose.choice((1, 4, 12))
+        )
+        if choose.random() < 0.3:
+            method = choose.choice(("state_seq_get_data", "state_seq_set_data"))
+            fault = choose.choice((False, RuntimeError("scripted")))
+            sim.decoder.call_faults[method, sim.decoder.n_calls[method] + 1] = fault
+        sim.tick(choose.randint(0, 6))
+        if choose.random() < 0.3 and request_id not in sim.finished:
+            request = sim.requests[request_id]
+            sim.core.queue.cancel(request_id, saves_state=True)
+            sim.hear()
+            ended = sim.finished[request_id]
+            sim.submit(
+                request.prompt_token_ids,
+                params=request.params,
+                generated=request.generated_token_ids + ended.completion.token_ids,
+                state=ended.state,
+            )
+    sim.run(at_most=2000)
+    sim.decoder.call_faults.clear()
+    sim.check_outcomes()
+    sim.check_idle()
+    assert not sim.failed()
