@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cllm import ClosedError, Engine, InvalidRequestError
+from cllm import ClosedError, Engine, InvalidRequestError, SavedGeneration, TokenStream
 from cllm.testing import FakeAnswer, FakeEngine, FakeVocabulary
 from tests.conftest import QUIET
+from tests.engine.samplings import PROMPTS
 from tests.engine.test_suspended import EXACT, LONG, read, text_of
 
 pytestmark = pytest.mark.anyio
@@ -212,3 +215,52 @@ async def test_it_is_the_same_with_a_process_of_its_own() -> None:
             saved = await stream.suspend()
         rest = [delta async for delta in engine.resume(saved)]
         assert text_of(first + rest) == whole.text
+
+
+async def _any_course(engine: Engine, choose: random.Random, tmp_path: Path) -> None:
+    """Streams that read, fork, go back, are injected into and suspended, in any order."""
+    options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
+    prompt = choose.choice(PROMPTS)
+    # Each with what its output has to be so far.
+    streams: list[tuple[TokenStream, list[int]]] = [(engine.stream(prompt, **options), [])]
+    ids = await engine.tokenize(" 7 8 b", add_special=False)
+    for _ in range(14):
+        at = choose.randrange(len(streams))
+        stream, tokens = streams[at]
+        await stream.__aenter__()
+        act = choose.choice(("read", "read", "fork", "rewind", "inject", "suspend"))
+        if act == "read" or not tokens:
+            for delta in await read(stream, choose.randint(1, 4)) if len(tokens) < 30 else []:
+                tokens += delta.token_ids
+        elif act == "fork" and len(streams) < 4:
+            streams += [(fork, list(tokens)) for fork in stream.fork(choose.randint(1, 2))]
+        elif act == "rewind":
+            n_tokens = choose.randint(1, len(tokens))
+            await stream.rewind(n_tokens)
+            del tokens[-n_tokens:]
+        elif act == "inject" and len(tokens) < 30:
+            injected = ids[: choose.randint(1, len(ids))]
+            await stream.inject(injected)
+            tokens += injected
+        elif act == "suspend":
+            path = tmp_path / "saved"
+            (await stream.suspend()).save(path)
+            streams[at] = (engine.resume(SavedGeneration.load(path)), tokens)
+    for stream, tokens in streams:
+        completion = await stream.completion()
+        assert list(completion.token_ids[: len(tokens)]) == tokens
+        rest = await engine.generate(prompt, generated=tokens, **options)
+        assert completion.token_ids == (*tokens, *rest.token_ids)
+        assert completion.usage.n_output == len(completion.token_ids)
+        await stream.aclose()
+    assert await engine.audit() == []
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_whatever_course_streams_take_they_are_where_their_tokens_are(
+    seed: int, tmp_path: Path
+) -> None:
+    async with Engine(**EXACT, stream_buffer=4) as engine:
+        for number in range(3):
+            await _any_course(engine, random.Random(f"{seed} {number}"), tmp_path)
+        assert engine.statistics().n_kv_cells_used == 0

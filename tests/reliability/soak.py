@@ -13,6 +13,7 @@ import faulthandler
 import gc
 import random
 import sys
+import tempfile
 import time
 from array import array
 from collections.abc import Sequence
@@ -32,13 +33,20 @@ from tests.reliability.soak_phases import PHASES, Ledger, Soak
 
 # None of the long answers is computed before its reader gives it up.
 COMMON: dict[str, Any] = {"max_queue": 32, "pooling": "mean", "stream_buffer": 32, **QUIET}
-TIMED = "roomy"
+TIMED, FILES = "roomy", "prefixes in files"
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     TIMED: {"n_ctx": 4096, "n_seq_max": 16},
     "256 cells": {"n_ctx": 256, "n_seq_max": 8, "n_batch": 32},
     "per-sequence": {"n_ctx": 2048, "n_seq_max": 8, "kv_unified": False},
     "no prefix cache": {"n_ctx": 1024, "n_seq_max": 8, "prefix_cache": False},
     "buffer of one": {"n_ctx": 1024, "n_seq_max": 4, "stream_buffer": 1},
+    # Full all the time, memory and directory.
+    FILES: {
+        "n_ctx": 512,
+        "n_seq_max": 4,
+        "prefix_cache_bytes": 2 << 20,
+        "prefix_cache_dir_bytes": 8 << 20,
+    },
 }
 # After the first third.  What malloc has given out goes up and down by some hundred KiB; a leak of a
 # hundred bytes a request, or of a context (2 to 8 MiB), is beyond this.  Resident memory also has what
@@ -184,6 +192,12 @@ async def soak(
     phase_s : float
         A phase is repeated until it has taken so long.
     """
+    with tempfile.TemporaryDirectory() as directory:
+        CONFIGURATIONS[FILES]["prefix_cache_dir"] = directory
+        return await _soak(minutes, seed=seed, n_requests=n_requests, phase_s=phase_s)
+
+
+async def _soak(minutes: float, *, seed: int, n_requests: int, phase_s: float) -> Outcome:
     limit_arenas()
     draw, ledger = random.Random(seed), Ledger()
     async with Engine(n_ctx=4096, n_seq_max=8, pooling="mean", **QUIET) as engine:
