@@ -1,12 +1,44 @@
-"""How much memory there is for more."""
+"""How much memory there is for more, and large pieces of it."""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
+LARGE = 4 << 20
+
+_make_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
+_make_bytes.restype, _make_bytes.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_ssize_t)
+_madvise: Any = getattr(ctypes.CDLL(None), "madvise", None)
+if _madvise is not None:
+    _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def new_bytes(n_bytes: int) -> tuple[bytes, int]:
+    """Bytes that nobody has written yet, and their address: to be filled before anybody else has them.
+
+    Large ones in huge pages, where the system has them.  On a virtual machine each page that is touched
+    first costs microseconds: 164 MiB of small ones took 0.5 s, of huge ones 0.02.
+    """
+    made: bytes = _make_bytes(None, n_bytes)
+    address = address_of(made)
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    if n_bytes >= LARGE and _madvise is not None and advice is not None:
+        start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+        _madvise(start, address + n_bytes - start, advice)  # only advice: no answer is a fault
+    return made, address
+
+
+def address_of(data: bytes) -> int:
+    """Where they are, as long as somebody holds them."""
+    address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value
+    assert address is not None
+    return address
 
 
 def available_bytes() -> int | None:

@@ -50,7 +50,10 @@ WITHOUT_THREADS = ("cllm.engine.core", "cllm.engine.sampling")
 THREADS = {"threading", "subprocess", "concurrent"}
 # The packages around the engine, and the names that they may import of cllm: the first that fits.
 RULES: list[tuple[str, tuple[str, ...]]] = [
-    ("cllm.bindings", ("cllm.bindings", "cllm.checks", "cllm.errors", "cllm.sampling_limits")),
+    (
+        "cllm.bindings",
+        ("cllm.bindings", "cllm.checks", "cllm.errors", "cllm.memory", "cllm.sampling_limits"),
+    ),
     (
         "cllm.testing.fake_server",
         ("cllm", "cllm.testing", "cllm.engine", "cllm.errors", "cllm.server"),

@@ -16,20 +16,13 @@ from cllm.bindings._library import Library, forward_log, library
 from cllm.bindings.model import Model
 from cllm.checks import INT32_MAX, check_bool, check_int
 from cllm.errors import InvalidArgumentError, LlamaCallError, NotGenerativeError
+from cllm.memory import address_of, new_bytes
 
 # Before llama.cpp's own bytes, which have no checksum: it accepts most damaged copies.
 _COPY_HEADER = struct.Struct("<8sI")  # the name of this format; CRC-32 of what follows
 _COPY_NAME = b"cllmseq1"
+_UNCHECKED = _COPY_HEADER.pack(b"cllmseq0", 0)
 A_COPY = "a copy made by state_seq_get_data"
-_new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
-_new_bytes.restype, _new_bytes.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_ssize_t)
-
-
-def _address_of(data: bytes) -> int:
-    """Where they are, as long as somebody holds them."""
-    address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value
-    assert address is not None
-    return address
 
 
 class Memory(NativeHandle):
@@ -150,10 +143,17 @@ class Memory(NativeHandle):
         return first, p1
 
     # --- State of one sequence ---------------------------------------------------------------
-    def state_seq_get_data(self, seq_id: int) -> bytes:
+    def state_seq_get_data(self, seq_id: int, *, has_checksum: bool = True) -> bytes:
         """A copy of what the KV cache holds for a sequence; empty if it holds nothing.
 
         llama.cpp's own bytes behind a checksum of them.
+
+        Parameters
+        ----------
+        seq_id : int
+        has_checksum : bool
+            False for a copy that stays where nothing can change it, or has a checksum there: it takes as
+            long again.
         """
         self._check_seq("seq_id", seq_id)
         self._check_copied(seq_id)
@@ -161,16 +161,17 @@ class Memory(NativeHandle):
             return b""
         size = self._lib.llama_state_seq_get_size(self._pointer, seq_id)
         start = _COPY_HEADER.size
-        # Made without contents, and written before anybody else has it: a copy can be a gigabyte, of which
-        # each pass takes tenths of a second.
-        copy: bytes = _new_bytes(None, start + size)
-        address = _address_of(copy)
+        # A copy can be a gigabyte: one pass over it.
+        copy, address = new_bytes(start + size)
         cells = (ctypes.c_uint8 * size).from_address(address + start)
         n_bytes = self._lib.llama_state_seq_get_data(self._pointer, cells, size, seq_id)
         if n_bytes == 0:
             raise LlamaCallError("llama_state_seq_get_data", 0)
-        checksum = zlib.crc32(memoryview(copy)[start : start + n_bytes])
-        ctypes.memmove(address, _COPY_HEADER.pack(_COPY_NAME, checksum), start)
+        header = _UNCHECKED
+        if has_checksum:
+            checksum = zlib.crc32(memoryview(copy)[start : start + n_bytes])
+            header = _COPY_HEADER.pack(_COPY_NAME, checksum)
+        ctypes.memmove(address, header, start)
         return copy if n_bytes == size else copy[: start + n_bytes]
 
     def state_seq_set_data(self, data: bytes, seq_id: int, *, n_positions: int) -> None:
@@ -202,14 +203,17 @@ class Memory(NativeHandle):
             raise InvalidArgumentError("seq_id", seq_id, "an empty sequence")
         start, size = _COPY_HEADER.size, len(data) - _COPY_HEADER.size
         copy = bytes(data)  # itself, if it is that already
-        if size <= 0 or not copy.startswith(_COPY_NAME):
+        is_checked = not copy.startswith(_UNCHECKED)
+        if size <= 0 or (is_checked and not copy.startswith(_COPY_NAME)):
             raise InvalidArgumentError("data", f"{len(data)} bytes", A_COPY)
-        header = _COPY_NAME, zlib.crc32(memoryview(copy)[start:])
-        if _COPY_HEADER.unpack_from(copy) != header:
+        if is_checked and _COPY_HEADER.unpack_from(copy) != (
+            _COPY_NAME,
+            zlib.crc32(memoryview(copy)[start:]),
+        ):
             raise InvalidArgumentError(
                 "data", f"{len(data)} bytes", "unchanged: its checksum differs"
             )
-        cells = (ctypes.c_uint8 * size).from_address(_address_of(copy) + start)
+        cells = (ctypes.c_uint8 * size).from_address(address_of(copy) + start)
         n_bytes = self._lib.llama_state_seq_set_data(self._pointer, cells, size, seq_id)
         forward_log()
         # A copy of another cache is often accepted; wrong positions are the trace it leaves.

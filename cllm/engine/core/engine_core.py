@@ -123,7 +123,7 @@ class EngineCore:
             swap_tokens=kv_cache.n_cells if config.swap_tokens is None else config.swap_tokens,
             clock=clock,
             tiers=self._make_tiers(kv_cache, store),
-            recompute_s=self.tick_cost.recompute_s,
+            recompute_s=self.tick_cost.known_recompute_s,
         )
         self.queue = RunQueue(
             self.manager,

@@ -56,7 +56,7 @@ class KVCacheManager:
     tiers : PrefixTiers, optional
         Where prefixes go that leave the cache, and come back from.
     recompute_s : callable
-        What computing so many first tokens of a sequence takes.
+        What computing so many first tokens of a sequence takes; 0 while that is unknown.
 
     Attributes
     ----------

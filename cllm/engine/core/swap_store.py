@@ -36,8 +36,9 @@ class SwapStore:
         self._n_tokens_max = n_tokens_max
         self._clock = clock
         self._n_tokens = 0
-        # Unknown: the first one is the measurement.
-        self._s_per_token = self._restored_s_per_token = 0.0
+        self._s_per_token = 0.0  # unknown: the first one is the measurement
+        # The same of putting back; of how many tokens, since few say little about many.
+        self._restored_s_per_token, self._n_restored = 0.0, 0
 
     def is_worth(self, n_tokens: int, recompute_s: float) -> bool:
         """Whether there is room for so many tokens, and saving them is the cheaper way."""
@@ -83,14 +84,20 @@ class SwapStore:
         except Exception as error:
             logger.warning("request %s is computed again: %s", sequence.request_id, error)
             return False
-        measured = (self._clock() - started) / swapped.n_tokens
-        known = self._restored_s_per_token
-        self._restored_s_per_token = (known + measured) / 2 if known else measured
+        self._learn_restoring(swapped.n_tokens, self._clock() - started)
         return True
+
+    def _learn_restoring(self, n_tokens: int, seconds: float) -> None:
+        measured, known = seconds / n_tokens, self._restored_s_per_token
+        if n_tokens > 2 * self._n_restored:
+            self._restored_s_per_token = measured
+        elif 2 * n_tokens > self._n_restored:
+            self._restored_s_per_token = (known + measured) / 2
+        self._n_restored = max(n_tokens, self._n_restored)
 
     def restore_s(self, n_tokens: int) -> float:
         """What putting back so many tokens takes; 0 while that is unknown."""
-        return self._restored_s_per_token * n_tokens
+        return self._restored_s_per_token * n_tokens if n_tokens <= 2 * self._n_restored else 0.0
 
     def forget(self, sequence: Sequence) -> None:
         """Drop what was saved of a sequence."""

@@ -89,6 +89,11 @@ class TickCost:
         _, per_row, per_cell = self.coefficients
         return per_row * n_tokens + per_cell * n_tokens * n_tokens / 2
 
+    def known_recompute_s(self, n_tokens: int) -> float:
+        """The same; 0 before there was a tick from which that can be told."""
+        seconds = self.recompute_s(n_tokens)
+        return seconds if self._n_rows_max >= FIRST_PROMPT_ROWS else 0.0
+
     def n_prompt_rows(self, decoding: Iterable[int], n_computed: int, target_s: float) -> int:
         """Prompt rows that keep a tick at `target_s`.
 

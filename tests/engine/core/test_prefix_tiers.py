@@ -203,9 +203,19 @@ def test_it_is_not_restored_where_that_takes_longer_than_computing_it() -> None:
     served(sim, first + b"1")
     served(sim, other)
     sim.core.manager._recompute_s = lambda n_tokens: 0.001 * n_tokens
-    sim.core.manager._swap._restored_s_per_token = 1.0
+    sim.core.manager._swap._learn_restoring(200, 200.0)
     assert served(sim, first + b"2") > 150
     sim.check_outcomes()
+
+
+def test_what_is_learned_of_small_copies_says_nothing_about_large_ones() -> None:
+    sim = small({}, prefix_cache_bytes=MIB)
+    swap = sim.core.manager._swap
+    swap._learn_restoring(10, 1.0)
+    assert (swap.restore_s(20), swap.restore_s(200)) == (2.0, 0.0)
+    swap._learn_restoring(200, 2.0)
+    swap._learn_restoring(10, 1.0)
+    assert swap.restore_s(200) == 2.0
 
 
 def test_who_asks_for_a_prefix_that_is_there_goes_before_who_is_as_long() -> None:

@@ -247,3 +247,11 @@ def test_large_batches_of_long_ago_allow_no_large_batch_now() -> None:
     for _ in range(300):
         cost.observe(12, 6000, machine.exact(12, 6000))
     assert cost.n_prompt_rows([500] * 4, 0, 1e3) == FIRST_PROMPT_ROWS
+
+
+def test_what_prompts_cost_is_unknown_before_one_was_computed() -> None:
+    cost = TickCost()
+    cost.observe(1, 64, 0.01)
+    assert cost.known_recompute_s(1000) == 0.0
+    cost.observe(64, 64 * 64, 0.1)
+    assert cost.known_recompute_s(1000) == cost.recompute_s(1000) > 0.5

@@ -6,7 +6,7 @@ import errno
 import os
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from cllm.engine.request import SequenceState
 from cllm.engine.thread import prefix_files
 from cllm.engine.thread.prefix_files import SUFFIX, PrefixFiles
 from cllm.testing import FakeEngine
+from cllm.testing.fake_decoder import FakeRun
 from tests.conftest import QUIET
 
 KNOWN, OTHER = "known " * 40, "other " * 45
@@ -195,10 +196,18 @@ def test_what_a_killed_process_has_begun_is_removed_later(tmp_path: Path) -> Non
 pytestmark = pytest.mark.anyio
 
 
+def _latency_s(runs: Sequence[FakeRun]) -> float:
+    """A token takes longer to compute than to copy, however busy this machine is."""
+    return 2e-4 * sum(len(run.tokens) for run in runs)
+
+
 async def use(directory: Path, prompts: list[str], **options: Any) -> list[int]:
     """Computed tokens of each of these prompts, one after another."""
     found = []
-    async with FakeEngine(ANSWERS, prefix_cache_dir=directory, **{**SMALL, **options}) as engine:
+    options = {**SMALL, **options}
+    async with FakeEngine(
+        ANSWERS, latency_s=_latency_s, prefix_cache_dir=directory, **options
+    ) as engine:
         for prompt in prompts:
             before = engine.statistics()
             assert (await engine.generate(prompt)).text == ANSWERS[""]
