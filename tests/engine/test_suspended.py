@@ -189,6 +189,25 @@ async def test_one_that_only_its_reader_has_not_all_of_is_suspended_too(tmp_path
             assert text_of([delta async for delta in resumed]) == "c"
 
 
+async def test_one_that_was_begun_elsewhere_is_whole_when_it_has_been_suspended() -> None:
+    async with FakeEngine(LONG, stream_buffer=2) as engine:
+        whole = await engine.generate("p")
+        begun = whole.token_ids[:4]
+        saved, first = await suspended(engine.stream("p", generated=begun), 3)
+        assert saved.token_ids[:7] == whole.token_ids[:7]
+        async with engine.resume(saved) as resumed:
+            rest = [delta async for delta in resumed]
+            completion = await resumed.completion()
+        assert text_of(first + rest) == whole.text[4:]
+        assert (completion.text, completion.token_ids) == (whole.text, whole.token_ids)
+        async with engine.stream("p", generated=begun, logprobs=0) as stream:
+            for act in (stream.suspend(), stream.rewind(1)):
+                with pytest.raises(InvalidRequestError) as caught:
+                    await act
+                assert caught.value.field == "logprobs"
+            assert text_of([delta async for delta in stream]) == whole.text[4:]
+
+
 async def test_an_output_that_was_read_to_its_end_cannot_be_suspended() -> None:
     async with FakeEngine({"": "ab"}) as engine:
         for close in (True, False):

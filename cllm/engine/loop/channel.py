@@ -232,6 +232,14 @@ class Channel:
         """Whether it was ended for another, before it had ended by itself."""
         return self._is_taken
 
+    def whole_completion(self) -> Completion:
+        """Its completion, with the tokens that it went on from."""
+        prepared, completion = self.prepared, self.completion
+        assert completion is not None
+        if prepared.continuation is not None or not prepared.call.generated:
+            return completion
+        return whole(prepared, Continuation(prepared.request.prompt_token_ids), completion)
+
     def fail(self, error: ClosedError | EngineFailedError) -> None:
         """Nothing more will arrive."""
         self.error = error

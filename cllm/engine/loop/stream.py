@@ -149,6 +149,7 @@ class TokenStream:
         """
         channel = await self._submit()
         channel.check_idle()
+        self._check_logprobs()
         if self._is_closed:
             raise ClosedError("the stream is closed: there is nothing to suspend")
         # What adapters have computed is another's, for all that a file can say of it.
@@ -161,8 +162,7 @@ class TokenStream:
         if not unread and not channel.is_taken:
             raise ClosedError("the output has ended: there is nothing to suspend")
         self._abandon()
-        prepared, earlier = channel.prepared, channel.completion
-        assert earlier is not None
+        prepared, earlier = channel.prepared, channel.whole_completion()
         call, generated = prepared.call, earlier.token_ids
         is_before = len(generated) == len(call.generated)
         call = replace(
@@ -195,7 +195,7 @@ class TokenStream:
         Raises
         ------
         InvalidRequestError
-            The output has ended here.
+            `n` is out of range.  That the output has ended here is found out when one is entered.
         ClosedError
             The stream has not been entered.
         """
@@ -270,8 +270,17 @@ class TokenStream:
         n_given = len(given) - sum(len(delta.token_ids) for delta in unread)
         return (*given[:n_given], *self._read_ids)
 
+    def _check_logprobs(self) -> None:
+        """Refuse to put together what is not there."""
+        prepared = self._present.prepared
+        n_top = prepared.call.params.logprobs
+        if n_top is not None and prepared.call.generated and prepared.continuation is None:
+            limit = "left out: nobody has computed those of the generated tokens"
+            raise InvalidRequestError("logprobs", n_top, limit)
+
     def _continuation(self) -> Continuation:
         """What a request takes along that goes on from here."""
+        self._check_logprobs()
         prepared = self._present.prepared
         before = prepared.continuation
         logprobs = () if before is None else before.logprobs
