@@ -208,7 +208,8 @@ class Lifecycle:
 
     async def _wait_idle(self) -> None:
         for parts in list(self._started):
-            while parts.gate.n_open:  # those that are still tokenized or compiled too
+            # Those that are still tokenized or compiled too, and those that go on otherwise.
+            while not parts.gate.is_empty:
                 await parts.gate.wait_left()
 
     async def reload(

@@ -58,13 +58,14 @@ class KeptAnswer:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._watch, stopping, tasks.cancel_scope)
             tasks.start_soon(self._wake_when, stopping)
-            with self._scope:
-                try:
+            try:
+                with self._scope:
                     await produce(self._put)
-                except Exception as error:
-                    self._failure = error
-            self.is_done = True
-            self._wake()
+            except Exception as error:
+                self._failure = error
+            finally:  # whoever ends it
+                self.is_done = True
+                self._wake()
 
     async def _put(self, message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -112,6 +112,23 @@ def test_who_takes_it_up_ends_who_read_it_before(keeper: Server) -> None:
     keeper.wait_idle()
 
 
+def test_who_reads_what_is_given_up_hears_of_its_end(keeper: Server) -> None:
+    endless = {**COUNT, "ignore_eos": True}
+    headers = {"X-Request-ID": "given-up"}
+    with (
+        keeper.client() as client,
+        keeper.client() as other,
+        client.stream("POST", "/generate", json=endless, headers=headers) as response,
+    ):
+        lines = response.iter_lines()
+        next(lines)
+        assert other.delete("/v1/streams/given-up").status_code == 200
+        with contextlib.suppress(httpx.TransportError):  # it is cut in its midst
+            for _ in lines:
+                pass
+    keeper.wait_idle()
+
+
 def test_without_an_id_an_answer_ends_with_its_connection(keeper: Server) -> None:
     endless = {**COUNT, "ignore_eos": True}
     with keeper.client() as client, client.stream("POST", "/generate", json=endless) as response:

@@ -200,8 +200,7 @@ class EngineCore:
 
     def save_prefixes(self) -> None:
         """The engine ends: what is in cells goes to the files."""
-        if self.manager.tiers is not None and self.manager.tiers.has_store:
-            self.manager.save_all()
+        self.manager.write_all()
 
     def mark_corrupt(self, cause: Exception) -> None:
         """The bookkeeping and llama.cpp do not agree: recreate the context before the next decode."""

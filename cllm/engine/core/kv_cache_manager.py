@@ -177,6 +177,10 @@ class KVCacheManager:
         prefix, n_tokens = self.tiers.match(wanted, sequence.request.lora)
         if prefix is None or n_tokens < n_shared + MIN_GAIN:
             return None, 0
+        kv_cache = self.kv_cache
+        n_most = kv_cache.n_available if kv_cache.kv_unified else kv_cache.n_ctx_seq
+        if len(prefix.tokens) > min(n_most, kv_cache.n_ctx_seq):  # all of it is put back, then cut
+            return None, 0
         computed_s = self._recompute_s(n_tokens) - self._recompute_s(n_shared)
         # What is unknown is tried; what is in a file is read meanwhile.
         if 0 < computed_s < self._swap.restore_s(len(prefix.tokens)):
@@ -411,9 +415,11 @@ class KVCacheManager:
         if data:
             tiers.add(tokens, entry.lora, SequenceState(data, len(tokens)))
 
-    def save_all(self) -> None:
-        """Save every cached prefix, the most recently used first."""
+    def write_all(self) -> None:
+        """Write the cached prefixes to files, as many as are taken, the most recently used first."""
         for entry in reversed(self.prefixes.entries):
+            if self.tiers is None or not self.tiers.writes:
+                return
             self._save_prefix(entry)
 
     def evict_until(self, n_free: int) -> None:
@@ -462,6 +468,9 @@ class KVCacheManager:
         assert swapped is not None
         assert slot is not None
         self.evict_until(swapped.n_tokens)
+        if self.kv_cache.kv_unified and self.kv_cache.n_free < swapped.n_tokens:
+            self._swap.forget(sequence)
+            return
         n_tokens, prefix = sequence.n_restorable, sequence.restores
         if self._swap.restore(sequence, slot):
             self.kv_cache.advance(slot, swapped.n_tokens)
@@ -486,6 +495,8 @@ class KVCacheManager:
     def save(self, sequence: Sequence) -> SequenceState | None:
         """What the KV cache holds of a sequence that is to go on elsewhere; None if nothing."""
         slot = sequence.slot
+        if sequence.restores is not None:  # of which only the beginning is its own
+            return None
         if sequence.swapped is not None or slot is None:
             return sequence.swapped
         if not slot.n_computed or self.fault is not None:

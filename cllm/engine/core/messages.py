@@ -72,7 +72,7 @@ class ClearPrefixCache:
 
 @dataclass(frozen=True, slots=True)
 class PrefixLoaded:
-    """The file of a prefix has been read; without a state, it is of no use.  From a thread beside."""
+    """The file of a prefix has been read; without a state, it is of no use or gone.  From a thread beside."""
 
     file: str
     state: SequenceState | None

@@ -65,10 +65,16 @@ class PrefixStore(Protocol):
         What was there at the start, the least recently used first.
     n_bytes : int
         Of all files that are there now.
+    has_room : bool
+        Whether it would take one more now.
     """
 
-    stored: Iterable[tuple[Tokens, str, int]]
-    n_bytes: int
+    @property
+    def stored(self) -> Iterable[tuple[Tokens, str, int]]: ...
+    @property
+    def n_bytes(self) -> int: ...
+    @property
+    def has_room(self) -> bool: ...
 
     def write(self, tokens: Tokens, state: SequenceState) -> str | None:
         """Write a file some time; its name, or None: too much is being written already."""
@@ -128,9 +134,9 @@ class PrefixTiers:
         return 0 if self._store is None else self._store.n_bytes
 
     @property
-    def has_store(self) -> bool:
-        """Whether there are files."""
-        return self._store is not None
+    def writes(self) -> bool:
+        """Whether what is added is written to a file now."""
+        return self._store is not None and self._store.has_room
 
     # --- Finding -----------------------------------------------------------------------------
     def match(self, wanted: Tokens, lora: LoraUse) -> tuple[SavedPrefix | None, int]:
@@ -140,7 +146,8 @@ class PrefixTiers:
         for n_blocks in range(len(levels), 0, -1):
             for prefix in self._looked_at(levels[n_blocks - 1], n_blocks):
                 n_common = self._n_usable(prefix, wanted, lora)
-                if n_common > n_best:
+                is_shorter = best is None or len(prefix.tokens) < len(best.tokens)
+                if n_common > n_best or (n_common == n_best and n_common and is_shorter):
                     best, n_best = prefix, n_common
             if best is not None:
                 break
@@ -176,6 +183,8 @@ class PrefixTiers:
     # --- Coming and going --------------------------------------------------------------------
     def add(self, tokens: Tokens, lora: LoraUse, state: SequenceState) -> None:
         """Keep a prefix; what it makes needless goes, and what there is no room for."""
+        if self._store is None and len(state.data) > self._n_bytes_max:
+            return
         if not self._whole_only:
             for shorter in self._beginnings_of(tokens, lora):
                 self._drop(shorter)
@@ -220,13 +229,16 @@ class PrefixTiers:
             self._store.load(prefix.file)
 
     def on_loaded(self, file: str, state: SequenceState | None) -> None:
-        """A file has been read; None: it is of no use."""
+        """A file has been read; None: it is of no use, or gone."""
         prefix = self._by_file.get(file)
         if prefix is None:
             return
         prefix.is_loading = False
         if state is None or state.n_tokens != len(prefix.tokens):
-            self.forget(prefix)
+            del self._by_file[file]
+            prefix.file = None
+            if prefix.state is None:
+                self._drop(prefix)
             return
         if prefix.state is None:
             prefix.state, prefix.n_bytes = state, len(state.data)
@@ -262,6 +274,7 @@ class PrefixTiers:
 
     def _drop(self, prefix: SavedPrefix) -> None:
         del self._all[prefix]
+        prefix.is_loading = False  # who waits for it computes it
         for h in self._hashes(prefix.tokens):
             level = self._by_block[h]
             del level[prefix]

@@ -1,14 +1,16 @@
 """Strings that an output must not have, though no single token is one of them.  Pure.
 
-Deltas are held back while their text may be the beginning of such a string.  Where one is complete, what
-began it is dropped with all that came after, and its first token is excluded in that place.
+Deltas are held back while their text may be the beginning of such a string, and the last one always: a
+token may have written more than its delta has, which is held back for a stop string or in the middle of a
+character.  Where a banned string is complete, what began it is dropped with all that came after, and
+its first token is excluded in that place.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from cllm.engine.request import TokenDelta
@@ -44,9 +46,14 @@ class BannedStrings:
         self._longest = max(map(len, self._strings))
         self._held: list[TokenDelta] = []
         self._ready: deque[TokenDelta] = deque()
+        self._is_over = False
 
     def push(self, delta: TokenDelta) -> Ban | None:
         """One more delta: what it releases can be taken, unless it completes a banned string."""
+        if self._is_over:
+            if delta.finish_reason is not None:
+                self._ready.append(_without_text(delta))
+            return None
         self._held.append(delta)
         text = "".join(d.text for d in self._held)
         found = [(start + len(s), start) for s in self._strings if (start := text.find(s)) >= 0]
@@ -59,6 +66,12 @@ class BannedStrings:
         n_safe = len(text) - (0 if is_last or found else self._n_maybe(text))
         self._release(n_safe, everything=is_last)
         return None
+
+    def end(self, ban: Ban, delta: TokenDelta) -> None:
+        """Nobody wants the output to go round it: it ends before, but for the reason of its end."""
+        self._ready += ban.kept
+        self._is_over = True
+        self.push(delta)
 
     @property
     def held(self) -> tuple[TokenDelta, ...]:
@@ -73,12 +86,18 @@ class BannedStrings:
         """Of a string that begins at this place of the held text; None: no token began it."""
         ends = accumulate(len(d.text) for d in self._held)
         first = next(i for i, end in enumerate(ends) if end > start)
-        # The text of a last delta may be that of tokens before it.
-        while not self._held[first].token_ids:
-            if first == 0:
-                return None
+        # The text of a delta may be that of tokens before it, which had none.
+        while first > 0 and not (self._held[first].token_ids and self._held[first - 1].text):
             first -= 1
+        if not self._held[first].token_ids:
+            return None
         return Ban(tuple(self._held[:first]), self._held[first].token_ids[0])
+
+    @property
+    def _n_sure(self) -> int:
+        """Held deltas before the last that has a text, none of whose tokens may have begun more."""
+        with_text = [i for i, delta in enumerate(self._held) if delta.text]
+        return with_text[-1] if with_text else 0
 
     def _n_maybe(self, text: str) -> int:
         """Length of the longest end of a text that begins a banned string."""
@@ -95,5 +114,12 @@ class BannedStrings:
         """The first of the held deltas, as far as their text is safe."""
         ends = accumulate(len(delta.text) for delta in self._held)
         n_released = len(self._held) if everything else sum(end <= n_safe for end in ends)
+        if not everything:
+            n_released = min(n_released, self._n_sure)
         self._ready += self._held[:n_released]
         del self._held[:n_released]
+
+
+def _without_text(delta: TokenDelta) -> TokenDelta:
+    logprobs = None if delta.logprobs is None else ()
+    return replace(delta, text="", token_ids=(), logprobs=logprobs)

@@ -79,7 +79,13 @@ class QueueGate:
             yield
         finally:
             self._n_visits -= 1
+            self.wake()
             self._look()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no open request and no visit."""
+        return not (self.n_open or self._n_visits)
 
     def when_empty(self, call: Callable[[], None]) -> None:
         """Call this when there is no open request and no visit: now, or when the last one leaves."""
@@ -87,7 +93,7 @@ class QueueGate:
         self._look()
 
     def _look(self) -> None:
-        if self._on_empty is not None and not (self.n_open or self._n_visits):
+        if self._on_empty is not None and self.is_empty:
             self._on_empty()
 
     def wake(self) -> None:

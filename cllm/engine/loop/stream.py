@@ -20,10 +20,12 @@ from cllm.engine.loop.channel import Channel, Continuation
 from cllm.engine.loop.request_call import RequestCall, new_request_id, token_ids_of
 from cllm.engine.loop.saved_generation import SavedGeneration
 from cllm.engine.lora import NO_LORA
-from cllm.engine.request import Completion, TokenDelta, TokenLogprob
-from cllm.errors import ClosedError, InvalidRequestError
+from cllm.engine.request import Completion, FinishReason, TokenDelta, TokenLogprob
+from cllm.errors import ClosedError, GenerationError, InvalidRequestError
 
 MAX_FORKS = 256
+# Tokens that are excluded in one place for a banned string, before the one before is, and at the most.
+N_TRIES, MAX_TRIES = 8, 256
 
 OpenChannel = Callable[[RequestCall], Awaitable[Channel]]
 
@@ -236,6 +238,7 @@ class TokenStream:
         check_int("n_tokens", n_tokens, 1, len(position), InvalidRequestError)
         seed = self._present.prepared.call.seed
         next_seed = 0 if seed is None else (seed + 1) % (MAX_SEED + 1)
+        self._is_given_up = False
         await self._go_on_from(position[:-n_tokens], seed=next_seed)
 
     async def inject(self, text: str | Sequence[int]) -> None:
@@ -259,6 +262,7 @@ class TokenStream:
             tokens = token_ids_of("text", text)
         if not tokens:
             raise InvalidRequestError("text", text, "at least one token")
+        self._is_given_up = False
         await self._go_on_from(self._position + tokens)
 
     @property
@@ -318,8 +322,12 @@ class TokenStream:
             submitted_at=request.submitted_at,
             deadline=request.deadline,
         )
-        self._is_given_up = False
-        self._adopt(await channel.prepared.source.reopen(channel, call, continuation))
+        try:
+            self._adopt(await channel.prepared.source.reopen(channel, call, continuation))
+        except anyio.get_cancelled_exc_class():
+            if channel.is_taken:  # what ran has ended, and nothing goes on
+                self._abandon()
+            raise
         self._read_ids, self._read_logprobs = [], []
         self._is_closed = False
         if self._banned is not None:
@@ -335,19 +343,35 @@ class TokenStream:
                 return delta
             if (delta := await self._present.next()) is None:
                 return None
-            if (ban := self._banned.push(delta)) is not None:
+            if (ban := self._banned.push(delta)) is None:
+                continue
+            ended = self._present.completion
+            is_cancelled = ended is not None and ended.finish_reason is FinishReason.CANCELLED
+            if self._is_given_up or is_cancelled:
+                self._banned.end(ban, delta)
+            else:
                 await self._without(ban)
         return None
 
     async def _without(self, ban: Ban) -> None:
         """Go on from before a banned string, with another token than the one that began it."""
-        kept = tuple(token for delta in ban.kept for token in delta.token_ids)
-        generated = self._position + kept
-        n_before = len(generated)
+        kept, token = ban.kept, ban.token
+        n_before = len(self._position) + sum(len(delta.token_ids) for delta in kept)
+        n_tried = len(self._excluded.get(n_before, ()))
+        if n_tried >= N_TRIES and kept and kept[-1].token_ids:
+            # Whatever follows there: the token before has begun it.
+            *before, last = kept
+            kept, token = tuple(before), last.token_ids[0]
+            n_before -= len(last.token_ids)
+        elif n_tried >= MAX_TRIES:
+            self._present.cancel()
+            cause = ValueError(f"{n_tried} tokens in one place begin a banned string")
+            raise GenerationError.of(self.request_id, cause)
         self._excluded = {n: tokens for n, tokens in self._excluded.items() if n <= n_before}
         excluded = self._excluded.setdefault(n_before, set())
-        excluded.add(ban.token)
-        await self._go_on_from(generated, excluded=sorted(excluded), unread=ban.kept)
+        excluded.add(token)
+        generated = self._position + tuple(t for delta in kept for t in delta.token_ids)
+        await self._go_on_from(generated, excluded=sorted(excluded), unread=kept)
 
     # --- Its channel -------------------------------------------------------------------------
     @property

@@ -59,6 +59,7 @@ from cllm.errors import (
 )
 
 N_CAUSES_MAX = 4  # of an error, that are told
+MAX_STATE_BYTES = 1 << 30
 Plain = str | int | float | bool | None
 
 
@@ -202,7 +203,15 @@ def decode_commands(frame: bytes | memoryview) -> list[Asked]:
 def _command_as(command: Asked) -> object:
     if not isinstance(command, AddRequest):
         return command
-    return _Request(*(getattr(command.request, name) for name in _HINTS))
+    request = command.request
+    if request.state is not None:
+        request = replace(request, state=_crossing(request.state))
+    return _Request(*(getattr(request, name) for name in _HINTS))
+
+
+def _crossing(state: SequenceState | None) -> SequenceState | None:
+    """What the KV cache held, unless it is too large for a frame: then it is computed again."""
+    return None if state is not None and len(state.data) > MAX_STATE_BYTES else state
 
 
 def _command_of(value: Any) -> Asked:
@@ -240,7 +249,7 @@ def _event_as(event: Told) -> object:
         case Finished(request_id, delta, completion, error, state):
             rest = replace(completion, prompt_token_ids=())
             told = None if error is None else error_as(error)
-            return _Finished(request_id, delta, rest, told, state)
+            return _Finished(request_id, delta, rest, told, _crossing(state))
         case Embedded(request_id, vectors, n_values, error):
             told = None if error is None else error_as(error)
             return _Embedded(request_id, vectors, n_values, told)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import logging
 import os
 import queue
@@ -36,6 +37,7 @@ logger = logging.getLogger("cllm.engine")
 KIND = "prefix 1"
 SUFFIX = ".prefix"
 STALE_S = 3600.0  # a file that is written for so long is nobody's
+READING, WRITING = 0, 1  # which goes first
 MAX_PENDING_BYTES = 512 << 20  # to be written, at the most: a disk may be slower than prompts
 CLOSE_S = 3.0  # for what is still to be written at the end
 
@@ -52,7 +54,8 @@ class PrefixFiles:
     n_bytes_max : int
         Of all files in the directory, those of other keys too.
     on_loaded : callable
-        Called with a `PrefixLoaded`, in the thread that reads.
+        Called with a `PrefixLoaded`, in the thread that reads: for each `load`, and, without a state, for
+        each file that is there no more.
 
     Attributes
     ----------
@@ -84,7 +87,10 @@ class PrefixFiles:
         except OSError as error:
             limit = f"a directory to write in ({error})"
             raise InvalidArgumentError("prefix_cache_dir", str(directory), limit) from None
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # Somebody waits for what is read: it goes before what is written.
+        self._jobs: queue.PriorityQueue[tuple[int, int, Callable[[], None] | None]]
+        self._jobs = queue.PriorityQueue()
+        self._n_jobs = itertools.count()
         self._lock = threading.Lock()
         self._pending: dict[str, SequenceState] = {}
         self._n_pending_bytes = 0
@@ -98,34 +104,43 @@ class PrefixFiles:
         """See `PrefixStore`."""
         name = hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest() + SUFFIX
         with self._lock:
-            if self._n_pending_bytes + len(state.data) > MAX_PENDING_BYTES:
+            if not self.has_room or len(state.data) > self._n_bytes_max:
                 return None
             self._pending[name] = state
             self._n_pending_bytes += len(state.data)
-        self._jobs.put(lambda: self._write(name, tokens, state))
+        self._put(WRITING, lambda: self._write(name, tokens, state))
         return name
+
+    @property
+    def has_room(self) -> bool:
+        """See `PrefixStore`."""
+        return self._n_pending_bytes < MAX_PENDING_BYTES
 
     def load(self, file: str) -> None:
         """See `PrefixStore`."""
-        self._jobs.put(lambda: self._load(file))
+        self._put(READING, lambda: self._load(file))
 
     def touch(self, file: str) -> None:
         """See `PrefixStore`."""
-        self._jobs.put(lambda: self._touch(file))
+        self._put(WRITING, lambda: self._touch(file))
 
     def clear(self) -> None:
         """See `PrefixStore`."""
-        self._jobs.put(self._clear)
+        self._put(WRITING, self._clear)
 
     def close(self) -> None:
         """Write what there is time for, and end the thread."""
         self._ends_at = time.monotonic() + CLOSE_S
-        self._jobs.put(None)
-        self._thread.join()
+        self._put(WRITING, None)
+        # No longer for a disk that does not answer: what it has begun has no name yet.
+        self._thread.join(CLOSE_S + 1.0)
+
+    def _put(self, priority: int, job: Callable[[], None] | None) -> None:
+        self._jobs.put((priority, next(self._n_jobs), job))
 
     # --- Its own thread ----------------------------------------------------------------------
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self._jobs.get()[2]) is not None:
             if time.monotonic() > self._ends_at:
                 continue
             try:
@@ -142,6 +157,7 @@ class PrefixFiles:
                 self.n_bytes += write_state_file(path, header, state.data)
         except OSError as error:
             self._warn(error)
+            self._on_loaded(PrefixLoaded(name, None))
         finally:
             with self._lock:
                 self._n_pending_bytes -= len(state.data)
@@ -152,18 +168,22 @@ class PrefixFiles:
     def _load(self, name: str) -> None:
         with self._lock:
             state = self._pending.get(name)
-        if state is None:
-            try:
-                header, data = read_state_file(self._folder / name)
-                if header.get("kind") != KIND:
-                    raise DamagedFileError(f"{name} is {header.get('kind')!r}")
-                state = SequenceState(data, len(header["token_ids"]))
-            except FileNotFoundError:  # another engine needed its room
-                pass
-            except (OSError, DamagedFileError, LookupError, TypeError) as error:
-                logger.warning("a prefix is computed again: %s", error)
-                self._remove(self._folder / name)
-        self._on_loaded(PrefixLoaded(name, state))
+        try:
+            if state is None:
+                state = self._read(self._folder / name)
+        except FileNotFoundError:  # another engine needed its room
+            pass
+        except (OSError, DamagedFileError, LookupError, TypeError) as error:
+            logger.warning("a prefix is computed again: %s", error)
+            self._remove(self._folder / name)
+        finally:  # whatever happens: somebody waits
+            self._on_loaded(PrefixLoaded(name, state))
+
+    def _read(self, path: Path) -> SequenceState:
+        header, data = read_state_file(path)
+        if header.get("kind") != KIND:
+            raise DamagedFileError(f"{path} is {header.get('kind')!r}")
+        return SequenceState(data, len(header["token_ids"]))
 
     def _touch(self, name: str) -> None:
         with contextlib.suppress(OSError):
@@ -184,6 +204,8 @@ class PrefixFiles:
             if n_bytes <= self._n_bytes_max:
                 break
             self._remove(path)
+            if path.parent == self._folder:
+                self._on_loaded(PrefixLoaded(path.name, None))
             n_bytes -= size
         self.n_bytes = n_bytes
 

@@ -121,6 +121,55 @@ def test_what_adapters_have_computed_is_nobody_elses() -> None:
     assert len(tiers) == 0
 
 
+class _Slow:
+    """A store that never answers."""
+
+    stored = ((tokens_of(range(100)), "file", 100),)
+    n_bytes, has_room = 100, True
+
+    def write(self, tokens: Tokens, state: SequenceState) -> str | None:
+        return None
+
+    def load(self, file: str) -> None:
+        pass
+
+    touch = load
+
+    def clear(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("goes", ["clear", "a longer one", "forget"])
+def test_who_waits_for_a_file_that_is_forgotten_waits_no_more(goes: str) -> None:
+    tiers = PrefixTiers(n_bytes_max=MIB, store=_Slow())
+    prefix, _ = tiers.match(tokens_of(range(100)), NO_LORA)
+    assert prefix is not None
+    tiers.load(prefix)
+    assert prefix.is_loading
+    if goes == "clear":
+        tiers.clear()
+    elif goes == "forget":
+        tiers.forget(prefix)
+    else:
+        longer = tokens_of(range(200))
+        tiers.add(longer, NO_LORA, state_of(longer))
+    assert not prefix.is_loading
+    tiers.on_loaded("file", state_of(prefix.tokens))
+    assert tiers.match(tokens_of(range(100)), NO_LORA)[1] in (0, 100)
+
+
+def test_a_prefix_whose_file_is_gone_is_forgotten_unless_it_is_in_memory_too() -> None:
+    for is_in_memory in (False, True):
+        tiers = PrefixTiers(n_bytes_max=MIB, store=_Slow())
+        prefix, _ = tiers.match(tokens_of(range(100)), NO_LORA)
+        assert prefix is not None
+        if is_in_memory:
+            tiers.on_loaded("file", state_of(prefix.tokens))
+        tiers.on_loaded("file", None)
+        assert len(tiers) == is_in_memory
+        assert tiers.match(tokens_of(range(100)), NO_LORA)[1] == 100 * is_in_memory
+
+
 # --- With the core ------------------------------------------------------------------------------
 def served(sim: Simulator, prompt: bytes) -> int:
     """How many tokens of a prompt were computed for its answer."""
@@ -192,7 +241,8 @@ def test_what_others_share_in_cells_is_not_restored_beside_them() -> None:
     sim = Simulator(n_ctx=1024, n_seq_max=4, answer=endless, prefix_cache_bytes=MIB)
     prompt = bytes(range(200))
     served(sim, prompt + b"1")
-    sim.core.manager.save_all()
+    for entry in list(sim.core.manager.prefixes.entries):
+        sim.core.manager._save_prefix(entry)
     assert served(sim, prompt + b"2") == 1
     assert sim.core.statistics().n_restored_prefixes == 0
 
@@ -231,6 +281,42 @@ def test_who_asks_for_a_prefix_that_is_there_goes_before_who_is_as_long() -> Non
     sim.run()
     order = [request_id for request_id in sim.finished if request_id in (fresh, back)]
     assert order == [back, fresh]
+    sim.check_outcomes()
+
+
+def test_who_is_suspended_while_it_waits_takes_nothing_of_others_along() -> None:
+    sim = Simulator(n_ctx=512, n_seq_max=2, n_batch=64, answer=endless, prefix_cache_bytes=MIB)
+    head = bytes(range(100))
+    served(sim, head + b"o" * 50)
+    served(sim, b"x" * 500)  # which sends it to host memory
+    sim.submit(b"r" * 320, max_tokens=60)
+    sim.tick(8)
+    waiting = sim.submit(head + b"w" * 95, max_tokens=4)
+    sim.tick()
+    (sequence,) = sim.core.queue.waiting
+    assert sequence.restores is not None
+    sim.core.queue.cancel(waiting, saves_state=True)
+    sim.hear()
+    ended = sim.finished[waiting]
+    assert ended.state is None
+    sim.run()
+    sim.submit(head + b"w" * 95, max_tokens=4, state=ended.state)
+    sim.run()
+    sim.check_outcomes()
+
+
+def test_a_prefix_that_is_longer_than_what_there_is_room_for_stays_where_it_is() -> None:
+    sim = Simulator(n_ctx=512, n_seq_max=2, n_batch=64, answer=endless, prefix_cache_bytes=MIB)
+    head = bytes(range(100))
+    served(sim, head + b"o" * 380)
+    served(sim, b"x" * 500)
+    sim.submit(b"r" * 200, max_tokens=200)
+    sim.tick(8)
+    n_saved = len(sim.core.manager.tiers or ())
+    request_id = sim.submit(head + b"w", max_tokens=4)
+    sim.run()
+    assert sim.finished[request_id].completion.usage.n_cached == 0
+    assert len(sim.core.manager.tiers or ()) >= n_saved
     sim.check_outcomes()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -52,9 +53,19 @@ def test_what_may_begin_one_is_held_back_and_no_more() -> None:
     assert banned.push(TokenDelta("b", (2,))) is None
     assert banned.take() is None
     assert banned.push(TokenDelta("d", (3,))) is None
-    assert [d.token_ids for d in iter(banned.take, None)] == [(1,), (2,), (3,)]
-    assert banned.push(TokenDelta("y", (4,))) is None
-    assert banned.push(TokenDelta("abc", (5,))) == Ban((), 5)
+    assert [d.token_ids for d in iter(banned.take, None)] == [(1,), (2,)]
+    last, next_ = TokenDelta("d", (3,)), TokenDelta("y", (4,))
+    assert banned.push(next_) is None
+    assert list(iter(banned.take, None)) == [last]
+    assert banned.push(TokenDelta("abc", (5,))) == Ban((next_,), 5)
+
+
+def test_a_token_whose_text_came_later_has_begun_it() -> None:
+    banned = BannedStrings(["\n\n"])
+    for delta in (TokenDelta("a", (1,)), TokenDelta("", (2,)), TokenDelta("", (3,))):
+        assert banned.push(delta) is None
+    assert [d.token_ids for d in iter(banned.take, None)] == []
+    assert banned.push(TokenDelta("\n\nb", (4,))) == Ban((TokenDelta("a", (1,)),), 2)
 
 
 @pytest.mark.anyio
@@ -86,6 +97,44 @@ async def test_greedy_output_goes_round_a_string_and_the_rest_is_as_if_its_token
         )  # fmt: skip
         assert forced.token_ids[0] == ended.token_ids[n_same]
         assert await engine.audit() == []
+
+
+@pytest.mark.anyio
+async def test_what_a_stop_string_holds_back_is_gone_round_too() -> None:
+    """The token that is banned gives its text with the next one, whatever that is."""
+    async with Engine(n_ctx=1024, **QUIET) as engine:
+        free = await engine.generate("count: 1 2 3", temperature=0.0, max_tokens=12)
+        string = free.text[4:6]
+        completion = await engine.generate(
+            "count: 1 2 3",
+            banned_strings=[string],
+            stop=[f"{string}never"],
+            temperature=0.0,
+            max_tokens=12,
+        )
+        assert string not in completion.text
+        assert len(completion.token_ids) == 12 or completion.finish_reason == "stop"
+        assert engine.statistics().n_rebuilds == 0
+        assert engine.statistics().n_output_tokens < 200
+
+
+@pytest.mark.anyio
+async def test_a_stream_that_is_cancelled_ends_before_a_banned_string() -> None:
+    async with Engine(n_ctx=1024, **QUIET) as engine:
+        options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
+        free = await engine.generate("count: 1 2 3", **options)
+        async with engine.stream(
+            "count: 1 2 3", banned_strings=[free.text[6:9]], **options
+        ) as stream:
+            deltas = [await anext(stream)]
+            await engine.audit()  # it has computed beyond the banned string
+            await stream.cancel()
+            deltas += [delta async for delta in stream]
+        text = "".join(delta.text for delta in deltas)
+        assert free.text.startswith(text)
+        assert free.text[6:9] not in text
+        assert deltas[-1].finish_reason == "cancelled"
+        assert engine.statistics().n_running == 0
 
 
 @pytest.mark.anyio

@@ -40,6 +40,7 @@ from cllm.engine.core.messages import (
 from cllm.engine.core.statistics import EngineStatistics
 from cllm.engine.embedding import EmbeddingInfo, EmbeddingRequest
 from cllm.engine.lora import LoraInfo, LoraUse
+from cllm.engine.process import wire
 from cllm.engine.process.frames import FrameReader, framed
 from cllm.engine.process.wire import (
     Beat,
@@ -55,6 +56,7 @@ from cllm.engine.request import (
     FinishReason,
     GenerationRequest,
     ModelInfo,
+    SequenceState,
     Thinking,
     Timings,
     TokenDelta,
@@ -278,3 +280,22 @@ def test_numbers_of_numpy_and_words_of_others_cross_as_pythons_own() -> None:
     got = command.request.params
     assert (got.seed, got.max_tokens, got.temperature) == (3, 7, 0.5)
     assert (dict(got.logit_bias), got.stop, command.request.priority) == ({5: 1.5}, ("end",), 2)
+
+
+@pytest.mark.parametrize("n_bytes_max", [4, 3])
+def test_what_the_cache_held_crosses_both_ways_but_not_what_is_too_large_for_a_frame(
+    n_bytes_max: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "MAX_STATE_BYTES", n_bytes_max)
+    state = SequenceState(b"held", 3)
+    request = GenerationRequest("r", 1, (1, 2), SamplingParams(), 0, 0.5, None, state=state)
+    (command,) = decode_commands(encode_commands([AddRequest(request)]))
+    assert isinstance(command, AddRequest)
+    event = Finished("r", TokenDelta("", ()), COMPLETION, state=state)
+    (told,), _ = decode_events(encode_events([event]))
+    assert isinstance(told, Finished)
+    expected = state if n_bytes_max == 4 else None
+    assert (command.request.state, told.state) == (expected, expected)
+    assert decode_commands(encode_commands([CancelRequest("r", True)])) == [
+        CancelRequest("r", True)
+    ]

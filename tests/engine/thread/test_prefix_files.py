@@ -129,6 +129,22 @@ def test_a_damaged_file_is_removed_and_never_used(
     assert not path.exists()
 
 
+def test_who_waits_hears_of_it_whatever_reading_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(path: Path) -> None:
+        raise MemoryError
+
+    (name,) = written(tmp_path, 1)
+    told = Told()
+    files = opened(tmp_path, told)
+    monkeypatch.setattr(prefix_files, "read_state_file", fails)
+    files.load(name)
+    assert told.next() == PrefixLoaded(name, None)
+    files.close()
+    assert (tmp_path / "key" / name).exists()  # it may be read another time
+
+
 def test_one_that_another_engine_has_removed_is_no_news(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
