@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 
 import anyio
+import anyio.lowlevel
 from anyio.abc import TaskGroup
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
@@ -152,6 +153,7 @@ class KeptAnswer:
             waiting = [(number, message) for number, message in self._bodies if number > after]
             for number, message in waiting:
                 await send(message)
+                await anyio.lowlevel.checkpoint()  # that a client has left is heard between two
                 after = number
                 self._n_taken = max(self._n_taken, number)
                 self._wake()
