@@ -21,7 +21,6 @@ from cllm.memory import address_of, new_bytes
 # Before llama.cpp's own bytes, which have no checksum: it accepts most damaged copies.
 _COPY_HEADER = struct.Struct("<8sI")  # the name of this format; CRC-32 of what follows
 _COPY_NAME = b"cllmseq1"
-_UNCHECKED = _COPY_HEADER.pack(b"cllmseq0", 0)
 A_COPY = "a copy made by state_seq_get_data"
 
 
@@ -143,17 +142,10 @@ class Memory(NativeHandle):
         return first, p1
 
     # --- State of one sequence ---------------------------------------------------------------
-    def state_seq_get_data(self, seq_id: int, *, has_checksum: bool = True) -> bytes:
+    def state_seq_get_data(self, seq_id: int) -> bytes:
         """A copy of what the KV cache holds for a sequence; empty if it holds nothing.
 
         llama.cpp's own bytes behind a checksum of them.
-
-        Parameters
-        ----------
-        seq_id : int
-        has_checksum : bool
-            False for a copy that stays where nothing can change it, or has a checksum there: it takes as
-            long again.
         """
         self._check_seq("seq_id", seq_id)
         self._check_copied(seq_id)
@@ -167,11 +159,8 @@ class Memory(NativeHandle):
         n_bytes = self._lib.llama_state_seq_get_data(self._pointer, cells, size, seq_id)
         if n_bytes == 0:
             raise LlamaCallError("llama_state_seq_get_data", 0)
-        header = _UNCHECKED
-        if has_checksum:
-            checksum = zlib.crc32(memoryview(copy)[start : start + n_bytes])
-            header = _COPY_HEADER.pack(_COPY_NAME, checksum)
-        ctypes.memmove(address, header, start)
+        checksum = zlib.crc32(memoryview(copy)[start : start + n_bytes])
+        ctypes.memmove(address, _COPY_HEADER.pack(_COPY_NAME, checksum), start)
         return copy if n_bytes == size else copy[: start + n_bytes]
 
     def state_seq_set_data(self, data: bytes, seq_id: int, *, n_positions: int) -> None:
@@ -203,13 +192,10 @@ class Memory(NativeHandle):
             raise InvalidArgumentError("seq_id", seq_id, "an empty sequence")
         start, size = _COPY_HEADER.size, len(data) - _COPY_HEADER.size
         copy = bytes(data)  # itself, if it is that already
-        is_checked = not copy.startswith(_UNCHECKED)
-        if size <= 0 or (is_checked and not copy.startswith(_COPY_NAME)):
+        if size <= 0 or not copy.startswith(_COPY_NAME):
             raise InvalidArgumentError("data", f"{len(data)} bytes", A_COPY)
-        if is_checked and _COPY_HEADER.unpack_from(copy) != (
-            _COPY_NAME,
-            zlib.crc32(memoryview(copy)[start:]),
-        ):
+        header = _COPY_NAME, zlib.crc32(memoryview(copy)[start:])
+        if _COPY_HEADER.unpack_from(copy) != header:
             raise InvalidArgumentError(
                 "data", f"{len(data)} bytes", "unchanged: its checksum differs"
             )

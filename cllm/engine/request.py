@@ -58,7 +58,7 @@ class SequenceState:
     Attributes
     ----------
     data : bytes
-        llama.cpp's: of the same model, library and context parameters.
+        llama.cpp's, behind a checksum: of the same model, library and context parameters.
     n_tokens : int
         Positions that it holds, from 0 on.
     """

@@ -94,8 +94,8 @@ class LlamaDecoder:
         return self.context.seq_pos_max(seq_id)
 
     def state_seq_get_data(self, seq_id: int) -> bytes:
-        """Copy what a sequence holds; what becomes a file has a checksum there."""
-        return self.context.state_seq_get_data(seq_id, has_checksum=False)
+        """Copy what a sequence holds."""
+        return self.context.state_seq_get_data(seq_id)
 
     def state_seq_set_data(self, data: bytes, seq_id: int, *, n_positions: int) -> None:
         """Restore a copy."""
