@@ -22,12 +22,12 @@ from cllm.bindings import Model, Vocabulary
 from cllm.bindings._llama_h import VocabType
 from cllm.engine.constraints.compiler import ConstraintCompiler
 from cllm.engine.core.detokenizer import Detokenizer
+from cllm.engine.loop.channel import Prepared
 from cllm.engine.loop.dispatcher import Dispatcher
 from cllm.engine.loop.input_processor import InputProcessor
 from cllm.engine.loop.loras import Loras
 from cllm.engine.loop.queue_gate import QueueGate
 from cllm.engine.loop.request_call import RequestCall
-from cllm.engine.request import GenerationRequest
 from cllm.engine.sampling_params import SamplingParams
 from cllm.engine.thread.worker_thread import WorkerThreads
 
@@ -296,8 +296,8 @@ async def opened(vocab: object, prompt: str | tuple[int, ...], gate: QueueGate) 
     """`strips_space` of the request that input_processor makes of a prompt."""
     found: list[bool] = []
 
-    def submit(request: GenerationRequest, stream_buffer: int, parser: object) -> None:
-        found.append(request.strips_space)
+    def submit(prepared: Prepared, stream_buffer: int) -> None:
+        found.append(prepared.request.strips_space)
 
     dispatcher = SimpleNamespace(
         model=SimpleNamespace(

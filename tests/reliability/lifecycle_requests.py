@@ -8,7 +8,9 @@ from typing import Any
 
 import anyio
 
-from cllm import CllmError, Engine, SamplingParams
+from cllm import CllmError, Engine, SamplingParams, SavedGeneration
+from cllm.engine.loop.channel import Continuation
+from cllm.engine.loop.request_call import RequestCall
 from tests.conftest import QUIET
 
 # Set by `lifecycle --over-process`.
@@ -22,6 +24,12 @@ GREEDY = SamplingParams(temperature=0.0)
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=100_000, ignore_eos=True)
 SCHEMA = {"type": "object", "properties": {c: {"type": "integer"} for c in "abcdef"}}
 CHAT = [{"role": "user", "content": "1+1="}]
+SAVED = SavedGeneration(
+    RequestCall("1+1=", GREEDY, priority=0, timeout=None, request_id="saved"),
+    Continuation((97,)),
+    {},
+    "",
+)
 LIMIT_S = 20.0
 N_STREAMS = 8
 
@@ -29,6 +37,7 @@ N_STREAMS = 8
 METHODS: dict[str, Callable[[Engine], Any]] = {
     "stream": lambda engine: engine.stream("1+1="),
     "stream_chat": lambda engine: engine.stream_chat(CHAT),
+    "resume": lambda engine: engine.resume(SAVED),
     "generate": lambda engine: engine.generate("1+1="),
     "generate_all": lambda engine: engine.generate_all(["1+1="]),
     "chat": lambda engine: engine.chat(CHAT),

@@ -231,7 +231,7 @@ def _loses_letters(self: Detokenizer, piece: bytes) -> str:
 
 
 fail_one, report_one, push = OutputProcessor._fail, RunQueue._report, Detokenizer.push
-MUTANT_CALLS = (5, 18)
+MUTANT_CALLS = (5, 17, 18)
 MUTANTS: dict[str, tuple[type, str, Callable[..., Any], str, str]] = {
     "ignores what seq_rm says": (
         KVCacheManager, "_remove", _forgets_to_look, "llama_memory_seq_rm", "False",

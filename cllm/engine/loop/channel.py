@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -93,6 +93,8 @@ class Prepared:
     ----------
     call : RequestCall
         With what was drawn for it.
+    source : callable
+        A weak reference: the inference thread knows the channels, and must not keep an engine that is dropped.
     channels : OutputChannels or None
         Of a chat.
     told : str
@@ -101,11 +103,33 @@ class Prepared:
 
     call: RequestCall
     request: GenerationRequest
-    source: Source
+    source: Callable[[], Source | None]
     answer: AnswerFormat | None = None
     channels: OutputChannels | None = None
     told: str = ""
     continuation: Continuation | None = None
+
+
+class Lease:
+    """A request that somebody is to give up, and no more: who holds it keeps nothing else alive.
+
+    Attributes
+    ----------
+    is_over : bool
+        It has ended.
+    """
+
+    __slots__ = ("_inbox", "is_over", "request_id")
+
+    def __init__(self, request_id: str, inbox: Inbox) -> None:
+        self.request_id = request_id
+        self._inbox = inbox
+        self.is_over = False
+
+    def cancel(self) -> None:
+        """Nobody wants the rest."""
+        if not self.is_over:
+            self._inbox.put(CancelRequest(self.request_id))
 
 
 class Channel:
@@ -117,6 +141,7 @@ class Channel:
     Attributes
     ----------
     prepared : Prepared
+    lease : Lease
     completion : Completion or None
         All of the output, once it has ended.
     error : CllmError or None
@@ -129,6 +154,7 @@ class Channel:
         self.prepared = prepared
         self._channels = prepared.channels
         self.request_id = prepared.request.request_id
+        self.lease = Lease(self.request_id, inbox)
         self._inbox = inbox
         # Half of the buffer is read before the thread is told: it goes on computing meanwhile.
         self._n_told_at_once = max(1, capacity // 2)
@@ -143,7 +169,21 @@ class Channel:
         if continuation is not None and continuation.is_finished:
             assert continuation.earlier is not None
             self.completion = replace(continuation.earlier, request_id=self.request_id)
+            self.lease.is_over = True
         self.error: ClosedError | GenerationError | EngineFailedError | None = None
+
+    @property
+    def source(self) -> Source:
+        """Where it comes from.
+
+        Raises
+        ------
+        ClosedError
+            The engine is gone.
+        """
+        if (source := self.prepared.source()) is None:
+            raise ClosedError("the engine was closed")
+        return source
 
     @property
     def is_finished(self) -> bool:
@@ -167,6 +207,7 @@ class Channel:
 
     def finish(self, event: Finished) -> None:
         """The last delta has arrived."""
+        self.lease.is_over = True
         completion = event.completion
         if self.prepared.continuation is not None:
             completion = whole(self.prepared, self.prepared.continuation, completion)
@@ -195,8 +236,7 @@ class Channel:
 
     def cancel(self) -> None:
         """Nobody wants the rest."""
-        if not self.is_finished:
-            self._inbox.put(CancelRequest(self.request_id))
+        self.lease.cancel()
 
     def check_idle(self) -> None:
         """Refuse what cannot be done beside a reader.
@@ -242,6 +282,7 @@ class Channel:
 
     def fail(self, error: ClosedError | EngineFailedError) -> None:
         """Nothing more will arrive."""
+        self.lease.is_over = True
         self.error = error
         self.wake()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -143,7 +144,8 @@ class InputProcessor:
             deadline=None,
             generated_token_ids=call.generated,
         )
-        return Prepared(call, request, self, continuation.answer, continuation=continuation)
+        source = weakref.ref(self)
+        return Prepared(call, request, source, continuation.answer, continuation=continuation)
 
     async def reopen(
         self, channel: Channel, call: RequestCall, continuation: Continuation
@@ -229,7 +231,8 @@ class InputProcessor:
             channels = OutputChannels(answer.parser(call.ids_seed), told, is_whole=is_whole)
         if continuation is not None:
             request = _continued(request, continuation)
-        return Prepared(call, request, self, answer, channels, "".join(told), continuation)
+        source, text = weakref.ref(self), "".join(told)
+        return Prepared(call, request, source, answer, channels, text, continuation)
 
     async def _prompt(
         self, call: RequestCall, continuation: Continuation | None

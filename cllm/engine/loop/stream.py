@@ -16,7 +16,7 @@ import anyio.lowlevel
 
 from cllm.checks import MAX_SEED, check_int
 from cllm.engine.loop.banned_strings import Ban, BannedStrings
-from cllm.engine.loop.channel import Channel, Continuation
+from cllm.engine.loop.channel import Channel, Continuation, Lease
 from cllm.engine.loop.request_call import RequestCall, new_request_id, token_ids_of
 from cllm.engine.loop.saved_generation import SavedGeneration
 from cllm.engine.lora import NO_LORA
@@ -55,7 +55,8 @@ class TokenStream:
         self._open_channel: OpenChannel | None = open_channel
         self._channel: Channel | None = None
         self._is_closed = self._is_given_up = False
-        self._finalizer: weakref.finalize[[Channel], TokenStream] | None = None
+        # What holds the engine must not hold it there: both may be dropped at once.
+        self._finalizer: weakref.finalize[[Lease], TokenStream] | None = None
         # Where its reader is: tokens of the output, and their log probabilities, if asked for.
         self._read_ids: list[int] = []
         self._read_logprobs: list[TokenLogprob] = []
@@ -181,7 +182,7 @@ class TokenStream:
             unread=unread,
             state=state,
         )
-        return SavedGeneration.of(call, continuation, prepared.source.model)
+        return SavedGeneration.of(call, continuation, channel.source.model)
 
     def fork(self, n: int) -> list[TokenStream]:
         """So many more streams that begin with what has been read of this one, which goes on.
@@ -203,7 +204,7 @@ class TokenStream:
         """
         check_int("n", n, 1, MAX_FORKS, InvalidRequestError)
         channel, seed = self._present, self._call.params.seed
-        source = channel.prepared.source
+        source = channel.source
         continuation = self._continuation()
         made = []
         for i in range(1, n + 1):
@@ -257,7 +258,7 @@ class TokenStream:
             limit = "left out where tokens are injected"
             raise InvalidRequestError("logprobs", channel.prepared.call.params.logprobs, limit)
         if isinstance(text, str):
-            tokens = tuple(await channel.prepared.source.tokenize(text, add_special=False))
+            tokens = tuple(await channel.source.tokenize(text, add_special=False))
         else:
             tokens = token_ids_of("text", text)
         if not tokens:
@@ -323,7 +324,7 @@ class TokenStream:
             deadline=request.deadline,
         )
         try:
-            self._adopt(await channel.prepared.source.reopen(channel, call, continuation))
+            self._adopt(await channel.source.reopen(channel, call, continuation))
         except anyio.get_cancelled_exc_class():
             if channel.is_taken:  # what ran has ended, and nothing goes on
                 self._abandon()
@@ -401,7 +402,7 @@ class TokenStream:
             self._finalizer.detach()
         self._channel = channel
         if not channel.is_finished:
-            self._finalizer = weakref.finalize(self, _drop, channel)
+            self._finalizer = weakref.finalize(self, _drop, channel.lease)
             self._finalizer.atexit = False
 
     def _abandon(self) -> None:
@@ -413,12 +414,12 @@ class TokenStream:
             self._channel.cancel()
 
 
-def _drop(channel: Channel) -> None:
+def _drop(lease: Lease) -> None:
     """A stream was collected without being closed or read to its end."""
-    if not channel.is_finished:
-        channel.cancel()
+    if not lease.is_over:
+        lease.cancel()
         warnings.warn(
-            f"TokenStream {channel.request_id} was dropped without being closed",
+            f"TokenStream {lease.request_id} was dropped without being closed",
             ResourceWarning,
             stacklevel=2,
         )
