@@ -150,7 +150,8 @@ class KeptAnswer:
         await send(self._start)
         self._n_taken = max(self._n_taken, after)
         while True:
-            waiting = [(number, message) for number, message in self._bodies if number > after]
+            n_new = min(self._n_bodies - after, len(self._bodies))
+            waiting = [self._bodies[i] for i in range(-n_new, 0)]
             for number, message in waiting:
                 await send(message)
                 await anyio.lowlevel.checkpoint()  # that a client has left is heard between two

@@ -17,8 +17,8 @@ from cllm.engine.core import scheduler
 from cllm.engine.core.checkpoints import MIN_GAIN, next_checkpoint
 from cllm.engine.core.decoder import CacheMemory
 from cllm.engine.core.kv_cache import KVCache, Slot
-from cllm.engine.core.prefix_cache import CachedPrefix, Match, PrefixCache, Tokens
-from cllm.engine.core.prefix_tiers import BLOCK, PrefixTiers, SavedPrefix
+from cllm.engine.core.prefix_cache import CachedPrefix, Match, PrefixCache
+from cllm.engine.core.prefix_tiers import BLOCK, PrefixTiers, SavedPrefix, Tokens
 from cllm.engine.core.scheduler import Chunk
 from cllm.engine.core.sequence import Sequence
 from cllm.engine.core.statistics import Recorder
@@ -96,9 +96,10 @@ class KVCacheManager:
         """Let a waiting sequence run, with what it can share; False if there is no room for it."""
         if len(running) >= self._n_seq_max:
             return False
-        self._drop_needless_state(sequence, running)
-        self._look_in_tiers(sequence, running)
-        match = self._match(sequence, running)
+        match = self._shared(sequence, running)
+        self._choose_state(sequence, match)
+        if sequence.swapped is not None:
+            match = Match()
         if not self._has_room(sequence, match, running):
             return False
         sequence.start(self._open(match), now)
@@ -148,19 +149,18 @@ class KVCacheManager:
             self.tiers.load(prefix)
         return max(n_tokens, n_saved)
 
-    def _drop_needless_state(self, sequence: Sequence, running: Iterable[Sequence]) -> None:
-        """What others have in cells is shared rather than restored beside them."""
+    def _choose_state(self, sequence: Sequence, match: Match) -> None:
+        """Let a sequence go on from a copy: its own, or a saved prefix if that is faster than computing it.
+
+        What others have in cells is shared rather than restored beside them.
+        """
         if sequence.swapped is not None:
             n_most = min(sequence.n_restorable, sequence.n_settled)
-            if self._shared(sequence, running).n_tokens >= n_most:
+            if match.n_tokens >= n_most:
                 self._swap.forget(sequence)
-
-    def _look_in_tiers(self, sequence: Sequence, running: Iterable[Sequence]) -> None:
-        """Let a sequence go on from a saved prefix, where that is faster than computing it."""
         sequence.awaits = None
         if self.tiers is None or sequence.swapped is not None:
             return
-        match = self._shared(sequence, running)
         n_shared = max(match.n_tokens, match.n_expected)
         prefix, n_tokens = self._in_tiers(sequence, n_shared)
         if prefix is None or prefix.state is None:

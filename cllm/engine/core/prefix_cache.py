@@ -9,15 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from cllm.engine.core.checkpoints import MIN_GAIN
 from cllm.engine.core.kv_cache import Slot
+from cllm.engine.core.prefix_tiers import Tokens, common_length
 from cllm.engine.core.sequence import Sequence
 from cllm.engine.lora import NO_LORA, LoraUse
-
-Tokens = NDArray[np.int32]
 
 
 @dataclass(eq=False, slots=True)
@@ -113,7 +109,7 @@ class PrefixCache:
             tokens = cached.tokens
             if n_tokens >= min(n_wanted, len(tokens)) or tokens[n_tokens] != wanted[n_tokens]:
                 continue
-            n_common = _n_common(tokens, wanted, cached.lora, lora)
+            n_common = common_length(tokens, wanted, cached.lora, lora)
             if whole_only and n_common < len(tokens):
                 n_parted = max(n_parted, n_common)
                 continue
@@ -126,7 +122,7 @@ class PrefixCache:
             own = other.tokens
             if n_tokens >= min(n_wanted, len(own)) or own[n_tokens] != wanted[n_tokens]:
                 continue
-            n_common = _n_common(other.token_array(), wanted, other.request.lora, lora)
+            n_common = common_length(other.token_array(), wanted, other.request.lora, lora)
             if n_common < n_min:
                 continue
             if whole_only and n_common < other.n_computed:
@@ -148,18 +144,8 @@ class PrefixCache:
         return Match(source, n_tokens, entry, leader, n_expected, n_parted)
 
 
-def _n_common(a: Tokens, b: Tokens, of_a: LoraUse = NO_LORA, of_b: LoraUse = NO_LORA) -> int:
-    """Length of the common prefix that the same adapters compute."""
-    n_tokens = min(len(a), len(b))
-    if of_a is not of_b:
-        n_tokens = int(min(n_tokens, of_a.n_alike(of_b)))
-    # `argmax` would give the GIL away, and get it back late.
-    first = (a[:n_tokens] != b[:n_tokens]).tobytes().find(1)
-    return n_tokens if first < 0 else first
-
-
 def _begins_with(tokens: Tokens, head: Tokens) -> bool:
     n_head = len(head)
     if n_head > len(tokens) or (n_head and tokens[n_head - 1] != head[-1]):
         return False
-    return _n_common(tokens, head) == n_head
+    return common_length(tokens, head) == n_head

@@ -11,7 +11,6 @@ recently used where bytes are as tokens.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
@@ -22,8 +21,6 @@ from numpy.typing import NDArray
 
 from cllm.engine.lora import NO_LORA, LoraUse
 from cllm.engine.request import SequenceState
-
-logger = logging.getLogger("cllm.engine")
 
 Tokens = NDArray[np.int32]
 
@@ -145,10 +142,10 @@ class PrefixTiers:
         levels = [self._by_block[h] for h in self._hashes(wanted) if h in self._by_block]
         for n_blocks in range(len(levels), 0, -1):
             for prefix in self._looked_at(levels[n_blocks - 1], n_blocks):
-                n_common = self._n_usable(prefix, wanted, lora)
+                n_usable = self._n_usable(prefix, wanted, lora)
                 is_shorter = best is None or len(prefix.tokens) < len(best.tokens)
-                if n_common > n_best or (n_common == n_best and n_common and is_shorter):
-                    best, n_best = prefix, n_common
+                if n_usable > n_best or (n_usable == n_best and n_usable and is_shorter):
+                    best, n_best = prefix, n_usable
             if best is not None:
                 break
         return best, n_best
@@ -165,17 +162,13 @@ class PrefixTiers:
                 return
 
     def _n_usable(self, prefix: SavedPrefix, wanted: Tokens, lora: LoraUse) -> int:
-        n_tokens = min(len(prefix.tokens), len(wanted))
-        if prefix.lora is not lora:
-            n_tokens = int(min(n_tokens, prefix.lora.n_alike(lora)))
-        differ = (prefix.tokens[:n_tokens] != wanted[:n_tokens]).tobytes().find(1)
-        n_common = n_tokens if differ < 0 else differ
-        return 0 if self._whole_only and n_common < len(prefix.tokens) else n_common
+        n_alike = common_length(prefix.tokens, wanted, prefix.lora, lora)
+        return 0 if self._whole_only and n_alike < len(prefix.tokens) else n_alike
 
     def has(self, tokens: Tokens, lora: LoraUse) -> bool:
         """Whether these tokens are kept, perhaps as the beginning of more; they are in use then."""
-        prefix, n_common = self.match(tokens, lora)
-        if prefix is None or n_common < len(tokens):
+        prefix, n_usable = self.match(tokens, lora)
+        if prefix is None or n_usable < len(tokens):
             return False
         self.touch(prefix)
         return True
@@ -310,3 +303,13 @@ class PrefixTiers:
         for start in range(0, len(data) - size + 1, size):
             so_far = hash((so_far, data[start : start + size]))
             yield so_far
+
+
+def common_length(a: Tokens, b: Tokens, of_a: LoraUse = NO_LORA, of_b: LoraUse = NO_LORA) -> int:
+    """Length of the common prefix that the same adapters compute."""
+    n_tokens = min(len(a), len(b))
+    if of_a is not of_b:
+        n_tokens = int(min(n_tokens, of_a.n_alike(of_b)))
+    # `argmax` would give the GIL away, and get it back late.
+    first = (a[:n_tokens] != b[:n_tokens]).tobytes().find(1)
+    return n_tokens if first < 0 else first
