@@ -116,7 +116,7 @@ async def serve_here(stops: Sequence[int], *, loses_samplers: bool = False) -> S
             n_served = stop
             # First, since the file of a report stays open.
             look_for_leaks(str(stop))
-            readings.append(Reading.now(n_served))
+            readings.append(Reading.now(n_served, engine.statistics().n_prefix_bytes_host))
             if loses_samplers:
                 lose_samplers()
     send_reports(AT_EXIT)

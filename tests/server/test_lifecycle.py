@@ -118,8 +118,9 @@ def test_sigterm_admits_nobody_and_finishes_what_runs(
 @pytest.mark.full
 def test_what_waits_in_the_queue_is_finished_too(tmp_path: Path) -> None:
     answers: list[httpx.Response] = []
-    with running(tmp_path / "log", "--n-seq-max", "1") as server, server.client() as client:
-        with streaming(client, max_tokens=2000):
+    options = (*VAST, "--n-seq-max", "1")
+    with running(tmp_path / "log", *options) as server, server.client() as client:
+        with streaming(client):  # until it is closed here
             waiting = [
                 threading.Thread(target=lambda: answers.append(server.generate("37+58=")))
                 for _ in range(4)
@@ -128,8 +129,9 @@ def test_what_waits_in_the_queue_is_finished_too(tmp_path: Path) -> None:
                 thread.start()
             wait_until(lambda: server.metrics()["cllm_requests_waiting"] == 4, "four wait")
             server.process.send_signal(signal.SIGTERM)
-            for thread in waiting:
-                thread.join()
+            wait_until(lambda: is_refused(server), "it has heard")
+        for thread in waiting:
+            thread.join()
         assert server.process.wait(30) == 0
     assert [answer.json()["text"] for answer in answers] == ["95"] * 4
 
