@@ -26,6 +26,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="10 minutes instead of an hour")
     parser.add_argument("--only", default="".join(MEASUREMENTS), help="letters, such as abg")
+    parser.add_argument("--case", action="append", help='such as "8 clients"; may come again')
     parser.add_argument("--turns", type=int, help="default: 3, with --quick 1")
     parser.add_argument("--threads", type=int, help="compute threads of every peer")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results, or a quick folder")
@@ -57,6 +58,7 @@ def main() -> None:
         n_threads=given.threads or EngineConfig().compute_threads[0],
         n_turns=given.turns or (1 if given.quick else 3),
         is_quick=given.quick,
+        cases=frozenset(given.case or ()),
         tell=tell,
         where=str(where),
     )
@@ -66,7 +68,7 @@ def main() -> None:
     done = records.load(path) if (given.keep or given.page_only) and path.exists() else []
     if not given.page_only:
         for letter in given.only:
-            done = [r for r in done if r.measurement != letter]
+            done = [r for r in done if r.measurement != letter or not options.measures(r.case)]
             for record in MEASUREMENTS[letter](options):
                 done.append(record)
                 records.save(done, path)

@@ -88,6 +88,8 @@ class Options:
     n_threads : int
         Compute threads of every peer.
     n_turns : int
+    cases : frozenset of str
+        Only these; empty: all.
     tell : callable
         Called with a line about each step.
     where : str
@@ -99,8 +101,13 @@ class Options:
     n_turns: int
     is_quick: bool
     tell: Callable[[str], None]
+    cases: frozenset[str] = frozenset()
     quiet: Quiet = field(default_factory=Quiet)
     where: str = ""
+
+    def measures(self, case: str) -> bool:
+        """Whether this case is asked for."""
+        return not self.cases or case in self.cases
 
     def setup(self, model: str, n_ctx: int, n_seq_max: int) -> Setup:
         """The settings of one case."""
@@ -121,7 +128,7 @@ def in_turns(
     were, the last one stays, with what is known of it.  A peer that fails is told of and has no
     record of that turn: the others have.
     """
-    for turn in range(options.n_turns):
+    for turn in range(options.n_turns if options.measures(case) else 0):
         for left in reversed(range(N_TRIES)):
             records = list(_turn(options, (measurement, model, case), turn, tasks))
             busy = max((r.busy for r in records if r.busy), default=1.0)

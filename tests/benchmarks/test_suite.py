@@ -42,6 +42,12 @@ def test_peers_take_turns_and_every_other_turn_the_last_begins() -> None:
     ]  # fmt: skip
 
 
+def test_only_the_cases_that_are_asked_for_are_measured() -> None:
+    chosen = dataclasses.replace(options(1, []), cases=frozenset({"8 clients"}))
+    for case, n_records in (("8 clients", 1), ("32 clients", 0)):
+        assert len(list(in_turns(chosen, "b", "model", case, {"A": dict}))) == n_records
+
+
 def test_a_turn_on_a_disturbed_machine_is_thrown_away_and_told_of() -> None:
     told: list[str] = []
     # Before the first turn, and after each peer: the second peer of the first turn met another.
