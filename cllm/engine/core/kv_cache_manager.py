@@ -11,6 +11,7 @@ context has been recreated (`reset`).
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable
 
 from cllm.engine.core import scheduler
@@ -57,6 +58,8 @@ class KVCacheManager:
         Where prefixes go that leave the cache, and come back from.
     recompute_s : callable
         What computing so many first tokens of a sequence takes; 0 while that is unknown.
+    may_pause_s : callable
+        How long copying a prefix to host memory may keep everybody waiting: longer ones are let go.
 
     Attributes
     ----------
@@ -76,6 +79,7 @@ class KVCacheManager:
         clock: Callable[[], float],
         tiers: PrefixTiers | None = None,
         recompute_s: Callable[[int], float] = lambda n_tokens: 0.0,
+        may_pause_s: Callable[[], float] = lambda: math.inf,
     ) -> None:
         self._memory = memory
         self.kv_cache = kv_cache
@@ -89,6 +93,7 @@ class KVCacheManager:
         self.prefixes = PrefixCache()
         self.tiers = tiers
         self._recompute_s = recompute_s
+        self._may_pause_s = may_pause_s
         self.fault: Exception | None = None
 
     # --- In ----------------------------------------------------------------------------------
@@ -405,15 +410,11 @@ class KVCacheManager:
         tokens, tiers = entry.tokens, self.tiers
         if tiers is None or self.fault is not None or len(tokens) < MIN_SAVED:
             return
-        if tiers.has(tokens, entry.lora):
+        if tiers.has(tokens, entry.lora) or self._swap.copy_s(len(tokens)) > self._may_pause_s():
             return
-        try:
-            data = self._memory.state_seq_get_data(entry.slot.seq_id)
-        except Exception as error:
-            logger.warning("cached prefix of %d tokens: not saved: %s", len(tokens), error)
-            return
-        if data:
-            tiers.add(tokens, entry.lora, SequenceState(data, len(tokens)))
+        state = self._swap.copy_of(entry.slot, f"cached prefix of {len(tokens)} tokens")
+        if state is not None:
+            tiers.add(tokens, entry.lora, state)
 
     def write_all(self) -> None:
         """Write the cached prefixes to files, as many as are taken, the most recently used first."""
@@ -501,7 +502,7 @@ class KVCacheManager:
             return sequence.swapped
         if not slot.n_computed or self.fault is not None:
             return None
-        return self._swap.copy_of(sequence, slot)
+        return self._swap.copy_of(slot, f"request {sequence.request_id}")
 
     def forget(self, sequence: Sequence) -> None:
         """Its request has ended: drop what was saved of it."""

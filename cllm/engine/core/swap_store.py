@@ -47,24 +47,30 @@ class SwapStore:
 
     def save(self, sequence: Sequence, slot: Slot) -> None:
         """Copy what a sequence holds; if that fails it computes it again."""
-        started = self._clock()
-        if (state := self.copy_of(sequence, slot)) is None:
+        if (state := self.copy_of(slot, f"request {sequence.request_id}")) is None:
             return
         self.adopt(sequence, state)
         self._recorder.n_swaps += 1
-        measured = (self._clock() - started) / slot.n_computed
-        known = self._s_per_token
-        self._s_per_token = (known + measured) / 2 if known else measured
         logger.debug("request %s: swapped out, %d bytes", sequence.request_id, len(state.data))
 
-    def copy_of(self, sequence: Sequence, slot: Slot) -> SequenceState | None:
+    def copy_of(self, slot: Slot, what: str) -> SequenceState | None:
         """What a slot holds; None if it cannot be had."""
+        started = self._clock()
         try:
             data = self._memory.state_seq_get_data(slot.seq_id)
         except Exception as error:
-            logger.warning("request %s: its cells are not saved: %s", sequence.request_id, error)
+            logger.warning("%s: its cells are not saved: %s", what, error)
             return None
-        return SequenceState(data, slot.n_computed) if data else None
+        if not data:
+            return None
+        measured = (self._clock() - started) / slot.n_computed
+        known = self._s_per_token
+        self._s_per_token = (known + measured) / 2 if known else measured
+        return SequenceState(data, slot.n_computed)
+
+    def copy_s(self, n_tokens: int) -> float:
+        """What copying so many tokens takes; 0 while that is unknown."""
+        return self._s_per_token * n_tokens
 
     def adopt(
         self, sequence: Sequence, state: SequenceState, n_restorable: int | None = None

@@ -368,3 +368,17 @@ def test_whatever_comes_and_fails_answers_are_as_alone(seed: int, memory: dict[s
     sim.check_outcomes()
     sim.check_idle()
     assert not sim.failed()
+
+
+@pytest.mark.parametrize("target_ms", [None, 100.0])
+def test_a_copy_that_would_break_the_pace_of_streams_is_not_made(target_ms: float | None) -> None:
+    sim = small({}, n_seq_max=2, prefix_cache_bytes=MIB, target_itl_ms=target_ms)
+    served(sim, b"a" * 100)
+    sim.core.manager._swap._s_per_token = 0.002
+    sim.submit(b"s", max_tokens=60)
+    sim.tick(3)
+    sim.submit(b"o" * 150, max_tokens=1)
+    sim.run()
+    assert (sim.core.statistics().n_prefix_bytes_host > 0) == (target_ms is None)
+    sim.check_outcomes()
+    sim.check_idle()
