@@ -26,6 +26,7 @@ from cllm.engine.loop.request_call import (
     chat_prompt_of,
 )
 from cllm.engine.loop.saved_generation import SavedGeneration
+from cllm.engine.loop.slot_files import SlotFile
 from cllm.engine.loop.stream import TokenStream
 from cllm.engine.lora import LoraInfo
 from cllm.engine.request import Completion, RenderedPrompt, Score
@@ -408,6 +409,48 @@ class Engine(EmbeddingMethods):
         """
         with self._serving() as parts:
             await parts.loras.unload(name)
+
+    # --- Slots -------------------------------------------------------------------------------
+    async def save_slot(self, seq_id: int, path: str | Path) -> SlotFile:
+        """Write what a seq_id holds to a file: of `slots`, one of a running request, or a cached prefix.
+
+        Copied between two ticks, which wait for that; written in a thread.  The file holds its tokens.
+
+        Raises
+        ------
+        InvalidRequestError
+            It holds nothing, more than 1 GiB, or what LoRA adapters have computed.
+        OSError
+            The file cannot be written; what was there before still is.
+        """
+        with self._serving() as parts:
+            return await parts.slots.save(seq_id, path)
+
+    async def restore_slot(self, path: str | Path) -> SlotFile:
+        """Read what `save_slot` has written: from now on, requests that begin alike go on after it.
+
+        Kept in host memory as any prefix that has left the cells (`prefix_cache_bytes`), until others need
+        its room; fewer than 32 tokens are not kept.
+
+        Raises
+        ------
+        InvalidRequestError
+            It cannot be read, is damaged, of another model, other settings, another library or kind of CPU, or there
+            is no host memory for as much.
+        """
+        with self._serving() as parts:
+            return await parts.slots.restore(path)
+
+    async def erase_slot(self, seq_id: int) -> int:
+        """Free the cells of a cached prefix; how many tokens it had, 0 where there is none.
+
+        Raises
+        ------
+        InvalidRequestError
+            A request runs in this seq_id.
+        """
+        with self._serving() as parts:
+            return await parts.slots.erase(seq_id)
 
     async def rerank(
         self,

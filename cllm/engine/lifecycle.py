@@ -310,6 +310,10 @@ class Lifecycle:
                 told = told.plus(parts.thread.statistics, is_present=parts.thread.is_alive)
         return told.plus(self._earlier)
 
+    def is_open(self, request_id: str) -> bool:
+        """Whether a request of this id is being worked on; for a moment still after it was left."""
+        return self._entered is not None and self._parts.dispatcher.is_open(request_id)
+
     def health(self) -> Health:
         """Whether requests are served.  Any thread, at any time."""
         return health_of(

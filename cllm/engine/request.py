@@ -254,6 +254,8 @@ class Timings:
     itl_p50_s, itl_max_s : float or None
         Between tokens: median and largest; None with fewer than two tokens.
     n_preemptions : int
+    n_moves : int
+        How often it was taken up on another server, or on another connection (`cllm.client`).
     """
 
     queued_s: float
@@ -264,6 +266,7 @@ class Timings:
     itl_p50_s: float | None
     itl_max_s: float | None
     n_preemptions: int
+    n_moves: int = 0
 
     @classmethod
     def of(
@@ -401,6 +404,8 @@ class ModelInfo:
         Sampling fields that a request has where it says nothing.
     fingerprint : str
         What `Completion.fingerprint` is.
+    state_key : str
+        The same wherever what a sequence holds in the KV cache can be put back.
     generates : bool
         False of an encoder, and where only vectors are wanted.
     embedding : EmbeddingInfo or None
@@ -426,6 +431,7 @@ class ModelInfo:
     n_ctx: int
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     fingerprint: str = ""
+    state_key: str = ""
     generates: bool = True
     embedding: EmbeddingInfo | None = None
     rank_template: str | None = None

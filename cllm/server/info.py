@@ -1,4 +1,4 @@
-"""`/health`, `/metrics`, `/slots`, `/live`: for operators."""
+"""`/health`, `/props`, `/metrics`, `/live`: for operators."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from starlette.responses import JSONResponse, Response
 
 from cllm import EngineStatus, SamplingParams, __version__
 from cllm.server.live_feed import period_s
-from cllm.server.problems import RETRY_AFTER_S, unavailable
+from cllm.server.problems import RETRY_AFTER_S
 from cllm.server.replies import Reply, Writer
 from cllm.server.state import state_of
-
-SLOTS_S = 5.0
 
 router = APIRouter(tags=["operation"])
 
@@ -74,17 +72,6 @@ async def props(request: Request) -> dict[str, Any]:
 async def metrics(request: Request) -> Response:
     """Prometheus' text format."""
     return Response(state_of(request).metrics.text(), media_type=CONTENT_TYPE_LATEST)
-
-
-@router.get("/slots", summary="Every seq_id and who holds it")
-async def slots(request: Request) -> list[dict[str, Any]]:
-    """Sequences with their requests, positions and cells."""
-    slots = None
-    with anyio.move_on_after(SLOTS_S):
-        slots = await state_of(request).serving.slots()
-    if slots is None:
-        raise unavailable(f"the inference thread has not answered within {SLOTS_S:g} s")
-    return [asdict(slot) for slot in slots]
 
 
 @router.get("/live", summary="The engine as it runs, as server-sent events")

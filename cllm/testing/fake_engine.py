@@ -243,6 +243,7 @@ class _FakeBackend:
                 tool_chat_template=None,
                 n_ctx=decoder.n_ctx_seq,
                 fingerprint="fake",
+                state_key="fake",
                 embedding=EmbeddingInfo(
                     pooling=self._config.pooling or "mean",
                     n_values=self._encoder.n_values,
@@ -264,7 +265,6 @@ class _FakeBackend:
             n_prefill_chunk=self._config.n_batch,
             encoder=self._encoder,
             loras=self._loras,
-            state_key="fake",
             drafter=NgramDrafter() if self._config.speculation == NGRAM else None,
         )
 

@@ -17,7 +17,15 @@ from typing import Any
 from cllm import errors
 from cllm.engine.config import EngineConfig
 from cllm.engine.core.kv_cache import KVCache
-from cllm.engine.core.messages import AddRequest, CancelRequest, ClearPrefixCache, Read
+from cllm.engine.core.messages import (
+    AddRequest,
+    CancelRequest,
+    ClearPrefixCache,
+    EraseSlot,
+    Read,
+    RestorePrefix,
+    SaveSlot,
+)
 from cllm.engine.core.tick_log import FORMAT
 from cllm.engine.lora import LoraUse
 from cllm.engine.request import GenerationRequest, SequenceState
@@ -62,6 +70,9 @@ Entry = (
     | CancelRequest
     | Read
     | ClearPrefixCache
+    | SaveSlot
+    | RestorePrefix
+    | EraseSlot
     | CancelAll
     | Distrust
     | ForgetLora
@@ -215,6 +226,12 @@ def _entry(values: dict[str, Any]) -> Entry:
             return Read(request_id, n_deltas)
         case {"reset_prefix_cache": True, **others} if not others:
             return ClearPrefixCache()
+        case {"save_slot": int() as seq_id, **others} if not others:
+            return SaveSlot(0, seq_id)
+        case {"restore_prefix": [list() as tokens, int() as n_bytes], **others} if not others:
+            return RestorePrefix(0, tuple(tokens), SequenceState(bytes(n_bytes), len(tokens)))
+        case {"erase_slot": int() as seq_id, **others} if not others:
+            return EraseSlot(0, seq_id)
         case {"cancel_all": True, **others} if not others:
             return CancelAll()
         case {"mark_corrupt": str() as message, **others} if not others:

@@ -23,12 +23,15 @@ from cllm.engine.core.messages import (
     CancelRequest,
     ClearPrefixCache,
     Command,
+    EraseSlot,
     Event,
     Inspect,
     Inspected,
     LiveView,
     PrefixLoaded,
     Read,
+    RestorePrefix,
+    SaveSlot,
 )
 from cllm.engine.core.output_processor import OutputProcessor, ReadLogprob
 from cllm.engine.core.prefix_tiers import PrefixStore, PrefixTiers
@@ -38,6 +41,7 @@ from cllm.engine.core.row_cost import RowCost
 from cllm.engine.core.run_queue import MakeSampler, RunQueue, last_delta
 from cllm.engine.core.scheduler import Chunk
 from cllm.engine.core.sequence import Sequence
+from cllm.engine.core.slot_commands import SlotCommands
 from cllm.engine.core.speculation import Speculation, is_decoding
 from cllm.engine.core.statistics import EngineStatistics, Recorder
 from cllm.engine.core.tick_cost import TickCost, cells_attended
@@ -124,6 +128,7 @@ class EngineCore:
             clock=clock,
             tiers=self._make_tiers(kv_cache, store),
             recompute_s=self.tick_cost.known_recompute_s,
+            may_pause_s=self._may_pause_s,
         )
         self.queue = RunQueue(
             self.manager,
@@ -135,6 +140,7 @@ class EngineCore:
             stream_buffer=config.stream_buffer,
             clock=clock,
         )
+        self._slots = SlotCommands(decoder, self.manager, self.queue)
         self._processor = OutputProcessor(
             vocabulary,
             kv_cache,
@@ -182,6 +188,8 @@ class EngineCore:
                 self.manager.forget_prefixes()
             case PrefixLoaded(file, state):
                 self._on_loaded(file, state)
+            case SaveSlot() | RestorePrefix() | EraseSlot():
+                self.queue.events.append(self._slots.answer(command))
             case Inspect(call_id):
                 self.queue.events.append(Inspected(call_id, self.live_view()))
 
@@ -518,6 +526,12 @@ class EngineCore:
         self.manager.reset()
         self.queue.restart_all()
         self.recorder.n_rebuilds += 1
+
+    def _may_pause_s(self) -> float:
+        """How long copying a prefix may keep the streams waiting."""
+        target_ms = self._config.target_itl_ms
+        is_free = target_ms is None or not any(s.is_decoding for s in self.queue.running)
+        return math.inf if target_ms is None or is_free else target_ms / 1000.0
 
     # --- Inspection --------------------------------------------------------------------------
     def discrepancies(self) -> list[str]:

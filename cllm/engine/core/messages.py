@@ -27,6 +27,8 @@ from cllm.errors import (
     GenerationError,
 )
 
+MAX_STATE_BYTES = 1 << 30  # of a sequence, that cross to another process in one frame
+
 
 # --- Commands: event loop → inference thread --------------------------------------------------
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,31 @@ class UnloadLora:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveSlot:
+    """Copy what a seq_id holds.  Answered by `SlotAnswered` with the same `call_id`."""
+
+    call_id: int
+    seq_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class RestorePrefix:
+    """Keep a prefix in host memory, for whoever begins alike.  Answered by `SlotAnswered`."""
+
+    call_id: int
+    token_ids: tuple[int, ...]
+    state: SequenceState
+
+
+@dataclass(frozen=True, slots=True)
+class EraseSlot:
+    """Free the cells of a cached prefix.  Answered by `SlotAnswered`."""
+
+    call_id: int
+    seq_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class Shutdown:
     """Cancel everything and end the thread.  Answered by `Stopped` and `Ended`."""
 
@@ -135,6 +162,9 @@ Command = (
     | Inspect
     | LoadLora
     | UnloadLora
+    | SaveSlot
+    | RestorePrefix
+    | EraseSlot
     | Shutdown
 )
 
@@ -331,6 +361,27 @@ class LorasChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotAnswered:
+    """The answer to `SaveSlot`, `RestorePrefix` and `EraseSlot`.
+
+    Attributes
+    ----------
+    token_ids : tuple of int
+        Of what was saved.
+    state : SequenceState or None
+        What was saved; None: the seq_id holds nothing.
+    n_tokens : int
+        That were saved, are kept, or were freed.
+    """
+
+    call_id: int
+    n_tokens: int = 0
+    token_ids: tuple[int, ...] = ()
+    state: SequenceState | None = None
+    error: CllmError | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Restarted:
     """The engine's process had ended, and there is another."""
 
@@ -357,6 +408,7 @@ Event = (
     | Audited
     | Inspected
     | LorasChanged
+    | SlotAnswered
     | Restarted
     | Stopped
     | Ended

@@ -97,6 +97,10 @@ class PrefixTiers:
         Only all of a prefix can be used: memory of one position.
     store : PrefixStore, optional
         Where files are; None: there are none.
+
+    Attributes
+    ----------
+    n_bytes_max : int
     """
 
     def __init__(
@@ -106,7 +110,7 @@ class PrefixTiers:
         whole_only: bool = False,
         store: PrefixStore | None = None,
     ) -> None:
-        self._n_bytes_max = n_bytes_max
+        self.n_bytes_max = n_bytes_max
         self._whole_only = whole_only
         self._store = store
         self._n_bytes = 0
@@ -176,7 +180,7 @@ class PrefixTiers:
     # --- Coming and going --------------------------------------------------------------------
     def add(self, tokens: Tokens, lora: LoraUse, state: SequenceState) -> None:
         """Keep a prefix; what it makes needless goes, and what there is no room for."""
-        if self._store is None and len(state.data) > self._n_bytes_max:
+        if self._store is None and len(state.data) > self.n_bytes_max:
             return
         if not self._whole_only:
             for shorter in self._beginnings_of(tokens, lora):
@@ -285,7 +289,7 @@ class PrefixTiers:
 
     def _fit(self, *, but: SavedPrefix | None = None) -> None:
         """Give up host memory until no more is used than may be."""
-        while self._n_bytes > self._n_bytes_max:
+        while self._n_bytes > self.n_bytes_max:
             held = (p for p in self._all if p.state is not None and p is not but)
             least = min(held, key=attrgetter("priority"), default=None)
             if least is None:

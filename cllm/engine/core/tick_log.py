@@ -33,10 +33,13 @@ from cllm.engine.core.messages import (
     AddRequest,
     CancelRequest,
     ClearPrefixCache,
+    EraseSlot,
     Event,
     Finished,
     Progressed,
     Read,
+    RestorePrefix,
+    SaveSlot,
 )
 from cllm.engine.core.scheduler import Chunk
 from cllm.engine.core.speculation import Drafts, Speculation
@@ -120,6 +123,12 @@ class TickLog:
                 self._write(read=(request_id, n_deltas))
             case ClearPrefixCache():
                 self._write(reset_prefix_cache=True)
+            case SaveSlot(_, seq_id):
+                self._write(save_slot=seq_id)
+            case RestorePrefix(_, token_ids, state):
+                self._write(restore_prefix=(token_ids, len(state.data)))
+            case EraseSlot(_, seq_id):
+                self._write(erase_slot=seq_id)
 
     def cancel_all(self) -> None:
         """Everything has been cancelled."""

@@ -119,7 +119,6 @@ class LlamaBackend:
             encoder=encoder,
             loras=loras,
             row_cost=self._row_cost(model_info, owned),
-            state_key=state_key(model_files(config), config, kv_cache),
         )
         self.preflight.passed()
         return loaded
@@ -341,4 +340,5 @@ def _model_info(
         n_ctx=kv_cache.n_ctx_seq,
         sampling=sampling_of(model.metadata_value) if config.model_sampling else {},
         fingerprint=fingerprint(model_files(config), config, kv_cache),
+        state_key=state_key(model_files(config), config, kv_cache),
     )

@@ -29,6 +29,7 @@ from cllm.engine.core.messages import (
     Progressed,
     Ready,
     Restarted,
+    SlotAnswered,
     Stopped,
 )
 from cllm.engine.embedding import EmbeddingRequest
@@ -176,6 +177,9 @@ class Dispatcher:
                         self.model = replace(self.model, loras=loras)
                     if reply := self._questions.get(call_id):
                         reply.set(None, error)
+                case SlotAnswered(call_id, error=error):
+                    if reply := self._questions.get(call_id):
+                        reply.set(event, error)
                 case Ready(model):
                     self.model = model
                     self.answered.set()

@@ -20,6 +20,7 @@ from cllm.engine.core.messages import (
     CancelRequest,
     Command,
     Embedded,
+    EraseSlot,
     Event,
     Finished,
     Inspect,
@@ -28,6 +29,9 @@ from cllm.engine.core.messages import (
     LorasChanged,
     Progressed,
     Read,
+    RestorePrefix,
+    SaveSlot,
+    SlotAnswered,
     UnloadLora,
 )
 from cllm.engine.embedding import EmbeddingRequest
@@ -41,7 +45,13 @@ from cllm.engine.request import (
     Usage,
 )
 from cllm.engine.sampling.row_sampler import resamples
-from cllm.errors import EmbeddingError, EngineFailedError, GenerationError, ModelLoadError
+from cllm.errors import (
+    CllmError,
+    EmbeddingError,
+    EngineFailedError,
+    GenerationError,
+    ModelLoadError,
+)
 
 # A request that was being computed at so many crashes in a row is tried alone.
 N_CRASHES_SUSPECT = 2
@@ -193,12 +203,15 @@ class OpenRequest(OpenCall):
         return Finished(self.request_id, delta, error.completion, error)
 
 
+Question = Audit | Inspect | LoadLora | UnloadLora | SaveSlot | RestorePrefix | EraseSlot
+
+
 class Ledger:
     """All open requests.  One thread."""
 
     def __init__(self) -> None:
         self._open: dict[str, OpenCall] = {}
-        self._questions: dict[int, Audit | Inspect | LoadLora | UnloadLora] = {}
+        self._questions: dict[int, Question] = {}
         self._suspects: deque[OpenCall] = deque()
         self._tried: OpenCall | None = None
         self._is_up = False
@@ -234,7 +247,15 @@ class Ledger:
                     reader.n_unread -= n_deltas
                     return [command] if reader.is_given else []
                 return []
-            case Audit(call_id) | Inspect(call_id) | LoadLora(call_id) | UnloadLora(call_id):
+            case (
+                Audit(call_id)
+                | Inspect(call_id)
+                | LoadLora(call_id)
+                | UnloadLora(call_id)
+                | SaveSlot(call_id)
+                | RestorePrefix(call_id)
+                | EraseSlot(call_id)
+            ):
                 self._questions[call_id] = command
         return [command] if self._is_up else []
 
@@ -274,7 +295,12 @@ class Ledger:
                     if known is self._tried:
                         self._tried = None
                         commands += self._next()
-                case Audited(call_id) | Inspected(call_id) | LorasChanged(call_id):
+                case (
+                    Audited(call_id)
+                    | Inspected(call_id)
+                    | LorasChanged(call_id)
+                    | SlotAnswered(call_id)
+                ):
                     self._questions.pop(call_id, None)
                     told.append(event)
                 case _:
@@ -322,22 +348,25 @@ class Ledger:
             told.append(guilty.failed(cause, now))
         for known in self._open.values():
             known.on_crash()
-        told += self._loads_failed(cause) if is_own else []
+        told += self._questions_failed(cause) if is_own else []
         suspects = [r for r in self.requests if r.n_crashes >= N_CRASHES_SUSPECT]
         self._suspects = deque(suspects)
         return told
 
-    def _loads_failed(self, cause: Exception) -> list[Event]:
-        """Nobody loads again what may have ended the process."""
-        failed = [q for q in self._questions.values() if isinstance(q, LoadLora)]
-        for load in failed:
-            del self._questions[load.call_id]
-        return [
-            LorasChanged(
-                q.call_id, error=ModelLoadError(q.path, f"the engine's process ended: {cause}")
-            )
-            for q in failed
-        ]
+    def _questions_failed(self, cause: Exception) -> list[Event]:
+        """Nobody loads or copies again what may have ended the process."""
+        ended, told = f"the engine's process ended: {cause}", list[Event]()
+        for call_id, question in list(self._questions.items()):
+            match question:
+                case LoadLora():
+                    error = ModelLoadError(question.path, ended)
+                    told.append(LorasChanged(call_id, error=error))
+                case SaveSlot() | RestorePrefix() | EraseSlot():
+                    told.append(SlotAnswered(call_id, error=CllmError(ended)))
+                case _:
+                    continue
+            del self._questions[call_id]
+        return told
 
     def on_ready(self) -> list[Command]:
         """A new process is there: what it is given."""

@@ -19,6 +19,7 @@ import numpy as np
 from cllm import errors
 from cllm.engine.constraint import NamedConstraint
 from cllm.engine.core.messages import (
+    MAX_STATE_BYTES,
     AddEmbedding,
     AddRequest,
     Audit,
@@ -28,6 +29,7 @@ from cllm.engine.core.messages import (
     Command,
     Embedded,
     Ended,
+    EraseSlot,
     Event,
     Finished,
     Inspect,
@@ -37,7 +39,10 @@ from cllm.engine.core.messages import (
     Progressed,
     Read,
     Ready,
+    RestorePrefix,
+    SaveSlot,
     Shutdown,
+    SlotAnswered,
     Stopped,
     UnloadLora,
 )
@@ -59,7 +64,6 @@ from cllm.errors import (
 )
 
 N_CAUSES_MAX = 4  # of an error, that are told
-MAX_STATE_BYTES = 1 << 30
 Plain = str | int | float | bool | None
 
 
@@ -105,6 +109,16 @@ class _LorasChanged(msgspec.Struct, array_like=True, frozen=True):
     error: _Error | None
 
 
+class _SlotAnswered(msgspec.Struct, array_like=True, frozen=True):
+    """`SlotAnswered`."""
+
+    call_id: int
+    n_tokens: int
+    token_ids: tuple[int, ...]
+    state: SequenceState | None
+    error: _Error | None
+
+
 class _Stopped(msgspec.Struct, array_like=True, frozen=True):
     """`Stopped`."""
 
@@ -144,11 +158,11 @@ Told = Event | Logged | Beat
 # Written as their index.
 COMMANDS: tuple[type, ...] = (
     _Request, CancelRequest, Read, ClearPrefixCache, Audit, Inspect, Shutdown, SetLogLevel,
-    AddEmbedding, LoadLora, UnloadLora,
+    AddEmbedding, LoadLora, UnloadLora, SaveSlot, RestorePrefix, EraseSlot,
 )  # fmt: skip
 EVENTS: tuple[type, ...] = (
     Ready, _Finished, Audited, Inspected, _Stopped, Ended, Logged, Beat, _Embedded,
-    _LorasChanged,
+    _LorasChanged, _SlotAnswered,
 )  # fmt: skip
 # Request id, text, tokens, log probabilities.
 _Token = tuple[str, str, tuple[int, ...], tuple[TokenLogprob, ...] | None]
@@ -255,6 +269,9 @@ def _event_as(event: Told) -> object:
             return _Embedded(request_id, vectors, n_values, told)
         case LorasChanged(call_id, loras, error):
             return _LorasChanged(call_id, loras, None if error is None else error_as(error))
+        case SlotAnswered(call_id, n_tokens, token_ids, state, error):
+            told = None if error is None else error_as(error)
+            return _SlotAnswered(call_id, n_tokens, token_ids, state, told)
         case Stopped(error):
             return _Stopped(None if error is None else error_as(error))
     return event
@@ -278,6 +295,10 @@ def _event_of(value: Any) -> Told:
             failure = None if error is None else error_of(error)
             assert failure is None or isinstance(failure, CllmError)
             return LorasChanged(call_id, loras, failure)
+        case _SlotAnswered(call_id=call_id, n_tokens=n_tokens, token_ids=token_ids, error=error):
+            failure = None if error is None else error_of(error)
+            assert failure is None or isinstance(failure, CllmError)
+            return SlotAnswered(call_id, n_tokens, token_ids, value.state, failure)
         case _Stopped(error=error):
             return Stopped(None if error is None else error_of(error))
     return cast(Told, value)
@@ -306,10 +327,7 @@ def error_of(told: _Error) -> BaseException:
     if not (isinstance(kind, type) and issubclass(kind, BaseException)):
         error: BaseException = CllmError(f"{told.name}: {told.text}")
     else:
-        # Their constructors make a text of other arguments: this is that text.
-        error = kind.__new__(kind, told.text)
-        error.args = (told.text,)
-        vars(error).update(told.attributes)
+        error = errors.as_told(kind, told.text, **told.attributes)
     if told.cause is not None:
         error.__cause__ = error_of(told.cause)
     return error

@@ -95,8 +95,6 @@ class Loaded:
         What computes the vectors of texts; not open.
     text_vocabulary : EngineVocabulary or None
         That of the encoder, if it is of a model of its own.
-    state_key : str
-        Short, for files: of all that a copy of what the KV cache holds depends on.
     row_cost : RowCost
         What earlier engines have left of it; filled while this one runs.
     """
@@ -113,7 +111,6 @@ class Loaded:
     encoder: AbortableEncoder | None = None
     row_cost: RowCost = field(default_factory=RowCost)
     text_vocabulary: EngineVocabulary | None = None
-    state_key: str = ""
 
 
 class Backend(Protocol):

@@ -194,7 +194,7 @@ class InferenceThread(EngineHost):
             return None
         store = PrefixFiles(
             Path(config.prefix_cache_dir).expanduser(),
-            loaded.state_key,
+            loaded.model.state_key,
             config.prefix_cache_dir_bytes,
             self._inbox.put,
         )
