@@ -33,10 +33,12 @@ Numbers are attributes as well as text.  Cancellation and deadlines of what is g
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
 if TYPE_CHECKING:
     from cllm.engine.request import Completion
+
+E = TypeVar("E", bound=BaseException)
 
 __all__ = (
     "AbiMismatchError",
@@ -301,3 +303,11 @@ class WrongThreadError(CllmError):
 
 class WrongProcessError(CllmError):
     """The object was made before a fork; libllama does not survive one."""
+
+
+def as_told(kind: type[E], text: str, **attributes: object) -> E:
+    """An exception that was raised elsewhere, by its text: constructors make a text of other arguments."""
+    error = kind.__new__(kind, text)
+    error.args = (text,)
+    vars(error).update(attributes)
+    return error

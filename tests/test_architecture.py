@@ -100,6 +100,12 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
     ("cllm.__main__", ("cllm.cli.app",)),
     ("cllm.integrations.llm_plugin", ("cllm", "cllm.integrations", "cllm.hub")),
     ("cllm.integrations", ("cllm", "cllm.integrations")),
+    (
+        "cllm.client",
+        ("cllm.checks", "cllm.client", "cllm.engine", "cllm.errors", "cllm.routing"),
+    ),
+    ("cllm.routing", ("cllm.checks", "cllm.errors", "cllm.routing")),
+    ("cllm.ray", ("cllm", "cllm.checks", "cllm.errors", "cllm.ray", "cllm.server")),
     ("cllm", ("cllm.engine", "cllm.errors")),
 ]
 # The libraries of each package beyond numpy; of the engine, who has to do with an event loop.
@@ -120,7 +126,10 @@ LIBRARIES: list[tuple[str, str]] = [
     ("cllm.engine", ""),
     ("cllm.cli.bench_report", "anyio matplotlib rich typer"),
     ("cllm.cli", "anyio rich typer"),
+    ("cllm.client", "anyio httpx"),
     ("cllm.hub", "filelock huggingface_hub"),
+    ("cllm.routing", ""),
+    ("cllm.ray", "anyio fastapi ray"),
     ("cllm.integrations.langchain", "langchain_core pydantic"),
     ("cllm.integrations.llama_index", "llama_index"),
     ("cllm.integrations.llm_plugin", "anyio llm pydantic"),

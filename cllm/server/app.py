@@ -22,6 +22,7 @@ from cllm.server import (
     messages,
     openai,
     responses,
+    slots,
     streams,
     tokens,
 )
@@ -102,8 +103,20 @@ def create_app(
         lifespan=lifespan,
     )
     app.state.server, app.state.engine_task = state, task
-    for routes in (generate, openai, responses, messages, embeddings, loras, tokens, streams, info):
-        app.include_router(routes.router, responses=RESPONSES)
+    routes = (
+        generate,
+        openai,
+        responses,
+        messages,
+        embeddings,
+        loras,
+        tokens,
+        streams,
+        slots,
+        info,
+    )
+    for each in routes:
+        app.include_router(each.router, responses=RESPONSES)
     if config.page:
         add_page(app)
     for error in (CllmError, Problem, HTTPException, RequestValidationError, Exception):

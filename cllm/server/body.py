@@ -106,7 +106,10 @@ class SafeRoute(APIRoute):
             try:
                 body = body_type.model_validate(value)
             except ValidationError as error:
-                raise RequestValidationError(error.errors(include_url=False)) from None
+                wrong = error.errors(include_url=False)
+                raise RequestValidationError(
+                    [{**each, "loc": ("body", *each["loc"])} for each in wrong]
+                ) from None
             answer = await endpoint(body, request)
             return answer if isinstance(answer, Response) else JSONResponse(answer)
 

@@ -25,6 +25,7 @@ from cllm.server.fields import MAX_SEED
 from cllm.server.problems import Problem, invalid, problem_of, shutting_down, too_long
 from cllm.server.replies import Reply, Writer
 from cllm.server.running import Observation, run_streams
+from cllm.server.schemas import ChatOptionFields
 from cllm.server.state import ServerState
 
 logger = logging.getLogger("cllm.server")
@@ -163,6 +164,21 @@ def seeded(params: SamplingParams, index: int) -> SamplingParams:
     if params.seed is None or index == 0:
         return params
     return replace(params, seed=(params.seed + index) % (MAX_SEED + 1))
+
+
+def chat_options(body: ChatOptionFields) -> dict[str, Any]:
+    """What a body says about how a chat is rendered."""
+    tools, choice = tools_of(body.tools, body.tool_choice)
+    return {
+        "tools": tools,
+        "tool_choice": choice,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "add_generation_prompt": body.add_generation_prompt,
+        "continue_final_message": body.continue_final_message,
+        "reasoning_effort": body.reasoning_effort,
+        "reasoning_budget": body.reasoning_budget,
+        "chat_template_kwargs": body.chat_template_kwargs,
+    }
 
 
 def tools_of(

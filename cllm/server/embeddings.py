@@ -49,6 +49,7 @@ class EmbeddingsBody(_TextsBody):
     input: Prompts = Field(description="A text, token ids, or several of either")
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Integer | None = Field(None, description="Keep so many numbers of each vector")
+    normalize: Flag = Field(True, description="Make each vector a unit long")
 
 
 class EmbeddingBody(_TextsBody):
@@ -83,13 +84,15 @@ class RerankBody(_TextsBody):
 # --- Vectors -------------------------------------------------------------------------------------
 @router.post("/v1/embeddings", summary="The vectors of texts, as OpenAI has it")
 async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
-    """One vector of each text, a unit long."""
+    """One vector of each text."""
     state, engine = state_of(request), state_of(request).serving
     texts = _several(state, request, "input", body.input)
 
     async def produce(writer: Writer) -> None:
         with _field_of_client("input"):
-            found = await engine.embeddings(texts, dimensions=body.dimensions, **body.options)
+            found = await engine.embeddings(
+                texts, dimensions=body.dimensions, normalize=body.normalize, **body.options
+            )
         is_text = body.encoding_format == "base64"
         await writer.whole(
             await anyio.to_thread.run_sync(_openai_answer, found, is_text, state.model_name)

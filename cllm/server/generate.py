@@ -1,62 +1,102 @@
-"""`POST /generate`."""
+"""`POST /generate`: cllm's own, which tells everything of an answer, its tokens among it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from cllm import Completion, Engine, PromptTooLongError, SamplingParams, TokenDelta, TokenLogprob
+from cllm import (
+    Completion,
+    Engine,
+    FinishReason,
+    PromptTooLongError,
+    SamplingParams,
+    TokenDelta,
+    TokenLogprob,
+    TokenStream,
+    ToolCallDelta,
+)
 from cllm.server.body import SafeRoute
+from cllm.server.chat_call import ChatCall, chat_options
 from cllm.server.loras import loras_of
 from cllm.server.problems import Problem, invalid
 from cllm.server.replies import Reply, Writer
 from cllm.server.running import run_streams
-from cllm.server.schemas import GenerateBody, sampling_of
+from cllm.server.schemas import CHAT_OPTIONS, GenerateBody, GenerateFields, sampling_of
 from cllm.server.state import ServerState, log_request, request_id_of, state_of
 
 router = APIRouter(route_class=SafeRoute)
 
 
-@router.post("/generate", tags=["cllm"], summary="Generate text")
+@router.post("/generate", tags=["cllm"], summary="Generate text, or answer a chat")
 async def generate(body: GenerateBody, request: Request) -> Response:
-    """The output of one request, whole or as server-sent events."""
+    """The output of one request, whole or as server-sent events; the last has usage and timings."""
     state, request_id = state_of(request), request_id_of(request)
     engine = state.serving
     params = sampling_of(body, engine.sampling_defaults, allow_grammar=state.config.allow_grammar)
     check_logprobs(state, params)
-    check_length(engine, body.prompt)
-    check_length(engine, body.generated)
+    open_stream = _stream_of(state, body, params)
     if body.stream and params.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "is for answers that are not streamed")
-    log_request(state, request_id, body.prompt)
-    observation = state.observation(request, "text_completion", params)
+    log_request(state, request_id, body.messages or body.prompt)
+    operation = "text_completion" if body.messages is None else "chat"
+    observation = state.observation(request, operation, params)
 
     async def produce(writer: Writer) -> None:
+        last: dict[str, Any] = {}
+
         async def on_delta(_: int, delta: TokenDelta) -> None:
-            await writer.event(_event_of(delta))
+            if delta.finish_reason in (None, FinishReason.ERROR):
+                await writer.event(_event_of(delta))
+            else:
+                last.update(_event_of(delta))
 
         with state.unique(request_id) as engine_id:
-            stream = engine.stream(
-                body.prompt,
-                params,
-                priority=body.priority,
-                timeout=body.timeout,
-                request_id=engine_id,
-                generated=body.generated,
-                lora=loras_of(engine, body.lora, body.model),
-            )
             on_each = on_delta if body.stream else None
-            (completion,) = await run_streams([stream], observation, on_each)
+            (completion,) = await run_streams([open_stream(engine_id)], observation, on_each)
+        account = _account_of(completion)
+        if body.return_prompt_token_ids:
+            account["prompt_token_ids"] = completion.prompt_token_ids
         if body.stream:
+            await writer.event(last | account)
             await writer.end()
         else:
             is_long = bool(completion.logprobs or completion.prompt_logprobs)
-            await writer.json(lambda: _completion_of(request_id, completion), is_long=is_long)
+            answer = {"id": request_id, **_answer_of(completion), **account}
+            await writer.json(lambda: answer, is_long=is_long)
 
     return Reply(produce)
+
+
+def _stream_of(
+    state: ServerState, body: GenerateFields, params: SamplingParams
+) -> Callable[[str], TokenStream]:
+    """What makes the stream that a body asks for, under an id."""
+    engine, prompt = state.serving, body.prompt
+    check_length(engine, body.generated)
+    scheduling: dict[str, Any] = {
+        "priority": body.priority,
+        "timeout": body.timeout,
+        "generated": body.generated,
+        "lora": loras_of(engine, body.lora, body.model),
+    }
+    if body.messages is not None:
+        if prompt is not None:
+            raise invalid("prompt", "must be left out beside messages")
+        if len(body.messages) > state.config.max_messages:
+            raise invalid("messages", f"at most {state.config.max_messages}")
+        call = ChatCall(body.messages, chat_options(body), params, scheduling)
+        return lambda engine_id: call.streams(engine, engine_id)[0]
+    if prompt is None:
+        raise invalid("prompt", "must be there, or messages in its place")
+    for name in sorted(CHAT_OPTIONS & body.model_fields_set):
+        raise invalid(name, "is for messages, not for a prompt")
+    check_length(engine, prompt)
+    return lambda engine_id: engine.stream(prompt, params, request_id=engine_id, **scheduling)
 
 
 def check_length(engine: Engine, prompt: str | Sequence[int]) -> None:
@@ -80,6 +120,10 @@ def _event_of(delta: TokenDelta) -> dict[str, Any]:
         "token_ids": delta.token_ids,
         "finish_reason": delta.finish_reason,
     }
+    if delta.reasoning:
+        event["reasoning"] = delta.reasoning
+    if delta.tool_calls:
+        event["tool_calls"] = [*map(_call_delta, delta.tool_calls)]
     if delta.stop_reason is not None:
         event["stop_reason"] = delta.stop_reason
     if delta.logprobs is not None:
@@ -87,18 +131,39 @@ def _event_of(delta: TokenDelta) -> dict[str, Any]:
     return event
 
 
-def _completion_of(request_id: str, completion: Completion) -> dict[str, Any]:
-    usage, timings = completion.usage, completion.timings
+def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
+    told = {"index": call.index, "arguments": call.arguments}
+    return told if call.name is None else {**told, "id": call.id, "name": call.name}
+
+
+def _answer_of(completion: Completion) -> dict[str, Any]:
     answer: dict[str, Any] = {
-        "id": request_id,
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
+    }
+    if completion.reasoning:
+        answer["reasoning"] = completion.reasoning
+    if completion.tool_calls:
+        answer["tool_calls"] = [asdict(call) for call in completion.tool_calls]
+    if completion.logprobs is not None:
+        answer["logprobs"] = [logprob_of(logprob) for logprob in completion.logprobs]
+    if completion.prompt_logprobs is not None:
+        answer["prompt_logprobs"] = [p and logprob_of(p) for p in completion.prompt_logprobs]
+    return answer
+
+
+def _account_of(completion: Completion) -> dict[str, Any]:
+    """What it took."""
+    usage, timings = completion.usage, completion.timings
+    return {
+        "fingerprint": completion.fingerprint,
         "usage": {
             "prompt_tokens": usage.n_prompt,
             "cached_tokens": usage.n_cached,
             "completion_tokens": usage.n_output,
+            "reasoning_tokens": usage.n_reasoning,
         },
         "timings": {
             "queued_ms": _ms(timings.queued_s),
@@ -111,11 +176,6 @@ def _completion_of(request_id: str, completion: Completion) -> dict[str, Any]:
             "n_preemptions": timings.n_preemptions,
         },
     }
-    if completion.logprobs is not None:
-        answer["logprobs"] = [logprob_of(logprob) for logprob in completion.logprobs]
-    if completion.prompt_logprobs is not None:
-        answer["prompt_logprobs"] = [p and logprob_of(p) for p in completion.prompt_logprobs]
-    return answer
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from cllm import Engine, FinishReason, PromptTooLongError, SamplingParams, TokenDelta, TokenStream
 from cllm.server.body import SafeRoute
-from cllm.server.chat_call import ChatCall, seeded, tools_of
+from cllm.server.chat_call import ChatCall, chat_options, seeded
 from cllm.server.fields import CONSTRAINTS, MAX_SEED
 from cllm.server.formats import ChatFormat, CompletionFormat, Format
 from cllm.server.generate import check_length, check_logprobs
@@ -139,21 +139,6 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     form = ChatFormat(request_id, state.served, n_choices=n)
     observation = state.observation(request, "chat", params)
     return _answer(state, body, streams, form, observation, prompt_field="messages")
-
-
-def chat_options(body: ChatFields) -> dict[str, Any]:
-    """What a body says about how a chat is rendered."""
-    tools, choice = tools_of(body.tools, body.tool_choice)
-    return {
-        "tools": tools,
-        "tool_choice": choice,
-        "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "add_generation_prompt": body.add_generation_prompt,
-        "continue_final_message": body.continue_final_message,
-        "reasoning_effort": body.reasoning_effort,
-        "reasoning_budget": body.reasoning_budget,
-        "chat_template_kwargs": body.chat_template_kwargs,
-    }
 
 
 @router.post("/chat/completions/input_tokens", summary="How many tokens a chat has")

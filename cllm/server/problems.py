@@ -47,6 +47,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
     503: {"model": ErrorBody, "description": "Starting, shutting down, or failed: try again later"},
 }
 RETRY_AFTER_S = 1
+PLACES = ("body", "path", "query")  # of a field, as FastAPI has them
 KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -162,7 +163,9 @@ def problem_of(error: BaseException) -> Problem:
 
 def _of_validation(error: RequestValidationError) -> Problem:
     first = error.errors()[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
+    place = [str(part) for part in first["loc"]]
+    if place and place[0] in PLACES:
+        del place[0]
     # A union is tried member by member, and each adds its own name: the field comes first.
     param = place[0] if place else None
     place = [part[:80] for part in place]  # a name may have come from the client

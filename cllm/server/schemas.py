@@ -128,11 +128,29 @@ class _Request(Body):
     priority: Integer = Field(0, description="Lower is more urgent")
 
 
-class GenerateFields(_Request):
+class ChatOptionFields(_Request):
+    """How a chat is rendered."""
+
+    tools: Objects | None = None
+    tool_choice: Text | dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: Flag = True
+    continue_final_message: Flag = False
+    parallel_tool_calls: Flag | None = None
+    reasoning_effort: Text | None = None
+    reasoning_budget: Integer | None = Field(None, description="Tokens that the model may think")
+
+
+CHAT_OPTIONS = ChatOptionFields.model_fields.keys() - _Request.model_fields.keys()
+
+
+class GenerateFields(ChatOptionFields):
     """`POST /generate`."""
 
-    prompt: Prompt = Field(description="Text, or token ids", examples=["1+1="])
+    prompt: Prompt | None = Field(None, description="Text, or token ids", examples=["1+1="])
+    messages: Messages | None = Field(None, description="A chat, in place of a prompt")
     generated: Tokens = Field((), description="The beginning of the output: it goes on after these")
+    return_prompt_token_ids: Flag = Field(False, description="Say the token ids of the prompt")
 
 
 GenerateBody: Any = create_model(
@@ -169,7 +187,7 @@ CompletionBody: Any = create_model(
 )
 
 
-class ChatFields(_Request):
+class ChatFields(ChatOptionFields):
     """`POST /v1/chat/completions`."""
 
     messages: Messages
@@ -179,14 +197,6 @@ class ChatFields(_Request):
     response_format: ResponseFormat | None = None
     logprobs: Flag | None = None
     top_logprobs: Integer | None = None
-    tools: Objects | None = None
-    tool_choice: Text | dict[str, Any] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: Flag = True
-    continue_final_message: Flag = False
-    parallel_tool_calls: Flag | None = None
-    reasoning_effort: Text | None = None
-    reasoning_budget: Integer | None = Field(None, description="Tokens that the model may think")
 
 
 ChatBody: Any = create_model(

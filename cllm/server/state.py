@@ -64,7 +64,7 @@ class ServerState:
         A gateway gives all requests of one of its own the same id.
         """
         unique = request_id
-        while unique in self._ids:
+        while unique in self._ids or (self.engine is not None and self.engine.is_open(unique)):
             unique = f"{request_id}.{secrets.token_hex(4)}"
         self._ids.add(unique)
         try:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from cllm import Engine
 from cllm.server.body import SafeRoute
-from cllm.server.openai import chat_options
+from cllm.server.chat_call import chat_options
 from cllm.server.problems import invalid, too_many
 from cllm.server.replies import Reply, Writer, list_parts
 from cllm.server.schemas import ChatBody, DetokenizeBody, TokenizeBody

@@ -15,6 +15,7 @@ import pytest
 
 import cllm
 from cllm import SamplingOptions
+from cllm.server.schemas import CHAT_OPTIONS
 from tests.server.conftest import Server, ask, refusal_of, samples_of, streaming, wait_until
 
 
@@ -86,13 +87,16 @@ def test_the_documentation_names_every_route_and_sampling_field(client: httpx.Cl
         "/v1/chat/completions/input_tokens", "/v1/responses", "/v1/responses/input_tokens",
         "/v1/messages", "/v1/messages/count_tokens", "/apply-template", "/props",
         "/v1/embeddings", "/embedding", "/v1/rerank", "/classify", "/lora-adapters",
-        "/v1/streams/{request_id}",
+        "/v1/streams/{request_id}", "/slots/{seq_id}",
     }  # fmt: skip
     for path in document["paths"].values():
         for operation in path.values():
             assert set(operation["responses"]) == {"200", "4XX", "503"}
     fields = document["components"]["schemas"]["GenerateBody"]["properties"]
-    others = {"model", "prompt", "generated", "stream", "timeout", "priority", "lora"}
+    others = {
+        "model", "prompt", "messages", "generated", "stream", "timeout", "priority", "lora",
+        "return_prompt_token_ids", *CHAT_OPTIONS,
+    }  # fmt: skip
     assert {*SamplingOptions.__annotations__, *others} == set(fields)
 
 

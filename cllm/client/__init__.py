@@ -1,0 +1,7 @@
+"""Servers of cllm as if they were an engine of this process (extra `client`)."""
+
+from cllm.client.answer_stream import AnswerStream
+from cllm.client.async_client import AsyncClient
+from cllm.client.refusals import ServerError
+
+__all__ = ["AnswerStream", "AsyncClient", "ServerError"]

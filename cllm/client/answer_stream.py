@@ -1,0 +1,241 @@
+"""AnswerStream: the output of one request to a server, which goes on elsewhere where it is cut off."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import anyio
+import httpx
+
+from cllm.client.events import DONE, Answer, EventReader, delta_of, object_of
+from cllm.client.refusals import ServerError, failure_of
+from cllm.client.replicas import Replicas
+from cllm.engine.request import Completion, FinishReason, TokenDelta
+from cllm.errors import CllmError, GenerationError
+from cllm.routing.prefix_table import Key
+
+PATH = "/generate"
+# An answer that ends its servers one after another ends itself.
+MAX_MOVES = 8
+END_S = 1.0  # for the rest of an answer that is complete: then its connection is of use again
+
+
+class _CutOffError(Exception):
+    """An answer has ended before its end."""
+
+
+class AnswerStream:
+    """What `Engine.stream` gives, of a server: deltas, and the completion.  One task.
+
+    Use it with `async with`, which asks for it and raises what the server does not like; or with `async
+    for` alone.  Leaving it early cancels the request.
+
+    A stream that breaks off, as its server ends or its connection is lost, is asked for again with the
+    tokens that have arrived, of the next server that answers: no token comes twice, none is missing.
+
+    Attributes
+    ----------
+    request_id : str
+    n_moves : int
+        How often it has gone on elsewhere.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        body: Mapping[str, Any],
+        *,
+        request_id: str,
+        generated: Sequence[int],
+        timeout: float | None,
+        keys: Sequence[Key],
+    ) -> None:
+        self.request_id = request_id
+        self.n_moves = 0
+        self._replicas = replicas
+        self._body = {**body, "stream": True, "return_prompt_token_ids": True}
+        self._generated = list(generated)
+        self._timeout = timeout
+        self._keys = keys
+        self._answer = Answer()
+        self._submitted: float | None = None
+        self._server: str | None = None
+        self._response: httpx.Response | None = None
+        self._chunks: AsyncIterator[bytes] | None = None
+        self._reader = EventReader()
+        self._events: deque[bytes] = deque()
+        self._completion: Completion | None = None
+
+    async def __aenter__(self) -> Self:
+        """Ask for it."""
+        await self._open()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Cancel it, if it has not ended."""
+        await self.cancel()
+
+    def __aiter__(self) -> Self:
+        """The deltas."""
+        return self
+
+    async def __anext__(self) -> TokenDelta:
+        """The next delta.
+
+        Raises
+        ------
+        RequestError
+            The request cannot be served; a `GenerationError` carries what there is of the answer.
+        ServerError
+            Nobody goes on with it.
+        """
+        while self._completion is None:
+            try:
+                await self._open()
+            except CllmError as error:
+                if not self.n_moves:
+                    raise
+                await self._fail(error)
+            try:
+                if self._response is None:  # its time is over
+                    return await self._end(TokenDelta("", (), FinishReason.DEADLINE), {})
+                event = await self._next_event()
+            except (httpx.TransportError, _CutOffError) as error:
+                await self._move(error)
+                continue
+            if (failure := failure_of(event)) is not None:
+                await self._fail(failure)
+            delta = self._delta_of(event)
+            if delta.finish_reason is FinishReason.CANCELLED:
+                # Not by us: its server ends.  What it gives up with is not what comes next.
+                await self._move(_CutOffError("the server has given it up"))
+                continue
+            if delta.finish_reason is None:
+                self._answer.add(delta, time.monotonic())
+                return delta
+            return await self._end(delta, event)
+        raise StopAsyncIteration
+
+    async def completion(self) -> Completion:
+        """All of the output, once it is complete; deltas that were not taken are in it.
+
+        Raises
+        ------
+        RequestError, ServerError
+            As of `__anext__`.
+        """
+        async for _ in self:
+            pass
+        assert self._completion is not None
+        return self._completion
+
+    async def cancel(self) -> None:
+        """End it: its completion is what there is by now."""
+        if self._completion is None:
+            self._conclude(TokenDelta("", (), FinishReason.CANCELLED), {})
+        await self._close()
+
+    # --- To the servers ----------------------------------------------------------------------
+    async def _open(self) -> None:
+        """Ask for what is still to come, unless that is under way."""
+        if self._response is not None or self._completion is not None:
+            return
+        now = time.monotonic()
+        if self._submitted is None:
+            self._submitted = now
+        body = {**self._body, "generated": [*self._generated, *self._answer.token_ids]}
+        if self._timeout is not None:
+            left_s = self._timeout - (now - self._submitted)
+            if left_s <= 0.0 and self.n_moves:
+                return
+            body["timeout"] = left_s
+        headers = {"x-request-id": self.request_id}
+        self._server, self._response = await self._replicas.post(
+            PATH,
+            body,
+            headers,
+            keys=self._keys,
+            but=self._server,
+            is_begun=self.n_moves > 0,
+        )
+        self._chunks = self._response.aiter_raw()
+        self._reader = EventReader()
+        self._events.clear()
+
+    async def _next_event(self) -> dict[str, Any]:
+        assert self._chunks is not None
+        while not self._events:
+            try:
+                self._events += self._reader.feed(await anext(self._chunks))
+            except StopAsyncIteration:
+                raise _CutOffError("the answer has no end") from None
+        if (data := self._events.popleft()) == DONE:
+            raise _CutOffError("the answer has no last event")
+        try:
+            return object_of(data)
+        except ValueError as error:
+            raise ServerError(f"{self._server} does not answer as cllm does: {error}") from None
+
+    def _delta_of(self, event: Mapping[str, Any]) -> TokenDelta:
+        try:
+            return delta_of(event)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ServerError(f"{self._server} does not answer as cllm does: {error!r}") from None
+
+    async def _move(self, error: Exception) -> None:
+        """It was cut off: let the next call ask for the rest."""
+        await self._close()
+        if self.n_moves >= MAX_MOVES:
+            await self._fail(ServerError(f"cut off {MAX_MOVES + 1} times, at last: {error!r}"))
+        self.n_moves += 1
+
+    async def _fail(self, failure: Exception) -> None:
+        """End it with an error that has what there is."""
+        self._conclude(TokenDelta("", (), FinishReason.ERROR), {})
+        await self._close()
+        error = GenerationError.of(self.request_id, failure)
+        error.completion = self._completion
+        raise error
+
+    # --- The end -----------------------------------------------------------------------------
+    async def _end(self, last: TokenDelta, account: Mapping[str, Any]) -> TokenDelta:
+        self._answer.add(last, time.monotonic())
+        self._conclude(last, account)
+        with anyio.move_on_after(END_S):
+            try:
+                while self._chunks is not None:
+                    await anext(self._chunks)
+            except (StopAsyncIteration, httpx.TransportError):
+                pass
+        await self._close()
+        return last
+
+    def _conclude(self, last: TokenDelta, account: Mapping[str, Any]) -> None:
+        now = time.monotonic()
+        self._completion = self._answer.completion(
+            self.request_id,
+            last,
+            account,
+            submitted=now if self._submitted is None else self._submitted,
+            ended=now,
+            n_moves=self.n_moves,
+        )
+
+    async def _close(self) -> None:
+        response, chunks = self._response, self._chunks
+        self._response = self._chunks = None
+        with anyio.CancelScope(shield=True):
+            if isinstance(chunks, AsyncGenerator):  # or trio warns that nobody has ended it
+                await chunks.aclose()
+            if response is not None:
+                assert self._server is not None
+                await self._replicas.close(self._server, response)

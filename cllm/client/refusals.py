@@ -1,0 +1,66 @@
+"""What a server says that it does not do, as the error that an engine raises for it.  Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from cllm.errors import CllmError, InvalidRequestError, PromptTooLongError, QueueFullError, as_told
+
+QUEUE_FULL, UNAVAILABLE = 429, 503
+# Of these another server, or the same one a little later, may think otherwise.
+PASSING = frozenset((QUEUE_FULL, 502, UNAVAILABLE, 504))
+TOO_LONG = "context_length_exceeded"
+
+
+class ServerError(CllmError):
+    """No server has answered, or one has answered with an error of its own.
+
+    Attributes
+    ----------
+    status : int or None
+        Of its answer; None: there was none.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def refusal_of(status: int, headers: Mapping[str, str], body: bytes) -> CllmError:
+    """The error that an answer of this status is."""
+    problem = _problem_in(body)
+    message = str(problem.get("message") or f"the server answers with status {status}")
+    field = problem.get("param")
+    if status == QUEUE_FULL:
+        return as_told(QueueFullError, message, retry_after_s=_seconds(headers), n_waiting=0)
+    if problem.get("code") == TOO_LONG:
+        return as_told(PromptTooLongError, message)
+    if 400 <= status < 500 and isinstance(field, str):
+        return as_told(InvalidRequestError, message, field=field, value=None, limit=message)
+    return ServerError(message, status)
+
+
+def failure_of(event: Mapping[str, Any]) -> CllmError | None:
+    """The error that an event is, if it is one."""
+    problem = event.get("error")
+    if not isinstance(problem, Mapping):
+        return None
+    return ServerError(str(problem.get("message") or "the server has failed"))
+
+
+def _problem_in(body: bytes) -> Mapping[str, Any]:
+    try:
+        value = json.loads(body)
+    except ValueError:  # a proxy's page
+        return {}
+    problem = value.get("error") if isinstance(value, dict) else None
+    return problem if isinstance(problem, dict) else {}
+
+
+def _seconds(headers: Mapping[str, str]) -> float:
+    try:
+        return max(0.0, float(headers.get("retry-after", "1")))
+    except ValueError:  # a date
+        return 1.0

@@ -1,0 +1,196 @@
+"""Replicas: servers of one model, of which each request goes to one that answers.  Event loop only."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Any
+
+import anyio
+import httpx
+
+from cllm.client.refusals import PASSING, QUEUE_FULL, ServerError, refusal_of
+from cllm.errors import CllmError, InvalidArgumentError
+from cllm.routing.prefix_table import Key, PrefixTable
+
+CONNECT_S, WRITE_S = 5.0, 30.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
+AVOIDED_S = 2.0  # one that did not answer is asked after the others
+# A machine that is gone says nothing: found out after half a minute, whatever a server computes.
+_KEEP_ALIVE = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
+
+
+class Replicas:
+    """Where the servers are, and a pool of connections to them.
+
+    Of several servers, the one that has had the longest beginning of a prompt is asked first, unless it
+    has much more to do for this client than another.
+
+    Parameters
+    ----------
+    urls : sequence of str
+        Of servers, or of one address that stands for many.
+    patience_s : float
+        For so long nobody may answer, before that is an error.
+    """
+
+    def __init__(
+        self, urls: Sequence[str], headers: Mapping[str, str], *, patience_s: float
+    ) -> None:
+        self._urls = list(dict.fromkeys(map(_checked, urls)))
+        if not self._urls:
+            raise InvalidArgumentError("base_url", urls, "the address of a server")
+        self._patience_s = patience_s
+        self._table = PrefixTable()
+        self._n_open = dict.fromkeys(self._urls, 0)
+        self._avoided: dict[str, float] = {}
+        self._http = httpx.AsyncClient(
+            headers=dict(headers),
+            timeout=httpx.Timeout(None, connect=CONNECT_S, write=WRITE_S),
+            transport=httpx.AsyncHTTPTransport(
+                # Certificates take their time to load.
+                verify=any(url.startswith("https:") for url in self._urls),
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+                socket_options=_socket_options(),
+            ),
+        )
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        await self._http.aclose()
+
+    async def post(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        headers: Mapping[str, str] | None = None,
+        *,
+        keys: Sequence[Key] = (),
+        but: str | None = None,
+        is_begun: bool = False,
+    ) -> tuple[str, httpx.Response]:
+        """Ask until somebody answers with 200; who, and the answer, to be read and given to `close`.
+
+        Parameters
+        ----------
+        keys : sequence of bytes
+            Of the beginnings of the prompt.
+        but : str, optional
+            One that has just failed: it is asked last.
+        is_begun : bool
+            It has been served, and goes on: it waits where all queues are full.
+
+        Raises
+        ------
+        CllmError
+            What the server does not like; or nobody has answered for `patience_s`.
+        """
+        until = time.monotonic() + self._patience_s
+        pause_s = FIRST_PAUSE_S
+        if but is not None:
+            self._avoid(but)
+        while True:
+            failure: CllmError | None = None
+            is_full = False
+            for url in self._in_turn(keys):
+                request = self._http.build_request("POST", url + path, json=body, headers=headers)
+                request.stream = _Whole(request.content)
+                try:
+                    response = await self._http.send(request, stream=True)
+                except httpx.TransportError as error:
+                    self._avoid(url)
+                    told = f"{url} does not answer: {error!r}"
+                    failure = failure or ServerError(told)
+                    continue
+                if response.status_code == httpx.codes.OK:
+                    self._n_open[url] += 1
+                    return url, response
+                refusal = await _refusal(response)
+                if response.status_code not in PASSING:
+                    raise refusal
+                if response.status_code == QUEUE_FULL:
+                    failure, is_full = refusal, True
+                else:
+                    self._avoid(url)
+                    failure = failure or refusal
+            assert failure is not None
+            if (is_full and not is_begun) or time.monotonic() + pause_s > until:
+                raise failure
+            await anyio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def close(self, url: str, response: httpx.Response) -> None:
+        """No more is read of this answer."""
+        self._n_open[url] -= 1
+        await response.aclose()
+
+    def _in_turn(self, keys: Sequence[Key]) -> Iterator[str]:
+        """All of them once; those that did not answer just now come last."""
+        if len(self._urls) == 1:
+            return iter(self._urls)
+        now = time.monotonic()
+        avoided = {url for url in self._urls if self._avoided.get(url, 0.0) > now}
+        usable = {url: n for url, n in self._n_open.items() if url not in avoided}
+        first = self._table.choose(keys, usable or self._n_open)
+        return iter(
+            sorted(self._urls, key=lambda url: (url != first, url in avoided, self._n_open[url]))
+        )
+
+    def _avoid(self, url: str) -> None:
+        self._avoided[url] = time.monotonic() + AVOIDED_S
+
+
+class _Whole(httpx.AsyncByteStream):
+    """A body in one piece.
+
+    Not a generator, as httpx' own: of one that a lost connection leaves unfinished, trio warns.
+    """
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        """It, once."""
+        return _Once(self._content)
+
+
+class _Once(AsyncIterator[bytes]):
+    def __init__(self, content: bytes) -> None:
+        self._left = [content]
+
+    async def __anext__(self) -> bytes:
+        if not self._left:
+            raise StopAsyncIteration
+        return self._left.pop()
+
+
+async def _refusal(response: httpx.Response) -> CllmError:
+    try:
+        body = await response.aread()
+    except httpx.TransportError:
+        body = b""
+    finally:
+        await response.aclose()
+    return refusal_of(response.status_code, response.headers, body)
+
+
+def _checked(url: str) -> str:
+    limit = "an address as http://host:port"
+    if not isinstance(url, str):
+        raise InvalidArgumentError("base_url", url, limit)
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise InvalidArgumentError("base_url", url, f"{limit} ({error})") from None
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise InvalidArgumentError("base_url", url, limit)
+    return url.rstrip("/")
+
+
+def _socket_options() -> list[tuple[int, int, int]]:
+    options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
+    for name, value in _KEEP_ALIVE:
+        if (option := getattr(socket, name, None)) is not None:
+            options.append((socket.IPPROTO_TCP, option, value))
+    return options

@@ -1,0 +1,122 @@
+"""The application of Ray Serve: `app` for `serve.run`, `build` for `serve run` and YAML, `stop`."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import ray
+from ray import serve
+
+from cllm import EngineConfig, InvalidArgumentError
+from cllm.ray.environment import prepare
+from cllm.ray.replica import Replica
+from cllm.ray.settings import ClusterSettings
+from cllm.server.config import ServerConfig
+
+logger = logging.getLogger("cllm.ray")
+
+NAME = "cllm"
+
+
+def app(
+    engine: EngineConfig | None = None,
+    server: ServerConfig | None = None,
+    *,
+    replicas: int | tuple[int, int] = 1,
+    num_cpus: int | None = None,
+    num_gpus: float = 0.0,
+    affinity: str | None = "session",
+) -> serve.Application:
+    """Replicas of a server, for `serve.run(…, name="cllm")`.
+
+    Before Ray is started it sets the environment that Ray needs; where that is too late it says so.
+
+    Parameters
+    ----------
+    engine, server :
+        Of each replica.  `host` and `port` of the server are Ray's affair (`serve.start`), the rest is as
+        for `cllm serve`, but for the timeouts of slow headers and slow readers, which HAProxy has.
+    replicas, num_cpus, num_gpus, affinity :
+        See `ClusterSettings`.
+
+    Raises
+    ------
+    InvalidArgumentError
+        Names the field.
+    CllmError
+        Ray runs without what it should have in its environment.
+    """
+    settings = ClusterSettings(
+        replicas=replicas, num_cpus=num_cpus, num_gpus=num_gpus, affinity=affinity
+    )
+    engine = settings.engine(EngineConfig() if engine is None else engine)
+    server = ServerConfig() if server is None else server
+    prepare(affinity, os.environ, is_running=ray.is_initialized())
+    _warn_of_ports(server)
+    deployment = serve.deployment(
+        serve.ingress()(Replica), name=NAME, **settings.deployment_options(engine, server)
+    )
+    return deployment.bind(engine, server)
+
+
+def build(args: Mapping[str, Any] | None = None) -> serve.Application:
+    """The same from names and values, for `serve run cllm.ray:build model=m.gguf replicas=2` and YAML.
+
+    Every field of `EngineConfig`, `ServerConfig` and `ClusterSettings` is a name; those of a command line
+    are text.
+
+    Raises
+    ------
+    InvalidArgumentError
+        There is no such name, or its value cannot be used.
+    """
+    left = dict(args or {})
+    parts: list[dict[str, Any]] = []
+    for kind in (EngineConfig, ServerConfig, ClusterSettings):
+        names = {field.name for field in fields(kind)}
+        parts.append({name: _value_of(left.pop(name)) for name in sorted(names & left.keys())})
+    if left:
+        name = next(iter(left))
+        limit = "a field of EngineConfig, ServerConfig or ClusterSettings"
+        raise InvalidArgumentError(name, left[name], limit)
+    engine, server, cluster = parts
+    return app(EngineConfig(**engine), ServerConfig(**server), **cluster)
+
+
+def stop(name: str = NAME) -> None:
+    """End an application when all that runs has ended, and then Ray Serve, if nobody else is served by it.
+
+    `serve.shutdown` alone would cut every answer.
+    """
+    serve.delete(name)
+    if not serve.status().applications:
+        serve.shutdown()
+
+
+def _value_of(value: object) -> object:
+    """The number or the truth that a text of a command line is."""
+    if not isinstance(value, str):
+        return value
+    words = {"true": True, "false": False, "none": None}
+    if value.lower() in words:
+        return words[value.lower()]
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return value
+
+
+def _warn_of_ports(server: ServerConfig) -> None:
+    """Ray opens more than the address that is asked for."""
+    if server.api_key is None:
+        logger.warning(
+            "Ray listens on all interfaces with the ports of its workers, with those of HAProxy's statistics "
+            "(8404, 9101) and of each replica (30000 to 31000), which pass the proxy by: set an api_key, and "
+            "close them (docs/cluster.md)"
+        )

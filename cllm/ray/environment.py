@@ -1,0 +1,54 @@
+"""What has to be in the environment before Ray starts: its processes read it then, and only then.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+
+from cllm.errors import CllmError
+
+# Ray's HAProxy: its Python proxy has half of the tokens/s (docs/cluster.md).
+HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"
+BALANCE = "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM"
+ALWAYS: Mapping[str, str] = {
+    HAPROXY: "1",
+    # Each change of replicas loads its settings anew; the old process kills what still runs after this.
+    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
+    # With room for many requests in each replica, a proxy would send all to those of its own machine.
+    "RAY_SERVE_PROXY_PREFER_LOCAL_NODE_ROUTING": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+BY_SESSION = "hdr(x-session-id)"
+
+
+def wanted(affinity: str | None) -> dict[str, str]:
+    """The variables and their values."""
+    by_session = {BALANCE: BY_SESSION} if affinity == "session" else {}
+    return {**ALWAYS, **by_session}
+
+
+def prepare(affinity: str | None, environ: MutableMapping[str, str], *, is_running: bool) -> None:
+    """Set what is not set; what it is too late for is an error.
+
+    Parameters
+    ----------
+    is_running : bool
+        Ray has been started, here or elsewhere.
+
+    Raises
+    ------
+    CllmError
+        Names the variables that Ray should have had, or that say something else.
+    """
+    needed = wanted(affinity)
+    wrong = {name: value for name, value in needed.items() if environ.get(name, value) != value}
+    missing = [name for name in needed if name not in environ]
+    if is_running and missing:
+        wrong |= {name: needed[name] for name in missing}
+    if wrong:
+        told = " ".join(f"{name}='{value}'" for name, value in wrong.items())
+        raise CllmError(
+            f"Ray reads its environment when it starts: set {told} on every machine before `ray start`, "
+            "and here"
+        )
+    for name in missing:
+        environ[name] = needed[name]

@@ -1,0 +1,81 @@
+"""Replica: one whole server of cllm, as a deployment of Ray Serve."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+from fastapi import FastAPI
+
+from cllm import CllmError, EngineConfig, EngineStatus
+from cllm.server.app import create_app
+from cllm.server.config import ServerConfig
+
+LOAD_S = 600.0
+SERVING = (EngineStatus.READY, EngineStatus.DRAINING)
+
+
+class Replica:
+    """Made by Ray in a process of its own; its application serves every route of `cllm serve`.
+
+    Ray calls its methods by their names; see `ray.serve.deployment`.
+    """
+
+    def __init__(self, engine: EngineConfig, server: ServerConfig) -> None:
+        self._settings = engine, server
+        self._app: FastAPI | None = None
+
+    def __serve_build_asgi_app__(self) -> FastAPI:  # Ray's name
+        """The application, here and not where it was deployed: an engine cannot be sent."""
+        self._app = create_app(*self._settings)
+        return self._app
+
+    async def record_replica_metadata(self) -> dict[str, Any]:
+        """Called once before requests come: they wait for the model.
+
+        Raises
+        ------
+        CllmError
+            It cannot be loaded.
+        """
+        app = self._application
+        with anyio.move_on_after(LOAD_S):
+            await app.state.engine_task.settled.wait()
+        state = app.state.server
+        if state.failure is not None:
+            raise state.failure
+        if state.engine is None:
+            raise CllmError(f"the model was not loaded within {LOAD_S:g} s")
+        return {"model": state.model_name, "fingerprint": state.engine.model.fingerprint}
+
+    def check_health(self) -> None:
+        """Called every few seconds: another replica takes the place of one that fails.
+
+        Raises
+        ------
+        CllmError
+            The engine serves nobody.
+        """
+        engine = self._application.state.server.engine
+        health = None if engine is None else engine.health()
+        if health is None or health.status not in SERVING:
+            raise CllmError(f"the engine serves nobody: {health}")
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """For policies of the caller's own: what waits, what runs, how full the KV cache is."""
+        engine = self._application.state.server.engine
+        if engine is None:
+            return {}
+        now = engine.statistics()
+        usage = now.n_kv_cells_used / now.n_kv_cells if now.n_kv_cells else 0.0
+        return {
+            "waiting": float(now.n_waiting),
+            "running": float(now.n_running),
+            "kv_cache_usage": usage,
+        }
+
+    @property
+    def _application(self) -> FastAPI:
+        if self._app is None:
+            raise CllmError("the application has not been made")
+        return self._app

@@ -1,0 +1,102 @@
+"""ClusterSettings: how many replicas there are, and what each has.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cllm import EngineConfig, InvalidArgumentError
+from cllm.checks import check_float, check_int
+from cllm.server.config import ServerConfig
+
+AFFINITIES = ("session", None)
+END_S = 5.0  # a replica has this after its drain
+HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 10.0
+UPSCALE_DELAY_S, DOWNSCALE_DELAY_S = 5.0, 600.0
+# Requests of a replica above which there shall be another, as a part of its seats.
+TARGET_SHARE = 0.75
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSettings:
+    """The replicas of one model.
+
+    Parameters
+    ----------
+    replicas : int or (int, int)
+        How many; or how many at the least and at the most, by how much there is to do.
+    num_cpus : int, optional
+        Processors of each, for which Ray finds a place, and so many compute threads; None: those that
+        `EngineConfig` says.
+    num_gpus : float
+        GPUs of each.
+    affinity : str, optional
+        "session": the requests of one `x-session-id` go to one replica.  None: to the one with the fewest
+        connections.
+
+    Raises
+    ------
+    InvalidArgumentError
+        Names the field.
+    """
+
+    replicas: int | tuple[int, int] = 1
+    num_cpus: int | None = None
+    num_gpus: float = 0.0
+    affinity: str | None = "session"
+
+    def __post_init__(self) -> None:
+        error = InvalidArgumentError
+        if isinstance(self.replicas, list):  # of a YAML file
+            object.__setattr__(self, "replicas", tuple(self.replicas))
+        if isinstance(self.replicas, tuple):
+            if len(self.replicas) != 2:
+                raise error("replicas", self.replicas, "a number, or two: at least, at most")
+            least = check_int("replicas", self.replicas[0], 1, 4096, error)
+            check_int("replicas", self.replicas[1], least, 4096, error)
+        else:
+            check_int("replicas", self.replicas, 1, 4096, error)
+        if self.num_cpus is not None:
+            check_int("num_cpus", self.num_cpus, 1, 4096, error)
+        check_float("num_gpus", self.num_gpus, 0.0, 64.0, error)
+        if self.affinity not in AFFINITIES:
+            raise error("affinity", self.affinity, f"one of {AFFINITIES}")
+
+    def engine(self, engine: EngineConfig) -> EngineConfig:
+        """The settings of each engine: as many threads as it has processors, not all of the machine."""
+        if self.num_cpus is None or engine.n_threads is not None:
+            return engine
+        return replace(engine, n_threads=self.num_cpus)
+
+    def deployment_options(self, engine: EngineConfig, server: ServerConfig) -> dict[str, Any]:
+        """What Ray is told of the deployment."""
+        # All that a server would take: its own queue decides, with priorities, deadlines and 429.
+        n_requests = engine.n_seq_max + engine.max_queue
+        num_cpus = self.num_cpus if self.num_cpus is not None else engine.compute_threads[0]
+        options: dict[str, Any] = {
+            "max_ongoing_requests": n_requests,
+            "max_queued_requests": n_requests,
+            "graceful_shutdown_wait_loop_s": 0.5,
+            "graceful_shutdown_timeout_s": server.drain_timeout_s + END_S,
+            "health_check_period_s": HEALTH_PERIOD_S,
+            "health_check_timeout_s": HEALTH_TIMEOUT_S,
+            "max_surge_percent": 100,  # the new ones run before the old ones go
+            "ray_actor_options": {"num_cpus": num_cpus, "num_gpus": self.num_gpus},
+        }
+        if isinstance(self.replicas, tuple):
+            options["autoscaling_config"] = self._autoscaling(engine)
+        else:
+            options["num_replicas"] = self.replicas
+        return options
+
+    def _autoscaling(self, engine: EngineConfig) -> Mapping[str, Any]:
+        assert isinstance(self.replicas, tuple)
+        least, most = self.replicas
+        return {
+            "min_replicas": least,
+            "max_replicas": most,
+            "target_ongoing_requests": max(1.0, TARGET_SHARE * engine.n_seq_max),
+            "upscale_delay_s": UPSCALE_DELAY_S,
+            "downscale_delay_s": DOWNSCALE_DELAY_S,
+        }

@@ -1,0 +1,1 @@
+"""Which of several servers a request goes to.  Pure."""

@@ -1,0 +1,120 @@
+"""PrefixTable: who has had the longest beginning of a prompt.  Pure; one thread.
+
+A server answers faster what begins as something that it has computed.  It is known by what was sent
+there: nobody asks the servers.  Load goes before that: who has far more to do than another gets no more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from cllm.checks import check_int
+from cllm.errors import InvalidArgumentError
+
+BLOCK = 256  # bytes of a prompt that are looked up at once: some 64 tokens
+N_BLOCKS_MAX = 512  # of one prompt; what is behind them decides nothing
+
+Key = bytes
+
+
+class PrefixTable:
+    """Beginnings of prompts, and the names of those that had them last.
+
+    Parameters
+    ----------
+    n_keys_max : int
+        Beginnings that are remembered; those that were not met for longest go first.
+    max_lead : int
+        Who has so many requests more than another gets none for its beginning's sake.
+
+    Raises
+    ------
+    InvalidArgumentError
+        Names the field.
+    """
+
+    def __init__(self, *, n_keys_max: int = 100_000, max_lead: int = 8) -> None:
+        check_int("n_keys_max", n_keys_max, 1, 1 << 30, InvalidArgumentError)
+        check_int("max_lead", max_lead, 0, 1 << 30, InvalidArgumentError)
+        self._n_keys_max = n_keys_max
+        self._max_lead = max_lead
+        self._last: OrderedDict[Key, str] = OrderedDict()
+        self._n_new: Counter[str] = (
+            Counter()
+        )  # blocks that each has computed: idle ones differ in it
+
+    def __len__(self) -> int:
+        """Beginnings that are known."""
+        return len(self._last)
+
+    def choose(self, keys: Sequence[Key], load: Mapping[str, int]) -> str:
+        """Who is to have a prompt; it is recorded.
+
+        Parameters
+        ----------
+        keys : sequence of bytes
+            Of its beginnings, the shortest first; see `keys_of`.
+        load : mapping of str to int
+            How many requests each has that can be chosen; not empty.
+        """
+        chosen = self._best(keys, load)
+        self.record(keys, chosen)
+        return chosen
+
+    def _best(self, keys: Sequence[Key], load: Mapping[str, int]) -> str:
+        least = min(load, key=lambda name: (load[name], self._n_new[name], name))
+        for key in reversed(keys):
+            name = self._last.get(key)
+            if name is not None and name in load:
+                is_busy = load[name] - load[least] > self._max_lead
+                return least if is_busy else name
+        return least
+
+    def record(self, keys: Iterable[Key], name: str) -> None:
+        """A prompt has gone there."""
+        for key in keys:
+            self._n_new[name] += key not in self._last
+            self._last[key] = name
+            self._last.move_to_end(key)
+        while len(self._last) > self._n_keys_max:
+            self._last.popitem(last=False)
+
+    def forget(self, name: str) -> None:
+        """It is gone, and what it had."""
+        self._last = OrderedDict((k, v) for k, v in self._last.items() if v != name)
+        del self._n_new[name]
+
+
+def keys_of(prompt: bytes) -> list[Key]:
+    """A key for each beginning of whole blocks, and for all of a prompt that is shorter than one."""
+    digest, keys = hashlib.blake2b(digest_size=8), list[Key]()
+    for start in range(0, min(len(prompt), BLOCK * N_BLOCKS_MAX), BLOCK):
+        block = prompt[start : start + BLOCK]
+        if len(block) < BLOCK and keys:
+            break
+        digest.update(block)
+        keys.append(digest.digest())
+    return keys
+
+
+def prompt_bytes(body: Mapping[str, Any]) -> bytes:
+    """What tells the prompt of a request from others, in its order: of a body as any route has it."""
+    head = [body[name] for name in ("tools", "system", "instructions") if body.get(name)]
+    for name in ("messages", "prompt", "input"):
+        given = body.get(name)
+        if isinstance(given, str):
+            return _plain(head) + given.encode("utf-8", "replace")
+        if given and isinstance(given, list | tuple):
+            if all(type(token) is int and 0 <= token < 1 << 31 for token in given):
+                return _plain(head) + array("i", given).tobytes()
+            return b"\n".join([_plain(head), *map(_plain, given)])
+    return _plain(head)
+
+
+def _plain(value: object) -> bytes:
+    return json.dumps(value, default=str).encode("utf-8", "replace") if value else b""

@@ -1,0 +1,361 @@
+"""A server, or several, as if it were an engine: the same values, and streams that go on elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cllm import (
+    Completion,
+    Engine,
+    FinishReason,
+    GenerationError,
+    InvalidArgumentError,
+    InvalidRequestError,
+    PromptTooLongError,
+    QueueFullError,
+    SamplingParams,
+    TokenDelta,
+)
+from cllm.client import AnswerStream, AsyncClient, ServerError
+from cllm.client.events import EventReader, delta_of, object_of
+from cllm.testing.fake_server import FakeServer, fake_server
+from tests.client.cutting_proxy import cutting
+from tests.conftest import QUIET
+from tests.engine.samplings import PROMPTS, SAMPLINGS
+from tests.server.conftest import LONG, Server, running, wait_for
+
+pytestmark = [
+    pytest.mark.anyio,
+    # An answer that is left: httpcore leaves its own generator to trio, which closes it and says so.
+    pytest.mark.filterwarnings(
+        r"ignore:Exception ignored in. <async_generator object \w*(HTTP11Connection|ByteStream|ResponseStream|AsyncStream)"
+    ),
+]
+
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
+]
+CHAT = [{"role": "user", "content": "What is the weather?"}]
+RULE: dict[str, Any] = {
+    "text": "It is warm in Zürich: 20 °C.",
+    "reasoning": "Let me think.",
+    "tool_calls": [["get_weather", {"city": "Oslo"}], ["get_weather", {"city": "Zürich"}]],
+}
+N_CTX = 2048
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The embedded model, whose answers depend on nobody else's."""
+    options = ("--deterministic", "--allow-grammar", "--n-ctx", str(N_CTX), "--pooling", "mean")
+    with running(tmp_path_factory.mktemp("exact") / "log", *options) as server:
+        yield server
+
+
+def told(completion: Completion) -> dict[str, Any]:
+    """What does not depend on the way it came, and on who else was there."""
+    usage = completion.usage
+    return {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "prompt_token_ids": completion.prompt_token_ids,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        "logprobs": completion.logprobs,
+        "reasoning": completion.reasoning,
+        "calls": [(call.name, call.arguments) for call in completion.tool_calls],
+        "usage": (usage.n_prompt, usage.n_output),
+    }
+
+
+def joined(deltas: list[TokenDelta]) -> tuple[str, tuple[int, ...], str]:
+    return (
+        "".join(delta.text for delta in deltas),
+        tuple(token for delta in deltas for token in delta.token_ids),
+        "".join(delta.reasoning for delta in deltas),
+    )
+
+
+# --- The same as an engine ------------------------------------------------------------------------
+async def test_a_server_gives_what_an_engine_gives(exact: Server) -> None:
+    options: dict[str, Any] = {"max_tokens": 12, "logprobs": 2, "temperature": 0.9, "seed": 5}
+    messages = [{"role": "user", "content": "count:1..30"}]
+    async with (
+        AsyncClient(exact.url) as client,
+        Engine(deterministic=True, n_ctx=N_CTX, pooling="mean", **QUIET) as engine,
+    ):
+        prompts: list[str | list[int]] = [*PROMPTS, [97, 98, 99]]
+        for prompt in prompts:
+            mine = await client.generate(prompt, **options)
+            assert told(mine) == told(await engine.generate(prompt, **options))
+            assert mine.fingerprint
+        params = SamplingParams(**options)
+        async with client.stream(PROMPTS[0], params, request_id="mine") as stream:
+            deltas = [delta async for delta in stream]
+            completion = await stream.completion()
+        assert joined(deltas)[:2] == (completion.text, completion.token_ids)
+        assert completion.request_id == "mine"
+        assert completion.timings.n_moves == 0
+        assert completion.timings.ttft_s is not None
+        whole = await client.chat(messages, **options)
+        assert told(whole) == told(await engine.chat(messages, **options))
+        begun = await client.chat(messages, generated=whole.token_ids[:3], **options)
+        assert begun.token_ids == whole.token_ids[3:]
+        texts: list[str | list[int]] = ["a river", "the sea", [97, 98]]
+        vectors = await client.embed(texts)
+        assert np.allclose(vectors, await engine.embed(texts), atol=1e-5)
+        assert vectors.dtype == np.float32
+        assert not np.allclose(
+            np.linalg.norm(await client.embed(texts, normalize=False), axis=1), 1
+        )
+
+
+async def test_a_request_that_is_left_is_cancelled(exact: Server) -> None:
+    async with AsyncClient(exact.url) as client:
+        async with client.stream(LONG, ignore_eos=True, temperature=0.0) as stream:
+            first = await anext(stream)
+        ended = await stream.completion()
+        assert ended.finish_reason is FinishReason.CANCELLED
+        assert ended.token_ids == first.token_ids
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+    await wait_for(lambda: exact.metrics()["cllm_kv_cells_used"] == 0, "its cells are free")
+
+
+async def test_a_deadline_ends_it_as_it_ends_an_engines(exact: Server) -> None:
+    async with AsyncClient(exact.url) as client:
+        options: dict[str, Any] = {"ignore_eos": True, "temperature": 0.0, "timeout": 0.001}
+        ended = await client.generate(LONG, **options)
+        assert ended.finish_reason is FinishReason.DEADLINE
+
+
+# --- Refused ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("prompt", "options", "error"),
+    [
+        ("x", {"temperature": -1.0}, InvalidRequestError),
+        ("x", {"regex": "("}, InvalidRequestError),
+        ("x", {"stop_token_ids": [10**6]}, InvalidRequestError),
+        ("x", {"lora": {"nobody": 1.0}}, InvalidRequestError),
+        ("x", {"prompt_logprobs": 1}, InvalidRequestError),
+        ([97] * 3000, {}, PromptTooLongError),
+    ],
+)
+async def test_what_a_server_refuses_is_the_error_of_an_engine(
+    exact: Server, prompt: Any, options: dict[str, Any], error: type[Exception]
+) -> None:
+    async with AsyncClient(exact.url) as client:
+        with pytest.raises(error) as caught:
+            await client.generate(prompt, **options)
+    if isinstance(caught.value, InvalidRequestError):
+        assert caught.value.field in options
+        assert caught.value.field in str(caught.value)
+
+
+async def test_a_wrong_key_and_an_unknown_route_are_told(tmp_path: Path) -> None:
+    with running(tmp_path / "log", "--api-key", "secret") as server:
+        async with AsyncClient(server.url) as stranger:
+            with pytest.raises(ServerError, match="API key") as caught:
+                await stranger.generate("1+1=")
+            assert caught.value.status == 401
+        async with AsyncClient(server.url, api_key="secret") as client:
+            assert (await client.generate("1+1=", temperature=0.0)).text == "2"
+        async with AsyncClient(server.url + "/elsewhere", "secret") as lost:
+            with pytest.raises(ServerError, match=r"Not Found|404"):
+                await lost.generate("1+1=")
+
+
+@pytest.mark.parametrize(
+    "url", ["", "127.0.0.1:80", "ftp://host", "http://", 5, [], ["http://a", ""]]
+)
+def test_what_is_no_address_is_refused_by_name(url: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="base_url"):
+        AsyncClient(url)
+
+
+@pytest.mark.cllm_server([{"status": 429, "retry_after_s": 7}])
+async def test_a_full_queue_is_the_error_of_an_engine(cllm_server: FakeServer) -> None:
+    async with AsyncClient(cllm_server.url) as client:
+        with pytest.raises(QueueFullError) as caught:
+            await client.generate("Hi")
+    assert caught.value.retry_after_s == 7.0
+    assert len(cllm_server.asked) == 1
+
+
+@pytest.mark.cllm_server([{"times": 2, "status": 503}, {"text": "Hello!"}])
+async def test_a_server_that_starts_or_ends_is_asked_again(cllm_server: FakeServer) -> None:
+    async with AsyncClient(cllm_server.url) as client:
+        completion = await client.generate("Hi")
+    assert (completion.text, completion.timings.n_moves) == ("Hello!", 0)
+
+
+async def test_nobody_who_answers_is_an_error_in_time() -> None:
+    async with AsyncClient("http://127.0.0.1:1", patience_s=0.2) as client:
+        with pytest.raises(ServerError, match="does not answer"):
+            await client.generate("Hi")
+        with pytest.raises(ServerError, match="does not answer"):
+            await client.embed(["Hi"])
+
+
+# --- Cut off ----------------------------------------------------------------------------------------
+async def the_same_with_cuts(url: str, make: Any, whole: Completion, steps: int) -> list[int]:
+    """Cut an answer at so many places, and compare; how often each has moved."""
+    with cutting(url) as proxy:
+        async with AsyncClient(proxy.url) as client:
+            await make(client).completion()
+        n_bytes = proxy.n_answered
+        moved = []
+        for cut in range(0, n_bytes, max(1, n_bytes // steps)):
+            proxy.cuts.append(cut)
+            async with AsyncClient(proxy.url) as client:
+                stream: AnswerStream = make(client)
+                deltas = [delta async for delta in stream]
+                completion = await stream.completion()
+            assert told(completion) == told(whole), cut
+            assert joined(deltas) == (whole.text, whole.token_ids, whole.reasoning), cut
+            assert completion.timings.n_moves == stream.n_moves <= 1
+            moved.append(stream.n_moves)
+    return moved
+
+
+@pytest.mark.cllm_server([RULE])
+async def test_a_chat_that_is_cut_anywhere_goes_on_without_a_gap_and_never_twice(
+    cllm_server: FakeServer,
+) -> None:
+    def make(client: AsyncClient) -> AnswerStream:
+        return client.stream_chat(CHAT, tools=TOOLS, request_id="cut")
+
+    async with AsyncClient(cllm_server.url) as client:
+        whole = await make(client).completion()
+    assert whole.text == RULE["text"]
+    assert whole.reasoning == RULE["reasoning"]
+    assert [call.name for call in whole.tool_calls] == ["get_weather"] * 2
+    moved = await the_same_with_cuts(cllm_server.url, make, whole, 50)
+    assert sum(moved) > len(moved) / 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SAMPLINGS)
+async def test_whatever_samples_or_constrains_it_the_tokens_are_the_same(
+    exact: Server, name: str
+) -> None:
+    options: dict[str, Any] = {"max_tokens": 12, "logprobs": 1, **SAMPLINGS[name]}
+
+    def make(client: AsyncClient) -> AnswerStream:
+        return client.stream(PROMPTS[0], request_id="cut", **options)
+
+    async with AsyncClient(exact.url) as client:
+        whole = await make(client).completion()
+    moved = await the_same_with_cuts(exact.url, make, whole, 12)
+    assert sum(moved)
+
+
+async def test_what_is_drawn_without_a_seed_goes_on_too(exact: Server) -> None:
+    with cutting(exact.url) as proxy:
+        proxy.cuts.append(1500)
+        async with AsyncClient(proxy.url) as client:
+            stream = client.stream(PROMPTS[0], max_tokens=30, ignore_eos=True, temperature=1.5)
+            completion = await stream.completion()
+    assert stream.n_moves == 1
+    assert len(completion.token_ids) == 30
+
+
+@pytest.mark.cllm_server([{"text": "a b c d e f g h", "disconnect_after": 1}])
+async def test_an_answer_that_ends_every_server_ends_itself(cllm_server: FakeServer) -> None:
+    async with AsyncClient(cllm_server.url) as client:
+        with pytest.raises(GenerationError, match="cut off 9 times") as caught:
+            await client.generate("Hi")
+    assert caught.value.completion is not None
+    assert caught.value.completion.finish_reason is FinishReason.ERROR
+    assert len(caught.value.completion.token_ids) == 9
+    assert len(cllm_server.asked) == 9
+
+
+@pytest.mark.full
+async def test_a_stream_whose_server_is_killed_goes_on_on_another(tmp_path: Path) -> None:
+    options = ("--n-ctx", "8192", "--n-batch", "64")
+    asked: dict[str, Any] = {"temperature": 0.0, "max_tokens": 400, "ignore_eos": True}
+    with (
+        running(tmp_path / "a", *options) as first,
+        running(tmp_path / "b", *options) as second,
+    ):
+        async with AsyncClient([first.url, second.url]) as client:
+            streams = [client.stream(f"{LONG} {i}", **asked) for i in range(6)]
+            texts = ["" for _ in streams]
+            for i, stream in enumerate(streams):
+                texts[i] += (await anext(stream)).text
+            first.kill()
+            for i, stream in enumerate(streams):
+                async for delta in stream:
+                    texts[i] += delta.text
+            ended = [await stream.completion() for stream in streams]
+            assert 0 < sum(stream.n_moves > 0 for stream in streams) < 6
+            alone = [await client.generate(f"{LONG} {i}", **asked) for i in range(6)]
+    assert [one.text for one in ended] == texts
+    assert [len(one.token_ids) for one in ended] == [400] * 6
+    assert [one.text for one in ended] == [one.text for one in alone]
+
+
+@pytest.mark.full
+async def test_a_server_that_drains_hands_its_streams_on(tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"temperature": 0.0, "max_tokens": 300, "ignore_eos": True}
+    options = ("--n-ctx", "8192", "--drain-timeout", "0")
+    with running(tmp_path / "a", *options) as first, running(tmp_path / "b", *options) as second:
+        async with AsyncClient([first.url, second.url]) as client:
+            streams = [client.stream(f"{LONG} {i}", **asked) for i in range(4)]
+            for stream in streams:
+                await anext(stream)
+            assert first.stop() == 0
+            ended = [await stream.completion() for stream in streams]
+            assert any(stream.n_moves for stream in streams)
+            alone = [await client.generate(f"{LONG} {i}", **asked) for i in range(4)]
+    assert [one.token_ids for one in ended] == [one.token_ids for one in alone]
+
+
+# --- Several servers --------------------------------------------------------------------------------
+@pytest.fixture
+def three() -> Iterator[list[FakeServer]]:
+    """Servers, made where no event loop runs: each has its own."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(fake_server([{"text": "Yes."}])) for _ in range(3)]
+
+
+async def test_what_begins_alike_goes_to_the_same_server(three: list[FakeServer]) -> None:
+    urls = [server.url for server in three]
+    async with AsyncClient(urls) as client:
+        for _ in range(3):
+            for head in ("river " * 100, "sea " * 100, "rain " * 100):
+                await client.generate(head + "and more")
+    heads = [{asked.body["prompt"][:4] for asked in server.asked} for server in three]
+    assert sorted(map(len, heads)) == [1, 1, 1]
+    async with AsyncClient(urls, session_id="mine") as client:
+        before = [len(server.asked) for server in three]
+        for i in range(5):
+            await client.generate(f"{i} something else")
+    grown = [len(s.asked) - n for s, n in zip(three, before, strict=True)]
+    assert sorted(grown) == [0, 0, 5]
+    (last,) = [s.asked[-1] for s, n in zip(three, grown, strict=True) if n]
+    assert last.headers["x-session-id"] == "mine"
+
+
+async def test_events_are_whole_whatever_is_in_them_and_what_is_none_is_refused() -> None:
+    reader = EventReader()
+    assert [*reader.feed(b'data: {"a": "\xe2\x80\xa8"}\n\nda')] == [b'{"a": "\xe2\x80\xa8"}']
+    assert [*reader.feed(b"ta: [DONE]\n\n: comment\n\n")] == [b"[DONE]"]
+    assert object_of(b'{"a": 1}') == {"a": 1}
+    for data in (b"[]", b"{"):
+        with pytest.raises(ValueError, match=r"not an object|Expecting"):
+            object_of(data)
+    with pytest.raises(KeyError):
+        delta_of({"text": "a"})
+    logprob = {"token_id": 1, "text": "a", "bytes": [97], "logprob": -9999.0, "top": []}
+    delta = delta_of({"text": "", "token_ids": [1], "finish_reason": None, "logprobs": [logprob]})
+    assert delta.logprobs is not None
+    assert delta.logprobs[0].logprob == -math.inf

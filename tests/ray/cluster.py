@@ -1,0 +1,95 @@
+"""A Ray cluster of this machine's own, in a process: started, asked to do things, stopped.
+
+    python -m tests.ray.cluster ENGINE SERVER CLUSTER [--nodes N]
+
+takes settings as JSON, writes a line of JSON for everything that it has done, and reads what to do next from its standard
+input: `redeploy`, `status`, `add-node`, `remove-node`, `stop`.  It ends with its input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from cllm import EngineConfig
+from cllm.ray import environment
+from cllm.server.config import ServerConfig
+
+TEMPORARY = os.environ.get("CLLM_RAY_DIRECTORY", "/tmp/cllm-ray")
+
+
+def prepare() -> None:
+    """Before Ray is imported: what tests need besides."""
+    environment.prepare("session", os.environ, is_running=False)
+    folder = f"{TEMPORARY}/haproxy"
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    os.environ |= {
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{folder}/haproxy.cfg",
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{folder}/admin.sock",
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": folder,
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{folder}/server-state",
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{folder}/metrics.sock",
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
+        "RAY_SERVE_PORT_QUARANTINE_S": "2",
+        # A slow machine is no broken proxy.
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+        "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
+    }
+
+
+def tell(**what: Any) -> None:
+    sys.stdout.write(json.dumps(what) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Start, serve, obey."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("engine", "server", "cluster"):
+        parser.add_argument(name, type=json.loads)
+    parser.add_argument("--port", type=int, required=True)
+    given = parser.parse_args()
+    prepare()
+    import ray
+    from ray import serve
+    from ray.serve.config import HTTPOptions
+
+    import cllm.ray
+
+    begun = time.monotonic()
+    ray.init(
+        address="local", num_cpus=8, include_dashboard=False, _node_ip_address="127.0.0.1",
+        object_store_memory=100 << 20, _temp_dir=TEMPORARY, logging_level="warning",
+        log_to_driver=False,
+    )  # fmt: skip
+    serve.start(http_options=HTTPOptions(host="127.0.0.1", port=given.port))
+
+    def deploy(**changes: Any) -> None:
+        engine, server = EngineConfig(**{**given.engine, **changes}), ServerConfig(**given.server)
+        serve.run(cllm.ray.app(engine, server, **given.cluster), name="cllm", route_prefix="/")
+
+    deploy()
+    tell(done="start", seconds=time.monotonic() - begun)
+    for line in sys.stdin:
+        match line.strip():
+            case "redeploy":
+                deploy(max_queue=given.engine.get("max_queue", 256) + 1)
+            case "status":
+                app = serve.status().applications["cllm"]
+                (deployment,) = app.deployments.values()
+                tell(done="status", replicas=dict(deployment.replica_states), status=app.status)
+                continue
+            case "stop":
+                cllm.ray.stop()
+        tell(done=line.strip(), seconds=time.monotonic() - begun)
+    serve.shutdown()
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

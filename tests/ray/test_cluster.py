@@ -1,0 +1,296 @@
+"""A cluster of two replicas on this machine: what one server promises, Ray's front keeps.
+
+One cluster for all tests, which leave it as it was; the last ends it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+
+pytest.importorskip("ray", reason="Ray is in an environment of its own: make test-ray")
+
+from cllm.client import AsyncClient
+from tests.server.conftest import LONG, OPTIONS, Server, running, samples_of, wait_for, wait_until
+
+pytestmark = [pytest.mark.ray, pytest.mark.anyio]
+
+ENGINE: dict[str, Any] = {"n_ctx": 16384, "n_seq_max": 16, "n_threads": 1, "deterministic": True}
+SERVER: dict[str, Any] = {"model_name": "embedded", "allow_grammar": True, "drain_timeout_s": 20.0}
+CLUSTER: dict[str, Any] = {"replicas": 2, "num_cpus": 1}
+START_S = 180.0
+COUNTING: dict[str, Any] = {"temperature": 0.0, "max_tokens": 600, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    """The cluster has its own loops."""
+    return "asyncio"
+
+
+class Cluster:
+    """The process that holds the cluster."""
+
+    def __init__(self, directory: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        settings = map(json.dumps, (ENGINE, SERVER, CLUSTER))
+        command = [sys.executable, "-m", "tests.ray.cluster", *settings, "--port", str(port)]
+        # Sockets of HAProxy and of Ray have short names at the most.
+        environment = os.environ | {"CLLM_RAY_DIRECTORY": f"/tmp/cllm-ray-{os.getpid()}"}
+        self._log = (directory / "log").open("wb")
+        self._process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=self._log, text=True,
+        )  # fmt: skip
+
+    def ask(self, what: str) -> dict[str, Any]:
+        """Have something done, and wait until it is."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{what}\n")
+        self._process.stdin.flush()
+        return self.wait()
+
+    def wait(self) -> dict[str, Any]:
+        """The next thing that it has done."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, Path(self._log.name).read_text()[-3000:]
+        told: dict[str, Any] = json.loads(line)
+        return told
+
+    def end(self) -> None:
+        """Stop it, if it runs."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(START_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+
+    def replica_pids(self) -> list[int]:
+        """The processes of its replicas."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    title = (entry / "cmdline").read_bytes()
+                except OSError:
+                    continue
+                if title.startswith(b"ray::ServeReplica:cllm"):
+                    found.append(int(entry.name))
+        return found
+
+    def has_two(self) -> bool:
+        """Whether both replicas run."""
+        return bool(self.ask("status")["replicas"] == {"RUNNING": 2})
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    made = Cluster(tmp_path_factory.mktemp("ray"))
+    try:
+        assert made.wait()["done"] == "start"
+        yield made
+    finally:
+        made.end()
+
+
+@pytest.fixture(scope="module")
+def direct(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The same server without Ray."""
+    options = ("--deterministic", "--n-ctx", "16384", "--allow-grammar", "--model-name", "embedded")
+    with running(tmp_path_factory.mktemp("direct") / "log", *options) as server:
+        yield server
+
+
+CHAT = [{"role": "user", "content": "1+1="}]
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+ASKED: list[tuple[str, str, Any]] = [
+    ("GET", "/health", None),
+    ("GET", "/v1/models", None),
+    ("GET", "/props", None),
+    ("GET", "/openapi.json", None),
+    ("GET", "/lora-adapters", None),
+    ("POST", "/generate", {"prompt": "37+58=", **GREEDY}),
+    ("POST", "/generate", {"prompt": "count:1..9", "stream": True, **GREEDY}),
+    ("POST", "/generate", {"prompt": "1+1=", "regex": "("}),
+    ("POST", "/generate", {"prompt": "1+1=", "temperature": -1}),
+    ("POST", "/generate", {"nobody": 1}),
+    ("POST", "/v1/completions", {"prompt": "37+58=", **GREEDY}),
+    ("POST", "/v1/chat/completions", {"messages": CHAT, **GREEDY}),
+    ("POST", "/v1/chat/completions", {"messages": CHAT, "stream": True, **GREEDY}),
+    ("POST", "/v1/responses", {"input": "1+1=", **GREEDY}),
+    ("POST", "/v1/messages", {"messages": CHAT, "max_tokens": 5, **GREEDY}),
+    ("POST", "/v1/embeddings", {"input": ["a river"]}),
+    ("POST", "/tokenize", {"content": "abc"}),
+    ("GET", "/nowhere", None),
+]
+# What no two answers have alike.
+CHANGING = {"id", "created", "timings", "heartbeat_age_s", "created_at", "completed_at", "x"}
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: plain(each) for name, each in value.items() if name not in CHANGING}
+    return [*map(plain, value)] if isinstance(value, list) else value
+
+
+def told(answer: httpx.Response) -> Any:
+    """Status and content, without what changes."""
+    if "event-stream" in answer.headers.get("content-type", ""):
+        events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
+        return [plain(json.loads(event)) if event[:1] == "{" else event for event in events]
+    return answer.status_code, plain(answer.json())
+
+
+@pytest.mark.parametrize(("method", "path", "body"), ASKED)
+def test_every_route_answers_as_one_server_does(
+    cluster: Cluster, direct: Server, method: str, path: str, body: Any
+) -> None:
+    answers = [
+        httpx.request(method, url + path, json=body, **OPTIONS) for url in (cluster.url, direct.url)
+    ]
+    assert answers[0].status_code == answers[1].status_code
+    assert told(answers[0]) == told(answers[1])
+
+
+async def test_a_client_that_leaves_frees_its_cells(cluster: Cluster) -> None:
+    headers = {"x-session-id": "leaver"}
+
+    def n_cells() -> float:
+        text = httpx.get(f"{cluster.url}/metrics", headers=headers, **OPTIONS).text
+        return samples_of(text)["cllm_kv_cells_used"]
+
+    async with (
+        AsyncClient(cluster.url, session_id="leaver") as client,
+        client.stream(LONG, ignore_eos=True, temperature=0.0) as stream,
+    ):
+        await anext(stream)
+        await wait_for(lambda: n_cells() > 0, "it runs")
+    await wait_for(lambda: n_cells() == 0, "its cells are free")
+
+
+def plain_stream(url: str, i: int, ends: dict[int, tuple[str, bool]]) -> None:
+    """Read a stream as any client does: its text, and whether it has an end."""
+    text, has_end = "", False
+    try:
+        body = {"prompt": f"{LONG} plain {i}", "stream": True, **COUNTING}
+        with httpx.stream("POST", f"{url}/generate", json=body, timeout=120) as answer:
+            for line in answer.iter_lines():
+                if line == "data: [DONE]":
+                    has_end = True
+                elif line.startswith("data: "):
+                    text += json.loads(line[6:])["text"]
+    except httpx.TransportError:
+        pass
+    ends[i] = text, has_end
+
+
+async def test_a_replica_is_killed_and_no_stream_of_the_client_is_lost(cluster: Cluster) -> None:
+    n_streams, ends, probes = 6, dict[int, tuple[str, bool]](), list[int]()
+    async with AsyncClient(cluster.url, session_id=None) as client:
+        asked = [f"{LONG} moved {i}" for i in range(n_streams)]
+        alone = [await client.generate(prompt, **COUNTING) for prompt in asked]
+        threads = [
+            threading.Thread(target=plain_stream, args=(cluster.url, i, ends))
+            for i in range(n_streams)
+        ]
+        streams = [client.stream(prompt, **COUNTING) for prompt in asked]
+        for stream in streams:
+            await anext(stream)
+        for thread in threads:
+            thread.start()
+        await anyio.sleep(0.3)
+        victim = cluster.replica_pids()[0]
+        os.kill(victim, signal.SIGKILL)
+        async with anyio.create_task_group() as group:
+            group.start_soon(_probe, cluster.url, probes)
+            ended = [await stream.completion() for stream in streams]
+            await anyio.to_thread.run_sync(_joined, threads)
+            group.cancel_scope.cancel()
+    assert [one.token_ids for one in ended] == [one.token_ids for one in alone]
+    assert any(stream.n_moves for stream in streams)
+    # Without it: cut, and not as if it were the end.
+    assert all(len(text) > 0 for text, has_end in ends.values() if has_end)
+    assert {has_end for _, has_end in ends.values()} <= {True, False}
+    bad = [status for status in probes if status != 200]
+    assert len(bad) <= max(1, len(probes) // 100), (bad, len(probes))
+    await anyio.to_thread.run_sync(
+        lambda: wait_until(cluster.has_two, "it is replaced", timeout_s=60)
+    )
+
+
+def _joined(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join()
+
+
+async def _probe(url: str, statuses: list[int]) -> None:
+    async with httpx.AsyncClient(timeout=20) as client:
+        while True:
+            try:
+                body = {"prompt": "1+1=", **GREEDY}
+                statuses.append((await client.post(f"{url}/generate", json=body)).status_code)
+            except httpx.TransportError:
+                statuses.append(0)
+
+
+async def test_a_redeployment_loses_nothing(cluster: Cluster) -> None:
+    ends: dict[int, tuple[str, bool]] = {}
+    threads = [threading.Thread(target=plain_stream, args=(cluster.url, i, ends)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    probes: list[int] = []
+    async with anyio.create_task_group() as group:
+        group.start_soon(_probe, cluster.url, probes)
+        assert (await anyio.to_thread.run_sync(cluster.ask, "redeploy"))["done"] == "redeploy"
+        await anyio.to_thread.run_sync(_joined, threads)
+        group.cancel_scope.cancel()
+    assert all(has_end for _, has_end in ends.values())
+    assert set(probes) == {200}
+
+
+async def test_the_turns_of_a_session_meet_what_was_computed(cluster: Cluster) -> None:
+    found = shared = 0
+    for i in range(8):
+        prompt, known = f"{LONG} session {i} ", 0
+        async with AsyncClient(cluster.url, session_id=f"session {i}") as client:
+            for turn in range(3):
+                completion = await client.generate(
+                    prompt, temperature=0.0, max_tokens=40, ignore_eos=True
+                )
+                if turn:
+                    shared += known
+                    found += min(known, completion.usage.n_cached)
+                known = len(completion.prompt_token_ids)
+                prompt += completion.text + f" turn {turn} "
+    assert found >= 0.9 * shared
+
+
+async def test_stop_lets_what_runs_finish(cluster: Cluster) -> None:
+    ends: dict[int, tuple[str, bool]] = {}
+    threads = [threading.Thread(target=plain_stream, args=(cluster.url, i, ends)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.5)
+    assert cluster.ask("stop")["done"] == "stop"
+    for thread in threads:
+        thread.join()
+    assert all(has_end for _, has_end in ends.values())

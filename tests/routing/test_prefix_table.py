@@ -1,0 +1,121 @@
+"""A prompt goes where the longest beginning of it is, unless that one has far more to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cllm import InvalidArgumentError
+from cllm.routing.prefix_table import BLOCK, N_BLOCKS_MAX, PrefixTable, keys_of, prompt_bytes
+
+NAMES = ("a", "b", "c")
+IDLE = dict.fromkeys(NAMES, 0)
+PROMPTS = st.lists(st.integers(0, 2), max_size=4)
+
+
+def prompt_of(parts: list[int]) -> bytes:
+    return b"".join(bytes([part]) * BLOCK for part in parts)
+
+
+def n_alike(a: list[int], b: list[int]) -> int:
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
+
+
+@given(st.lists(st.tuples(PROMPTS, st.sampled_from(NAMES)), max_size=12), PROMPTS)
+def test_it_goes_where_the_longest_beginning_went_last(
+    sent: list[tuple[list[int], str]], wanted: list[int]
+) -> None:
+    table = PrefixTable()
+    for parts, name in sent:
+        table.record(keys_of(prompt_of(parts)), name)
+    lengths = [n_alike(parts, wanted) for parts, _ in sent]
+    if (longest := max(lengths, default=0)) > 0:
+        latest = max(i for i, n in enumerate(lengths) if n == longest)
+        assert table.choose(keys_of(prompt_of(wanted)), IDLE) == sent[latest][1]
+    else:
+        assert table.choose(keys_of(prompt_of(wanted)), IDLE) in NAMES
+
+
+@given(st.lists(st.tuples(PROMPTS, st.sampled_from(NAMES)), max_size=30), st.integers(1, 5))
+def test_it_is_bounded_and_never_names_one_that_cannot_be_chosen(
+    sent: list[tuple[list[int], str]], n_keys_max: int
+) -> None:
+    table = PrefixTable(n_keys_max=n_keys_max)
+    for parts, name in sent:
+        table.record(keys_of(prompt_of(parts)), name)
+        assert len(table) <= n_keys_max
+        others = {other: 0 for other in NAMES if other != name}
+        assert table.choose(keys_of(prompt_of(parts)), others) != name
+
+
+@given(
+    st.lists(PROMPTS, max_size=20),
+    st.dictionaries(st.sampled_from(NAMES), st.integers(0, 40), min_size=1),
+)
+def test_nobody_leads_by_more_than_max_lead_for_a_beginnings_sake(
+    prompts: list[list[int]], load: dict[str, int]
+) -> None:
+    table = PrefixTable(max_lead=3)
+    for parts in prompts:
+        name = table.choose(keys_of(prompt_of(parts)), load)
+        assert load[name] - min(load.values()) <= 3
+        load[name] += 1
+
+
+def test_prompts_that_begin_with_nothing_known_go_to_all_in_turn() -> None:
+    table = PrefixTable()
+    chosen = [table.choose(keys_of(bytes([i]) * BLOCK), IDLE) for i in range(30)]
+    assert {name: chosen.count(name) for name in NAMES} == dict.fromkeys(NAMES, 10)
+
+
+def test_who_is_gone_is_forgotten() -> None:
+    table = PrefixTable()
+    keys = keys_of(b"x" * BLOCK)
+    table.record(keys, "a")
+    table.forget("a")
+    assert len(table) == 0
+    assert table.choose(keys, {"b": 0}) == "b"
+
+
+def test_a_prompt_of_any_length_has_few_keys() -> None:
+    assert len(keys_of(bytes(BLOCK * N_BLOCKS_MAX * 3))) == N_BLOCKS_MAX
+    assert len(keys_of(b"short")) == 1
+    assert keys_of(b"") == []
+    long = keys_of(b"y" * (2 * BLOCK + 10))
+    assert long == keys_of(b"y" * (2 * BLOCK + 20))
+    assert len(long) == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "begins_like"),
+    [
+        ({"prompt": "Hello there"}, {"prompt": "Hello"}),
+        ({"prompt": [1, 2, 3]}, {"prompt": [1, 2]}),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]},
+         {"messages": [{"role": "user", "content": "a"}]}),
+        ({"input": "Hello there", "instructions": "Be brief."}, {"input": "Hello", "instructions": "Be brief."}),
+        ({"prompt": "a", "temperature": 1}, {"prompt": "a", "temperature": 0}),
+    ],
+)  # fmt: skip
+def test_prompts_that_begin_alike_have_bytes_that_begin_alike(
+    body: dict[str, Any], begins_like: dict[str, Any]
+) -> None:
+    assert prompt_bytes(body).startswith(prompt_bytes(begins_like))
+    assert prompt_bytes(begins_like) != b""
+
+
+def test_other_tools_are_another_beginning() -> None:
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    with_tools = chat | {"tools": [{"type": "function"}]}
+    assert not prompt_bytes(with_tools).startswith(prompt_bytes(chat)[:10])
+
+
+@pytest.mark.parametrize("options", [{"n_keys_max": 0}, {"max_lead": -1}])
+def test_what_cannot_be_is_refused_by_name(options: dict[str, int]) -> None:
+    with pytest.raises(InvalidArgumentError, match=next(iter(options))):
+        PrefixTable(**options)
