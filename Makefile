@@ -1,5 +1,5 @@
 # The two commands of the README, and what CI runs.  Everything is quick the second time.
-.PHONY: demo test test-process test-clients test-real test-full test-exhaustive test-asan test-leaks soak check bench release native clean help
+.PHONY: demo test test-process test-clients test-ray test-real test-full test-exhaustive test-asan test-leaks soak check bench release native clean help
 
 PYTHON ?= python3
 MINUTES ?= 1
@@ -13,6 +13,7 @@ help:
 	@echo "make test-process      the tests of the engine, with llama.cpp in a process of its own"
 	@echo "make test-clients      openai, anthropic, openai-agents, pydantic-ai, langchain, LlamaIndex, llm, LiteLLM"
 	@echo "make test-real         real models: SmolLM2-135M-Instruct, all-MiniLM-L6-v2; 181 MB, fetched once"
+	@echo "make test-ray          two replicas on Ray Serve, on this machine: three minutes"
 	@echo "make test-exhaustive   the full numbers of docs/reliability.md"
 	@echo "make test-asan   the suites of bindings and engine with sanitizers in libllama"
 	@echo "make test-leaks  a thousand requests under LeakSanitizer: nothing grows"
@@ -20,7 +21,7 @@ help:
 	@echo "make check   ruff and mypy --strict"
 	@echo "make bench   cllm beside the others, an hour; BENCH_ARGS=--quick: 10 minutes"
 	@echo "make release     source distribution, wheel for any CPU, SBOM and checksums in dist/"
-	@echo "make clean   remove .venv, .venv-clients, .venv-peers and build results (cached libraries stay)"
+	@echo "make clean   remove .venv, .venv-clients, .venv-peers, .venv-ray and build results (cached libraries stay)"
 
 demo:
 	@PYTHON=$(PYTHON) tools/setup.sh server
@@ -34,7 +35,7 @@ test:
 # With the tests that take seconds each.
 test-full:
 	@PYTHON=$(PYTHON) tools/setup.sh dev
-	@.venv/bin/python -m pytest -q $(WORKERS) -m "not exhaustive and not real" --timeout=300 $(PYTEST_ARGS)
+	@.venv/bin/python -m pytest -q $(WORKERS) -m "not exhaustive and not real and not ray" --timeout=300 $(PYTEST_ARGS)
 
 # The engine's tests once more, with llama.cpp in a process of its own.
 NO_ENGINE := --ignore=tests/engine/core --ignore=tests/engine/sampling --ignore=tests/engine/process
@@ -55,6 +56,11 @@ test-real:
 	@.venv/bin/python -m tools.real_model
 	@.venv/bin/python -m tools.real_encoder
 	@.venv/bin/python -m pytest -q -m real --timeout=300 $(PYTEST_ARGS)
+
+# Replicas on Ray Serve, on this machine; in an environment of their own.
+test-ray:
+	@PYTHON=$(PYTHON) tools/setup.sh ray
+	@.venv-ray/bin/python -m pytest -q -m ray --timeout=300 tests/ray $(PYTEST_ARGS)
 
 # What both leave out: the full numbers of docs/reliability.md.
 test-exhaustive:
@@ -99,4 +105,4 @@ native:
 	@PYTHON=$(PYTHON) ./build_llama.sh
 
 clean:
-	rm -rf .venv .venv-clients .venv-peers build dist *.egg-info cllm/_native .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-clients .venv-peers .venv-ray build dist *.egg-info cllm/_native .mypy_cache .ruff_cache .pytest_cache .hypothesis

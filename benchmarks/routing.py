@@ -163,7 +163,7 @@ class Cluster:
                     continue
             if not self._due:
                 return self.result
-            if next_at >= self._dies_at:
+            if next_at >= self._dies_at and busy:
                 self._take_away(self._dies_at)
             at, _, conversation = heapq.heappop(self._due)
             n_shared = self._n_shared(conversation)
@@ -221,9 +221,10 @@ class Cluster:
             heapq.heappush(self._due, (at, next(self._numbers), conversation))
 
     def _take_away(self, at: float) -> None:
-        """A replica is gone: what it had goes on elsewhere with the tokens that there are."""
+        """The replica with most to do is gone: that goes on elsewhere with the tokens that there are."""
         self._dies_at = float("inf")
-        replica = self._replicas.pop(next(iter(self._replicas)))
+        name = max(self._replicas, key=lambda name: len(self._replicas[name].asked))
+        replica = self._replicas.pop(name)
         for request_id, asked in replica.asked.items():
             self.result.n_moved += 1
             self._send(asked, at, tuple(replica.sim.tokens[request_id]))

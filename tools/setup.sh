@@ -5,11 +5,12 @@
 #   tools/setup.sh dev       and what the tests and the linters need
 #   tools/setup.sh release   and what makes a release
 #   tools/setup.sh clients   in .venv-clients: the clients that have to work unchanged
+#   tools/setup.sh ray       in .venv-ray: Ray Serve, and what its tests need
 #
 # Idempotent: the second run only looks at a stamp and asks build_llama.sh, which has its own.
 set -euo pipefail
 
-extra=${1:?usage: tools/setup.sh server|dev|release|clients}
+extra=${1:?usage: tools/setup.sh server|dev|release|clients|ray}
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 
@@ -34,6 +35,7 @@ fi
 wanted=$(cat pyproject.toml setup.py | sha256sum | cut -c1-16)
 venv=.venv
 [ "$extra" = clients ] && venv=.venv-clients
+[ "$extra" = ray ] && venv=.venv-ray extra=ray-test
 installed() { [ "$(cat "$venv/.installed-$1" 2>/dev/null)" = "$wanted" ] && [ -x "$venv/bin/cllm" ]; }
 if ! installed dev && ! installed "$extra"; then
     echo "installing cllm[$extra] into $venv"
