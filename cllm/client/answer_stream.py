@@ -6,13 +6,13 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import anyio
 import httpx
 
 from cllm.client.events import DONE, Answer, EventReader, delta_of, object_of
-from cllm.client.refusals import ServerError, failure_of
+from cllm.client.refusals import UNAVAILABLE, ServerError, failure_of
 from cllm.client.replicas import Replicas
 from cllm.engine.request import Completion, FinishReason, TokenDelta
 from cllm.errors import CllmError, GenerationError
@@ -21,6 +21,7 @@ from cllm.routing.prefix_table import Key
 PATH = "/generate"
 # An answer that ends its servers one after another ends itself.
 MAX_MOVES = 8
+GRACE_S = 1.0  # after its time, for a server to say so
 END_S = 1.0  # for the rest of an answer that is complete: then its connection is of use again
 
 
@@ -69,6 +70,8 @@ class AnswerStream:
         self._reader = EventReader()
         self._events: deque[bytes] = deque()
         self._completion: Completion | None = None
+        self._failure: GenerationError | None = None
+        self._is_late = False  # its time was over, and nobody there to say so
 
     async def __aenter__(self) -> Self:
         """Ask for it."""
@@ -105,16 +108,27 @@ class AnswerStream:
                 if not self.n_moves:
                     raise
                 await self._fail(error)
+            if self._is_late:
+                return await self._end(TokenDelta("", (), FinishReason.DEADLINE), {})
             try:
-                if self._response is None:  # its time is over
-                    return await self._end(TokenDelta("", (), FinishReason.DEADLINE), {})
                 event = await self._next_event()
+                delta = None if event is None or "error" in event else delta_of(event)
             except (httpx.TransportError, _CutOffError) as error:
                 await self._move(error)
                 continue
+            except (KeyError, TypeError, ValueError) as error:
+                told = f"{self._server} does not answer as cllm does: {error!r}"
+                await self._fail(ServerError(told))
+            if event is None:
+                continue  # its time is over
             if (failure := failure_of(event)) is not None:
-                await self._fail(failure)
-            delta = self._delta_of(event)
+                if failure.status != UNAVAILABLE:
+                    await self._fail(failure)
+                await self._move(failure)
+                continue
+            assert delta is not None
+            if delta.finish_reason is FinishReason.ERROR:
+                continue  # the next event says why; what it ends with is not what comes next elsewhere
             if delta.finish_reason is FinishReason.CANCELLED:
                 # Not by us: its server ends.  What it gives up with is not what comes next.
                 await self._move(_CutOffError("the server has given it up"))
@@ -135,6 +149,8 @@ class AnswerStream:
         """
         async for _ in self:
             pass
+        if self._failure is not None:
+            raise self._failure
         assert self._completion is not None
         return self._completion
 
@@ -147,7 +163,7 @@ class AnswerStream:
     # --- To the servers ----------------------------------------------------------------------
     async def _open(self) -> None:
         """Ask for what is still to come, unless that is under way."""
-        if self._response is not None or self._completion is not None:
+        if self._response is not None or self._completion is not None or self._is_late:
             return
         now = time.monotonic()
         if self._submitted is None:
@@ -156,40 +172,50 @@ class AnswerStream:
         if self._timeout is not None:
             left_s = self._timeout - (now - self._submitted)
             if left_s <= 0.0 and self.n_moves:
+                self._is_late = True
                 return
             body["timeout"] = left_s
-        headers = {"x-request-id": self.request_id}
-        self._server, self._response = await self._replicas.post(
-            PATH,
-            body,
-            headers,
-            keys=self._keys,
-            but=self._server,
-            is_begun=self.n_moves > 0,
-        )
+        # A server ends it in time by itself; this is for when none answers.
+        with anyio.move_on_after(self._left_s()) as scope:
+            self._server, self._response = await self._replicas.post(
+                PATH,
+                body,
+                # It goes on by itself: nobody is to keep the rest for it.
+                {"x-request-id": self.request_id, "x-cllm-resume": "no"},
+                keys=self._keys,
+                but=self._server,
+                is_begun=self.n_moves > 0,
+            )
+        if self._response is None:
+            assert scope.cancelled_caught
+            self._is_late = True
+            return
         self._chunks = self._response.aiter_raw()
         self._reader = EventReader()
         self._events.clear()
 
-    async def _next_event(self) -> dict[str, Any]:
+    async def _next_event(self) -> dict[str, Any] | None:
+        """The next event; None where its time is over and its server says nothing."""
         assert self._chunks is not None
-        while not self._events:
-            try:
-                self._events += self._reader.feed(await anext(self._chunks))
-            except StopAsyncIteration:
-                raise _CutOffError("the answer has no end") from None
+        with anyio.move_on_after(self._left_s()) as scope:
+            while not self._events:
+                try:
+                    self._events += self._reader.feed(await anext(self._chunks))
+                except StopAsyncIteration:
+                    raise _CutOffError("the answer has no end") from None
+        if scope.cancelled_caught:
+            self._is_late = True
+            return None
         if (data := self._events.popleft()) == DONE:
             raise _CutOffError("the answer has no last event")
-        try:
-            return object_of(data)
-        except ValueError as error:
-            raise ServerError(f"{self._server} does not answer as cllm does: {error}") from None
+        return object_of(data)
 
-    def _delta_of(self, event: Mapping[str, Any]) -> TokenDelta:
-        try:
-            return delta_of(event)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ServerError(f"{self._server} does not answer as cllm does: {error!r}") from None
+    def _left_s(self) -> float | None:
+        """Of its time, and what a server has to say that it is over; None: it has all the time."""
+        if self._timeout is None or self._submitted is None:
+            return None
+        left_s = self._timeout - (time.monotonic() - self._submitted)
+        return max(0.0, left_s) + GRACE_S
 
     async def _move(self, error: Exception) -> None:
         """It was cut off: let the next call ask for the rest."""
@@ -198,13 +224,13 @@ class AnswerStream:
             await self._fail(ServerError(f"cut off {MAX_MOVES + 1} times, at last: {error!r}"))
         self.n_moves += 1
 
-    async def _fail(self, failure: Exception) -> None:
+    async def _fail(self, failure: Exception) -> NoReturn:
         """End it with an error that has what there is."""
         self._conclude(TokenDelta("", (), FinishReason.ERROR), {})
         await self._close()
-        error = GenerationError.of(self.request_id, failure)
-        error.completion = self._completion
-        raise error
+        self._failure = GenerationError.of(self.request_id, failure)
+        self._failure.completion = self._completion
+        raise self._failure
 
     # --- The end -----------------------------------------------------------------------------
     async def _end(self, last: TokenDelta, account: Mapping[str, Any]) -> TokenDelta:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -27,8 +28,11 @@ from cllm.engine.loop.request_call import (
 )
 from cllm.engine.request import Completion
 from cllm.engine.sampling_params import SamplingOptions, SamplingParams
-from cllm.errors import InvalidArgumentError
+from cllm.errors import InvalidArgumentError, InvalidRequestError
 from cllm.routing.prefix_table import keys_of, prompt_bytes
+
+HEADER_VALUE = re.compile(r"[!-~]([ -~]{0,1022}[!-~])?")
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # what a server takes as `X-Request-ID`
 
 
 class AsyncClient:
@@ -54,7 +58,7 @@ class AsyncClient:
     Raises
     ------
     InvalidArgumentError
-        `base_url` is no address.
+        `base_url` is no address, or a header cannot have the key or the session.
     """
 
     def __init__(
@@ -68,9 +72,9 @@ class AsyncClient:
     ) -> None:
         headers = {}
         if api_key is not None:
-            headers["authorization"] = f"Bearer {api_key}"
+            headers["authorization"] = f"Bearer {_header_of('api_key', api_key)}"
         if session_id is not None:
-            headers["x-session-id"] = session_id
+            headers["x-session-id"] = _header_of("session_id", session_id)
         self._session = [] if session_id is None else [session_id.encode("utf-8", "replace")]
         urls = [base_url] if isinstance(base_url, str) else _several(base_url)
         self._replicas = Replicas(urls, headers, patience_s=patience_s)
@@ -107,7 +111,7 @@ class AsyncClient:
     ) -> AnswerStream:
         """The output of one request, token by token; arguments as for `Engine.stream`.
 
-        What is drawn has a seed, so that a stream that goes on elsewhere draws the same.
+        `prompt_logprobs` cannot be had: they are no part of a stream over HTTP.  What is drawn has a seed, so that a stream that goes on elsewhere draws the same.
 
         Raises
         ------
@@ -253,6 +257,9 @@ class AsyncClient:
         generated: Sequence[int],
         lora: Mapping[str, float] | None,
     ) -> AnswerStream:
+        if not REQUEST_ID.fullmatch(request_id):
+            limit = "1 to 128 letters, digits, '.', '_', ':' and '-'"
+            raise InvalidRequestError("request_id", request_id, limit)
         body = {**self._model, **body, "priority": priority}
         if lora is not None:
             body["lora"] = dict(lora)
@@ -264,6 +271,13 @@ class AsyncClient:
             timeout=timeout,
             keys=self._session or keys_of(prompt_bytes(body)),
         )
+
+
+def _header_of(field: str, value: str) -> str:
+    """A value that a header can have."""
+    if not isinstance(value, str) or not HEADER_VALUE.fullmatch(value):
+        raise InvalidArgumentError(field, value, "1 to 1024 letters, digits and signs of ASCII")
+    return value
 
 
 def _several(urls: Sequence[str]) -> list[str]:

@@ -6,12 +6,20 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from cllm.errors import CllmError, InvalidRequestError, PromptTooLongError, QueueFullError, as_told
+from cllm.errors import (
+    CllmError,
+    DeadlineError,
+    GenerationError,
+    InvalidRequestError,
+    PromptTooLongError,
+    QueueFullError,
+    as_told,
+)
 
 QUEUE_FULL, UNAVAILABLE = 429, 503
 # Of these another server, or the same one a little later, may think otherwise.
 PASSING = frozenset((QUEUE_FULL, 502, UNAVAILABLE, 504))
-TOO_LONG = "context_length_exceeded"
+FAILED, TIMEOUT, TOO_LONG = "generation_failed", "timeout", "context_length_exceeded"
 
 
 class ServerError(CllmError):
@@ -35,6 +43,10 @@ def refusal_of(status: int, headers: Mapping[str, str], body: bytes) -> CllmErro
     field = problem.get("param")
     if status == QUEUE_FULL:
         return as_told(QueueFullError, message, retry_after_s=_seconds(headers), n_waiting=0)
+    if problem.get("code") == TIMEOUT:
+        return as_told(DeadlineError, message)
+    if problem.get("code") == FAILED:
+        return as_told(GenerationError, message)
     if problem.get("code") == TOO_LONG:
         return as_told(PromptTooLongError, message)
     if 400 <= status < 500 and isinstance(field, str):
@@ -42,12 +54,13 @@ def refusal_of(status: int, headers: Mapping[str, str], body: bytes) -> CllmErro
     return ServerError(message, status)
 
 
-def failure_of(event: Mapping[str, Any]) -> CllmError | None:
-    """The error that an event is, if it is one."""
+def failure_of(event: Mapping[str, Any]) -> ServerError | None:
+    """The error that an event is, if it is one; of a server that serves nobody any more, with that status."""
     problem = event.get("error")
     if not isinstance(problem, Mapping):
         return None
-    return ServerError(str(problem.get("message") or "the server has failed"))
+    status = UNAVAILABLE if problem.get("code") == "unavailable" else None
+    return ServerError(str(problem.get("message") or "the server has failed"), status)
 
 
 def _problem_in(body: bytes) -> Mapping[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,12 +13,12 @@ import anyio
 import httpx
 
 from cllm.client.refusals import PASSING, QUEUE_FULL, ServerError, refusal_of
-from cllm.errors import CllmError, InvalidArgumentError
+from cllm.errors import CllmError, ClosedError, InvalidArgumentError, InvalidRequestError
 from cllm.routing.prefix_table import Key, PrefixTable
 
 CONNECT_S, WRITE_S = 5.0, 30.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
-AVOIDED_S = 2.0  # one that did not answer is asked after the others
+AVOIDED_S, LONGEST_AVOIDED_S = 2.0, 60.0  # one that did not answer is asked after the others
 # A machine that is gone says nothing: found out after half a minute, whatever a server computes.
 _KEEP_ALIVE = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 
@@ -44,13 +46,16 @@ class Replicas:
         self._patience_s = patience_s
         self._table = PrefixTable()
         self._n_open = dict.fromkeys(self._urls, 0)
+        self._is_closed = False
+        self._n_failed: Counter[str] = Counter()
         self._avoided: dict[str, float] = {}
         self._http = httpx.AsyncClient(
-            headers=dict(headers),
+            # Events that a proxy compresses come late, and in other bytes.
+            headers={**headers, "accept-encoding": "identity"},
             timeout=httpx.Timeout(None, connect=CONNECT_S, write=WRITE_S),
             transport=httpx.AsyncHTTPTransport(
                 # Certificates take their time to load.
-                verify=any(url.startswith("https:") for url in self._urls),
+                verify=any(httpx.URL(url).scheme == "https" for url in self._urls),
                 limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
                 socket_options=_socket_options(),
             ),
@@ -58,6 +63,7 @@ class Replicas:
 
     async def aclose(self) -> None:
         """Close all connections."""
+        self._is_closed = True
         await self._http.aclose()
 
     async def post(
@@ -88,23 +94,25 @@ class Replicas:
         """
         until = time.monotonic() + self._patience_s
         pause_s = FIRST_PAUSE_S
+        content = _encoded(body)
         if but is not None:
             self._avoid(but)
         while True:
             failure: CllmError | None = None
             is_full = False
             for url in self._in_turn(keys):
-                request = self._http.build_request("POST", url + path, json=body, headers=headers)
-                request.stream = _Whole(request.content)
+                if self._is_closed:
+                    raise ClosedError("the client was closed")
                 try:
-                    response = await self._http.send(request, stream=True)
+                    response = await self._ask(url, path, content, headers)
                 except httpx.TransportError as error:
                     self._avoid(url)
                     told = f"{url} does not answer: {error!r}"
                     failure = failure or ServerError(told)
                     continue
                 if response.status_code == httpx.codes.OK:
-                    self._n_open[url] += 1
+                    self._n_failed.pop(url, None)
+                    self._table.record(keys, url)
                     return url, response
                 refusal = await _refusal(response)
                 if response.status_code not in PASSING:
@@ -119,6 +127,26 @@ class Replicas:
                 raise failure
             await anyio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _ask(
+        self, url: str, path: str, content: bytes, headers: Mapping[str, str] | None
+    ) -> httpx.Response:
+        """One answer; while it is 200, it counts as open: a server sends nothing before its first token."""
+        request = self._http.build_request(
+            "POST",
+            url + path,
+            content=content,
+            headers={"content-type": "application/json", **(headers or {})},
+        )
+        request.stream = _Whole(content)
+        self._n_open[url] += 1
+        is_open = False
+        try:
+            response = await self._http.send(request, stream=True)
+            is_open = response.status_code == httpx.codes.OK
+            return response
+        finally:
+            self._n_open[url] -= not is_open
 
     async def close(self, url: str, response: httpx.Response) -> None:
         """No more is read of this answer."""
@@ -138,7 +166,10 @@ class Replicas:
         )
 
     def _avoid(self, url: str) -> None:
-        self._avoided[url] = time.monotonic() + AVOIDED_S
+        """Ask the others first, for the longer the more often it has failed in a row."""
+        self._n_failed[url] += 1
+        seconds = min(AVOIDED_S * 2 ** (self._n_failed[url] - 1), LONGEST_AVOIDED_S)
+        self._avoided[url] = time.monotonic() + seconds
 
 
 class _Whole(httpx.AsyncByteStream):
@@ -163,6 +194,21 @@ class _Once(AsyncIterator[bytes]):
         if not self._left:
             raise StopAsyncIteration
         return self._left.pop()
+
+
+def _encoded(body: Mapping[str, Any]) -> bytes:
+    """A body as JSON.
+
+    Raises
+    ------
+    InvalidRequestError
+        Something in it is nothing that JSON has, or text that is no Unicode.
+    """
+    try:
+        text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return text.encode()
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError("the request", str(error), "what JSON has") from None
 
 
 async def _refusal(response: httpx.Response) -> CllmError:

@@ -77,8 +77,15 @@ def build(args: Mapping[str, Any] | None = None) -> serve.Application:
     left = dict(args or {})
     parts: list[dict[str, Any]] = []
     for kind in (EngineConfig, ServerConfig, ClusterSettings):
-        names = {field.name for field in fields(kind)}
-        parts.append({name: _value_of(left.pop(name)) for name in sorted(names & left.keys())})
+        # Their annotations: of one that may be text, a text is what it is.
+        names = {field.name: "str" in str(field.type) for field in fields(kind)}
+        parts.append(
+            {
+                name: value if names[name] else _value_of(value)
+                for name in sorted(names.keys() & left.keys())
+                for value in [left.pop(name)]
+            }
+        )
     if left:
         name = next(iter(left))
         limit = "a field of EngineConfig, ServerConfig or ClusterSettings"

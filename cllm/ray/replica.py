@@ -12,7 +12,8 @@ from cllm.server.app import create_app
 from cllm.server.config import ServerConfig
 
 LOAD_S = 600.0
-SERVING = (EngineStatus.READY, EngineStatus.DRAINING)
+# One whose process is started again mends itself: its requests wait, and are lost if it is replaced.
+SERVING = (EngineStatus.READY, EngineStatus.RESTARTING, EngineStatus.DRAINING)
 
 
 class Replica:

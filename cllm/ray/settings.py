@@ -11,6 +11,7 @@ from cllm.checks import check_float, check_int
 from cllm.server.config import ServerConfig
 
 AFFINITIES = ("session", None)
+HEADROOM = 64
 END_S = 5.0  # a replica has this after its drain
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 10.0
 UPSCALE_DELAY_S, DOWNSCALE_DELAY_S = 5.0, 600.0
@@ -71,8 +72,9 @@ class ClusterSettings:
 
     def deployment_options(self, engine: EngineConfig, server: ServerConfig) -> dict[str, Any]:
         """What Ray is told of the deployment."""
-        # All that a server would take: its own queue decides, with priorities, deadlines and 429.
-        n_requests = engine.n_seq_max + engine.max_queue
+        # More than a server takes: its own queue decides, with priorities, deadlines and 429, and what is
+        # asked besides (health, metrics) does not wait for requests.
+        n_requests = 2 * (engine.n_seq_max + engine.max_queue) + HEADROOM
         num_cpus = self.num_cpus if self.num_cpus is not None else engine.compute_threads[0]
         options: dict[str, Any] = {
             "max_ongoing_requests": n_requests,

@@ -66,8 +66,9 @@ async def generate(body: GenerateBody, request: Request) -> Response:
             await writer.end()
         else:
             is_long = bool(completion.logprobs or completion.prompt_logprobs)
-            answer = {"id": request_id, **_answer_of(completion), **account}
-            await writer.json(lambda: answer, is_long=is_long)
+            await writer.json(
+                lambda: {"id": request_id, **_answer_of(completion), **account}, is_long=is_long
+            )
 
     return Reply(produce)
 

@@ -206,7 +206,8 @@ class KeptAnswers:
             return None
         headers = Headers(scope=scope)
         request_id = headers.get("x-request-id")
-        if not request_id or len(self._answers) >= MAX_KEPT:
+        is_wanted = headers.get("x-cllm-resume") != "no"  # `cllm.client` goes on by itself
+        if not request_id or not is_wanted or len(self._answers) >= MAX_KEPT:
             return None
         earlier = self._answers.get(request_id)
         if earlier is not None and not earlier.is_done:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
+import socket
+import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 
 from cllm import (
+    ClosedError,
     Completion,
     Engine,
     FinishReason,
@@ -202,6 +208,129 @@ async def test_nobody_who_answers_is_an_error_in_time() -> None:
             await client.generate("Hi")
         with pytest.raises(ServerError, match="does not answer"):
             await client.embed(["Hi"])
+
+
+async def test_a_request_that_nobody_answers_ends_when_its_time_is_over() -> None:
+    async with AsyncClient("http://127.0.0.1:1", patience_s=600) as client:
+        ended = await client.generate("Hi", timeout=0.01)
+    assert (ended.finish_reason, ended.token_ids) == (FinishReason.DEADLINE, ())
+
+
+@pytest.mark.parametrize("field", ["api_key", "session_id"])
+@pytest.mark.parametrize("value", ["", "a\nb", "ü", 5])
+def test_what_no_header_can_have_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=field):
+        AsyncClient("http://127.0.0.1:1", **{field: value})
+
+
+def test_an_id_that_a_server_would_not_take_is_refused_by_name() -> None:
+    with pytest.raises(InvalidRequestError, match="request_id"):
+        AsyncClient("http://127.0.0.1:1").stream("Hi", request_id="a b")
+
+
+# --- Failures --------------------------------------------------------------------------------------
+TOKEN = {"text": "a", "token_ids": [97], "finish_reason": None}
+FAILED = {"text": "", "token_ids": [], "finish_reason": "error"}
+LAST = {"text": "b", "token_ids": [98], "finish_reason": "stop"}
+
+
+def answer_of(*events: Any) -> bytes:
+    """A whole answer over HTTP with these events."""
+    data = b"".join(b"data: %b\n\n" % json.dumps(event).encode() for event in events)
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%b" % (
+        len(data), data,
+    )  # fmt: skip
+
+
+@contextmanager
+def canned(*answers: bytes) -> Iterator[tuple[str, list[bytes]]]:
+    """A server that gives one of these after another; its address, and what it was asked."""
+    asked: list[bytes] = []
+
+    def serve() -> None:
+        for answer in answers:
+            connection, _ = listener.accept()
+            with connection:
+                data = connection.recv(1 << 16)
+                length = int(re.findall(rb"content-length: (\d+)", data.lower())[0])
+                while len(data.partition(b"\r\n\r\n")[2]) < length:
+                    data += connection.recv(1 << 16)
+                asked.append(data)
+                connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", asked
+        thread.join()
+
+
+async def test_a_generation_that_fails_on_its_way_is_an_error_with_what_there_is() -> None:
+    error = {"error": {"message": "no token is left", "code": "generation_failed"}}
+    with canned(answer_of(TOKEN, FAILED, error)) as (url, _):
+        async with AsyncClient(url) as client:
+            stream = client.stream("Hi")
+            with pytest.raises(GenerationError, match="no token is left") as caught:
+                await stream.completion()
+            with pytest.raises(GenerationError, match="no token is left"):
+                await stream.completion()
+    assert caught.value.completion is not None
+    assert caught.value.completion.token_ids == (97,)
+    assert stream.n_moves == 0
+
+
+async def test_of_a_server_whose_engine_is_gone_it_goes_on_elsewhere() -> None:
+    error = {"error": {"message": "the engine has stopped", "code": "unavailable"}}
+    with canned(answer_of(TOKEN, FAILED, error), answer_of(LAST)) as (url, asked):
+        async with AsyncClient(url, api_key="mine") as client:
+            completion = await client.generate("Hi")
+    assert (completion.text, completion.token_ids) == ("ab", (97, 98))
+    assert completion.timings.n_moves == 1
+    assert b'"generated":[97]' in asked[1]
+    heads = [each.partition(b"\r\n\r\n")[0].lower() for each in asked]
+    assert all(b"accept-encoding: identity" in head for head in heads)
+    assert all(b"x-cllm-resume: no" in head for head in heads)
+
+
+async def test_what_is_not_cllms_is_an_error_that_names_the_server() -> None:
+    with canned(answer_of({"choices": []})) as (url, _):
+        async with AsyncClient(url) as client:
+            with pytest.raises(GenerationError, match="does not answer as cllm does"):
+                await client.generate("Hi")
+
+
+async def test_a_generation_that_cannot_begin_is_the_error_of_an_engine(exact: Server) -> None:
+    banned = dict.fromkeys(range(260), -math.inf)
+    async with AsyncClient(exact.url) as client:
+        with pytest.raises(GenerationError):
+            await client.generate("1+1=", logit_bias=banned)
+
+
+async def test_what_json_has_not_is_refused_before_anybody_is_asked() -> None:
+    async with AsyncClient("http://127.0.0.1:1", patience_s=600) as client:
+        for messages in (
+            [{"role": "user", "content": "\ud800"}],
+            [{"role": "user", "content": {1}}],
+        ):
+            with pytest.raises(InvalidRequestError):
+                await client.chat(messages)
+
+
+async def test_a_closed_client_says_so() -> None:
+    client = AsyncClient("http://127.0.0.1:1")
+    await client.aclose()
+    with pytest.raises(ClosedError):
+        await client.generate("Hi")
+
+
+async def test_a_burst_that_begins_alike_is_spread(three: list[FakeServer]) -> None:
+    urls = [server.url for server in three]
+    async with AsyncClient(urls) as client, anyio.create_task_group() as group:
+        for _ in range(40):
+            group.start_soon(client.generate, "river " * 100)
+    counts = sorted(len(server.asked) for server in three)
+    assert sum(counts) == 40
+    assert counts[0] >= 5
 
 
 # --- Cut off ----------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from cllm.engine.core.messages import (
     SaveSlot,
     SlotAnswered,
 )
-from cllm.engine.core.prefix_tiers import Tokens
+from cllm.engine.core.prefix_tiers import BLOCK, Tokens
 from cllm.engine.core.run_queue import RunQueue
 from cllm.engine.lora import NO_LORA, LoraUse
 from cllm.engine.request import SequenceState
@@ -80,6 +80,8 @@ class SlotCommands:
             n_most = 0 if tiers is None else tiers.n_bytes_max
             limit = f"at most prefix_cache_bytes, {n_most}"
             raise InvalidRequestError("bytes of the slot", n_bytes, limit)
+        if len(token_ids) < BLOCK:  # never found again
+            return 0
         tokens = np.array(token_ids, np.int32)
         if not tiers.has(tokens, NO_LORA):
             tiers.add(tokens, NO_LORA, state)
