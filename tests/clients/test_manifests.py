@@ -48,7 +48,8 @@ def test_a_wrong_field_would_be_seen() -> None:
 def test_the_deployment_speaks_of_options_ports_and_gauges_that_there_are() -> None:
     spec = of_kind("Deployment")["spec"]["template"]["spec"]
     (container,) = spec["containers"]
-    serve = get_command(command_line("serve"))
+    commands = get_command(command_line("serve"))
+    serve = commands.commands["serve"]  # type: ignore[attr-defined]
     known = {option for param in serve.params for option in param.opts}
     given = dict(argument.split("=") for argument in container["args"])
     assert given.keys() <= known
