@@ -54,8 +54,8 @@ class CuttingProxy:
         with suppress(OSError):
             while (left is None or left > 0) and (data := server.recv(1 << 16)):
                 part = data if left is None else data[:left]
+                self.n_answered += len(part)  # before the client can have it
                 client.sendall(part)
-                self.n_answered += len(part)
                 left = None if left is None else left - len(part)
         _end(client)
         _end(server)
