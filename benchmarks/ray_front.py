@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -20,19 +19,11 @@ from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
-import httpx
-
+from benchmarks.side_by_side.servers import ServerPeer, free_port, running
 from cllm.client import AsyncClient
 
 N_TOKENS, N_PROMPT = 150, 64
 ENGINE = {"n_ctx": 8192, "n_seq_max": 16, "n_threads": 1, "process": True}
-
-
-def free_port() -> int:
-    """A port that nobody has now."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-        return port
 
 
 @contextmanager
@@ -59,20 +50,10 @@ def through_ray() -> Iterator[str]:
 def direct() -> Iterator[str]:
     """The address of `cllm serve` with the same settings."""
     port = free_port()
-    options = ["--n-ctx", "8192", "--n-seq-max", "16", "--n-threads", "1", "--port", str(port)]
-    with subprocess.Popen([sys.executable, "-m", "cllm", "serve", *options]) as process:
-        url = f"http://127.0.0.1:{port}"
-        while True:
-            try:
-                if httpx.get(f"{url}/health").status_code == 200:
-                    break
-            except httpx.TransportError:
-                pass
-            time.sleep(0.05)
-        try:
-            yield url
-        finally:
-            process.terminate()
+    options = ("--n-ctx", "8192", "--n-seq-max", "16", "--n-threads", "1", "--port", str(port))
+    command = (sys.executable, "-m", "cllm", "serve", *options)
+    with running(ServerPeer("cllm serve", "/health", "", command), port):
+        yield f"http://127.0.0.1:{port}"
 
 
 async def measured(url: str, n_streams: int) -> tuple[float, float]:

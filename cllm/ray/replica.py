@@ -68,11 +68,10 @@ class Replica:
         if engine is None:
             return {}
         now = engine.statistics()
-        usage = now.n_kv_cells_used / now.n_kv_cells if now.n_kv_cells else 0.0
         return {
             "waiting": float(now.n_waiting),
             "running": float(now.n_running),
-            "kv_cache_usage": usage,
+            "kv_cache_usage": now.kv_cache_usage,
         }
 
     @property

@@ -114,9 +114,8 @@ class Metrics:
         now = self._statistics()
         for name, (field, what) in GAUGES.items():
             yield GaugeMetricFamily(f"cllm_{name}", what, value=getattr(now, field))
-        usage = now.n_kv_cells_used / now.n_kv_cells if now.n_kv_cells else 0.0
         what = "KV cells of live requests, as a part of all: 0 to 1"
-        yield GaugeMetricFamily("cllm_kv_cache_usage", what, value=usage)
+        yield GaugeMetricFamily("cllm_kv_cache_usage", what, value=now.kv_cache_usage)
         for name, (field, what) in COUNTERS.items():
             yield CounterMetricFamily(f"cllm_{name}", what, value=getattr(now, field))
         finished = CounterMetricFamily("cllm_requests_finished", "By reason", labels=("reason",))

@@ -530,8 +530,9 @@ class EngineCore:
     def _may_pause_s(self) -> float:
         """How long copying a prefix may keep the streams waiting."""
         target_ms = self._config.target_itl_ms
-        is_free = target_ms is None or not any(s.is_decoding for s in self.queue.running)
-        return math.inf if target_ms is None or is_free else target_ms / 1000.0
+        if target_ms is None or not any(s.is_decoding for s in self.queue.running):
+            return math.inf
+        return target_ms / 1000.0
 
     # --- Inspection --------------------------------------------------------------------------
     def discrepancies(self) -> list[str]:

@@ -115,6 +115,11 @@ class EngineStatistics:
         times = TickTimes(*(getattr(recorder, f.name) for f in fields(TickTimes)))
         return cls(**values, n_finished=_by_reason(recorder.n_finished), tick_times=times)
 
+    @property
+    def kv_cache_usage(self) -> float:
+        """KV cells of live requests, as a part of all: 0 to 1."""
+        return self.n_kv_cells_used / self.n_kv_cells if self.n_kv_cells else 0.0
+
     def plus(self, other: EngineStatistics, *, is_present: bool = False) -> Self:
         """These, with what another has counted; if it is present too, with what it has now."""
         names = SAME_NAMES - ({"uptime_s"} if is_present else GAUGES)
