@@ -1,5 +1,5 @@
 # The two commands of the README, and what CI runs.  Everything is quick the second time.
-.PHONY: demo test test-process test-clients test-ray test-real test-full test-exhaustive test-asan test-leaks soak check bench release native clean help
+.PHONY: demo test test-process test-clients test-ray test-rpc test-real test-full test-exhaustive test-asan test-leaks soak check bench release native clean help
 
 PYTHON ?= python3
 MINUTES ?= 1
@@ -17,6 +17,7 @@ help:
 	@echo "make test-exhaustive   the full numbers of docs/reliability.md"
 	@echo "make test-asan   the suites of bindings and engine with sanitizers in libllama"
 	@echo "make test-leaks  a thousand requests under LeakSanitizer: nothing grows"
+	@echo "make test-rpc    layers on other machines' RPC servers (here: on this one)"
 	@echo "make soak    everything that callers do, for MINUTES=1, with injected faults"
 	@echo "make check   ruff and mypy --strict"
 	@echo "make bench   cllm beside the others, an hour; BENCH_ARGS=--quick: 10 minutes"
@@ -35,7 +36,7 @@ test:
 # With the tests that take seconds each.
 test-full:
 	@PYTHON=$(PYTHON) tools/setup.sh dev
-	@.venv/bin/python -m pytest -q $(WORKERS) -m "not exhaustive and not real and not ray" --timeout=300 $(PYTEST_ARGS)
+	@.venv/bin/python -m pytest -q $(WORKERS) -m "not exhaustive and not real and not ray and not rpc" --timeout=300 $(PYTEST_ARGS)
 
 # The engine's tests once more, with llama.cpp in a process of its own.
 NO_ENGINE := --ignore=tests/engine/core --ignore=tests/engine/sampling --ignore=tests/engine/process
@@ -60,7 +61,13 @@ test-real:
 # Replicas on Ray Serve, on this machine; in an environment of their own.
 test-ray:
 	@PYTHON=$(PYTHON) tools/setup.sh ray
-	@.venv-ray/bin/python -m pytest -q -m ray --timeout=300 tests/ray $(PYTEST_ARGS)
+	@.venv-ray/bin/python -m tools.loopback_only .venv-ray/bin/python -m pytest -q -m ray --timeout=300 tests/ray $(PYTEST_ARGS)
+
+# Layers on llama.cpp's RPC servers, on this machine.  The first time, building takes some minutes.
+test-rpc:
+	@PYTHON=$(PYTHON) tools/setup.sh dev
+	@PYTHON=$(PYTHON) ./build_llama.sh --rpc --prefix build/rpc
+	@CLLM_LIBRARY=build/rpc .venv/bin/python -m pytest -q -m rpc --timeout=120 tests/rpc $(PYTEST_ARGS)
 
 # What both leave out: the full numbers of docs/reliability.md.
 test-exhaustive:

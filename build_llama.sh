@@ -13,6 +13,7 @@ readonly SDIST_SHA256=832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db276
 # Part of the key: raise it when this script installs something else for the same flags.
 readonly LAYOUT=1
 readonly TOOLS=(llama-server llama-bench llama-batched-bench llama-quantize)
+readonly RPC_SERVER=ggml-rpc-server
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 readonly here link=$here/cllm/_native
@@ -32,6 +33,8 @@ Builds libllama from the pinned source and links it to cllm/_native.
   --source DIR   build this llama.cpp tree instead of the pinned one
   --tools        also build llama-server, llama-bench, llama-batched-bench and llama-quantize
   --cuda, --vulkan, --metal (macOS)   with this backend
+  --rpc          with llama.cpp's RPC, which is experimental and insecure, and ggml-rpc-server:
+                 layers of a model may be on other machines (docs/cluster.md)
   --portable     not for this CPU: the CPU's code is built once for each kind of CPU (x86-64 from
                  SSE2 to AVX-512, ARMv8.0 to 9.2), the best of them is chosen at run time, and the
                  OpenMP runtime is copied beside them
@@ -65,7 +68,7 @@ read_linked_options() {
 parse_arguments() {
   local name
   source='' prefix='' jobs='' tools=false portable=false sanitize=false clean=false
-  own_source='' options=() backends=(cpu) cuda=OFF metal=OFF vulkan=OFF
+  own_source='' options=() backends=(cpu) cuda=OFF metal=OFF vulkan=OFF rpc=OFF
   while (($#)); do
     case $1 in
       --source | --prefix | --jobs)
@@ -74,7 +77,7 @@ parse_arguments() {
         shift
         ;;
       --tools | --portable | --sanitize | --clean) printf -v "${1#--}" true ;;
-      --cuda | --metal | --vulkan) printf -v "${1#--}" ON ;;
+      --cuda | --metal | --vulkan | --rpc) printf -v "${1#--}" ON ;;
       --as-linked) read_linked_options && set -- "$1" "${linked_options[@]}" "${@:2}" ;;
       --help | -h) usage; exit 0 ;;
       *) misused "unknown option: $1" ;;
@@ -83,10 +86,13 @@ parse_arguments() {
   done
   [[ -z $jobs || $jobs =~ ^[1-9][0-9]*$ ]] || misused "--jobs needs a number, not $jobs"
   : "${jobs:=$(getconf _NPROCESSORS_ONLN)}"
-  for name in cuda metal vulkan; do
+  for name in cuda metal vulkan rpc; do
     [[ ${!name} == OFF ]] || { backends+=("$name"); options+=("--$name"); }
   done
   for name in portable sanitize; do ! ${!name} || options+=("--$name"); done
+  programs=()
+  if [[ $rpc == ON ]]; then programs+=("$RPC_SERVER"); fi
+  if $tools; then programs+=("${TOOLS[@]}"); fi
   [[ -n $source ]] || return 0
   [[ -f $source/include/llama.h ]] || misused "--source $source is not a llama.cpp tree"
   source=$(cd "$source" && pwd -P)
@@ -147,7 +153,7 @@ choose_flags() {
   flags=(
     -DBUILD_SHARED_LIBS=ON -DCMAKE_PLATFORM_NO_VERSIONED_SONAME=ON
     -DCMAKE_BUILD_WITH_INSTALL_RPATH=ON "-DCMAKE_INSTALL_RPATH=\$ORIGIN;\$ORIGIN/../lib"
-    -DGGML_{CCACHE,RPC}"=OFF" -DLLAMA_{ALL_WARNINGS,OPENSSL}"=OFF"
+    -DGGML_CCACHE=OFF "-DGGML_RPC=$rpc" -DLLAMA_{ALL_WARNINGS,OPENSSL}"=OFF"
     -DLLAMA_BUILD_{APP,EXAMPLES,TESTS}"=OFF" "-DLLAMA_BUILD_COMMIT=$commit"
     "-DGGML_CUDA=$cuda" "-DGGML_METAL=$metal" "-DGGML_VULKAN=$vulkan"
   )
@@ -274,9 +280,8 @@ get_source() {
 }
 
 compile() {
-  local targets=(llama) tool_flags=(-DLLAMA_BUILD_{COMMON,TOOLS,SERVER}"=OFF")
-  if $tools; then
-    targets+=("${TOOLS[@]}")
+  local targets=(llama ${programs[@]+"${programs[@]}"}) tool_flags=(-DLLAMA_BUILD_{COMMON,TOOLS,SERVER}"=OFF")
+  if ((${#programs[@]})); then
     # The server without its web page, which would be built by npm or downloaded.
     tool_flags=(-DLLAMA_BUILD_{COMMON,TOOLS,SERVER}"=ON" -DLLAMA_{BUILD,USE_PREBUILT}_UI"=OFF")
   fi
@@ -302,10 +307,10 @@ logged() {
 fill_stage() {
   local libraries=("$build"/bin/lib{llama.,ggml}*)
   mkdir -p "$stage/lib" "$stage/include" "$stage/check"
-  if $tools; then
-    libraries=("$build"/bin/lib*)
+  if $tools; then libraries=("$build"/bin/lib*); fi
+  if ((${#programs[@]})); then
     mkdir "$stage/bin"
-    cp "${TOOLS[@]/#/$build/bin/}" "$stage/bin/"
+    cp "${programs[@]/#/$build/bin/}" "$stage/bin/"
   fi
   cp -L "${libraries[@]}" "$stage/lib/"
   if $portable; then make_portable; fi
@@ -315,14 +320,19 @@ fill_stage() {
 
 # What a build needs that travels to machines with another CPU and without the compiler's OpenMP.
 make_portable() {
-  local variants
+  local variants variant
   # The variant with Intel's matrix tiles is chosen by CPUID alone, and tools/native/amx_probe.c says
   # why that is no evidence.  Without it, such a CPU gets the same but for the tiles (zen4).
   rm -f "$stage"/lib/libggml-cpu-sapphirerapids.so
   variants=("$stage"/lib/libggml-cpu-*.so)
   ldd "${variants[0]}" | awk '$1 ~ /^lib(g|i)?omp/ { print $3 }' | xargs -r cp -L -t "$stage/lib"
-  # Programs look for the variants beside themselves.
-  if $tools; then ln -s "${variants[@]/#*\//../lib/}" "$stage/bin/"; fi
+  # Programs look for the variants beside themselves; an RPC server for what it is to compute with, too.
+  if [[ $rpc == ON ]]; then variants=("$stage"/lib/libggml-{cpu-*,rpc,cuda,vulkan,metal}.so); fi
+  if ((${#programs[@]})); then
+    for variant in "${variants[@]}"; do
+      [[ ! -e $variant ]] || ln -s "../lib/${variant##*/}" "$stage/bin/"
+    done
+  fi
 }
 
 # In a child process, because what to look for is a crash: of a portable build, once with each

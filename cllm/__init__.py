@@ -57,6 +57,7 @@ if TYPE_CHECKING:
         PromptTooLongError,
         QueueFullError,
         RequestError,
+        RpcServerError,
     )
 
 __version__ = "0.1.0"  # that of pyproject.toml; a test compares them
@@ -96,6 +97,7 @@ __all__ = (
     "RenderedPrompt",
     "RequestError",
     "Restart",
+    "RpcServerError",
     "SamplingOptions",
     "SamplingParams",
     "SavedGeneration",
@@ -150,6 +152,7 @@ _MODULE_OF = {
     "Ranked": "cllm.engine.embedding",
     "RenderedPrompt": "cllm.engine.request",
     "RequestError": "cllm.errors",
+    "RpcServerError": "cllm.errors",
     "Restart": "cllm.engine.health",
     "SamplingOptions": "cllm.engine.sampling_params",
     "SamplingParams": "cllm.engine.sampling_params",

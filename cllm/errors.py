@@ -6,6 +6,7 @@ CllmError
 │   └── AbiMismatchError                built from another llama.cpp than the declarations
 ├── ModelLoadError(path, reason)        fix the path or the file
 ├── DownloadError(name, reason)         fix the name, the network or the disk, and ask again
+├── RpcServerError(address, reason)     start that server, free it, or take it out of `rpc`
 ├── ContextError                        these context parameters cannot work with this model
 │   └── NotGenerativeError              an encoder: it computes embeddings, and no text
 ├── LlamaCallError(function, code)      a libllama call failed
@@ -65,6 +66,7 @@ __all__ = (
     "PromptTooLongError",
     "QueueFullError",
     "RequestError",
+    "RpcServerError",
     "StaleLogitsError",
     "WrongProcessError",
     "WrongThreadError",
@@ -115,6 +117,21 @@ class DownloadError(CllmError):
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"cannot download {name}: {reason}")
         self.name = name
+        self.reason = reason
+
+
+class RpcServerError(CllmError):
+    """A server of `EngineConfig.rpc` cannot compute for this engine.
+
+    Attributes
+    ----------
+    address : str
+    reason : str
+    """
+
+    def __init__(self, address: str, reason: str) -> None:
+        super().__init__(f"RPC server {address}: {reason}")
+        self.address = address
         self.reason = reason
 
 

@@ -22,7 +22,7 @@ MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "_native" not in p.parts)
 
 # The order of `cllm.engine`: a module imports from earlier lines, and from its own package.
 VALUES = (
-    "checks errors hub memory sampling_limits engine.child_process engine.config engine.constraint engine.embedding engine.health engine.lora engine.plain_values engine.request"
+    "checks errors hub memory sampling_limits engine.child_process engine.config engine.constraint engine.embedding engine.health engine.lora engine.plain_values engine.request engine.rpc_address"
     " engine.sampling_params engine.state_file engine.vocabulary"
 )
 LAYERS = [
@@ -105,7 +105,7 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
         ("cllm.checks", "cllm.client", "cllm.engine", "cllm.errors", "cllm.routing"),
     ),
     ("cllm.routing", ("cllm.checks", "cllm.errors", "cllm.routing")),
-    ("cllm.ray", ("cllm", "cllm.checks", "cllm.errors", "cllm.ray", "cllm.server")),
+    ("cllm.ray", ("cllm", "cllm.checks", "cllm.errors", "cllm.ray", "cllm.routing", "cllm.server")),
     ("cllm", ("cllm.engine", "cllm.errors")),
 ]
 # The libraries of each package beyond numpy; of the engine, who has to do with an event loop.

@@ -34,6 +34,8 @@ _LOGGING_LEVEL = {
     h.LogLevel.WARN: logging.WARNING,
     h.LogLevel.ERROR: logging.ERROR,
 }
+GPUS = (h.DeviceType.GPU, h.DeviceType.IGPU)
+RPC = b"RPC"  # the backend whose devices are in other machines
 # Enough for a model load at debug level; when full, the oldest lines go.
 _log_lines: collections.deque[tuple[int, str]] = collections.deque(maxlen=10_000)
 _library: Library | None = None
@@ -118,6 +120,60 @@ class Library:
         forward_log()
         if not self.ggml_backend_dev_count():
             raise LibraryError(f"no backend in {self.path.parent} runs on this machine's CPU")
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether there is a GPU that it can use in this machine.
+
+        `llama_supports_gpu_offload` says so of a build with RPC on any machine.
+        """
+        devices = map(self.ggml_backend_dev_get, range(self.ggml_backend_dev_count()))
+        return any(map(self._is_gpu_here, devices))
+
+    def _is_gpu_here(self, device: Any) -> bool:
+        backend = self.ggml_backend_dev_backend_reg(device)
+        is_here = self.ggml_backend_reg_name(backend) != RPC
+        return is_here and self.ggml_backend_dev_type(device) in GPUS
+
+    def check_rpc(self) -> None:
+        """Refuse to go on without RPC.
+
+        Raises
+        ------
+        LibraryError
+            This library was built without it.
+        """
+        if not self.ggml_backend_reg_by_name(RPC):
+            hint = "build it with ./build_llama.sh --rpc"
+            raise LibraryError(f"{self.path} has no RPC, which rpc needs: {hint}")
+
+    def add_rpc_server(self, endpoint: str) -> bool:
+        """Add the devices of an RPC server, which models may use from now on; False if it has none.
+
+        A server that is not there ends the process; one that has another client is waited for without end.  It has
+        this one for the life of the process.
+
+        Parameters
+        ----------
+        endpoint : str
+            `HOST:PORT`.
+
+        Raises
+        ------
+        LibraryError
+            This library was built without RPC.
+        """
+        self.check_rpc()
+        rpc = self.ggml_backend_reg_by_name(RPC)
+        function = self.ggml_backend_reg_get_proc_address(rpc, b"ggml_backend_rpc_add_server")
+        kind = ctypes.CFUNCTYPE(self.ggml_backend_reg_by_name.restype, ctypes.c_char_p)
+        server = kind(function)(endpoint.encode())
+        if server:
+            self.ggml_backend_register(server)
+            # What is made of a device keeps the connection for the life of this process; else it would end here,
+            # and another client might come before the model does.
+            self.ggml_backend_dev_init(self.ggml_backend_reg_dev_get(server, 0), None)
+        return bool(server)
 
     def cpu_backend(self) -> Path:
         """The file with the code that computes on the CPU: of a portable library, the one in use."""

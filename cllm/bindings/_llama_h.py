@@ -174,6 +174,16 @@ class ContextType(IntEnum):
     MTP = 1
 
 
+class DeviceType(IntEnum):
+    """`enum ggml_backend_dev_type`."""
+
+    CPU = 0
+    GPU = 1
+    IGPU = 2
+    ACCEL = 3
+    META = 4
+
+
 C_PREFIX: dict[type[IntEnum] | type[IntFlag], tuple[str, str]] = {
     LogLevel: ("ggml_log_level", "GGML_LOG_LEVEL_"),
     GgmlType: ("ggml_type", "GGML_TYPE_"),
@@ -188,6 +198,7 @@ C_PREFIX: dict[type[IntEnum] | type[IntFlag], tuple[str, str]] = {
     LazyMode: ("llama_lazy_mode", "LLAMA_LAZY_MODE_"),
     FileType: ("llama_ftype", "LLAMA_FTYPE_MOSTLY_"),
     ContextType: ("llama_context_type", "LLAMA_CONTEXT_TYPE_"),
+    DeviceType: ("ggml_backend_dev_type", "GGML_BACKEND_DEVICE_TYPE_"),
 }
 
 # --- Typedefs --------------------------------------------------------------------------------
@@ -195,6 +206,7 @@ TYPEDEFS = """
 typedef struct llama_memory_i * llama_memory_t;
 typedef struct ggml_backend_device * ggml_backend_dev_t;
 typedef struct ggml_backend_reg * ggml_backend_reg_t;
+typedef struct ggml_backend * ggml_backend_t;
 typedef int32_t llama_pos;
 typedef int32_t llama_token;
 typedef int32_t llama_seq_id;
@@ -327,7 +339,6 @@ void llama_model_free(struct llama_model * model);
 struct llama_context * llama_init_from_model(struct llama_model * model, struct llama_context_params params);
 void llama_free(struct llama_context * ctx);
 size_t llama_max_parallel_sequences(void);
-bool llama_supports_gpu_offload(void);
 uint32_t llama_n_ctx(const struct llama_context * ctx);
 uint32_t llama_n_ctx_seq(const struct llama_context * ctx);
 uint32_t llama_n_batch(const struct llama_context * ctx);
@@ -428,17 +439,24 @@ struct llama_sampler * llama_sampler_init_adaptive_p(float target, float decay, 
 struct llama_sampler * llama_sampler_init_logit_bias(int32_t n_vocab, int32_t n_logit_bias, const struct llama_logit_bias * logit_bias);
 llama_token llama_sampler_sample(struct llama_sampler * smpl, struct llama_context * ctx, int32_t idx);
 const char * llama_print_system_info(void);
-size_t ggml_backend_dev_count(void);
-void ggml_backend_load_all_from_path(const char * dir_path);
-ggml_backend_reg_t ggml_backend_reg_by_name(const char * name);
+enum ggml_backend_dev_type ggml_backend_dev_type(ggml_backend_dev_t device);
+ggml_backend_reg_t ggml_backend_dev_backend_reg(ggml_backend_dev_t device);
+ggml_backend_t ggml_backend_dev_init(ggml_backend_dev_t device, const char * params);
+const char * ggml_backend_reg_name(ggml_backend_reg_t reg);
+ggml_backend_dev_t ggml_backend_reg_dev_get(ggml_backend_reg_t reg, size_t index);
 void * ggml_backend_reg_get_proc_address(ggml_backend_reg_t reg, const char * name);
+ggml_backend_reg_t ggml_backend_reg_by_name(const char * name);
+void ggml_backend_register(ggml_backend_reg_t reg);
+size_t ggml_backend_dev_count(void);
+ggml_backend_dev_t ggml_backend_dev_get(size_t index);
+void ggml_backend_load_all_from_path(const char * dir_path);
 void llama_log_set(ggml_log_callback log_callback, void * user_data);
 """
 
 # Calls that can take long release the GIL (`ctypes.CDLL`).  All others keep it (`ctypes.PyDLL`):
 # for a call of a microsecond, giving the GIL away costs up to a switch interval to get it back.
 RELEASES_GIL = frozenset({
-    "ggml_backend_load_all_from_path", "llama_backend_init", "llama_model_load_from_file",
+    "ggml_backend_load_all_from_path", "ggml_backend_dev_init", "llama_backend_init", "llama_model_load_from_file",
     "llama_model_free", "llama_init_from_model", "llama_free", "llama_adapter_lora_init",
     "llama_memory_clear", "llama_state_seq_get_size", "llama_state_seq_get_data", "llama_state_seq_set_data",
     "llama_model_quantize", "llama_encode", "llama_decode", "llama_synchronize", "llama_tokenize",

@@ -92,7 +92,7 @@ class Model(NativeHandle):
             self.vocab = Vocabulary(self)
             self._describe()
             # Whether a GPU computes: what a CPU does for each row of a batch, it does for many at once.
-            self.is_on_gpu = params.n_gpu_layers != 0 and bool(lib.llama_supports_gpu_offload())
+            self.is_on_gpu = params.n_gpu_layers != 0 and lib.has_gpu
 
     def _describe(self) -> None:
         """Ask llama.cpp for the shape of the model."""

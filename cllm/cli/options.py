@@ -192,6 +192,13 @@ class EngineFlags:
             "--hang-timeout-s", default=_ENGINE.hang_timeout_s,
         ),
     ] = None  # fmt: skip
+    rpc: Annotated[
+        list[str] | None,
+        _engine(
+            "Experimental: HOST:PORT of llama.cpp's RPC servers, which take layers; with --process. May be repeated.",
+            "--rpc", default=None,
+        ),
+    ] = None  # fmt: skip
     speculation: Annotated[
         str | None,
         _engine(
@@ -296,6 +303,8 @@ class EngineFlags:
         }
         if self.lora:
             options["lora"] = tuple(map(_adapter, self.lora))
+        if self.rpc:  # llama.cpp's programs take them with commas between
+            options["rpc"] = tuple(address for text in self.rpc for address in text.split(","))
         models = cast(list[str], options.pop("model", []))
         if len(models) > 1:
             raise typer.BadParameter(f"give one model, not {len(models)}", param_hint="-m")

@@ -44,9 +44,10 @@ def installation_checks() -> Iterator[Check]:
     )
     yield check_build(record)
     yield check_cpu(record, _cpu_name(), system_info(), loaded.cpu_backend().name)
-    can_offload = bool(loaded.llama_supports_gpu_offload())
     text = (
-        "layers go to one (-ngl says how many)" if can_offload else "none that this library can use"
+        "layers go to one (-ngl says how many)"
+        if loaded.has_gpu
+        else "none that this library can use"
     )
     yield Check("GPU", Status.OK, text)
     if "amx" in record:

@@ -14,6 +14,7 @@ from typing import Any, Final, Literal, NamedTuple, TypedDict
 
 from cllm.checks import MAX_THREADS, check_bool, check_float, check_int
 from cllm.engine.lora import MAX_SCALE, LoraInfo, check_lora_name
+from cllm.engine.rpc_address import N_SERVERS_MAX, rpc_address
 from cllm.errors import InvalidArgumentError
 
 N_SEQ_IDS = 256  # LLAMA_MAX_SEQ: all that libllama has
@@ -64,6 +65,7 @@ class EngineOptions(TypedDict, total=False):
     stall_timeout_s: float
     process: bool
     hang_timeout_s: float | None
+    rpc: Sequence[str]
     tick_log: str | Path | None
     preflight: bool | Literal["unseen"]
     rope_scaling: str | None
@@ -159,6 +161,9 @@ class EngineConfig:
     hang_timeout_s : float, optional
         With `process`: after so many seconds without a sign of life, or in one tick that computes
         nothing, it is killed and started anew.  None: never.
+    rpc : sequence of str
+        Experimental: `HOST:PORT` of llama.cpp's RPC servers, to whose memory layers go as to a GPU's.  With
+        `process` only, and in private networks (docs/cluster.md).
     tick_log : str or Path, optional
         Write every command and every tick's plan and outcome to this file, a JSON object a line;
         `cllm.testing.replay` repeats them without a model.  Holds prompts and answers.
@@ -221,6 +226,7 @@ class EngineConfig:
     stall_timeout_s: float = 30.0
     process: bool = False
     hang_timeout_s: float | None = 60.0
+    rpc: Sequence[str] = ()
     tick_log: str | Path | None = None
     preflight: bool | Literal["unseen"] = False
     rope_scaling: str | None = None
@@ -269,6 +275,7 @@ class EngineConfig:
             raise InvalidArgumentError("kv_unified", self.kv_unified, f"True, False or {AUTO!r}")
         if self.deterministic:
             self._check_deterministic()
+        self._check_rpc()
         if self.flash_attn is not None:
             check_bool("flash_attn", self.flash_attn)
         check_int("max_queue", self.max_queue, 0, 1 << 20)
@@ -289,6 +296,26 @@ class EngineConfig:
             raise InvalidArgumentError("pooling", self.pooling, "one of " + ", ".join(POOLINGS))
         if self.chat_template is not None and not is_jinja(self.chat_template):
             _check_path("chat_template", self.chat_template)
+
+    def _check_rpc(self) -> None:
+        """Addresses, and what they cannot be had with."""
+        if isinstance(self.rpc, str) or not isinstance(self.rpc, Sequence):
+            raise InvalidArgumentError("rpc", self.rpc, "a sequence of HOST:PORT")
+        if len(self.rpc) > N_SERVERS_MAX:
+            raise InvalidArgumentError("rpc", self.rpc, f"at most {N_SERVERS_MAX} servers")
+        if len(set(map(rpc_address, self.rpc))) < len(self.rpc):
+            raise InvalidArgumentError(
+                "rpc", self.rpc, "each server once: it has one client at a time"
+            )
+        if self.rpc and not self.process:
+            limit = (
+                "left out without process=True: a server that dies ends the process that uses it"
+            )
+            raise InvalidArgumentError("rpc", self.rpc, limit)
+        if self.rpc and self.deterministic:
+            limit = "left out with deterministic: it has been shown on this machine's CPU only"
+            raise InvalidArgumentError("rpc", self.rpc, limit)
+        object.__setattr__(self, "rpc", tuple(self.rpc))  # of JSON: a list
 
     def _check_deterministic(self) -> None:
         """What it cannot be had with."""

@@ -77,7 +77,7 @@ class Lifecycle:
 
     def _possible(self, config: EngineConfig) -> EngineConfig:
         has_process = config.process and self._child_backend is not None
-        return config if config.process == has_process else replace(config, process=False)
+        return config if config.process == has_process else replace(config, process=False, rpc=())
 
     # --- Lifecycle ---------------------------------------------------------------------------
     async def __aenter__(self) -> Self:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -55,6 +56,15 @@ A_PATH = "a path: not empty, without NUL characters"
         ("stream_buffer", 0, "1 to 1048576"),
         ("stall_timeout_s", 0.0, "0.001 to 1e+06"),
         ("stall_timeout_s", NAN, "finite"),
+        ("rpc", "127.0.0.1:50052", "a sequence of HOST:PORT"),
+        ("rpc", 5, "a sequence of HOST:PORT"),
+        ("rpc", [""] * 17, "at most 16 servers"),
+        ("rpc", ["gpu:1", "gpu:1"], "each server once: it has one client at a time"),
+        (
+            "rpc",
+            ["127.0.0.1:50052"],
+            "left out without process=True: a server that dies ends the process that uses it",
+        ),
     ],
 )
 def test_a_bad_setting_is_refused_by_field_value_and_limit(
@@ -66,6 +76,31 @@ def test_a_bad_setting_is_refused_by_field_value_and_limit(
     assert (error.field, error.limit) == (field, limit)
     assert error.value is value
     assert str(error) == f"{field} is {value!r}, must be {limit}"
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "", "gpu", "gpu:", ":50052", "gpu:0", "gpu:65536", "gpu:-1", "gpu:1e3", "gpu:\u0661", "gpu:1:2", "::1:50052",
+        "http://gpu:1", "gp u:1", "g\xfc:1", "8.8.8.8:50052", "0.0.0.0:50052", "224.0.0.1:50052", 50052, None,
+    ],
+)  # fmt: skip
+def test_an_rpc_server_has_a_private_address_and_a_port(address: object) -> None:
+    with pytest.raises(InvalidArgumentError, match="must be HOST:PORT of a loopback or private"):
+        EngineConfig(process=True, rpc=cast(Any, [address]))
+
+
+def test_rpc_servers_survive_the_way_to_another_process() -> None:
+    addresses = [
+        "127.0.0.1:50052",
+        "10.1.2.3:1",
+        "192.168.0.7:65535",
+        "100.64.0.1:80",
+        "gpu-1.lan:7",
+    ]
+    config = EngineConfig(process=True, rpc=addresses)
+    told = EngineConfig(**json.loads(config.to_json()))
+    assert told.rpc == config.rpc == tuple(addresses)
 
 
 @pytest.mark.parametrize(

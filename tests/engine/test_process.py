@@ -30,6 +30,7 @@ from cllm import (
 )
 from cllm.engine.child_process import child_environment
 from cllm.engine.config import EMBEDDED_MODEL
+from cllm.engine.process import engine_process
 from cllm.engine.process.crash_report import last_crash
 from cllm.engine.process.engine_process import EngineProcess
 from tests.conftest import QUIET
@@ -62,6 +63,19 @@ def send(engine: Engine, number: signal.Signals) -> None:
 async def engine() -> AsyncIterator[Engine]:
     async with Engine(**EXACT) as engine:
         yield engine
+
+
+@pytest.mark.parametrize("begins", [False, True])
+async def test_a_process_that_does_not_end_is_killed_in_the_end(
+    begins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_process, "END_S", 0.5)
+    async with Engine(**EXACT, hang_timeout_s=None) as engine:
+        if begins:
+            await engine.generate("1+1=", max_tokens=1)
+        send(engine, signal.SIGSTOP)
+        with anyio.fail_after(20):
+            await engine.aclose()
 
 
 async def read(

@@ -21,6 +21,7 @@ from cllm.engine.core.ngram_drafter import NgramDrafter
 from cllm.engine.core.row_cost import RowCost
 from cllm.engine.core.speculation import Drafter
 from cllm.engine.embedding import EmbeddingInfo
+from cllm.engine.llama import rpc
 from cllm.engine.llama.decoder import LlamaDecoder, make_context, measure_state
 from cllm.engine.llama.determinism import deterministic_decoder
 from cllm.engine.llama.draft_model import DraftModel
@@ -69,7 +70,9 @@ class LlamaBackend:
         """See `Backend`; freed in reverse order: context, adapters, model."""
         config = self._config
         template = config.read_chat_template()  # before a file is loaded for minutes
+        endpoints = rpc.find_servers(config.rpc, lambda: self._is_stopping)
         self.preflight.run()
+        rpc.use_servers(config.rpc, endpoints)
         path = config.model_path
         if config.model is None and not path.is_file():
             raise ModelLoadError(str(path), "the embedded model is not installed")
@@ -159,6 +162,8 @@ class LlamaBackend:
         """See `Backend`."""
         config = self._config
         check_lora_file(path, config.model_path)
+        if config.rpc:  # whose client this engine is: there is no second one
+            return
         self._lora_preflight = Preflight(replace(config, lora=((str(path), 1.0),)))
         if self._is_stopping:  # perhaps since a moment ago: looked at last
             self._lora_preflight.stop()

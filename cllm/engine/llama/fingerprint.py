@@ -21,7 +21,7 @@ SETTINGS = (
 )  # fmt: skip
 # What decides about batches, on which answers depend unless the engine is deterministic.
 BATCH_SETTINGS = (
-    "n_seq_max", "n_batch", "n_ubatch", "compute_threads", "n_gpu_layers", "flash_attn",
+    "n_seq_max", "n_batch", "n_ubatch", "compute_threads", "n_gpu_layers", "rpc", "flash_attn",
     "prefix_cache", "prefix_cache_tokens", "prefix_cache_bytes", "swap_tokens", "n_prefill_chunk", "target_itl_ms",
 )  # fmt: skip
 
@@ -50,7 +50,9 @@ def state_key(files: list[Path], config: EngineConfig, kv_cache: KVCache) -> str
 
     Numbers from another kind of CPU would do too, but not where answers are to be the same to the bit.
     """
-    return _digest(_values(config, kv_cache, (*SETTINGS, "flash_attn", "n_gpu_layers")), files)[:32]
+    return _digest(
+        _values(config, kv_cache, (*SETTINGS, "flash_attn", "n_gpu_layers", "rpc")), files
+    )[:32]
 
 
 def _values(config: EngineConfig, kv_cache: KVCache, names: tuple[str, ...]) -> dict[str, object]:

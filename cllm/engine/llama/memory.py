@@ -32,8 +32,13 @@ def check_fits(config: EngineConfig, loaded: EngineConfig | None) -> None:
     ModelLoadError
         It needs more memory than there is, or its file cannot be read.
     """
+    if loaded is not None and (in_use := set(config.rpc) & set(loaded.rpc)):
+        raise ModelLoadError(
+            str(config.model_path),
+            f"RPC server {min(in_use)} has one client: the model that is loaded",
+        )
     available = available_bytes()
-    if available is None:
+    if available is None or (config.rpc and config.n_gpu_layers != 0):  # servers say themselves
         return
     is_shared = loaded is not None and config.use_mmap and loaded.use_mmap
     shared = set(map(_identity, model_files(loaded))) if loaded and is_shared else set()
@@ -78,7 +83,8 @@ def choose_n_ctx(config: EngineConfig) -> tuple[int, str]:
     """`n_ctx` of a configuration that has "auto" there: what the model was trained for, if memory allows it.
 
     Where each sequence has cells of its own, for each of them.  What the KV cache may take is half of
-    what is left beside the weights.  On a GPU nobody says how much room there is: it stays with the default.
+    what is left beside the weights.  On a GPU, or other machines, nobody says how much room there is:
+    it stays with the default.
 
     Returns
     -------
@@ -88,7 +94,7 @@ def choose_n_ctx(config: EngineConfig) -> tuple[int, str]:
     n_trained = _n_trained(config)
     n_shares = config.n_seq_max if config.deterministic or config.kv_unified is False else 1
     n_wanted = max(N_CTX, n_trained * n_shares)
-    available = None if _is_on_gpu(config) else available_bytes()
+    available = None if _is_elsewhere(config) else available_bytes()
     if not n_trained or available is None:
         return N_CTX, f"{N_CTX:,} tokens of context (-c takes more)"
     n_weights = sum(file.stat().st_size for file in model_files(config) if file.exists())
@@ -116,8 +122,9 @@ def _n_trained(config: EngineConfig) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _is_on_gpu(config: EngineConfig) -> bool:
-    return config.n_gpu_layers != 0 and bool(library().llama_supports_gpu_offload())
+def _is_elsewhere(config: EngineConfig) -> bool:
+    """Whether layers go to a GPU's memory, or another machine's."""
+    return config.n_gpu_layers != 0 and (bool(config.rpc) or library().has_gpu)
 
 
 def _identity(file: Path) -> tuple[int, int] | Path:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import selectors
 import socket
 import threading
@@ -43,7 +44,7 @@ from cllm.engine.thread.mailbox import Inbox, Outbox
 from cllm.engine.thread.socket_watch import SocketWatch
 from cllm.engine.thread.worker_thread import WorkerThreads
 from cllm.engine.vocabulary import EngineVocabulary
-from cllm.errors import EngineFailedError, ModelLoadError
+from cllm.errors import EngineFailedError, ModelLoadError, RpcServerError
 
 logger = logging.getLogger("cllm.engine")
 
@@ -53,6 +54,9 @@ IN_VAIN_S = 60.0
 # For so long the loop may leave something unread, or an offer unanswered, before the thread reads again.
 LOOP_S = 1.0
 OFFER_S = 0.1
+END_S = (
+    30.0  # that a process has to end in when it is told to: it writes files, and frees what it has
+)
 
 
 class EngineProcess(EngineHost):
@@ -190,6 +194,12 @@ class EngineProcess(EngineHost):
         if self._has_ended or self._stopping:
             return None
         if not self._is_ready:
+            if self._config.rpc:
+                servers, told = (
+                    ", ".join(self._config.rpc),
+                    f"a process with it ended: {ending.crash}",
+                )
+                raise RpcServerError(servers, told) from ending.crash
             path = str(self._config.model_path)
             raise ModelLoadError(path, f"its process ended: {ending.crash}") from ending.crash
         return ending
@@ -228,6 +238,7 @@ class EngineProcess(EngineHost):
 
     def _listen(self, process: ProcessHandle, owned: ExitStack) -> None:
         """Until the process is gone."""
+        ends_at = math.inf
         with selectors.DefaultSelector() as selector:
             selector.register(process.stderr, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
@@ -247,7 +258,9 @@ class EngineProcess(EngineHost):
                 if self._ready is not None:
                     self._on_ready(process, self._ready, owned)
                     self._ready = None
-                if is_hung:
+                if self._stopping:
+                    ends_at = min(ends_at, time.perf_counter() + END_S)
+                if is_hung or time.perf_counter() > ends_at:
                     logger.error("the engine's process hangs, and is killed")
                     self._was_hung = not process.is_stopped
                     process.kill()

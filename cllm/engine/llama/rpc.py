@@ -1,0 +1,152 @@
+"""Devices of other machines: llama.cpp's RPC servers, asked in Python first, because llama.cpp would abort.
+
+A server serves one client at a time, and whoever comes second waits without end inside llama.cpp; one that is
+absent, or of another version, ends the process.  What a server does later (it dies in a decode) still ends it:
+hence only in a process of the engine's own.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from cllm.bindings import library
+from cllm.engine.rpc_address import RpcAddress, is_private, rpc_address
+from cllm.errors import ClosedError, RpcServerError
+
+# The handshake of ggml-rpc.cpp, packed: command, size, 24 bytes of what the client can do; size, version, the same.
+HELLO = struct.Struct("<BQ24x").pack(14, 24)
+ANSWER = struct.Struct("<QBBBx24x")
+N_ANSWER = ANSWER.size - 8
+VERSION = (7, 0)  # RPC_PROTO_MAJOR_VERSION, RPC_PROTO_MINOR_VERSION: the highest minor
+CONNECT_S = 2.0
+# So long a server may be absent or busy: it is started again, or still has the process that has just ended.
+PATIENCE_S = 5.0
+PAUSE_S = 0.1
+REGISTER_S = 10.0
+BUSY = "it does not answer: it has another client, or hangs"
+
+
+class _NotYetError(Exception):
+    """It may be there in a moment."""
+
+
+def find_servers(addresses: Sequence[str], is_stopping: Callable[[], bool]) -> list[str]:
+    """See that RPC servers are there, and free; where, as llama.cpp takes it: by number.
+
+    Parameters
+    ----------
+    addresses : sequence of str
+        See `EngineConfig.rpc`.
+    is_stopping : callable
+        Asked while a server is waited for.
+
+    Raises
+    ------
+    RpcServerError
+        A server is absent, busy, of another version, none, or not in a private network.
+    LibraryError
+        The library was built without RPC.
+    ClosedError
+    """
+    if addresses:
+        library().check_rpc()
+    return [find_server(address, is_stopping) for address in map(rpc_address, addresses)]
+
+
+def find_server(address: RpcAddress, is_stopping: Callable[[], bool]) -> str:
+    """The same of one."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        if is_stopping():
+            raise ClosedError("the engine was closed")
+        try:
+            return f"{_greet(address, deadline)}:{address.port}"
+        except _NotYetError as error:
+            if time.monotonic() + PAUSE_S >= deadline:
+                raise RpcServerError(str(address), str(error)) from error.__cause__
+        time.sleep(PAUSE_S)
+
+
+def use_servers(addresses: Sequence[str], endpoints: Sequence[str]) -> None:
+    """Add the devices of servers to those of this process, for good; models that are loaded later may use them.
+
+    Parameters
+    ----------
+    addresses, endpoints : sequence of str
+        As they were given, and as `find_servers` has found them.
+
+    Raises
+    ------
+    RpcServerError
+        Another client came first, or a server has no device.
+    """
+    for address, endpoint in zip(addresses, endpoints, strict=True):
+        found: list[bool] = []
+        # In a thread that may stay there: nothing ends the call but the server.
+        thread = threading.Thread(target=_add, args=(endpoint, found), daemon=True)
+        thread.start()
+        thread.join(REGISTER_S)
+        if not found:
+            raise RpcServerError(address, BUSY)
+        if not found[0]:
+            raise RpcServerError(address, "it has no device")
+
+
+def _add(endpoint: str, found: list[bool]) -> None:
+    found.append(library().add_rpc_server(endpoint))
+
+
+def _greet(address: RpcAddress, deadline: float) -> str:
+    """Connect as llama.cpp does, hear its version, and leave."""
+    try:
+        ip = socket.gethostbyname(address.host)
+    except OSError as error:
+        raise _NotYetError(f"its name is not known: {error}") from error
+    if not is_private(ip):
+        raise RpcServerError(str(address), f"{ip} is not in a private network")
+    try:
+        connection = socket.create_connection((ip, address.port), CONNECT_S)
+    except TimeoutError as error:  # no more can wait there, or nobody is there at all
+        raise _NotYetError(BUSY) from error
+    except OSError as error:
+        raise _NotYetError(f"nobody listens there: {error}") from error
+    with connection:
+        # Left with a reset: a busy server that finds a greeting of somebody long gone would answer in two
+        # parts, and the second ends it by SIGPIPE.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        try:
+            connection.sendall(HELLO)
+            answer = _read(connection, deadline)
+        except TimeoutError as error:
+            raise _NotYetError(BUSY) from error
+        except OSError as error:
+            raise _NotYetError(f"it ends the connection: {error}") from error
+    _check(address, answer)
+    return ip
+
+
+def _read(connection: socket.socket, deadline: float) -> bytes:
+    """As much as an answer has, or less where the connection ends."""
+    answer = b""
+    while len(answer) < ANSWER.size:
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        data = connection.recv(ANSWER.size - len(answer))
+        if not data:
+            break
+        answer += data
+    return answer
+
+
+def _check(address: RpcAddress, answer: bytes) -> None:
+    if len(answer) < ANSWER.size:
+        raise RpcServerError(str(address), "it ends the connection instead of telling its version")
+    size, major, minor, patch = ANSWER.unpack(answer)
+    if size != N_ANSWER:
+        raise RpcServerError(str(address), "it is no RPC server of llama.cpp")
+    if major != VERSION[0] or minor > VERSION[1]:
+        found, wanted = f"{major}.{minor}.{patch}", ".".join(map(str, VERSION))
+        raise RpcServerError(str(address), f"it speaks version {found}, this library {wanted}")

@@ -1,0 +1,58 @@
+"""Addresses of llama.cpp's RPC servers, which have no password and no encryption: private ones only (pure)."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import NamedTuple
+
+from cllm.errors import InvalidArgumentError
+
+N_SERVERS_MAX = 16  # GGML_RPC_MAX_SERVERS of ggml-rpc.h
+LIMIT = "HOST:PORT of a loopback or private address (llama.cpp has no IPv6 there)"
+
+
+class RpcAddress(NamedTuple):
+    """Where a server listens.
+
+    Attributes
+    ----------
+    host : str
+        A name, or an IPv4 address.
+    port : int
+    """
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+def rpc_address(text: object) -> RpcAddress:
+    """An address as callers write it: `HOST:PORT`.
+
+    Raises
+    ------
+    InvalidArgumentError
+        It is none, or one of an open network.
+    """
+    host, _, port = text.partition(":") if isinstance(text, str) else ("", "", "")
+    is_host = bool(host) and host.isascii() and host.isprintable() and not set(host) & set(" /@[]")
+    is_port = port.isascii() and port.isdecimal() and len(port) <= 5 and 1 <= int(port) <= 65535
+    if not (is_host and is_port):
+        raise InvalidArgumentError("rpc", text, LIMIT)
+    address = RpcAddress(host, int(port))
+    try:
+        ip = ipaddress.IPv4Address(host)
+    except ValueError:  # a name, which is looked up when the engine starts
+        return address
+    if not is_private(str(ip)):
+        raise InvalidArgumentError("rpc", text, LIMIT)
+    return address
+
+
+def is_private(ip: str) -> bool:
+    """Whether an IPv4 address is of this machine, or of a network that is not the open one."""
+    address = ipaddress.IPv4Address(ip)
+    is_of_none = address.is_unspecified or address.is_multicast or address.is_reserved
+    return not (address.is_global or is_of_none)
