@@ -279,8 +279,6 @@ class EngineCore:
         recorder.decode_s += decoded - planned
         n_rows = sum(chunk.n_rows for chunk in chunks)
         outputs = self._processor.commit(chunks, logits)
-        if not (self._is_decoding_only or self.kv_cache.has_pos_min):
-            self.manager.keep_checkpoints(chunks)
         recorder.count_tick(n_rows, len(outputs))
         self.recovery.on_success()
         self._n_rows_max = self._decoder.n_batch
@@ -303,6 +301,8 @@ class EngineCore:
                     n_rows, n_cells, len(chunks), self.kv_cache.n_held, ended - started
                 )
         self._learn_row_cost(chunks, n_rows, ended - planned)
+        if not (self._is_decoding_only or self.kv_cache.has_pos_min):
+            self.manager.keep_checkpoints(chunks)  # which is no part of what rows cost
 
     def _learn_row_cost(self, chunks: list[Chunk], n_rows: int, seconds: float) -> None:
         """Remember what so many rows have taken, if there were no others."""

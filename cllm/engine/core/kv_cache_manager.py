@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterable
 
 from cllm.engine.core import scheduler
-from cllm.engine.core.checkpoints import MIN_GAIN, next_checkpoint
+from cllm.engine.core.checkpoints import MIN_GAIN, NEVER, next_checkpoint
 from cllm.engine.core.decoder import CacheMemory
 from cllm.engine.core.kv_cache import KVCache, Slot
 from cllm.engine.core.prefix_cache import CachedPrefix, Match, PrefixCache
@@ -87,8 +87,7 @@ class KVCacheManager:
         self._n_seq_max = n_seq_max
         # Memory that forgets positions cannot give up a part, nor lend one.
         self._can_truncate = kv_cache.has_pos_min
-        can_share = kv_cache.kv_unified or not kv_cache.is_recurrent
-        self._n_tokens_max = prefix_cache_tokens if can_share else 0
+        self._n_tokens_max = prefix_cache_tokens
         self._swap = SwapStore(memory, recorder, n_tokens_max=swap_tokens, clock=clock)
         self.prefixes = PrefixCache()
         self.tiers = tiers
@@ -239,10 +238,13 @@ class KVCacheManager:
             sequence.parted.add(n_tokens)
         self._set_checkpoint(sequence)
 
-    @staticmethod
-    def _set_checkpoint(sequence: Sequence) -> None:
-        n_computed, n_prompt = sequence.n_computed, sequence.n_prompt
-        sequence.n_checkpoint = next_checkpoint(n_computed, n_prompt, sequence.parted)
+    def _set_checkpoint(self, sequence: Sequence) -> None:
+        n_computed, n_checkpoint = sequence.n_computed, NEVER
+        if not self.kv_cache.kv_unified:  # there it is copied
+            n_computed = max(n_computed, MIN_SAVED - MIN_GAIN)
+        if self.kv_cache.kv_unified or self.tiers is not None:
+            n_checkpoint = next_checkpoint(n_computed, sequence.n_prompt, sequence.parted)
+        sequence.n_checkpoint = n_checkpoint
 
     def _open(self, match: Match) -> Slot:
         """A seq_id for a running sequence: a free one, or in the per-sequence layout a cached one.
@@ -304,11 +306,11 @@ class KVCacheManager:
             slot = sequence.slot
             if slot is None or slot.n_computed != sequence.n_checkpoint:
                 continue
-            # In the per-sequence layout a copy would need cells of its own.
-            if self.kv_cache.kv_unified and self.fault is None:
+            if self.fault is None:
                 tokens = sequence.token_array()[: slot.n_computed].copy()
-                self._keep_copy(slot, tokens, sequence.request.lora)
-                self._recorder.n_checkpoints += 1
+                # In the per-sequence layout a copy in cells would need a stream of its own.
+                keep = self._keep_copy if self.kv_cache.kv_unified else self._save_copy
+                self._recorder.n_checkpoints += keep(slot, tokens, sequence.request.lora)
             self._set_checkpoint(sequence)
 
     # --- Out ---------------------------------------------------------------------------------
@@ -365,18 +367,19 @@ class KVCacheManager:
         self._remember(CachedPrefix(tokens, slot, lora))
         return True
 
-    def _keep_copy(self, slot: Slot, tokens: Tokens, lora: LoraUse) -> None:
-        """Remember the first tokens of a slot under a seq_id of their own, which shares its cells."""
+    def _keep_copy(self, slot: Slot, tokens: Tokens, lora: LoraUse) -> bool:
+        """Remember the first tokens of a slot under a seq_id of their own, which shares its cells; whether it was new."""
         if self._is_kept(tokens, lora):
-            return
+            return False
         kv_cache, entries = self.kv_cache, self.prefixes.entries
         while entries and kv_cache.n_cached_ids >= kv_cache.n_seq_ids - self._n_seq_max:
             self.evict(entries[0])
         if not kv_cache.free_ids:
-            return
+            return False
         kept = kv_cache.open(is_cached=True)
         self._copy(slot, kept, len(tokens))
         self._remember(CachedPrefix(tokens, kept, lora))
+        return True
 
     def _is_kept(self, tokens: Tokens, lora: LoraUse) -> bool:
         """Whether these tokens are cached, perhaps as part of more; what they make needless is evicted."""
@@ -400,28 +403,30 @@ class KVCacheManager:
         """Let a cached prefix leave the cells, for the tiers below if that is worth it."""
         self.prefixes.entries.remove(entry)
         if saves:
-            self._save_prefix(entry)
+            self._save_copy(entry.slot, entry.tokens, entry.lora)
         self._remove(entry.slot.seq_id, 0)
         n_cells = self.kv_cache.release(entry.slot)
         self._recorder.n_evictions += 1
         logger.debug("cached prefix of %d tokens: evicted, %d cells", len(entry.tokens), n_cells)
 
-    def _save_prefix(self, entry: CachedPrefix) -> None:
-        tokens, tiers = entry.tokens, self.tiers
+    def _save_copy(self, slot: Slot, tokens: Tokens, lora: LoraUse) -> bool:
+        """Let the tiers below have a copy of what a slot holds, these tokens, if that is worth it; whether they have a new one."""
+        tiers = self.tiers
         if tiers is None or self.fault is not None or len(tokens) < MIN_SAVED:
-            return
-        if tiers.has(tokens, entry.lora) or self._swap.copy_s(len(tokens)) > self._may_pause_s():
-            return
-        state = self._swap.copy_of(entry.slot, f"cached prefix of {len(tokens)} tokens")
+            return False
+        if tiers.has(tokens, lora) or self._swap.copy_s(len(tokens)) > self._may_pause_s():
+            return False
+        state = self._swap.copy_of(slot, f"prefix of {len(tokens)} tokens")
         if state is not None:
-            tiers.add(tokens, entry.lora, state)
+            tiers.add(tokens, lora, state)
+        return state is not None
 
     def write_all(self) -> None:
         """Write the cached prefixes to files, as many as are taken, the most recently used first."""
         for entry in reversed(self.prefixes.entries):
             if self.tiers is None or not self.tiers.writes:
                 return
-            self._save_prefix(entry)
+            self._save_copy(entry.slot, entry.tokens, entry.lora)
 
     def evict_until(self, n_free: int) -> None:
         """Evict cached prefixes, least recently used first, until so many cells are free."""

@@ -153,17 +153,41 @@ def test_what_failed_is_not_shared() -> None:
     assert sim.core.statistics().n_kv_cells_cached == 0
 
 
-@pytest.mark.parametrize(
-    "options", [{"prefix_cache": False}, {"has_pos_min": False, "kv_unified": False}]
-)
-def test_nothing_is_shared_where_it_is_off_or_a_state_would_have_to_be_copied(options: Any) -> None:
-    sim = Simulator(answer=endless, **options)
+@pytest.mark.parametrize("memory", [{}, {"has_pos_min": False}], ids=["cells", "states"])
+@LAYOUTS
+def test_nothing_is_shared_where_it_is_off(kv_unified: bool, memory: Any) -> None:
+    sim = Simulator(answer=endless, prefix_cache=False, kv_unified=kv_unified, **memory)
     for _ in range(4):
         sim.submit(b"prompt", max_tokens=2)
     sim.run()
     assert n_computed(sim) == 4 * 6
     assert sim.core.statistics().n_kv_cells_cached == 0
     sim.check_outcomes()
+
+
+def test_a_state_is_kept_in_host_memory_where_there_are_no_cells_to_share() -> None:
+    sim = Simulator(
+        n_ctx=2048, n_seq_max=2, n_batch=64, kv_unified=False, has_pos_min=False, answer=endless,
+        prefix_cache_bytes=1 << 20,
+    )  # fmt: skip
+    head = bytes(range(100, 200))
+    for i in range(6):
+        sim.submit(head + bytes([i]) * 40, max_tokens=2)
+        sim.run()
+    statistics = sim.core.statistics()
+    # The second finds out where they part, and has it kept; from the third on only the rest is computed.
+    assert statistics.n_checkpoints > 0
+    assert n_computed(sim) <= 2 * 140 + 4 * (40 + TAIL)
+    sim.check_outcomes()
+
+
+def test_without_host_memory_no_state_is_kept_in_the_per_sequence_layout() -> None:
+    sim = Simulator(
+        n_ctx=2048, n_seq_max=2, n_batch=64, kv_unified=False, has_pos_min=False, answer=endless
+    )
+    sim.submit(bytes(200), max_tokens=2)
+    sim.run()
+    assert sim.core.statistics().n_checkpoints == 0
 
 
 @LAYOUTS

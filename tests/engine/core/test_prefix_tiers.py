@@ -242,7 +242,7 @@ def test_what_others_share_in_cells_is_not_restored_beside_them() -> None:
     prompt = bytes(range(200))
     served(sim, prompt + b"1")
     for entry in list(sim.core.manager.prefixes.entries):
-        sim.core.manager._save_prefix(entry)
+        sim.core.manager._save_copy(entry.slot, entry.tokens, entry.lora)
     assert served(sim, prompt + b"2") == 1
     assert sim.core.statistics().n_restored_prefixes == 0
 

@@ -15,6 +15,7 @@ from cllm import Completion, Engine, FinishReason
 from cllm.bindings import Model
 from cllm.engine.config import EngineConfig
 from cllm.engine.core.checkpoints import MIN_GAIN, TAIL
+from cllm.engine.core.swap_store import SwapStore
 from cllm.engine.llama.decoder import measure_state
 from cllm.errors import CllmError, ContextError
 from tests.conftest import QUIET, running_batch
@@ -130,12 +131,37 @@ async def test_what_a_state_takes_is_measured(name: str, n_states: int) -> None:
     assert n_states * 4 * 128 * (16 + 3) <= n_bytes < (n_states or 0.5) * 2 * 4 * 128 * (16 + 3)
 
 
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "unified": {"kv_unified": True},
+    # Copies in host memory: there are no cells to share.
+    "per-sequence": {"kv_unified": False},
+    "deterministic": {"deterministic": True},
+}
+
+
+def file_of(name: str, layout: str) -> Path:
+    """Of whose matrices the products are to the bit where they have to be."""
+    return make_model.ensure(name, "Q8_0" if layout == "deterministic" else "F16")
+
+
+@pytest.fixture
+def restoring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies are put back however long that takes: these models compute a token in no time."""
+    monkeypatch.setattr(SwapStore, "restore_s", lambda *_: 0.0)
+    monkeypatch.setattr(SwapStore, "copy_s", lambda *_: 0.0)
+
+
+@pytest.mark.same_process("what is measured is not measured there")
+@pytest.mark.usefixtures("restoring")
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", WHOLE_ONLY)
-async def test_prompts_share_a_state_or_a_window_up_to_where_they_part(name: str) -> None:
-    path, rng = make_model.ensure(name, "F16"), random.Random(1)
+async def test_prompts_share_a_state_or_a_window_up_to_where_they_part(
+    name: str, layout: str
+) -> None:
+    path, rng = file_of(name, layout), random.Random(1)
     head = random_tokens(rng, 400)
     prompts = [head + random_tokens(rng, 5 + 7 * i) for i in range(8)]
-    async with Engine(path, n_ctx=8192, n_seq_max=8, **QUIET) as engine:
+    async with Engine(path, n_ctx=8192, n_seq_max=8, **LAYOUTS[layout], **QUIET) as engine:
         answers = await engine.generate_all(prompts, max_tokens=12, temperature=0, logprobs=20)
         n_least = len(head) + sum(len(prompt) - len(head) for prompt in prompts)
         assert engine.statistics().n_prefill_tokens <= n_least + 7 * MIN_GAIN
@@ -143,12 +169,17 @@ async def test_prompts_share_a_state_or_a_window_up_to_where_they_part(name: str
     await assert_as_alone(path, list(zip(prompts, answers, strict=True)))
 
 
+@pytest.mark.same_process("what is measured is not measured there")
+@pytest.mark.usefixtures("restoring")
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", WHOLE_ONLY)
-async def test_each_turn_of_a_chat_goes_on_from_the_prompt_before_it(name: str) -> None:
+async def test_each_turn_of_a_chat_goes_on_from_the_prompt_before_it(
+    name: str, layout: str
+) -> None:
     """Its template leaves out what the model has thought, and so the end of each sequence."""
-    path, rng = make_model.ensure(name, "F16"), random.Random(2)
+    path, rng = file_of(name, layout), random.Random(2)
     chat, asked = random_tokens(rng, 300), list[tuple[list[int], Completion]]()
-    async with Engine(path, n_ctx=4096, n_seq_max=2, **QUIET) as engine:
+    async with Engine(path, n_ctx=4096, n_seq_max=2, **LAYOUTS[layout], **QUIET) as engine:
         for _ in range(10):
             chat += random_tokens(rng, 40)
             prompt = [*chat, 7, 8, 9]
