@@ -13,6 +13,7 @@ PAGE = ROOT / "docs" / "reliability.md"
 PROOFS = {
     "fault_matrix": "Native calls that fail",
     "fault_process": "Native calls that fail in the process of an engine",
+    "tier_faults": "Copies and files of the KV cache that fail",
     "hazards": "What libllama aborts on",
     "api_fuzz": "Any arguments, for the engine",
     "bindings_fuzz": "Any arguments, for the bindings",

@@ -1,0 +1,374 @@
+"""Prefixes in host memory and in files, and every fault of what copies, writes and reads them.
+
+    python -m tests.reliability.tier_faults [--calls N] [--save]
+
+Prompts that evict one another are asked of an engine and, when it has ended, of a second one on the same
+directory, which goes on from what the first has left.  Each file call and each native call of a copy fails
+once, at its k-th time; files are damaged between the two; another process keeps to the same directory, and
+removes what it finds.  No answer may change, and nothing may be left that differs from what is on the books.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import anyio
+import pytest
+
+from cllm import Completion, Engine, InvalidArgumentError
+from cllm.engine.core import swap_store
+from cllm.engine.thread import inference_thread, prefix_files
+from cllm.engine.thread.prefix_files import SUFFIX
+from tests.conftest import QUIET, our_threads
+from tests.reliability.answers import unlike
+from tests.reliability.fault_matrix import CACHE
+from tests.reliability.file_faults import ERRNOS, FUNCTIONS, FileFault, FileFaults, Real, fails
+from tests.reliability.native_faults import Fault, NativeFaults, Outcome
+from tests.reliability.record import Record, Table, conclude
+
+CLAIM = (
+    "A copy of the KV cache that cannot be made, kept, written, read or put back, a damaged or foreign file, and "
+    "another process in the same directory change no answer: what is missing is computed.  A directory that cannot "
+    "be used when an engine starts is refused by name."
+)
+# Each sequence has cells of its own, and there are no more than two.
+OPTIONS: dict[str, Any] = {"n_ctx": 512, "n_seq_max": 2, "deterministic": True, **QUIET}
+TIERS: dict[str, dict[str, Any]] = {
+    "host memory": {"prefix_cache_bytes": 1 << 24},
+    "files": {"prefix_cache_bytes": 0},
+    "both": {"prefix_cache_bytes": 1 << 20},
+}
+HEADS = ("count: 1 2 3 4 5 6 7 8 9 " * 4, "repeat: a b c d e f g h " * 4, "In a small town " * 6)
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True, "logprobs": 0}
+# Follow-ups in pairs: each pair evicts what the pair before has left.
+ROUNDS = ((0, 1), (2, 0), (1, 2))
+NATIVE = ("llama_state_seq_get_size", "llama_state_seq_get_data", "llama_state_seq_set_data")
+HANG_S = 30.0
+COMMAND = (sys.executable, "-m", "tests.reliability.tier_faults")
+
+
+@dataclass
+class Tried:
+    """What became of one kind of fault."""
+
+    tier: str
+    what: str
+    n_calls: int = 0
+    n_tried: int = 0
+    n_compared: int = 0
+    n_restored: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+
+class Bench:
+    """A directory, and engines on it one after another."""
+
+    def __init__(self, tier: str, directory: Path) -> None:
+        self.tier = tier
+        self.directory = directory.resolve()
+        self.native = NativeFaults()
+        self.files = FileFaults(directory)
+        self._alone: dict[str, Completion] = {}
+        self.n_compared = 0
+        self._stack = ExitStack()
+
+    async def __aenter__(self) -> Self:
+        with ExitStack() as entered:
+            for each in (self.native, self.files, always_restored()):
+                entered.enter_context(each)
+            await self._ask_alone()
+            self._stack = entered.pop_all()
+        return self
+
+    async def _ask_alone(self) -> None:
+        async with Engine(prefix_cache=False, **OPTIONS) as engine:
+            for prompt in {p for n in (1, 2) for pair in _prompts(n) for p in pair}:
+                self._alone[prompt] = await engine.generate(prompt, **GREEDY)
+
+    async def __aexit__(self, *_: object) -> None:
+        self._stack.close()
+
+    async def run(
+        self, between: Callable[[Path], None] = lambda _: None, **options: Any
+    ) -> tuple[int, list[str]]:
+        """Serve everything by one engine and, after `between`, by another: prefixes restored, what is wrong."""
+        n_restored, wrong = 0, list[str]()
+        for number in (1, 2):
+            with anyio.move_on_after(HANG_S) as scope:
+                try:
+                    async with Engine(**OPTIONS, **self._tier_options, **options) as engine:
+                        wrong += await self._serve(engine, number)
+                        n_restored += engine.statistics().n_restored_prefixes
+                except InvalidArgumentError as error:  # the directory cannot be used
+                    is_told = self.files.n_met == 1 and error.field == "prefix_cache_dir"
+                    wrong += [] if is_told else [repr(error)]
+            if scope.cancelled_caught:
+                wrong.append("it hangs")
+            wrong += [f"{name} is left" for name in our_threads()]
+            if number == 1:
+                between(self.directory)
+        return n_restored, wrong
+
+    async def _serve(self, engine: Engine, number: int) -> list[str]:
+        wrong: list[str] = []
+        for pair in _prompts(number):
+            answers = await engine.generate_all(pair, **GREEDY)
+            for prompt, answer in zip(pair, answers, strict=True):
+                self.n_compared += 1
+                if found := unlike(answer, self._alone[prompt]):
+                    wrong.append(f"{prompt[-20:]!r}: {found}")
+        return wrong + await engine.audit()
+
+    @property
+    def _tier_options(self) -> dict[str, Any]:
+        options, has_files = TIERS[self.tier], self.tier != "host memory"
+        return options | {"prefix_cache_dir": self.directory} if has_files else options
+
+    def begin(self, file: FileFault | None = None, native: Fault | None = None) -> None:
+        """Let the directory be empty, and one call fail."""
+        self.files.arm(None)
+        shutil.rmtree(self.directory)
+        self.directory.mkdir()
+        self.files.arm(file)
+        self.native.arm(*([] if native is None else [native]))
+
+    async def count(self) -> tuple[Counter[str], Counter[str]]:
+        """Calls of a run without a fault: for files, and native ones."""
+        self.begin()
+        n_restored, wrong = await self.run()
+        assert not wrong, wrong
+        assert n_restored, "nothing has come back from the tiers"
+        return Counter(self.files.n_calls), Counter(self.native.n_calls)
+
+    async def try_file(self, fault: FileFault, tried: Tried) -> None:
+        """One call for a file fails."""
+        self.begin(file=fault)
+        await self.try_once(tried, f"{fault.function} {fault.k}: {fault.words}")
+
+    async def try_native(self, function: str, k: int, outcome: Outcome, tried: Tried) -> None:
+        """One native call of a copy fails."""
+        self.begin(native=Fault(function, k, outcome))
+        await self.try_once(tried, f"{function} {k}: {outcome}")
+
+    async def try_damage(self, name: str, damage: Callable[[Path], None], tried: Tried) -> None:
+        """What the first engine has left is damaged."""
+        self.begin()
+        await self.try_once(tried, name, damage)
+
+    async def try_once(
+        self, tried: Tried, what: str, between: Callable[[Path], None] = lambda _: None
+    ) -> None:
+        """Serve everything, and count it."""
+        n_before = self.n_compared
+        n_restored, wrong = await self.run(between)
+        tried.n_tried += 1
+        tried.n_compared += self.n_compared - n_before
+        tried.n_restored += n_restored
+        tried.wrong += [f"{self.tier}, {what}: {line}" for line in wrong]
+
+
+def _prompts(number: int) -> list[list[str]]:
+    return [[f"{HEADS[i]}{number}{turn}" for i in pair] for turn, pair in enumerate(ROUNDS)]
+
+
+@contextmanager
+def always_restored() -> Iterator[None]:
+    """Nothing depends on measured times, nor on the audits of tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inference_thread, "AUDIT_EVERY_TICK", False)
+        patch.setattr(inference_thread, "IDLE_AUDIT_S", float("inf"))
+        patch.setattr(swap_store.SwapStore, "restore_s", lambda *_: 0.0)
+        patch.setattr(swap_store.SwapStore, "copy_s", lambda *_: 0.0)
+        patch.setattr(prefix_files, "CLOSE_S", 20.0)  # all that is to be written is
+        yield
+
+
+# --- Damage -------------------------------------------------------------------------------------
+def _each(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    def damage(directory: Path) -> None:
+        for path in directory.rglob(f"*{SUFFIX}"):
+            path.write_bytes(change(path.read_bytes()))
+
+    return damage
+
+
+def _cut(share: float) -> Callable[[bytes], bytes]:
+    return lambda data: data[: int(share * len(data))]
+
+
+def _flipped(share: float) -> Callable[[bytes], bytes]:
+    def change(data: bytes) -> bytes:
+        i = min(len(data) - 1, int(share * len(data)))
+        return data[:i] + bytes([data[i] ^ 0x10]) + data[i + 1 :]
+
+    return change
+
+
+def _swapped(directory: Path) -> None:
+    """Each has the bytes of another."""
+    paths = sorted(directory.rglob(f"*{SUFFIX}"))
+    contents = [path.read_bytes() for path in paths]
+    for path, content in zip(paths, contents[1:] + contents[:1], strict=True):
+        path.write_bytes(content)
+
+
+def _directories(directory: Path) -> None:
+    """Directories in the places of files."""
+    for path in list(directory.rglob(f"*{SUFFIX}")):
+        path.unlink()
+        path.mkdir()
+
+
+def _gone(directory: Path) -> None:
+    for path in list(directory.rglob(f"*{SUFFIX}")):
+        path.unlink()
+
+
+def _foreign(directory: Path) -> None:
+    """Files that somebody else put there."""
+    for path in list(directory.rglob(f"*{SUFFIX}")):
+        path.with_name(f"foreign{SUFFIX}").write_bytes(os.urandom(1000))
+        path.with_name(f"empty{SUFFIX}").write_bytes(b"")
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    **{f"cut off at {s}": _each(_cut(s)) for s in (0.0, 0.01, 0.5, 0.999)},
+    **{f"a bit flipped at {s}": _each(_flipped(s)) for s in (0.0, 0.001, 0.01, 0.1, 0.5, 0.9, 1.0)},
+    "longer": _each(lambda data: data + b"\0"),
+    "each with another's bytes": _swapped,
+    "directories in their place": _directories,
+    "gone": _gone,
+    "foreign files beside them": _foreign,
+}  # fmt: skip
+
+
+def _half(real: Real) -> Any:
+    """A read that ends early, as of a file that is being cut off."""
+    done = real()
+    return done[: len(done) // 2] if isinstance(done, bytes) else done // 2
+
+
+# --- The whole ----------------------------------------------------------------------------------
+async def try_tier(tier: str, n_calls: int) -> list[Tried]:
+    """Every fault of one tier, at each of the first `n_calls` calls."""
+    found = []
+    with tempfile.TemporaryDirectory() as name:
+        async with Bench(tier, Path(name)) as bench:
+            file_calls, native_calls = await bench.count()
+            for function in FUNCTIONS:
+                tried = Tried(tier, function, file_calls[function])
+                for k in range(1, min(n_calls, tried.n_calls) + 1):
+                    for number in ERRNOS:
+                        fault = FileFault(function, k, os.strerror(number), fails(number))
+                        await bench.try_file(fault, tried)
+                    if function == "read":
+                        await bench.try_file(FileFault(function, k, "half of it", _half), tried)
+                if tried.n_tried:
+                    found.append(tried)
+            for function in NATIVE:
+                tried = Tried(tier, function, native_calls[function])
+                for outcome in CACHE[function]:
+                    for k in range(1, min(n_calls, tried.n_calls) + 1):
+                        await bench.try_native(function, k, outcome, tried)
+                found.append(tried)
+            if tier != "host memory":
+                for words, damage in DAMAGES.items():
+                    tried = Tried(tier, f"files {words}")
+                    await bench.try_damage(words, damage, tried)
+                    found.append(tried)
+                found.append(await _beside_another(bench))
+    return found
+
+
+async def _beside_another(bench: Bench, n_runs: int = 5) -> Tried:
+    """Another process serves on the directory, and leaves room for hardly a file."""
+    tried = Tried(bench.tier, "another process removes files")
+    bench.begin()
+    other = subprocess.Popen(
+        [*COMMAND, "--neighbour", str(bench.directory)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert other.stdout is not None
+    try:
+        await anyio.to_thread.run_sync(other.stdout.readline)
+        for _ in range(n_runs):
+            await bench.try_once(tried, "beside another process")
+    finally:
+        output, _ = await anyio.to_thread.run_sync(partial(other.communicate, timeout=60))
+    if other.returncode or b"0 wrong" not in output:
+        tried.wrong.append(f"the other process: {output!r}")
+    return tried
+
+
+async def be_neighbour(directory: Path) -> int:
+    """Serve on a directory until standard input ends; 1 if an answer was wrong."""
+    ended = anyio.Event()
+    n_wrong = n_served = 0
+
+    async def watch() -> None:
+        await anyio.to_thread.run_sync(sys.stdin.read)
+        ended.set()
+
+    async with Bench("files", directory) as bench, anyio.create_task_group() as tasks:
+        print("ready", flush=True)
+        tasks.start_soon(watch)
+        while not ended.is_set():
+            _, wrong = await bench.run(prefix_cache_dir_bytes=1 << 17)
+            n_wrong, n_served = n_wrong + len(wrong), n_served + 1
+    print(f"{n_served} times, {n_wrong} wrong", flush=True)
+    return int(bool(n_wrong))
+
+
+def record(found: list[Tried], seconds: float, options: list[str]) -> Record:
+    """The figures and the table."""
+    head = ("tier", "what fails", "calls made", "faults", "prefixes restored meanwhile", "wrong")
+    rows = [(t.tier, t.what, t.n_calls, t.n_tried, t.n_restored, len(t.wrong)) for t in found]
+    figures: dict[str, Any] = {
+        "kinds of faults": len(found),
+        "faults, each with two engines one after another": sum(t.n_tried for t in found),
+        "answers compared": sum(t.n_compared for t in found),
+        "prefixes restored meanwhile": sum(t.n_restored for t in found),
+        "not as it is to be": sum(len(t.wrong) for t in found),
+        "seconds": round(seconds, 1),
+    }
+    command = " ".join(["python -m tests.reliability.tier_faults", *options, "--save"])
+    return Record("tier_faults", CLAIM, command, figures, [Table(head, rows, "One fault each.")])
+
+
+async def prove(tiers: list[str], n_calls: int) -> list[Tried]:
+    """Every fault of these tiers."""
+    return [tried for tier in tiers for tried in await try_tier(tier, n_calls)]
+
+
+def main() -> int:
+    """Run all of them; 1 if anything was not as it is to be."""
+    parser = argparse.ArgumentParser(prog="python -m tests.reliability.tier_faults")
+    parser.add_argument("--calls", type=int, default=100, help="k from 1 to this")
+    parser.add_argument("--neighbour", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--save", action="store_true", help="keep the record")
+    given = parser.parse_args()
+    if given.neighbour is not None:
+        return anyio.run(be_neighbour, given.neighbour)
+    started = time.perf_counter()
+    found = anyio.run(prove, list(TIERS), given.calls)
+    wrong = [line for tried in found for line in tried.wrong]
+    options = [argument for argument in sys.argv[1:] if argument != "--save"]
+    made = record(found, time.perf_counter() - started, options)
+    return conclude(made, wrong, is_kept=given.save)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
