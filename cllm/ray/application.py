@@ -14,7 +14,7 @@ from ray import serve
 from cllm import EngineConfig, InvalidArgumentError
 from cllm.ray.environment import prepare
 from cllm.ray.replica import Replica
-from cllm.ray.settings import ClusterSettings
+from cllm.ray.settings import PREFIX, ClusterSettings
 from cllm.server.config import ServerConfig
 
 logger = logging.getLogger("cllm.ray")
@@ -60,6 +60,12 @@ def app(
     deployment = serve.deployment(
         serve.ingress()(Replica), name=NAME, **settings.deployment_options(engine, server)
     )
+    if affinity == PREFIX:
+        from cllm.ray.prefix_router import (
+            with_prefix_affinity,
+        )  # what it imports is Ray's own affair
+
+        return with_prefix_affinity(deployment, engine, server)
     return deployment.bind(engine, server)
 
 
@@ -67,7 +73,7 @@ def build(args: Mapping[str, Any] | None = None) -> serve.Application:
     """The same from names and values, for `serve run cllm.ray:build model=m.gguf replicas=2` and YAML.
 
     Every field of `EngineConfig`, `ServerConfig` and `ClusterSettings` is a name; those of a command line
-    are text.
+    are text.  Without `api_key`, `CLLM_API_KEY` of the environment is one.
 
     Raises
     ------
@@ -91,6 +97,8 @@ def build(args: Mapping[str, Any] | None = None) -> serve.Application:
         limit = "a field of EngineConfig, ServerConfig or ClusterSettings"
         raise InvalidArgumentError(name, left[name], limit)
     engine, server, cluster = parts
+    if (key := os.environ.get("CLLM_API_KEY")) is not None:
+        server.setdefault("api_key", key)
     return app(EngineConfig(**engine), ServerConfig(**server), **cluster)
 
 

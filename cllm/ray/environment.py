@@ -18,12 +18,17 @@ ALWAYS: Mapping[str, str] = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 BY_SESSION = "hdr(x-session-id)"
+BY_PREFIX: Mapping[str, str] = {
+    "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY": "1",
+    # Of a body that is longer, as much is looked at; HAProxy has two such buffers for each connection.
+    "RAY_SERVE_HAPROXY_INGRESS_REQUEST_ROUTER_BUFSIZE": "131072",
+}
 
 
 def wanted(affinity: str | None) -> dict[str, str]:
     """The variables and their values."""
-    by_session = {BALANCE: BY_SESSION} if affinity == "session" else {}
-    return {**ALWAYS, **by_session}
+    by_affinity = {"session": {BALANCE: BY_SESSION}, "prefix": BY_PREFIX}
+    return {**ALWAYS, **by_affinity.get(affinity or "", {})}
 
 
 def prepare(affinity: str | None, environ: MutableMapping[str, str], *, is_running: bool) -> None:

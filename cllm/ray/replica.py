@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import anyio
@@ -62,8 +63,16 @@ class Replica:
         if health is None or health.status not in SERVING:
             raise CllmError(f"the engine serves nobody: {health}")
 
+    def record_routing_stats(self) -> dict[str, float]:
+        """For `PrefixRouter`: how many requests there are, and when that was."""
+        engine = self._application.state.server.engine
+        if engine is None:
+            return {}
+        now = engine.statistics()
+        return {"open": float(now.n_waiting + now.n_running), "told_at": time.monotonic()}
+
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """For policies of the caller's own: what waits, what runs, how full the KV cache is."""
+        """For `Autoscaling`, and policies of the caller's own: what waits, what runs, how full the KV cache is."""
         engine = self._application.state.server.engine
         if engine is None:
             return {}

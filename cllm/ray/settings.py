@@ -10,13 +10,15 @@ from cllm import EngineConfig, InvalidArgumentError
 from cllm.checks import check_float, check_int
 from cllm.server.config import ServerConfig
 
-AFFINITIES = ("session", None)
+PREFIX = "prefix"
+AFFINITIES = ("session", PREFIX, None)
 HEADROOM = 64
 END_S = 5.0  # a replica has this after its drain
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 10.0
 UPSCALE_DELAY_S, DOWNSCALE_DELAY_S = 5.0, 600.0
 # Requests of a replica above which there shall be another, as a part of its seats.
 TARGET_SHARE = 0.75
+POLICY = "cllm.ray.autoscaling:Autoscaling"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +35,8 @@ class ClusterSettings:
     num_gpus : float
         GPUs of each.
     affinity : str, optional
-        "session": the requests of one `x-session-id` go to one replica.  None: to the one with the fewest
-        connections.
+        "session": the requests of one `x-session-id` go to one replica.  "prefix", which is experimental:
+        and others where the longest beginning of theirs has gone.  None: to the one with the fewest connections.
 
     Raises
     ------
@@ -65,7 +67,17 @@ class ClusterSettings:
             raise error("affinity", self.affinity, f"one of {AFFINITIES}")
 
     def engine(self, engine: EngineConfig) -> EngineConfig:
-        """The settings of each engine: as many threads as it has processors, not all of the machine."""
+        """The settings of each engine: as many threads as it has processors, not all of the machine.
+
+        Raises
+        ------
+        InvalidArgumentError
+            Several would share RPC servers, which have one client at a time.
+        """
+        if engine.rpc and self.replicas not in (1, (1, 1)):
+            raise InvalidArgumentError(
+                "replicas", self.replicas, "1 with rpc: servers have one client"
+            )
         if self.num_cpus is None or engine.n_threads is not None:
             return engine
         return replace(engine, n_threads=self.num_cpus)
@@ -95,10 +107,15 @@ class ClusterSettings:
     def _autoscaling(self, engine: EngineConfig) -> Mapping[str, Any]:
         assert isinstance(self.replicas, tuple)
         least, most = self.replicas
+        n_requests = max(1.0, TARGET_SHARE * engine.n_seq_max)
         return {
             "min_replicas": least,
             "max_replicas": most,
-            "target_ongoing_requests": max(1.0, TARGET_SHARE * engine.n_seq_max),
+            "target_ongoing_requests": n_requests,
+            "policy": {
+                "policy_function": POLICY,
+                "policy_kwargs": {"requests_per_replica": n_requests},
+            },
             "upscale_delay_s": UPSCALE_DELAY_S,
             "downscale_delay_s": DOWNSCALE_DELAY_S,
         }

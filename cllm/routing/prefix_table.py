@@ -18,6 +18,7 @@ from cllm.errors import InvalidArgumentError
 
 BLOCK = 256  # bytes of a prompt that are looked up at once: some 64 tokens
 N_BLOCKS_MAX = 512  # of one prompt; what is behind them decides nothing
+PROMPTS = ("messages", "prompt", "input")  # what bodies call it
 
 Key = bytes
 
@@ -105,7 +106,7 @@ def keys_of(prompt: bytes) -> list[Key]:
 def prompt_bytes(body: Mapping[str, Any]) -> bytes:
     """What tells the prompt of a request from others, in its order: of a body as any route has it."""
     head = [body[name] for name in ("tools", "system", "instructions") if body.get(name)]
-    for name in ("messages", "prompt", "input"):
+    for name in PROMPTS:
         given = body.get(name)
         if isinstance(given, str):
             return _plain(head) + given.encode("utf-8", "replace")
@@ -118,3 +119,9 @@ def prompt_bytes(body: Mapping[str, Any]) -> bytes:
 
 def _plain(value: object) -> bytes:
     return json.dumps(value, default=str).encode("utf-8", "replace") if value else b""
+
+
+def raw_prompt(body: bytes) -> bytes:
+    """A JSON body from where its prompt begins: of one that has been cut off too, and without reading it."""
+    found = [body.find(f'"{name}"'.encode()) for name in PROMPTS]
+    return body[min(i for i in found if i >= 0) :] if max(found) >= 0 else b""

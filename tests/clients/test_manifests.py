@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.main import get_command
 
+from cllm import EngineConfig
 from cllm.cli.app import command_line
+from cllm.ray import ClusterSettings
+from cllm.ray.environment import wanted
 from cllm.server.config import ServerConfig
 from cllm.server.metrics import GAUGES
 
@@ -27,16 +32,61 @@ MANIFESTS = [
 ]
 
 
+RAY_SERVICE = "RayService"  # of KubeRay, which these schemas do not have
+OWN = [each for each in MANIFESTS if each["kind"] != RAY_SERVICE]
+
+
 def of_kind(kind: str) -> Any:
     return next(each for each in MANIFESTS if each["kind"] == kind)
 
 
-@pytest.mark.parametrize(
-    "manifest", MANIFESTS, ids=lambda m: f"{m['kind']}-{m['metadata']['name']}"
-)
+@pytest.mark.parametrize("manifest", OWN, ids=lambda m: f"{m['kind']}-{m['metadata']['name']}")
 @pytest.mark.parametrize("version", ["1.30", "1.33"])
 def test_a_manifest_is_what_this_version_takes(manifest: Any, version: str) -> None:
     validate.validate(manifest, version, strict=True)
+
+
+def ray_pods() -> Iterator[Any]:
+    """The pods that KubeRay makes."""
+    cluster = of_kind(RAY_SERVICE)["spec"]["rayClusterConfig"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        name = {"name": group.get("groupName", "head")}
+        yield {"apiVersion": "v1", "kind": "Pod", "metadata": name, **group["template"]}
+
+
+@pytest.mark.parametrize("version", ["1.30", "1.33"])
+def test_the_pods_of_ray_are_what_this_version_takes(version: str) -> None:
+    for pod in ray_pods():
+        validate.validate(pod, version, strict=True)
+
+
+def test_every_pod_of_ray_has_what_ray_reads_when_it_starts() -> None:
+    for pod in ray_pods():
+        (container,) = pod["spec"]["containers"]
+        given = {each["name"]: each.get("value") for each in container["env"]}
+        assert wanted("session").items() <= given.items()
+        assert "CLLM_API_KEY" in given
+
+
+def test_the_application_of_ray_is_given_settings_that_there_are() -> None:
+    config = yaml.safe_load(of_kind(RAY_SERVICE)["spec"]["serveConfigV2"])
+    (application,) = config["applications"]
+    assert application["import_path"] == "cllm.ray:build"
+    given = dict(application["args"])
+
+    def taken(kind: Any) -> Any:
+        names = {field.name for field in fields(kind)}
+        return kind(**{name: given.pop(name) for name in names & given.keys()})
+
+    engine, server, cluster = map(taken, (EngineConfig, ServerConfig, ClusterSettings))
+    assert not given
+    options = cluster.deployment_options(engine, server)
+    worker = list(ray_pods())[1]["spec"]
+    assert worker["terminationGracePeriodSeconds"] > options["graceful_shutdown_timeout_s"]
+    (container,) = worker["containers"]
+    assert (
+        int(container["resources"]["requests"]["cpu"]) >= options["ray_actor_options"]["num_cpus"]
+    )
 
 
 def test_a_wrong_field_would_be_seen() -> None:

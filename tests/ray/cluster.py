@@ -1,9 +1,10 @@
 """A Ray cluster of this machine's own, in a process: started, asked to do things, stopped.
 
-    python -m tests.ray.cluster ENGINE SERVER CLUSTER [--nodes N]
+    python -m tests.ray.cluster ENGINE SERVER CLUSTER --port PORT [--cpus N …]
 
-takes settings as JSON, writes a line of JSON for everything that it has done, and reads what to do next from its standard
-input: `redeploy`, `status`, `add-node`, `remove-node`, `stop`.  It ends with its input.
+takes settings as JSON, and the processors of each node, the first of which has the front; writes a line of JSON
+for everything that it has done, and reads what to do next from its standard input: `redeploy`, `status`,
+`add-node`, `remove-node`, `stop`.  It ends with its input.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from cllm.server.config import ServerConfig
 TEMPORARY = os.environ.get("CLLM_RAY_DIRECTORY", "/tmp/cllm-ray")
 
 
-def prepare() -> None:
+def prepare(affinity: str | None) -> None:
     """Before Ray is imported: what tests need besides."""
-    environment.prepare("session", os.environ, is_running=False)
+    environment.prepare(affinity, os.environ, is_running=False)
     folder = f"{TEMPORARY}/haproxy"
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    for path in (folder, f"{TEMPORARY}/ray"):
+        Path(path).mkdir(parents=True, exist_ok=True)
     os.environ |= {
+        "RAY_TMPDIR": TEMPORARY,
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{folder}/haproxy.cfg",
         "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{folder}/admin.sock",
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": folder,
@@ -53,21 +56,24 @@ def main() -> None:
     for name in ("engine", "server", "cluster"):
         parser.add_argument(name, type=json.loads)
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--cpus", type=int, nargs="+", default=[8])
     given = parser.parse_args()
-    prepare()
+    prepare(given.cluster.get("affinity", "session"))
     import ray
     from ray import serve
+    from ray.cluster_utils import Cluster
     from ray.serve.config import HTTPOptions
 
     import cllm.ray
 
     begun = time.monotonic()
-    ray.init(
-        address="local", num_cpus=8, include_dashboard=False, _node_ip_address="127.0.0.1",
-        object_store_memory=100 << 20, _temp_dir=TEMPORARY, logging_level="warning",
-        log_to_driver=False,
-    )  # fmt: skip
-    serve.start(http_options=HTTPOptions(host="127.0.0.1", port=given.port))
+    nodes: dict[str, Any] = {"node_ip_address": "127.0.0.1", "object_store_memory": 100 << 20}
+    head = {**nodes, "num_cpus": given.cpus[0], "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    others = [cluster.add_node(num_cpus=n, **nodes) for n in given.cpus[1:]]
+    ray.init(address=cluster.address, logging_level="warning", log_to_driver=False)
+    # Two fronts on one machine would want one port.
+    serve.start(http_options=HTTPOptions(host="127.0.0.1", port=given.port, location="HeadOnly"))
 
     def deploy(**changes: Any) -> None:
         engine, server = EngineConfig(**{**given.engine, **changes}), ServerConfig(**given.server)
@@ -81,14 +87,19 @@ def main() -> None:
                 deploy(max_queue=given.engine.get("max_queue", 256) + 1)
             case "status":
                 app = serve.status().applications["cllm"]
-                (deployment,) = app.deployments.values()
+                deployment = app.deployments["cllm"]
                 tell(done="status", replicas=dict(deployment.replica_states), status=app.status)
                 continue
+            case "remove-node":
+                cluster.remove_node(others.pop(), allow_graceful=False)
+            case "add-node":
+                others.append(cluster.add_node(num_cpus=given.cpus[-1], **nodes))
             case "stop":
                 cllm.ray.stop()
         tell(done=line.strip(), seconds=time.monotonic() - begun)
     serve.shutdown()
     ray.shutdown()
+    cluster.shutdown()
 
 
 if __name__ == "__main__":

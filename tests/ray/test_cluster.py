@@ -8,12 +8,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -23,85 +19,25 @@ import pytest
 pytest.importorskip("ray", reason="Ray is in an environment of its own: make test-ray")
 
 from cllm.client import AsyncClient
+from tests.ray.cluster_process import (
+    COUNTING,
+    GREEDY,
+    Cluster,
+    joined,
+    pids_of,
+    plain_prompt,
+    plain_stream,
+    probe,
+)
 from tests.server.conftest import LONG, OPTIONS, Server, running, samples_of, wait_for, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.anyio]
-
-ENGINE: dict[str, Any] = {"n_ctx": 16384, "n_seq_max": 16, "n_threads": 1, "deterministic": True}
-SERVER: dict[str, Any] = {"model_name": "embedded", "allow_grammar": True, "drain_timeout_s": 20.0}
-CLUSTER: dict[str, Any] = {"replicas": 2, "num_cpus": 1}
-START_S = 180.0
-COUNTING: dict[str, Any] = {"temperature": 0.0, "max_tokens": 600, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def anyio_backend() -> str:
     """The cluster has its own loops."""
     return "asyncio"
-
-
-class Cluster:
-    """The process that holds the cluster."""
-
-    def __init__(self, directory: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        settings = map(json.dumps, (ENGINE, SERVER, CLUSTER))
-        command = [sys.executable, "-m", "tests.ray.cluster", *settings, "--port", str(port)]
-        # Sockets of HAProxy and of Ray have short names at the most.
-        environment = os.environ | {"CLLM_RAY_DIRECTORY": f"/tmp/cllm-ray-{os.getpid()}"}
-        self._log = (directory / "log").open("wb")
-        self._process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=self._log, text=True,
-        )  # fmt: skip
-
-    def ask(self, what: str) -> dict[str, Any]:
-        """Have something done, and wait until it is."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{what}\n")
-        self._process.stdin.flush()
-        return self.wait()
-
-    def wait(self) -> dict[str, Any]:
-        """The next thing that it has done; Ray says things of its own between them."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith('{"done"'):
-                told: dict[str, Any] = json.loads(line)
-                return told
-        raise AssertionError(Path(self._log.name).read_text()[-3000:])
-
-    def end(self) -> None:
-        """Stop it, if it runs."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(START_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
-        self._log.close()
-
-    def replica_pids(self) -> list[int]:
-        """The processes of its replicas."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    title = (entry / "cmdline").read_bytes()
-                except OSError:
-                    continue
-                if title.startswith(b"ray::ServeReplica:cllm"):
-                    found.append(int(entry.name))
-        return found
-
-    def has_two(self) -> bool:
-        """Whether both replicas run."""
-        return bool(self.ask("status")["replicas"] == {"RUNNING": 2})
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +59,6 @@ def direct(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 CHAT = [{"role": "user", "content": "1+1="}]
-GREEDY: dict[str, Any] = {"temperature": 0.0}
 ASKED: list[tuple[str, str, Any]] = [
     ("GET", "/health", None),
     ("GET", "/v1/models", None),
@@ -194,27 +129,6 @@ async def test_a_client_that_leaves_frees_its_cells(cluster: Cluster) -> None:
     await wait_for(lambda: n_cells() == 0, "its cells are free")
 
 
-def plain_prompt(i: int) -> str:
-    return f"{LONG} plain {i}"
-
-
-def plain_stream(url: str, i: int, ends: dict[int, tuple[str, bool]], begun: set[int]) -> None:
-    """Read a stream as any client does: its text, and whether it has an end."""
-    text, has_end = "", False
-    try:
-        body = {"prompt": plain_prompt(i), "stream": True, **COUNTING}
-        with httpx.stream("POST", f"{url}/generate", json=body, timeout=120) as answer:
-            for line in answer.iter_lines():
-                if line == "data: [DONE]":
-                    has_end = True
-                elif line.startswith("data: "):
-                    begun.add(i)
-                    text += json.loads(line[6:])["text"]
-    except httpx.TransportError:
-        pass
-    ends[i] = text, has_end
-
-
 async def test_a_replica_is_killed_and_no_stream_of_the_client_is_lost(cluster: Cluster) -> None:
     n_streams, probes = 6, list[int]()
     ends, begun = dict[int, tuple[str, bool]](), set[int]()
@@ -237,9 +151,9 @@ async def test_a_replica_is_killed_and_no_stream_of_the_client_is_lost(cluster: 
         victim = cluster.replica_pids()[0]
         os.kill(victim, signal.SIGKILL)
         async with anyio.create_task_group() as group:
-            group.start_soon(_probe, cluster.url, probes)
+            group.start_soon(probe, cluster.url, probes)
             ended = [await stream.completion() for stream in streams]
-            await anyio.to_thread.run_sync(_joined, threads)
+            await anyio.to_thread.run_sync(joined, threads)
             group.cancel_scope.cancel()
     assert [one.token_ids for one in ended] == [one.token_ids for one in alone]
     assert any(stream.n_moves for stream in streams)
@@ -254,21 +168,6 @@ async def test_a_replica_is_killed_and_no_stream_of_the_client_is_lost(cluster: 
     )
 
 
-def _joined(threads: list[threading.Thread]) -> None:
-    for thread in threads:
-        thread.join()
-
-
-async def _probe(url: str, statuses: list[int]) -> None:
-    async with httpx.AsyncClient(timeout=20) as client:
-        while True:
-            try:
-                body = {"prompt": "1+1=", **GREEDY}
-                statuses.append((await client.post(f"{url}/generate", json=body)).status_code)
-            except httpx.TransportError:
-                statuses.append(0)
-
-
 async def test_a_redeployment_loses_nothing(cluster: Cluster) -> None:
     ends, begun = dict[int, tuple[str, bool]](), set[int]()
     threads = [
@@ -279,12 +178,39 @@ async def test_a_redeployment_loses_nothing(cluster: Cluster) -> None:
     await wait_for(lambda: len(begun) == 4, "all run")
     probes: list[int] = []
     async with anyio.create_task_group() as group:
-        group.start_soon(_probe, cluster.url, probes)
+        group.start_soon(probe, cluster.url, probes)
         assert (await anyio.to_thread.run_sync(cluster.ask, "redeploy"))["done"] == "redeploy"
-        await anyio.to_thread.run_sync(_joined, threads)
+        await anyio.to_thread.run_sync(joined, threads)
         group.cancel_scope.cancel()
     assert all(has_end for _, has_end in ends.values())
     assert set(probes) == {200}
+
+
+async def test_the_controller_is_killed_and_nobody_notices(cluster: Cluster) -> None:
+    ends, begun = dict[int, tuple[str, bool]](), set[int]()
+    threads = [
+        threading.Thread(target=plain_stream, args=(cluster.url, i, ends, begun)) for i in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    await wait_for(lambda: len(begun) == 4, "all run")
+    probes: list[int] = []
+    (controller,) = pids_of("ray::ServeController")
+    async with anyio.create_task_group() as group:
+        group.start_soon(probe, cluster.url, probes)
+        os.kill(controller, signal.SIGKILL)
+        await anyio.to_thread.run_sync(joined, threads)
+        await anyio.to_thread.run_sync(
+            lambda: wait_until(
+                lambda: pids_of("ray::ServeController"), "there is another", timeout_s=60
+            )
+        )
+        group.cancel_scope.cancel()
+    assert all(has_end for _, has_end in ends.values())
+    assert set(probes) == {200}
+    await anyio.to_thread.run_sync(
+        lambda: wait_until(cluster.has_two, "it knows its replicas", timeout_s=60)
+    )
 
 
 async def test_the_turns_of_a_session_meet_what_was_computed(cluster: Cluster) -> None:

@@ -52,7 +52,7 @@ def test_an_engine_has_as_many_threads_as_its_replica_has_processors() -> None:
         {"replicas": "two"},
         {"num_cpus": 0},
         {"num_gpus": -1.0},
-        {"affinity": "prefix"},
+        {"affinity": "nearest"},
     ],
 )
 def test_what_cannot_be_is_refused_by_name(wrong: dict[str, Any]) -> None:

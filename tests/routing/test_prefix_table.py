@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -9,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm import InvalidArgumentError
-from cllm.routing.prefix_table import BLOCK, N_BLOCKS_MAX, PrefixTable, keys_of, prompt_bytes
+from cllm.routing.prefix_table import (
+    BLOCK,
+    N_BLOCKS_MAX,
+    PrefixTable,
+    keys_of,
+    prompt_bytes,
+    raw_prompt,
+)
 
 NAMES = ("a", "b", "c")
 IDLE = dict.fromkeys(NAMES, 0)
@@ -119,3 +127,32 @@ def test_other_tools_are_another_beginning() -> None:
 def test_what_cannot_be_is_refused_by_name(options: dict[str, int]) -> None:
     with pytest.raises(InvalidArgumentError, match=next(iter(options))):
         PrefixTable(**options)
+
+
+TURNS = [{"role": "user", "content": "x" * 300}, {"role": "assistant", "content": "y" * 300}]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"messages": TURNS[:1]}, {"messages": TURNS}),
+        ({"model": "a", "messages": TURNS[:1], "seed": 1}, {"seed": 22, "messages": TURNS}),
+        ({"prompt": "z" * 300}, {"stream": True, "prompt": "z" * 300 + "w"}),
+        ({"prompt": [7] * 300}, {"model": "b", "prompt": [7] * 300 + [8]}),
+        ({"input": "the input"  * 40}, {"input": "the input" * 40 + "and more"}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_body_that_is_not_read_shows_its_beginning_whole_or_cut_off(
+    first: dict[str, Any], second: dict[str, Any]
+) -> None:
+    whole, other = (raw_prompt(json.dumps(body).encode()) for body in (first, second))
+    known = keys_of(whole)
+    assert known[0] == keys_of(other)[0]
+    for n in (BLOCK, len(other) - 1):
+        assert keys_of(raw_prompt(json.dumps(second).encode()[: n + 40]))[0] == known[0]
+
+
+@pytest.mark.parametrize("body", [b"", b"{}", b"not json", b'{"seed": 1}'])
+def test_a_body_without_a_prompt_shows_nothing(body: bytes) -> None:
+    assert raw_prompt(body) == b""

@@ -1,0 +1,106 @@
+"""Whose replica a request goes to by its beginning: HAProxy asks, by a hook that is Ray's own affair.
+
+Ray 2.60 has no public way for a router of one's own in front of an application: this is what its own LLM
+library uses (`Application._with_ingress_request_router`).  Hence experimental.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+
+from cllm.routing.prefix_table import Key, PrefixTable, keys_of, raw_prompt
+
+logger = logging.getLogger("cllm.ray")
+
+NAME = "cllm-router"
+# What has ended since is still counted: the shorter the answers, the more that is.
+STATISTICS_PERIOD_S = 0.2
+N_ASKED_MAX = 1000
+
+
+def with_prefix_affinity(deployment: serve.Deployment, *args: Any) -> serve.Application:
+    """An application whose requests go where their beginnings have been computed."""
+    config = RequestRouterConfig(
+        request_router_class=PrefixRouter, request_routing_stats_period_s=STATISTICS_PERIOD_S
+    )
+    replicas = deployment.options(request_router_config=config).bind(*args)
+    router = serve.deployment(
+        serve.ingress()(IngressRouter),
+        name=NAME,
+        max_ongoing_requests=N_ASKED_MAX,
+        ray_actor_options={"num_cpus": 0},
+    )
+    return replicas._with_ingress_request_router(router.bind(replicas))
+
+
+class IngressRouter:
+    """Answers HAProxy, on each machine with a front."""
+
+    def __init__(self, replicas: DeploymentHandle) -> None:
+        self._replicas = replicas
+        self._replicas._init()
+
+    def __serve_build_asgi_app__(self) -> FastAPI:  # Ray's name
+        """The application that HAProxy asks, by the path that it has."""
+        app = FastAPI(openapi_url=None)
+        app.add_api_route("/internal/route", self.route, methods=["POST"])
+        return app
+
+    async def route(self, request: Request) -> dict[str, str]:
+        """Who is to have a request: by its session, or by its body, or as much of that as HAProxy has read."""
+        session = request.headers.get("x-session-id")
+        body = raw_prompt(await request.body())
+        keys = keys_of(f"session {session}".encode() if session else body)
+        try:
+            async with self._replicas.choose_replica(keys, _reserve=False) as chosen:
+                return {"replica_id": chosen._replica.replica_id.to_full_id_str()}
+        except Exception as error:
+            logger.exception("no replica is chosen")
+            raise HTTPException(503) from error
+
+
+class PrefixRouter(RequestRouter):  # type: ignore[misc,unused-ignore]
+    """Chooses by a `PrefixTable`, and by what replicas have to do: what they say, and what was sent since."""
+
+    def initialize_state(self, **_: Any) -> None:  # Ray's name
+        """Called once, by Ray."""
+        self._table = PrefixTable()
+        # The statistics that were known when a request was last sent there, and how many were since.
+        self._sent: dict[str, tuple[object, int]] = {}
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: Sequence[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """The one that is to have a request; then the others, those with the least to do first."""
+        by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        for gone in self._sent.keys() - by_name.keys():
+            self._table.forget(gone)
+            del self._sent[gone]
+        load = {name: self._load(name, replica) for name, replica in by_name.items()}
+        order = sorted(load, key=lambda name: load[name])
+        if pending_request is not None and order:
+            pending_request.routing_context.should_backoff = True
+            keys: list[Key] = next(iter(pending_request.args), [])
+            first = self._table.choose(keys, load)
+            statistics, n_sent = self._sent[first]
+            self._sent[first] = statistics, n_sent + 1
+            order.sort(key=lambda name: name != first)
+        return [[by_name[name]] for name in order]
+
+    def _load(self, name: str, replica: RunningReplica) -> int:
+        statistics, n_sent = self._sent.get(name, (None, 0))
+        now: dict[str, Any] = replica.routing_stats or {}
+        if statistics != now.get("told_at"):
+            statistics, n_sent = now.get("told_at"), 0
+        self._sent[name] = statistics, n_sent
+        return int(now.get("open", 0)) + n_sent
