@@ -31,6 +31,7 @@ SECTIONS = {
     "i": "Memory, import, cold start",
     "r": "Real chats: four turns, a shared system prompt, SmolLM2",
     "v": "Vectors: a text of 16 to 256 tokens each, all-MiniLM-L6-v2",
+    "w": "The first chat after a server is ready, SmolLM2",
 }
 UNITS = {"_per_s": " tokens/s", "_ms": " ms", "_mib": " MiB", "_us": " µs", "_s": " s"}
 SIGNS = {">=": "≥", "<=": "≤"}

@@ -1,4 +1,4 @@
-"""The measurements a to i, r and v: which peers take turns at what, and with which sizes."""
+"""The measurements a to i, r, v and w: which peers take turns at what, and with which sizes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from benchmarks.side_by_side import (
     embedding,
     engine_loop,
+    first_chat,
     footprint,
     http_loop,
     joining,
@@ -314,4 +315,5 @@ MEASUREMENTS: Mapping[str, Callable[[Options], Iterator[Record]]] = {
     "i": measure_i,
     "r": _http_part("r", real_chats, REAL_MODEL),
     "v": _http_part("v", embedding, EMBEDDING_MODEL),
+    "w": _http_part("w", first_chat, REAL_MODEL),
 }

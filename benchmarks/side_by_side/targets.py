@@ -9,6 +9,7 @@ from typing import Literal
 
 from benchmarks.side_by_side import (
     embedding,
+    first_chat,
     http_loop,
     joining,
     overflow,
@@ -273,6 +274,17 @@ def _chats() -> Iterator[Target]:
                 relation="<=",
                 bound=0.8,
             )
+    for first in first_chat.FULL:
+        yield served(
+            key="w",
+            text=f"real chats: TTFT ÷ the others', {first.case}",
+            measurement="w",
+            case=first.case,
+            metric="first_over_later",
+            against=None,
+            relation="<=",
+            bound=1.1,
+        )
 
 
 def _process() -> Iterator[Target]:

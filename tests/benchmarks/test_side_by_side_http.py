@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.side_by_side import (
+    first_chat,
     http_load,
     http_loop,
     joining,
@@ -342,6 +343,16 @@ def test_real_chats_feed_the_answers_back(tmp_path: Path, monkeypatch: pytest.Mo
     last = max(asked, key=len)
     assert [m["role"] for m in last] == ["system", *["user", "assistant"] * 3, "user"]
     assert all(m["content"] for m in last)
+
+
+def test_the_first_chat_is_measured_by_those_that_follow(port: int) -> None:
+    sizes = first_chat.FirstChatSizes(4, n_output=3)
+    assert sizes.case == "the first of 4 chats after ready"
+    outcome = asyncio.run(first_chat.measure(port, CLLM_SERVE, sizes))
+    metrics = outcome.metrics
+    assert (metrics["n_failed"], outcome.failures) == (0, ())
+    ratio = metrics["first_ttft_ms"] / metrics["later_ttft_ms"]
+    assert metrics["first_over_later"] == pytest.approx(ratio)
 
 
 def test_requests_that_share_a_head(port: int) -> None:

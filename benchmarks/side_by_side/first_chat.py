@@ -1,0 +1,59 @@
+"""w: the first chat after a server says that it is ready, beside those that follow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+
+from benchmarks.side_by_side.http_client import CHAT_PATH
+from benchmarks.side_by_side.http_load import Outcome, connected, failures_of
+from benchmarks.side_by_side.real_chats import QUESTIONS, chat_body
+from benchmarks.side_by_side.workload import cells_for
+
+
+@dataclass(frozen=True)
+class FirstChatSizes:
+    """How many chats, one after another, and how many tokens each answer has at the most."""
+
+    n_chats: int = 9
+    n_output: int = 16
+    n_seq_max: int = 4
+
+    @property
+    def case(self) -> str:
+        """The same words for every peer."""
+        return f"the first of {self.n_chats} chats after ready"
+
+    @property
+    def n_ctx(self) -> int:
+        """So that none has to go."""
+        return cells_for(self.n_seq_max, 256)
+
+
+# Words of a token or two: prompts of the same length, none of which begins as another.
+WORDS = ("Bread", "Glass", "Honey", "Chess", "Paper", "Rice", "Salt", "Trains", "Clocks")
+FULL = (FirstChatSizes(),)
+QUICK = (FirstChatSizes(5),)
+
+
+async def measure(port: int, peer: str, sizes: FirstChatSizes) -> Outcome:
+    """Time to the first token of the first chat by the median of the others; no two begin alike."""
+    answers = []
+    for word in WORDS[: sizes.n_chats]:
+        messages = [
+            {"role": "system", "content": f"{word}: that is what you know most about. " * 4},
+            {"role": "user", "content": QUESTIONS[0].format("it")},
+        ]
+        async with connected(port, 1) as (connection,):
+            body = chat_body(peer, messages, sizes.n_output)
+            answers.append(await connection.stream(body, path=CHAT_PATH))
+    done = [answer for answer in answers if answer.is_complete]
+    metrics: dict[str, float] = {"n_failed": len(answers) - len(done)}
+    if len(done) == len(answers):
+        first, *later = (1e3 * answer.ttft_s for answer in done)
+        metrics |= {
+            "first_ttft_ms": first,
+            "later_ttft_ms": median(later),
+            "first_over_later": first / median(later),
+        }
+    return Outcome(metrics, failures_of(answers))
