@@ -160,7 +160,7 @@ class EngineConfig:
         Run llama.cpp in a process of its own: if that ends, a new one goes on with every request.
     hang_timeout_s : float, optional
         With `process`: after so many seconds without a sign of life, or in one tick that computes
-        nothing, it is killed and started anew.  None: never.
+        nothing, it is killed and started anew; with `rpc`, in any tick.  None: never.
     rpc : sequence of str
         Experimental: `HOST:PORT` of llama.cpp's RPC servers, to whose memory layers go as to a GPU's.  With
         `process` only, and in private networks (docs/cluster.md).

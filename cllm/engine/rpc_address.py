@@ -37,7 +37,8 @@ def rpc_address(text: object) -> RpcAddress:
         It is none, or one of an open network.
     """
     host, _, port = text.partition(":") if isinstance(text, str) else ("", "", "")
-    is_host = bool(host) and host.isascii() and host.isprintable() and not set(host) & set(" /@[]")
+    labels = host.isascii() and all(0 < len(label) <= 63 for label in host.split("."))
+    is_host = labels and host.isprintable() and not set(host) & set(" /@[]")
     is_port = port.isascii() and port.isdecimal() and len(port) <= 5 and 1 <= int(port) <= 65535
     if not (is_host and is_port):
         raise InvalidArgumentError("rpc", text, LIMIT)

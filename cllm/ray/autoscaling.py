@@ -6,37 +6,46 @@ Ray keeps to `min_replicas` and `max_replicas`, and waits before it follows (`up
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 KV_CACHE_USAGE = 0.8  # of the cells of a replica that live requests are to have at the most
 
 
+class Load(NamedTuple):
+    """What a replica has told, as the mean of the last half minute.
+
+    Attributes
+    ----------
+    running, waiting : float
+        Requests; those that wait want a seat, or cells.
+    kv_cache_usage : float
+        The share of its cells that live requests hold.
+    """
+
+    running: float
+    waiting: float
+    kv_cache_usage: float
+
+
 def wanted_replicas(
-    n_replicas: int,
-    n_requests: float,
-    waiting: Iterable[float],
-    kv_cache_usage: Iterable[float],
-    *,
-    requests_per_replica: float,
+    n_requests: float, loads: Iterable[Load], *, requests_per_replica: float
 ) -> float:
     """A number that is not whole is rounded up by Ray.
 
     Parameters
     ----------
-    n_replicas : int
-        That there are.
     n_requests : float
-        That are served, or wait, in all of them.
-    waiting, kv_cache_usage : iterable of float
-        Of each replica, the mean of the last half minute: requests that wait for a seat or for cells, and the
-        share of its cells that live requests hold.
+        That are served, or wait, in all replicas.
+    loads : iterable of Load
     requests_per_replica : float
         That each is to have.
     """
-    # A few long requests fill the cells of a replica that has seats enough.
-    by_cells = sum(kv_cache_usage) / KV_CACHE_USAGE
-    by_waiting = n_replicas + 1 if sum(waiting) >= 1.0 else 0
-    return max(n_requests / requests_per_replica, by_cells, by_waiting)
+    # A few long requests fill the cells of a replica that has seats enough; who waits will want as many.
+    n_caches = sum(
+        load.kv_cache_usage * (load.running + load.waiting) / max(1.0, load.running)
+        for load in loads
+    )
+    return max(n_requests / requests_per_replica, n_caches / KV_CACHE_USAGE)
 
 
 class Autoscaling:
@@ -48,11 +57,9 @@ class Autoscaling:
     def __call__(self, context: Any) -> tuple[float, dict[str, Any]]:
         """The number, and what Ray is to remember: nothing."""
         told = context.aggregated_metrics or {}
+        of = [told.get(name, {}) for name in Load._fields]
+        loads = [Load(*(each.get(replica, 0.0) for each in of)) for replica in of[-1]]
         wanted = wanted_replicas(
-            context.current_num_replicas,
-            context.total_num_requests,
-            told.get("waiting", {}).values(),
-            told.get("kv_cache_usage", {}).values(),
-            requests_per_replica=self._requests_per_replica,
+            context.total_num_requests, loads, requests_per_replica=self._requests_per_replica
         )
         return wanted, {}

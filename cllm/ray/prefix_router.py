@@ -7,7 +7,8 @@ library uses (`Application._with_ingress_request_router`).  Hence experimental.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
@@ -56,11 +57,10 @@ class IngressRouter:
 
     async def route(self, request: Request) -> dict[str, str]:
         """Who is to have a request: by its session, or by its body, or as much of that as HAProxy has read."""
-        session = request.headers.get("x-session-id")
-        body = raw_prompt(await request.body())
-        keys = keys_of(f"session {session}".encode() if session else body)
+        session = request.headers.get("x-session-id", "")
+        keys = keys_of(raw_prompt(await request.body()))
         try:
-            async with self._replicas.choose_replica(keys, _reserve=False) as chosen:
+            async with self._replicas.choose_replica(keys, session, _reserve=False) as chosen:
                 return {"replica_id": chosen._replica.replica_id.to_full_id_str()}
         except Exception as error:
             logger.exception("no replica is chosen")
@@ -90,17 +90,21 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc,unused-ignore]
         order = sorted(load, key=lambda name: load[name])
         if pending_request is not None and order:
             pending_request.routing_context.should_backoff = True
-            keys: list[Key] = next(iter(pending_request.args), [])
-            first = self._table.choose(keys, load)
+            first = self._first(*pending_request.args, load=load)
             statistics, n_sent = self._sent[first]
             self._sent[first] = statistics, n_sent + 1
             order.sort(key=lambda name: name != first)
         return [[by_name[name]] for name in order]
 
+    def _first(self, keys: list[Key], session: str, *, load: Mapping[str, int]) -> str:
+        if session:  # the same on every machine with a front, each of which has a table of its own
+            return max(load, key=lambda name: blake2b(f"{session} {name}".encode()).digest())
+        return self._table.choose(keys, load)
+
     def _load(self, name: str, replica: RunningReplica) -> int:
         statistics, n_sent = self._sent.get(name, (None, 0))
         now: dict[str, Any] = replica.routing_stats or {}
-        if statistics != now.get("told_at"):
-            statistics, n_sent = now.get("told_at"), 0
+        if statistics != now.get("taken"):
+            statistics, n_sent = now.get("taken"), 0
         self._sent[name] = statistics, n_sent
         return int(now.get("open", 0)) + n_sent

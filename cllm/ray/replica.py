@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import anyio
@@ -64,12 +63,16 @@ class Replica:
             raise CllmError(f"the engine serves nobody: {health}")
 
     def record_routing_stats(self) -> dict[str, float]:
-        """For `PrefixRouter`: how many requests there are, and when that was."""
+        """For `PrefixRouter`: how many requests there are, and how many there have been.
+
+        Not when: each change goes to every machine.
+        """
         engine = self._application.state.server.engine
         if engine is None:
             return {}
         now = engine.statistics()
-        return {"open": float(now.n_waiting + now.n_running), "told_at": time.monotonic()}
+        n_open = now.n_waiting + now.n_running
+        return {"open": float(n_open), "taken": float(n_open + sum(now.n_finished.values()))}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """For `Autoscaling`, and policies of the caller's own: what waits, what runs, how full the KV cache is."""

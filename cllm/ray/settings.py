@@ -95,7 +95,8 @@ class ClusterSettings:
             "graceful_shutdown_timeout_s": server.drain_timeout_s + END_S,
             "health_check_period_s": HEALTH_PERIOD_S,
             "health_check_timeout_s": HEALTH_TIMEOUT_S,
-            "max_surge_percent": 100,  # the new ones run before the old ones go
+            # The new ones run before the old ones go; but RPC servers have one client.
+            "max_surge_percent": 0 if engine.rpc else 100,
             "ray_actor_options": {"num_cpus": num_cpus, "num_gpus": self.num_gpus},
         }
         if isinstance(self.replicas, tuple):

@@ -72,6 +72,11 @@ class PooledModel:
         """Whether it may be freed."""
         return self.freed is not None and self.n_users == 0
 
+    @property
+    def rpc(self) -> frozenset[str]:
+        """The RPC servers that it is to use."""
+        return frozenset(self._engine.rpc)
+
     async def check_memory(self) -> None:
         """Raises `CllmError` where it does not fit."""
         await self._make_engine(self._engine).check_memory()
@@ -209,6 +214,9 @@ class ModelPool:
             return f"{limit} are loaded, and in use"
         if not n_loaded:
             return None  # loading says what is wrong
+        for other in self.models.values():
+            if other is not model and other.freed is not None and other.rpc & model.rpc:
+                return f"{other.name} is the one client that its RPC servers have"
         try:
             await model.check_memory()
         except ModelLoadError as error:

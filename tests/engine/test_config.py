@@ -81,7 +81,8 @@ def test_a_bad_setting_is_refused_by_field_value_and_limit(
 @pytest.mark.parametrize(
     "address",
     [
-        "", "gpu", "gpu:", ":50052", "gpu:0", "gpu:65536", "gpu:-1", "gpu:1e3", "gpu:\u0661", "gpu:1:2", "::1:50052",
+        "", "gpu", "gpu:", ":50052", "gpu:0", "gpu:65536", "gpu:-1", "gpu:1e3", "gpu:\u0661", "gpu:1:2", "::1:50052", "a..b:1", ".gpu:1",
+        f"{'g' * 64}:1",
         "http://gpu:1", "gp u:1", "g\xfc:1", "8.8.8.8:50052", "0.0.0.0:50052", "224.0.0.1:50052", 50052, None,
     ],
 )  # fmt: skip

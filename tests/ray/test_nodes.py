@@ -89,10 +89,11 @@ async def test_a_machine_goes_and_no_stream_of_the_client_is_lost(cluster: Clust
             await anyio.to_thread.run_sync(joined, threads)
             group.cancel_scope.cancel()
     assert [one.token_ids for one in ended] == [one.token_ids for one in alone]
+    assert any(stream.n_moves for stream in streams)
     for i, (text, has_end) in ends.items():
         assert text == wholes[i] if has_end else wholes[i].startswith(text)
     bad = [status for status in probes if status != 200]
-    assert len(bad) <= max(1, len(probes) // 50), (bad, len(probes))
+    assert len(bad) <= max(1, len(probes) // 100), (bad, len(probes))
     assert (await anyio.to_thread.run_sync(cluster.ask, "add-node"))["done"]
     await anyio.to_thread.run_sync(
         lambda: wait_until(cluster.has_two, "it is replaced", timeout_s=90)

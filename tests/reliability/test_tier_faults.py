@@ -22,7 +22,8 @@ FULL = fails(errno.ENOSPC)
 async def test_no_fault_of_a_tier_changes_an_answer(tier: str, anyio_backend: str) -> None:
     found = await try_tier(tier, 2)
     assert [line for tried in found for line in tried.wrong] == []
-    assert all(tried.n_tried for tried in found)
+    assert all(tried.n_met for tried in found)
+    assert sum(tried.n_met for tried in found) >= 0.9 * sum(tried.n_tried for tried in found)
 
 
 @pytest.mark.parametrize("function", ["mkstemp", "fdopen", "write", "fsync", "replace"])

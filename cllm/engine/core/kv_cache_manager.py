@@ -101,6 +101,7 @@ class KVCacheManager:
         if len(running) >= self._n_seq_max:
             return False
         match = self._shared(sequence, running)
+        n_parted = match.n_parted
         self._choose_state(sequence, match)
         if sequence.swapped is not None:
             match = Match()
@@ -109,6 +110,8 @@ class KVCacheManager:
         sequence.start(self._open(match), now)
         if sequence.swapped:
             self._restore(sequence)
+            if sequence.is_placed and not self._can_truncate:
+                self._part(sequence, n_parted)
         if not sequence.is_placed:
             self._place(sequence, match)
         return True
@@ -239,12 +242,14 @@ class KVCacheManager:
         self._set_checkpoint(sequence)
 
     def _set_checkpoint(self, sequence: Sequence) -> None:
-        n_computed, n_checkpoint = sequence.n_computed, NEVER
-        if not self.kv_cache.kv_unified:  # there it is copied
-            n_computed = max(n_computed, MIN_SAVED - MIN_GAIN)
-        if self.kv_cache.kv_unified or self.tiers is not None:
-            n_checkpoint = next_checkpoint(n_computed, sequence.n_prompt, sequence.parted)
-        sequence.n_checkpoint = n_checkpoint
+        n_computed, n_prompt = sequence.n_computed, sequence.n_prompt
+        # Somebody may wait there, for what is running.
+        places = [at for at in sequence.parted if at > n_computed]
+        if self.kv_cache.kv_unified:
+            places.append(next_checkpoint(n_computed, n_prompt))
+        elif self.tiers is not None:  # it is copied, if it is not too short for that
+            places.append(next_checkpoint(max(n_computed, MIN_SAVED - MIN_GAIN), n_prompt))
+        sequence.n_checkpoint = min(places, default=NEVER)
 
     def _open(self, match: Match) -> Slot:
         """A seq_id for a running sequence: a free one, or in the per-sequence layout a cached one.
@@ -309,11 +314,23 @@ class KVCacheManager:
             if self.fault is None:
                 tokens = sequence.token_array()[: slot.n_computed].copy()
                 # In the per-sequence layout a copy in cells would need a stream of its own.
-                keep = self._keep_copy if self.kv_cache.kv_unified else self._save_copy
-                self._recorder.n_checkpoints += keep(slot, tokens, sequence.request.lora)
+                if self.kv_cache.kv_unified:
+                    is_new = self._keep_copy(slot, tokens, sequence.request.lora)
+                else:
+                    prefix = self._save_copy(slot, tokens, sequence.request.lora)
+                    if is_new := prefix is not None:
+                        sequence.saved.append(prefix)
+                self._recorder.n_checkpoints += is_new
             self._set_checkpoint(sequence)
 
     # --- Out ---------------------------------------------------------------------------------
+    def distrust(self, sequence: Sequence) -> None:
+        """What it had saved for others, and what it went on from, are not to be used: it has failed."""
+        for prefix in sequence.saved:
+            if self.tiers is not None:
+                self.tiers.forget(prefix)
+        sequence.saved.clear()
+
     def leave(self, sequence: Sequence, *, keep: bool = False) -> None:
         """Remove a sequence from the KV cache, whatever the bookkeeping says about it, and look.
 
@@ -409,17 +426,15 @@ class KVCacheManager:
         self._recorder.n_evictions += 1
         logger.debug("cached prefix of %d tokens: evicted, %d cells", len(entry.tokens), n_cells)
 
-    def _save_copy(self, slot: Slot, tokens: Tokens, lora: LoraUse) -> bool:
-        """Let the tiers below have a copy of what a slot holds, these tokens, if that is worth it; whether they have a new one."""
+    def _save_copy(self, slot: Slot, tokens: Tokens, lora: LoraUse) -> SavedPrefix | None:
+        """Let the tiers below have a copy of what a slot holds, these tokens; None if that is not worth it."""
         tiers = self.tiers
         if tiers is None or self.fault is not None or len(tokens) < MIN_SAVED:
-            return False
+            return None
         if tiers.has(tokens, lora) or self._swap.copy_s(len(tokens)) > self._may_pause_s():
-            return False
+            return None
         state = self._swap.copy_of(slot, f"prefix of {len(tokens)} tokens")
-        if state is not None:
-            tiers.add(tokens, lora, state)
-        return state is not None
+        return None if state is None else tiers.add(tokens, lora, state)
 
     def write_all(self) -> None:
         """Write the cached prefixes to files, as many as are taken, the most recently used first."""
@@ -485,6 +500,7 @@ class KVCacheManager:
             if not self._can_truncate:
                 self._set_checkpoint(sequence)
             if prefix is not None:
+                sequence.saved.append(prefix)
                 self._recorder.n_cached_tokens += n_cached
                 self._recorder.n_restored_prefixes += 1
         else:

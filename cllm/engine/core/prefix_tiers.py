@@ -82,6 +82,9 @@ class PrefixStore(Protocol):
     def touch(self, file: str) -> None:
         """It was used just now."""
 
+    def remove(self, file: str) -> None:
+        """It is of no use to anybody."""
+
     def clear(self) -> None:
         """Remove all files."""
 
@@ -178,10 +181,10 @@ class PrefixTiers:
         return True
 
     # --- Coming and going --------------------------------------------------------------------
-    def add(self, tokens: Tokens, lora: LoraUse, state: SequenceState) -> None:
-        """Keep a prefix; what it makes needless goes, and what there is no room for."""
+    def add(self, tokens: Tokens, lora: LoraUse, state: SequenceState) -> SavedPrefix | None:
+        """Keep a prefix; what it makes needless goes, and what there is no room for: perhaps itself."""
         if self._store is None and len(state.data) > self.n_bytes_max:
-            return
+            return None
         if not self._whole_only:
             for shorter in self._beginnings_of(tokens, lora):
                 self._drop(shorter)
@@ -191,6 +194,7 @@ class PrefixTiers:
         self._put(prefix)
         self._n_bytes += prefix.n_bytes
         self._fit()
+        return prefix if prefix in self._all else None
 
     def _beginnings_of(self, tokens: Tokens, lora: LoraUse) -> list[SavedPrefix]:
         found = []
@@ -244,7 +248,9 @@ class PrefixTiers:
             self._fit(but=prefix)  # somebody waits for it
 
     def forget(self, prefix: SavedPrefix) -> None:
-        """It is of no use, or another is of more."""
+        """It is of no use, here or in its file."""
+        if prefix.file is not None and self._store is not None:
+            self._store.remove(prefix.file)
         if prefix in self._all:
             self._drop(prefix)
 

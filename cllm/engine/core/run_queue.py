@@ -204,6 +204,7 @@ class RunQueue:
         self._manager.leave(sequence, keep=cause is None)
         error = None
         if cause is not None:
+            self._manager.distrust(sequence)
             error = GenerationError.of(sequence.request_id, cause)
         self._report(sequence, delta, error, state)
 

@@ -84,6 +84,8 @@ class Sequence:
         Deltas that the reader has not taken yet.
     n_given : int
         Tokens of the prompt, and of the output as far as it was sampled elsewhere.
+    saved : list of SavedPrefix
+        Those in host memory that it has computed, or gone on from: of no use to anybody if it fails.
     parted : set of int
         How many tokens others have in common with it who could not share them, or wait for them.
     n_checkpoint : int
@@ -111,6 +113,7 @@ class Sequence:
         self.n_restorable = 0
         self.restores: SavedPrefix | None = None
         self.awaits: SavedPrefix | None = None
+        self.saved: list[SavedPrefix] = []
         self.n_cached = self.n_drafted = self.n_accepted = 0
         self.detokenizer = Detokenizer(request.params.stop, strips_space=request.strips_space)
         first_scored = request.first_scored

@@ -104,7 +104,7 @@ def _greet(address: RpcAddress, deadline: float) -> str:
     """Connect as llama.cpp does, hear its version, and leave."""
     try:
         ip = socket.gethostbyname(address.host)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise _NotYetError(f"its name is not known: {error}") from error
     if not is_private(ip):
         raise RpcServerError(str(address), f"{ip} is not in a private network")

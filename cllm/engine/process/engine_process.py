@@ -54,9 +54,9 @@ IN_VAIN_S = 60.0
 # For so long the loop may leave something unread, or an offer unanswered, before the thread reads again.
 LOOP_S = 1.0
 OFFER_S = 0.1
-END_S = (
-    30.0  # that a process has to end in when it is told to: it writes files, and frees what it has
-)
+END_S = 30.0  # a process has this when it is told to end: it writes files, and frees what it has
+# The last words of ggml-rpc.cpp.
+RPC_LOST = ("Remote RPC server crashed", "Failed to connect to", "RPC handshake failed")
 
 
 class EngineProcess(EngineHost):
@@ -194,12 +194,11 @@ class EngineProcess(EngineHost):
         if self._has_ended or self._stopping:
             return None
         if not self._is_ready:
-            if self._config.rpc:
-                servers, told = (
-                    ", ".join(self._config.rpc),
-                    f"a process with it ended: {ending.crash}",
-                )
-                raise RpcServerError(servers, told) from ending.crash
+            if _is_by_rpc(ending):
+                servers = ", ".join(self._config.rpc)
+                raise RpcServerError(
+                    servers, f"lost while loading: {ending.crash}"
+                ) from ending.crash
             path = str(self._config.model_path)
             raise ModelLoadError(path, f"its process ended: {ending.crash}") from ending.crash
         return ending
@@ -219,6 +218,7 @@ class EngineProcess(EngineHost):
             self._n_in_vain = 0
         # Killed by hand, or for its memory: a request is accused of that if it happens again at once.
         is_own = not ending.was_killed or self._was_hung or self._n_in_vain > 0
+        is_own = is_own and not _is_by_rpc(ending)
         self.crash = str(crash)
         self._n_in_vain += 1
         logger.error("the engine's process ended, and is started again: %s", crash)
@@ -381,6 +381,11 @@ class EngineProcess(EngineHost):
             n_requests,
         )
         self._outbox.post([Restarted(Restart(crash, n_requests, duration_s))])
+
+
+def _is_by_rpc(ending: Ending) -> bool:
+    """Whether llama.cpp has aborted because a server of `rpc` was gone."""
+    return any(words in str(ending.crash) for words in RPC_LOST)
 
 
 def _is_further(event: Event) -> bool:

@@ -124,6 +124,10 @@ class PrefixFiles:
         """See `PrefixStore`."""
         self._put(WRITING, lambda: self._touch(file))
 
+    def remove(self, file: str) -> None:
+        """See `PrefixStore`."""
+        self._put(WRITING, lambda: self._discard(file))
+
     def clear(self) -> None:
         """See `PrefixStore`."""
         self._put(WRITING, self._clear)
@@ -188,6 +192,10 @@ class PrefixFiles:
     def _touch(self, name: str) -> None:
         with contextlib.suppress(OSError):
             os.utime(self._folder / name)
+
+    def _discard(self, name: str) -> None:
+        self._remove(self._folder / name)
+        self.n_bytes = self._count()
 
     def _clear(self) -> None:
         for path in self._folder.glob(f"*{SUFFIX}"):

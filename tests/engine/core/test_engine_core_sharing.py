@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cllm.engine.core.checkpoints import TAIL
+from cllm.engine.core.checkpoints import INTERVAL, MIN_GAIN, TAIL
 from cllm.engine.core.kv_cache_manager import MIN_STREAM_SHARE
 from cllm.engine.request import FinishReason
 from cllm.engine.sampling_params import SamplingParams
@@ -178,6 +178,40 @@ def test_a_state_is_kept_in_host_memory_where_there_are_no_cells_to_share() -> N
     # The second finds out where they part, and has it kept; from the third on only the rest is computed.
     assert statistics.n_checkpoints > 0
     assert n_computed(sim) <= 2 * 140 + 4 * (40 + TAIL)
+    sim.check_outcomes()
+
+
+def test_where_they_part_is_found_out_behind_what_is_restored() -> None:
+    """A head that is longer than where memory is kept regularly: what is behind that is not computed for ever."""
+    sim = Simulator(
+        n_ctx=4096, n_seq_max=2, n_batch=128, kv_unified=False, has_pos_min=False, answer=endless,
+        prefix_cache_bytes=1 << 20,
+    )  # fmt: skip
+    head = bytes(i % 251 for i in range(INTERVAL + 90))
+    computed = []
+    for i in range(6):
+        before = n_computed(sim)
+        sim.submit(head + bytes([i]) * 40, max_tokens=2)
+        sim.run()
+        computed.append(n_computed(sim) - before)
+    assert max(computed[3:]) <= 40 + MIN_GAIN, computed
+    sim.check_outcomes()
+
+
+@pytest.mark.parametrize("memory", [{"has_pos_min": False}, {"is_windowed": True}], ids=str)
+@pytest.mark.parametrize("n_bytes", [0, 1 << 20], ids=["no host memory", "host memory"])
+def test_those_who_come_together_compute_what_they_share_once_in_the_per_sequence_layout(
+    memory: Any, n_bytes: int
+) -> None:
+    sim = Simulator(
+        n_ctx=8192, n_seq_max=8, n_batch=256, kv_unified=False, answer=endless,
+        prefix_cache_bytes=n_bytes, **memory,
+    )  # fmt: skip
+    head = bytes(i % 251 for i in range(400))
+    for i in range(8):
+        sim.submit(head + bytes([i]) * 20, max_tokens=2)
+    sim.run()
+    assert n_computed(sim) <= 400 + 8 * 20 + 8 * MIN_GAIN
     sim.check_outcomes()
 
 

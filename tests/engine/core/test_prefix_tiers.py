@@ -133,7 +133,7 @@ class _Slow:
     def load(self, file: str) -> None:
         pass
 
-    touch = load
+    touch = remove = load
 
     def clear(self) -> None:
         pass
@@ -382,3 +382,19 @@ def test_a_copy_that_would_break_the_pace_of_streams_is_not_made(target_ms: floa
     assert (sim.core.statistics().n_prefix_bytes_host > 0) == (target_ms is None)
     sim.check_outcomes()
     sim.check_idle()
+
+
+def test_what_a_request_that_fails_has_saved_or_gone_on_from_is_used_no_more() -> None:
+    """A copy that is made while a prompt is computed may hold what makes the request fail later."""
+    sim = Simulator(
+        n_ctx=4096, n_seq_max=2, n_batch=64, kv_unified=False, has_pos_min=False, answer=endless,
+        prefix_cache_bytes=MIB, faults={4: "nan"},
+    )  # fmt: skip
+    prompt = bytes(range(200))
+    failing = sim.submit(prompt, max_tokens=2)
+    sim.run()
+    assert sim.finished[failing].completion.finish_reason == "error"
+    assert sim.core.statistics().n_checkpoints > 0
+    assert sim.core.statistics().n_prefix_bytes_host == 0
+    assert served(sim, prompt) == len(prompt)
+    assert sim.core.statistics().n_prefix_bytes_host > 0

@@ -87,6 +87,18 @@ def test_one_that_is_still_being_written_is_read_from_memory(tmp_path: Path) -> 
         files.close()
 
 
+def test_one_that_is_of_no_use_is_removed_also_if_it_is_being_written(tmp_path: Path) -> None:
+    (there,) = written(tmp_path, 1)
+    files = opened(tmp_path, Told())
+    files.remove(there)
+    other = files.write(np.arange(7, 71, dtype=np.int32), SequenceState(bytes(100), 64))
+    assert other is not None
+    files.remove(other)
+    files.close()
+    assert list(tmp_path.glob("*/*")) == []
+    assert files.n_bytes == 0
+
+
 def test_files_never_take_more_than_they_may_and_the_oldest_go(tmp_path: Path) -> None:
     names = written(tmp_path, 6, 10_000)
     for i, name in enumerate(names):
