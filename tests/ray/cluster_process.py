@@ -9,12 +9,15 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import anyio
 import httpx
 
-from tests.server.conftest import LONG, samples_of
+from cllm.client import AsyncClient
+from tests.server.conftest import LONG, samples_of, wait_for, wait_until
 
 ENGINE: dict[str, Any] = {"n_ctx": 16384, "n_seq_max": 16, "n_threads": 1, "deterministic": True}
 SERVER: dict[str, Any] = {"model_name": "embedded", "allow_grammar": True, "drain_timeout_s": 20.0}
@@ -101,30 +104,51 @@ def pids_of(title: str) -> list[int]:
     return found
 
 
-def plain_prompt(i: int) -> str:
-    return f"{LONG} plain {i}"
+class PlainStreams:
+    """Streams of clients that know nothing of several servers, each read in a thread.
 
+    Attributes
+    ----------
+    ends : dict
+        By number: the text, and whether it had an end.
+    """
 
-def plain_stream(url: str, i: int, ends: dict[int, tuple[str, bool]], begun: set[int]) -> None:
-    """Read a stream as any client does: its text, and whether it has an end."""
-    text, has_end = "", False
-    try:
-        body = {"prompt": plain_prompt(i), "stream": True, **COUNTING}
-        with httpx.stream("POST", f"{url}/generate", json=body, timeout=120) as answer:
-            for line in answer.iter_lines():
-                if line == "data: [DONE]":
-                    has_end = True
-                elif line.startswith("data: "):
-                    begun.add(i)
-                    text += json.loads(line[6:])["text"]
-    except httpx.TransportError:
-        pass
-    ends[i] = text, has_end
+    def __init__(self, url: str, n: int) -> None:
+        self.ends: dict[int, tuple[str, bool]] = {}
+        self._url = url
+        self._begun: set[int] = set()
+        self._threads = [threading.Thread(target=self._read, args=(i,)) for i in range(n)]
 
+    @staticmethod
+    def prompt(i: int) -> str:
+        """What the i-th asks."""
+        return f"{LONG} plain {i}"
 
-def joined(threads: list[threading.Thread]) -> None:
-    for thread in threads:
-        thread.join()
+    async def begin(self) -> None:
+        """Until all have got something."""
+        for thread in self._threads:
+            thread.start()
+        await wait_for(lambda: len(self._begun) == len(self._threads), "all run")
+
+    async def join(self) -> None:
+        """Until all have ended."""
+        for thread in self._threads:
+            await anyio.to_thread.run_sync(thread.join)
+
+    def _read(self, i: int) -> None:
+        text, has_end = "", False
+        body = {"prompt": self.prompt(i), "stream": True, **COUNTING}
+        try:
+            with httpx.stream("POST", f"{self._url}/generate", json=body, timeout=120) as answer:
+                for line in answer.iter_lines():
+                    if line == "data: [DONE]":
+                        has_end = True
+                    elif line.startswith("data: "):
+                        self._begun.add(i)
+                        text += json.loads(line[6:])["text"]
+        except httpx.TransportError:
+            pass
+        self.ends[i] = text, has_end
 
 
 async def probe(url: str, statuses: list[int]) -> None:
@@ -135,3 +159,40 @@ async def probe(url: str, statuses: list[int]) -> None:
                 statuses.append((await client.post(f"{url}/generate", json=body)).status_code)
             except httpx.TransportError:
                 statuses.append(0)
+
+
+async def lose_a_replica(cluster: Cluster, lose: Callable[[], object]) -> None:
+    """Under streams: those of the client are whole, some others are cut, and hardly a new request fails."""
+    n_streams, probes = 6, list[int]()
+    plain = PlainStreams(cluster.url, n_streams)
+    async with AsyncClient(cluster.url, session_id=None) as client:
+        asked = [f"{i} moved {LONG}" for i in range(n_streams)]
+        alone = [await client.generate(prompt, **COUNTING) for prompt in asked]
+        wholes = [
+            (await client.generate(plain.prompt(i), **COUNTING)).text for i in range(n_streams)
+        ]
+        streams = [client.stream(prompt, **COUNTING) for prompt in asked]
+        for stream in streams:
+            await anext(stream)
+        await plain.begin()
+        async with anyio.create_task_group() as group:
+            group.start_soon(probe, cluster.url, probes)
+            await anyio.to_thread.run_sync(lose)
+            ended = [await stream.completion() for stream in streams]
+            await plain.join()
+            group.cancel_scope.cancel()
+    assert [one.token_ids for one in ended] == [one.token_ids for one in alone]
+    assert any(stream.n_moves for stream in streams)
+    # Without it: some are cut, and not as if that were the end; the others are whole.
+    assert {has_end for _, has_end in plain.ends.values()} == {True, False}
+    for i, (text, has_end) in plain.ends.items():
+        assert text == wholes[i] if has_end else wholes[i].startswith(text)
+    bad = [status for status in probes if status != 200]
+    assert len(bad) <= max(1, len(probes) // 100), (bad, len(probes))
+
+
+async def wait_for_two(cluster: Cluster) -> None:
+    """Until both replicas run again."""
+    await anyio.to_thread.run_sync(
+        lambda: wait_until(cluster.has_two, "there are two again", timeout_s=90)
+    )

@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import anyio
@@ -20,24 +19,17 @@ pytest.importorskip("ray", reason="Ray is in an environment of its own: make tes
 
 from cllm.client import AsyncClient
 from tests.ray.cluster_process import (
-    COUNTING,
     GREEDY,
     Cluster,
-    joined,
+    PlainStreams,
+    lose_a_replica,
     pids_of,
-    plain_prompt,
-    plain_stream,
     probe,
+    wait_for_two,
 )
 from tests.server.conftest import LONG, OPTIONS, Server, running, samples_of, wait_for, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.anyio]
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    """The cluster has its own loops."""
-    return "asyncio"
 
 
 @pytest.fixture(scope="module")
@@ -130,87 +122,41 @@ async def test_a_client_that_leaves_frees_its_cells(cluster: Cluster) -> None:
 
 
 async def test_a_replica_is_killed_and_no_stream_of_the_client_is_lost(cluster: Cluster) -> None:
-    n_streams, probes = 6, list[int]()
-    ends, begun = dict[int, tuple[str, bool]](), set[int]()
-    async with AsyncClient(cluster.url, session_id=None) as client:
-        asked = [f"{LONG} moved {i}" for i in range(n_streams)]
-        alone = [await client.generate(prompt, **COUNTING) for prompt in asked]
-        wholes = [
-            (await client.generate(plain_prompt(i), **COUNTING)).text for i in range(n_streams)
-        ]
-        threads = [
-            threading.Thread(target=plain_stream, args=(cluster.url, i, ends, begun))
-            for i in range(n_streams)
-        ]
-        streams = [client.stream(prompt, **COUNTING) for prompt in asked]
-        for stream in streams:
-            await anext(stream)
-        for thread in threads:
-            thread.start()
-        await wait_for(lambda: len(begun) == n_streams, "all run")
-        victim = cluster.replica_pids()[0]
-        os.kill(victim, signal.SIGKILL)
-        async with anyio.create_task_group() as group:
-            group.start_soon(probe, cluster.url, probes)
-            ended = [await stream.completion() for stream in streams]
-            await anyio.to_thread.run_sync(joined, threads)
-            group.cancel_scope.cancel()
-    assert [one.token_ids for one in ended] == [one.token_ids for one in alone]
-    assert any(stream.n_moves for stream in streams)
-    # Without it: some are cut, and not as if that were the end; the others are whole.
-    assert {has_end for _, has_end in ends.values()} == {True, False}
-    for i, (text, has_end) in ends.items():
-        assert text == wholes[i] if has_end else wholes[i].startswith(text)
-    bad = [status for status in probes if status != 200]
-    assert len(bad) <= max(1, len(probes) // 100), (bad, len(probes))
-    await anyio.to_thread.run_sync(
-        lambda: wait_until(cluster.has_two, "it is replaced", timeout_s=60)
-    )
+    victim = cluster.replica_pids()[0]
+    await lose_a_replica(cluster, lambda: os.kill(victim, signal.SIGKILL))
+    await wait_for_two(cluster)
+
+
+async def lose_nothing(cluster: Cluster, change: Callable[[], object]) -> None:
+    """Streams that run are whole, and every new request is answered."""
+    plain, probes = PlainStreams(cluster.url, 4), list[int]()
+    await plain.begin()
+    async with anyio.create_task_group() as group:
+        group.start_soon(probe, cluster.url, probes)
+        await anyio.to_thread.run_sync(change)
+        await plain.join()
+        group.cancel_scope.cancel()
+    assert all(has_end for _, has_end in plain.ends.values())
+    assert set(probes) == {200}
 
 
 async def test_a_redeployment_loses_nothing(cluster: Cluster) -> None:
-    ends, begun = dict[int, tuple[str, bool]](), set[int]()
-    threads = [
-        threading.Thread(target=plain_stream, args=(cluster.url, i, ends, begun)) for i in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    await wait_for(lambda: len(begun) == 4, "all run")
-    probes: list[int] = []
-    async with anyio.create_task_group() as group:
-        group.start_soon(probe, cluster.url, probes)
-        assert (await anyio.to_thread.run_sync(cluster.ask, "redeploy"))["done"] == "redeploy"
-        await anyio.to_thread.run_sync(joined, threads)
-        group.cancel_scope.cancel()
-    assert all(has_end for _, has_end in ends.values())
-    assert set(probes) == {200}
+    await lose_nothing(cluster, lambda: cluster.ask("redeploy"))
 
 
 async def test_the_controller_is_killed_and_nobody_notices(cluster: Cluster) -> None:
-    ends, begun = dict[int, tuple[str, bool]](), set[int]()
-    threads = [
-        threading.Thread(target=plain_stream, args=(cluster.url, i, ends, begun)) for i in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    await wait_for(lambda: len(begun) == 4, "all run")
-    probes: list[int] = []
     (controller,) = pids_of("ray::ServeController")
-    async with anyio.create_task_group() as group:
-        group.start_soon(probe, cluster.url, probes)
+
+    def kill() -> None:
         os.kill(controller, signal.SIGKILL)
-        await anyio.to_thread.run_sync(joined, threads)
-        await anyio.to_thread.run_sync(
-            lambda: wait_until(
-                lambda: pids_of("ray::ServeController"), "there is another", timeout_s=60
-            )
+        wait_until(
+            lambda: set(pids_of("ray::ServeController")) - {controller},
+            "there is another",
+            timeout_s=60,
         )
-        group.cancel_scope.cancel()
-    assert all(has_end for _, has_end in ends.values())
-    assert set(probes) == {200}
-    await anyio.to_thread.run_sync(
-        lambda: wait_until(cluster.has_two, "it knows its replicas", timeout_s=60)
-    )
+
+    await lose_nothing(cluster, kill)
+    await wait_for_two(cluster)
 
 
 async def test_the_turns_of_a_session_meet_what_was_computed(cluster: Cluster) -> None:
@@ -231,14 +177,8 @@ async def test_the_turns_of_a_session_meet_what_was_computed(cluster: Cluster) -
 
 
 async def test_stop_lets_what_runs_finish(cluster: Cluster) -> None:
-    ends, begun = dict[int, tuple[str, bool]](), set[int]()
-    threads = [
-        threading.Thread(target=plain_stream, args=(cluster.url, i, ends, begun)) for i in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    wait_until(lambda: len(begun) == 4, "all run")
-    assert cluster.ask("stop")["done"] == "stop"
-    for thread in threads:
-        thread.join()
-    assert all(has_end for _, has_end in ends.values())
+    plain = PlainStreams(cluster.url, 4)
+    await plain.begin()
+    assert (await anyio.to_thread.run_sync(cluster.ask, "stop"))["done"] == "stop"
+    await plain.join()
+    assert all(has_end for _, has_end in plain.ends.values())
