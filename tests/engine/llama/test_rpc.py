@@ -29,9 +29,16 @@ Answer = Callable[[socket.socket], None]
 
 
 @pytest.fixture(autouse=True)
-def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("CONNECT_S", 0.3), ("PATIENCE_S", 0.3), ("PAUSE_S", 0.01)):
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy this machine is: who is to answer does."""
+    for name, value in (("CONNECT_S", 30.0), ("PATIENCE_S", 30.0), ("PAUSE_S", 0.01)):
         monkeypatch.setattr(rpc, name, value)
+
+
+@pytest.fixture
+def impatience(patience: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For those who never do."""
+    monkeypatch.setattr(rpc, "PATIENCE_S", 0.2)
 
 
 @contextmanager
@@ -120,6 +127,7 @@ def test_a_server_that_is_older_than_the_greeting_is_not_waited_for() -> None:
         find_server(address, never)
 
 
+@pytest.mark.usefixtures("impatience")
 def test_a_server_that_is_absent_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = RpcAddress("127.0.0.1", listener.getsockname()[1])
@@ -127,6 +135,7 @@ def test_a_server_that_is_absent_is_named() -> None:
         find_server(address, never)
 
 
+@pytest.mark.usefixtures("impatience")
 def test_a_name_that_nobody_knows_is_said_to_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(name: str) -> str:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
@@ -143,6 +152,7 @@ def test_a_name_of_an_open_network_is_refused_unasked(monkeypatch: pytest.Monkey
         find_server(RpcAddress("gpu.lan", 50052), never)
 
 
+@pytest.mark.usefixtures("impatience")
 def test_a_server_with_another_client_is_left_with_a_reset() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = RpcAddress("127.0.0.1", listener.getsockname()[1])
@@ -176,6 +186,7 @@ def test_an_engine_that_is_closed_waits_no_longer() -> None:
         find_server(RpcAddress("127.0.0.1", 1), lambda: True)
 
 
+@pytest.mark.usefixtures("impatience")
 def test_a_full_queue_of_those_who_wait_is_told_as_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> socket.socket:
         raise TimeoutError("timed out")
