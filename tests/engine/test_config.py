@@ -60,11 +60,6 @@ A_PATH = "a path: not empty, without NUL characters"
         ("rpc", 5, "a sequence of HOST:PORT"),
         ("rpc", [""] * 17, "at most 16 servers"),
         ("rpc", ["gpu:1", "gpu:1"], "each server once: it has one client at a time"),
-        (
-            "rpc",
-            ["127.0.0.1:50052"],
-            "left out without process=True: a server that dies ends the process that uses it",
-        ),
     ],
 )
 def test_a_bad_setting_is_refused_by_field_value_and_limit(
@@ -89,6 +84,18 @@ def test_a_bad_setting_is_refused_by_field_value_and_limit(
 def test_an_rpc_server_has_a_private_address_and_a_port(address: object) -> None:
     with pytest.raises(InvalidArgumentError, match="must be HOST:PORT of a loopback or private"):
         EngineConfig(process=True, rpc=cast(Any, [address]))
+
+
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [({"process": False}, "left out without process=True"), ({"process": True, "deterministic": True}, "left out with deterministic")],
+)  # fmt: skip
+def test_rpc_servers_are_refused_where_they_cannot_be_had(
+    options: dict[str, Any], limit: str
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=limit) as caught:
+        EngineConfig(rpc=["127.0.0.1:50052"], **options)
+    assert caught.value.field == "rpc"
 
 
 def test_rpc_servers_survive_the_way_to_another_process() -> None:
