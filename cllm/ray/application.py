@@ -61,9 +61,8 @@ def app(
         serve.ingress()(Replica), name=NAME, **settings.deployment_options(engine, server)
     )
     if affinity == PREFIX:
-        from cllm.ray.prefix_router import (
-            with_prefix_affinity,
-        )  # what it imports is Ray's own affair
+        # Only then: what it imports is Ray's own affair.
+        from cllm.ray.prefix_router import with_prefix_affinity
 
         return with_prefix_affinity(deployment, engine, server)
     return deployment.bind(engine, server)

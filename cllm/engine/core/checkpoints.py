@@ -23,7 +23,9 @@ INTERVAL = 512
 N_REGULAR = 8
 
 
-def next_checkpoint(n_computed: int, n_prompt: int, parted: Iterable[int] = ()) -> int:
+def next_checkpoint(
+    n_computed: int, n_prompt: int, parted: Iterable[int] = (), *, n_least: int = 0
+) -> int:
     """The next position at which the memory of a sequence is to be kept; `NEVER` if there is none.
 
     Parameters
@@ -34,11 +36,13 @@ def next_checkpoint(n_computed: int, n_prompt: int, parted: Iterable[int] = ()) 
         Tokens of its prompt.
     parted : iterable of int
         Where others have parted from it, or wait for it to come to.
+    n_least : int
+        Nowhere else before so many tokens.
     """
     step = INTERVAL
     while n_prompt > N_REGULAR * step:
         step *= 2
-    first, last = n_computed + MIN_GAIN, n_prompt - TAIL
+    first, last = max(n_computed + MIN_GAIN, n_least), n_prompt - TAIL
     regular = -(-first // step) * step
     found = [at for at in parted if at > n_computed]
     if first <= last:

@@ -242,14 +242,12 @@ class KVCacheManager:
         self._set_checkpoint(sequence)
 
     def _set_checkpoint(self, sequence: Sequence) -> None:
-        n_computed, n_prompt = sequence.n_computed, sequence.n_prompt
-        # Somebody may wait there, for what is running.
-        places = [at for at in sequence.parted if at > n_computed]
-        if self.kv_cache.kv_unified:
-            places.append(next_checkpoint(n_computed, n_prompt))
-        elif self.tiers is not None:  # it is copied, if it is not too short for that
-            places.append(next_checkpoint(max(n_computed, MIN_SAVED - MIN_GAIN), n_prompt))
-        sequence.n_checkpoint = min(places, default=NEVER)
+        n_least = 0
+        if not self.kv_cache.kv_unified:  # it is copied, if it can be and is not too short for that
+            n_least = NEVER if self.tiers is None else MIN_SAVED
+        sequence.n_checkpoint = next_checkpoint(
+            sequence.n_computed, sequence.n_prompt, sequence.parted, n_least=n_least
+        )
 
     def _open(self, match: Match) -> Slot:
         """A seq_id for a running sequence: a free one, or in the per-sequence layout a cached one.
@@ -497,8 +495,6 @@ class KVCacheManager:
             self.kv_cache.advance(slot, swapped.n_tokens)
             self.truncate(slot, min(n_tokens, sequence.n_settled))
             n_cached = sequence.place(slot.n_computed)
-            if not self._can_truncate:
-                self._set_checkpoint(sequence)
             if prefix is not None:
                 sequence.saved.append(prefix)
                 self._recorder.n_cached_tokens += n_cached
