@@ -115,7 +115,7 @@ class Preflight:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env=child_environment(),
-                start_new_session=True,
+                process_group=0,
             )
         except OSError as error:
             raise ModelLoadError(path, f"cannot start the process that tries it: {error}") from None

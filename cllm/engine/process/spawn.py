@@ -42,7 +42,7 @@ class Spawned:
                     stderr=subprocess.PIPE,
                     env=child_environment(),
                     pass_fds=fds,
-                    start_new_session=True,
+                    process_group=0,
                 )
             except BaseException:
                 self.socket.close()

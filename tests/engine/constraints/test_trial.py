@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.from_thread
 import anyio.lowlevel
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 
 from cllm import CllmError, ClosedError, InvalidRequestError
 from cllm.bindings import Model
+from cllm.engine import child_process
 from cllm.engine.config import EMBEDDED_MODEL
 from cllm.engine.constraints import trial as trial_module
 from cllm.engine.constraints.gbnf import check_gbnf
@@ -67,7 +70,7 @@ async def trial(anyio_backend: str) -> AsyncIterator[ConstraintTrial]:
     trial = ConstraintTrial(str(EMBEDDED_MODEL))
     yield trial
     await trial.aclose()
-    assert trial._process is None
+    assert trial._child._process is None
 
 
 @pytest.fixture
@@ -88,22 +91,22 @@ async def verdict(trial: ConstraintTrial, text: str) -> str | None:
 
 
 class Asked:
-    """Counts what the process is asked, and says when."""
+    """Counts the requests to the process, and reports when one is about to be sent."""
 
     def __init__(self, trial: ConstraintTrial, monkeypatch: pytest.MonkeyPatch) -> None:
         self.n = 0
         self.event = anyio.Event()
         self.pids: list[int] = []
-        ask = trial._ask
+        started = trial._child._started
 
-        async def counted(request: str) -> dict[str, str | None]:
-            assert trial._process is not None
+        def counted(n_endings: int) -> subprocess.Popen[bytes]:
+            process = started(n_endings)
             self.n += 1
-            self.pids.append(trial._process.pid)
-            self.event.set()
-            return await ask(request)
+            self.pids.append(process.pid)
+            anyio.from_thread.run_sync(self.event.set)
+            return process
 
-        monkeypatch.setattr(trial, "_ask", counted)
+        monkeypatch.setattr(trial._child, "_started", counted)
 
 
 # --- Verdicts --------------------------------------------------------------------------------
@@ -236,7 +239,7 @@ async def test_a_start_that_is_cancelled_leaves_no_process(trial: ConstraintTria
         await trial.run('root ::= "a"')
     with anyio.move_on_after(0):
         await trial.run('root ::= "a"')
-    assert trial._process is None
+    assert trial._child._process is None
     assert await verdict(trial, 'root ::= "a"') is None
 
 
@@ -246,9 +249,9 @@ async def test_a_process_that_was_killed_is_replaced(
 ) -> None:
     asked = Asked(trial, monkeypatch)
     assert await verdict(trial, 'root ::= "a"') is None
-    assert trial._process is not None
-    os.kill(trial._process.pid, signal.SIGKILL)
-    await trial._process.wait()
+    assert trial._child._process is not None
+    os.kill(trial._child._process.pid, signal.SIGKILL)
+    trial._child._process.wait()
     assert await verdict(trial, 'root ::= "b"') is None
     assert len(set(asked.pids)) == 2
 
@@ -291,10 +294,10 @@ async def test_closing_during_the_start_ends_the_process(trial: ConstraintTrial)
                     await trial.run('root ::= "a"')
 
             group.start_soon(run)
-            while trial._process is None:
+            while trial._child._process is None:
                 await anyio.lowlevel.checkpoint()
             await trial.aclose()
-    assert trial._process is None
+    assert trial._child._process is None
 
 
 @pytest.mark.anyio
@@ -303,8 +306,8 @@ async def test_closing_waits_for_the_end_in_a_cancelled_scope(
     trial: ConstraintTrial, shield: bool
 ) -> None:
     assert await verdict(trial, 'root ::= "a"') is None
-    assert trial._process is not None
-    pid = trial._process.pid
+    assert trial._child._process is not None
+    pid = trial._child._process.pid
     with anyio.CancelScope() as scope:
         scope.cancel()
         with anyio.CancelScope(shield=shield):
@@ -330,7 +333,7 @@ async def test_a_process_that_cannot_start_is_no_fault_of_the_grammar(
         with pytest.raises(CllmError) as caught:
             await trial.run('root ::= "a"')
         assert not isinstance(caught.value, InvalidRequestError)
-        assert trial._process is None
+        assert trial._child._process is None
         await trial.aclose()
         return str(caught.value)
 
@@ -339,7 +342,7 @@ async def test_a_process_that_cannot_start_is_no_fault_of_the_grammar(
     path.write_bytes(b"GGUF")
     assert "cannot load" in await error_of(ConstraintTrial(str(path)))
     with monkeypatch.context() as patch:
-        patch.setattr(trial_module, "START_S", 0.0)
+        patch.setattr(child_process, "START_S", 0.0)
         assert "not ready within 0 s" in await error_of(ConstraintTrial(str(EMBEDDED_MODEL)))
     with monkeypatch.context() as patch:
         patch.setattr(trial_module, "HELPER", "cllm.no_such_module")
