@@ -18,6 +18,8 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,8 @@ _LOGGING_LEVEL = {
     h.LogLevel.ERROR: logging.ERROR,
 }
 GPUS = (h.DeviceType.GPU, h.DeviceType.IGPU)
+SPIN_SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+N_SPINS = "10000"
 RPC = b"RPC"  # the backend whose devices are in other machines
 # Enough for a model load at debug level; when full, the oldest lines go.
 _log_lines: collections.deque[tuple[int, str]] = collections.deque(maxlen=10_000)
@@ -208,10 +212,28 @@ def _load_once() -> Library:
             path, record = find_library()
             # An abort would otherwise fork a debugger onto this process to print a backtrace.
             os.environ.setdefault("GGML_NO_BACKTRACE", "1")
-            loaded = Library(path, record)
-            loaded.start()
+            with _short_spins():
+                loaded = Library(path, record)
+                loaded.start()
             _library = loaded
         return _library
+
+
+@contextmanager
+def _short_spins() -> Iterator[None]:
+    """Let the OpenMP runtime that is loaded meanwhile wait 10,000 rounds before it sleeps.
+
+    GNU's default, 300,000, is some 15 ms in which a thread holds a processor that the thread it waits
+    for may need.  A user's own setting stays.  Programs that are started later do not inherit it.
+    """
+    if any(name in os.environ for name in SPIN_SETTINGS):
+        yield
+        return
+    os.environ[SPIN_SETTINGS[0]] = N_SPINS
+    try:
+        yield
+    finally:
+        del os.environ[SPIN_SETTINGS[0]]
 
 
 def find_library() -> tuple[Path, dict[str, Any]]:

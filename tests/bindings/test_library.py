@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +59,38 @@ def test_the_file_that_computes_lies_beside_the_library() -> None:
     loaded = library()
     assert loaded.cpu_backend().name.startswith("libggml-cpu")
     assert loaded.cpu_backend().parent.resolve() == loaded.path.parent
+
+
+# --- How long its threads spin ---------------------------------------------------------------
+LOAD = "import os; from cllm.bindings import library; library(); print(os.environ.get({name!r}))"
+
+
+def openmp_report(name: str, value: str | None = None) -> tuple[str, str]:
+    """What the OpenMP runtime reports when the library is loaded, and a variable after that."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP_", "OMP_"))}
+    environment["OMP_DISPLAY_ENV"] = "verbose"
+    if value is not None:
+        environment[name] = value
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD.format(name=name)],
+        env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    if "GOMP_SPINCOUNT" not in done.stderr:
+        pytest.skip("this library does not use GNU's OpenMP runtime")
+    return done.stderr, done.stdout.strip()
+
+
+def test_threads_spin_briefly_and_later_programs_do_not_inherit_it() -> None:
+    report, later = openmp_report("GOMP_SPINCOUNT")
+    assert "GOMP_SPINCOUNT = '10000'" in report
+    assert later == "None"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "spins"),
+    [("GOMP_SPINCOUNT", "77", "77"), ("OMP_WAIT_POLICY", "passive", "0")],
+)
+def test_what_the_user_has_set_stays(name: str, value: str, spins: str) -> None:
+    report, later = openmp_report(name, value)
+    assert f"GOMP_SPINCOUNT = '{spins}'" in report
+    assert later == value
