@@ -75,6 +75,10 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
             "cllm.engine.llama.preflight",
         ),
     ),
+    (
+        "cllm.doctor.processors",
+        ("cllm.doctor", "cllm.engine.core.thread_tuner", "cllm.engine.thread.processor_load"),
+    ),
     ("cllm.doctor.preflight", ("cllm", "cllm.doctor", "cllm.engine.llama.preflight")),
     (
         "cllm.doctor.last_crash",

@@ -388,6 +388,7 @@ size_t llama_state_seq_get_data(struct llama_context * ctx, uint8_t * dst, size_
 size_t llama_state_seq_set_data(struct llama_context * ctx, const uint8_t * src, size_t size, llama_seq_id dest_seq_id);
 int32_t llama_encode(struct llama_context * ctx, struct llama_batch batch);
 int32_t llama_decode(struct llama_context * ctx, struct llama_batch batch);
+void llama_set_n_threads(struct llama_context * ctx, int32_t n_threads, int32_t n_threads_batch);
 void llama_synchronize(struct llama_context * ctx);
 float * llama_get_logits(struct llama_context * ctx);
 float * llama_get_embeddings_seq(struct llama_context * ctx, llama_seq_id seq_id);

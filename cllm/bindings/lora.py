@@ -11,7 +11,7 @@ from typing import Any
 from cllm.bindings._handle import NativeHandle
 from cllm.bindings._library import forward_log, library
 from cllm.bindings.model import Model, check_model_file
-from cllm.checks import check_float
+from cllm.checks import MAX_THREADS, check_float, check_int
 from cllm.errors import InvalidArgumentError, LlamaCallError, ModelLoadError
 
 
@@ -52,9 +52,25 @@ class LoraAdapter(NativeHandle):
 
 
 class LoraContext(NativeHandle):
-    """A context that adapters can be applied to."""
+    """A context that computes: with adapters, and with a number of threads."""
 
     _loras: tuple[LoraAdapter, ...] = ()
+
+    def set_n_threads(self, n_threads: int, n_threads_batch: int) -> None:
+        """Compute the next batches with so many threads: of one row, and of more rows.
+
+        Raises
+        ------
+        InvalidArgumentError
+            Less than 1, or more than 512.
+
+        Notes
+        -----
+        See `llama_set_n_threads` in llama.h.
+        """
+        check_int("n_threads", n_threads, 1, MAX_THREADS)
+        check_int("n_threads_batch", n_threads_batch, 1, MAX_THREADS)
+        library().llama_set_n_threads(self._pointer, n_threads, n_threads_batch)
 
     def set_loras(self, adapters: Sequence[tuple[LoraAdapter, float]]) -> None:
         """Apply these adapters with these scales, and no others.

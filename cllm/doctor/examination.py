@@ -15,6 +15,7 @@ from cllm.doctor.last_crash import last_crash_check
 from cllm.doctor.model_checks import model_checks
 from cllm.doctor.plan import choose_plan
 from cllm.doctor.preflight import preflight_check
+from cllm.doctor.processors import processors_check
 from cllm.doctor.workload import measure_pace
 
 BUDGET_S, N_REQUESTS = 60.0, 24
@@ -55,6 +56,7 @@ def examine(path: Path, *, n_threads: int, is_quick: bool = False) -> Generator[
 
 def _examine_model(model: Model, n_threads: int, is_quick: bool) -> Generator[Finding]:
     yield memory_check(model.size_bytes)
+    yield processors_check(n_threads)
     is_usable = True
     for check in model_checks(model, n_threads=n_threads):
         yield check

@@ -25,6 +25,7 @@ GAUGES = {
     "prefix_host_bytes": ("n_prefix_bytes_host", "Prefixes in host memory"),
     "prefix_disk_bytes": ("n_prefix_bytes_disk", "Prefixes in files"),
     "sequences_used": ("n_seq_ids_used", "seq_ids of live requests"),
+    "compute_threads": ("n_threads", "Compute threads: fewer while other programs are busy"),
     "waiting_texts": ("n_waiting_texts", "Texts that are to become vectors"),
     "uptime_seconds": ("uptime_s", "Since the engine was started"),
 }

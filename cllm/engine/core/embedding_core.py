@@ -145,7 +145,7 @@ class EmbeddingCore:
     _alone: deque[_Text] = field(default_factory=deque)  # they have failed once
     _begun: _Text | None = None  # the encoder holds its first tokens
     _events: list[Event] = field(default_factory=list)
-    _cost: TickCost = field(default_factory=TickCost)
+    cost: TickCost = field(default_factory=TickCost)
     _saved_s: float = 0.0  # for what takes longer than a batch may
     _n_batches: int = 0
 
@@ -224,7 +224,7 @@ class EmbeddingCore:
         self.on_batch({})
         n_rows = sum(n_tokens.values())
         seconds = self.clock() - now
-        self._cost.observe(n_rows, n_rows * n_computed + n_rows * n_rows // 2, seconds)
+        self.cost.observe(n_rows, n_rows * n_computed + n_rows * n_rows // 2, seconds)
         self.recorder.n_embedding_batches += 1
         self.recorder.n_embedded_tokens += n_rows
         self.recorder.embed_s += seconds
@@ -296,7 +296,7 @@ class EmbeddingCore:
     def _n_affordable(self, budget_s: float | None, n_computed: int) -> int:
         """Tokens that a batch has time for, of a text of which so many are computed."""
         seconds = IDLE_BATCH_S if budget_s is None else budget_s
-        return self._cost.n_prompt_rows((), n_computed, seconds) if seconds > 0.0 else 0
+        return self.cost.n_prompt_rows((), n_computed, seconds) if seconds > 0.0 else 0
 
     def _has_saved(self, budget_s: float | None, n_computed: int, n_rows: int) -> bool:
         """Whether the time of the batches that did not compute is enough for so many tokens."""
@@ -304,7 +304,7 @@ class EmbeddingCore:
             return True
         self._saved_s += max(0.0, budget_s)
         cells = n_rows * n_computed + n_rows * n_rows / 2
-        return self._saved_s >= self._cost.seconds(n_rows, cells)
+        return self._saved_s >= self.cost.seconds(n_rows, cells)
 
     def _commit(self, texts: Sequence[_Text], vectors: NDArray[np.float32]) -> None:
         """Give the vectors to their requests."""

@@ -31,9 +31,15 @@ class RowCost:
     ----------
     known : mapping, optional
         Seconds by rows, as `table` has said before: the first tick of as many rows replaces them.
+
+    Attributes
+    ----------
+    is_paused : bool
+        True while nothing is learned: fewer threads compute than usual.
     """
 
     def __init__(self, known: Mapping[int, float] | None = None) -> None:
+        self.is_paused = False
         self._medians = dict(known or {})
         self._trusted = set(self._medians)
         self._recent: dict[int, deque[float]] = {}
@@ -47,7 +53,7 @@ class RowCost:
 
     def observe(self, n_rows: int, seconds: float) -> None:
         """A decode of so many rows, no prompt's among them, took `seconds`."""
-        if seconds <= 0.0 or n_rows > N_ROWS_MAX:
+        if self.is_paused or seconds <= 0.0 or n_rows > N_ROWS_MAX:
             return
         recent = self._recent.setdefault(n_rows, deque(maxlen=N_KEPT))
         recent.append(seconds)

@@ -68,6 +68,8 @@ class EngineStatistics:
         Texts that became vectors, their tokens, and the batches that they were computed in.
     n_restarts : int
         Times that the engine's process was started anew, after it had ended by itself.
+    n_threads : int
+        Compute threads; fewer than configured while other programs keep the processors busy.
     n_gil_handovers : int
         Calls of a tick that give the GIL away and have to get it back.
     """
@@ -99,6 +101,7 @@ class EngineStatistics:
     n_kv_cells: int = 0
     n_seq_ids_used: int = 0
     n_seq_ids_cached: int = 0
+    n_threads: int = 0
     n_gil_handovers: int = 0
     n_waiting_texts: int = 0
     n_embedded_texts: int = 0
@@ -149,7 +152,7 @@ SAME_NAMES = {f.name for f in fields(EngineStatistics)} - {
 GAUGES = {
     "n_waiting", "n_running", "n_paused", "n_kv_cells_used", "n_kv_cells_cached", "n_kv_cells",
     "n_seq_ids_used", "n_seq_ids_cached", "n_waiting_texts", "uptime_s", "n_prefix_bytes_host",
-    "n_prefix_bytes_disk",
+    "n_prefix_bytes_disk", "n_threads",
 }  # fmt: skip
 
 
@@ -174,6 +177,7 @@ class Recorder:
         self.n_discrepancies = 0
         self.n_kv_cells_used = self.n_kv_cells_cached = self.n_kv_cells = 0
         self.n_seq_ids_used = self.n_seq_ids_cached = 0
+        self.n_threads = 0
         self.n_gil_handovers = 0
         self.n_waiting_texts = 0
         self.n_embedded_texts = self.n_embedded_tokens = self.n_embedding_batches = 0

@@ -17,6 +17,7 @@ from cllm.engine.core.scheduler import Chunk
 # Older ticks count for less: the fit describes the shapes that are decoded now.
 FORGETTING = 0.97
 N_REMEMBERED = 512  # the weight of older ones is below a millionth
+N_LATEST = 15
 # In these units the three coefficients are of similar size.
 ROWS, CELLS = 100.0, 100_000.0
 # Gaps scatter by some percent: with their median a little above the target, nearly all stay below
@@ -32,7 +33,13 @@ MAX_GROWTH = 2.0
 
 
 class TickCost:
-    """Least squares over the ticks so far, their errors relative to their times."""
+    """Least squares over the ticks so far, their errors relative to their times.
+
+    Attributes
+    ----------
+    latest : deque
+        Rows, cells and seconds of the latest ticks; `ThreadTuner` reads and clears it.
+    """
 
     def __init__(self) -> None:
         self._moments = [[0.0] * 3 for _ in range(3)]
@@ -41,11 +48,14 @@ class TickCost:
         self._n_rows_max = 0.0
         # Not looked at before somebody asks: most ticks nobody does.
         self._unseen: deque[tuple[int, int, float]] = deque(maxlen=N_REMEMBERED)
+        self.latest: deque[tuple[int, int, float]] = deque(maxlen=N_LATEST)
 
     def observe(self, n_rows: int, n_cells: int, seconds: float) -> None:
         """A tick of so many rows, which attended to so many cells in all, took `seconds`."""
         if seconds > 0.0:
-            self._unseen.append((n_rows, n_cells, seconds))
+            tick = n_rows, n_cells, seconds
+            self._unseen.append(tick)
+            self.latest.append(tick)
 
     def _add(self, n_rows: int, n_cells: int, seconds: float) -> None:
         # Divided by the time itself: a short tick says as much about the fit as a long one.

@@ -122,9 +122,24 @@ class LlamaBackend:
             encoder=encoder,
             loras=loras,
             row_cost=self._row_cost(model_info, owned),
+            n_threads_max=max(config.compute_threads),
+            # With another number, sums would be added up in another order.
+            set_n_threads=None
+            if config.deterministic
+            else partial(self._set_n_threads, decoder, encoder),
         )
         self.preflight.passed()
         return loaded
+
+    def _set_n_threads(
+        self, decoder: LlamaDecoder | NoDecoder, encoder: LlamaTextEncoder | None, n_threads: int
+    ) -> None:
+        """Compute with at most so many threads."""
+        n_single, n_batch = (min(n_threads, n) for n in self._config.compute_threads)
+        if isinstance(decoder, LlamaDecoder):
+            decoder.set_n_threads(n_single, n_batch)
+        if encoder is not None:
+            encoder.set_n_threads(n_batch)
 
     def _open_decoder(
         self, model: Model, info: EmbeddingInfo | None, loras: LlamaLoras, owned: ExitStack

@@ -46,6 +46,7 @@ class LlamaDecoder:
         self._applied: LoraSet | None = ()
         self._n_batch = n_batch
         self._is_stopping = False
+        self._n_threads: tuple[int, int] | None = None  # None: as the context was made
         self._open()
 
     def _open(self) -> None:
@@ -55,6 +56,8 @@ class LlamaDecoder:
         self.n_ctx_seq = context.n_ctx_seq
         self.separates_prompts = context.has_tiled_attention
         self.n_batch = min(self._n_batch, context.n_batch)  # llama.cpp: never more than n_ctx
+        if self._n_threads is not None:
+            context.set_n_threads(*self._n_threads)
         self.allow()
         self._batch = Batch(context.n_batch)
 
@@ -66,6 +69,11 @@ class LlamaDecoder:
             self._applied = None  # a call that fails may have done what it should
             self.context.set_loras(self._loras.of(loras))
             self._applied = loras
+
+    def set_n_threads(self, n_threads: int, n_threads_batch: int) -> None:
+        """Compute the next batches with so many threads, in later contexts too."""
+        self._n_threads = n_threads, n_threads_batch
+        self.context.set_n_threads(n_threads, n_threads_batch)
 
     def clear(self) -> None:
         """Forget the rows added so far."""

@@ -50,6 +50,13 @@ class LlamaTextEncoder:
         self._batch: Batch | None = None
         self._so_far = np.empty((0, 0), np.float32)  # the vectors that were computed last
         self._is_aborted = self._is_stopping = False
+        self._n_threads = config.compute_threads[1]
+
+    def set_n_threads(self, n_threads: int) -> None:
+        """Compute the next batches with so many threads."""
+        self._n_threads = n_threads
+        if self._context is not None:
+            self._context.set_n_threads(n_threads, n_threads)
 
     def open(self) -> None:
         """See `TextEncoder`."""
@@ -60,7 +67,7 @@ class LlamaTextEncoder:
                 n_batch=self.n_batch,
                 n_seq_max=self.n_texts_max,
                 pooling=self._pooling,
-                n_threads=config.compute_threads[1],
+                n_threads=self._n_threads,
                 flash_attn=config.flash_attn,
             )
             self._context.set_loras(self._loras.of(self._loras.defaults))

@@ -97,6 +97,10 @@ class Loaded:
         That of the encoder, if it is of a model of its own.
     row_cost : RowCost
         What earlier engines have left of it; filled while this one runs.
+    n_threads_max : int
+        Compute threads, as configured.
+    set_n_threads : callable or None
+        Compute the next ticks with at most so many threads; None: their number is fixed.
     """
 
     model: ModelInfo
@@ -111,6 +115,8 @@ class Loaded:
     encoder: AbortableEncoder | None = None
     row_cost: RowCost = field(default_factory=RowCost)
     text_vocabulary: EngineVocabulary | None = None
+    n_threads_max: int = 1
+    set_n_threads: Callable[[int], None] | None = None
 
 
 class Backend(Protocol):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -36,6 +36,7 @@ from cllm.engine.core.scheduler import Chunk
 from cllm.engine.core.speculation import BudgetedSpeculation, Speculation
 from cllm.engine.core.statistics import EngineStatistics, Recorder
 from cllm.engine.core.text_budget import TextBudget
+from cllm.engine.core.thread_tuner import ThreadTuner
 from cllm.engine.core.tick_log import LoggedDecoder, LoggedSpeculation, LoggedVocabulary, TickLog
 from cllm.engine.request import FinishReason, ModelInfo
 from cllm.engine.thread.backend import Backend, Loaded
@@ -44,6 +45,7 @@ from cllm.engine.thread.interrupter import Abortable, Interrupter
 from cllm.engine.thread.lora_commands import LoraCommands
 from cllm.engine.thread.mailbox import EventOutbox, Inbox
 from cllm.engine.thread.prefix_files import PrefixFiles
+from cllm.engine.thread.processor_load import ProcessorReader
 from cllm.engine.thread.worker_thread import WorkerThreads
 from cllm.engine.vocabulary import OutputVocabulary
 from cllm.errors import CllmError
@@ -86,6 +88,8 @@ class InferenceThread(EngineHost):
         self._text_budget = TextBudget(None if target_ms is None else target_ms / 1000.0)
         self._embeddings: EmbeddingCore | None = None
         self._loras: LoraCommands | None = None
+        self._tuner: ThreadTuner | None = None
+        self._set_n_threads: Callable[[int], None] | None = None
 
     @property
     def statistics(self) -> EngineStatistics:
@@ -142,6 +146,15 @@ class InferenceThread(EngineHost):
                 core.recorder,
                 on_batch=partial(self._on_texts, loaded.encoder),
             )
+        self._set_n_threads = loaded.set_n_threads
+        core.recorder.n_threads = loaded.n_threads_max
+        if loaded.set_n_threads is not None and loaded.n_threads_max > 1:
+            costs = [core.tick_cost]
+            if self._embeddings is not None:
+                costs.append(self._embeddings.cost)
+            relatives = (os.getppid(),) if self._config.process else ()
+            reader = ProcessorReader(relatives)
+            self._tuner = ThreadTuner(loaded.n_threads_max, costs, reader.read)
         return core, loaded.model
 
     def _make_core(self, loaded: Loaded, owned: ExitStack) -> EngineCore:
@@ -207,10 +220,12 @@ class InferenceThread(EngineHost):
         n_ended = 0
         while True:
             self._busy_since = None
-            if not core.has_work:
+            if is_idle := not core.has_work:
                 self._audit_when_idle(core)
             commands = self._drain(core, n_ended)
             self._busy_since = time.perf_counter()
+            if is_idle and self._tuner is not None:
+                self._use_threads(core, self._tuner.resume(self._busy_since))
             is_last = any(isinstance(command, Shutdown) for command in commands)
             tick_s = 0.0
             for command in commands:
@@ -244,6 +259,8 @@ class InferenceThread(EngineHost):
             core.recorder.deliver_s += time.perf_counter() - started
             if self._embeddings is not None:
                 self._embed(core, self._embeddings, tick_s, is_last=is_last)
+            if self._tuner is not None:
+                self._use_threads(core, self._tuner.update(time.perf_counter()))
             if not self._is_listened_to:
                 core.queue.cancel_all()
                 return
@@ -271,6 +288,16 @@ class InferenceThread(EngineHost):
             self._publish(core)
             self._held += events
             self._post_held()
+
+    def _use_threads(self, core: EngineCore, n_threads: int) -> None:
+        """Compute the next ticks with so many threads."""
+        recorder = core.recorder
+        if n_threads != recorder.n_threads and self._set_n_threads is not None:
+            logger.debug("%d compute threads instead of %d", n_threads, recorder.n_threads)
+            self._set_n_threads(n_threads)
+            recorder.n_threads = n_threads
+            # What rows cost with fewer threads says nothing of a quiet machine.
+            core.row_cost.is_paused = n_threads < max(self._config.compute_threads)
 
     def _post_held(self) -> None:
         """Tell the event loop.

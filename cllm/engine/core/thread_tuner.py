@@ -1,0 +1,155 @@
+"""ThreadTuner: how many threads compute, fewer while other programs keep the processors busy.
+
+llama.cpp's threads wait for each other after every node of a graph.  One thread that has to share its
+processor makes all of them wait, often for milliseconds, some hundred times a token.  A processor that
+another program uses is therefore better left to it.  Each change is a trial: it is kept only if ticks
+become faster.  Pure: times and loads come in as numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from cllm.engine.core.tick_cost import TickCost
+
+WINDOW_S = 0.25  # between two looks at the processors
+PAUSE_S = 1.0  # without work, after which the processors are looked at before the next tick
+N_TICKS = 2  # that say whether a change has helped
+# Of the window: compute threads that wait this long for a processor are in each other's way, or another's.
+WAITING = 0.25
+IDLE = 0.25  # processors that are idle: no other program uses all of one
+# A change is kept if ticks take at most this part of what they took before.
+FEWER_THREADS, MORE_THREADS = 0.95, 0.9
+FIRST_HOLD_S, MAX_HOLD_S = (
+    10.0,
+    320.0,
+)  # after a change that did not help: until the next of its kind
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorLoad:
+    """How busy the processors of this process were in a window of time.
+
+    Attributes
+    ----------
+    waiting : float
+        Seconds that compute threads waited for a processor, per second; of all threads together.
+    others : float
+        Processors that other programs used; 1.0 is all of one.
+    idle : float
+        Processors that no program used.
+    """
+
+    waiting: float
+    others: float
+    idle: float
+
+
+class ThreadTuner:
+    """Chooses the number of compute threads of the next tick.
+
+    Parameters
+    ----------
+    n_max : int
+        The configured number, used on a quiet machine.
+    costs : sequence of TickCost
+        What ticks of each kind take; their latest observations are compared.
+    read_load : callable
+        Return the load since its last call; None where the system does not report it.
+
+    Attributes
+    ----------
+    n_max : int
+    n_threads : int
+        For the next tick.
+    """
+
+    def __init__(
+        self, n_max: int, costs: Sequence[TickCost], read_load: Callable[[], ProcessorLoad | None]
+    ) -> None:
+        self.n_max = self.n_threads = n_max
+        self._costs = costs
+        self._read_load = read_load
+        self._looked_at = float("-inf")
+        self._before: tuple[int, float] | None = None  # of a trial: threads and pace before it
+        # What ticks usually took when the trial began.
+        self._fits: list[tuple[float, float, float]] = []
+        self._hold_s = {True: FIRST_HOLD_S, False: FIRST_HOLD_S}  # of fewer threads, of more
+        self._held_until = {True: float("-inf"), False: float("-inf")}
+
+    def resume(self, now: float) -> int:
+        """Return the number of threads for the next tick, the first after a time without work."""
+        if self.n_max > 1 and now - self._looked_at >= PAUSE_S:
+            load = self._look(now)
+            if load is not None:
+                self._before = None
+                self.n_threads = min(self.n_max, max(1, round(load.idle)))
+            self._forget_ticks()
+        return self.n_threads
+
+    def update(self, now: float) -> int:
+        """Return the number of threads for the next tick.  After every tick."""
+        if self.n_max > 1 and now - self._looked_at >= WINDOW_S:
+            load = self._look(now)
+            if self._before is not None:
+                self._judge(now)
+            else:
+                if load is not None and self._n_latest:
+                    self._consider(load, now)
+                self._forget_ticks()
+        return self.n_threads
+
+    def _look(self, now: float) -> ProcessorLoad | None:
+        self._looked_at = now
+        return self._read_load()
+
+    def _consider(self, load: ProcessorLoad, now: float) -> None:
+        """Try another number of threads, if the processors suggest one."""
+        wanted = self._wanted(load)
+        is_fewer = wanted < self.n_threads
+        if wanted != self.n_threads and now >= self._held_until[is_fewer]:
+            self._fits = [cost.coefficients for cost in self._costs]
+            self._before = self.n_threads, self._pace()
+            self.n_threads = wanted
+
+    def _wanted(self, load: ProcessorLoad) -> int:
+        n = self.n_threads
+        if load.waiting >= WAITING:
+            return max(1, n - max(1, round(load.others)))
+        if load.idle >= IDLE:
+            return min(self.n_max, n + max(1, int(load.idle)))
+        return n
+
+    def _judge(self, now: float) -> None:
+        """Keep the number of threads that is tried, or go back to the one before."""
+        if self._before is None or self._n_latest < N_TICKS:
+            return
+        n_before, pace_before = self._before
+        is_fewer = self.n_threads < n_before
+        self._before = None
+        if self._pace() <= pace_before * (FEWER_THREADS if is_fewer else MORE_THREADS):
+            self._hold_s[is_fewer] = FIRST_HOLD_S
+        else:
+            self.n_threads = n_before
+            self._held_until[is_fewer] = now + self._hold_s[is_fewer]
+            self._hold_s[is_fewer] = min(MAX_HOLD_S, 2 * self._hold_s[is_fewer])
+        self._forget_ticks()
+
+    def _forget_ticks(self) -> None:
+        """Compare only ticks that come from now on."""
+        for cost in self._costs:
+            cost.latest.clear()
+
+    @property
+    def _n_latest(self) -> int:
+        return sum(len(cost.latest) for cost in self._costs)
+
+    def _pace(self) -> float:
+        """Return the median time of the latest ticks, relative to what ticks of their shape take."""
+        return median(
+            seconds / max(1e-9, fixed + per_row * n_rows + per_cell * n_cells)
+            for cost, (fixed, per_row, per_cell) in zip(self._costs, self._fits, strict=True)
+            for n_rows, n_cells, seconds in cost.latest
+        )
