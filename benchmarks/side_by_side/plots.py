@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from benchmarks.side_by_side.records import (
     BATCHED_BENCH,
     CLLM,
+    CLLM_EMBEDDED,
     CLLM_PROCESS,
     CLLM_SERVE,
     CLLM_SERVE_THREAD,
@@ -32,6 +33,7 @@ COLOURS = {
     CLLM_PROCESS: "#56b4e9",
     CLLM_SERVE: "#0072b2",
     CLLM_SERVE_THREAD: "#56b4e9",
+    CLLM_EMBEDDED: "#009e73",
     BATCHED_BENCH: "#000000",
     LLAMA_SERVER: "#d55e00",
     PYTHON_SERVER: "#e69f00",

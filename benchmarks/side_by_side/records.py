@@ -16,6 +16,7 @@ from statistics import median
 
 CLLM = "cllm"
 CLLM_PROCESS = "cllm, process=True"
+CLLM_EMBEDDED = "cllm in a program"
 CLLM_SERVE = "cllm serve"
 CLLM_SERVE_THREAD = "cllm serve --no-process"
 BATCHED_BENCH = "llama-batched-bench"
@@ -32,7 +33,7 @@ class Record:
     Attributes
     ----------
     measurement : str
-        The letter of its part: "a" to "i", "r", "v".
+        The letter of its part: "a" to "i", "n", "r", "v", "w".
     model : str
         `name/file type`.
     case : str

@@ -119,7 +119,7 @@ def running(peer: ServerPeer, port: int) -> Iterator[int]:
             stdout=log,
             stderr=log,
             env={**os.environ, **dict(peer.environment)},
-            start_new_session=True,
+            process_group=0,
         )
         try:
             _wait(f"http://127.0.0.1:{port}{peer.health}", process)

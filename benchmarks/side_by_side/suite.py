@@ -1,4 +1,4 @@
-"""The measurements a to i, r, v and w: which peers take turns at what, and with which sizes."""
+"""The measurements a to i, n, r, v and w: which peers take turns at what, and with which sizes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from benchmarks.side_by_side import (
@@ -17,6 +18,7 @@ from benchmarks.side_by_side import (
     footprint,
     http_loop,
     joining,
+    neighbours,
     overflow,
     real_chats,
     sequential,
@@ -32,6 +34,7 @@ from benchmarks.side_by_side.raw_loop import raw_decode_rate
 from benchmarks.side_by_side.records import (
     BATCHED_BENCH,
     CLLM,
+    CLLM_EMBEDDED,
     CLLM_PROCESS,
     CLLM_SERVE,
     CLLM_SERVE_THREAD,
@@ -54,6 +57,7 @@ from benchmarks.side_by_side.targets import (
     sequences,
 )
 from benchmarks.side_by_side.workload import (
+    EMBEDDED_MODEL,
     EMBEDDING_MODEL,
     REAL_MODEL,
     Setup,
@@ -247,8 +251,9 @@ def _over_http(
     sizes: Sizes,
     measure: Callable[..., Coroutine[Any, Any, Outcome]],
     peers: Sequence[str] = (CLLM_SERVE, LLAMA_SERVER, PYTHON_SERVER),
+    others: Mapping[str, Task] = MappingProxyType({}),
 ) -> Iterator[Record]:
-    """Each peer on a server of its own, which is as fresh in every turn."""
+    """Each peer on a server of its own, which is as fresh in every turn; `others` are no servers."""
     setup = options.setup(model, sizes.n_ctx, sizes.n_seq_max)
 
     def task(peer: str) -> Task:
@@ -262,7 +267,7 @@ def _over_http(
 
         return run
 
-    tasks = available(options, {peer: task(peer) for peer in peers})
+    tasks = {**available(options, {peer: task(peer) for peer in peers}), **others}
     yield from in_turns(options, measurement, model, sizes.case, tasks)
 
 
@@ -294,6 +299,17 @@ def _http_part(
     return measure
 
 
+# --- Next to other programs: n ---------------------------------------------------------------
+def measure_n(options: Options) -> Iterator[Record]:
+    """Clients in a closed loop while other processes compute."""
+    peers = (CLLM_SERVE, CLLM_SERVE_THREAD, LLAMA_SERVER)
+    for model in (REAL_MODEL, EMBEDDED_MODEL):
+        for sizes in neighbours.QUICK if options.is_quick else neighbours.FULL:
+            setup = options.setup(model, sizes.n_ctx, sizes.n_seq_max)
+            ours = {CLLM_EMBEDDED: partial(neighbours.embedded, setup, sizes)}
+            yield from _over_http(options, "n", model, sizes, neighbours.measure, peers, ours)
+
+
 # --- The process: i --------------------------------------------------------------------------
 def measure_i(options: Options) -> Iterator[Record]:
     """Memory, import, cold start."""
@@ -313,6 +329,7 @@ MEASUREMENTS: Mapping[str, Callable[[Options], Iterator[Record]]] = {
     "g": measure_g,
     "h": measure_h,
     "i": measure_i,
+    "n": measure_n,
     "r": _http_part("r", real_chats, REAL_MODEL),
     "v": _http_part("v", embedding, EMBEDDING_MODEL),
     "w": _http_part("w", first_chat, REAL_MODEL),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from benchmarks.side_by_side.records import (
     BATCHED_BENCH,
     CLLM,
+    CLLM_EMBEDDED,
     CLLM_PROCESS,
     CLLM_SERVE,
     CLLM_SERVE_THREAD,
@@ -25,7 +26,7 @@ from benchmarks.side_by_side.records import (
 # Peers that are measured in the same way, and so compared: the first is ours.
 FAMILIES = (
     (CLLM, CLLM_PROCESS, BATCHED_BENCH, LLAMA_CPP_PYTHON, XLLAMACPP),
-    (CLLM_SERVE, CLLM_SERVE_THREAD, LLAMA_SERVER, PYTHON_SERVER),
+    (CLLM_SERVE, CLLM_SERVE_THREAD, CLLM_EMBEDDED, LLAMA_SERVER, PYTHON_SERVER),
 )
 # Shown, and not put in relation to each other.
 COUNTS = {"n_failed", "tokens_per_event"}
@@ -39,6 +40,7 @@ METRICS = {
     "later_turns_ttft_p99_ms": "TTFT p99 of turns 2 to 4, ms",
     "itl_p50_ms": "ITL p50, ms",
     "itl_p99_ms": "ITL p99, ms",
+    "itl_max_ms": "longest ITL, ms",
     "itl_alone_p50_ms": "ITL p50 before the prompt, ms",
     "itl_alone_p99_ms": "ITL p99 before the prompt, ms",
     "request_p50_ms": "request p50, ms",

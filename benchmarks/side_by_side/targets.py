@@ -12,6 +12,7 @@ from benchmarks.side_by_side import (
     first_chat,
     http_loop,
     joining,
+    neighbours,
     overflow,
     real_chats,
     sequential,
@@ -20,7 +21,9 @@ from benchmarks.side_by_side import (
 from benchmarks.side_by_side.records import (
     BATCHED_BENCH,
     CLLM,
+    CLLM_EMBEDDED,
     CLLM_SERVE,
+    CLLM_SERVE_THREAD,
     LLAMA_SERVER,
     PYTHON_SERVER,
     Record,
@@ -29,7 +32,7 @@ from benchmarks.side_by_side.records import (
     spread,
     values_of,
 )
-from benchmarks.side_by_side.workload import EMBEDDING_MODEL, REAL_MODEL, clients
+from benchmarks.side_by_side.workload import EMBEDDED_MODEL, EMBEDDING_MODEL, REAL_MODEL, clients
 
 MODEL = "qwen3-0.6b/Q4_K_M"
 SMALL_MODEL = "two-layer/F16"
@@ -287,6 +290,21 @@ def _chats() -> Iterator[Target]:
         )
 
 
+def _neighbours() -> Iterator[Target]:
+    """With one or two other programs that compute, no peer of ours is behind llama-server."""
+    beside = partial(Target, measurement="n", against=LLAMA_SERVER, bound=1.0)
+    for model, letter in ((REAL_MODEL, "r"), (EMBEDDED_MODEL, "e")):
+        for sizes in (s for s in neighbours.FULL if s.n_neighbours):
+            for peer, mark in ((CLLM_SERVE, ""), (CLLM_SERVE_THREAD, "t"), (CLLM_EMBEDDED, "e")):
+                same = partial(beside, model=model, case=sizes.case, peer=peer)
+                key = f"n{letter}{sizes.n_clients}-{sizes.n_neighbours}{mark}"
+                what = f"{model.partition('/')[0]}, {peer}: {{}}, {sizes.case}".format
+                yield same(key=key, text=what("throughput"), metric="tokens_per_s", relation=">=")
+                yield same(
+                    key=f"{key}g", text=what("longest gap"), metric="itl_max_ms", relation="<="
+                )
+
+
 def _process() -> Iterator[Target]:
     own = partial(Target, model=MODEL, peer=CLLM, against=None)
     for key, case in (("h", DEFAULT_SWITCH), ("hq", QUICK_SWITCH)):
@@ -311,7 +329,7 @@ def _process() -> Iterator[Target]:
 
 TARGETS = tuple(
     sorted(
-        [*_decode(), *_http(), *_load(), *_chats(), *_texts(), *_process()],
+        [*_decode(), *_http(), *_load(), *_chats(), *_texts(), *_neighbours(), *_process()],
         key=lambda target: target.measurement,
     )
 )

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from benchmarks.measure import TEXT_TOKENS
+from cllm.engine import config
 from tools import make_model, real_encoder, real_model
 
 REAL_MODEL = "SmolLM2-135M-Instruct/Q4_1"
 EMBEDDING_MODEL = "all-MiniLM-L6-v2/F16"
+EMBEDDED_MODEL = "cllm-tiny/F16"
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ def model_path(name: str) -> Path:
     """A random-weight model by name and file type, `qwen3-0.6b/Q4_K_M`, or a real one."""
     if name == REAL_MODEL:
         return real_model.fetch()
+    if name == EMBEDDED_MODEL:
+        return config.EMBEDDED_MODEL
     model, file_type = name.split("/")
     if name == EMBEDDING_MODEL:
         return real_encoder.fetch(file_type)
