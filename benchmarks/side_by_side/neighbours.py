@@ -34,8 +34,9 @@ from cllm import Engine, SamplingParams
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 N_PROMPT = 32  # letters
 SPIN = "while True: pass"
-PAUSE_S = 1.0  # the neighbours have begun
-WINDOW_S = 6.0  # a peer that makes a token a second would need minutes for whole answers
+PAUSE_S = 3.0  # of the clients and the neighbours, before the window that is measured
+WINDOW_S = 4.0  # a peer that makes a token a second would need minutes for whole answers
+N_OUTPUT = range(32, 97)  # answers of equal length would keep all clients in step
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,6 @@ class NeighbourSizes(ClosedLoopSizes):
 
     n_each: int = 1
     n_neighbours: int = 0
-    n_output: int = 64
 
     @property
     def case(self) -> str:
@@ -61,7 +61,7 @@ class NeighbourSizes(ClosedLoopSizes):
     @property
     def n_ctx(self) -> int:
         """Cells for all clients at once."""
-        return cells_for(self.n_clients, N_PROMPT + self.n_output)
+        return cells_for(self.n_clients, N_PROMPT + max(N_OUTPUT))
 
 
 def sizes_of(n_clients: Sequence[int], n_neighbours: Sequence[int]) -> tuple[NeighbourSizes, ...]:
@@ -94,53 +94,54 @@ def text_of(seed: str) -> str:
     return "".join(random.Random(seed).choices(LETTERS, k=N_PROMPT))
 
 
-def metrics_of(answers: Sequence[Answer], end: float) -> dict[str, float]:
-    """Throughput, and the longest wait for a token of an answer that had begun.
-
-    Parameters
-    ----------
-    end : float
-        When the answers that are not complete were cut off.
-    """
-    n_tokens = sum(a.n_events if a.n_tokens is None else a.n_tokens for a in answers)
-    begun = [a for a in answers if a.arrivals]
-    gaps_s = [gap for a in begun for gap in a.gaps_s()]
-    gaps_s += [end - a.arrivals[-1] for a in begun if not a.is_complete]
+def metrics_of(answers: Sequence[Answer], since: float, until: float) -> dict[str, float]:
+    """Throughput and the longest wait for a token of an answer that had begun, in a window."""
+    n_tokens = 0.0
+    gaps_s = []
+    for answer in answers:
+        n_arrivals: float = sum(since < at <= until for at in answer.arrivals)
+        if answer.n_tokens is not None and answer.arrivals:  # an event may have several tokens
+            n_arrivals *= answer.n_tokens / len(answer.arrivals)
+        n_tokens += n_arrivals
+        gaps_s += answer.gaps_s(since, until)
+        if answer.arrivals and not answer.is_complete:  # cut off at the end of the window
+            gaps_s.append(until - answer.arrivals[-1])
     longest_s = max(gaps_s, default=WINDOW_S)
-    return {"tokens_per_s": n_tokens / WINDOW_S, "itl_max_ms": 1e3 * longest_s}
+    return {"tokens_per_s": n_tokens / (until - since), "itl_max_ms": 1e3 * longest_s}
 
 
-Ask = Callable[[int, str, Answer], Coroutine[Any, Any, None]]
+Ask = Callable[[int, str, int, Answer], Coroutine[Any, Any, None]]
 
 
 async def _window(sizes: NeighbourSizes, ask: Ask) -> tuple[dict[str, float], list[Answer]]:
-    """Let all clients ask, once to warm up and then until the time is over."""
+    """Let all clients ask without end beside the neighbours, and measure a while of it."""
     answers: list[Answer] = []
 
     async def client(number: int) -> None:
         for index in itertools.count():
+            seed = f"{number} {index}"
             answers.append(Answer())
-            await ask(number, f"{number} {index}", answers[-1])
+            await ask(number, seed, random.Random(seed).choice(N_OUTPUT), answers[-1])
 
-    async with anyio.create_task_group() as clients:
-        for number in range(sizes.n_clients):
-            clients.start_soon(ask, number, f"warm-up {number}", Answer())
     with busy(sizes.n_neighbours):
-        await anyio.sleep(PAUSE_S)
-        with anyio.move_on_after(WINDOW_S):
-            async with anyio.create_task_group() as clients:
-                for number in range(sizes.n_clients):
-                    clients.start_soon(client, number)
-        return metrics_of(answers, time.perf_counter()), answers
+        async with anyio.create_task_group() as clients:
+            for number in range(sizes.n_clients):
+                clients.start_soon(client, number)
+            await anyio.sleep(PAUSE_S)
+            since = time.perf_counter()
+            await anyio.sleep(WINDOW_S)
+            clients.cancel_scope.cancel()
+            metrics = metrics_of(answers, since, time.perf_counter())
+    return metrics, answers
 
 
 async def measure(port: int, peer: str, sizes: NeighbourSizes) -> Outcome:
-    """The figures as the clients see them; the neighbours begin after the first answers."""
+    """The figures as the clients see them."""
     async with connected(port, sizes.n_clients) as connections:
 
-        async def ask(number: int, seed: str, answer: Answer) -> None:
-            body = greedy_body(peer, sizes.n_output, prompt=text_of(seed))
-            await connections[number].stream(body | {"ignore_eos": True}, answer)
+        async def ask(number: int, seed: str, n_output: int, answer: Answer) -> None:
+            body = greedy_body(peer, n_output, prompt=text_of(seed)) | {"ignore_eos": True}
+            await connections[number].stream(body, answer)
 
         metrics, answers = await _window(sizes, ask)
     failures = failures_of(answers)
@@ -151,13 +152,12 @@ async def measure_embedded(setup: Setup, sizes: NeighbourSizes) -> dict[str, flo
     """The same of an engine in this program."""
     async with Engine(**setup.engine_options) as engine:
 
-        async def ask(_number: int, seed: str, answer: Answer) -> None:
-            params = SamplingParams(max_tokens=sizes.n_output, temperature=0, ignore_eos=True)
+        async def ask(_number: int, seed: str, n_output: int, answer: Answer) -> None:
+            params = SamplingParams(max_tokens=n_output, temperature=0, ignore_eos=True)
             async with engine.stream(text_of(seed), params) as stream:
-                async for delta in stream:
+                async for _ in stream:
                     answer.arrivals.append(time.perf_counter())
-                    answer.n_events += len(delta.token_ids)
-            answer.finish_reason = "length"
+            answer.finish_reason, answer.n_tokens = "length", n_output
 
         metrics, _ = await _window(sizes, ask)
     return metrics

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from statistics import median
 
 from cllm.engine.core.tick_cost import TickCost
@@ -20,12 +21,25 @@ N_TICKS = 2  # that say whether a change has helped
 # Of the window: compute threads that wait this long for a processor are in each other's way, or another's.
 WAITING = 0.25
 IDLE = 0.25  # processors that are idle: no other program uses all of one
-# A change is kept if ticks take at most this part of what they took before.
-FEWER_THREADS, MORE_THREADS = 0.95, 0.9
 FIRST_HOLD_S, MAX_HOLD_S = (
     10.0,
-    320.0,
+    80.0,
 )  # after a change that did not help: until the next of its kind
+SETTLE_S = 5.0  # after a change that helped: until its opposite
+
+
+class Reason(Enum):
+    """A reason to try another number of threads."""
+
+    HINDERED = auto()  # threads wait for processors: fewer of them
+    IDLE = auto()  # processors are idle: more
+    SHARED = (
+        auto()
+    )  # the only thread waits for a processor: more, for with each comes another share
+
+
+# A change is kept if ticks take at most this part of what they took before.
+GAINS = {Reason.HINDERED: 0.95, Reason.IDLE: 0.9, Reason.SHARED: 0.9}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +87,13 @@ class ThreadTuner:
         self._costs = costs
         self._read_load = read_load
         self._looked_at = float("-inf")
-        self._before: tuple[int, float] | None = None  # of a trial: threads and pace before it
+        self._before: tuple[Reason, int, float] | None = (
+            None  # of a trial: threads and pace before it
+        )
         # What ticks usually took when the trial began.
         self._fits: list[tuple[float, float, float]] = []
-        self._hold_s = {True: FIRST_HOLD_S, False: FIRST_HOLD_S}  # of fewer threads, of more
-        self._held_until = {True: float("-inf"), False: float("-inf")}
+        self._hold_s = dict.fromkeys(Reason, FIRST_HOLD_S)
+        self._held_until = dict.fromkeys(Reason, float("-inf"))
 
     def resume(self, now: float) -> int:
         """Return the number of threads for the next tick, the first after a time without work."""
@@ -107,34 +123,36 @@ class ThreadTuner:
 
     def _consider(self, load: ProcessorLoad, now: float) -> None:
         """Try another number of threads, if the processors suggest one."""
-        wanted = self._wanted(load)
-        is_fewer = wanted < self.n_threads
-        if wanted != self.n_threads and now >= self._held_until[is_fewer]:
+        reason, n_threads = self._suggestion(load)
+        n_threads = max(1, min(self.n_max, n_threads))
+        if n_threads != self.n_threads and now >= self._held_until[reason]:
             self._fits = [cost.coefficients for cost in self._costs]
-            self._before = self.n_threads, self._pace()
-            self.n_threads = wanted
+            self._before = reason, self.n_threads, self._pace()
+            self.n_threads = n_threads
 
-    def _wanted(self, load: ProcessorLoad) -> int:
+    def _suggestion(self, load: ProcessorLoad) -> tuple[Reason, int]:
         n = self.n_threads
-        if load.waiting >= WAITING:
-            return max(1, n - max(1, round(load.others)))
+        if n > 1 and load.waiting >= WAITING:
+            return Reason.HINDERED, n - max(1, round(load.others))
         if load.idle >= IDLE:
-            return min(self.n_max, n + max(1, int(load.idle)))
-        return n
+            return Reason.IDLE, n + max(1, int(load.idle))
+        return Reason.SHARED, n + (load.waiting >= WAITING)
 
     def _judge(self, now: float) -> None:
         """Keep the number of threads that is tried, or go back to the one before."""
         if self._before is None or self._n_latest < N_TICKS:
             return
-        n_before, pace_before = self._before
-        is_fewer = self.n_threads < n_before
+        reason, n_before, pace_before = self._before
         self._before = None
-        if self._pace() <= pace_before * (FEWER_THREADS if is_fewer else MORE_THREADS):
-            self._hold_s[is_fewer] = FIRST_HOLD_S
+        if self._pace() <= pace_before * GAINS[reason]:
+            self._hold_s[reason] = FIRST_HOLD_S
+            # Ticks scatter: without this, a change and its opposite may both seem to help.
+            opposite = Reason.SHARED if reason is Reason.HINDERED else Reason.HINDERED
+            self._held_until[opposite] = now + SETTLE_S
         else:
             self.n_threads = n_before
-            self._held_until[is_fewer] = now + self._hold_s[is_fewer]
-            self._hold_s[is_fewer] = min(MAX_HOLD_S, 2 * self._hold_s[is_fewer])
+            self._held_until[reason] = now + self._hold_s[reason]
+            self._hold_s[reason] = min(MAX_HOLD_S, 2 * self._hold_s[reason])
         self._forget_ticks()
 
     def _forget_ticks(self) -> None:
