@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from cllm.engine.health import EngineStatus, Health, Restart
     from cllm.engine.loop.request_call import ChatPromptOptions
     from cllm.engine.loop.saved_generation import SavedGeneration
-    from cllm.engine.loop.slot_files import SlotFile
     from cllm.engine.loop.stream import TokenStream
     from cllm.engine.lora import LoraInfo
     from cllm.engine.request import (
@@ -102,7 +101,6 @@ __all__ = (
     "SamplingParams",
     "SavedGeneration",
     "Score",
-    "SlotFile",
     "SlotInfo",
     "SlotState",
     "TemplateAbilities",
@@ -158,7 +156,6 @@ _MODULE_OF = {
     "SamplingParams": "cllm.engine.sampling_params",
     "SavedGeneration": "cllm.engine.loop.saved_generation",
     "Score": "cllm.engine.request",
-    "SlotFile": "cllm.engine.loop.slot_files",
     "SlotInfo": "cllm.engine.core.messages",
     "SlotState": "cllm.engine.core.messages",
     "TemplateAbilities": "cllm.engine.chat.template_abilities",

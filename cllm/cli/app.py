@@ -11,6 +11,7 @@ import typer
 
 from cllm import CllmError, __version__
 from cllm.cli.imports import importing
+from cllm.removed import replacement
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 # In the order of the help.
@@ -83,7 +84,9 @@ def run() -> int:
             print(f"cllm: {error}", file=sys.stderr)
             return EXIT_FAILED
         if hasattr(error, "format_message"):  # click's own: wrong usage
-            print(f"cllm: {error.format_message()}", file=sys.stderr)
+            hint = replacement(getattr(error, "option_name", ""))
+            text = f"{error.format_message()} {hint and f'Instead: {hint}.'}".strip()
+            print(f"cllm: {text}", file=sys.stderr)
             return EXIT_USAGE
         print(f"cllm: {type(error).__name__}: {error}", file=sys.stderr)
         return EXIT_FAILED

@@ -12,6 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
+from cllm.removed import replacement
+
 NOT_FROM_FILES = ("--config", "--help")
 
 
@@ -46,6 +48,8 @@ def _options_of(context: typer.Context, path: Path) -> dict[str, Any]:
         if parameter is None:
             near = difflib.get_close_matches(key.replace("-", "_"), known, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
+            if instead := replacement(key):
+                hint = f"; instead: {instead}"
             raise typer.BadParameter(f"{path}: {key} is not an option{hint}")
         if parameter.name in options:
             raise typer.BadParameter(f"{path}: {key} is there under another name too")

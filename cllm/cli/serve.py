@@ -69,23 +69,6 @@ def serve(
     drain_timeout: Annotated[
         float, typer.Option(min=0, help="Seconds for what runs to finish after SIGTERM.")
     ] = 30.0,
-    resume_window: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            help="Seconds that an answer to a request with an X-Request-ID goes on after its connection "
-            "is lost, for the client to take it up again.",
-        ),
-    ] = 0.0,
-    slot_save_path: Annotated[
-        Path | None,
-        typer.Option(
-            file_okay=False,
-            exists=True,
-            writable=True,
-            help="The directory in which POST /slots/{id}?action=save and restore have their files.",
-        ),
-    ] = None,
     keep_alive: Annotated[
         float,
         typer.Option(min=0, help="Of several models: seconds until one is freed that nobody uses."),
@@ -146,8 +129,6 @@ def serve(
             otlp_traces_endpoint=otlp_traces_endpoint,
             drain_timeout_s=drain_timeout,
             model_keep_alive_s=keep_alive,
-            resume_window_s=resume_window,
-            slot_save_path=None if slot_save_path is None else str(slot_save_path),
             max_models=max_models,
         )
         configure_logging()

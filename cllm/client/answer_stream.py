@@ -180,8 +180,7 @@ class AnswerStream:
             self._server, self._response = await self._replicas.post(
                 PATH,
                 body,
-                # It goes on by itself: nobody is to keep the rest for it.
-                {"x-request-id": self.request_id, "x-cllm-resume": "no"},
+                {"x-request-id": self.request_id},
                 keys=self._keys,
                 but=self._server,
                 is_begun=self.n_moves > 0,

@@ -16,6 +16,7 @@ from cllm.checks import MAX_THREADS, check_bool, check_float, check_int
 from cllm.engine.lora import MAX_SCALE, LoraInfo, check_lora_name
 from cllm.engine.rpc_address import N_SERVERS_MAX, rpc_address
 from cllm.errors import InvalidArgumentError
+from cllm.removed import replacement
 
 N_SEQ_IDS = 256  # LLAMA_MAX_SEQ: all that libllama has
 AUTO: Final = "auto"
@@ -519,6 +520,8 @@ def check_known(options: EngineOptions) -> None:
     if unknown:
         near = difflib.get_close_matches(unknown[0], known, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
+        if instead := replacement(unknown[0]):
+            hint = f"instead: {instead}. "
         raise TypeError(
             f"unknown engine option {unknown[0]!r}; {hint}The options are {', '.join(sorted(known))}"
         )

@@ -6,12 +6,14 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, Unpack
 
 import anyio
 
+from cllm.checks import INT32_MAX, check_int
 from cllm.engine.chat.chat_prompt import ChatPrompt
 from cllm.engine.chat.template_abilities import TemplateAbilities
+from cllm.engine.core.messages import EraseSlot
 from cllm.engine.embedder import EmbeddingMethods
 from cllm.engine.embedding import Ranked
 from cllm.engine.loop.channel import Channel
@@ -26,12 +28,12 @@ from cllm.engine.loop.request_call import (
     chat_prompt_of,
 )
 from cllm.engine.loop.saved_generation import SavedGeneration
-from cllm.engine.loop.slot_files import SlotFile
 from cllm.engine.loop.stream import TokenStream
 from cllm.engine.lora import LoraInfo
 from cllm.engine.request import Completion, RenderedPrompt, Score
 from cllm.engine.sampling_params import SamplingOptions, SamplingParams
 from cllm.errors import DeadlineError, InvalidRequestError, QueueFullError
+from cllm.removed import replacement
 
 R = TypeVar("R")
 
@@ -59,6 +61,15 @@ class Engine(EmbeddingMethods):
     InvalidArgumentError
         An option with a value that cannot be used.
     """
+
+    if not TYPE_CHECKING:  # or a type checker would accept every name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raise `AttributeError`; for a method that was removed, with its replacement."""
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if instead := replacement(name):
+                text += f"; instead: {instead}"
+            raise AttributeError(text, name=name, obj=self)
 
     # --- Requests ----------------------------------------------------------------------------
     def stream(
@@ -411,46 +422,23 @@ class Engine(EmbeddingMethods):
             await parts.loras.unload(name)
 
     # --- Slots -------------------------------------------------------------------------------
-    async def save_slot(self, seq_id: int, path: str | Path) -> SlotFile:
-        """Write what a seq_id holds to a file: of `slots`, one of a running request, or a cached prefix.
-
-        Copied between two ticks, which wait for that; written in a thread.  The file holds its tokens.
-
-        Raises
-        ------
-        InvalidRequestError
-            It holds nothing, more than 1 GiB, or what LoRA adapters have computed.
-        OSError
-            The file cannot be written; what was there before still is.
-        """
-        with self._serving() as parts:
-            return await parts.slots.save(seq_id, path)
-
-    async def restore_slot(self, path: str | Path) -> SlotFile:
-        """Read what `save_slot` has written: from now on, requests that begin alike go on after it.
-
-        Kept in host memory as any prefix that has left the cells (`prefix_cache_bytes`), until others need
-        its room; fewer than 32 tokens are not kept.
-
-        Raises
-        ------
-        InvalidRequestError
-            It cannot be read, is damaged, of another model, other settings, another library or kind of CPU, or there
-            is no host memory for as much.
-        """
-        with self._serving() as parts:
-            return await parts.slots.restore(path)
-
     async def erase_slot(self, seq_id: int) -> int:
-        """Free the cells of a cached prefix; how many tokens it had, 0 where there is none.
+        """Free the cells of a cached prefix.
+
+        Returns
+        -------
+        int
+            Number of its tokens; 0 if there is no cached prefix in this seq_id.
 
         Raises
         ------
         InvalidRequestError
-            A request runs in this seq_id.
+            A request runs in this seq_id, or it is no number of a slot.
         """
+        check_int("seq_id", seq_id, 0, INT32_MAX, InvalidRequestError)
         with self._serving() as parts:
-            return await parts.slots.erase(seq_id)
+            n_tokens: int = await parts.dispatcher.ask(lambda n: EraseSlot(n, seq_id))
+            return n_tokens
 
     async def rerank(
         self,

@@ -18,7 +18,6 @@ from cllm.engine.loop.input_processor import InputProcessor
 from cllm.engine.loop.loop_guard import LoopGuard
 from cllm.engine.loop.loras import Loras
 from cllm.engine.loop.queue_gate import QueueGate
-from cllm.engine.loop.slot_files import SlotFiles
 from cllm.engine.thread.backend import Backend
 from cllm.engine.thread.host import EngineHost
 from cllm.engine.thread.inference_thread import InferenceThread
@@ -41,7 +40,6 @@ class Parts:
     input_processor: InputProcessor
     embeddings: EmbeddingCalls
     loras: Loras
-    slots: SlotFiles
 
     def end_when_idle(self) -> None:
         """End when all requests have ended; nobody submits any more."""
@@ -108,10 +106,7 @@ def start_parts(
     except BaseException:  # as many threads as the system allows
         workers.end()
         raise
-    slots = SlotFiles(dispatcher, workers)
-    return Parts(
-        gate, inbox, dispatcher, interrupter, host, input_processor, embeddings, loras, slots
-    )
+    return Parts(gate, inbox, dispatcher, interrupter, host, input_processor, embeddings, loras)
 
 
 def _make_process(

@@ -23,7 +23,6 @@ from cllm.server import (
     openai,
     responses,
     slots,
-    streams,
     tokens,
 )
 from cllm.server.config import ServerConfig
@@ -80,11 +79,9 @@ def create_app(
             if task is not None:
                 group.start_soon(task.run, finished)
                 task.has_begun = True
-            state.kept.tasks = group
             try:
                 yield
             finally:
-                state.kept.tasks = None
                 state.stop()
                 finished.set()
                 if state.engine is None:  # nobody is to wait for a model that is still loaded
@@ -111,7 +108,6 @@ def create_app(
         embeddings,
         loras,
         tokens,
-        streams,
         slots,
         info,
     )

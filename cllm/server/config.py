@@ -46,12 +46,6 @@ class ServerConfig:
         For a client to take what was sent to it; then it is cut off.
     keep_alive_s : float
         An idle connection is closed after it.
-    resume_window_s : float
-        An answer to a request with an `X-Request-ID` goes on for so long after its connection is lost, for
-        its client to take it up again (`GET /v1/streams/{request_id}`); 0: it ends with the connection.
-    slot_save_path : str, optional
-        The directory in which `/slots/{id}?action=save` and `restore` have their files; None: they are
-        refused.
     drain_timeout_s : float
         After SIGTERM, for what runs to finish.
     model_keep_alive_s : float, optional
@@ -78,8 +72,6 @@ class ServerConfig:
     body_timeout_s: float = 30.0
     write_timeout_s: float = 30.0
     keep_alive_s: float = 30.0
-    resume_window_s: float = 0.0
-    slot_save_path: str | None = None
     drain_timeout_s: float = 30.0
     model_keep_alive_s: float | None = 300.0
     max_models: int | None = None

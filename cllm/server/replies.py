@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -35,14 +34,10 @@ class Writer:
         Whether the first event has been sent: a status can be chosen no more.
     """
 
-    def __init__(
-        self, scope: Scope, receive: Receive, send: Send, *, has_numbers: bool = False
-    ) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope = scope
         self._receive = receive
         self._send = send
-        self._has_numbers = has_numbers
-        self._n_events = 0
         self.is_streaming = False
 
     async def json(self, make: Callable[[], Mapping[str, Any]], *, is_long: bool = False) -> None:
@@ -69,9 +64,6 @@ class Writer:
             await self._send(start)
         data = value.encode() if isinstance(value, str) else _dumped(value)
         head = b"data: " if name is None else b"event: %b\ndata: " % name.encode()
-        if self._has_numbers:
-            self._n_events += 1
-            head = b"id: %d\n%b" % (self._n_events, head)
         await self._body(head + data + b"\n\n", more=True)
 
     async def end(self) -> None:
@@ -144,13 +136,6 @@ class Reply(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        state = getattr(scope["app"].state, "server", None)
-        kept = state and state.kept.begin(
-            scope, partial(self._whole, scope, receive), state.stopping
-        )
-        if kept:
-            await kept.copy(send, receive)
-            return
         writer = Writer(scope, receive, send)
         failure: Exception | None = None
 
@@ -167,14 +152,6 @@ class Reply(Response):
                 failure = error
             tasks.cancel_scope.cancel()
         if failure is not None:
-            await _tell(failure, writer)
-
-    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """All of it, whoever reads."""
-        writer = Writer(scope, receive, send, has_numbers=True)
-        try:
-            await self._produce(writer)
-        except Exception as failure:
             await _tell(failure, writer)
 
 

@@ -14,7 +14,6 @@ from starlette.requests import Request
 from cllm import Engine, SamplingParams
 from cllm.server.config import ServerConfig
 from cllm.server.formats import Served
-from cllm.server.kept_streams import KeptAnswers
 from cllm.server.live_feed import LiveFeed
 from cllm.server.metrics import Metrics
 from cllm.server.problems import shutting_down, unavailable
@@ -53,7 +52,6 @@ class ServerState:
         self.engine, self.failure = None, None
         self.stopping = anyio.Event()
         self.live = LiveFeed(self)
-        self.kept = KeptAnswers(self.config.resume_window_s)
         # Texts that are tokenized for their own sake must not keep prompts waiting.
         self.tokenizing = anyio.CapacityLimiter(2)
 

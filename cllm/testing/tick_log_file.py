@@ -23,8 +23,6 @@ from cllm.engine.core.messages import (
     ClearPrefixCache,
     EraseSlot,
     Read,
-    RestorePrefix,
-    SaveSlot,
 )
 from cllm.engine.core.tick_log import FORMAT
 from cllm.engine.lora import LoraUse
@@ -70,8 +68,6 @@ Entry = (
     | CancelRequest
     | Read
     | ClearPrefixCache
-    | SaveSlot
-    | RestorePrefix
     | EraseSlot
     | CancelAll
     | Distrust
@@ -226,10 +222,6 @@ def _entry(values: dict[str, Any]) -> Entry:
             return Read(request_id, n_deltas)
         case {"reset_prefix_cache": True, **others} if not others:
             return ClearPrefixCache()
-        case {"save_slot": int() as seq_id, **others} if not others:
-            return SaveSlot(0, seq_id)
-        case {"restore_prefix": [list() as tokens, int() as n_bytes], **others} if not others:
-            return RestorePrefix(0, tuple(tokens), SequenceState(bytes(n_bytes), len(tokens)))
         case {"erase_slot": int() as seq_id, **others} if not others:
             return EraseSlot(0, seq_id)
         case {"cancel_all": True, **others} if not others:

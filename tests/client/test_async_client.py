@@ -289,7 +289,6 @@ async def test_of_a_server_whose_engine_is_gone_it_goes_on_elsewhere() -> None:
     assert b'"generated":[97]' in asked[1]
     heads = [each.partition(b"\r\n\r\n")[0].lower() for each in asked]
     assert all(b"accept-encoding: identity" in head for head in heads)
-    assert all(b"x-cllm-resume: no" in head for head in heads)
 
 
 async def test_what_is_not_cllms_is_an_error_that_names_the_server() -> None:

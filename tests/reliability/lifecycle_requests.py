@@ -49,8 +49,6 @@ METHODS: dict[str, Callable[[Engine], Any]] = {
     "classify": lambda engine: engine.classify(["1+1="]),
     "load_lora": lambda engine: engine.load_lora("a", "a.gguf"),
     "unload_lora": lambda engine: engine.unload_lora("a"),
-    "save_slot": lambda engine: engine.save_slot(0, "slot"),
-    "restore_slot": lambda engine: engine.restore_slot("slot"),
     "erase_slot": lambda engine: engine.erase_slot(0),
     "score": lambda engine: engine.score("1+1=", "2"),
     "tokenize": lambda engine: engine.tokenize("1+1="),

@@ -9,7 +9,6 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -95,21 +94,6 @@ async def test_layers_on_servers_give_the_tokens_of_this_machine(
         assert await engine.audit() == []
     for server in used:
         assert f"[{server.address}] model buffer size" in caplog.text
-
-
-async def test_a_slot_is_saved_and_restored_over_the_network(
-    servers: list[RpcServer], tmp_path: Path
-) -> None:
-    async with Engine(**over(*servers)) as engine:
-        first = await engine.generate(LONG_PROMPT, **GREEDY)
-        cached = next(slot.seq_id for slot in await engine.slots() if slot.state == "cached")
-        saved = await engine.save_slot(cached, tmp_path / "slot")
-        assert saved.n_tokens > 0
-    async with Engine(**over(*servers)) as engine:
-        await engine.restore_slot(tmp_path / "slot")
-        again = await engine.generate(LONG_PROMPT, **GREEDY)
-        assert again.token_ids == first.token_ids
-        assert again.usage.n_cached > 0
 
 
 async def test_a_server_that_dies_and_comes_back_costs_a_pause(servers: list[RpcServer]) -> None:

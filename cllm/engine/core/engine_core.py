@@ -30,8 +30,7 @@ from cllm.engine.core.messages import (
     LiveView,
     PrefixLoaded,
     Read,
-    RestorePrefix,
-    SaveSlot,
+    SlotErased,
 )
 from cllm.engine.core.output_processor import OutputProcessor, ReadLogprob
 from cllm.engine.core.prefix_tiers import PrefixStore, PrefixTiers
@@ -41,13 +40,18 @@ from cllm.engine.core.row_cost import RowCost
 from cllm.engine.core.run_queue import MakeSampler, RunQueue, last_delta
 from cllm.engine.core.scheduler import Chunk
 from cllm.engine.core.sequence import Sequence
-from cllm.engine.core.slot_commands import SlotCommands
 from cllm.engine.core.speculation import Speculation, is_decoding
 from cllm.engine.core.statistics import EngineStatistics, Recorder
 from cllm.engine.core.tick_cost import TickCost, cells_attended
 from cllm.engine.request import FinishReason, SequenceState, TokenDelta
 from cllm.engine.vocabulary import OutputVocabulary
-from cllm.errors import DecodeFailedError, EngineFailedError, InvalidBatchError, NoKVSlotError
+from cllm.errors import (
+    DecodeFailedError,
+    EngineFailedError,
+    InvalidBatchError,
+    InvalidRequestError,
+    NoKVSlotError,
+)
 
 logger = logging.getLogger("cllm.engine")
 
@@ -140,7 +144,6 @@ class EngineCore:
             stream_buffer=config.stream_buffer,
             clock=clock,
         )
-        self._slots = SlotCommands(decoder, self.manager, self.queue)
         self._processor = OutputProcessor(
             vocabulary,
             kv_cache,
@@ -188,8 +191,8 @@ class EngineCore:
                 self.manager.forget_prefixes()
             case PrefixLoaded(file, state):
                 self._on_loaded(file, state)
-            case SaveSlot() | RestorePrefix() | EraseSlot():
-                self.queue.events.append(self._slots.answer(command))
+            case EraseSlot(call_id, seq_id):
+                self.queue.events.append(self._erase_slot(call_id, seq_id))
             case Inspect(call_id):
                 self.queue.events.append(Inspected(call_id, self.live_view()))
 
@@ -200,6 +203,17 @@ class EngineCore:
     def forget_lora(self, name: str) -> None:
         """Let nobody share what this adapter has computed: it is gone, and another may have its name."""
         self.manager.evict_lora(name)
+
+    def _erase_slot(self, call_id: int, seq_id: int) -> SlotErased:
+        """Free the cells of a cached prefix, unless a request uses its seq_id."""
+        if any(s.slot is not None and s.slot.seq_id == seq_id for s in self.queue.running):
+            error = InvalidRequestError("seq_id", seq_id, "that of a slot in which no request runs")
+            return SlotErased(call_id, error=error)
+        for entry in self.manager.prefixes.entries:
+            if entry.slot.seq_id == seq_id:
+                self.manager.evict(entry, saves=False)
+                return SlotErased(call_id, len(entry.tokens))
+        return SlotErased(call_id)
 
     def _on_loaded(self, file: str, state: SequenceState | None) -> None:
         """The file of a prefix has been read, or cannot be."""

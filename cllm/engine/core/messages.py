@@ -122,25 +122,8 @@ class UnloadLora:
 
 
 @dataclass(frozen=True, slots=True)
-class SaveSlot:
-    """Copy what a seq_id holds.  Answered by `SlotAnswered` with the same `call_id`."""
-
-    call_id: int
-    seq_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class RestorePrefix:
-    """Keep a prefix in host memory, for whoever begins alike.  Answered by `SlotAnswered`."""
-
-    call_id: int
-    token_ids: tuple[int, ...]
-    state: SequenceState
-
-
-@dataclass(frozen=True, slots=True)
 class EraseSlot:
-    """Free the cells of a cached prefix.  Answered by `SlotAnswered`."""
+    """Free the cells of a cached prefix.  Answered by `SlotErased` with the same `call_id`."""
 
     call_id: int
     seq_id: int
@@ -162,8 +145,6 @@ Command = (
     | Inspect
     | LoadLora
     | UnloadLora
-    | SaveSlot
-    | RestorePrefix
     | EraseSlot
     | Shutdown
 )
@@ -361,23 +342,17 @@ class LorasChanged:
 
 
 @dataclass(frozen=True, slots=True)
-class SlotAnswered:
-    """The answer to `SaveSlot`, `RestorePrefix` and `EraseSlot`.
+class SlotErased:
+    """The answer to `EraseSlot`.
 
     Attributes
     ----------
-    token_ids : tuple of int
-        Of what was saved.
-    state : SequenceState or None
-        What was saved; None: the seq_id holds nothing.
     n_tokens : int
-        That were saved, are kept, or were freed.
+        Number of tokens whose cells were freed.
     """
 
     call_id: int
     n_tokens: int = 0
-    token_ids: tuple[int, ...] = ()
-    state: SequenceState | None = None
     error: CllmError | None = None
 
 
@@ -408,7 +383,7 @@ Event = (
     | Audited
     | Inspected
     | LorasChanged
-    | SlotAnswered
+    | SlotErased
     | Restarted
     | Stopped
     | Ended

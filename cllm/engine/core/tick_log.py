@@ -38,8 +38,6 @@ from cllm.engine.core.messages import (
     Finished,
     Progressed,
     Read,
-    RestorePrefix,
-    SaveSlot,
 )
 from cllm.engine.core.scheduler import Chunk
 from cllm.engine.core.speculation import Drafts, Speculation
@@ -51,7 +49,7 @@ logger = logging.getLogger("cllm.engine")
 T = TypeVar("T")
 
 # Another one for each change of what a line says: no replay then takes an old log for a wrong one.
-FORMAT = "cllm tick log 8"
+FORMAT = "cllm tick log 9"
 KV_CACHE = ("n_cells", "n_seq_ids", "n_ctx_seq", "kv_unified", "has_pos_min", "is_windowed")
 DECODER = ("n_batch", "n_outputs_max", "separates_prompts")
 # What of the configuration, with its None replaced, decides about ticks.
@@ -123,10 +121,6 @@ class TickLog:
                 self._write(read=(request_id, n_deltas))
             case ClearPrefixCache():
                 self._write(reset_prefix_cache=True)
-            case SaveSlot(_, seq_id):
-                self._write(save_slot=seq_id)
-            case RestorePrefix(_, token_ids, state):
-                self._write(restore_prefix=(token_ids, len(state.data)))
             case EraseSlot(_, seq_id):
                 self._write(erase_slot=seq_id)
 

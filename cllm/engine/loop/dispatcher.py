@@ -29,7 +29,7 @@ from cllm.engine.core.messages import (
     Progressed,
     Ready,
     Restarted,
-    SlotAnswered,
+    SlotErased,
     Stopped,
 )
 from cllm.engine.embedding import EmbeddingRequest
@@ -177,9 +177,9 @@ class Dispatcher:
                         self.model = replace(self.model, loras=loras)
                     if reply := self._questions.get(call_id):
                         reply.set(None, error)
-                case SlotAnswered(call_id, error=error):
+                case SlotErased(call_id, n_tokens, error):
                     if reply := self._questions.get(call_id):
-                        reply.set(event, error)
+                        reply.set(n_tokens, error)
                 case Ready(model):
                     self.model = model
                     self.answered.set()

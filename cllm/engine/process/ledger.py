@@ -29,9 +29,7 @@ from cllm.engine.core.messages import (
     LorasChanged,
     Progressed,
     Read,
-    RestorePrefix,
-    SaveSlot,
-    SlotAnswered,
+    SlotErased,
     UnloadLora,
 )
 from cllm.engine.embedding import EmbeddingRequest
@@ -46,7 +44,6 @@ from cllm.engine.request import (
 )
 from cllm.engine.sampling.row_sampler import resamples
 from cllm.errors import (
-    CllmError,
     EmbeddingError,
     EngineFailedError,
     GenerationError,
@@ -203,7 +200,7 @@ class OpenRequest(OpenCall):
         return Finished(self.request_id, delta, error.completion, error)
 
 
-Question = Audit | Inspect | LoadLora | UnloadLora | SaveSlot | RestorePrefix | EraseSlot
+Question = Audit | Inspect | LoadLora | UnloadLora | EraseSlot
 
 
 class Ledger:
@@ -252,8 +249,6 @@ class Ledger:
                 | Inspect(call_id)
                 | LoadLora(call_id)
                 | UnloadLora(call_id)
-                | SaveSlot(call_id)
-                | RestorePrefix(call_id)
                 | EraseSlot(call_id)
             ):
                 self._questions[call_id] = command
@@ -299,7 +294,7 @@ class Ledger:
                     Audited(call_id)
                     | Inspected(call_id)
                     | LorasChanged(call_id)
-                    | SlotAnswered(call_id)
+                    | SlotErased(call_id)
                 ):
                     self._questions.pop(call_id, None)
                     told.append(event)
@@ -354,18 +349,12 @@ class Ledger:
         return told
 
     def _questions_failed(self, cause: Exception) -> list[Event]:
-        """Nobody loads or copies again what may have ended the process."""
+        """Answer the questions that may have ended the process: they are not asked again."""
         ended, told = f"the engine's process ended: {cause}", list[Event]()
         for call_id, question in list(self._questions.items()):
-            match question:
-                case LoadLora():
-                    error = ModelLoadError(question.path, ended)
-                    told.append(LorasChanged(call_id, error=error))
-                case SaveSlot() | RestorePrefix() | EraseSlot():
-                    told.append(SlotAnswered(call_id, error=CllmError(ended)))
-                case _:
-                    continue
-            del self._questions[call_id]
+            if isinstance(question, LoadLora):
+                told.append(LorasChanged(call_id, error=ModelLoadError(question.path, ended)))
+                del self._questions[call_id]
         return told
 
     def on_ready(self) -> list[Command]:

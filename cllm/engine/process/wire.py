@@ -39,10 +39,8 @@ from cllm.engine.core.messages import (
     Progressed,
     Read,
     Ready,
-    RestorePrefix,
-    SaveSlot,
     Shutdown,
-    SlotAnswered,
+    SlotErased,
     Stopped,
     UnloadLora,
 )
@@ -109,13 +107,11 @@ class _LorasChanged(msgspec.Struct, array_like=True, frozen=True):
     error: _Error | None
 
 
-class _SlotAnswered(msgspec.Struct, array_like=True, frozen=True):
-    """`SlotAnswered`."""
+class _SlotErased(msgspec.Struct, array_like=True, frozen=True):
+    """`SlotErased`."""
 
     call_id: int
     n_tokens: int
-    token_ids: tuple[int, ...]
-    state: SequenceState | None
     error: _Error | None
 
 
@@ -158,11 +154,11 @@ Told = Event | Logged | Beat
 # Written as their index.
 COMMANDS: tuple[type, ...] = (
     _Request, CancelRequest, Read, ClearPrefixCache, Audit, Inspect, Shutdown, SetLogLevel,
-    AddEmbedding, LoadLora, UnloadLora, SaveSlot, RestorePrefix, EraseSlot,
+    AddEmbedding, LoadLora, UnloadLora, EraseSlot,
 )  # fmt: skip
 EVENTS: tuple[type, ...] = (
     Ready, _Finished, Audited, Inspected, _Stopped, Ended, Logged, Beat, _Embedded,
-    _LorasChanged, _SlotAnswered,
+    _LorasChanged, _SlotErased,
 )  # fmt: skip
 # Request id, text, tokens, log probabilities.
 _Token = tuple[str, str, tuple[int, ...], tuple[TokenLogprob, ...] | None]
@@ -269,9 +265,8 @@ def _event_as(event: Told) -> object:
             return _Embedded(request_id, vectors, n_values, told)
         case LorasChanged(call_id, loras, error):
             return _LorasChanged(call_id, loras, None if error is None else error_as(error))
-        case SlotAnswered(call_id, n_tokens, token_ids, state, error):
-            told = None if error is None else error_as(error)
-            return _SlotAnswered(call_id, n_tokens, token_ids, state, told)
+        case SlotErased(call_id, n_tokens, error):
+            return _SlotErased(call_id, n_tokens, None if error is None else error_as(error))
         case Stopped(error):
             return _Stopped(None if error is None else error_as(error))
     return event
@@ -295,10 +290,10 @@ def _event_of(value: Any) -> Told:
             failure = None if error is None else error_of(error)
             assert failure is None or isinstance(failure, CllmError)
             return LorasChanged(call_id, loras, failure)
-        case _SlotAnswered(call_id=call_id, n_tokens=n_tokens, token_ids=token_ids, error=error):
+        case _SlotErased(call_id=call_id, n_tokens=n_tokens, error=error):
             failure = None if error is None else error_of(error)
             assert failure is None or isinstance(failure, CllmError)
-            return SlotAnswered(call_id, n_tokens, token_ids, value.state, failure)
+            return SlotErased(call_id, n_tokens, failure)
         case _Stopped(error=error):
             return Stopped(None if error is None else error_of(error))
     return cast(Told, value)

@@ -1,0 +1,55 @@
+"""Using a removed option or method gives an error that names its replacement."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import typer
+
+from cllm import Engine, EngineConfig
+from cllm.cli import app
+from cllm.cli.config_file import _options_of
+from cllm.removed import REPLACEMENTS, replacement
+
+OPTIONS = [("--resume-window", "generated"), ("--slot-save-path", "prefix-cache-dir")]
+
+
+@pytest.mark.parametrize(("option", "instead"), OPTIONS)
+def test_a_removed_option_of_the_command_line_names_its_replacement(
+    option: str, instead: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["cllm", "serve", option, "5"])
+    assert app.run() == app.EXIT_USAGE
+    error = capsys.readouterr().err
+    assert option in error
+    assert instead in error
+
+
+@pytest.mark.parametrize(("option", "instead"), OPTIONS)
+def test_a_removed_option_in_a_file_names_its_replacement(
+    option: str, instead: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "cllm.toml"
+    path.write_text(f"{option.removeprefix('--')} = 5\n")
+    command = typer.main.get_command(app.command_line("serve"))
+    with pytest.raises(typer.BadParameter, match=instead):
+        _options_of(typer.Context(command), path)
+
+
+@pytest.mark.parametrize("name", ["save_slot", "restore_slot"])
+def test_a_removed_method_names_its_replacement(name: str) -> None:
+    with pytest.raises(AttributeError, match="prefix_cache_dir"):
+        getattr(Engine(), name)
+
+
+def test_other_names_that_an_engine_lacks_are_plain_attribute_errors() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'generat'$"):
+        Engine().generat  # type: ignore[attr-defined]  # noqa: B018
+
+
+@pytest.mark.parametrize("name", REPLACEMENTS)
+def test_no_removed_name_is_there_any_more(name: str) -> None:
+    assert name not in EngineConfig.__dataclass_fields__
+    assert not hasattr(Engine, name)
+    assert replacement(f"--{name.replace('_', '-')}") == REPLACEMENTS[name]
