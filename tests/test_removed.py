@@ -12,7 +12,11 @@ from cllm.cli import app
 from cllm.cli.config_file import _options_of
 from cllm.removed import REPLACEMENTS, replacement
 
-OPTIONS = [("--resume-window", "generated"), ("--slot-save-path", "prefix-cache-dir")]
+OPTIONS = [
+    ("--resume-window", "generated"),
+    ("--slot-save-path", "prefix-cache-dir"),
+    ("--tick-log", "--trace"),
+]
 
 
 @pytest.mark.parametrize(("option", "instead"), OPTIONS)
@@ -35,6 +39,11 @@ def test_a_removed_option_in_a_file_names_its_replacement(
     command = typer.main.get_command(app.command_line("serve"))
     with pytest.raises(typer.BadParameter, match=instead):
         _options_of(typer.Context(command), path)
+
+
+def test_a_removed_setting_of_an_engine_names_its_replacement() -> None:
+    with pytest.raises(TypeError, match="trace"):
+        Engine(tick_log="a")  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("name", ["save_slot", "restore_slot"])

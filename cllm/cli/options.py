@@ -278,9 +278,9 @@ class EngineFlags:
             "--embedding-model",
         ),
     ] = None
-    tick_log: Annotated[
+    trace: Annotated[
         Path | None,
-        _engine("Write every tick to this file, prompts and answers too.", "--tick-log"),
+        _engine("Write ticks and requests to this file, for Perfetto.", "--trace"),
     ] = None
 
     def config(self, **defaults: Unpack[EngineOptions]) -> EngineConfig:

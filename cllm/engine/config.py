@@ -67,7 +67,7 @@ class EngineOptions(TypedDict, total=False):
     process: bool
     hang_timeout_s: float | None
     rpc: Sequence[str]
-    tick_log: str | Path | None
+    trace: str | Path | None
     preflight: bool | Literal["unseen"]
     rope_scaling: str | None
     rope_freq_base: float
@@ -165,9 +165,9 @@ class EngineConfig:
     rpc : sequence of str
         Experimental: `HOST:PORT` of llama.cpp's RPC servers, to whose memory layers go as to a GPU's.  With
         `process` only, and in private networks (docs/cluster.md).
-    tick_log : str or Path, optional
-        Write every command and every tick's plan and outcome to this file, a JSON object a line;
-        `cllm.testing.replay` repeats them without a model.  Holds prompts and answers.
+    trace : str or Path, optional
+        Write ticks and requests to this file in Chrome's trace format, which Perfetto shows.  It holds no
+        prompts and no answers.
     preflight : bool or "unseen"
         Load the model and decode a few tokens in a child process first: a damaged file, which can
         end or hang the process that loads it, is a `ModelLoadError` then.  "unseen": not for files
@@ -228,7 +228,7 @@ class EngineConfig:
     process: bool = False
     hang_timeout_s: float | None = 60.0
     rpc: Sequence[str] = ()
-    tick_log: str | Path | None = None
+    trace: str | Path | None = None
     preflight: bool | Literal["unseen"] = False
     rope_scaling: str | None = None
     rope_freq_base: float = 0.0
@@ -284,12 +284,9 @@ class EngineConfig:
         check_float("stall_timeout_s", self.stall_timeout_s, 0.001, 1e6)
         if self.hang_timeout_s is not None:
             check_float("hang_timeout_s", self.hang_timeout_s, 1.0, 1e6)
-        for field in ("model", "tick_log", "speculation", "embedding_model", "prefix_cache_dir"):
+        for field in ("model", "trace", "speculation", "embedding_model", "prefix_cache_dir"):
             if (path := getattr(self, field)) is not None:
                 _check_path(field, path)
-        if self.prefix_cache_dir is not None and self.tick_log is not None:
-            limit = "left out beside tick_log: a replay has no files"
-            raise InvalidArgumentError("prefix_cache_dir", self.prefix_cache_dir, limit)
         if self.preflight != UNSEEN and not isinstance(self.preflight, bool):
             raise InvalidArgumentError("preflight", self.preflight, f"True, False or {UNSEEN!r}")
         _check_loras(self.lora)

@@ -15,7 +15,6 @@ from cllm.testing.records import (
     assert_isolated,
     assert_no_drift,
 )
-from cllm.testing.replay import Difference, Replay, replay
 from cllm.testing.reproducibility import assert_reproducible
 from cllm.testing.schedules import Schedule, ScheduleError, random_schedule
 from cllm.testing.simulation import SimulationFailure, SimulationReport, simulate
@@ -35,7 +34,6 @@ from cllm.testing.steps import (
 
 __all__ = [
     "Cancel",
-    "Difference",
     "FailCall",
     "FailDecode",
     "FakeAnswer",
@@ -52,7 +50,6 @@ __all__ = [
     "PromptKey",
     "ReadOn",
     "Records",
-    "Replay",
     "RequestRecord",
     "ResetPrefixCache",
     "Schedule",
@@ -75,7 +72,6 @@ __all__ = [
     "oracle",
     "poisson",
     "random_schedule",
-    "replay",
     "sequential",
     "simulate",
     "slow_readers",

@@ -91,7 +91,7 @@ class Schedule:
 
     # --- Files -------------------------------------------------------------------------------
     def save(self, path: str | Path, *, error: str = "") -> Path:
-        """Write a file for `replay`: a header, then one step a line.
+        """Write a file for `load`: a header, then one step a line.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""simulate: thousands of seeded schedules, and of the first that fails a small file to replay."""
+"""simulate: thousands of seeded schedules, and of the first that fails a small file."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class SimulationFailure(AssertionError):
     schedule : Schedule
         Made as small as it can be.
     path : Path
-        Its file, for `replay`.
+        Its file, for `Schedule.load`.
     error : ScheduleError
         What the small schedule does wrong.
     """
@@ -70,7 +70,7 @@ class SimulationFailure(AssertionError):
     def __init__(self, seed: int, schedule: Schedule, path: Path, error: ScheduleError) -> None:
         super().__init__(
             f"the schedule of seed {seed} fails: {error}\n"
-            f"{len(schedule.steps)} steps are left of it; cllm.testing.replay({str(path)!r})"
+            f"{len(schedule.steps)} steps are left of it; cllm.testing.Schedule.load({str(path)!r}).run()"
         )
         self.schedule = schedule
         self.path = path

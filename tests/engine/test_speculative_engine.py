@@ -13,7 +13,6 @@ from cllm import Completion, Engine, InvalidArgumentError, InvalidRequestError, 
 from cllm.engine.core.speculation import BudgetedSpeculation, _Offer
 from cllm.engine.llama import row_cost_cache
 from cllm.engine.llama.draft_model import check_vocabulary
-from cllm.testing import replay
 from cllm.testing.oracle_drafter import OracleDrafter, OracleEngine, known_answers
 from cllm.testing.reproducibility import difference
 from tests.conftest import QUIET
@@ -153,27 +152,6 @@ async def test_a_request_may_refuse_guesses_and_cannot_ask_for_what_is_not_there
 async def test_a_name_that_no_file_can_have_is_refused(given: object) -> None:
     with pytest.raises(InvalidArgumentError, match="speculation"):
         Engine(speculation=given)  # type: ignore[arg-type]
-
-
-@pytest.mark.same_process("the cost of rows is replaced")
-async def test_a_replay_repeats_the_ticks_with_their_guesses(tmp_path: Path) -> None:
-    path = tmp_path / "ticks"
-    async with Engine(speculation="ngram", tick_log=path, **EXACT) as engine:
-        await engine.generate_all(PROMPTS, json_schema=SCHEMA, max_tokens=40, seed=5)
-        told = engine.statistics()
-    assert told.n_accepted_tokens > 0
-    repeated = replay(path)
-    repeated.check()
-    # A tick that finds nothing to decode is in the log, and no decode.
-    assert (repeated.n_batches, repeated.n_tokens) == (told.n_ticks, told.n_output_tokens)
-
-
-async def test_a_replay_repeats_scored_prompts_too(tmp_path: Path) -> None:
-    for speculation in (None, "ngram"):
-        path = tmp_path / f"ticks {speculation}"
-        async with Engine(speculation=speculation, tick_log=path, **EXACT) as engine:
-            await engine.generate("a note " * 40, prompt_logprobs=1, max_tokens=3)
-        replay(path).check()
 
 
 async def test_a_context_that_is_smaller_than_a_batch_has_room_for_guesses() -> None:

@@ -84,7 +84,7 @@ for name in ("target_itl_ms", "stall_timeout_s"):
     refuse_setting(ROPE, "finite", **{name: NAN})
     refuse_setting(ROPE, "a number", **{name: "1"})
 refuse_setting(ENUMS, "True, False or 'unseen'", preflight="sometimes")
-refuse_setting("1.2 model paths", "a path", tick_log=5)
+refuse_setting("1.2 model paths", "a path", trace=5)
 for unknown in ("pooling_type", "embeddings", "n_outputs_max", "ctx_type", "vocab_only"):
     options = {unknown: 1}
     TOPIC.refuse(

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from cllm.engine.config import EngineConfig
 from cllm.engine.core import scheduler
 from cllm.engine.core.decoder import Decoder
-from cllm.engine.core.kv_cache import CacheReader, KVCache
+from cllm.engine.core.kv_cache import KVCache
 from cllm.engine.core.kv_cache_manager import KVCacheManager
 from cllm.engine.core.live_view import TickTrace, view_of
 from cllm.engine.core.messages import (
@@ -79,8 +79,6 @@ class EngineCore:
         The log probability of a token in a row, and of so many alternatives.
     config : EngineConfig
         What concerns scheduling; the decoder has its own limits.
-    reader : CacheReader, optional
-        Whom audits ask; by default the decoder.
     clock : callable
         Seconds; the only source of time.
     on_batch : callable
@@ -102,7 +100,6 @@ class EngineCore:
         read_logprob: ReadLogprob,
         config: EngineConfig,
         *,
-        reader: CacheReader | None = None,
         clock: Callable[[], float] = time.perf_counter,
         on_batch: Callable[[list[Chunk]], None] = lambda chunks: None,
         speculation: Speculation | None = None,
@@ -110,7 +107,6 @@ class EngineCore:
         store: PrefixStore | None = None,
     ) -> None:
         self._decoder = decoder
-        self._reader = decoder if reader is None else reader
         self.kv_cache = kv_cache
         self._config = config
         self._clock = clock
@@ -259,7 +255,6 @@ class EngineCore:
         ready = [s for s in self.queue.running if s.is_ready]
         n_decoding = sum(s.is_decoding for s in ready)
         n_sets = len({s.loras for s in ready if s.is_decoding}) if self.queue.has_loras else 1
-        # Not by `tick_cost`: a fit depends on when it is made, and a replay would not make it.
         seconds = self._prompts_tick_s if n_decoding < len(ready) else 0.0
         if n_decoding and self.row_cost.table:
             seconds += n_sets * self.row_cost.measured(-(-n_decoding // n_sets))
@@ -551,12 +546,11 @@ class EngineCore:
     # --- Inspection --------------------------------------------------------------------------
     def discrepancies(self) -> list[str]:
         """Where the KV cache bookkeeping and llama.cpp disagree."""
-        return self.kv_cache.discrepancies(self._reader)
+        return self.kv_cache.discrepancies(self._decoder)
 
     def live_view(self) -> LiveView:
         """What is going on."""
-        # Not the clock of the ticks: a look changes nothing that a replay would repeat.
-        return view_of(self.queue, self.manager, self._trace, time.perf_counter())
+        return view_of(self.queue, self.manager, self._trace, self._clock())
 
     def snapshot(self) -> Recorder:
         """What `EngineStatistics.of` reads, as it is now."""

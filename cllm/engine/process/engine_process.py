@@ -204,11 +204,11 @@ class EngineProcess(EngineHost):
         return ending
 
     def _config_of_next(self) -> EngineConfig:
-        """Each process has a tick log of its own: that of a crash is not to be written over."""
+        """Return the configuration of the next process, which has a trace of its own."""
         config, n_restarts = self._config, self._statistics.n_restarts
-        if config.tick_log is None or not n_restarts:
+        if config.trace is None or not n_restarts:
             return config
-        return replace(config, tick_log=f"{config.tick_log}.{n_restarts}")
+        return replace(config, trace=f"{config.trace}.{n_restarts}")
 
     def _on_crash(self, ending: Ending) -> None:
         """Tell everybody whom it concerns."""

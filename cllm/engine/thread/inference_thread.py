@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 
 from cllm.engine.config import EngineConfig
-from cllm.engine.core.decoder import Decoder
 from cllm.engine.core.embedding_core import EmbeddingCore
 from cllm.engine.core.engine_core import EngineCore
 from cllm.engine.core.linger import Linger
@@ -33,13 +32,13 @@ from cllm.engine.core.messages import (
     Shutdown,
 )
 from cllm.engine.core.scheduler import Chunk
-from cllm.engine.core.speculation import BudgetedSpeculation, Speculation
+from cllm.engine.core.speculation import BudgetedSpeculation
 from cllm.engine.core.statistics import EngineStatistics, Recorder
 from cllm.engine.core.text_budget import TextBudget
 from cllm.engine.core.thread_tuner import ThreadTuner
-from cllm.engine.core.tick_log import LoggedDecoder, LoggedSpeculation, LoggedVocabulary, TickLog
 from cllm.engine.request import FinishReason, ModelInfo
 from cllm.engine.thread.backend import Backend, Loaded
+from cllm.engine.thread.chrome_trace import ChromeTrace
 from cllm.engine.thread.host import EngineHost
 from cllm.engine.thread.interrupter import Abortable, Interrupter
 from cllm.engine.thread.lora_commands import LoraCommands
@@ -47,7 +46,6 @@ from cllm.engine.thread.mailbox import EventOutbox, Inbox
 from cllm.engine.thread.prefix_files import PrefixFiles
 from cllm.engine.thread.processor_load import ProcessorReader
 from cllm.engine.thread.worker_thread import WorkerThreads
-from cllm.engine.vocabulary import OutputVocabulary
 from cllm.errors import CllmError
 from cllm.memory import available_bytes
 
@@ -81,7 +79,7 @@ class InferenceThread(EngineHost):
         self._held: list[Event] = []  # not yet posted
         self._is_listened_to = True
         self._audits: list[Audit] = []  # asked for, not yet answered
-        self._log: TickLog | None = None
+        self._trace: ChromeTrace | None = None
         self._busy_since: float | None = None
         self._linger = Linger()
         target_ms = config.target_itl_ms
@@ -120,8 +118,6 @@ class InferenceThread(EngineHost):
             self.failure = error  # before anybody hears of it
             core.fail_all(error)  # what the requests hold in the cache goes with the context
             events = core.take_events()
-            if self._log is not None:
-                self._log.tick(events)
             if self._embeddings is not None:
                 self._embeddings.fail_all(error)
                 events += self._embeddings.take_events()
@@ -139,7 +135,7 @@ class InferenceThread(EngineHost):
         self.vocabulary = loaded.vocabulary
         self._interrupter.attach(loaded.decoder, can_truncate=loaded.kv_cache.has_pos_min)
         core = self._make_core(loaded, owned)
-        self._loras = LoraCommands(loaded.loras, core.queue, partial(self._forget_lora, core))
+        self._loras = LoraCommands(loaded.loras, core.queue, core.forget_lora)
         if loaded.encoder is not None:
             self._embeddings = EmbeddingCore(
                 loaded.encoder,
@@ -158,17 +154,14 @@ class InferenceThread(EngineHost):
         return core, loaded.model
 
     def _make_core(self, loaded: Loaded, owned: ExitStack) -> EngineCore:
-        decoder: Decoder = loaded.decoder
-        vocabulary: OutputVocabulary = loaded.vocabulary
-        make_sampler, read_logprob = loaded.make_sampler, loaded.read_logprob
-        clock, config = time.perf_counter, self._config
+        config = self._config
         if config.n_prefill_chunk is None:
             config = replace(config, n_prefill_chunk=loaded.n_prefill_chunk)
         kv_cache = loaded.kv_cache
         if config.prefix_cache_bytes is None:
             config = replace(config, prefix_cache_bytes=_default_bytes(config))
         store = self._make_store(loaded, owned)
-        speculation: Speculation | None = None
+        speculation = None
         if loaded.drafter is not None:
             speculation = BudgetedSpeculation(
                 loaded.drafter,
@@ -177,23 +170,15 @@ class InferenceThread(EngineHost):
                 stream_buffer=config.stream_buffer,
                 kv_unified=kv_cache.kv_unified,
             )
-        if config.tick_log is not None:
-            self._log = log = owned.enter_context(closing(TickLog(config.tick_log)))
-            log.header(config, loaded.kv_cache, decoder)
-            decoder, vocabulary = LoggedDecoder(decoder, log), LoggedVocabulary(vocabulary, log)
-            make_sampler, clock = log.calls("make_sampler", make_sampler), log.clock
-            read_logprob = log.calls("read_logprob", read_logprob)
-            if speculation is not None:
-                speculation = LoggedSpeculation(speculation, log)
+        if config.trace is not None:
+            self._trace = owned.enter_context(closing(ChromeTrace(Path(config.trace))))
         return EngineCore(
-            decoder,
-            vocabulary,
+            loaded.decoder,
+            loaded.vocabulary,
             loaded.kv_cache,
-            make_sampler,
-            read_logprob,
+            loaded.make_sampler,
+            loaded.read_logprob,
             config,
-            reader=loaded.decoder,  # audits are no part of what a replay repeats
-            clock=clock,
             on_batch=self._on_batch,
             speculation=speculation,
             row_cost=loaded.row_cost,
@@ -242,8 +227,8 @@ class InferenceThread(EngineHost):
                         f"the KV cache bookkeeping and llama.cpp disagree: {'; '.join(found)}"
                     )
             events = core.take_events()
-            if self._log is not None:
-                self._log.cancel_all() if is_last else self._log.tick(events)
+            if self._trace is not None:
+                self._trace.on_tick(core, events, self._busy_since)
             events += self._answer_audits(core)
             events += self._loras.take_events() if self._loras is not None else []
             self._publish(core)
@@ -340,13 +325,6 @@ class InferenceThread(EngineHost):
             self._loras.handle(command)
         if isinstance(command, CancelRequest):
             self._interrupter.forget(command.request_id)
-        if self._log is not None:
-            self._log.command(command)
-
-    def _forget_lora(self, core: EngineCore, name: str) -> None:
-        core.forget_lora(name)
-        if self._log is not None:
-            self._log.forget_lora(name)
 
     def _answer_audits(self, core: EngineCore) -> list[Event]:
         """Look for those who have asked, but not while something known is to be mended."""
@@ -373,12 +351,12 @@ class InferenceThread(EngineHost):
             logger.error("the KV cache bookkeeping and llama.cpp disagree: %s", "; ".join(found))
             cause = CllmError(f"the KV cache bookkeeping and llama.cpp disagree: {found[0]}")
             core.mark_corrupt(cause)
-            if self._log is not None:
-                self._log.mark_corrupt(cause)
         return found
 
     def _on_batch(self, chunks: list[Chunk]) -> None:
         """A decode is about to begin, or has ended if there are no chunks."""
+        if self._trace is not None:
+            self._trace.on_batch(chunks)
         if chunks:
             self._post_held()
             self._interrupter.begin({c.sequence.request_id: c.n_rows for c in chunks})

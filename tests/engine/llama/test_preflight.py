@@ -348,10 +348,10 @@ def test_the_child_gets_every_setting_of_a_load() -> None:
     config = EngineConfig(
         model=Path("a/\udcff.gguf"), n_threads=3, n_gpu_layers=a_number, flash_attn=False, type_k="q8_0", use_mmap=False, check_tensors=True, n_ubatch=64,
         rope_scaling="yarn", rope_freq_base=1e6, yarn_orig_ctx=32, lora=[(Path("b.gguf"), 0.5)],
-        tick_log="log", preflight=True, prefix_cache_tokens=100,
+        trace="log", preflight=True, prefix_cache_tokens=100,
     )  # fmt: skip
     told = EngineConfig(**json.loads(preflight._settings_line(config)))
-    changed = {"n_ctx": 512, "n_seq_max": 1, "preflight": False, "tick_log": None}
+    changed = {"n_ctx": 512, "n_seq_max": 1, "preflight": False, "trace": None}
     for name in EngineConfig.__slots__:
         expected = changed.get(name, getattr(config, name))
         if name == "model":

@@ -312,8 +312,6 @@ async def test_a_directory_that_cannot_be_used_is_refused_by_name(tmp_path: Path
         async with FakeEngine(ANSWERS, prefix_cache_dir=file):
             pass
     assert caught.value.field == "prefix_cache_dir"
-    with pytest.raises(InvalidArgumentError, match="tick_log"):
-        FakeEngine(ANSWERS, prefix_cache_dir=tmp_path, tick_log=tmp_path / "log")
 
 
 async def test_a_real_engine_goes_on_from_files_with_the_same_tokens_and_over_a_process(

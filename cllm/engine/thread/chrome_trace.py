@@ -1,0 +1,172 @@
+"""ChromeTrace: ticks and requests as a file that Perfetto and chrome://tracing show.
+
+The format is the JSON array of the Trace Event Format, one event a line; viewers accept an array
+without an end, as a process that was killed leaves it.  Times are microseconds of `perf_counter`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cllm.engine.core.engine_core import EngineCore
+from cllm.engine.core.messages import Embedded, Event, Finished
+from cllm.engine.core.scheduler import Chunk
+from cllm.engine.core.speculation import is_decoding
+from cllm.errors import InvalidArgumentError
+
+logger = logging.getLogger("cllm.engine")
+
+TICKS, REQUESTS = 1, 2  # process ids, by which viewers group tracks
+# Counters of the recorder, and the name of the event when one has grown.
+COUNTED = {
+    "n_preemptions": "preemption",
+    "n_swaps": "swap",
+    "n_evictions": "eviction",
+    "n_restored_prefixes": "restored prefix",
+    "n_rebuilds": "rebuild",
+}
+
+
+class _Part(NamedTuple):
+    """A chunk of the batch that is decoded."""
+
+    request_id: str
+    submitted_at: float
+    n_rows: int
+    is_decoding: bool
+
+
+class ChromeTrace:
+    """Writes the trace of one inference thread, and only reads what it shows.
+
+    Ticks are one track with the parts plan, decode and rest; each request is a track with the time in
+    the queue and every decode that has rows of it.  Inference thread only.
+
+    Parameters
+    ----------
+    path : Path
+        Overwritten.
+
+    Raises
+    ------
+    InvalidArgumentError
+        The file cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._file = path.open("w", encoding="utf-8")
+        except OSError as error:
+            limit = f"a file that can be written ({error.strerror})"
+            raise InvalidArgumentError("trace", str(path), limit) from None
+        self._is_full = False
+        self._tracks: dict[str, int] = {}
+        self._n_tracks = 0
+        self._counts = dict.fromkeys(COUNTED, 0)
+        self._n_ticks = 0
+        self._parts: list[_Part] = []
+        self._begun_at = self._decoded_at = 0.0
+        names = [_name("process_name", TICKS, 0, "ticks"), _name("thread_name", TICKS, 1, "tick")]
+        self._write([*names, _name("process_name", REQUESTS, 0, "requests")], head="[\n")
+
+    def on_batch(self, chunks: Sequence[Chunk]) -> None:
+        """Note that a decode begins with these chunks, or has ended if there are none."""
+        if not chunks:
+            self._decoded_at = time.perf_counter()
+            return
+        self._parts = [
+            _Part(c.sequence.request_id, c.sequence.request.submitted_at, c.n_rows, is_decoding(c))
+            for c in chunks
+        ]
+        self._begun_at = time.perf_counter()
+
+    def on_tick(self, core: EngineCore, events: Iterable[Event], started: float) -> None:
+        """Write a tick, what became of its requests, and how full the engine is."""
+        ended = time.perf_counter()
+        written: list[dict[str, Any]] = []
+        if self._parts:
+            written += self._of_tick(core, started, ended)
+        written += self._of_counts(core, ended)
+        for event in events:
+            if isinstance(event, Finished | Embedded):
+                written += self._of_end(event, ended)
+        self._parts = []
+        if written:
+            self._write(written)
+
+    def close(self) -> None:
+        """End the file."""
+        if not self._is_full:
+            self._write([], head='{"ph": "M", "name": "end", "pid": 1}]\n')
+        self._file.close()
+
+    def _of_tick(self, core: EngineCore, started: float, ended: float) -> Iterable[dict[str, Any]]:
+        n_rows = sum(part.n_rows for part in self._parts)
+        has_failed = core.recorder.n_ticks == self._n_ticks
+        self._n_ticks = core.recorder.n_ticks
+        rows = {"rows": n_rows, "decoding": sum(part.is_decoding for part in self._parts)}
+        name = "failed decode" if has_failed else "decode"
+        yield _slice("plan", TICKS, 1, started, self._begun_at)
+        yield _slice(name, TICKS, 1, self._begun_at, self._decoded_at, rows)
+        yield _slice("sample and tell", TICKS, 1, self._decoded_at, ended)
+        for part in self._parts:
+            track = self._tracks.get(part.request_id)
+            if track is None:
+                self._n_tracks += 1
+                track = self._tracks[part.request_id] = self._n_tracks
+                yield _name("thread_name", REQUESTS, track, part.request_id)
+                yield _slice("queued", REQUESTS, track, part.submitted_at, self._begun_at)
+            name = "decode" if part.is_decoding else "prefill"
+            args = {"rows": part.n_rows}
+            yield _slice(name, REQUESTS, track, self._begun_at, self._decoded_at, args)
+
+    def _of_counts(self, core: EngineCore, now: float) -> Iterable[dict[str, Any]]:
+        for counter, name in COUNTED.items():
+            count = getattr(core.recorder, counter)
+            if count != self._counts[counter]:
+                args = {"n": count - self._counts[counter]}
+                self._counts[counter] = count
+                yield {**_at(name, "i", TICKS, 1, now), "s": "p", "args": args}
+        queue = core.queue
+        waiting = {"waiting": len(queue.waiting), "running": len(queue.running)}
+        yield {**_at("requests", "C", TICKS, 0, now), "args": waiting}
+        cells = {"used": core.kv_cache.n_used, "cached": core.kv_cache.n_cached}
+        yield {**_at("KV cells", "C", TICKS, 0, now), "args": cells}
+
+    def _of_end(self, event: Finished | Embedded, now: float) -> Iterable[dict[str, Any]]:
+        track = self._tracks.pop(event.request_id, 0)
+        reason = "error" if event.error is not None else "end"
+        if isinstance(event, Finished) and event.completion.finish_reason is not None:
+            reason = event.completion.finish_reason.value
+        args = {"request": event.request_id}
+        yield {**_at(reason, "i", REQUESTS, track, now), "s": "t", "args": args}
+
+    def _write(self, events: Iterable[dict[str, Any]], head: str = "") -> None:
+        if self._is_full:
+            return
+        try:
+            self._file.write(head + "".join(f"{json.dumps(event)},\n" for event in events))
+            self._file.flush()  # a crash leaves all ticks before it
+        except OSError as error:
+            self._is_full = True
+            logger.warning("the trace ends here: %s", error)
+
+
+def _at(name: str, kind: str, pid: int, tid: int, at: float) -> dict[str, Any]:
+    return {"name": name, "ph": kind, "pid": pid, "tid": tid, "ts": round(1e6 * at, 1)}
+
+
+def _slice(
+    name: str, pid: int, tid: int, start: float, end: float, args: dict[str, int] | None = None
+) -> dict[str, Any]:
+    event = {**_at(name, "X", pid, tid, start), "dur": round(1e6 * max(0.0, end - start), 1)}
+    return event if args is None else {**event, "args": args}
+
+
+def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
