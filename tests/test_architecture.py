@@ -22,7 +22,7 @@ MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "_native" not in p.parts)
 
 # The order of `cllm.engine`: a module imports from earlier lines, and from its own package.
 VALUES = (
-    "checks errors hub memory sampling_limits engine.child_process engine.config engine.constraint engine.embedding engine.health engine.lora engine.plain_values engine.request engine.rpc_address"
+    "checks errors hub memory removed sampling_limits engine.child_process engine.config engine.constraint engine.embedding engine.health engine.lora engine.plain_values engine.request engine.rpc_address"
     " engine.sampling_params engine.state_file engine.vocabulary"
 )
 LAYERS = [
@@ -63,7 +63,7 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
         "cllm.server.fields",
         ("cllm", "cllm.server", "cllm.engine.sampling_params", "cllm.sampling_limits"),
     ),
-    ("cllm.server", ("cllm", "cllm.server", "cllm.errors")),
+    ("cllm.server", ("cllm", "cllm.server", "cllm.errors", "cllm.removed")),
     (
         "cllm.doctor.model_facts",
         (
@@ -89,7 +89,8 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
         ("cllm.doctor", "cllm.bindings", "cllm.errors", "cllm.engine.chat"),
     ),
     ("cllm.doctor", ("cllm.doctor", "cllm.bindings", "cllm.checks", "cllm.errors", "cllm.memory")),
-    ("cllm.cli.app", ("cllm", "cllm.cli", "cllm.doctor")),
+    ("cllm.cli.app", ("cllm", "cllm.cli", "cllm.doctor", "cllm.removed")),
+    ("cllm.cli.config_file", ("cllm", "cllm.cli", "cllm.removed")),
     ("cllm.cli.doctor", ("cllm", "cllm.cli", "cllm.doctor")),
     ("cllm.cli.info", ("cllm", "cllm.cli", "cllm.doctor")),
     ("cllm.cli.tokenize", ("cllm", "cllm.cli", "cllm.doctor")),

@@ -87,7 +87,7 @@ class EngineFlags:
     threads: Annotated[
         int | None,
         _engine(
-            "Compute threads; by default the physical cores, one for the embedded model.",
+            "Compute threads at most; by default the physical cores, one for the embedded model.",
             "-t", "--threads", "--n-threads",
         ),
     ] = None  # fmt: skip

@@ -101,7 +101,8 @@ class EngineConfig:
     n_batch, n_ubatch : int
         Rows of a tick, and of a physical batch; `n_batch` at least `n_seq_max`.
     n_threads, n_threads_batch : int, optional
-        Compute threads for one row and for many; None: the physical cores this process may use.
+        Compute threads for one row and for many, at most; None: the physical cores this process may
+        use.  Fewer compute while other programs keep the processors busy, unless `deterministic`.
     n_gpu_layers : int
         Layers on the GPU; -1 means all that fit.
     kv_unified : bool or "auto"

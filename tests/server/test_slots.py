@@ -12,18 +12,16 @@ HEAD = "The river runs down to the sea, and an old man watches it go by: "
 GREEDY: dict[str, Any] = {"prompt": HEAD, "temperature": 0, "max_tokens": 8, "ignore_eos": True}
 
 
-def test_a_cached_prefix_is_erased(server: Server) -> None:
+def test_cached_prefixes_are_erased(server: Server) -> None:
     with server.client() as client:
         client.post("/generate", json=GREEDY)
-        cached = next(
-            s
-            for s in client.get("/slots").json()
-            if s["state"] == "cached" and s["n_computed"] > 60
-        )
-        url = f"/slots/{cached['seq_id']}?action=erase"
-        erased = {"id_slot": cached["seq_id"], "n_erased": cached["n_computed"]}
-        assert client.post(url).json() == erased
-        assert client.post(url).json()["n_erased"] == 0
+        cached = [s for s in client.get("/slots").json() if s["state"] == "cached"]
+        assert cached
+        for slot in cached:
+            url = f"/slots/{slot['seq_id']}?action=erase"
+            erased = {"id_slot": slot["seq_id"], "n_erased": slot["n_computed"]}
+            assert client.post(url).json() == erased
+            assert client.post(url).json()["n_erased"] == 0
         assert client.post("/generate", json=GREEDY).json()["usage"]["cached_tokens"] == 0
 
 

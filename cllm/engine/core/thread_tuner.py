@@ -17,7 +17,7 @@ from cllm.engine.core.tick_cost import TickCost
 
 WINDOW_S = 0.25  # between two looks at the processors
 PAUSE_S = 1.0  # without work, after which the processors are looked at before the next tick
-N_TICKS = 2  # that say whether a change has helped
+N_TICKS = 4  # that say whether a change has helped
 # Of the window: compute threads that wait this long for a processor are in each other's way, or another's.
 WAITING = 0.25
 IDLE = 0.25  # processors that are idle: no other program uses all of one
@@ -25,7 +25,7 @@ FIRST_HOLD_S, MAX_HOLD_S = (
     10.0,
     80.0,
 )  # after a change that did not help: until the next of its kind
-SETTLE_S = 5.0  # after a change that helped: until its opposite
+SETTLE_S = 3.0  # after a change that helped: until its opposite
 
 
 class Reason(Enum):
@@ -54,11 +54,14 @@ class ProcessorLoad:
         Processors that other programs used; 1.0 is all of one.
     idle : float
         Processors that no program used.
+    own : float
+        Processors that this program used.
     """
 
     waiting: float
     others: float
     idle: float
+    own: float = 0.0
 
 
 class ThreadTuner:
@@ -101,7 +104,7 @@ class ThreadTuner:
             load = self._look(now)
             if load is not None:
                 self._before = None
-                self.n_threads = min(self.n_max, max(1, round(load.idle)))
+                self.n_threads = min(self.n_max, max(1, round(load.idle + load.own)))
             self._forget_ticks()
         return self.n_threads
 

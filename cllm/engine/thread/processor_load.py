@@ -16,6 +16,7 @@ PROC = Path("/proc")
 # Columns of /proc/stat and of /proc/PID/stat, see proc(5).
 IDLE_COLUMNS = (3, 4)  # idle, and idle while a disk is read
 STOLEN_COLUMN = 7  # by the host of a virtual machine: used by no program here
+SHORTEST_S = 0.1  # of a window: the kernel counts in hundredths of a second
 TIME_COLUMNS = (11, 12)  # of a process, behind its name: in its own code, in the kernel
 
 
@@ -47,11 +48,14 @@ class ProcessorReader:
         self._last = self._reading()
 
     def read(self) -> ProcessorLoad | None:
-        """Return the load since the last call; None where the system does not report it."""
+        """Return the load since the last load; None if the system does not report it, or too early."""
         before, now = self._last, self._reading()
-        self._last = now
-        if before is None or now is None or now.at <= before.at:
+        if before is None or now is None:
+            self._last = now
             return None
+        if now.at - before.at < SHORTEST_S:
+            return None
+        self._last = now
         seconds, n_processors = now.at - before.at, len(os.sched_getaffinity(0))
         idle = (now.idle_s - before.idle_s) / seconds
         stolen = (now.stolen_s - before.stolen_s) / seconds
@@ -62,6 +66,7 @@ class ProcessorReader:
             waiting=waited_s / seconds,
             others=max(0.0, n_processors - idle - stolen - own),
             idle=max(0.0, idle),
+            own=own,
         )
 
     def _reading(self) -> _Reading | None:

@@ -30,7 +30,7 @@ def test_every_counter_comes_out_under_its_own_name() -> None:
     recorder.count_finished(FinishReason.STOP)  # what was taken stays as it was
     recorder.count_tick(1, 1)
     said = EngineStatistics.of(snapshot)
-    assert len(counters) == 22
+    assert len(counters) == 23
     assert {name: getattr(said, name) for name in counters} == counters
     assert {name: getattr(said.tick_times, name) for name in times} == times
     assert (said.n_waiting, said.n_running, said.n_paused) == (1, 2, 3)

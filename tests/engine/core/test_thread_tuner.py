@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from cllm.engine.core.thread_tuner import (
     FIRST_HOLD_S,
     MAX_HOLD_S,
+    N_TICKS,
     PAUSE_S,
     WINDOW_S,
     ProcessorLoad,
@@ -161,8 +162,9 @@ def test_after_a_pause_the_first_tick_leaves_busy_processors_to_others() -> None
     machine.run(1.0)
     machine.load = lambda n: ProcessorLoad(waiting=0.0, others=1.0, idle=1.0)
     assert machine.pause(PAUSE_S) == 1
-    machine.load = lambda n: ProcessorLoad(waiting=0.0, others=0.0, idle=2.0)
-    assert machine.pause(PAUSE_S) == 2
+    for idle, own in ((2.0, 0.0), (1.0, 1.0), (0.1, 1.8)):
+        machine.load = lambda n, idle=idle, own=own: ProcessorLoad(0.0, 0.0, idle, own)  # type: ignore[misc]
+        assert machine.pause(PAUSE_S) == 2
 
 
 def test_a_short_pause_changes_nothing() -> None:
@@ -198,7 +200,7 @@ def test_ticks_of_another_shape_do_not_decide_a_trial() -> None:
     machine.cost.observe(4, 400, 0.05)
     machine.now += WINDOW_S
     assert machine.tuner.update(machine.now) == 1
-    for _ in range(2):  # half as long for each row as the tick before
+    for _ in range(N_TICKS):  # half as long for each row as the tick before
         machine.cost.observe(256, 25_600, 0.4)
     machine.now += WINDOW_S
     assert machine.tuner.update(machine.now) == 1

@@ -64,7 +64,8 @@ async def test_each_tick_has_its_parts_and_each_request_a_track(tmp_path: Path) 
         assert {s["name"] for s in slices[2:]} <= {"decode"}
         n_rows = sum(s["args"]["rows"] for s in slices[1:])
         # The last token is sampled and never computed.
-        assert n_rows == len(result.prompt_token_ids) + len(result.token_ids) - 1
+        n_tokens = len(result.prompt_token_ids) + len(result.token_ids)
+        assert n_rows == n_tokens - 1 - result.usage.n_cached
     ends = [e for e in events if e["pid"] == REQUESTS and e["ph"] == "i"]
     assert [(e["name"], e["args"]["request"]) for e in ends] == [
         ("stop", f"r{n}") for n in range(3)
