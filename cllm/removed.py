@@ -9,7 +9,7 @@ REPLACEMENTS = {
         "as cllm.client does, or a chat with continue_final_message"
     ),
     "slot_save_path": _SLOTS,
-    "tick_log": "trace (--trace) shows ticks in Perfetto; seeds of cllm.testing.simulate repeat them",
+    "tick_log": "trace (--trace) writes ticks for Perfetto; they cannot be replayed",
     "save_slot": _SLOTS,
     "restore_slot": _SLOTS,
 }

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ class NeighbourSizes(ClosedLoopSizes):
 
     @property
     def case(self) -> str:
-        """The same words for every peer."""
+        """Return the case name, identical for all peers."""
         plural = "s" * (self.n_neighbours != 1)
         return f"{super().case}, {self.n_neighbours} busy neighbour{plural}"
 
@@ -65,7 +65,7 @@ class NeighbourSizes(ClosedLoopSizes):
 
 
 def sizes_of(n_clients: Sequence[int], n_neighbours: Sequence[int]) -> tuple[NeighbourSizes, ...]:
-    """Every combination."""
+    """Return all combinations."""
     return tuple(
         NeighbourSizes(clients, n_neighbours=neighbours)
         for neighbours in n_neighbours
@@ -80,13 +80,12 @@ QUICK = sizes_of((1, 4), (0, 1))
 @contextmanager
 def busy(n: int) -> Iterator[None]:
     """Keep `n` other processes computing."""
-    processes = [subprocess.Popen([sys.executable, "-c", SPIN], process_group=0) for _ in range(n)]
-    try:
+    with ExitStack() as ending:
+        for _ in range(n):
+            process = subprocess.Popen([sys.executable, "-c", SPIN], process_group=0)
+            ending.callback(process.wait)
+            ending.callback(process.kill)  # called before the other: the last comes first
         yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 def text_of(seed: str) -> str:
@@ -104,7 +103,9 @@ def metrics_of(answers: Sequence[Answer], since: float, until: float) -> dict[st
             n_arrivals *= answer.n_tokens / len(answer.arrivals)
         n_tokens += n_arrivals
         gaps_s += answer.gaps_s(since, until)
-        if answer.arrivals and not answer.is_complete:  # cut off at the end of the window
+        if answer.arrivals and not (
+            answer.is_complete or answer.failure
+        ):  # cut off at the end of the window
             gaps_s.append(until - answer.arrivals[-1])
     longest_s = max(gaps_s, default=WINDOW_S)
     return {"tokens_per_s": n_tokens / (until - since), "itl_max_ms": 1e3 * longest_s}
@@ -122,6 +123,8 @@ async def _window(sizes: NeighbourSizes, ask: Ask) -> tuple[dict[str, float], li
             seed = f"{number} {index}"
             answers.append(Answer())
             await ask(number, seed, random.Random(seed).choice(N_OUTPUT), answers[-1])
+            if answers[-1].failure:
+                return
 
     with busy(sizes.n_neighbours):
         async with anyio.create_task_group() as clients:
@@ -136,7 +139,7 @@ async def _window(sizes: NeighbourSizes, ask: Ask) -> tuple[dict[str, float], li
 
 
 async def measure(port: int, peer: str, sizes: NeighbourSizes) -> Outcome:
-    """The figures as the clients see them."""
+    """Measure throughput and gaps over HTTP."""
     async with connected(port, sizes.n_clients) as connections:
 
         async def ask(number: int, seed: str, n_output: int, answer: Answer) -> None:
@@ -149,7 +152,7 @@ async def measure(port: int, peer: str, sizes: NeighbourSizes) -> Outcome:
 
 
 async def measure_embedded(setup: Setup, sizes: NeighbourSizes) -> dict[str, float]:
-    """The same of an engine in this program."""
+    """Measure an engine in this process."""
     async with Engine(**setup.engine_options) as engine:
 
         async def ask(_number: int, seed: str, n_output: int, answer: Answer) -> None:
@@ -164,7 +167,7 @@ async def measure_embedded(setup: Setup, sizes: NeighbourSizes) -> dict[str, flo
 
 
 def embedded(setup: Setup, sizes: NeighbourSizes) -> Mapping[str, float]:
-    """`measure_embedded` in a process and a session of its own, as each server has."""
+    """Run `measure_embedded` in a process and a process group of its own, as each server has."""
     given = json.dumps([dataclasses.asdict(setup), dataclasses.asdict(sizes)], default=str)
     command = [sys.executable, "-m", __name__, given]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, process_group=0)

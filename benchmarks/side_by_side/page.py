@@ -29,7 +29,7 @@ SECTIONS = {
     "g": "Overhead: a model of two layers",
     "h": "An event loop half busy with callbacks of 2 ms",
     "i": "Memory, import, cold start",
-    "n": "Next to other programs: endless loops in sessions of their own",
+    "n": "Next to other programs: endless loops in the same session",
     "r": "Real chats: four turns, a shared system prompt, SmolLM2",
     "v": "Vectors: a text of 16 to 256 tokens each, all-MiniLM-L6-v2",
     "w": "The first chat after a server is ready, SmolLM2",

@@ -253,7 +253,7 @@ def _over_http(
     peers: Sequence[str] = (CLLM_SERVE, LLAMA_SERVER, PYTHON_SERVER),
     others: Mapping[str, Task] = MappingProxyType({}),
 ) -> Iterator[Record]:
-    """Each peer on a server of its own, which is as fresh in every turn; `others` are no servers."""
+    """Start a new server of each peer for each turn; `others` are tasks without a server."""
     setup = options.setup(model, sizes.n_ctx, sizes.n_seq_max)
 
     def task(peer: str) -> Task:

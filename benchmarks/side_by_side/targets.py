@@ -291,7 +291,7 @@ def _chats() -> Iterator[Target]:
 
 
 def _neighbours() -> Iterator[Target]:
-    """With one or two other programs that compute, no peer of ours is behind llama-server."""
+    """Require cllm's peers to match llama-server beside one or two busy programs."""
     beside = partial(Target, measurement="n", against=LLAMA_SERVER, bound=1.0)
     for model, letter in ((REAL_MODEL, "r"), (EMBEDDED_MODEL, "e")):
         for sizes in (s for s in neighbours.FULL if s.n_neighbours):

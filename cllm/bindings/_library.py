@@ -221,7 +221,7 @@ def _load_once() -> Library:
 
 @contextmanager
 def _short_spins() -> Iterator[None]:
-    """Let the OpenMP runtime that is loaded meanwhile wait 10,000 rounds before it sleeps.
+    """Set GOMP_SPINCOUNT to 10,000 while libllama and its OpenMP runtime are loaded.
 
     GNU's default, 300,000, is some 15 ms in which a thread holds a processor that the thread it waits
     for may need.  A user's own setting stays.  Programs that are started later do not inherit it.

@@ -52,7 +52,7 @@ class LoraAdapter(NativeHandle):
 
 
 class LoraContext(NativeHandle):
-    """A context that computes: with adapters, and with a number of threads."""
+    """Context whose LoRA adapters and number of threads can be changed."""
 
     _loras: tuple[LoraAdapter, ...] = ()
 

@@ -333,6 +333,8 @@ class EngineFlags:
         named = [NAMED.fullmatch(model) for model in self.model or ()]
         if not any(named) and len(named) < 2:
             return {}
+        if self.trace is not None:
+            raise typer.BadParameter("one file is for one model", param_hint="--trace")
         models: dict[str, EngineConfig] = {}
         for given, found in zip(self.model or (), named, strict=True):
             if found is None:

@@ -14,7 +14,7 @@ OTHERS = 0.3  # processors; less is no other program that computes
 
 
 def processors_check(n_threads: int) -> Check:
-    """Return a check of the processors, after a look at them of 0.25 s.
+    """Measure the load of the processors for 0.25 s and return a check.
 
     Parameters
     ----------
@@ -23,12 +23,19 @@ def processors_check(n_threads: int) -> Check:
     """
     reader = ProcessorReader()
     time.sleep(WINDOW_S)
-    return check_processors(reader.read(), os.cpu_count() or 1, n_threads)
+    return check_processors(reader.read(), n_processors(), n_threads)
 
 
-def check_processors(load: ProcessorLoad | None, n_processors: int, n_threads: int) -> Check:
+def n_processors() -> int:
+    """Return the number of processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def check_processors(load: ProcessorLoad | None, n_allowed: int, n_threads: int) -> Check:
     """Compare the threads with what other programs leave; None: the system reports no load."""
-    text = f"{n_processors}, for {n_threads} compute thread{'s' * (n_threads > 1)}"
+    text = f"{n_allowed}, for {n_threads} compute thread{'s' * (n_threads > 1)}"
     if load is None:
         return Check("processors", Status.OK, text)
     text += f"; other programs use {load.others:.1f}"

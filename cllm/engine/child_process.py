@@ -176,7 +176,7 @@ class JsonChild:
             )
             self._process = process
             self._finalizer = weakref.finalize(self, _end_leaked, process, os.getpid())
-            if self._n_endings != n_endings:  # perhaps since a moment ago: `end` had none to kill
+            if self._n_endings != n_endings:  # `end` was called before the process existed
                 raise EndedError
             try:
                 self._wait_until_ready(process)
@@ -204,7 +204,7 @@ class JsonChild:
 
 
 def _end_leaked(process: subprocess.Popen[bytes], pid: int) -> None:
-    """End a process that was not closed.  In a forked child it is the parent's, which waits for it."""
+    """End a process that was not closed.  A forked child leaves it to its parent."""
     if pid == os.getpid():
         _end(process)
 

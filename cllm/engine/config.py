@@ -102,7 +102,8 @@ class EngineConfig:
         Rows of a tick, and of a physical batch; `n_batch` at least `n_seq_max`.
     n_threads, n_threads_batch : int, optional
         Compute threads for one row and for many, at most; None: the physical cores this process may
-        use.  Fewer compute while other programs keep the processors busy, unless `deterministic`.
+        use.  The engine uses fewer while other programs keep the processors busy, unless it is
+        `deterministic`.
     n_gpu_layers : int
         Layers on the GPU; -1 means all that fit.
     kv_unified : bool or "auto"
@@ -168,7 +169,7 @@ class EngineConfig:
         `process` only, and in private networks (docs/cluster.md).
     trace : str or Path, optional
         Write ticks and requests to this file in Chrome's trace format, which Perfetto shows.  It holds no
-        prompts and no answers.
+        prompts and no answers.  With `process`, each restart begins a file of its own: `FILE.1`, …
     preflight : bool or "unseen"
         Load the model and decode a few tokens in a child process first: a damaged file, which can
         end or hang the process that loads it, is a `ModelLoadError` then.  "unseen": not for files

@@ -6,7 +6,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import anyio
 
@@ -64,8 +64,10 @@ class Engine(EmbeddingMethods):
 
     if not TYPE_CHECKING:  # or a type checker would accept every name
 
-        def __getattr__(self, name: str) -> NoReturn:
+        def __getattr__(self, name: str) -> Any:
             """Raise `AttributeError`; for a method that was removed, with its replacement."""
+            if hasattr(type(self), name):  # a property that raised: its own error says more
+                return object.__getattribute__(self, name)
             text = f"{type(self).__name__!r} object has no attribute {name!r}"
             if instead := replacement(name):
                 text += f"; instead: {instead}"
@@ -433,7 +435,7 @@ class Engine(EmbeddingMethods):
         Raises
         ------
         InvalidRequestError
-            A request runs in this seq_id, or it is no number of a slot.
+            A request runs in this seq_id, or `seq_id` is not an integer from 0 to 2³¹−1.
         """
         check_int("seq_id", seq_id, 0, INT32_MAX, InvalidRequestError)
         with self._serving() as parts:

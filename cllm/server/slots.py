@@ -34,6 +34,8 @@ async def change(
 ) -> dict[str, Any]:
     """Free the cells of a cached prefix.  Status 501 for llama-server's `save` and `restore`."""
     if action != "erase":
-        raise Problem(501, f"action={action} is not there: {replacement('slot_save_path')}")
+        raise Problem(
+            501, f"action={action} is not supported; instead: {replacement('slot_save_path')}"
+        )
     n_erased = await state_of(request).serving.erase_slot(seq_id)
     return {"id_slot": seq_id, "n_erased": n_erased}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from cllm.doctor.installation import (
 )
 from cllm.doctor.model_checks import model_checks
 from cllm.doctor.preflight import preflight_check
-from cllm.doctor.processors import check_processors, processors_check
+from cllm.doctor.processors import check_processors, n_processors, processors_check
 from cllm.doctor.template_check import check_chat_template
 from cllm.engine.core.thread_tuner import ProcessorLoad
 from cllm.errors import AbiMismatchError, LibraryNotFoundError, NoKVSlotError
@@ -241,14 +240,14 @@ def test_a_model_that_is_none_is_one_line(tmp_path: Path) -> None:
 
 # --- Processors ------------------------------------------------------------------------------
 def test_other_programs_that_compute_are_a_warning() -> None:
-    busy = check_processors(ProcessorLoad(waiting=0.0, others=0.9, idle=1.0), 2, 2)
+    busy = check_processors(ProcessorLoad(waiting=0.0, others=0.9, idle=1.0, own=0.1), 2, 2)
     assert busy.status is Status.WARNING
     assert "other programs use 0.9" in busy.text
     assert "fewer threads" in busy.text
-    assert "fewer threads" not in check_processors(ProcessorLoad(0.0, 0.9, 1.0), 2, 1).text
+    assert "fewer threads" not in check_processors(ProcessorLoad(0.0, 0.9, 1.0, 0.1), 2, 1).text
 
 
-@pytest.mark.parametrize("load", [None, ProcessorLoad(waiting=0.0, others=0.1, idle=1.9)])
+@pytest.mark.parametrize("load", [None, ProcessorLoad(waiting=0.0, others=0.1, idle=1.9, own=0.0)])
 def test_a_quiet_machine_and_one_that_reports_nothing_are_no_warning(
     load: ProcessorLoad | None,
 ) -> None:
@@ -256,4 +255,4 @@ def test_a_quiet_machine_and_one_that_reports_nothing_are_no_warning(
 
 
 def test_the_processors_of_this_machine_are_looked_at() -> None:
-    assert processors_check(1).text.startswith(f"{os.cpu_count()}, for 1 compute thread")
+    assert processors_check(1).text.startswith(f"{n_processors()}, for 1 compute thread")

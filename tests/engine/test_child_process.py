@@ -76,7 +76,7 @@ def test_ending_a_child_fails_the_request_that_runs_and_the_next_gets_another_pr
     asking = threading.Thread(target=ask)
     asking.start()
     while not child._asking.locked():
-        pass
+        assert asking.is_alive()
     child.end()
     asking.join()
     assert isinstance(raised[0], EndedError)

@@ -2,8 +2,8 @@
 
 llama.cpp's threads wait for each other after every node of a graph.  One thread that has to share its
 processor makes all of them wait, often for milliseconds, some hundred times a token.  A processor that
-another program uses is therefore better left to it.  Each change is a trial: it is kept only if ticks
-become faster.  Pure: times and loads come in as numbers.
+another program uses is therefore better left to it.  Each change is a trial: it is kept only if it helps.
+Pure: the module reads no clock and no file.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from cllm.engine.core.tick_cost import TickCost
 WINDOW_S = 0.25  # between two looks at the processors
 PAUSE_S = 1.0  # without work, after which the processors are looked at before the next tick
 N_TICKS = 4  # that say whether a change has helped
-# Of the window: compute threads that wait this long for a processor are in each other's way, or another's.
+# Seconds of a second that all compute threads together waited for a processor.  Above this they hinder
+# each other, or compete with other programs.
 WAITING = 0.25
-IDLE = 0.25  # processors that are idle: no other program uses all of one
-FIRST_HOLD_S, MAX_HOLD_S = (
-    10.0,
-    80.0,
-)  # after a change that did not help: until the next of its kind
+IDLE = 0.25  # processors; no other program uses all of one
+FIRST_HOLD_S, MAX_HOLD_S = 10.0, 80.0  # after a trial that did not help: until the next of its kind
+CHANGED = (
+    0.5  # processors: other programs use so many more or less, and a failed trial is no evidence
+)
 SETTLE_S = 3.0  # after a change that helped: until its opposite
 
 
 class Reason(Enum):
     """A reason to try another number of threads."""
 
-    HINDERED = auto()  # threads wait for processors: fewer of them
-    IDLE = auto()  # processors are idle: more
-    SHARED = (
-        auto()
-    )  # the only thread waits for a processor: more, for with each comes another share
+    HINDERED = auto()  # compute threads wait for a processor: try fewer
+    IDLE = auto()  # processors are idle: try more
+    SHARED = auto()  # every processor is shared: try more, as each thread gets a share of its own
 
 
-# A change is kept if ticks take at most this part of what they took before.
-GAINS = {Reason.HINDERED: 0.95, Reason.IDLE: 0.9, Reason.SHARED: 0.9}
+# A change is kept if ticks take at most this part of what they took before.  Where processors are idle, more
+# threads need not be faster, for they disturb no other program.
+GAINS = {Reason.HINDERED: 0.95, Reason.IDLE: 1.02, Reason.SHARED: 0.9}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +56,20 @@ class ProcessorLoad:
         Processors that no program used.
     own : float
         Processors that this program used.
+    n_runnable : int
+        Other threads of the system that were running or ready to run at the end of the window.
     """
 
     waiting: float
     others: float
     idle: float
-    own: float = 0.0
+    own: float
+    n_runnable: int = 1
+
+    @property
+    def n_available(self) -> int:
+        """Number of processors that other programs did not use, at least 1."""
+        return max(1, round(self.idle + self.own))
 
 
 class ThreadTuner:
@@ -97,25 +105,29 @@ class ThreadTuner:
         self._fits: list[tuple[float, float, float]] = []
         self._hold_s = dict.fromkeys(Reason, FIRST_HOLD_S)
         self._held_until = dict.fromkeys(Reason, float("-inf"))
+        self._others_then = dict.fromkeys(Reason, 0.0)  # used by other programs when a trial began
 
     def resume(self, now: float) -> int:
-        """Return the number of threads for the next tick, the first after a time without work."""
+        """Return the number of threads for the first tick after a time without work."""
         if self.n_max > 1 and now - self._looked_at >= PAUSE_S:
             load = self._look(now)
             if load is not None:
                 self._before = None
-                self.n_threads = min(self.n_max, max(1, round(load.idle + load.own)))
+                self._held_until = dict.fromkeys(Reason, float("-inf"))
+                # The average is of the past: a program that has just ended is not in the way.
+                is_busy = load.n_runnable > 0
+                self.n_threads = min(self.n_max, load.n_available) if is_busy else self.n_max
             self._forget_ticks()
         return self.n_threads
 
     def update(self, now: float) -> int:
-        """Return the number of threads for the next tick.  After every tick."""
-        if self.n_max > 1 and now - self._looked_at >= WINDOW_S:
+        """Return the number of threads for the next tick.  Call it after every tick."""
+        if self.n_max > 1 and self._n_latest and now - self._looked_at >= WINDOW_S:
             load = self._look(now)
             if self._before is not None:
                 self._judge(now)
             else:
-                if load is not None and self._n_latest:
+                if load is not None:
                     self._consider(load, now)
                 self._forget_ticks()
         return self.n_threads
@@ -128,7 +140,12 @@ class ThreadTuner:
         """Try another number of threads, if the processors suggest one."""
         reason, n_threads = self._suggestion(load)
         n_threads = max(1, min(self.n_max, n_threads))
-        if n_threads != self.n_threads and now >= self._held_until[reason]:
+        is_held = (
+            now < self._held_until[reason]
+            and abs(load.others - self._others_then[reason]) < CHANGED
+        )
+        if n_threads != self.n_threads and not is_held:
+            self._others_then[reason] = load.others
             self._fits = [cost.coefficients for cost in self._costs]
             self._before = reason, self.n_threads, self._pace()
             self.n_threads = n_threads
@@ -136,7 +153,7 @@ class ThreadTuner:
     def _suggestion(self, load: ProcessorLoad) -> tuple[Reason, int]:
         n = self.n_threads
         if n > 1 and load.waiting >= WAITING:
-            return Reason.HINDERED, n - max(1, round(load.others))
+            return Reason.HINDERED, min(n - 1, load.n_available)
         if load.idle >= IDLE:
             return Reason.IDLE, n + max(1, int(load.idle))
         return Reason.SHARED, n + (load.waiting >= WAITING)
@@ -159,7 +176,7 @@ class ThreadTuner:
         self._forget_ticks()
 
     def _forget_ticks(self) -> None:
-        """Compare only ticks that come from now on."""
+        """Drop the observed ticks, so that only later ones are compared."""
         for cost in self._costs:
             cost.latest.clear()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -109,6 +109,12 @@ class LlamaBackend:
             rank_template=_rank_template(texts if info and info.is_classifier else model),
             loras=loras.infos,
         )
+        drafter = self._drafter(model, kv_cache, owned) if generates else None
+        contexts = [
+            each
+            for each in (decoder, encoder, drafter)
+            if isinstance(each, LlamaDecoder | LlamaTextEncoder | DraftModel)
+        ]
         loaded = Loaded(
             model=model_info,
             vocabulary=model.vocab,
@@ -118,28 +124,24 @@ class LlamaBackend:
             make_sampler=make_sampler,
             read_logprob=LogprobReader(model.vocab, decoder.n_vocab).read,
             n_prefill_chunk=config.n_batch if model.is_on_gpu else N_PREFILL_CHUNK,
-            drafter=self._drafter(model, kv_cache, owned) if generates else None,
+            drafter=drafter,
             encoder=encoder,
             loras=loras,
             row_cost=self._row_cost(model_info, owned),
             n_threads_max=max(config.compute_threads),
             # With another number, sums would be added up in another order.
-            set_n_threads=None
-            if config.deterministic
-            else partial(self._set_n_threads, decoder, encoder),
+            set_n_threads=None if config.deterministic else partial(self._set_n_threads, contexts),
         )
         self.preflight.passed()
         return loaded
 
     def _set_n_threads(
-        self, decoder: LlamaDecoder | NoDecoder, encoder: LlamaTextEncoder | None, n_threads: int
+        self, contexts: Sequence[LlamaDecoder | LlamaTextEncoder | DraftModel], n_threads: int
     ) -> None:
         """Compute with at most so many threads."""
         n_single, n_batch = (min(n_threads, n) for n in self._config.compute_threads)
-        if isinstance(decoder, LlamaDecoder):
-            decoder.set_n_threads(n_single, n_batch)
-        if encoder is not None:
-            encoder.set_n_threads(n_batch)
+        for context in contexts:
+            context.set_n_threads(n_single, n_batch)
 
     def _open_decoder(
         self, model: Model, info: EmbeddingInfo | None, loras: LlamaLoras, owned: ExitStack

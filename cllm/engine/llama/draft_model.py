@@ -71,6 +71,10 @@ class DraftModel:
         self._n_measured = 0
         self.step_s = STEP_AT_FIRST_S
 
+    def set_n_threads(self, n_threads: int, n_threads_batch: int) -> None:
+        """Compute the next batches with so many threads."""
+        self._context.set_n_threads(n_threads, n_threads_batch)
+
     def close(self) -> None:
         """Free the context."""
         self._context.close()

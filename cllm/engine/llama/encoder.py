@@ -52,11 +52,11 @@ class LlamaTextEncoder:
         self._is_aborted = self._is_stopping = False
         self._n_threads = config.compute_threads[1]
 
-    def set_n_threads(self, n_threads: int) -> None:
+    def set_n_threads(self, n_threads: int, n_threads_batch: int) -> None:
         """Compute the next batches with so many threads."""
-        self._n_threads = n_threads
+        self._n_threads = n_threads_batch
         if self._context is not None:
-            self._context.set_n_threads(n_threads, n_threads)
+            self._context.set_n_threads(n_threads, n_threads_batch)
 
     def open(self) -> None:
         """See `TextEncoder`."""

@@ -1,4 +1,4 @@
-"""ChromeTrace: ticks and requests as a file that Perfetto and chrome://tracing show.
+"""ChromeTrace: ticks and requests of generations as a file that Perfetto and chrome://tracing show.
 
 The format is the JSON array of the Trace Event Format, one event a line; viewers accept an array
 without an end, as a process that was killed leaves it.  Times are microseconds of `perf_counter`.
@@ -10,11 +10,12 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cllm.engine.core.engine_core import EngineCore
-from cllm.engine.core.messages import Embedded, Event, Finished
+from cllm.engine.core.messages import Event, Finished
 from cllm.engine.core.scheduler import Chunk
 from cllm.engine.core.speculation import is_decoding
 from cllm.errors import InvalidArgumentError
@@ -42,10 +43,11 @@ class _Part(NamedTuple):
 
 
 class ChromeTrace:
-    """Writes the trace of one inference thread, and only reads what it shows.
+    """Writes the trace of one inference thread.  The state of the engine is not changed.
 
     Ticks are one track with the parts plan, decode and rest; each request is a track with the time in
-    the queue and every decode that has rows of it.  Inference thread only.
+    the queue and every decode that has rows of it.  The file grows without limit.
+    Inference thread only.
 
     Parameters
     ----------
@@ -68,6 +70,7 @@ class ChromeTrace:
         self._tracks: dict[str, int] = {}
         self._n_tracks = 0
         self._counts = dict.fromkeys(COUNTED, 0)
+        self._gauges: dict[str, dict[str, int]] = {}
         self._n_ticks = 0
         self._parts: list[_Part] = []
         self._begun_at = self._decoded_at = 0.0
@@ -93,7 +96,7 @@ class ChromeTrace:
             written += self._of_tick(core, started, ended)
         written += self._of_counts(core, ended)
         for event in events:
-            if isinstance(event, Finished | Embedded):
+            if isinstance(event, Finished):
                 written += self._of_end(event, ended)
         self._parts = []
         if written:
@@ -103,7 +106,8 @@ class ChromeTrace:
         """End the file."""
         if not self._is_full:
             self._write([], head='{"ph": "M", "name": "end", "pid": 1}]\n')
-        self._file.close()
+        with suppress(OSError):  # what was not written before does not fit now either
+            self._file.close()
 
     def _of_tick(self, core: EngineCore, started: float, ended: float) -> Iterable[dict[str, Any]]:
         n_rows = sum(part.n_rows for part in self._parts)
@@ -113,16 +117,12 @@ class ChromeTrace:
         name = "failed decode" if has_failed else "decode"
         yield _slice("plan", TICKS, 1, started, self._begun_at)
         yield _slice(name, TICKS, 1, self._begun_at, self._decoded_at, rows)
-        yield _slice("sample and tell", TICKS, 1, self._decoded_at, ended)
+        yield _slice("sample and report", TICKS, 1, self._decoded_at, ended)
         for part in self._parts:
-            track = self._tracks.get(part.request_id)
-            if track is None:
-                self._n_tracks += 1
-                track = self._tracks[part.request_id] = self._n_tracks
-                yield _name("thread_name", REQUESTS, track, part.request_id)
-                yield _slice("queued", REQUESTS, track, part.submitted_at, self._begun_at)
+            if part.request_id not in self._tracks:
+                yield from self._new_track(part.request_id, part.submitted_at, self._begun_at)
             name = "decode" if part.is_decoding else "prefill"
-            args = {"rows": part.n_rows}
+            args, track = {"rows": part.n_rows}, self._tracks[part.request_id]
             yield _slice(name, REQUESTS, track, self._begun_at, self._decoded_at, args)
 
     def _of_counts(self, core: EngineCore, now: float) -> Iterable[dict[str, Any]]:
@@ -132,26 +132,38 @@ class ChromeTrace:
                 args = {"n": count - self._counts[counter]}
                 self._counts[counter] = count
                 yield {**_at(name, "i", TICKS, 1, now), "s": "p", "args": args}
-        queue = core.queue
-        waiting = {"waiting": len(queue.waiting), "running": len(queue.running)}
-        yield {**_at("requests", "C", TICKS, 0, now), "args": waiting}
-        cells = {"used": core.kv_cache.n_used, "cached": core.kv_cache.n_cached}
-        yield {**_at("KV cells", "C", TICKS, 0, now), "args": cells}
+        queue, kv_cache = core.queue, core.kv_cache
+        gauges = {
+            "requests": {"waiting": len(queue.waiting), "running": len(queue.running)},
+            "KV cells": {"used": kv_cache.n_used, "cached": kv_cache.n_cached},
+        }
+        for name, values in gauges.items():
+            if values != self._gauges.get(name):
+                self._gauges[name] = values
+                yield {**_at(name, "C", TICKS, 0, now), "args": values}
 
-    def _of_end(self, event: Finished | Embedded, now: float) -> Iterable[dict[str, Any]]:
-        track = self._tracks.pop(event.request_id, 0)
-        reason = "error" if event.error is not None else "end"
-        if isinstance(event, Finished) and event.completion.finish_reason is not None:
-            reason = event.completion.finish_reason.value
+    def _of_end(self, event: Finished, now: float) -> Iterable[dict[str, Any]]:
+        if event.request_id not in self._tracks:
+            total_s = event.completion.timings.total_s
+            yield from self._new_track(event.request_id, now - total_s, now)
         args = {"request": event.request_id}
-        yield {**_at(reason, "i", REQUESTS, track, now), "s": "t", "args": args}
+        track, reason = self._tracks.pop(event.request_id), event.completion.finish_reason
+        yield {**_at(reason.value, "i", REQUESTS, track, now), "s": "t", "args": args}
+
+    def _new_track(
+        self, request_id: str, submitted_at: float, admitted_at: float
+    ) -> Iterable[dict[str, Any]]:
+        self._n_tracks += 1
+        track = self._tracks[request_id] = self._n_tracks
+        yield _name("thread_name", REQUESTS, track, request_id)
+        yield _slice("queued", REQUESTS, track, submitted_at, admitted_at)
 
     def _write(self, events: Iterable[dict[str, Any]], head: str = "") -> None:
         if self._is_full:
             return
         try:
             self._file.write(head + "".join(f"{json.dumps(event)},\n" for event in events))
-            self._file.flush()  # a crash leaves all ticks before it
+            self._file.flush()  # so that a crash loses the last tick at most
         except OSError as error:
             self._is_full = True
             logger.warning("the trace ends here: %s", error)

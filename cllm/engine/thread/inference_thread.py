@@ -118,6 +118,8 @@ class InferenceThread(EngineHost):
             self.failure = error  # before anybody hears of it
             core.fail_all(error)  # what the requests hold in the cache goes with the context
             events = core.take_events()
+            if self._trace is not None:
+                self._trace.on_tick(core, events, self._busy_since or time.perf_counter())
             if self._embeddings is not None:
                 self._embeddings.fail_all(error)
                 events += self._embeddings.take_events()
@@ -227,8 +229,6 @@ class InferenceThread(EngineHost):
                         f"the KV cache bookkeeping and llama.cpp disagree: {'; '.join(found)}"
                     )
             events = core.take_events()
-            if self._trace is not None:
-                self._trace.on_tick(core, events, self._busy_since)
             events += self._answer_audits(core)
             events += self._loras.take_events() if self._loras is not None else []
             self._publish(core)
@@ -239,6 +239,8 @@ class InferenceThread(EngineHost):
             decodes_next = core.decodes_next and not self._has_texts
             if is_late or not decodes_next or not all(map(_is_progress, events)):
                 self._post_held()
+            if self._trace is not None:
+                self._trace.on_tick(core, events, self._busy_since)
             # While this waits, it must not hold what keeps callers, and with them the engine, alive.
             del events
             core.recorder.deliver_s += time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""ProcessorReader: what `/proc` says of the processors that this process may use."""
+"""ProcessorReader: load of the processors that this process may use, from `/proc`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ TIME_COLUMNS = (11, 12)  # of a process, behind its name: in its own code, in th
 
 
 class _Reading(NamedTuple):
-    """Seconds so far; `waited_s` by thread."""
+    """Cumulative seconds; `waited_s` by thread id."""
 
     at: float
+    n_processors: int
+    n_runnable: int
     idle_s: float
     stolen_s: float
     own_s: float
@@ -31,15 +33,15 @@ class _Reading(NamedTuple):
 
 
 class ProcessorReader:
-    """Reads the load of the processors, and says what it was since the last reading.
+    """Reads the load of the processors since the previous reading.
 
     Compute threads are the thread that makes the reader and those of this process that Python did
-    not start.  One thread only.  A reading takes some 0.2 ms.
+    not start.  Use it from one thread.  A reading takes some 0.2 ms.
 
     Parameters
     ----------
     relatives : sequence of int
-        Processes besides this one that are not other programs: of an engine's process its parent.
+        Process ids whose time counts as this program's; for an engine's process, its parent.
     """
 
     def __init__(self, relatives: Sequence[int] = ()) -> None:
@@ -50,13 +52,13 @@ class ProcessorReader:
     def read(self) -> ProcessorLoad | None:
         """Return the load since the last load; None if the system does not report it, or too early."""
         before, now = self._last, self._reading()
-        if before is None or now is None:
+        if before is None or now is None or before.n_processors != now.n_processors:
             self._last = now
             return None
         if now.at - before.at < SHORTEST_S:
             return None
         self._last = now
-        seconds, n_processors = now.at - before.at, len(os.sched_getaffinity(0))
+        seconds = now.at - before.at
         idle = (now.idle_s - before.idle_s) / seconds
         stolen = (now.stolen_s - before.stolen_s) / seconds
         own = (now.own_s - before.own_s) / seconds
@@ -64,24 +66,35 @@ class ProcessorReader:
         waited_s = sum(s - before.waited_s.get(tid, 0.0) for tid, s in now.waited_s.items())
         return ProcessorLoad(
             waiting=waited_s / seconds,
-            others=max(0.0, n_processors - idle - stolen - own),
+            others=max(0.0, now.n_processors - idle - stolen - own),
             idle=max(0.0, idle),
             own=own,
+            n_runnable=max(0, now.n_runnable - 1),  # this thread is one
         )
 
     def _reading(self) -> _Reading | None:
-        with suppress(OSError, ValueError, IndexError):
-            idle_s, stolen_s = self._of_processors()
+        with suppress(OSError, ValueError, LookupError):
+            n_processors, n_runnable, idle_s, stolen_s = self._of_processors()
             own_s = time.process_time() + sum(map(self._of_process, self._relatives))
-            return _Reading(time.monotonic(), idle_s, stolen_s, own_s, _waited_s())
+            waited_s = _waited_s()
+            return _Reading(
+                time.monotonic(), n_processors, n_runnable, idle_s, stolen_s, own_s, waited_s
+            )
         return None
 
-    def _of_processors(self) -> tuple[float, float]:
-        lines = [line.split() for line in (PROC / "stat").read_text().splitlines()]
-        names = {f"cpu{number}" for number in os.sched_getaffinity(0)}
-        times = [[int(value) for value in line[1:]] for line in lines if line and line[0] in names]
+    def _of_processors(self) -> tuple[int, int, float, float]:
+        lines = {
+            name: [int(value) for value in values]
+            for name, *values in map(str.split, (PROC / "stat").read_text().splitlines())
+            if name.startswith(("cpu", "procs_running"))
+        }
+        # Of the main thread: an OpenMP runtime may bind the thread that computes to one processor.
+        numbers = os.sched_getaffinity(os.getpid())
+        times = [lines[f"cpu{number}"] for number in numbers]
         idle = sum(of_one[column] for of_one in times for column in IDLE_COLUMNS)
-        return idle * self._tick_s, sum(of_one[STOLEN_COLUMN] for of_one in times) * self._tick_s
+        stolen = sum(of_one[STOLEN_COLUMN] for of_one in times)
+        n_runnable = lines["procs_running"][0]
+        return len(times), n_runnable, idle * self._tick_s, stolen * self._tick_s
 
     def _of_process(self, pid: int) -> float:
         values = (PROC / str(pid) / "stat").read_text().rpartition(") ")[2].split()

@@ -20,10 +20,10 @@ from cllm.engine.core.thread_tuner import (
 )
 from cllm.engine.core.tick_cost import TickCost
 
-QUIET = ProcessorLoad(waiting=0.02, others=0.05, idle=0.0)
-ALONE_WITH_ROOM = ProcessorLoad(waiting=0.0, others=0.0, idle=0.9)
-CONTENDED = ProcessorLoad(waiting=0.8, others=0.7, idle=0.0)
-SHARED = ProcessorLoad(waiting=0.05, others=1.0, idle=0.0)
+QUIET = ProcessorLoad(waiting=0.02, others=0.05, idle=0.0, own=1.95)
+ALONE_WITH_ROOM = ProcessorLoad(waiting=0.0, others=0.0, idle=0.9, own=1.1)
+CONTENDED = ProcessorLoad(waiting=0.8, others=0.7, idle=0.0, own=1.3)
+SHARED = ProcessorLoad(waiting=0.05, others=1.0, idle=0.0, own=1.0)
 
 
 class Machine:
@@ -55,7 +55,7 @@ class Machine:
         return self.load(self.tuner.n_threads)
 
     def run(self, seconds: float) -> list[int]:
-        """Tick for so long; return the number of threads of each tick."""
+        """Run ticks for `seconds`; return the number of threads of each tick."""
         used, end = [], self.now + seconds
         while self.now < end:
             n_threads = self.tuner.n_threads
@@ -67,7 +67,7 @@ class Machine:
         return used
 
     def pause(self, seconds: float) -> int:
-        """Do nothing for so long; return the number of threads of the next tick."""
+        """Do nothing for `seconds`; return the number of threads of the next tick."""
         self.now += seconds
         return self.tuner.resume(self.now)
 
@@ -119,7 +119,7 @@ def test_a_trial_that_failed_is_not_repeated_at_once() -> None:
 
 
 def test_threads_that_hinder_each_other_become_fewer_without_another_program() -> None:
-    crowded = ProcessorLoad(waiting=0.6, others=0.0, idle=0.0)
+    crowded = ProcessorLoad(waiting=0.6, others=0.0, idle=0.0, own=2.0)
     machine = Machine(2, two(0.0005, 0.004), lambda n: crowded if n == 2 else QUIET)
     machine.run(1.0)
     assert set(machine.run(5.0)) == {1}
@@ -129,7 +129,7 @@ def test_threads_that_hinder_each_other_become_fewer_without_another_program() -
 def test_where_every_processor_is_shared_more_threads_are_tried(
     two_threads_s: float, n_threads: int
 ) -> None:
-    shared = ProcessorLoad(waiting=0.6, others=1.5, idle=0.0)
+    shared = ProcessorLoad(waiting=0.6, others=1.5, idle=0.0, own=0.5)
     machine = Machine(2, two(0.03, two_threads_s), lambda n: shared)
     machine.tuner.n_threads = 1
     used = machine.run(60.0)
@@ -139,7 +139,7 @@ def test_where_every_processor_is_shared_more_threads_are_tried(
 def test_several_neighbours_take_several_threads_at_once() -> None:
     def load(n: int) -> ProcessorLoad:
         is_crowded = n > 8
-        return ProcessorLoad(0.9 if is_crowded else 0.0, 8.0, 0.0)
+        return ProcessorLoad(0.9 if is_crowded else 0.0, 8.0, 0.0, 8.0)
 
     machine = Machine(16, lambda n: 0.05 if n > 8 else 0.08 / n, load)
     machine.run(3 * WINDOW_S)
@@ -147,12 +147,12 @@ def test_several_neighbours_take_several_threads_at_once() -> None:
 
 
 def test_never_less_than_one_thread_and_never_more_than_configured() -> None:
-    busy = ProcessorLoad(waiting=3.0, others=7.0, idle=0.0)
+    busy = ProcessorLoad(waiting=3.0, others=7.0, idle=0.0, own=1.0)
     machine = Machine(4, lambda n: 0.01 * n, lambda n: busy)
     assert set(machine.run(60.0)) == {4, 2, 1}
     assert machine.tuner.n_threads == 1
     machine.tick_s = lambda n: 0.04 / n
-    machine.load = lambda n: ProcessorLoad(0.0, 0.0, 60.0)
+    machine.load = lambda n: ProcessorLoad(0.0, 0.0, 60.0, 4.0)
     machine.run(30.0)
     assert machine.tuner.n_threads == 4
 
@@ -160,18 +160,56 @@ def test_never_less_than_one_thread_and_never_more_than_configured() -> None:
 def test_after_a_pause_the_first_tick_leaves_busy_processors_to_others() -> None:
     machine = Machine(2, two(0.014, 0.4), lambda n: QUIET)
     machine.run(1.0)
-    machine.load = lambda n: ProcessorLoad(waiting=0.0, others=1.0, idle=1.0)
+    machine.load = lambda n: ProcessorLoad(waiting=0.0, others=1.0, idle=1.0, own=0.0)
     assert machine.pause(PAUSE_S) == 1
     for idle, own in ((2.0, 0.0), (1.0, 1.0), (0.1, 1.8)):
         machine.load = lambda n, idle=idle, own=own: ProcessorLoad(0.0, 0.0, idle, own)  # type: ignore[misc]
         assert machine.pause(PAUSE_S) == 2
 
 
+def test_a_program_that_has_just_ended_takes_no_thread() -> None:
+    machine = Machine(2, two(0.014, 0.4), lambda n: QUIET)
+    machine.run(1.0)
+    machine.load = lambda n: ProcessorLoad(0.0, others=1.0, idle=1.0, own=0.0, n_runnable=0)
+    assert machine.pause(PAUSE_S) == 2
+
+
+def test_looks_from_outside_do_not_hide_a_pause() -> None:
+    machine = Machine(2, two(0.014, 0.4), lambda n: QUIET)
+    machine.run(1.0)
+    machine.cost.latest.clear()
+    machine.load = lambda n: ProcessorLoad(waiting=0.0, others=1.0, idle=1.0, own=0.0)
+    for _ in range(20):  # commands that make no tick
+        machine.now += 0.1
+        assert machine.tuner.update(machine.now) == 2
+    assert machine.pause(0.0) == 1
+
+
+def test_a_thread_comes_back_however_little_one_of_many_adds() -> None:
+    alone = ProcessorLoad(waiting=0.0, others=0.0, idle=1.0, own=15.0)
+    machine = Machine(16, lambda n: 0.16 / n, lambda n: alone if n < 16 else QUIET)
+    machine.tuner.n_threads = 15
+    machine.run(2.0)
+    assert machine.tuner.n_threads == 16
+
+
+def test_a_failed_trial_is_no_evidence_when_other_programs_have_gone() -> None:
+    half = ProcessorLoad(waiting=0.0, others=0.7, idle=0.3, own=1.0)
+    machine = Machine(2, two(0.014, 0.03), lambda n: half)
+    machine.tuner.n_threads = 1
+    used = machine.run(200.0)
+    assert 2 in used
+    machine.tuner.n_threads, machine.tuner._before = 1, None
+    machine.tick_s, machine.load = two(0.014, 0.008), lambda n: ALONE_WITH_ROOM
+    machine.run(1.0)
+    assert machine.tuner.n_threads == 2
+
+
 def test_a_short_pause_changes_nothing() -> None:
     machine = Machine(2, two(0.014, 0.4), lambda n: QUIET)
     machine.run(1.0)
     n_looks = machine.n_looks
-    machine.load = lambda n: ProcessorLoad(waiting=0.0, others=1.0, idle=1.0)
+    machine.load = lambda n: ProcessorLoad(waiting=0.0, others=1.0, idle=1.0, own=0.0)
     assert machine.pause(0.9 * PAUSE_S) == 2
     assert machine.n_looks == n_looks
 
@@ -207,7 +245,7 @@ def test_ticks_of_another_shape_do_not_decide_a_trial() -> None:
     assert machine.tuner._before is None
 
 
-LOADS = st.builds(ProcessorLoad, *[st.floats(0.0, 8.0)] * 3) | st.none()
+LOADS = st.builds(ProcessorLoad, *[st.floats(0.0, 8.0)] * 4, st.integers(0, 9)) | st.none()
 
 
 @given(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from cllm import Engine, InvalidArgumentError
 from cllm.engine.thread.chrome_trace import ChromeTrace
 from cllm.testing import FakeEngine
 from tests.conftest import QUIET
+from tests.engine.test_process import send
 
 pytestmark = pytest.mark.anyio
 
@@ -54,7 +56,7 @@ async def test_each_tick_has_its_parts_and_each_request_a_track(tmp_path: Path) 
         results = [await engine.generate(f"{n}+1=", request_id=f"r{n}", **GREEDY) for n in range(3)]
         n_ticks = engine.statistics().n_ticks
     events = events_of(path)
-    for part in ("plan", "decode", "sample and tell"):
+    for part in ("plan", "decode", "sample and report"):
         slices = [e for e in events if e["pid"] == TICKS and e["ph"] == "X" and e["name"] == part]
         assert len(slices) == n_ticks
     tracks = tracks_of(events)
@@ -158,8 +160,14 @@ async def test_a_full_disk_ends_the_trace_and_not_the_engine(
     assert [m for m in caplog.messages if "the trace ends here" in m] == [caplog.messages[-1]]
 
 
+@pytest.mark.full
 async def test_each_process_of_an_engine_has_a_trace_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     async with Engine(n_ctx=512, n_seq_max=2, process=True, trace=path, **QUIET) as engine:
         assert (await engine.generate("1+1=", **GREEDY)).text == "2"
-    assert tracks_of(events_of(path))
+        send(engine, signal.SIGKILL)
+        assert (await engine.generate("2+2=", **GREEDY)).text == "4"
+    killed = path.read_text()
+    assert killed.endswith(",\n"), "whole lines, without an end"
+    assert json.loads(f"{killed[:-2]}]")
+    assert tracks_of(events_of(path.with_name("trace.json.1")))

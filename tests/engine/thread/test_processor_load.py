@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,19 +18,23 @@ HZ = os.sysconf("SC_CLK_TCK")
 
 
 class Proc:
-    """A `/proc` of two processors whose times a test sets, in seconds."""
+    """Fake `/proc` with two processors; a test sets their times in seconds."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._root = root
         self.now = 100.0
         self.own_s = 0.0
+        self.n_processors = 2
         monkeypatch.setattr(processor_load, "PROC", root)
-        monkeypatch.setattr("time.monotonic", lambda: self.now)
-        monkeypatch.setattr("time.process_time", lambda: self.own_s)
-        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+        clocks = {"monotonic": lambda: self.now, "process_time": lambda: self.own_s}
+        monkeypatch.setattr(processor_load, "time", SimpleNamespace(**clocks))
+        affinity = lambda pid: set(range(self.n_processors))  # noqa: E731
+        monkeypatch.setattr(os, "sched_getaffinity", affinity, raising=False)
 
-    def write(self, *, idle_s: float, stolen_s: float = 0.0, parent_s: float = 0.0) -> None:
-        """Both processors were idle, and stolen, for so long together."""
+    def write(
+        self, *, idle_s: float, stolen_s: float = 0.0, parent_s: float = 0.0, n_running: int = 1
+    ) -> None:
+        """Set how long both processors were idle, and stolen, together."""
 
         def line(name: str, idle: float, stolen: float) -> str:
             ticks = [9, 9, 9, round(idle * HZ), 0, 0, 0, round(stolen * HZ), 0, 0]
@@ -39,12 +44,12 @@ class Proc:
         lines = [line("cpu", 10 * idle_s, 0), line("cpu0", *half), line("cpu1", *half)]
         # A processor that this process may not use.
         lines.append(line("cpu2", 50 * idle_s, 0))
-        self._file("stat").write_text("".join(lines) + "ctxt 5\n")
+        self._file("stat").write_text("".join(lines) + f"ctxt 5\nprocs_running {n_running}\n")
         fields = ["S", *["0"] * 10, str(round(parent_s * HZ)), "0", "0"]
         self._file(f"{PARENT}/stat").write_text(f"{PARENT} (a) b) {' '.join(fields)}\n")
 
     def thread(self, tid: int, waited_s: float) -> None:
-        """A thread has waited for so long."""
+        """Set how long a thread has waited."""
         self._file(f"self/task/{tid}/schedstat").write_text(f"5 {round(waited_s * 1e9)} 3\n")
 
     def _file(self, name: str) -> Path:
@@ -147,6 +152,40 @@ def test_a_window_that_is_too_short_counts_with_the_next(proc: Proc) -> None:
     load = reader.read()
     assert load is not None
     assert load.waiting == pytest.approx(0.25)
+
+
+def test_another_set_of_processors_leaves_no_load(proc: Proc) -> None:
+    proc.write(idle_s=0.0)
+    proc.thread(threading.get_native_id(), 0.0)
+    reader = ProcessorReader()
+    for n_processors in (1, 2):
+        proc.now += 1.0
+        proc.n_processors = n_processors
+        assert reader.read() is None
+    proc.now += 1.0
+    assert reader.read() is not None
+
+
+def test_a_processor_that_is_not_listed_leaves_no_load(proc: Proc) -> None:
+    proc.n_processors = 4
+    proc.write(idle_s=0.0)
+    proc.thread(threading.get_native_id(), 0.0)
+    reader = ProcessorReader()
+    proc.now += 1.0
+    assert reader.read() is None
+
+
+@pytest.mark.parametrize(("n_running", "n_runnable"), [(1, 0), (4, 3)])
+def test_threads_that_are_ready_to_run_are_those_of_others(
+    proc: Proc, n_running: int, n_runnable: int
+) -> None:
+    proc.write(idle_s=0.0, n_running=n_running)
+    proc.thread(threading.get_native_id(), 0.0)
+    reader = ProcessorReader()
+    proc.now += 1.0
+    load = reader.read()
+    assert load is not None
+    assert load.n_runnable == n_runnable
 
 
 def test_this_machine_reports_a_load_or_none() -> None:

@@ -13,7 +13,7 @@ from cllm.engine.llama.decoder import LlamaDecoder
 from cllm.engine.thread.processor_load import ProcessorReader
 from cllm.errors import InvalidArgumentError
 
-OTHERS_COMPUTE = ProcessorLoad(waiting=0.0, others=2.0, idle=0.0)
+OTHERS_COMPUTE = ProcessorLoad(waiting=0.0, others=2.0, idle=0.0, own=0.0)
 
 
 @pytest.fixture
