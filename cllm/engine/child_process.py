@@ -129,17 +129,26 @@ class JsonChild:
         with self._asking:
             return self._ask(request, limit_s, n_endings)
 
-    def end(self) -> None:
-        """End the process and wait for its end; a running `ask` raises `EndedError`."""
+    def interrupt(self) -> None:
+        """End the process and return at once; a running `ask` raises `EndedError`."""
         self._n_endings += 1
         if (process := self._process) is not None:
             process.kill()  # a reader of its answer sees the end
+
+    def end(self) -> None:
+        """End the process and wait for its end; a running `ask` raises `EndedError`."""
+        self.interrupt()
         with self._asking:
             self._end()
 
-    def close(self) -> None:
-        """End the process for good; a running `ask` raises `ClosedError`.  Closing twice is allowed."""
+    def stop(self) -> None:
+        """End the process for good and return at once; a running `ask` raises `ClosedError`."""
         self._is_closed = True
+        self.interrupt()
+
+    def close(self) -> None:
+        """Stop, and wait for the end of the process.  Closing twice is allowed."""
+        self.stop()
         self.end()
 
     def _ask(self, request: Mapping[str, Any], limit_s: float, n_endings: int) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class ConstraintCompiler:
 
     def _trial(self, kind: str) -> ConstraintTrial:
         if kind not in self._trials:
-            self._trials[kind] = ConstraintTrial(self._check_serving().path, kind)
+            self._trials[kind] = ConstraintTrial(self._check_serving().path, self._workers, kind)
         return self._trials[kind]
 
     async def _compile(self, field: str, text: str) -> CompiledConstraint:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import anyio
-from anyio import to_thread
 
 from cllm.engine.child_process import EndedError, JsonChild, TooSlowError
 from cllm.engine.constraint import NotAvailableError
+from cllm.engine.thread.worker_thread import WorkerThread, WorkerThreads
 from cllm.errors import ClosedError, InvalidRequestError
 
 HELPER = "cllm.engine.llama.trial_child"
@@ -37,16 +38,18 @@ class ConstraintTrial:
     ----------
     model_path : str
         The model whose vocabulary counts.
+    workers : WorkerThreads
+        One more is started with the first trial, and waits for the process.
     kind : str
         The library that follows them: "llama.cpp" (`grammar`) or "llguidance" (`json_schema`, `regex`).
     """
 
-    def __init__(self, model_path: str, kind: str = "llama.cpp") -> None:
+    def __init__(self, model_path: str, workers: WorkerThreads, kind: str = "llama.cpp") -> None:
         path = str(Path(model_path).absolute())
         self._child = JsonChild(HELPER, kind, path, str(MEMORY_BYTES))
         self._lock = anyio.Lock()
-        # Threads of their own: a program may keep all of anyio's worker threads busy.
-        self._limiter = anyio.CapacityLimiter(2)
+        self._workers = workers
+        self._worker: WorkerThread | None = None
         self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()
         self._closed = False
 
@@ -89,14 +92,22 @@ class ConstraintTrial:
     async def aclose(self) -> None:
         """End the process and wait for its end; a running trial raises `ClosedError`."""
         self._closed = True
-        with anyio.CancelScope(shield=True):
-            await to_thread.run_sync(self._child.close, limiter=self._limiter)
+        self._child.stop()
+        if self._worker is not None:
+            with anyio.CancelScope(shield=True):
+                try:
+                    await self._worker.run(self._child.close)
+                except ClosedError:  # the thread has ended, and with it every trial
+                    self._child.close()
 
     async def _try(self, field: str, text: str) -> str | None:
         """Return the verdict of the process, or of its end."""
-        ask = partial(self._child.ask, {"field": field, "text": text}, TRIAL_S)
+        if self._worker is None:
+            self._worker = self._workers.start("cllm-trial")
+            self._workers.end_first(self._child.stop)
+        request = {"field": field, "text": text}
         try:
-            answer = await to_thread.run_sync(ask, abandon_on_cancel=True, limiter=self._limiter)
+            answer = await self._worker.run(partial(self._child.ask, request, TRIAL_S))
         except TooSlowError:
             return TOO_SLOW
         except EndedError:
@@ -105,8 +116,9 @@ class ConstraintTrial:
             why = f"cannot start the process that tries constraints: {error}"
             raise NotAvailableError(why) from None
         except anyio.get_cancelled_exc_class():
-            with anyio.CancelScope(shield=True):
-                await to_thread.run_sync(self._child.end, limiter=self._limiter)
+            self._child.interrupt()
+            with anyio.CancelScope(shield=True), suppress(ClosedError):
+                await self._worker.run(self._child.end)
             raise
         error_text: str | None = answer["error"]
         return error_text

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import anyio.from_thread
 import anyio.lowlevel
+import anyio.to_thread
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -24,6 +24,8 @@ from cllm.engine.constraints import trial as trial_module
 from cllm.engine.constraints.gbnf import check_gbnf
 from cllm.engine.constraints.trial import FATAL, TOO_SLOW, ConstraintTrial
 from cllm.engine.llama.trial_child import GrammarFollower
+from cllm.engine.thread.mailbox import Outbox
+from cllm.engine.thread.worker_thread import WorkerThreads
 from tests.conftest import is_there, on_either_loop
 from tests.engine.constraints.test_gbnf import (
     GOOD,
@@ -67,10 +69,12 @@ ACCEPTED_TEXTS = {
 @pytest.fixture
 async def trial(anyio_backend: str) -> AsyncIterator[ConstraintTrial]:
     """Of the embedded model."""
-    trial = ConstraintTrial(str(EMBEDDED_MODEL))
+    workers = WorkerThreads()
+    trial = ConstraintTrial(str(EMBEDDED_MODEL), workers)
     yield trial
     await trial.aclose()
     assert trial._child._process is None
+    await anyio.to_thread.run_sync(workers.end)
 
 
 @pytest.fixture
@@ -98,12 +102,13 @@ class Asked:
         self.event = anyio.Event()
         self.pids: list[int] = []
         started = trial._child._started
+        outbox: Outbox[None] = Outbox(lambda _: self.event.set())
 
         def counted(n_endings: int) -> subprocess.Popen[bytes]:
             process = started(n_endings)
             self.n += 1
             self.pids.append(process.pid)
-            anyio.from_thread.run_sync(self.event.set)
+            outbox.post(None)
             return process
 
         monkeypatch.setattr(trial._child, "_started", counted)
@@ -318,7 +323,7 @@ async def test_closing_waits_for_the_end_in_a_cancelled_scope(
 
 @pytest.mark.anyio
 async def test_closing_before_the_first_trial_does_nothing() -> None:
-    trial = ConstraintTrial(str(EMBEDDED_MODEL))
+    trial = ConstraintTrial(str(EMBEDDED_MODEL), WorkerThreads())
     await trial.aclose()
     with pytest.raises(ClosedError):
         await trial.run('root ::= "a"')
@@ -329,27 +334,30 @@ async def test_closing_before_the_first_trial_does_nothing() -> None:
 async def test_a_process_that_cannot_start_is_no_fault_of_the_grammar(
     anyio_backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def error_of(trial: ConstraintTrial) -> str:
+    async def error_of(model: Path) -> str:
+        workers = WorkerThreads()
+        trial = ConstraintTrial(str(model), workers)
         with pytest.raises(CllmError) as caught:
             await trial.run('root ::= "a"')
         assert not isinstance(caught.value, InvalidRequestError)
         assert trial._child._process is None
         await trial.aclose()
+        await anyio.to_thread.run_sync(workers.end)
         return str(caught.value)
 
     path = tmp_path / "model.gguf"
-    assert "No such file" in await error_of(ConstraintTrial(str(path)))
+    assert "No such file" in await error_of(path)
     path.write_bytes(b"GGUF")
-    assert "cannot load" in await error_of(ConstraintTrial(str(path)))
+    assert "cannot load" in await error_of(path)
     with monkeypatch.context() as patch:
         patch.setattr(child_process, "START_S", 0.0)
-        assert "not ready within 0 s" in await error_of(ConstraintTrial(str(EMBEDDED_MODEL)))
+        assert "not ready within 0 s" in await error_of(EMBEDDED_MODEL)
     with monkeypatch.context() as patch:
         patch.setattr(trial_module, "HELPER", "cllm.no_such_module")
-        assert "it ended" in await error_of(ConstraintTrial(str(EMBEDDED_MODEL)))
+        assert "it ended" in await error_of(EMBEDDED_MODEL)
     with monkeypatch.context() as patch:
         patch.setattr("sys.executable", str(tmp_path / "python"))
-        assert "No such file" in await error_of(ConstraintTrial(str(EMBEDDED_MODEL)))
+        assert "No such file" in await error_of(EMBEDDED_MODEL)
 
 
 # --- What is tried ---------------------------------------------------------------------------
