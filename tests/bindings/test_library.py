@@ -66,7 +66,7 @@ LOAD = "import os; from cllm.bindings import library; library(); print(os.enviro
 
 
 def openmp_report(name: str, value: str | None = None) -> tuple[str, str]:
-    """What the OpenMP runtime reports when the library is loaded, and a variable after that."""
+    """Return the OpenMP runtime's report from loading the library, and a variable afterwards."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP_", "OMP_"))}
     environment["OMP_DISPLAY_ENV"] = "verbose"
     if value is not None:
