@@ -4,6 +4,7 @@ from __future__ import annotations
 
 _SLOTS = "prefix_cache_dir (--prefix-cache-dir) keeps prefixes as files by itself"
 REPLACEMENTS = {
+    "allow_grammar": "raw grammars (grammar, lark) need no option",
     "resume_window": (
         "repeat a request that lost its connection with the tokens that have arrived (generated), "
         "as cllm.client does, or a chat with continue_final_message"

@@ -16,6 +16,7 @@ OPTIONS = [
     ("--resume-window", "generated"),
     ("--slot-save-path", "prefix-cache-dir"),
     ("--tick-log", "--trace"),
+    ("--allow-grammar", "need no option"),
 ]
 
 

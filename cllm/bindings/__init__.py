@@ -12,7 +12,7 @@ from cllm.bindings.embedding_context import EmbeddingContext
 from cllm.bindings.lora import LoraAdapter
 from cllm.bindings.model import Model
 from cllm.bindings.quantization import quantize
-from cllm.bindings.sampler import CandidateMemory, Candidates, Grammar, SamplerChain
+from cllm.bindings.sampler import CandidateMemory, Candidates, SamplerChain
 from cllm.bindings.vocabulary import Vocabulary
 
 __all__ = (
@@ -21,7 +21,6 @@ __all__ = (
     "Candidates",
     "Context",
     "EmbeddingContext",
-    "Grammar",
     "Logits",
     "LoraAdapter",
     "Model",

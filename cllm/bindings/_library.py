@@ -89,11 +89,6 @@ class Library:
             function.restype = prototype.restype
             function.argtypes = prototype.argtypes
             setattr(self, prototype.name, function)
-        for name in h.BOTH_WAYS:
-            function = long_calls[name]
-            prototype = h.DECLARATIONS.prototypes[name]
-            function.restype, function.argtypes = prototype.restype, prototype.argtypes
-            setattr(self, f"{name}_releasing_gil", function)
         # libc's `strlen` over a two-byte flag is a `bool (*)(void *)` that costs nothing: the
         # abort callback runs after every graph node, where a Python function would need the GIL.
         abort_type = h.DECLARATIONS.callbacks["ggml_abort_callback"]

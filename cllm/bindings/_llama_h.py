@@ -464,9 +464,6 @@ RELEASES_GIL = frozenset({
     "llama_detokenize", "llama_chat_apply_template", "llama_sampler_sample", "llama_sampler_init_grammar",
     "llama_sampler_init_dry",
 })  # fmt: skip
-# Short for a few candidates, and up to 0.1 s for a grammar over a whole vocabulary: callable both ways,
-# the second by its name and `_releasing_gil`.
-BOTH_WAYS = ("llama_sampler_apply",)
 
 
 # --- From C text to ctypes -------------------------------------------------------------------

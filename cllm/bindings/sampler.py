@@ -1,9 +1,7 @@
-"""SamplerChain: from plain parameters to a `llama_sampler` chain; Grammar: a constraint beside it.
+"""SamplerChain: from plain parameters to a `llama_sampler` chain.
 
 `llama_sampler_chain_add` takes ownership of what it is given, so samplers never exist on their own
-here: every `add_…` method creates one and hands it over in one expression.  A grammar is never part
-of a chain, because `llama_sampler_sample` would accept a token that the grammar forbids, and that
-ends the process.
+here: every `add_…` method creates one and hands it over in one expression.
 """
 
 from __future__ import annotations
@@ -18,15 +16,12 @@ from numpy.typing import NDArray
 
 from cllm.bindings import _llama_h as h
 from cllm.bindings._handle import NativeHandle
-from cllm.bindings._library import forward_log, library
+from cllm.bindings._library import library
 from cllm.bindings.context import Context
 from cllm.bindings.vocabulary import Vocabulary, c_string
 from cllm.checks import check_float, check_int
 from cllm.errors import InvalidArgumentError, LlamaCallError
 from cllm.sampling_limits import MAX_BIAS, MAX_BREAKERS, MAX_LAST_N, check_limits
-
-# Candidates that a grammar looks at in about the time that it takes to get the GIL back.
-N_SHORT = 256
 
 _ARRAY = h.DECLARATIONS.structs["llama_token_data_array"]
 _DATA_POINTER = ctypes.POINTER(h.DECLARATIONS.structs["llama_token_data"])
@@ -354,68 +349,3 @@ class SamplerChain(NativeHandle):
 
     def __repr__(self) -> str:
         return "<SamplerChain closed>" if self.closed else f"<SamplerChain {' '.join(self.names)}>"
-
-
-class Grammar(NativeHandle):
-    """A GBNF grammar that follows one output.
-
-    Only for grammars you wrote: a few bytes of GBNF can hang llama.cpp or exhaust the memory.
-
-    Raises
-    ------
-    InvalidArgumentError
-        llama.cpp cannot parse the grammar.
-    """
-
-    def __init__(self, vocab: Vocabulary, text: str, root: str = "root") -> None:
-        lib = library()
-        self._lib = lib
-        self._vocab = vocab
-        encoded = c_string("grammar", text)
-        if not encoded:
-            raise InvalidArgumentError("grammar", text, "not empty")
-        forward_log()
-        pointer = lib.llama_sampler_init_grammar(vocab._pointer, encoded, c_string("root", root))
-        reason = forward_log()
-        if not pointer:
-            raise InvalidArgumentError("grammar", text[:60], f"valid GBNF ({reason})")
-        super().__init__(pointer, lib.llama_sampler_free, parent=vocab._model)
-
-    def clone(self) -> Grammar:
-        """A grammar that has come as far, and follows an output of its own: nothing is parsed."""
-        twin = Grammar.__new__(Grammar)
-        twin._lib, twin._vocab = self._lib, self._vocab
-        pointer = self._lib.llama_sampler_clone(self._pointer)
-        if not pointer:
-            raise LlamaCallError("llama_sampler_clone", 0)
-        NativeHandle.__init__(
-            twin, pointer, self._lib.llama_sampler_free, parent=self._vocab._model
-        )
-        return twin
-
-    def apply(self, candidates: Candidates) -> None:
-        """Set the logits of forbidden tokens to -inf.  Releases the GIL where they are many."""
-        candidates.check_ids(self._vocab.n_tokens)
-        lib = self._lib
-        is_short = len(candidates) <= N_SHORT
-        apply = lib.llama_sampler_apply if is_short else lib.llama_sampler_apply_releasing_gil
-        apply(self._pointer, candidates.struct)
-
-    def allows(self, token: int) -> bool:
-        """Whether the output may go on with `token`."""
-        self._vocab.check_token(token)
-        probe = Candidates(np.array([token], np.int32), np.zeros(1, np.float32))
-        self.apply(probe)
-        return bool(np.isfinite(probe.logits[0]))
-
-    def accept(self, token: int) -> None:
-        """Advance by one token.
-
-        Raises
-        ------
-        InvalidArgumentError
-            The grammar forbids it.  It was asked first: accepting it would end the process.
-        """
-        if not self.allows(token):
-            raise InvalidArgumentError("token", token, "one that the grammar allows")
-        self._lib.llama_sampler_accept(self._pointer, token)

@@ -201,7 +201,7 @@ class Generation:
             return str(submitted.error)
         if completion is None or completion.finish_reason is not FinishReason.LENGTH:
             return None
-        for name in ("json_schema", "regex", "grammar"):
+        for name in ("json_schema", "regex", "grammar", "lark"):
             if getattr(params, name) is not None:
                 n_tokens = completion.usage.n_output
                 why = (

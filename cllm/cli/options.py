@@ -395,7 +395,7 @@ def options_table() -> list[str]:
 class SamplingFlags:
     """The options that become `SamplingParams`; None: not given."""
 
-    files: ClassVar = ("json_schema", "grammar")
+    files: ClassVar = ("json_schema", "grammar", "lark")
 
     max_tokens: Annotated[
         int | None,
@@ -451,6 +451,9 @@ class SamplingFlags:
     regex: Annotated[str | None, _sampling("The whole output matches it.", "--regex")] = None
     grammar: Annotated[
         str | None, _sampling("The output follows this GBNF; text or @FILE.", "--grammar")
+    ] = None
+    lark: Annotated[
+        str | None, _sampling("The output follows this Lark grammar; text or @FILE.", "--lark")
     ] = None
 
     def params(self) -> SamplingParams:

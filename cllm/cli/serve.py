@@ -43,9 +43,6 @@ def serve(
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="A web page that may use the server.")
     ] = None,
-    allow_grammar: Annotated[
-        bool, typer.Option("--allow-grammar", help="Take raw GBNF; see SECURITY.md.")
-    ] = False,
     page: Annotated[
         bool, typer.Option("--page/--no-page", help="A page at /, to chat and to look.")
     ] = True,
@@ -123,7 +120,6 @@ def serve(
             model_name=model_name,
             allowed_hosts=tuple(allowed_host or ()),
             cors_origins=tuple(cors_origin or ()),
-            allow_grammar=allow_grammar,
             page=page,
             log_prompts=log_prompts,
             otlp_traces_endpoint=otlp_traces_endpoint,

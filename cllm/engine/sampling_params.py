@@ -25,7 +25,7 @@ SAMPLERS = (
 MAX_BIASES = 1024
 MAX_STOP_TOKENS = 1024
 MAX_LOGPROBS = 256
-CONSTRAINTS = ("grammar", "json_schema", "regex")
+CONSTRAINTS = ("grammar", "lark", "json_schema", "regex")
 MAX_GRAMMAR_BYTES, MAX_SCHEMA_BYTES, MAX_REGEX_BYTES = 64 << 10, 256 << 10, 16 << 10
 MAX_SCHEMA_DEPTH = 64
 INTEGER_RANGES = {
@@ -78,6 +78,7 @@ class SamplingOptions(TypedDict, total=False):
     logprobs: int | None
     prompt_logprobs: int | None
     grammar: str | None
+    lark: str | None
     json_schema: Mapping[str, object] | str | None
     regex: str | None
     speculation: bool | None
@@ -144,7 +145,10 @@ class SamplingParams:
         ones, at most 256, before any sampler; None is off.  A prompt that is scored shares no
         prefix.
     grammar : str, optional
-        GBNF, at most 64 KiB: the output follows it.  At most one of these three.
+        The output follows this grammar in GBNF, llama.cpp's format.  At most 64 KiB.  At most one of
+        these four; each needs the extra `structured`.
+    lark : str, optional
+        The output follows this grammar in Lark as llguidance reads it.  At most 64 KiB.
     json_schema : mapping or str, optional
         The output is JSON of this schema, given as a value or as JSON text; `{"type": "object"}`
         for any object.  At most 256 KiB, 64 levels deep.
@@ -196,6 +200,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: str | None = None
+    lark: str | None = None
     json_schema: Mapping[str, object] | str | None = None
     regex: str | None = None
     speculation: bool | None = None
@@ -221,6 +226,7 @@ class SamplingParams:
         ):
             object.__setattr__(self, name, value)
         _check_text("grammar", self.grammar, MAX_GRAMMAR_BYTES)
+        _check_text("lark", self.lark, MAX_GRAMMAR_BYTES)
         _check_text("regex", self.regex, MAX_REGEX_BYTES)
         given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
         if len(given) > 1:

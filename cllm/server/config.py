@@ -27,8 +27,6 @@ class ServerConfig:
         Asked for as `Authorization: Bearer …`, except by `/health` and `/docs`.
     model_name : str, optional
         What `/v1/models` says; by default the name of the file.
-    allow_grammar : bool
-        Take raw GBNF: see SECURITY.md.
     cors_origins : tuple of str
         Web pages of other hosts that may use the server, as `https://host`; `*` is all, none is the
         default.
@@ -61,7 +59,6 @@ class ServerConfig:
     port: int = 18081
     api_key: str | None = None
     model_name: str | None = None
-    allow_grammar: bool = False
     cors_origins: tuple[str, ...] = ()
     page: bool = True
     log_prompts: bool = False

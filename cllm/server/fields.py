@@ -157,7 +157,7 @@ ResponseFormat = Annotated[
 
 MAX_SEED = INTEGER_RANGES["seed"][1]
 SAMPLING_FIELDS = tuple(SamplingOptions.__annotations__)
-# Those that are not integers or numbers; `grammar` is taken only where the server allows it.
+# Those that are not integers or numbers.
 _TYPES: dict[str, Any] = {
     "dry_sequence_breakers": Texts,
     "samplers": Texts,
@@ -168,6 +168,7 @@ _TYPES: dict[str, Any] = {
     "ignore_eos": Flag,
     "speculation": Flag,
     "grammar": Text,
+    "lark": Text,
     "json_schema": Annotated[dict[str, Any] | Text, BeforeValidator(_check_schema)],
     "regex": Text,
 }
@@ -179,7 +180,8 @@ _LIMITS: dict[str, dict[str, Any]] = {
     "stop_token_ids": {"maxItems": MAX_STOP_TOKENS},
     "logit_bias": {"maxProperties": MAX_BIASES, "propertyNames": {"pattern": "^[0-9]{1,6}$"}},
     "regex": {"minLength": 1},
-    "grammar": {"description": "GBNF; only with --allow-grammar"},
+    "grammar": {"description": "GBNF", "minLength": 1},
+    "lark": {"description": "Lark, as llguidance reads it", "minLength": 1},
 }
 _DEFAULTS = SamplingParams()
 

@@ -37,7 +37,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
     """The output of one request, whole or as server-sent events; the last has usage and timings."""
     state, request_id = state_of(request), request_id_of(request)
     engine = state.serving
-    params = sampling_of(body, engine.sampling_defaults, allow_grammar=state.config.allow_grammar)
+    params = sampling_of(body, engine.sampling_defaults)
     check_logprobs(state, params)
     open_stream = _stream_of(state, body, params)
     if body.stream and params.prompt_logprobs is not None:

@@ -71,9 +71,7 @@ async def messages(body: MessagesBody, request: Request) -> Response:
     if isinstance(form, Mapping):
         inner = {"type": form.get("type"), "json_schema": form}
         changes |= constraint_of(inner, "output_config.format")
-    call = await chat_call_of(
-        engine, body, sampling_of(body, engine.sampling_defaults, allow_grammar=False, **changes)
-    )
+    call = await chat_call_of(engine, body, sampling_of(body, engine.sampling_defaults, **changes))
     message = MessageForm(request_id, state.model_name)
     observation = state.observation(request, "chat", call.params)
     return answer_chat(state, call, message, observation, request_id, is_streamed=bool(body.stream))
@@ -83,7 +81,7 @@ async def messages(body: MessagesBody, request: Request) -> Response:
 async def count_tokens(body: CountBody, request: Request) -> dict[str, Any]:
     """The tokens of the prompt that messages become."""
     engine = state_of(request).serving
-    call = await chat_call_of(engine, body, sampling_of(body, {}, allow_grammar=False))
+    call = await chat_call_of(engine, body, sampling_of(body, {}))
     rendered = await engine.render_chat(call.messages, **call.options)
     return {"input_tokens": len(rendered.token_ids)}
 

@@ -203,7 +203,7 @@ def _params(
     elif "max_tokens" not in body.model_fields_set and default_max_tokens is not None:
         changes["max_tokens"] = default_max_tokens
     defaults = state.serving.sampling_defaults
-    params = sampling_of(body, defaults, allow_grammar=state.config.allow_grammar, **changes)
+    params = sampling_of(body, defaults, **changes)
     check_logprobs(state, params)
     return params
 

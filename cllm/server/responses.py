@@ -118,7 +118,7 @@ def chat_call_of(body: ResponsesBody, defaults: SamplingOptions) -> ChatCall:
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "reasoning_effort": (body.reasoning or {}).get("effort"),
         },
-        sampling_of(body, defaults, allow_grammar=False, **changes),
+        sampling_of(body, defaults, **changes),
         fields=fields,
     )
 

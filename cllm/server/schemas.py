@@ -75,7 +75,7 @@ HINTS = {
     "guided_json": "json_schema",
     "guided_regex": "regex",
     "guided_grammar": "grammar",
-    "structured_outputs": "json_schema, regex or grammar",
+    "structured_outputs": "json_schema, regex, grammar or lark",
     "functions": "tools",
     "function_call": "tool_choice",
     "enable_thinking": "chat_template_kwargs.enable_thinking or reasoning_effort",
@@ -222,9 +222,7 @@ class DetokenizeBody(Body):
     tokens: Tokens
 
 
-def sampling_of(
-    body: BaseModel, defaults: SamplingOptions, *, allow_grammar: bool, **changes: Any
-) -> SamplingParams:
+def sampling_of(body: BaseModel, defaults: SamplingOptions, **changes: Any) -> SamplingParams:
     """The sampling parameters in a body; what it leaves out, or null, has its default.
 
     Parameters
@@ -244,8 +242,6 @@ def sampling_of(
         if (value := getattr(body, name, None)) is not None and name in body.model_fields_set
     }
     values.update(changes)
-    if "grammar" in values and not allow_grammar:
-        raise invalid("grammar", "raw grammars are off; start the server with --allow-grammar")
     if "logit_bias" in values:  # llama-server: false bans a token
         values["logit_bias"] = {
             token: float("-inf") if bias is False else bias

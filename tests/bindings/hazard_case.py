@@ -19,7 +19,6 @@ from cllm.bindings import (
     Batch,
     Candidates,
     Context,
-    Grammar,
     Logits,
     Model,
     SamplerChain,
@@ -68,10 +67,6 @@ class Scene:
     @cached_property
     def chain(self) -> SamplerChain:
         return SamplerChain(self.vocab)
-
-    @cached_property
-    def grammar(self) -> Grammar:
-        return Grammar(self.vocab, 'root ::= "ab"')
 
     def new_context(self, **parameters: Any) -> Context:
         return Context(self.model, **{**SMALL, **parameters})

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cllm.bindings import Context, Grammar, LoraAdapter, Model, SamplerChain
+from cllm.bindings import Context, LoraAdapter, Model, SamplerChain
 from cllm.errors import (
     ClosedError,
     InUseError,
@@ -177,7 +177,6 @@ def closed_model(scene: Scene) -> Model:
 MODEL_CALLS: dict[str, Callable[[Scene], object]] = {
     "a context": lambda s: s.new_context(),
     "a chain": lambda s: SamplerChain(s.model.vocab),
-    "a grammar": lambda s: Grammar(s.model.vocab, 'root ::= "a"'),
     "a LoRA": lambda s: LoraAdapter(s.model, s.path),
     "the description": lambda s: s.model.description,
     "the metadata": lambda s: s.model.metadata,
@@ -253,15 +252,6 @@ for call in CHAIN_CALLS:
         f"{call} of a chain from another thread", call_chain, "belongs to thread",
         error=WrongThreadError, call=call, run=in_thread,
     )  # fmt: skip
-for call_, use in (
-    ("apply", lambda s: s.grammar.apply(candidates(1.0, 2.0))),
-    ("accept", lambda s: s.grammar.accept(ord("a"))),
-    ("allows", lambda s: s.grammar.allows(ord("a"))),
-):
-    refuse(
-        f"{call_} of a closed grammar", lambda s, use: (s.grammar.close(), use(s)),
-        "Grammar is closed", error=ClosedError, use=use,
-    )  # fmt: skip
 
 
 def close_in_use(scene: Scene, child: Callable[[Scene], object]) -> None:
@@ -276,7 +266,6 @@ def close_in_use(scene: Scene, child: Callable[[Scene], object]) -> None:
 for name, child in (
     ("context", lambda s: s.context),
     ("chain", lambda s: s.chain),
-    ("grammar", lambda s: s.grammar),
     ("LoRA", lambda s: LoraAdapter(s.model, s.lora())),
 ):
     refuse(

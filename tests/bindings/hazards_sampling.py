@@ -1,11 +1,11 @@
-"""1.5 and 1.6: samplers, what they are applied to, and grammars."""
+"""1.5: samplers, and what they are applied to."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from cllm.bindings import Candidates, Grammar, SamplerChain
+from cllm.bindings import Candidates, SamplerChain
 from tests.bindings.hazard_case import INF, INT_MAX, N_VOCAB, NAN, Scene, Topic, candidates
 
 TOPIC = Topic()
@@ -142,36 +142,5 @@ for bad_token in (-1, N_VOCAB, 10**9, 1.0):
         f"token is {bad_token!r}, must be", token=bad_token,
     )  # fmt: skip
 
-
-# --- Grammars: what one of your own can do ---------------------------------------------------
-def make_grammar(scene: Scene, text: Any, root: Any = "root") -> None:
-    scene.context  # noqa: B018
-    Grammar(scene.vocab, text, root)
-
-
-for bad_text in ("", 'root ::= "a', "root ::= nope", "root ::= (", "once upon"):
-    refuse(f"the grammar {bad_text!r}", make_grammar, f"grammar is {bad_text!r}", text=bad_text)
-refuse("a grammar without its root", make_grammar, "grammar is", text='root ::= "a"', root="nope")
-refuse("a grammar with NUL", make_grammar, "NUL", text='root ::= "a\0"')
-refuse("a grammar of bytes", make_grammar, "is b'', must be a str", text=b"")
-refuse("a root that is None", make_grammar, "root is None", text='root ::= "a"', root=None)
-refuse(
-    "a grammar's accept of a forbidden token", lambda s: s.grammar.accept(ord("x")),
-    f"token is {ord('x')}, must be one that the grammar allows",
-)  # fmt: skip
-refuse(
-    "a grammar's accept of the end before it is complete", lambda s: s.grammar.accept(257),
-    "token is 257, must be one that the grammar allows",
-)  # fmt: skip
-for bad_token in (-1, N_VOCAB, 10**9):
-    refuse(
-        f"a grammar's accept of token {bad_token}", lambda s, token: s.grammar.accept(token),
-        f"token is {bad_token}, must be 0 to 259", token=bad_token,
-    )  # fmt: skip
-    refuse(
-        f"a grammar applied to candidate {bad_token}",
-        lambda s, token: s.grammar.apply(candidates(1.0, 2.0, ids=[5, token])),
-        f"is {bad_token}, must be 0 to 259", token=bad_token,
-    )  # fmt: skip
 
 CASES = TOPIC.cases

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cllm.bindings import Batch, Context, Grammar, Model, NativeHandle, SamplerChain, library
+from cllm.bindings import Batch, Context, Model, NativeHandle, SamplerChain, library
 from cllm.errors import ClosedError, InUseError, LlamaCallError, WrongThreadError
 from tests.bindings.conftest import error_in_another_thread
 
@@ -55,16 +55,14 @@ def test_a_parent_with_open_children_stays_open(tiny_model_path: Path) -> None:
         model.vocab.tokenize("a")
 
 
-@pytest.mark.parametrize("kind", [Model, Context, SamplerChain, Grammar])
+@pytest.mark.parametrize("kind", [Model, Context, SamplerChain])
 def test_an_unclosed_handle_warns_and_is_freed(
     tiny_model_path: Path, kind: type[NativeHandle]
 ) -> None:
     def make(model: Model) -> NativeHandle:
         if kind is Context:
             return Context(model, **QUIET)
-        if kind is SamplerChain:
-            return SamplerChain(model.vocab).add_greedy()
-        return Grammar(model.vocab, 'root ::= "a"')
+        return SamplerChain(model.vocab).add_greedy()
 
     with Model(tiny_model_path) as parent:
         handle = Model(tiny_model_path) if kind is Model else make(parent)

@@ -1,18 +1,15 @@
-"""SamplerChain, Candidates, Grammar: they select as they say."""
+"""SamplerChain, Candidates: they select as they say."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cllm.bindings import Batch, Candidates, Context, Grammar, Model, SamplerChain, Vocabulary
-from cllm.bindings._library import library
-from cllm.errors import InvalidArgumentError
+from cllm.bindings import Batch, Candidates, Context, Model, SamplerChain, Vocabulary
 
 Build = Callable[[SamplerChain], SamplerChain]
 N_VOCAB = 260
@@ -217,82 +214,3 @@ def test_nothing_is_selected_before_a_chain_runs() -> None:
     candidates = some(a=1.0)
     assert candidates.selected is None
     assert len(candidates) == 1
-
-
-# --- Grammar ---------------------------------------------------------------------------------
-def test_grammar_allows_only_what_it_says(vocab: Vocabulary) -> None:
-    with Grammar(vocab, 'root ::= "ab" | "cd"') as grammar:
-        candidates = random_candidates()
-        grammar.apply(candidates)
-        allowed = candidates.ids[np.isfinite(candidates.logits)]
-        assert set(allowed.tolist()) == {ord("a"), ord("c")}
-        assert grammar.allows(ord("a"))
-        assert not grammar.allows(ord("b"))
-
-
-def test_grammar_follows_the_output_to_its_end(vocab: Vocabulary) -> None:
-    assert vocab.eos is not None
-    with Grammar(vocab, 'root ::= "a" "b"+') as grammar:
-        for token in b"abb":
-            grammar.accept(token)
-        assert grammar.allows(vocab.eos)
-        assert grammar.allows(ord("b"))
-        assert not grammar.allows(ord("a"))
-        grammar.accept(vocab.eos)
-
-
-def test_a_forbidden_token_does_not_advance_the_grammar(vocab: Vocabulary) -> None:
-    with Grammar(vocab, 'root ::= "ab"') as grammar:
-        with pytest.raises(InvalidArgumentError):
-            grammar.accept(ord("b"))
-        grammar.accept(ord("a"))
-        grammar.accept(ord("b"))
-
-
-def test_grammar_and_chain_make_valid_output(vocab: Vocabulary) -> None:
-    """The grammar before the chain, so that no sampler drops the only token that is allowed."""
-    with (
-        Grammar(vocab, 'start ::= "[" [0-9]{3} "]"', root="start") as grammar,
-        SamplerChain(vocab).add_top_k(5).add_temp(1.5).add_dist(11) as chain,
-    ):
-        output = b""
-        for step in range(5):
-            candidates = random_candidates(step)
-            grammar.apply(candidates)
-            token = chain.apply(candidates)
-            grammar.accept(token)
-            chain.accept(token)
-            output += vocab.piece(token)
-    assert output[:1] + output[-1:] == b"[]"
-    assert output[1:-1].isdigit()
-
-
-def test_a_grammar_gives_the_gil_away_for_a_whole_vocabulary_and_keeps_it_for_a_token(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    called: list[str] = []
-    for name in ("llama_sampler_apply", "llama_sampler_apply_releasing_gil"):
-        real = getattr(library(), name)
-
-        def call(*arguments: Any, name: str = name, real: Any = real) -> None:
-            called.append(name)
-            real(*arguments)
-
-        monkeypatch.setattr(library(), name, call)
-    n_vocab = model.vocab.n_tokens
-    with Grammar(model.vocab, 'root ::= "a" "b"') as grammar:
-        assert grammar.allows(ord("a"))
-        assert called == ["llama_sampler_apply"]
-        row = Candidates(np.arange(n_vocab, dtype=np.int32), np.zeros(n_vocab, np.float32))
-        grammar.apply(row)
-        assert called[1:] == ["llama_sampler_apply_releasing_gil"]
-        assert np.flatnonzero(np.isfinite(row.logits)).tolist() == [ord("a")]
-
-
-def test_a_cloned_grammar_goes_its_own_way(model: Model) -> None:
-    with Grammar(model.vocab, 'root ::= "a" ("b" | "c")') as grammar:
-        grammar.accept(ord("a"))
-        with grammar.clone() as twin:
-            twin.accept(ord("c"))
-            assert not twin.allows(ord("b"))
-            assert grammar.allows(ord("b"))

@@ -39,6 +39,7 @@ def test_one_prompt_prints_its_output_and_nothing_else() -> None:
         (("--json-schema", '{"type": "string", "minLength": 99}'), "json_schema"),
         (("--regex", "[a-z]{99}"), "regex"),
         (("--grammar", "root ::= [a-z] [a-z] root | [.]"), "grammar"),
+        (("--lark", "start: /[a-z]{99}/"), "lark"),
     ],
 )
 def test_a_constrained_output_that_was_cut_is_an_error(

@@ -60,7 +60,7 @@ N_CTX = 2048
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The embedded model, whose answers depend on nobody else's."""
-    options = ("--deterministic", "--allow-grammar", "--n-ctx", str(N_CTX), "--pooling", "mean")
+    options = ("--deterministic", "--n-ctx", str(N_CTX), "--pooling", "mean")
     with running(tmp_path_factory.mktemp("exact") / "log", *options) as server:
         yield server
 

@@ -20,7 +20,7 @@ from tests.conftest import type_name
 NAN, INFINITE = math.nan, math.inf
 GRAMMAR, REGEX, SCHEMA = 'root ::= "a"', "[0-9]+", {"type": "object"}
 KIB = 1 << 10
-LIMITS = {"grammar": 64 * KIB, "json_schema": 256 * KIB, "regex": 16 * KIB}
+LIMITS = {"grammar": 64 * KIB, "lark": 64 * KIB, "json_schema": 256 * KIB, "regex": 16 * KIB}
 
 
 def refused(**options: Any) -> InvalidRequestError:
@@ -74,18 +74,18 @@ def test_none_and_0_to_256_alternatives_are_accepted(field: str, value: int | No
 def test_nothing_is_scored_or_constrained_by_default() -> None:
     params = SamplingParams()
     given = (params.logprobs, params.prompt_logprobs, params.grammar, params.json_schema)
-    assert (*given, params.regex) == (None,) * 5
+    assert (*given, params.regex, params.lark) == (None,) * 6
 
 
-# --- grammar, regex -----------------------------------------------------------------------------
-@pytest.mark.parametrize("field", ["grammar", "regex"])
+# --- grammar, lark, regex -----------------------------------------------------------------------
+@pytest.mark.parametrize("field", ["grammar", "lark", "regex"])
 @pytest.mark.parametrize("value", ["", b"bytes", 7, 1.5, True, ["a"], {"a": 1}])
-def test_a_grammar_and_a_regex_are_texts_that_are_not_empty(field: str, value: object) -> None:
+def test_grammars_and_a_regex_are_texts_that_are_not_empty(field: str, value: object) -> None:
     error = refused(**{field: value})
     assert (error.field, error.value, error.limit) == (field, value, "text that is not empty")
 
 
-@pytest.mark.parametrize("field", ["grammar", "regex"])
+@pytest.mark.parametrize("field", ["grammar", "lark", "regex"])
 @pytest.mark.parametrize("letter", ["x", "é", "你", "🙂"])
 def test_a_text_may_be_as_long_as_its_limit_in_bytes(field: str, letter: str) -> None:
     n_bytes = len(letter.encode())
@@ -98,7 +98,7 @@ def test_a_text_may_be_as_long_as_its_limit_in_bytes(field: str, letter: str) ->
     assert error.limit == f"at most {LIMITS[field]} bytes"
 
 
-@pytest.mark.parametrize("field", ["grammar", "regex", "json_schema"])
+@pytest.mark.parametrize("field", ["grammar", "lark", "regex", "json_schema"])
 @pytest.mark.parametrize("text", ["\ud800", '{"const": "\udfff"}', "a" * 1000 + "\udc80"])
 def test_a_text_has_no_lone_surrogates(field: str, text: str) -> None:
     error = refused(**{field: text})
@@ -255,7 +255,9 @@ def test_changing_a_schema_afterwards_changes_no_parameters() -> None:
 
 
 # --- Together -----------------------------------------------------------------------------------
-ALL: dict[str, Any] = {"grammar": GRAMMAR, "json_schema": SCHEMA, "regex": REGEX}
+ALL: dict[str, Any] = {
+    "grammar": GRAMMAR, "lark": 'start: "a"', "json_schema": SCHEMA, "regex": REGEX,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("first", ALL)
@@ -270,7 +272,7 @@ def test_only_one_constraint_can_be_given(first: str, second: str) -> None:
     assert (error.field, error.limit) == (refused_one, f"left out beside {kept}")
 
 
-def test_all_three_constraints_at_once_are_refused() -> None:
+def test_all_constraints_at_once_are_refused() -> None:
     assert refused(**ALL).limit == "left out beside grammar"
 
 

@@ -271,7 +271,7 @@ async def test_the_process_that_tries_grammars_ends_with_a_dropped_engine(
 ) -> None:
     engine = await Engine(n_ctx=512, n_seq_max=2, **QUIET).__aenter__()
     assert (await engine.generate("1+1=", grammar='root ::= "2"')).text == "2"
-    (trial,) = engine._parts.input_processor._constraints._trials.values()  # type: ignore[attr-defined]
+    trial = engine._parts.input_processor._constraints._trial  # type: ignore[attr-defined]
     process, inference = trial._child._process, engine._parts.thread
     assert process is not None
     with pytest.warns(ResourceWarning, match="dropped without being closed"):  # noqa: PT031

@@ -20,7 +20,7 @@ from cllm.client import AsyncClient
 from tests.server.conftest import LONG, samples_of, wait_for, wait_until
 
 ENGINE: dict[str, Any] = {"n_ctx": 16384, "n_seq_max": 16, "n_threads": 1, "deterministic": True}
-SERVER: dict[str, Any] = {"model_name": "embedded", "allow_grammar": True, "drain_timeout_s": 20.0}
+SERVER: dict[str, Any] = {"model_name": "embedded", "drain_timeout_s": 20.0}
 CLUSTER: dict[str, Any] = {"replicas": 2, "num_cpus": 1}
 START_S = 180.0
 REPLICA_PORTS = 30000, 30016  # the first that Ray gives its replicas

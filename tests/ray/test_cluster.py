@@ -45,7 +45,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def direct(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The same server without Ray."""
-    options = ("--deterministic", "--n-ctx", "16384", "--allow-grammar", "--model-name", "embedded")
+    options = ("--deterministic", "--n-ctx", "16384", "--model-name", "embedded")
     with running(tmp_path_factory.mktemp("direct") / "log", *options) as server:
         yield server
 

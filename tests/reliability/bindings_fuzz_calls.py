@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from hypothesis import strategies as st
 
 from cllm.bindings import Batch, Context, Model, SamplerChain
-from cllm.bindings.sampler import Grammar
 from tests.reliability.api_fuzz_calls import ANY_TEXT, N_VOCAB, ODD, TEXT
 
 N_SEQ_MAX, N_CTX, N_BATCH = 4, 64, 16
@@ -56,11 +55,6 @@ BREAKERS = Kind(st.lists(TEXT, max_size=2), st.lists(ANY_TEXT, max_size=2))
 FLAG = Kind(st.booleans())
 TEXTS = Kind(TEXT, ANY_TEXT | ODD)
 # Hundreds are legal, and slow.
-# A grammar can hang llama.cpp: always the same few, legal and not.
-GRAMMAR = Kind(
-    st.sampled_from(("root ::= [a-c]+", 'root ::= "yes" | "no"')),
-    st.sampled_from(("root ::=", "root ::= (", "no", "", "a\0b", "\ud800")),
-)
 
 
 @dataclass
@@ -107,14 +101,6 @@ class Bench:
             with chain.clone() as twin:
                 twin.reset()
             return chosen
-
-    def follow(self, text: Any, tokens: Any) -> object:
-        """A grammar, asked for some tokens."""
-        with Grammar(self.model.vocab, text) as grammar:
-            for token in tokens:
-                if grammar.allows(token):
-                    grammar.accept(token)
-        return None
 
 
 @dataclass(frozen=True)
@@ -165,7 +151,6 @@ def chain(draw: st.DrawFn, *, is_odd: bool) -> list[tuple[str, tuple[Any, ...]]]
 METHODS: dict[tuple[str, str], tuple[Kind, ...]] = {
     ("bench", "decode"): (SEQ_ID, TOKENS, Kind(st.just(NEXT), POSITION.good | ODD), Kind(st.just(1))),
     ("bench", "sample"): (Kind(chain(is_odd=False), chain(is_odd=True)), Kind(st.just(OUTPUT)), TOKEN),
-    ("bench", "follow"): (GRAMMAR, TOKENS),
     ("bench", "get"): (SEQ_ID,),
     ("bench", "restore"): (
         Kind(st.just(LAST), st.binary(max_size=40)), SEQ_ID, Kind(st.just(LAST), COUNT.good | ODD),

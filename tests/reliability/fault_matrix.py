@@ -112,7 +112,7 @@ BUFFERS: Mapping[str, Sequence[Outcome]] = {
     ),
 }  # fmt: skip
 SAMPLERS = (
-    "dist", "dry", "grammar", "greedy", "logit_bias", "min_p", "mirostat", "mirostat_v2",
+    "dist", "dry", "greedy", "logit_bias", "min_p", "mirostat", "mirostat_v2",
     "penalties", "temp", "temp_ext", "top_k", "top_n_sigma", "top_p", "typical", "xtc",
 )  # fmt: skip
 SELECTS_NOTHING = selects_nothing()
@@ -127,7 +127,6 @@ REQUEST: Mapping[str, Sequence[Outcome]] = {
     "llama_sampler_chain_init": (replace(returns(None), cause=LlamaCallError), *ERRORS),
     "llama_sampler_chain_add": (*ERRORS, raises(RuntimeError, after=True)),
     **{f"llama_sampler_init_{name}": (returns(None), *ERRORS) for name in SAMPLERS},
-    "llama_sampler_clone": (replace(returns(None), cause=LlamaCallError), *ERRORS),
     "llama_tokenize": ERRORS,
     "llama_token_to_piece": ERRORS,
     "llama_vocab_is_eog": ERRORS,
@@ -220,9 +219,8 @@ def affected_by(row: Row, run: Run) -> tuple[set[str] | None, str | None]:
         return set(), None
     assert met.owner is not None, f"{row}: whose call was it?"
     if row.outcome is SELECTS_NOTHING and met.owner in CONSTRAINED:
-        # A grammar selects nothing anyway; and what nothing is left of is drawn once more from
-        # all that the grammar allows.
-        return set(), None if met.is_grammar else met.owner
+        # What nothing is left of is drawn once more from all that the constraint allows.
+        return set(), met.owner
     return {met.owner}, None
 
 

@@ -118,7 +118,7 @@ class ProcessBench(Bench):
         """What it says next but for the faults that were met, which are noted."""
         while isinstance(told := there.recv(), MetThere):
             fault = self._armed[told.place]
-            self._met.append(Met(fault, told.owner, is_input=False, is_grammar=told.is_grammar))
+            self._met.append(Met(fault, told.owner, is_input=False))
         return told
 
     # --- What is to be so ----------------------------------------------------------------------

@@ -17,11 +17,9 @@ import anyio
 import pytest
 
 from cllm import Completion, Engine, FinishReason, TokenStream
-from cllm.bindings import Grammar
 from cllm.engine.core import swap_store
 from cllm.engine.core.messages import CancelRequest, Command
 from cllm.engine.core.row_cost import RowCost
-from cllm.engine.llama.sampler import SamplerFactory
 from cllm.engine.thread import inference_thread
 from cllm.errors import CllmError, EngineFailedError, GenerationError
 from cllm.testing.oracle_drafter import OracleDrafter, OracleEngine, known_answers
@@ -117,15 +115,10 @@ class Bench:
         What each request gives by itself, without any fault.
     n_engines : int
     serving : Counter
-        What an idle engine keeps open.  The grammar that was parsed last is remembered.
+        What an idle engine keeps open.
     """
 
-    serving = Counter(
-        {
-            "llama_model_load_from_file": 1, "llama_init_from_model": 1,
-            "llama_sampler_init_grammar": 1,
-        }
-    )  # fmt: skip
+    serving = Counter({"llama_model_load_from_file": 1, "llama_init_from_model": 1})
 
     def __init__(self, share: float | None = None) -> None:
         self.share = share
@@ -384,13 +377,6 @@ def always_the_same() -> Iterator[None]:
         patch.setattr(swap_store.SwapStore, "is_worth", lambda *_: True)
         for name in ("seconds", "measured"):  # and not whatever this machine does meanwhile
             patch.setattr(RowCost, name, lambda _self, n_rows: 1.0 + 0.001 * n_rows)
-        grammar_of = SamplerFactory._grammar
-
-        def parsed_anew(factory: SamplerFactory, text: str) -> Grammar:
-            factory.close()  # what it remembers: only the first run would parse
-            return grammar_of(factory, text)
-
-        patch.setattr(SamplerFactory, "_grammar", parsed_anew)
         yield
 
 

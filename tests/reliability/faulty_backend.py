@@ -37,7 +37,6 @@ class MetThere(NamedTuple):
 
     place: int
     owner: str | None
-    is_grammar: bool
 
 
 class RunThere(NamedTuple):
@@ -57,7 +56,7 @@ class ToldFaults(NativeFaults):
 
     def _meet(self, fault: Fault, call: Call) -> Met:
         met = super()._meet(fault, call)
-        self._tell(MetThere(self.armed.index(fault), met.owner, met.is_grammar))
+        self._tell(MetThere(self.armed.index(fault), met.owner))
         return met
 
 

@@ -29,9 +29,8 @@ INJECTED = "injected"
 # What makes something that has to be freed, and what frees it.
 MAKES = (
     "llama_model_load_from_file", "llama_init_from_model", "llama_sampler_chain_init",
-    "llama_sampler_init_grammar", "llama_sampler_clone",
+    "llama_sampler_clone",
 )  # fmt: skip
-GRAMMARS = ("llama_sampler_init_grammar", "llama_sampler_clone")
 FREES = ("llama_model_free", "llama_free", "llama_sampler_free")
 SAMPLER = h.DECLARATIONS.prototypes["llama_sampler_clone"].restype
 
@@ -137,14 +136,11 @@ class Met:
         The request that the call was made for; None where it serves many or nobody.
     is_input : bool
         Before the request was submitted.
-    is_grammar : bool
-        The call was for a sampler that forbids, and selects nothing.
     """
 
     fault: Fault
     owner: str | None
     is_input: bool
-    is_grammar: bool
 
 
 class NativeFaults:
@@ -157,8 +153,7 @@ class NativeFaults:
     met : list of Met
         What has happened since.
     n_open : Counter
-        Models, contexts, sampler chains and grammars that were made and not freed, by what made
-        them.
+        Models, contexts and sampler chains that were made and not freed, by what made them.
     opening : str or None
         The request that the event loop is submitting, as its caller says.
     """
@@ -171,16 +166,15 @@ class NativeFaults:
         self._makers: dict[int, str] = {}
         self._faults: dict[tuple[str, int], Fault] = {}
         self._actions: dict[tuple[str, int], Callable[[], None]] = {}
-        # The samplers that were made, by address: whose they are, and whether they are grammars.
-        self._samplers: dict[int, tuple[str | None, bool]] = {}
+        # Whose the samplers are that were made, by address.
+        self._samplers: dict[int, str | None] = {}
         self._real: dict[str, Any] = {}
 
     def __enter__(self) -> Self:
         functions = vars(library())
-        both_ways = {f"{name}_releasing_gil": name for name in h.BOTH_WAYS}
-        self._real = {name: functions[name] for name in [*h.DECLARATIONS.prototypes, *both_ways]}
+        self._real = {name: functions[name] for name in h.DECLARATIONS.prototypes}
         for name, real in self._real.items():
-            setattr(library(), name, _Watched(self, both_ways.get(name, name), real))
+            setattr(library(), name, _Watched(self, name, real))
         return self
 
     def __exit__(
@@ -223,8 +217,7 @@ class NativeFaults:
             self.met.append(self._meet(fault, call))
             result = fault.outcome.act(call)
         if name.startswith("llama_sampler_") and isinstance(result, SAMPLER) and result:
-            served = self.opening or _served()
-            self._samplers[_address(result)] = served, name in GRAMMARS
+            self._samplers[_address(result)] = self.opening or _served()
         return result
 
     def _make(self, name: str, real: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
@@ -239,13 +232,13 @@ class NativeFaults:
 
     def _meet(self, fault: Fault, call: Call) -> Met:
         first = call.arguments[0] if call.arguments else None
-        owner, is_grammar = self.opening or _served(), False
+        owner = self.opening or _served()
         if fault.function == "llama_get_logits":
             rows = _rows_that_count()
             call.row, owner = rows[call.number % len(rows)]
         elif isinstance(first, SAMPLER):
-            owner, is_grammar = self._samplers[_address(first)]
-        return Met(fault, owner, self.opening is not None, is_grammar)
+            owner = self._samplers[_address(first)]
+        return Met(fault, owner, self.opening is not None)
 
 
 class _Watched:

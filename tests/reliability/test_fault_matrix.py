@@ -30,7 +30,7 @@ from tests.reliability.native_faults import Fault, NativeFaults, Outcome, change
 
 pytestmark = pytest.mark.full
 
-# Half of the moments under each event loop.  At its calls 44 and 51 a sampler works for a grammar.
+# Half of the moments under each event loop.
 CALLS = {"asyncio": (1, 44), "trio": (13, 51)}
 
 
@@ -196,7 +196,6 @@ async def test_the_owner_of_a_call_is_the_request_that_it_is_made_for() -> None:
         ("llama_tokenize", 1): {"greedy"},
         ("llama_sampler_init_top_n_sigma", 1): {"seeded"},
         ("llama_sampler_init_logit_bias", 1): {"penalized"},
-        ("llama_sampler_init_grammar", 2): {"more numbers"},
         ("llama_sampler_init_mirostat", 1): {"mirostat"},
         ("llama_get_logits", 1): {"greedy", "seeded", "penalized"},
     }

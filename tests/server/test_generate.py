@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from cllm import SamplingOptions
-from tests.server.conftest import LONG, LONG_ANSWER, ask, events_of, refusal_of, running
+from tests.server.conftest import LONG, LONG_ANSWER, ask, events_of, refusal_of
 
 SAMPLING_FIELDS = tuple(SamplingOptions.__annotations__)
 # One value for each field that is not what it has anyway.
@@ -54,6 +53,7 @@ SAMPLING: dict[str, Any] = {
     "logprobs": 2,
     "prompt_logprobs": 1,
     "grammar": 'root ::= "2"',
+    "lark": 'start: "2"',
     "json_schema": {"type": "integer"},
     "regex": "[0-9]+",
 }
@@ -144,7 +144,7 @@ def test_every_sampling_field_has_a_test_value() -> None:
     assert set(SAMPLING) == set(SAMPLING_FIELDS)
 
 
-@pytest.mark.parametrize("name", [name for name in SAMPLING_FIELDS if name != "grammar"])
+@pytest.mark.parametrize("name", SAMPLING_FIELDS)
 def test_every_sampling_field_is_taken(client: httpx.Client, name: str) -> None:
     body = {"prompt": "1+1=", "max_tokens": 4, name: SAMPLING[name]}
     response = client.post("/generate", json=body)
@@ -264,19 +264,22 @@ def test_two_constraints_at_once_are_refused(client: httpx.Client) -> None:
     assert "json_schema" in refusal_of(ask(client, regex="a", json_schema={}))["message"]
 
 
-def test_a_raw_grammar_is_off_by_default(client: httpx.Client) -> None:
-    error = refusal_of(ask(client, grammar='root ::= "2"'))
-    assert error["param"] == "grammar"
-    assert "--allow-grammar" in error["message"]
+@pytest.mark.parametrize(
+    "constraint", [{"grammar": 'root ::= "no " "9" [0-9]'}, {"lark": 'start: "no 9" /[0-9]/'}]
+)
+def test_a_raw_grammar_is_followed(client: httpx.Client, constraint: dict[str, str]) -> None:
+    assert re.fullmatch("no 9[0-9]", ask(client, **constraint).json()["text"])
 
 
-@pytest.mark.full
-def test_a_raw_grammar_is_followed_where_it_is_allowed(tmp_path: Path) -> None:
-    with running(tmp_path / "log", "--allow-grammar") as server, server.client() as client:
-        assert ask(client, grammar='root ::= "no " "9" [0-9]').json()["text"].startswith("no 9")
-        refused = refusal_of(ask(client, grammar="root ::= missing"))
-        assert refused["param"] == "grammar"
-        assert "missing" in refused["message"]
+@pytest.mark.parametrize(
+    "constraint", [{"grammar": "root ::= missing"}, {"lark": "start: missing"}]
+)
+def test_the_error_of_a_raw_grammar_names_its_fault(
+    client: httpx.Client, constraint: dict[str, str]
+) -> None:
+    refused = refusal_of(ask(client, **constraint))
+    assert refused["param"] == next(iter(constraint))
+    assert "missing" in refused["message"]
 
 
 def test_log_probabilities_come_with_their_tokens(client: httpx.Client) -> None:

@@ -1,16 +1,14 @@
-"""ConstraintCompiler: what a request may be constrained by, checked and compiled off the event loop.
+"""ConstraintCompiler: compiles the constraints of requests off the event loop.
 
-Event loop only.  Everything is tried in another process first.  A grammar stays a text until the
-inference thread makes a sampler of it, for that is llama.cpp's own.
+Event loop only.  Another process tries each constraint first.
 """
 
 from __future__ import annotations
 
 from cllm.engine.constraint import CompiledConstraint, NamedConstraint, NotAvailableError
-from cllm.engine.constraints.gbnf import check_gbnf
 from cllm.engine.constraints.llguidance import Guidance
 from cllm.engine.constraints.trial import ConstraintTrial
-from cllm.engine.sampling_params import SamplingParams
+from cllm.engine.sampling_params import CONSTRAINTS, SamplingParams
 from cllm.engine.thread.backend import CheckServing
 from cllm.engine.thread.worker_thread import WorkerThread, WorkerThreads
 from cllm.errors import InvalidRequestError
@@ -43,19 +41,19 @@ class ConstraintCompiler:
         self._workers = workers
         self._n_threads = n_threads
         self._names_only = names_only
-        self._trials: dict[str, ConstraintTrial] = {}
+        self._trial: ConstraintTrial | None = None
         self._worker: WorkerThread | None = None
         self._guidance: Guidance | None = None
 
     async def aclose(self) -> None:
-        """End what was begun."""
-        for trial in self._trials.values():
-            await trial.aclose()
+        """End the process that tries constraints."""
+        if self._trial is not None:
+            await self._trial.aclose()
 
     async def compile(
         self, params: SamplingParams, tool_grammar: str | None = None
     ) -> CompiledConstraint | None:
-        """What llguidance has to do in these parameters, or in this grammar, ready to start.
+        """Return the constraint in these parameters, or of this grammar of calls, ready to start.
 
         Raises
         ------
@@ -64,26 +62,15 @@ class ConstraintCompiler:
         """
         if tool_grammar is not None:
             return await self._compile("tools", tool_grammar)
-        if params.grammar is not None:
-            trial = self._trial("llama.cpp")
-            if not trial.knows(params.grammar):
-                check_gbnf(params.grammar, self._check_serving().n_tokens)
-            await self._tried(trial, "grammar", params.grammar)
-        for field, text in (("json_schema", params.json_schema), ("regex", params.regex)):
-            if text is not None:
-                assert isinstance(text, str)
+        for field in CONSTRAINTS:
+            if (text := getattr(params, field)) is not None:
                 return await self._compile(field, text)
         return None
-
-    def _trial(self, kind: str) -> ConstraintTrial:
-        if kind not in self._trials:
-            self._trials[kind] = ConstraintTrial(self._check_serving().path, self._workers, kind)
-        return self._trials[kind]
 
     async def _compile(self, field: str, text: str) -> CompiledConstraint:
         vocabulary = self._check_serving()
         if self._names_only:
-            await self._tried(self._trial("llguidance"), field, text)
+            await self._try(field, text)
             return NamedConstraint(field, text)
         if self._worker is None:
             self._worker = self._workers.start("cllm-compiler")
@@ -95,13 +82,15 @@ class ConstraintCompiler:
 
         try:
             await self._worker.run(prepare)  # says what is missing before a process is started
-            await self._tried(self._trial("llguidance"), field, text)
+            await self._try(field, text)
             return await self._worker.run(lambda: prepare().compile(field, text))
         except (NotAvailableError, RuntimeError) as error:  # or a panic in llguidance
             raise InvalidRequestError(field, text, f"left out: {error}") from error
 
-    async def _tried(self, trial: ConstraintTrial, field: str, text: str) -> None:
+    async def _try(self, field: str, text: str) -> None:
+        if self._trial is None:
+            self._trial = ConstraintTrial(self._check_serving().path, self._workers)
         try:
-            await trial.run(text, field)
+            await self._trial.run(field, text)
         except NotAvailableError as error:
             raise InvalidRequestError(field, text, f"left out: {error}") from error

@@ -1,7 +1,7 @@
-"""Structured output: JSON schemas and regular expressions as constraints, by llguidance.
+"""Structured output: schemas, regular expressions and grammars as constraints, by llguidance.
 
 Compiled on a worker thread, used on the inference thread.  llguidance bounds by itself what a
-schema or an expression may cost, to compile and for every token; what goes beyond ends its request.
+constraint may cost, to compile and for every token; a constraint that costs more ends its request.
 llguidance comes with the extra `structured` and is imported when it is first wanted.
 """
 
@@ -16,9 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cllm.engine.constraint import Mask, NotAvailableError
+from cllm.engine.constraints.gbnf import lark_of_gbnf
 from cllm.engine.vocabulary import GuidanceVocabulary
 from cllm.errors import CllmError, InvalidRequestError
 
+# Earley items of a mask, 20,000 a millisecond.  Grammars of short lexemes, as GBNF becomes, need more
+# than the 50,000 that are llguidance's default.
+MAX_ITEMS_OF_GRAMMARS = 200_000
 N_COMPILED_MAX = 16  # remembered; one may hold tens of MiB
 MAX_PART = 256
 # Any amount of whitespace would be JSON too, and a model that is lost in it never ends.  A schema that
@@ -56,13 +60,16 @@ class Guidance:
             self._llguidance.TokenizerWrapper(_Tokens(vocabulary, self.ends[0])),
             eos_token=list(self.ends),
         )
+        self._vocabulary = vocabulary
         self._executor = self._llguidance.LLExecutor(n_threads)
         self._n_words = (n_vocab + 31) // 32
         self._bits: NDArray[np.int32] = np.zeros((1, self._n_words), np.int32)
         self._compiled: OrderedDict[tuple[str, str], CompiledMatcher] = OrderedDict()
 
     def compile(self, field: str, text: str) -> CompiledMatcher:
-        """A constraint, of `json_schema`, `regex` or `tools`, a grammar in Lark.  Worker thread.
+        """Return a constraint of `json_schema`, `regex`, `grammar` (GBNF), or `lark` and `tools` (Lark).
+
+        Worker thread.
 
         Raises
         ------
@@ -79,17 +86,23 @@ class Guidance:
 
     def _compile(self, field: str, text: str) -> CompiledMatcher:
         matchers = self._llguidance.LLMatcher
+        limits = self._llguidance.LLParserLimits(
+            step_max_items=MAX_ITEMS_OF_GRAMMARS if field in ("grammar", "lark") else None
+        )
         try:
             if field == "regex":
                 grammar = matchers.grammar_from_regex(text)
-            elif field == "tools":
+            elif field == "grammar":
+                lark = lark_of_gbnf(text, self.n_vocab, self._token_of)
+                grammar = matchers.grammar_from_lark(lark)
+            elif field in ("lark", "tools"):
                 grammar = matchers.grammar_from_lark(text)
             else:
                 defaults = {"whitespace_pattern": WHITESPACE}
                 grammar = matchers.grammar_from_json_schema(text, defaults=defaults)
         except ValueError as error:
             raise InvalidRequestError(field, text, f"usable ({error})") from None
-        matcher = matchers(self._tokenizer, grammar, log_level=0)
+        matcher = matchers(self._tokenizer, grammar, log_level=0, limits=limits)
         if not matcher.is_error():
             # Whether anything satisfies it shows with the first mask.
             first = matcher.deep_copy()
@@ -98,6 +111,10 @@ class Guidance:
                 return CompiledMatcher(self, matcher)
             matcher = first
         raise InvalidRequestError(field, text, f"usable ({_reason(matcher)})")
+
+    def _token_of(self, text: str) -> int | None:
+        tokens = self._vocabulary.tokenize(text, add_special=False, parse_special=True)
+        return tokens[0] if len(tokens) == 1 else None
 
     def masks(self, constraints: Sequence[Matcher]) -> list[Mask | Exception]:
         """See `ConstraintFamily`: side by side on llguidance's own threads."""

@@ -1,8 +1,7 @@
 """ConstraintTrial: constraints are compiled and followed a while in another process first.
 
-A few bytes of GBNF can hang llama.cpp, exhaust the memory or end the process, and `multipleOf` a
-large number does that to llguidance.  `gbnf` refuses what can be seen in a grammar; the rest is seen
-here, by `llama.trial_child`, at the cost of that process.
+`multipleOf` a large number, or thousands of brackets, hang llguidance, exhaust the memory or end the
+process.  Here that ends the process of `llama.trial_child` alone.
 """
 
 from __future__ import annotations
@@ -40,20 +39,18 @@ class ConstraintTrial:
         The model whose vocabulary counts.
     workers : WorkerThreads
         One more is started with the first trial, and waits for the process.
-    kind : str
-        The library that follows them: "llama.cpp" (`grammar`) or "llguidance" (`json_schema`, `regex`).
     """
 
-    def __init__(self, model_path: str, workers: WorkerThreads, kind: str = "llama.cpp") -> None:
+    def __init__(self, model_path: str, workers: WorkerThreads) -> None:
         path = str(Path(model_path).absolute())
-        self._child = JsonChild(HELPER, kind, path, str(MEMORY_BYTES))
+        self._child = JsonChild(HELPER, path, str(MEMORY_BYTES))
         self._lock = anyio.Lock()
         self._workers = workers
         self._worker: WorkerThread | None = None
         self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()
         self._closed = False
 
-    async def run(self, text: str, field: str = "grammar") -> None:
+    async def run(self, field: str, text: str) -> None:
         """Return if the constraint can be used.
 
         The two seconds that a trial may take begin when the process is ready for it.  If the
@@ -67,7 +64,7 @@ class ConstraintTrial:
             The process did not start.
         ClosedError
         """
-        key = _key(text, field)
+        key = hashlib.sha256(f"{field} {text}".encode("utf-8", "surrogatepass")).digest()
         if key not in self._verdicts:
             async with self._lock:
                 if self._closed:
@@ -84,10 +81,6 @@ class ConstraintTrial:
             self._verdicts.popitem(last=False)
         if verdict is not None:
             raise InvalidRequestError(field, text[:60], verdict)
-
-    def knows(self, text: str, field: str = "grammar") -> bool:
-        """Return True if the verdict is remembered."""
-        return _key(text, field) in self._verdicts
 
     async def aclose(self) -> None:
         """End the process and wait for its end; a running trial raises `ClosedError`."""
@@ -122,7 +115,3 @@ class ConstraintTrial:
             raise
         error_text: str | None = answer["error"]
         return error_text
-
-
-def _key(text: str, field: str) -> bytes:
-    return hashlib.sha256(f"{field} {text}".encode("utf-8", "surrogatepass")).digest()

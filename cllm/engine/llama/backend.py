@@ -101,7 +101,6 @@ class LlamaBackend:
         if encoder is not None and not generates:
             encoder.open()  # what it is here for
         make_sampler = SamplerFactory(model, kv_cache.n_ctx_seq)
-        owned.callback(make_sampler.close)
         model_info = replace(
             _model_info(model, kv_cache, config, template),
             generates=generates,

@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import secrets
-import time
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.bindings import CandidateMemory, Candidates, Grammar, Model, SamplerChain
+from cllm.bindings import CandidateMemory, Candidates, Model, SamplerChain
 from cllm.checks import MAX_SEED
-from cllm.engine.constraint import Mask, TokenConstraint
+from cllm.engine.constraint import TokenConstraint
 from cllm.engine.request import GenerationRequest
 from cllm.engine.sampling.batch_sampler import TokenSampler
 from cllm.engine.sampling.row_sampler import TOUCHING, RowSampler
 from cllm.engine.sampling.thinking import ThinkingConstraint, ThinkingFamily
 from cllm.engine.sampling_params import SamplingParams, window
 from cllm.engine.vocabulary import spelled_piece
-from cllm.errors import CllmError
-
-logger = logging.getLogger("cllm.engine")
-
-A = TypeVar("A")
-R = TypeVar("R")
-
-MAX_GRAMMAR_STEP_S = 1.0
-N_PARSED_MAX = 16  # grammars; the parser gives one at most some MiB
 
 
 class LlamaChain:
@@ -169,11 +156,6 @@ class RowMemory:
         """Has room for every token."""
         return CandidateMemory(self._n_vocab)
 
-    def all_alike(self) -> Candidates:
-        """Every token, with the same logit; valid until the next call."""
-        row = np.zeros(self._n_vocab, np.float32)
-        return self.candidates(row, np.empty(0, np.int32))
-
     def candidates(self, row: NDArray[np.float32], banned: NDArray[np.integer]) -> Candidates:
         """Every token of a row but the banned ones, valid until the next call."""
         if self._ids is None:
@@ -191,60 +173,6 @@ class RowMemory:
         return Candidates(ids, logits, self.of_all)
 
 
-class LlamaGrammars:
-    """The constraint family of llama.cpp's own grammars."""
-
-    def __init__(self, memory: RowMemory) -> None:
-        self._memory = memory
-
-    def masks(self, constraints: Sequence[LlamaGrammar]) -> list[Mask | Exception]:
-        """See `ConstraintFamily`: one after another, llama.cpp has no other way."""
-        return [self._mask(constraint) for constraint in constraints]
-
-    def _mask(self, constraint: LlamaGrammar) -> Mask | Exception:
-        candidates = self._memory.all_alike()
-        try:
-            constraint.timed(constraint.grammar.apply, candidates)
-        except Exception as error:
-            return error
-        return np.isfinite(candidates.logits)
-
-
-class LlamaGrammar:
-    """A GBNF grammar as a `TokenConstraint`.
-
-    Some become slower with every token, and nothing can interrupt llama.cpp: one that has become
-    too slow is given up before it takes the thread away from everybody else.
-    """
-
-    def __init__(self, family: LlamaGrammars, grammar: Grammar) -> None:
-        self.family = family
-        self.grammar = grammar
-        self.close = grammar.close
-        self._slowest_s = 0.0
-
-    def allows(self, token: int) -> bool:
-        """Whether the output may go on, or end, with this token."""
-        if self._slowest_s > MAX_GRAMMAR_STEP_S:
-            raise CllmError(f"a token took the grammar {self._slowest_s:.1f} s: it is given up")
-        return self.timed(self.grammar.allows, token)
-
-    def accept(self, token: int) -> None:
-        """The output goes on with this token, which it allows."""
-        self.timed(self.grammar.accept, token)
-
-    def forced(self) -> tuple[int, ...]:
-        """None: llama.cpp's grammars say of a token whether they allow it, and no more."""
-        return ()
-
-    def timed(self, call: Callable[[A], R], argument: A) -> R:
-        """The result of a call, whose time is noted: that of this thread, not of its neighbours."""
-        started = time.thread_time()
-        result = call(argument)
-        self._slowest_s = max(self._slowest_s, time.thread_time() - started)
-        return result
-
-
 class SamplerFactory:
     """Makes the sampler of each request.
 
@@ -258,27 +186,12 @@ class SamplerFactory:
         self._model = model
         self._n_ctx = n_ctx
         self._memory = RowMemory(model.vocab.n_tokens)
-        self._grammars = LlamaGrammars(self._memory)
         self._thinking = ThinkingFamily(model.vocab.n_tokens, model.vocab.is_eog)
-        self._parsed: OrderedDict[str, Grammar] = OrderedDict()
-
-    def close(self) -> None:
-        """Free the grammars that it remembers."""
-        self._remember(0)
-
-    def _remember(self, n_grammars: int) -> None:
-        """Free the least recently used but so many; whose use that meets has no part in it."""
-        while len(self._parsed) > n_grammars:
-            _, grammar = self._parsed.popitem(last=False)
-            try:
-                grammar.close()
-            except Exception:
-                logger.exception("a grammar that is not used any more")
 
     def __call__(self, request: GenerationRequest) -> TokenSampler | None:
         """None if the most likely token is always the choice."""
         params, suppressed = request.params, self._model.vocab.suppressed
-        is_constrained = any((params.grammar, request.constraint, request.thinking))
+        is_constrained = any((request.constraint, request.thinking))
         may_end = not (params.ignore_eos or params.min_tokens)
         if (
             params.is_greedy
@@ -316,25 +229,11 @@ class SamplerFactory:
         return sampler
 
     def _constraint(self, request: GenerationRequest) -> TokenConstraint | None:
-        inner, rules = self._answer_constraint(request), request.thinking
-        if rules is None:
+        inner = None if request.constraint is None else request.constraint.start()
+        if (rules := request.thinking) is None:
             return inner
         spelling = partial(spelled_piece, request.spelled, self._model.vocab)
         return ThinkingConstraint(self._thinking, rules, inner, spelling)
-
-    def _answer_constraint(self, request: GenerationRequest) -> TokenConstraint | None:
-        if request.params.grammar is not None:
-            return LlamaGrammar(self._grammars, self._grammar(request.params.grammar).clone())
-        return None if request.constraint is None else request.constraint.start()
-
-    def _grammar(self, text: str) -> Grammar:
-        """A grammar at the beginning of an output, parsed once for each text."""
-        parsed = self._parsed
-        if text not in parsed:
-            parsed[text] = Grammar(self._model.vocab, text)
-            self._remember(N_PARSED_MAX)
-        parsed.move_to_end(text)
-        return parsed[text]
 
     @cached_property
     def _eog_tokens(self) -> tuple[int, ...]:

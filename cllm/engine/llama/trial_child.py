@@ -1,6 +1,6 @@
 """The process of `constraints.trial`: a bad constraint ends this process alone.
 
-`python -m cllm.engine.llama.trial_child KIND MODEL_PATH MEMORY_BYTES` loads the vocabulary, says that
+`python -m cllm.engine.llama.trial_child MODEL_PATH MEMORY_BYTES` loads the vocabulary, says that
 it is ready, and answers each line of standard input with one of standard output, in JSON:
 `{"field": …, "text": …}` with `{"error": null}` or with what the constraint should have been.  It may
 then take so much more memory, and it ends when standard input does.
@@ -8,27 +8,27 @@ then take so much more memory, and it ends when standard input does.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import signal
 import sys
+import threading
 import time
+from functools import partial
 
-import numpy as np
-
-from cllm.bindings import Candidates, Grammar, Model, Vocabulary
+from cllm.bindings import Model, Vocabulary
 from cllm.engine.child_process import answer_requests, answers_of_this_process, limit_memory
 from cllm.engine.constraints.llguidance import Guidance
-from cllm.errors import CllmError, InvalidArgumentError, InvalidRequestError
+from cllm.errors import CllmError, InvalidRequestError
 
 N_STEPS = 32
 WALK_S = 0.8
-# CPU time of one token, for 100,000 tokens of vocabulary: a neighbour that is busy does not count.
-STEP_S = 0.25
 START_ALARM_S, TRIAL_ALARM_S = 90, 10
+# llguidance recurses along rules.  Half of what the engine's threads have: a constraint that overflows
+# their stacks ends this process first.
+STACK_BYTES = 4 << 20
 
 
-def main(kind: str, model_path: str, memory_bytes: int) -> None:
+def main(model_path: str, memory_bytes: int) -> None:
     """Answer until the input ends."""
     signal.alarm(START_ALARM_S)
     answers = answers_of_this_process()
@@ -38,70 +38,23 @@ def main(kind: str, model_path: str, memory_bytes: int) -> None:
         print(json.dumps({"error": str(error)}), file=answers, flush=True)
         return
     with answers, model:
-        follower: GrammarFollower | GuidanceFollower
-        if kind == "llguidance":
-            follower = GuidanceFollower(model.vocab)
-        else:
-            follower = GrammarFollower(model.vocab)
-            # The first walk is several times slower than the others.
-            follower.fault("grammar", "root ::= .*")
+        follower = GuidanceFollower(model.vocab)
 
         def answer(field: str, text: str) -> dict[str, str | None]:
             return {"error": follower.fault(field, text)}
 
         limit_memory(memory_bytes)
-        answer_requests(answers, {"error": None}, answer, alarm_s=TRIAL_ALARM_S)
-
-
-class GrammarFollower:
-    """Follows grammars a while, the same way every time."""
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        n_vocab = vocabulary.n_tokens
-        self._vocabulary = vocabulary
-        self._ids = np.arange(n_vocab, dtype=np.int32)
-        self._logits = np.zeros(n_vocab, np.float32)
-        self._ends = np.array([vocabulary.is_eog(token) for token in range(n_vocab)])
-        self._step_s = STEP_S * max(1.0, n_vocab / 100_000)
-
-    def fault(self, field: str, text: str) -> str | None:
-        """What the grammar should have been, if it is not."""
-        try:
-            grammar = Grammar(self._vocabulary, text)
-        except InvalidArgumentError:
-            return "GBNF that llama.cpp can read, with tokens that the vocabulary has"
-        with grammar:
-            return self._walk(grammar, hashlib.sha256(text.encode()).digest())
-
-    def _walk(self, grammar: Grammar, seed: bytes) -> str | None:
-        deadline = time.monotonic() + WALK_S
-        for n_tokens in range(N_STEPS):
-            if time.monotonic() > deadline:
-                return None
-            start = time.thread_time()
-            candidates = Candidates(self._ids, self._logits)
-            grammar.apply(candidates)
-            allowed = np.isfinite(candidates.logits)
-            if not allowed.any():
-                return (
-                    f"one that the vocabulary can write: after {n_tokens} tokens no other may come"
-                )
-            # A token that ends the output ends the walk: only where there is no other.
-            tokens = candidates.ids[allowed & ~self._ends]
-            if not len(tokens):
-                return None
-            draw = hashlib.sha256(seed + bytes([n_tokens])).digest()
-            grammar.accept(int(tokens[int.from_bytes(draw[:8], "big") % len(tokens)]))
-            spent = time.thread_time() - start
-            if spent > self._step_s:
-                return f"faster to follow: a token took {spent:.2f} s"
-        return None
+        serve = partial(answer_requests, answers, {"error": None}, answer, alarm_s=TRIAL_ALARM_S)
+        threading.stack_size(STACK_BYTES)
+        thread = threading.Thread(target=serve)
+        thread.start()
+        thread.join()
 
 
 class GuidanceFollower:
-    """Follows schemas and regular expressions a while.
+    """Follows constraints for a few tokens.
 
-    What it must not do is take for ever, or all memory: llguidance limits most of that by itself.
+    llguidance limits most of what they may cost by itself.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -131,4 +84,4 @@ class GuidanceFollower:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]))

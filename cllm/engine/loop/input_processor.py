@@ -204,7 +204,7 @@ class InputProcessor:
         deadline = None if call.timeout is None else submitted_at + call.timeout
         if scope.cancelled_caught:  # without its constraint, it must not compute a token
             deadline = submitted_at
-        thinking = _thinking_of(answer, call.params, constraint)
+        thinking = _thinking_of(answer, constraint)
         call = _with_drawn(call)
         request = GenerationRequest(
             request_id=call.request_id,
@@ -451,13 +451,12 @@ def _continued(request: GenerationRequest, continuation: Continuation) -> Genera
 
 
 def _thinking_of(
-    answer: AnswerFormat | None, params: SamplingParams, constraint: CompiledConstraint | None
+    answer: AnswerFormat | None, constraint: CompiledConstraint | None
 ) -> Thinking | None:
-    """How the output thinks, where that matters to what it may be."""
+    """Return how the output thinks, if a constraint or a budget depends on it."""
     if answer is None or answer.thinking is None:
         return None
-    is_constrained = constraint is not None or params.grammar is not None
-    return answer.thinking if is_constrained or answer.thinking.budget is not None else None
+    return answer.thinking if constraint or answer.thinking.budget is not None else None
 
 
 def _begins_text(prompt: str | tuple[int, ...] | ChatPrompt, vocabulary: EngineVocabulary) -> bool:

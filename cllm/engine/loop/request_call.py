@@ -149,7 +149,7 @@ def _constrained(prompt: ChatPrompt, params: SamplingParams) -> ChatPrompt:
     """The chat with what its answer is constrained to, if calls are no part of that."""
     if not prompt.tools or not isinstance(params, SamplingParams):
         return prompt
-    for field in ("grammar", "regex"):
+    for field in ("grammar", "lark", "regex"):
         if (given := getattr(params, field)) is not None:
             raise InvalidRequestError(field, given, "left out beside tools")
     if params.json_schema is None:

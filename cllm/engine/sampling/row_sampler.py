@@ -226,8 +226,7 @@ def resamples(
 ) -> bool:
     """Whether a sampler has to see what tokens were chosen from elsewhere, to be where it was."""
     # How a thought ends may depend on what the model wanted to say instead.
-    is_constrained = constraint is not None or params.grammar is not None
-    return thinking is not None or draws_by_logits(params, is_constrained=is_constrained)
+    return thinking is not None or draws_by_logits(params, is_constrained=constraint is not None)
 
 
 def narrowing(params: SamplingParams) -> list[str]:

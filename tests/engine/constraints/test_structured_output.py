@@ -168,6 +168,7 @@ async def test_the_first_choice_is_kept_where_the_constraint_allows_it(engine: E
     for constraint in (
         {"regex": "[0-9]+"},
         {"grammar": "root ::= [0-9]+"},
+        {"lark": "start: /[0-9]+/"},
         {"json_schema": {"type": "integer"}},
     ):
         options: dict[str, Any] = {"temperature": 0, "max_tokens": 8}
@@ -209,11 +210,13 @@ MALICIOUS: dict[str, dict[str, Any]] = {
     "another": {"json_schema": {"type": "integer", "minimum": -1e308, "maximum": -1e308}},
     "states without number": {"json_schema": {"type": "integer", "multipleOf": 2**31}},
     "states without number, of two": {"json_schema": {"allOf": [{"type": "integer", "multipleOf": 99991}, {"multipleOf": 99989}]}},
-    "grammar that hangs llama.cpp": {"grammar": 'root ::= "a"{5,2}'},
-    "grammar that overflows its stack": {"grammar": "root ::= " + "(" * 50_000 + '"a"' + ")" * 50_000},
-    "grammar of exponential cost": {
-        "grammar": "\n".join(["root ::= r0", *(f"r{i} ::= r{i + 1} | r{i + 1}" for i in range(40)), 'r40 ::= "a"'])
+    "grammar of 50,000 brackets": {"grammar": "root ::= " + "(" * 25_000 + '"a"' + ")" * 25_000},
+    "grammar that llguidance overflows its stack with": {
+        "grammar": "\n".join(["root ::= r0", *(f"r{i} ::= r{i + 1}" for i in range(3000)), 'r3000 ::= "a"'])
     },
+    "Lark of 50,000 brackets": {"lark": "start: " + "(" * 25_000 + '"a"' + ")" * 25_000},
+    "Lark that is none": {"lark": "start"},
+    "Lark without a rule": {"lark": "start: other"},
     "grammar that is none": {"grammar": "root := a"},
     "grammar without a rule": {"grammar": "root ::= other"},
 }  # fmt: skip
@@ -267,6 +270,7 @@ async def test_an_output_ends_where_its_constraint_leaves_nothing_else(engine: E
     [
         {"regex": "[0-9]{3}"},
         {"grammar": 'root ::= "9"+', "logprobs": 1},
+        {"lark": 'start: "9"+'},
         {"json_schema": {"type": "integer"}, "prompt_logprobs": 1},
     ],
     ids=lambda sampling: next(iter(sampling)),

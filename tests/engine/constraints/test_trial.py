@@ -1,68 +1,37 @@
-"""ConstraintTrial finds what a grammar does to llama.cpp, in a process that may end by it."""
+"""ConstraintTrial finds what a constraint does to llguidance, in a process that may end by it."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import anyio
 import anyio.lowlevel
 import anyio.to_thread
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from cllm import CllmError, ClosedError, InvalidRequestError
-from cllm.bindings import Model
 from cllm.engine import child_process
 from cllm.engine.config import EMBEDDED_MODEL
 from cllm.engine.constraints import trial as trial_module
-from cllm.engine.constraints.gbnf import check_gbnf
-from cllm.engine.constraints.trial import FATAL, TOO_SLOW, ConstraintTrial
-from cllm.engine.llama.trial_child import GrammarFollower
+from cllm.engine.constraints.trial import FATAL, ConstraintTrial
 from cllm.engine.thread.mailbox import Outbox
 from cllm.engine.thread.worker_thread import WorkerThreads
 from tests.conftest import is_there, on_either_loop
-from tests.engine.constraints.test_gbnf import (
-    GOOD,
-    HAZARDS,
-    chain,
-    llama_cpp_grammars,
-    refusal,
-    rules,
-)
+from tests.engine.constraints.test_gbnf import GOOD, chain, rules
 
-__all__ = ("llama_cpp_grammars",)  # a fixture
-
-N_VOCAB = 260  # of the embedded model: every byte, and four that are none
-
-# Seen neither by llama.cpp's parser nor in time: these reach it only past `check_gbnf`.
-HANG = rules('root ::= ((("a"?){100}){100}){100}')
-RAW = {
-    "fewer at most than at least": 'root ::= "a"{5,2}',
-    "50,000 brackets": "root ::= " + "(" * 50_000,
-    "chain of 100,000": chain(100_000, "{next}"),
-    "chain with two ways": chain(40, "{next} | {next}"),
-    "empty parts multiplied": HANG,
-    "left recursion behind what may be empty": HAZARDS["left recursion behind what may be empty"][
-        0
-    ],
-    "character that no text has": r'root ::= "\x00"',
-    "range downwards": "root ::= [z-a]",
-    "token out of range": "root ::= <[99999999]>",
-    "malformed": 'root ::= "a',
-    "lone surrogate": 'root ::= "\ud800"',
-}
-# Nothing in the text shows what these do.
-ACCEPTED_TEXTS = {
-    "a stack for every path": (chain(17, '{next} "a" | {next} "b"'), TOO_SLOW),
-    "unknown token": ("root ::= <nothing> | <nobody>", "GBNF that llama.cpp can read"),
-    # llama.cpp allows a token that ends the output only at the end of the grammar.
-    "dead end": ('root ::= <[97]> <[98]> <[257]> "c"', "after 2 tokens no other"),
+# llguidance counts to the multiple, and recurses along rules.
+SLOW = ("json_schema", '{"type": "integer", "multipleOf": 100000007}')
+OVERFLOWING = {
+    "a chain of rules": ("grammar", chain(3000, "{next}")),
+    "a chain of repetitions": ("grammar", chain(2500, "({next})*")),
+    "a chain of rules in Lark": (
+        "lark",
+        rules("start: r0", *(f"r{i}: r{i + 1}" for i in range(3000)), 'r3000: "a"'),
+    ),
 }
 
 
@@ -77,18 +46,11 @@ async def trial(anyio_backend: str) -> AsyncIterator[ConstraintTrial]:
     await anyio.to_thread.run_sync(workers.end)
 
 
-@pytest.fixture
-def follower() -> Iterator[GrammarFollower]:
-    """What the process does, in this one."""
-    with Model(EMBEDDED_MODEL, vocab_only=True) as model:
-        yield GrammarFollower(model.vocab)
-
-
-async def verdict(trial: ConstraintTrial, text: str) -> str | None:
-    """What a grammar should have been, or None if it may be used."""
+async def verdict(trial: ConstraintTrial, text: str, field: str = "grammar") -> str | None:
+    """Return what a constraint must have been, or None if it may be used."""
     with anyio.fail_after(30):
         try:
-            await trial.run(text)
+            await trial.run(field, text)
         except InvalidRequestError as error:
             return error.limit
     return None
@@ -127,49 +89,37 @@ async def test_good_grammars_pass_in_one_process(
 
 
 @pytest.mark.anyio
-async def test_the_grammars_of_llama_cpp_pass(
-    trial: ConstraintTrial, llama_cpp_grammars: list[str]
+@on_either_loop("name", OVERFLOWING)
+async def test_what_overflows_the_stack_is_refused_and_the_next_is_tried(
+    trial: ConstraintTrial, name: str
 ) -> None:
-    for text in llama_cpp_grammars:
-        assert await verdict(trial, text) is None
-
-
-@pytest.mark.full
-@pytest.mark.anyio
-@on_either_loop("name", RAW)
-async def test_what_llama_cpp_cannot_stand_is_refused_and_the_next_is_tried(
-    trial: ConstraintTrial, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(trial_module, "TRIAL_S", 0.7)  # an endless call is not worth two seconds
-        assert await verdict(trial, RAW[name])
+    field, text = OVERFLOWING[name]
+    assert await verdict(trial, text, field) == FATAL
     assert await verdict(trial, 'root ::= "ok"') is None
 
 
 @pytest.mark.full
 @pytest.mark.anyio
-async def test_what_no_text_shows_is_refused_and_the_next_is_tried(
+async def test_what_takes_too_long_is_refused_and_the_next_is_tried(
     trial: ConstraintTrial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial_module, "TRIAL_S", 2.0)  # to tell a text that goes on takes all
-    for name, (text, limit) in ACCEPTED_TEXTS.items():
-        check_gbnf(text, N_VOCAB)
-        assert limit in (await verdict(trial, text) or "accepted"), name
-        assert await verdict(trial, f'root ::= "{name}"') is None
+    monkeypatch.setattr(trial_module, "TRIAL_S", 0.7)  # an endless call is not worth two seconds
+    field, text = SLOW
+    assert (await verdict(trial, text, field) or "").startswith("one that can be followed a while")
+    assert await verdict(trial, 'root ::= "ok"') is None
 
 
 @pytest.mark.full
 @pytest.mark.anyio
-async def test_a_grammar_that_takes_the_memory_is_fatal(
+async def test_a_constraint_that_takes_the_memory_is_fatal(
     trial: ConstraintTrial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not Path("/proc/self/statm").exists():
         pytest.skip("the memory is limited where /proc says how much is in use")
     monkeypatch.setattr(trial_module, "MEMORY_BYTES", 16 << 20)
     monkeypatch.setattr(trial_module, "TRIAL_S", 30.0)
-    # While rules are read llama.cpp tells, where stacks grow the process ends.
-    text, _ = ACCEPTED_TEXTS["a stack for every path"]
-    assert await verdict(trial, text) == FATAL
+    field, text = SLOW
+    assert await verdict(trial, text, field) == FATAL
     assert await verdict(trial, 'root ::= "ok"') is None
 
 
@@ -180,10 +130,11 @@ async def test_a_verdict_is_remembered(
     asked = Asked(trial, monkeypatch)
     for _ in range(3):
         assert await verdict(trial, 'root ::= "a"') is None
-        assert await verdict(trial, RAW["range downwards"])
+        assert await verdict(trial, "root ::= [z-a]")
     assert asked.n == 2
-    for _ in range(2):  # perhaps it was not the grammar's fault: asked again
-        assert await verdict(trial, RAW["50,000 brackets"]) == FATAL
+    field, text = OVERFLOWING["a chain of rules"]
+    for _ in range(2):  # perhaps it was not the constraint's fault: asked again
+        assert await verdict(trial, text, field) == FATAL
     assert asked.n == 4
 
 
@@ -207,15 +158,15 @@ async def test_callers_with_the_same_grammar_wait_for_one_trial(
     asked = Asked(trial, monkeypatch)
     async with anyio.create_task_group() as group:
         for _ in range(5):
-            group.start_soon(trial.run, 'root ::= "a"')
-            group.start_soon(trial.run, 'root ::= "b"')
+            group.start_soon(trial.run, "grammar", 'root ::= "a"')
+            group.start_soon(trial.run, "grammar", 'root ::= "b"')
     assert asked.n == 2
 
 
 @pytest.mark.anyio
 async def test_the_error_shows_how_the_grammar_begins(trial: ConstraintTrial) -> None:
     with pytest.raises(InvalidRequestError, match=r"grammar is 'root ::= .z-a.") as caught:
-        await trial.run("root ::= [z-a]" + " " * 1000)
+        await trial.run("grammar", "root ::= [z-a]" + " " * 1000)
     assert len(str(caught.value.value)) <= 60
 
 
@@ -228,7 +179,7 @@ async def test_a_cancelled_trial_ends_its_process_and_the_next_starts_another(
     asked = Asked(trial, monkeypatch)
     with anyio.fail_after(30):
         async with anyio.create_task_group() as group:
-            group.start_soon(trial.run, HANG)
+            group.start_soon(trial.run, *SLOW)
             await asked.event.wait()
             await anyio.wait_all_tasks_blocked()
             group.cancel_scope.cancel()
@@ -241,9 +192,9 @@ async def test_a_cancelled_trial_ends_its_process_and_the_next_starts_another(
 async def test_a_start_that_is_cancelled_leaves_no_process(trial: ConstraintTrial) -> None:
     with anyio.CancelScope() as scope:
         scope.cancel()
-        await trial.run('root ::= "a"')
+        await trial.run("grammar", 'root ::= "a"')
     with anyio.move_on_after(0):
-        await trial.run('root ::= "a"')
+        await trial.run("grammar", 'root ::= "a"')
     assert trial._child._process is None
     assert await verdict(trial, 'root ::= "a"') is None
 
@@ -269,24 +220,24 @@ async def test_closing_ends_a_trial_and_the_process(
     asked = Asked(trial, monkeypatch)
     raised: list[Exception] = []
 
-    async def run(text: str) -> None:
+    async def run(field: str, text: str) -> None:
         try:
-            await trial.run(text)
+            await trial.run(field, text)
         except ClosedError as error:
             raised.append(error)
 
     with anyio.fail_after(30):
         async with anyio.create_task_group() as group:
-            group.start_soon(run, HANG)
+            group.start_soon(run, *SLOW)
             await asked.event.wait()
-            group.start_soon(run, 'root ::= "waits"')
+            group.start_soon(run, "grammar", 'root ::= "waits"')
             await anyio.wait_all_tasks_blocked()
             group.start_soon(trial.aclose)
             group.start_soon(trial.aclose)
     assert len(raised) == 2
     assert not is_there(asked.pids[0])
     with pytest.raises(ClosedError):
-        await trial.run('root ::= "after"')
+        await trial.run("grammar", 'root ::= "after"')
 
 
 @pytest.mark.anyio
@@ -296,7 +247,7 @@ async def test_closing_during_the_start_ends_the_process(trial: ConstraintTrial)
 
             async def run() -> None:
                 with pytest.raises(ClosedError):
-                    await trial.run('root ::= "a"')
+                    await trial.run("grammar", 'root ::= "a"')
 
             group.start_soon(run)
             while trial._child._process is None:
@@ -326,7 +277,7 @@ async def test_closing_before_the_first_trial_does_nothing() -> None:
     trial = ConstraintTrial(str(EMBEDDED_MODEL), WorkerThreads())
     await trial.aclose()
     with pytest.raises(ClosedError):
-        await trial.run('root ::= "a"')
+        await trial.run("grammar", 'root ::= "a"')
 
 
 @pytest.mark.full
@@ -338,7 +289,7 @@ async def test_a_process_that_cannot_start_is_no_fault_of_the_grammar(
         workers = WorkerThreads()
         trial = ConstraintTrial(str(model), workers)
         with pytest.raises(CllmError) as caught:
-            await trial.run('root ::= "a"')
+            await trial.run("grammar", 'root ::= "a"')
         assert not isinstance(caught.value, InvalidRequestError)
         assert trial._child._process is None
         await trial.aclose()
@@ -358,66 +309,3 @@ async def test_a_process_that_cannot_start_is_no_fault_of_the_grammar(
     with monkeypatch.context() as patch:
         patch.setattr("sys.executable", str(tmp_path / "python"))
         assert "No such file" in await error_of(EMBEDDED_MODEL)
-
-
-# --- What is tried ---------------------------------------------------------------------------
-def test_a_step_that_takes_long_is_refused(follower: GrammarFollower) -> None:
-    assert follower.fault("grammar", "root ::= .*") is None
-    follower._step_s = 0.0
-    assert "faster to follow" in (follower.fault("grammar", "root ::= .*") or "")
-
-
-def test_a_grammar_is_followed_the_same_way_every_time(
-    follower: GrammarFollower, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from cllm.bindings import Grammar
-
-    walks: list[list[int]] = []
-    accept = Grammar.accept
-
-    def recorded(grammar: Grammar, token: int) -> None:
-        walks[-1].append(token)
-        accept(grammar, token)
-
-    monkeypatch.setattr(Grammar, "accept", recorded)
-    for _ in range(2):
-        walks.append([])
-        assert follower.fault("grammar", "root ::= [a-z]{8} [0-9]+") is None
-    assert walks[0] == walks[1]
-    assert len(walks[0]) == 32
-    assert bytes(walks[0][:8]).isalpha()
-
-
-def test_the_end_of_the_output_is_no_dead_end(follower: GrammarFollower) -> None:
-    assert follower.fault("grammar", 'root ::= "abc"') is None
-    assert follower.fault("grammar", "root ::=") is None
-
-
-NAMES = ["root", "x", "y", "z"]
-ATOMS = ['"a"', '"ab"', "[a-z]", "[^a]", ".", "[0-9]", '"é"', "[α-ω]", '("(" root ")")', '"b"?']
-REPETITIONS = ["", "", "", "", "*", "+", "?", "{2}", "{0,3}", "{1,}", "{1,60}", "{0,900}"]
-
-
-def definitions(name: str) -> st.SearchStrategy[str]:
-    """A rule that refers to later ones, and to root behind a bracket: much of it is accepted."""
-    later = NAMES[NAMES.index(name) + 1 :]
-    parts = st.sampled_from([*ATOMS, *later, *later])
-    group = st.lists(parts, min_size=1, max_size=3).map(lambda items: f"({' | '.join(items)})")
-    repeated = st.builds(str.__add__, parts | group, st.sampled_from(REPETITIONS))
-    sequence = st.lists(repeated, min_size=1, max_size=3).map(" ".join)
-    alternatives = st.lists(sequence, min_size=1, max_size=3).map(" | ".join)
-    return alternatives.map(f"{name} ::= {{}}".format)
-
-
-GRAMMARS = st.tuples(*map(definitions, NAMES)).map("\n".join)
-
-
-@pytest.mark.full
-@pytest.mark.anyio
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much])
-@given(text=GRAMMARS.filter(lambda text: refusal(text) is None))
-async def test_what_is_accepted_neither_hangs_nor_ends_llama_cpp(
-    trial: ConstraintTrial, text: str
-) -> None:
-    outcome: Any = await verdict(trial, text)
-    assert outcome is None or "no other may come" in outcome or "faster" in outcome

@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from cllm.bindings import Candidates, Grammar, Model, Vocabulary
+from cllm.bindings import Candidates, Model
 from cllm.engine.config import EMBEDDED_MODEL
 from cllm.engine.constraint import Mask
-from cllm.engine.llama import sampler as llama_sampler
 from cllm.engine.llama.sampler import LlamaChain, SamplerFactory
 from cllm.engine.request import GenerationRequest
 from cllm.engine.sampling.batch_sampler import N_HANDOVERS_OF_A_SCAN, BatchSampler, NotFiniteError
@@ -344,35 +343,3 @@ def test_candidates_of_the_whole_row_and_of_a_part_are_one_kind(model: Model) ->
     assert chain.choose(ids, np.array([0.0, 50.0, 1.0], np.float32)) == 70
     assert len(Candidates(ids, np.zeros(3, np.float32))) == 3
     chain.close()
-
-
-def test_a_grammar_is_parsed_once_for_all_its_requests(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parsed: list[str] = []
-
-    def parse(vocab: Vocabulary, text: str) -> Grammar:
-        parsed.append(text)
-        return Grammar(vocab, text)
-
-    monkeypatch.setattr(llama_sampler, "Grammar", parse)
-    monkeypatch.setattr(llama_sampler, "N_PARSED_MAX", 2)
-    factory = SamplerFactory(model, N_CTX)
-    texts = [f'root ::= "{letter}"' for letter in "abc"]
-
-    def first_tokens(text: str) -> list[int]:
-        sampler = factory(request_of(SamplingParams(grammar=text)))
-        assert sampler is not None
-        constraint = sampler.constraint
-        assert constraint is not None
-        found = [token for token in map(ord, "abc") if constraint.allows(token)]
-        constraint.accept(found[0])  # of this output alone
-        sampler.close()
-        return found
-
-    for index in (0, 0, 1, 0, 2, 0, 1):
-        assert first_tokens(texts[index]) == [ord("abc"[index])]
-    assert parsed == [texts[0], texts[1], texts[2], texts[1]], (
-        "the least recently used is forgotten"
-    )
-    factory.close()

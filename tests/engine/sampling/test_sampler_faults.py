@@ -9,14 +9,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cllm.bindings import Grammar, Model
+from cllm.bindings import Model
 from cllm.engine.config import EMBEDDED_MODEL
 from cllm.engine.constraint import Mask
 from cllm.engine.llama.sampler import (
     LlamaChain,
-    LlamaGrammar,
-    LlamaGrammars,
-    RowMemory,
     SamplerFactory,
 )
 from cllm.engine.sampling.batch_sampler import BatchSampler, NotFiniteError
@@ -170,28 +167,3 @@ def test_a_constraint_is_closed_even_if_the_samplers_cannot_be(
     with pytest.raises(RuntimeError, match="scripted"):
         sampler.close()
     assert closed == [constraint]
-
-
-@pytest.mark.parametrize("n_broken", range(3))
-def test_a_grammar_that_fails_ends_its_own_output_only(
-    model: Model, monkeypatch: pytest.MonkeyPatch, n_broken: int
-) -> None:
-    family = LlamaGrammars(RowMemory(N_VOCAB))
-    grammars = [Grammar(model.vocab, f'root ::= "{letter}"') for letter in "abc"]
-    constraints = [LlamaGrammar(family, grammar) for grammar in grammars]
-    error = RuntimeError("scripted")
-
-    def fail(candidates: object) -> None:
-        raise error
-
-    with monkeypatch.context() as patch:
-        patch.setattr(grammars[n_broken], "apply", fail)
-        masks = family.masks(constraints)
-    for number, (letter, mask) in enumerate(zip(b"abc", masks, strict=True)):
-        if number == n_broken:
-            assert mask is error
-        else:
-            assert isinstance(mask, np.ndarray)
-            assert np.flatnonzero(mask).tolist() == [letter]
-    for constraint in constraints:
-        constraint.close()
