@@ -21,8 +21,8 @@ import numpy as np
 from cllm.engine.core.linger import Linger
 from cllm.engine.core.scheduler import ATTENTION_TILE
 from cllm.testing.fake_decoder import FakeRun
-from cllm.testing.reference import endless
-from cllm.testing.simulator import Simulator
+from tests.simulation.reference import endless
+from tests.simulation.simulator import Simulator
 
 FIRST_GAP_S = 0.0015  # between the first requests of two clients
 SCATTER = 0.3  # of turnarounds

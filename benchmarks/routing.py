@@ -2,7 +2,7 @@
 
     python -m benchmarks.routing [--replicas 1 2 4 8 16] [--plot docs/images/routing.png]
 
-Each replica is cllm's own scheduler and KV cache bookkeeping (`cllm.testing.simulator`) with a virtual clock.  A
+Each replica is cllm's own scheduler and KV cache bookkeeping (`tests.simulation.simulator`) with a virtual clock.  A
 tick takes what it has been measured to take with Qwen3-0.6B (Q4_K_M) on two cores: `ROW_MS`, `PROMPT_ROW_MS`.
 Conversations come at random (Poisson), so many for each replica; each has one of a few system prompts, of which
 some are far more frequent than others, and turns of unequal number and length, with time to think between them.
@@ -27,8 +27,8 @@ import numpy as np
 
 from cllm.routing.prefix_table import Key, PrefixTable, keys_of
 from cllm.testing.fake_decoder import FakeRun
-from cllm.testing.reference import endless
-from cllm.testing.simulator import Simulator
+from tests.simulation.reference import endless
+from tests.simulation.simulator import Simulator
 
 # Milliseconds of a tick by the rows that decode in it (between them: in proportion), and of each row of a prompt.
 ROW_MS = {1: 26.0, 2: 40.0, 4: 57.0, 8: 95.0, 16: 150.0, 32: 290.0}

@@ -39,8 +39,8 @@ from cllm.engine.constraint import Mask
 from cllm.engine.core.sequence import Sequence
 from cllm.engine.request import GenerationRequest
 from cllm.engine.sampling.row_scan import RowScan
-from cllm.testing.oracle_drafter import OracleDrafter, OracleEngine
-from cllm.testing.reference import AskedSampler
+from cllm.testing.fake_engine import AskedSampler
+from tests.simulation.oracle_drafter import OracleDrafter, OracleEngine
 from tools import make_model, real_model
 
 SMOLLM2, GGUF = "SmolLM2", ".gguf"

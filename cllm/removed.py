@@ -25,3 +25,18 @@ def replacement(name: str) -> str:
         As in Python, or as an option of the command line.
     """
     return REPLACEMENTS.get(name.lstrip("-").replace("-", "_"), "")
+
+
+# Names of `cllm.testing` that only tests of cllm itself need.
+_MOVED = frozenset(
+    (
+        "Cancel", "FailCall", "FailDecode", "ReadOn", "ResetPrefixCache", "Schedule", "ScheduleError",
+        "SimulationFailure", "SimulationReport", "Simulator", "Step", "StopReading", "Submit", "Tick",
+        "Wait", "check_decoder", "random_schedule", "simulate",
+    )
+)  # fmt: skip
+
+
+def moved_to_tests(name: str) -> str:
+    """Return where a name of `cllm.testing` has moved to, as the end of a sentence; "" if it has not."""
+    return ": it is in tests.simulation of cllm's source" if name in _MOVED else ""

@@ -26,12 +26,17 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("cllm/engine/core", "cllm/engine/sampling", "cllm/engine/loop", "cllm/bindings")
 # Where a mutant of a package is most likely to be found.
 NEAR = {
-    "cllm/engine/core": ("tests/engine/core", "tests/engine/test_stops.py"),
+    "cllm/engine/core": ("tests/engine/core", "tests/engine/test_stops.py", "tests/simulation"),
     "cllm/engine/sampling": ("tests/engine/sampling",),
     "cllm/engine/loop": ("tests/engine/loop", "tests/engine/test_engine.py"),
     "cllm/bindings": ("tests/bindings",),
 }
-ENGINE = ("tests/engine", "tests/testing", "tests/bindings")  # half a minute of the two
+ENGINE = (
+    "tests/engine",
+    "tests/simulation",
+    "tests/testing",
+    "tests/bindings",
+)  # half a minute of the two
 TURNED = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
     ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",

@@ -63,3 +63,13 @@ def test_no_removed_name_is_there_any_more(name: str) -> None:
     assert name not in EngineConfig.__dataclass_fields__
     assert not hasattr(Engine, name)
     assert replacement(f"--{name.replace('_', '-')}") == REPLACEMENTS[name]
+
+
+def test_what_moved_from_cllm_testing_says_where_it_is() -> None:
+    import cllm.testing
+
+    assert len(cllm.testing.__all__) <= 25
+    with pytest.raises(AttributeError, match=r"tests\.simulation"):
+        cllm.testing.simulate  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no attribute 'simulat'$"):
+        cllm.testing.simulat  # noqa: B018

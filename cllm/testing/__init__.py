@@ -1,6 +1,10 @@
-"""Public helpers for tests: engines without a model, loads, a simulator, what must hold after all."""
+"""Public helpers for tests: engines without a model, loads, and what must hold after them."""
 
-from cllm.testing.conformance import check_decoder
+from __future__ import annotations
+
+from typing import Any
+
+from cllm.removed import moved_to_tests
 from cllm.testing.fake_decoder import FakeDecoder, FakeRun, Fault, Latency, Poison
 from cllm.testing.fake_engine import FakeAnswer, FakeEngine
 from cllm.testing.fake_vocabulary import FakeVocabulary
@@ -16,26 +20,8 @@ from cllm.testing.records import (
     assert_no_drift,
 )
 from cllm.testing.reproducibility import assert_reproducible
-from cllm.testing.schedules import Schedule, ScheduleError, random_schedule
-from cllm.testing.simulation import SimulationFailure, SimulationReport, simulate
-from cllm.testing.simulator import Simulator
-from cllm.testing.steps import (
-    Cancel,
-    FailCall,
-    FailDecode,
-    ReadOn,
-    ResetPrefixCache,
-    Step,
-    StopReading,
-    Submit,
-    Tick,
-    Wait,
-)
 
 __all__ = [
-    "Cancel",
-    "FailCall",
-    "FailDecode",
     "FakeAnswer",
     "FakeDecoder",
     "FakeEngine",
@@ -48,31 +34,21 @@ __all__ = [
     "Oracle",
     "Poison",
     "PromptKey",
-    "ReadOn",
     "Records",
     "RequestRecord",
-    "ResetPrefixCache",
-    "Schedule",
-    "ScheduleError",
-    "SimulationFailure",
-    "SimulationReport",
-    "Simulator",
-    "Step",
-    "StopReading",
-    "Submit",
-    "Tick",
-    "Wait",
     "assert_books_agree",
     "assert_isolated",
     "assert_no_drift",
     "assert_reproducible",
     "burst",
     "cancel_storm",
-    "check_decoder",
     "oracle",
     "poisson",
-    "random_schedule",
     "sequential",
-    "simulate",
     "slow_readers",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    where = moved_to_tests(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{where}")

@@ -31,7 +31,27 @@ from cllm.testing.fake_decoder import FakeDecoder, Fault, Latency, Poison
 from cllm.testing.fake_encoder import SEPARATOR, FakeTextEncoder
 from cllm.testing.fake_loras import FakeLoras
 from cllm.testing.fake_vocabulary import FakeVocabulary
-from cllm.testing.reference import AskedSampler
+
+
+class AskedSampler:
+    """What samplers without llama.cpp have in common: they are asked for every token, in `choose`."""
+
+    constraint = None
+    is_greedy = False
+
+    def may_be(self, token: int) -> bool:
+        """See `TokenSampler`."""
+        raise AssertionError(f"{token}: asked of those that are greedy")
+
+    def accept(self, token: int) -> None:
+        """Nothing to remember."""
+
+    def recall(self, token: int) -> None:
+        """See `TokenSampler`."""
+        self.accept(token)
+
+    def close(self) -> None:
+        """Nothing to free."""
 
 
 @dataclass(frozen=True, slots=True)

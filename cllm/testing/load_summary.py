@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from cllm import FinishReason
 
 
@@ -66,9 +68,8 @@ class LoadSummary:
 
 
 def percentile(values: Sequence[float], percent: int) -> float | None:
-    """The value below or at which so many percent lie (nearest rank); None of nothing."""
-    ordered = sorted(values)
-    return ordered[max(1, -(-len(ordered) * percent // 100)) - 1] if ordered else None
+    """Return the value below or at which so many percent lie (nearest rank); None without values."""
+    return float(np.percentile(values, percent, method="inverted_cdf")) if values else None
 
 
 def ms(seconds: float | None) -> str:

@@ -12,7 +12,6 @@ import anyio.lowlevel
 
 from cllm import Completion, Engine, SamplingOptions, SamplingParams
 from cllm.engine.loop.request_call import Prompt
-from cllm.testing.expect import demand
 from cllm.testing.load_calls import Call, make_calls
 
 ARRIVALS = (0, 0, 0, 1, 5, 20)  # after so many deltas of all requests together
@@ -71,7 +70,8 @@ async def assert_reproducible(
         for index, completion in found.items():
             said = difference(completion, alone[index])
             name = f"round {number}, prompt {index} ({_shown(calls[index].prompt)})"
-            demand(not said, f"{name}: {said}")
+            if said:
+                raise AssertionError(f"{name}: {said}")
     return alone
 
 

@@ -22,8 +22,8 @@ import anyio
 
 from cllm import Completion, Engine, EngineStatistics, InvalidArgumentError, SamplingParams
 from cllm.testing.load_calls import make_calls
-from cllm.testing.oracle_drafter import OracleDrafter, OracleEngine, known_answers
 from cllm.testing.reproducibility import Round, difference
+from tests.simulation.oracle_drafter import OracleDrafter, OracleEngine, known_answers
 from tools import make_model, real_model
 
 MODELS = (

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 import cllm.testing
-from cllm.testing import FakeDecoder, check_decoder
+from cllm.testing import FakeDecoder
 from cllm.testing.load import burst, cancel_storm, oracle, poisson, sequential, slow_readers
+from tests.simulation.conformance import check_decoder
 
 MODULES = sorted(Path(cllm.testing.__file__).parent.glob("*.py"))
 

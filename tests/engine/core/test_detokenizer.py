@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm.engine.core.detokenizer import Detokenizer
+from tests.conftest import examples
 
-DETERMINISTIC = settings(derandomize=True, deadline=None, max_examples=300, database=None)
+DETERMINISTIC = examples(300)
 
 # Whole characters, their parts, and bytes that are never valid.
 FRAGMENTS = st.sampled_from(

@@ -11,8 +11,8 @@ from cllm.engine.core.sequence import AGEING_S
 from cllm.engine.request import FinishReason
 from cllm.engine.sampling_params import SamplingParams
 from cllm.testing.fake_decoder import FakeRun
-from cllm.testing.reference import END, GREEDY, Outcome, endless, says
-from cllm.testing.simulator import Simulator
+from tests.simulation.reference import END, GREEDY, Outcome, endless, says
+from tests.simulation.simulator import Simulator
 
 
 # --- Endings ------------------------------------------------------------------------------------

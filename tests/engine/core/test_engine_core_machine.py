@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cllm.engine.request import FinishReason
 from cllm.engine.sampling_params import SamplingParams
 from cllm.testing.fake_decoder import Fault
-from cllm.testing.simulator import Simulator
+from tests.conftest import examples
+from tests.simulation.simulator import Simulator
 
-DETERMINISTIC = settings(
-    derandomize=True, deadline=None, max_examples=200, stateful_step_count=40, database=None
-)
+DETERMINISTIC = examples(200, stateful_step_count=40)
 
 PARAMS = st.builds(
     SamplingParams,

@@ -11,8 +11,8 @@ from cllm.engine.core.kv_cache_manager import MIN_STREAM_SHARE
 from cllm.engine.request import FinishReason
 from cllm.engine.sampling_params import SamplingParams
 from cllm.errors import DecodeFailedError
-from cllm.testing.reference import endless, says
-from cllm.testing.simulator import Simulator
+from tests.simulation.reference import endless, says
+from tests.simulation.simulator import Simulator
 
 ABORTED = DecodeFailedError("llama_decode", 2, "aborted")
 # Memory that only all of a sequence can be shared of.

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm.engine.core.messages import Finished
 from cllm.engine.request import FinishReason
 from cllm.engine.sampling.row_scan import RowScan
 from cllm.engine.sampling_params import SamplingParams
-from cllm.testing.reference import AskedSampler, alone, babble, endless
-from cllm.testing.simulator import Simulator
+from cllm.testing.fake_engine import AskedSampler
+from tests.conftest import examples
+from tests.simulation.reference import alone, babble, endless
+from tests.simulation.simulator import Simulator
 
-PROPERTY = settings(derandomize=True, deadline=None, max_examples=150, database=None)
+PROPERTY = examples(150)
 PROMPT = (*b"prompt",)
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cllm.engine.core.kv_cache import KVCache, Slot
+from tests.conftest import examples
 
-DETERMINISTIC = settings(
-    derandomize=True, deadline=None, max_examples=200, stateful_step_count=50, database=None
-)
+DETERMINISTIC = examples(200, stateful_step_count=50)
 
 
 class Reader:

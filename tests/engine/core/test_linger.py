@@ -83,6 +83,7 @@ def test_all_waits_together_take_a_hundredth_of_the_time(
     assert waited_s <= BUDGET_SHARE * busy_s + 1e-9
 
 
+@pytest.mark.full
 def test_clients_in_a_closed_loop_get_their_first_token_sooner_and_no_fewer_tokens() -> None:
     """With the costs of a 0.6B model on two cores, in the real core and a virtual clock."""
     for n_clients in (8, 32):

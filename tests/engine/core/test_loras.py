@@ -8,8 +8,8 @@ import pytest
 
 from cllm.engine.lora import NO_LORA, LoraInfo, LoraUse, check_lora, lora_use
 from cllm.errors import InvalidRequestError
-from cllm.testing.reference import endless
-from cllm.testing.simulator import Simulator
+from tests.simulation.reference import endless
+from tests.simulation.simulator import Simulator
 
 A, B = LoraUse((("a", 1.0),)), LoraUse((("b", 0.5),))
 LATE_A = LoraUse((("a", 1.0),), (), 3)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm.engine.core.kv_cache import KVCache
@@ -14,8 +14,9 @@ from cllm.engine.core.prefix_cache import CachedPrefix, Match, PrefixCache
 from cllm.engine.core.sequence import Sequence
 from cllm.engine.request import GenerationRequest
 from cllm.engine.sampling_params import SamplingParams
+from tests.conftest import examples
 
-DETERMINISTIC = settings(derandomize=True, deadline=None, max_examples=600, database=None)
+DETERMINISTIC = examples(600)
 
 
 def n_common(a: list[int], b: list[int]) -> int:

@@ -15,8 +15,8 @@ from cllm.engine.core.prefix_tiers import BLOCK, PrefixTiers, Tokens
 from cllm.engine.lora import NO_LORA, LoraUse
 from cllm.engine.request import SequenceState
 from cllm.errors import LlamaCallError
-from cllm.testing.reference import endless
-from cllm.testing.simulator import Simulator
+from tests.simulation.reference import endless
+from tests.simulation.simulator import Simulator
 
 MIB = 1 << 20
 MEMORY = pytest.mark.parametrize(

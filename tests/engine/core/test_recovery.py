@@ -8,7 +8,7 @@ from itertools import combinations
 from math import ceil, log2
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm.engine.core.kv_cache import KVCache
@@ -17,8 +17,9 @@ from cllm.engine.core.scheduler import Chunk, plan
 from cllm.engine.core.sequence import Sequence
 from cllm.engine.request import GenerationRequest
 from cllm.engine.sampling_params import SamplingParams
+from tests.conftest import examples
 
-DETERMINISTIC = settings(derandomize=True, deadline=None, max_examples=400, database=None)
+DETERMINISTIC = examples(400)
 N_PROMPT, N_TOKENS = 3, 8
 
 

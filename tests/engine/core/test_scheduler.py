@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm.engine.core import scheduler
@@ -21,10 +21,9 @@ from cllm.engine.core.scheduler import (
 from cllm.engine.core.sequence import AGEING_S, N_ALIKE, Sequence
 from cllm.engine.request import GenerationRequest
 from cllm.engine.sampling_params import SamplingParams
+from tests.conftest import examples
 
-DETERMINISTIC = settings(
-    derandomize=True, deadline=None, max_examples=150, stateful_step_count=40, database=None
-)
+DETERMINISTIC = examples(150, stateful_step_count=40)
 STREAM_BUFFER = 2
 
 

@@ -20,9 +20,9 @@ from cllm.engine.sampling.batch_sampler import NotFiniteError
 from cllm.engine.sampling_params import SamplingParams
 from cllm.testing import FakeVocabulary
 from cllm.testing.fake_decoder import Fault
-from cllm.testing.reference import COMPLETED, endless
-from cllm.testing.simulator import Simulator
 from tests.engine.core.test_engine_core_machine import DETERMINISTIC, PARAMS, PROMPTS, CoreMachine
+from tests.simulation.reference import COMPLETED, endless
+from tests.simulation.simulator import Simulator
 
 LOG_TOTAL = math.log(FakeVocabulary.n_tokens - 1 + math.e)
 CULPRIT = b"!"[0]
@@ -128,7 +128,10 @@ def mixed(**options: Any) -> Simulator:
 @LAYOUTS
 @pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize("n_seq_max", [1, 2, 5])
-@pytest.mark.parametrize("n_batch", [5, 6, 8, 64])
+@pytest.mark.parametrize(
+    "n_batch",
+    [5, pytest.param(6, marks=pytest.mark.full), 8, pytest.param(64, marks=pytest.mark.full)],
+)
 def test_every_prompt_token_is_scored_in_chunks_of_any_size_and_in_any_batch(
     n_batch: int, n_seq_max: int, prefix_cache: bool, kv_unified: bool
 ) -> None:

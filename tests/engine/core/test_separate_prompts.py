@@ -6,10 +6,10 @@ import pytest
 
 from benchmarks.closed_loop import CHAT, SMALL, ClosedLoop
 from cllm.engine.core.scheduler import ATTENTION_TILE
-from cllm.testing import simulate
 from cllm.testing.fake_decoder import Latency
-from cllm.testing.reference import endless
-from cllm.testing.simulator import Simulator
+from tests.simulation.reference import endless
+from tests.simulation.simulation import simulate
+from tests.simulation.simulator import Simulator
 
 
 @pytest.mark.parametrize("draft_share", [None, 0.7])
@@ -63,6 +63,7 @@ def test_short_questions_that_come_at_once_do_not_all_wait_for_the_last() -> Non
     assert outcome.ttft_p50 < 0.6 * all_together_s
 
 
+@pytest.mark.full
 def test_a_batch_that_once_seemed_dear_does_not_make_clients_wait_from_then_on() -> None:
     """One prompt for each token of all others is too few for 64 clients of 32 tokens."""
 

@@ -14,10 +14,10 @@ from cllm.engine.core.sequence import Sequence
 from cllm.engine.core.speculation import N_DRAFT_ROWS, BudgetedSpeculation, Drafts
 from cllm.engine.request import FinishReason, GenerationRequest
 from cllm.engine.sampling_params import SamplingParams
-from cllm.testing import simulate
 from cllm.testing.fake_decoder import FakeRun
-from cllm.testing.reference import END, endless, says
-from cllm.testing.simulator import Simulator
+from tests.simulation.reference import END, endless, says
+from tests.simulation.simulation import simulate
+from tests.simulation.simulator import Simulator
 
 LINE = {n_rows: 0.01 * n_rows for n_rows in range(1, 65)}
 FLAT = dict.fromkeys(range(1, 65), 0.01)

@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import fmean
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm.engine.core.kv_cache import KVCache
@@ -23,8 +23,9 @@ from cllm.engine.core.tick_cost import (
 )
 from cllm.engine.request import GenerationRequest
 from cllm.engine.sampling_params import SamplingParams
+from tests.conftest import examples
 
-DETERMINISTIC = settings(derandomize=True, deadline=None, max_examples=200, database=None)
+DETERMINISTIC = examples(200)
 NOISE = 0.05
 N_DECODING_MOST, N_CHUNK_MOST = 8, 300
 

@@ -21,8 +21,9 @@ from cllm.errors import (
     LlamaCallError,
     NoKVSlotError,
 )
-from cllm.testing import FakeDecoder, FakeVocabulary, check_decoder
+from cllm.testing import FakeDecoder, FakeVocabulary
 from cllm.testing.fake_decoder import Fault
+from tests.simulation.conformance import check_decoder
 
 
 @pytest.fixture

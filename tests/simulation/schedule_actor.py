@@ -6,10 +6,10 @@ from functools import lru_cache
 
 from cllm.engine.lora import NO_LORA, LoraUse
 from cllm.engine.sampling_params import SamplingParams
-from cllm.testing.expect import demand, expect
 from cllm.testing.fake_decoder import Fault
-from cllm.testing.simulator import Simulator
-from cllm.testing.steps import (
+from tests.simulation.expect import demand, expect
+from tests.simulation.simulator import Simulator
+from tests.simulation.steps import (
     Cancel,
     FailCall,
     FailDecode,

@@ -17,6 +17,7 @@ from cllm.engine.request import FinishReason
 from cllm.engine.sampling.row_scan import RowScan
 from cllm.engine.sampling_params import SamplingParams
 from cllm.testing.fake_decoder import Answer, seen_token
+from cllm.testing.fake_engine import AskedSampler
 from cllm.testing.fake_vocabulary import FakeVocabulary
 
 VOCABULARY = FakeVocabulary()
@@ -41,27 +42,6 @@ def endless(prefix: Sequence[int]) -> int:
 def says(text: bytes, *, n_prompt: int) -> Answer:
     """The bytes of a text, then the end, after any prompt of so many tokens."""
     return lambda prefix: (*text, END)[len(prefix) - n_prompt]
-
-
-class AskedSampler:
-    """What samplers without llama.cpp have in common: they are asked for every token, in `choose`."""
-
-    constraint = None
-    is_greedy = False
-
-    def may_be(self, token: int) -> bool:
-        """See `TokenSampler`."""
-        raise AssertionError(f"{token}: asked of those that are greedy")
-
-    def accept(self, token: int) -> None:
-        """Nothing to remember."""
-
-    def recall(self, token: int) -> None:
-        """See `TokenSampler`."""
-        self.accept(token)
-
-    def close(self) -> None:
-        """Nothing to free."""
 
 
 class CountingSampler(AskedSampler):

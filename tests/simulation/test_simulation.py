@@ -10,16 +10,10 @@ import pytest
 from cllm.engine.core.kv_cache_manager import KVCacheManager
 from cllm.engine.core.sequence import Sequence
 from cllm.errors import InvalidArgumentError
-from cllm.testing import (
-    Schedule,
-    ScheduleError,
-    SimulationFailure,
-    Simulator,
-    random_schedule,
-    simulate,
-)
-from cllm.testing.simulator import WatchedDecoder
-from cllm.testing.steps import Cancel, FailDecode, Submit, Tick
+from tests.simulation.schedules import Schedule, ScheduleError, random_schedule
+from tests.simulation.simulation import SimulationFailure, simulate
+from tests.simulation.simulator import Simulator, WatchedDecoder
+from tests.simulation.steps import Cancel, FailDecode, Submit, Tick
 
 N_SCHEDULES = 1000
 

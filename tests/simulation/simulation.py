@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cllm.checks import INT32_MAX, check_int
-from cllm.testing.schedules import (
+from tests.simulation.schedules import (
     Check,
     MakeSimulator,
     Schedule,
@@ -22,8 +22,8 @@ from cllm.testing.schedules import (
     check_options,
     random_schedule,
 )
-from cllm.testing.simulator import Simulator
-from cllm.testing.steps import FailDecode, Step, Submit, Tick
+from tests.simulation.simulator import Simulator
+from tests.simulation.steps import FailDecode, Step, Submit, Tick
 
 MakeSchedule = Callable[..., Schedule]
 

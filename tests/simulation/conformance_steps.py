@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from cllm.engine.core.decoder import Decoder
 from cllm.errors import InvalidArgumentError
-from cllm.testing.expect import demand, expect
+from tests.simulation.expect import demand, expect
 
 # llama.cpp rounds the context of a sequence up to 256: with these it has nothing to round.
 N_SEQ_MAX = 2

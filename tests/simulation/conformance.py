@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from cllm.engine.core.decoder import Decoder
 from cllm.errors import InvalidArgumentError, NoKVSlotError, PositionError
-from cllm.testing import conformance_sharing
-from cllm.testing.conformance_steps import (
+from tests.simulation import conformance_sharing
+from tests.simulation.conformance_steps import (
     N_BATCH,
     N_CTX,
     N_SEQ_MAX,
@@ -25,7 +25,7 @@ from cllm.testing.conformance_steps import (
     not_refused,
     spans,
 )
-from cllm.testing.expect import expect
+from tests.simulation.expect import expect
 
 MakeDecoder = Callable[..., Decoder]
 

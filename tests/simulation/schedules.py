@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cllm.errors import InvalidArgumentError
-from cllm.testing.schedule_actor import Actor
-from cllm.testing.simulator import Simulator
-from cllm.testing.steps import (
+from tests.simulation.schedule_actor import Actor
+from tests.simulation.simulator import Simulator
+from tests.simulation.steps import (
     Cancel,
     FailCall,
     FailDecode,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from cllm.engine.core.decoder import Decoder
 from cllm.errors import InvalidArgumentError, LlamaCallError, NoKVSlotError, PositionError
-from cllm.testing.conformance_steps import (
+from tests.simulation.conformance_steps import (
     N_BATCH,
     N_CTX,
     N_SEQ_MAX,
@@ -22,7 +22,7 @@ from cllm.testing.conformance_steps import (
     make_tokens,
     spans,
 )
-from cllm.testing.expect import expect
+from tests.simulation.expect import expect
 
 
 # --- Copies -----------------------------------------------------------------------------------

@@ -26,10 +26,10 @@ from cllm.engine.lora import NO_LORA, LoraUse
 from cllm.engine.request import FinishReason, GenerationRequest, SequenceState
 from cllm.engine.sampling.logprobs import LogprobReader
 from cllm.engine.sampling_params import SamplingParams
-from cllm.testing.expect import demand, expect
 from cllm.testing.fake_decoder import Answer, FakeDecoder, Fault, Latency, Poison
-from cllm.testing.oracle_drafter import NextToken, OracleDrafter
-from cllm.testing.reference import (
+from tests.simulation.expect import demand, expect
+from tests.simulation.oracle_drafter import NextToken, OracleDrafter
+from tests.simulation.reference import (
     COMPLETED,
     END,
     VOCABULARY,
