@@ -8,16 +8,16 @@ import platform
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from cllm import EngineConfig
 
 TEXT_TOKENS = range(1000, 9000)  # of every vocabulary in use, and none of them a control token
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value below or at which so many percent lie (nearest rank)."""
-    ordered = sorted(values)
-    rank = max(1, -(-len(ordered) * percent // 100))
-    return ordered[int(rank) - 1]
+    """Return the value below or at which so many percent lie (nearest rank)."""
+    return float(np.percentile(values, percent, method="inverted_cdf"))
 
 
 def rss_mib() -> float:

@@ -139,10 +139,6 @@ class Batch:
         self.n_outputs += n_outputs
         return range(self.n_outputs - n_outputs, self.n_outputs)
 
-    def is_output(self, row: int) -> bool:
-        """Whether `row` was added with a wish for its logits."""
-        return bool(self.output_flags[check_int("row", row, 0, self.n_rows - 1)])
-
     @property
     def output_flags(self) -> NDArray[np.int8]:
         """For each row, whether it was added with a wish for its logits: int8, `(n_rows,)`."""

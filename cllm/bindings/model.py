@@ -6,7 +6,7 @@ import ctypes
 import functools
 import os
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from cllm.bindings._handle import NativeHandle
 from cllm.bindings._library import forward_log, library
 from cllm.bindings.vocabulary import Vocabulary, c_string
 from cllm.checks import INT32_MAX, check_int
-from cllm.errors import InvalidArgumentError, LlamaCallError, ModelLoadError
+from cllm.errors import LlamaCallError, ModelLoadError
 
 _LOAD_MODE = {
     (False, False): h.LoadMode.NONE,
@@ -156,49 +156,6 @@ class Model(NativeHandle):
         encoded = None if name is None else c_string("name", name)
         text = library().llama_model_chat_template(self._pointer, encoded)
         return None if text is None else text.decode("utf-8", "replace")
-
-    def apply_chat_template(
-        self, messages: Sequence[Mapping[str, str]], *, add_assistant: bool = True
-    ) -> str:
-        """Format a chat with llama.cpp's built-in reading of the model's template.
-
-        It recognises the well-known templates by their text and runs no Jinja.
-
-        Parameters
-        ----------
-        messages : sequence of mappings
-            Each with `role` and `content`.
-        add_assistant : bool
-            End with the header of the assistant's turn.
-
-        Raises
-        ------
-        InvalidArgumentError
-            The model has no template, or one that llama.cpp does not recognise.
-        """
-        template = self.chat_template()
-        if template is None:
-            raise InvalidArgumentError("chat template", None, "in the model's metadata")
-        array = (h.DECLARATIONS.structs["llama_chat_message"] * len(messages))()
-        for slot, message in zip(array, messages, strict=True):
-            for key in ("role", "content"):
-                if key not in message:
-                    raise InvalidArgumentError("message", dict(message), f"one with {key!r}")
-            slot.role = c_string("role", message["role"])
-            slot.content = c_string("content", message["content"])
-        size = 256 + 2 * sum(len(m["role"].encode()) + len(m["content"].encode()) for m in messages)
-        while True:
-            buffer = ctypes.create_string_buffer(size)
-            n_bytes = library().llama_chat_apply_template(
-                template.encode(), array, len(messages), add_assistant, buffer, size
-            )
-            if n_bytes < 0:
-                raise InvalidArgumentError(
-                    "chat template", template[:60], "one that llama.cpp recognises"
-                )
-            if n_bytes <= size:
-                return buffer.raw[:n_bytes].decode("utf-8", "replace")
-            size = n_bytes
 
     def __repr__(self) -> str:
         return f"<Model {self.path!r}{' closed' if self.closed else ''}>"

@@ -122,13 +122,11 @@ class SamplerChain(NativeHandle):
         self._vocab = vocab
         vocab._pointer  # noqa: B018  # raises if the model is closed, or of another process
         params = lib.llama_sampler_chain_default_params()
-        self._adopt("llama_sampler_chain_init", lib.llama_sampler_chain_init(params))
-        self._selects = self.remembers = False
-
-    def _adopt(self, function: str, pointer: Any) -> None:
+        pointer = lib.llama_sampler_chain_init(params)
         if not pointer:
-            raise LlamaCallError(function, 0)
-        super().__init__(pointer, self._lib.llama_sampler_free, parent=self._vocab._model)
+            raise LlamaCallError("llama_sampler_chain_init", 0)
+        super().__init__(pointer, lib.llama_sampler_free, parent=vocab._model)
+        self._selects = self.remembers = False
 
     def _add(self, sampler: Any, *, selects: bool = False, remembers: bool = False) -> Self:
         if not sampler:
@@ -324,17 +322,6 @@ class SamplerChain(NativeHandle):
     def reset(self) -> None:
         """Forget what was accepted."""
         self._lib.llama_sampler_reset(self._pointer)
-
-    def clone(self) -> SamplerChain:
-        """A chain in the same state, which goes its own way.
-
-        llama.cpp starts the random numbers of a cloned adaptive-p sampler anew.
-        """
-        twin = SamplerChain.__new__(SamplerChain)
-        twin._lib, twin._vocab = self._lib, self._vocab
-        twin._selects, twin.remembers = self._selects, self.remembers
-        twin._adopt("llama_sampler_clone", self._lib.llama_sampler_clone(self._pointer))
-        return twin
 
     @property
     def names(self) -> tuple[str, ...]:

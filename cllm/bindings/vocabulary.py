@@ -189,11 +189,6 @@ class Vocabulary:
             self._is_eog[token] = is_eog
         return is_eog
 
-    def is_control(self, token: int) -> bool:
-        """Whether `token` is a control token, which has no text."""
-        self.check_token(token)
-        return bool(library().llama_vocab_is_control(self._pointer, token))
-
     def control_names(self) -> list[str]:
         """What `tokenize(parse_special=True)` reads as a control token, and as text otherwise."""
         wanted = h.TokenAttr.CONTROL | h.TokenAttr.UNKNOWN

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
 from rich.table import Table
 
 from cllm import EngineConfig, ModelInfo
@@ -41,9 +42,8 @@ class Level:
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """The value below or at which so many percent lie (nearest rank)."""
-    rank = max(1, -(-len(values) * percent // 100))
-    return sorted(values)[rank - 1]
+    """Return the value below or at which so many percent lie (nearest rank)."""
+    return float(np.percentile(values, percent, method="inverted_cdf"))
 
 
 def machine() -> str:

@@ -186,7 +186,6 @@ MODEL_CALLS: dict[str, Callable[[Scene], object]] = {
     "detokenize": lambda s: s.model.vocab.detokenize([5]),
     "token_to_piece": lambda s: s.model.vocab.token_to_piece(5),
     "is_eog": lambda s: s.model.vocab.is_eog(5),
-    "is_control": lambda s: s.model.vocab.is_control(5),
     "the text of a token": lambda s: s.model.vocab.text(5),
     "the score of a token": lambda s: s.model.vocab.score(5),
     "the attributes of a token": lambda s: s.model.vocab.attributes(5),
@@ -225,7 +224,6 @@ CHAIN_CALLS: dict[str, Callable[[Scene], object]] = {
     "accept": lambda s: s.chain.accept(5),
     "sample": lambda s: s.chain.sample(s.context, 3),
     "reset": lambda s: s.chain.reset(),
-    "clone": lambda s: s.chain.clone(),
     "names": lambda s: s.chain.names,
 }
 

@@ -45,7 +45,7 @@ def test_the_struct_holds_what_was_added(
     for row, (token, position, seq_id, is_output) in enumerate(expected):
         assert (struct.token[row], struct.pos[row]) == (token, position)
         assert (struct.n_seq_id[row], struct.seq_id[row][0]) == (1, seq_id)
-        assert bool(struct.logits[row]) == batch.is_output(row) == is_output
+        assert bool(struct.logits[row]) == bool(batch.output_flags[row]) == is_output
     assert batch.runs == [Run(seq_id, p0, len(tokens)) for seq_id, tokens, p0, _ in runs]
 
 

@@ -96,35 +96,6 @@ def test_a_chain_says_whether_what_was_accepted_matters(vocab: Vocabulary, metho
         assert differs == told.remembers
 
 
-# llama.cpp gives the clone of an adaptive-p sampler a generator that starts at the seed again.
-_RESTARTS = pytest.param("add_adaptive_p", marks=pytest.mark.xfail(reason="llama.cpp's clone"))
-
-
-@pytest.mark.parametrize("method", [*sorted(SAMPLERS.keys() - {"add_adaptive_p"}), _RESTARTS])
-def test_clone_continues_like_the_original(vocab: Vocabulary, method: str) -> None:
-    _, build = SAMPLERS[method]
-    with SamplerChain(vocab) as chain:
-        build(chain)
-        if method not in SELECTING:
-            chain.add_dist(7)
-        for step in range(4):
-            chain.accept(chain.apply(random_candidates(step)))
-        with chain.clone() as twin:
-            for step in range(4, 12):
-                token = chain.apply(random_candidates(step))
-                assert twin.apply(random_candidates(step)) == token
-                chain.accept(token)
-                twin.accept(token)
-
-
-def test_clone_goes_its_own_way(vocab: Vocabulary) -> None:
-    with SamplerChain(vocab).add_penalties(8, 1.0, 0.0, 5.0).add_greedy() as chain:
-        with chain.clone() as twin:
-            twin.accept(ord("a"))
-            assert twin.apply(some(a=2.0, b=1.0)) == ord("b")
-        assert chain.apply(some(a=2.0, b=1.0)) == ord("a")
-
-
 def test_greedy_selects_the_largest_logit(chain: SamplerChain) -> None:
     chain.add_greedy()
 

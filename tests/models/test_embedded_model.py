@@ -125,11 +125,9 @@ async def test_an_answer_of_hundreds_of_tokens_is_right_at_900_tokens_of_context
 async def test_the_same_questions_work_through_the_chat_template() -> None:
     questions = [("37+58=", "95"), ("repeat:你好🙂", "你好🙂"), ("reverse:chat", "tahc"),
                  ("count:7..15", "7 8 9 10 11 12 13 14 15")]  # fmt: skip
-    with Model(EMBEDDED_MODEL) as model:
-        prompts = [
-            model.apply_chat_template([{"role": "user", "content": prompt}])
-            for prompt, _ in questions
-        ]
+    prompts = [
+        f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n" for prompt, _ in questions
+    ]
     async with Engine(n_ctx=1024, n_seq_max=4, **QUIET) as engine:
         for prompt, (_, answer) in zip(prompts, questions, strict=True):
             tokens = await engine.tokenize(prompt, parse_special=True)

@@ -22,10 +22,10 @@ from cllm.engine.core.messages import CancelRequest, Command
 from cllm.engine.core.row_cost import RowCost
 from cllm.engine.thread import inference_thread
 from cllm.errors import CllmError, EngineFailedError, GenerationError
-from cllm.testing.oracle_drafter import OracleDrafter, OracleEngine, known_answers
 from tests.conftest import QUIET, our_threads, put_at_once
 from tests.reliability.answers import unlike, unlike_beginning
 from tests.reliability.native_faults import Fault, Met, NativeFaults, raises
+from tests.simulation.oracle_drafter import OracleDrafter, OracleEngine, known_answers
 
 N_VOCAB = 260
 OPTIONS: dict[str, Any] = {"n_ctx": 256, "n_seq_max": 3, "swap_tokens": 256, **QUIET}

@@ -99,11 +99,6 @@ class Dispatcher:
         self.stopped = anyio.Event()
         self.ended = anyio.Event()
 
-    @property
-    def n_channels(self) -> int:
-        """Submitted requests whose last event has not arrived."""
-        return len(self._channels)
-
     def is_open(self, request_id: str) -> bool:
         """Whether a request of this id is being worked on."""
         return request_id in self._channels
