@@ -41,7 +41,6 @@ def models(
     ] = False,
 ) -> int:
     """The models that were downloaded, and the disk they use."""
-    check_library("")
     known = cached_models()
     if remove:
         chosen = [_find(name, known) for name in remove]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,10 +31,13 @@ class CachedModel:
 
 
 def cache_directory() -> Path:
-    """Where models are kept: `HF_HUB_CACHE`, or `hub` in `HF_HOME`."""
-    from huggingface_hub import constants
+    """Return where models are kept: `HF_HUB_CACHE`, or `hub` in `HF_HOME`."""
+    with suppress(ModuleNotFoundError):
+        from huggingface_hub import constants
 
-    return Path(constants.HF_HUB_CACHE)
+        return Path(constants.HF_HUB_CACHE)
+    home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
+    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
 
 
 def repo_directory(repo: str) -> Path:

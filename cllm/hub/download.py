@@ -1,15 +1,20 @@
-"""Downloads from a hub, by huggingface_hub: its addresses, tokens, environment variables and cache.
+"""Downloads from a hub, with huggingface_hub's addresses, tokens, environment variables and cache.
 
 A file is written beside its place, goes on where an earlier download has ended, and gets its name when
-its checksum is right.
+its checksum is right.  What the hub says becomes a path or a size only after `_checked` has seen it.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import importlib.util
+import io
+import os
+import re
 import shutil
-from pathlib import Path
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from cllm.errors import DownloadError, InvalidArgumentError
@@ -17,14 +22,17 @@ from cllm.hub.cache import INCOMPLETE, cached_files, repo_directory
 from cllm.hub.names import ModelName, choose_files, parse_name
 
 GIB = 1 << 30
+MAX_FILE_BYTES = 1 << 50
+_SHA256, _COMMIT = re.compile("[0-9a-f]{64}"), re.compile("[0-9a-f]{40}")
 
 
 class _File(NamedTuple):
-    """A file of a repository."""
+    """A file of a repository, at a commit."""
 
     path: str
     n_bytes: int
     sha256: str
+    commit: str
 
 
 def find_model(name: str) -> Path:
@@ -49,11 +57,9 @@ def check_library(name: str) -> None:
     ------
     InvalidArgumentError
     """
-    try:
-        import huggingface_hub  # noqa: F401
-    except ImportError as error:
-        limit = f"a file without cllm[hub] ({error})"
-        raise InvalidArgumentError("model", name, limit) from None
+    if importlib.util.find_spec("huggingface_hub") is None:
+        limit = "a file: huggingface_hub is not installed (pip install 'cllm[hub]')"
+        raise InvalidArgumentError("model", name, limit)
 
 
 def pull_model(model: ModelName) -> list[Path]:
@@ -65,13 +71,10 @@ def pull_model(model: ModelName) -> list[Path]:
     ------
     DownloadError
     """
-    import huggingface_hub
     from huggingface_hub import errors
 
     try:
-        info = huggingface_hub.HfApi().model_info(model.repo, files_metadata=True)
-        known = {file.rfilename: file for file in info.siblings or ()}
-        chosen = [_file(known[path]) for path in choose_files(model, known)]
+        chosen = _files_of(model)
         _check_space(model, chosen)
         return [_download(model, file) for file in chosen]
     except FileNotFoundError as error:
@@ -80,11 +83,40 @@ def pull_model(model: ModelName) -> list[Path]:
         raise DownloadError(str(model), _reason(error)) from error
 
 
-def _file(sibling: Any) -> _File:
-    """A file as the hub lists it."""
-    if sibling.lfs is None:  # too small for a model
-        raise FileNotFoundError(f"{sibling.rfilename} is no model")
-    return _File(sibling.rfilename, sibling.lfs.size, sibling.lfs.sha256)
+def _files_of(model: ModelName) -> list[_File]:
+    """Ask the hub for the files of a model."""
+    import huggingface_hub
+
+    try:
+        info = huggingface_hub.HfApi().model_info(model.repo, files_metadata=True)
+        known = {str(file.rfilename): file for file in info.siblings or ()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        reason = f"the hub's answer cannot be read ({type(error).__name__}: {error})"
+        raise DownloadError(str(model), reason) from error
+    return [_checked(info.sha, known[path]) for path in choose_files(model, known)]
+
+
+def _checked(commit: Any, sibling: Any) -> _File:
+    """Return a file as the hub lists it.
+
+    Raises
+    ------
+    FileNotFoundError
+        It is too small for a model, or what the hub says of it cannot be a path or a size.
+    """
+    path, lfs = str(sibling.rfilename), sibling.lfs
+    if lfs is None:
+        raise FileNotFoundError(f"{path!r} is no model")
+    parts = path.split("/")
+    if not path.isprintable() or "\\" in path or any(part in ("", ".", "..") for part in parts):
+        raise FileNotFoundError(f"the hub lists a file as {path!r}, which cannot be a name")
+    if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
+        raise FileNotFoundError(f"the hub says that the commit is {commit!r}, not 40 hex digits")
+    if not isinstance(lfs.sha256, str) or not _SHA256.fullmatch(lfs.sha256):
+        raise FileNotFoundError(f"the hub says that sha256 is {lfs.sha256!r}, not 64 hex digits")
+    if not isinstance(lfs.size, int) or not 0 < lfs.size <= MAX_FILE_BYTES:
+        raise FileNotFoundError(f"the hub says that {path} has {lfs.size!r} bytes")
+    return _File(path, lfs.size, lfs.sha256, commit)
 
 
 def _check_space(model: ModelName, files: list[_File]) -> None:
@@ -101,9 +133,8 @@ def _check_space(model: ModelName, files: list[_File]) -> None:
 
 
 def _download(model: ModelName, file: _File) -> Path:
-    """One file, and its name in the cache."""
+    """Download a file, and return its name in the cache."""
     import filelock
-    import huggingface_hub
 
     blob = _blobs(model) / file.sha256
     part = blob.with_name(f"{blob.name}{INCOMPLETE}")
@@ -111,10 +142,35 @@ def _download(model: ModelName, file: _File) -> Path:
         if not blob.exists():
             _fetch(model, file, part)
             part.replace(blob)
-    path = Path(huggingface_hub.hf_hub_download(model.repo, file.path))
-    if path.resolve().name != file.sha256:
-        raise DownloadError(str(model), "the repository has changed meanwhile; ask again")
+    directory = repo_directory(model.repo)
+    path = directory / "snapshots" / file.commit / file.path
+    up = "../" * (len(PurePosixPath(file.path).parts) + 1)
+    _put(path, lambda new: new.symlink_to(f"{up}blobs/{file.sha256}"))
+    _put(directory / "refs" / "main", lambda new: new.write_text(file.commit))
     return path
+
+
+def _put(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file beside its place, and put it there at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.{os.getpid()}")
+    write(new)
+    new.replace(path)
+
+
+class _Bounded(io.BufferedWriter):
+    """A file of at most so many bytes: a hub may send more than it has announced."""
+
+    def __init__(self, path: Path, n_max: int, error: Exception) -> None:
+        super().__init__(io.FileIO(path, "ab"))
+        self._n_max = n_max
+        self._error = error
+
+    def write(self, data: Any) -> int:
+        """Write as `io.BufferedWriter` does; raise the error if that were too much."""
+        if self.tell() + len(data) > self._n_max:
+            raise self._error
+        return super().write(data)
 
 
 def _fetch(model: ModelName, file: _File, part: Path) -> None:
@@ -125,9 +181,13 @@ def _fetch(model: ModelName, file: _File, part: Path) -> None:
     if _size(part) > file.n_bytes:
         part.unlink()
     try:
-        with part.open("ab") as output:
+        too_long = DownloadError(
+            str(model),
+            f"the hub sends more than the {file.n_bytes} bytes it has announced for {file.path}",
+        )
+        with _Bounded(part, file.n_bytes, too_long) as output:
             file_download.http_get(
-                hf_hub_url(model.repo, file.path),
+                hf_hub_url(model.repo, file.path, revision=file.commit),
                 output,
                 resume_size=output.tell(),
                 headers=build_hf_headers(),

@@ -32,6 +32,8 @@ class FakeHub:
         The next answers to anything, with their `X-Error-Code`.
     asked : list
         Method, path and headers of each request.
+    listed : dict
+        What it says of its files and its commit in place of the truth: `rfilename`, `sha256`, `size`, `sha`.
     n_sent : Counter
         Bytes of each file.
     stops_after : int, optional
@@ -44,6 +46,7 @@ class FakeHub:
     statuses: list[tuple[int, str]] = field(default_factory=list)
     asked: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
     n_sent: Counter[str] = field(default_factory=Counter)
+    listed: dict[str, Any] = field(default_factory=dict)
     stops_after: int | None = None
     has_stopped: Event = field(default_factory=Event)
     goes_on: Event = field(default_factory=Event)
@@ -99,54 +102,59 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(*hub.statuses.pop(0))
         elif path == f"/api/models/{REPO}":
             self._send(json.dumps(self._described()).encode(), {})
-        elif (file := path.removeprefix(f"/{REPO}/resolve/main/")) in hub.files:
+        elif (file := path.removeprefix(f"/{REPO}/resolve/{hub.commit}/")) in hub.files:
             self._send_file(file)
         else:
             self._refuse(404, "EntryNotFound" if f"/{REPO}/" in path else "RepoNotFound")
 
     def _described(self) -> dict[str, Any]:
+        listed = self.hub.listed
         siblings = [
             {
-                "rfilename": path, "size": len(data), "blobId": "0" * 40,
-                "lfs": {"sha256": sha256_of(data), "size": len(data), "pointerSize": 134},
+                "rfilename": listed.get("rfilename", path), "size": len(data), "blobId": "0" * 40,
+                "lfs": {
+                    "sha256": listed.get("sha256", sha256_of(data)),
+                    "size": listed.get("size", len(data)),
+                    "pointerSize": 134,
+                },
             }
             for path, data in self.hub.files.items()
         ]  # fmt: skip
-        return {"id": REPO, "modelId": REPO, "sha": self.hub.commit, "siblings": siblings}
+        commit = listed.get("sha", self.hub.commit)
+        return {"id": REPO, "modelId": REPO, "sha": commit, "siblings": siblings}
 
     def _send_file(self, path: str) -> None:
         data, etag = self.hub.files[path], f'"{sha256_of(self.hub.files[path])}"'
         headers = {
-            "ETag": etag, "X-Linked-Etag": etag, "X-Linked-Size": str(len(data)),
-            "X-Repo-Commit": self.hub.commit, "Accept-Ranges": "bytes",
+            "ETag": etag, "Accept-Ranges": "bytes",
         }  # fmt: skip
         data = self.hub.sent.get(path, data)
         start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").rstrip("-"))
         if start:
             headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
-        n_sent = self._send(data[start:], headers, 206 if start else 200, is_file=True)
-        self.hub.n_sent[path] += n_sent
+        self._send(data[start:], headers, 206 if start else 200, file=path)
 
     def _send(
-        self, data: bytes, headers: dict[str, str], status: int = 200, *, is_file: bool = False
-    ) -> int:
+        self, data: bytes, headers: dict[str, str], status: int = 200, *, file: str = ""
+    ) -> None:
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(data))}.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command == "HEAD":
-            return 0
-        if is_file and self.hub.cut_after:
+            return
+        if file and self.hub.cut_after:
             data = data[: self.hub.cut_after.pop(0)]
-        if is_file and self.hub.stops_after is not None:
+        if file and self.hub.stops_after is not None:
             data = data[: self.hub.stops_after]
+        if file:  # counted first: the client may be done before this thread goes on
+            self.hub.n_sent[file] += len(data)
         with suppress(ConnectionError):  # the client has gone
             self.wfile.write(data)
-        if is_file and self.hub.stops_after is not None:
+        if file and self.hub.stops_after is not None:
             self.wfile.flush()
             self.hub.has_stopped.set()
             self.hub.goes_on.wait(60)
-        return len(data)
 
     def _refuse(self, status: int, code: str) -> None:
         headers = {"X-Error-Code": code} if code else {}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import constants, file_download
+from huggingface_hub import constants, file_download, scan_cache_dir, try_to_load_from_cache
 
 from cllm.errors import DownloadError
 from cllm.hub.cache import cached_files, cached_models, incomplete_files, remove_model
@@ -90,6 +90,62 @@ def test_a_wrong_checksum_leaves_nothing(hub: FakeHub, cache: Path, sent: bytes)
     hub.sent.clear()
     (path,) = pull_model(ONE)
     assert path.read_bytes() == FILES[FILE]
+
+
+def everything_under(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("rfilename", "../../../../evil.gguf"),
+        ("rfilename", "/tmp/evil.gguf"),
+        ("rfilename", "a/../../../evil.gguf"),
+        ("rfilename", "a//evil.gguf"),
+        ("rfilename", "..\\evil.gguf"),
+        ("rfilename", "\x1b[31m.gguf"),
+        ("rfilename", "a\0b.gguf"),
+        ("sha256", "../../../../evil"),
+        ("sha256", "/tmp/evil"),
+        ("sha256", ""),
+        ("sha256", ".."),
+        ("sha256", "A" * 64),
+        ("sha256", "a" * 64 + "\n"),
+        ("sha256", 5),
+        ("sha", "../../../../evil"),
+        ("sha", "/tmp/evil"),
+        ("sha", ""),
+        ("sha", None),
+        ("size", -5),
+        ("size", 0),
+        ("size", 10**30),
+        ("size", "x"),
+        ("size", None),
+    ],
+)
+def test_what_a_hub_says_becomes_no_path_and_no_size_unseen(
+    hub: FakeHub, cache: Path, tmp_path: Path, field: str, value: object
+) -> None:
+    hub.listed[field] = value
+    with pytest.raises(DownloadError):
+        pull_model(ModelName(REPO))
+    assert hub.n_sent == {}
+    assert everything_under(tmp_path) <= {"hub"}
+
+
+def test_a_body_that_is_longer_than_announced_is_cut(hub: FakeHub, cache: Path) -> None:
+    hub.listed["size"] = 100_000
+    with pytest.raises(DownloadError, match="more than the 100000 bytes"):
+        pull_model(ONE)
+    assert all(path.stat().st_size <= 100_000 for path in cache.rglob("*") if path.is_file())
+
+
+def test_huggingface_hub_finds_what_was_downloaded(hub: FakeHub) -> None:
+    (path,) = pull_model(ONE)
+    assert try_to_load_from_cache(REPO, FILE) == str(path)
+    (repo,) = scan_cache_dir(constants.HF_HUB_CACHE).repos
+    assert [(r.commit_hash, set(r.refs)) for r in repo.revisions] == [(hub.commit, {"main"})]
 
 
 def test_a_part_that_is_longer_than_the_file_is_begun_anew(hub: FakeHub, cache: Path) -> None:
