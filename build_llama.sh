@@ -42,6 +42,7 @@ Builds libllama from the pinned source and links it to cllm/_native.
   --as-linked    with the options of the build that cllm/_native links to, and those given here
   --prefix DIR   install real files to DIR and leave cllm/_native as it is
   --jobs N       compile N files at a time (default: one per CPU)
+  --verbose      print the compiler's output also where there is no terminal
   --clean        remove the cached builds and the link to them; the downloaded source stays
   --help         this text
 
@@ -67,7 +68,7 @@ read_linked_options() {
 
 parse_arguments() {
   local name
-  source='' prefix='' jobs='' tools=false portable=false sanitize=false clean=false
+  source='' prefix='' jobs='' tools=false portable=false sanitize=false clean=false verbose=false
   own_source='' options=() backends=(cpu) cuda=OFF metal=OFF vulkan=OFF rpc=OFF
   while (($#)); do
     case $1 in
@@ -76,7 +77,7 @@ parse_arguments() {
         printf -v "${1#--}" '%s' "${2%/}"
         shift
         ;;
-      --tools | --portable | --sanitize | --clean) printf -v "${1#--}" true ;;
+      --tools | --portable | --sanitize | --clean | --verbose) printf -v "${1#--}" true ;;
       --cuda | --metal | --vulkan | --rpc) printf -v "${1#--}" ON ;;
       --as-linked) read_linked_options && set -- "$1" "${linked_options[@]}" "${@:2}" ;;
       --help | -h) usage; exit 0 ;;
@@ -298,7 +299,7 @@ compile() {
 logged() {
   local what=$1 log=$build/build.log
   shift
-  if [[ -t 1 ]]; then supervise "$@" || fail "$what failed"; return; fi
+  if [[ -t 1 ]] || $verbose; then supervise "$@" || fail "$what failed"; return; fi
   supervise "$@" >>"$log" 2>&1 && return
   tail -n 30 "$log" >&2
   fail "$what failed; the whole output is in $log"

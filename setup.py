@@ -3,7 +3,11 @@
 An editable install builds nothing here: `build_llama.sh` links the library into the package.
 """
 
+import os
+import re
 import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 from setuptools import Distribution, setup
@@ -11,18 +15,44 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
+STEP = re.compile(r"\[(\d+)/(\d+)\]")  # ninja's
 
 
 class BuildWithLibrary(build_py):
     def run(self) -> None:
+        if not self.editable_mode:  # before anything is copied, so that an error is the last line
+            build_library(Path(self.build_lib).resolve() / "cllm" / "_native")
         super().run()
-        if self.editable_mode:
-            return
-        # Portable CPU flags: the wheel will travel to other machines.
-        target = Path(self.build_lib).resolve() / "cllm" / "_native"
-        subprocess.run(
-            [str(HERE / "build_llama.sh"), "--portable", "--prefix", str(target)], check=True
-        )
+
+
+def build_library(target: Path) -> None:
+    """Build libllama with portable CPU flags: the wheel will travel to other machines."""
+    command = [str(HERE / "build_llama.sh"), "--portable", "--verbose", "--prefix", str(target)]
+    # The interpreter that pip builds with, and no other, has the build requirements.
+    environment = os.environ | {"PYTHON": sys.executable}
+    last, shown = "", -1
+    with subprocess.Popen(
+        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as build:
+        assert build.stdout is not None
+        for line in build.stdout:
+            print(line, end="", flush=True)
+            last = line.strip() or last
+            step = STEP.match(line)
+            if step is None:
+                if line.startswith(("downloading", "building", "waiting")):
+                    tell(line.split(",")[0].strip())
+            elif (percent := 100 * int(step[1]) // int(step[2])) >= shown + 10:
+                shown = percent // 10 * 10
+                tell(f"compiling llama.cpp: {shown} %")
+    if build.returncode:
+        raise SystemExit(f"cllm: libllama was not built: {last.removeprefix('build_llama.sh: ')}")
+
+
+def tell(text: str) -> None:
+    """Write a line to the terminal, if there is one: pip keeps the output of a build to itself."""
+    with suppress(OSError), Path("/dev/tty").open("w") as terminal:
+        print(f"\r\033[K  cllm: {text}", file=terminal)
 
 
 class PlatformWheel(bdist_wheel):

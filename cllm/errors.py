@@ -27,13 +27,16 @@ CllmError
 ├── ClosedError                         you closed it
 ├── InUseError                          close what depends on it first
 ├── WrongThreadError                    you called it from another thread or event loop
-└── WrongProcessError                   you called it in a forked child
+├── WrongProcessError                   you called it in a forked child
+└── MissingExtraError                   also an ImportError; run the pip command that it names
 
 Numbers are attributes as well as text.  Cancellation and deadlines of what is generated are finish reasons, not errors.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self, TypeVar
 
 if TYPE_CHECKING:
@@ -59,6 +62,7 @@ __all__ = (
     "LibraryError",
     "LibraryNotFoundError",
     "LlamaCallError",
+    "MissingExtraError",
     "ModelLoadError",
     "NoKVSlotError",
     "NotGenerativeError",
@@ -320,6 +324,23 @@ class WrongThreadError(CllmError):
 
 class WrongProcessError(CllmError):
     """The object was made before a fork; libllama does not survive one."""
+
+
+class MissingExtraError(CllmError, ImportError):
+    """A library that an extra of cllm brings is not installed."""
+
+
+@contextmanager
+def extra(name: str) -> Iterator[None]:
+    """Import what an extra brings; a library that is missing raises `MissingExtraError`."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        library = (error.name or "").partition(".")[0]
+        if library in ("", "cllm"):
+            raise
+        text = f"{library} is not installed: pip install 'cllm[{name}]'"
+        raise MissingExtraError(text, name=error.name) from None
 
 
 def as_told(kind: type[E], text: str, **attributes: object) -> E:

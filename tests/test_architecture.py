@@ -58,7 +58,10 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
         "cllm.testing.fake_server",
         ("cllm", "cllm.testing", "cllm.engine", "cllm.errors", "cllm.server"),
     ),
-    ("cllm.testing", ("cllm", "cllm.testing", "cllm.engine", "cllm.errors", "cllm.checks")),
+    (
+        "cllm.testing",
+        ("cllm", "cllm.testing", "cllm.engine", "cllm.errors", "cllm.checks", "cllm.removed"),
+    ),
     (
         "cllm.server.fields",
         ("cllm", "cllm.server", "cllm.engine.sampling_params", "cllm.sampling_limits"),
@@ -99,12 +102,19 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
     # The interpreter of the engine's process begins before the server is imported.
     (
         "cllm.cli.serve",
-        ("cllm", "cllm.cli", "cllm.server", "cllm.testing", "cllm.engine.process.spawn"),
+        (
+            "cllm",
+            "cllm.cli",
+            "cllm.errors",
+            "cllm.server",
+            "cllm.testing",
+            "cllm.engine.process.spawn",
+        ),
     ),
     ("cllm.cli", ("cllm", "cllm.cli")),
     ("cllm.__main__", ("cllm.cli.app",)),
     ("cllm.integrations.llm_plugin", ("cllm", "cllm.integrations", "cllm.hub")),
-    ("cllm.integrations", ("cllm", "cllm.integrations")),
+    ("cllm.integrations", ("cllm", "cllm.errors", "cllm.integrations")),
     (
         "cllm.client",
         ("cllm.checks", "cllm.client", "cllm.engine", "cllm.errors", "cllm.routing"),

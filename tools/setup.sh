@@ -23,11 +23,10 @@ elif ! "$python" -c 'import venv, ensurepip' 2>/dev/null; then
     missing+=("python3-venv")
 fi
 command -v git >/dev/null || missing+=("git")
-command -v cmake >/dev/null || missing+=("cmake")
 command -v "${CXX:-g++}" >/dev/null || missing+=("g++")
 if [ ${#missing[@]} -gt 0 ]; then
     printf -v list '%s, ' "${missing[@]}"
-    echo "cllm needs ${list%, }; on Debian: apt-get install python3-venv git cmake g++ make" >&2
+    echo "cllm needs ${list%, }; on Debian: apt-get install python3-venv git g++ make" >&2
     exit 1
 fi
 
@@ -44,4 +43,7 @@ if ! installed dev && ! installed "$extra"; then
     echo "$wanted" >"$venv/.installed-$extra"
 fi
 
-PYTHON=$venv/bin/python ./build_llama.sh --as-linked
+# cmake, and ninja or make, from their wheels where the system has none.
+command -v cmake >/dev/null && { command -v ninja || command -v make; } >/dev/null ||
+    [ -x "$venv/bin/cmake" ] || "$venv/bin/python" -m pip install --quiet cmake ninja
+PATH=$PATH:$PWD/$venv/bin PYTHON=$venv/bin/python ./build_llama.sh --as-linked

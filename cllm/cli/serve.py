@@ -17,6 +17,7 @@ from cllm import CllmError, EngineConfig, EngineOptions, InvalidArgumentError
 from cllm.cli.config_file import ConfigFile
 from cllm.cli.imports import importing
 from cllm.cli.options import TOY, EngineFlags, with_flags
+from cllm.errors import extra
 
 logger = logging.getLogger("cllm.server")
 
@@ -92,15 +93,12 @@ def serve(
     process = (supervised is not False) if engine.process is None else engine.process
     # While this process imports the server, that of the engine imports the engine.
     with _engine_process() if process and fake is None else nullcontext():
-        try:
-            with importing():
-                from cllm.server.app import create_app
-                from cllm.server.config import ServerConfig
-                from cllm.server.logs import configure_logging
-                from cllm.server.serving import listen
-                from cllm.server.serving import serve as run
-        except ModuleNotFoundError as error:
-            raise CllmError(f"{error.name} is not installed: pip install 'cllm[server]'") from None
+        with extra("server"), importing():
+            from cllm.server.app import create_app
+            from cllm.server.config import ServerConfig
+            from cllm.server.logs import configure_logging
+            from cllm.server.serving import listen
+            from cllm.server.serving import serve as run
         # In a process of its own a file that ends it while it is loaded ends nothing else.
         options = EngineOptions(process=process, preflight=False if process else "unseen")
         make_app: Callable[..., Any] = create_app
@@ -173,11 +171,9 @@ def _app_of_models(models: dict[str, EngineConfig], _: object, config: Any, **__
 
 def _app_of_rules(path: Path) -> Callable[..., Any]:
     """`create_app` of a server without a model."""
-    try:
+    with extra("testing"):
         from cllm.testing.fake_rules import FakeRules
         from cllm.testing.fake_server import create_fake_app
-    except ModuleNotFoundError as error:
-        raise CllmError(f"{error.name} is not installed: pip install 'cllm[testing]'") from None
     try:
         return partial(create_fake_app, FakeRules.read(path))
     except InvalidArgumentError as error:

@@ -1,7 +1,10 @@
 """Servers of cllm as if they were an engine of this process (extra `client`)."""
 
-from cllm.client.answer_stream import AnswerStream
-from cllm.client.async_client import AsyncClient
-from cllm.client.refusals import ServerError
+from cllm.errors import extra
+
+with extra("client"):
+    from cllm.client.answer_stream import AnswerStream
+    from cllm.client.async_client import AsyncClient
+    from cllm.client.refusals import ServerError
 
 __all__ = ["AnswerStream", "AsyncClient", "ServerError"]

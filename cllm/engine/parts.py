@@ -119,7 +119,7 @@ def _make_process(
     try:
         from cllm.engine.process.engine_process import EngineProcess
     except ImportError as error:
-        limit = f"False without cllm[process] ({error})"
+        limit = f"False: {error.name} is not installed (pip install 'cllm[process]')"
         raise InvalidArgumentError("process", True, limit) from error
     open_all = LlamaBackend(config).open_vocabularies
     process = EngineProcess(config, inbox, outbox, workers, open_all, backend=child_backend)

@@ -15,28 +15,30 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
-from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.embeddings import Embeddings
-from langchain_core.language_models import BaseChatModel, LanguageModelInput
-from langchain_core.messages import (
-    AIMessage,
-    AIMessageChunk,
-    BaseMessage,
-    InvalidToolCall,
-    ToolCall,
-    convert_to_openai_messages,
-)
-from langchain_core.messages.ai import UsageMetadata
-from langchain_core.messages.tool import tool_call_chunk
-from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
-from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
-from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
-from langchain_core.tools import BaseTool
-from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
-
 from cllm import Completion, Embedder, Engine, TokenDelta, ToolCallDelta, Usage
+from cllm.errors import extra
 from cllm.integrations.caller import Caller
+
+with extra("langchain"):
+    from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+    from langchain_core.embeddings import Embeddings
+    from langchain_core.language_models import BaseChatModel, LanguageModelInput
+    from langchain_core.messages import (
+        AIMessage,
+        AIMessageChunk,
+        BaseMessage,
+        InvalidToolCall,
+        ToolCall,
+        convert_to_openai_messages,
+    )
+    from langchain_core.messages.ai import UsageMetadata
+    from langchain_core.messages.tool import tool_call_chunk
+    from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
+    from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+    from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
+    from langchain_core.tools import BaseTool
+    from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
+    from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 
 class CllmChat(BaseChatModel):

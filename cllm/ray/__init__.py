@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from cllm.errors import extra
 from cllm.ray.settings import ClusterSettings
 
 if TYPE_CHECKING:
@@ -15,7 +16,8 @@ __all__ = ["ClusterSettings", "app", "build", "stop"]
 def __getattr__(name: str) -> Any:
     # Ray takes seconds to import, and settings do not need it.
     if name in ("app", "build", "stop"):
-        from cllm.ray import application
+        with extra("ray"):
+            from cllm.ray import application
 
         return getattr(application, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import anyio.to_thread
 
-from cllm import CllmError, Completion, FinishReason, SamplingParams, __version__
+from cllm import Completion, FinishReason, SamplingParams, __version__
+from cllm.errors import extra
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
@@ -73,7 +74,7 @@ class Tracing:
 
     Raises
     ------
-    CllmError
+    MissingExtraError
         An endpoint, but no OpenTelemetry: the extra `tracing` is not installed.
     """
 
@@ -148,13 +149,11 @@ class Tracing:
 
 
 def _exporting_to(endpoint: str) -> tuple[Any, Any]:
-    try:
+    with extra("tracing"):
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    except ModuleNotFoundError as error:
-        raise CllmError(f"{error.name} is not installed: pip install 'cllm[tracing]'") from None
     # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES are heeded, and win.
     provider = TracerProvider(
         resource=Resource.create({"service.version": __version__}),

@@ -1,0 +1,69 @@
+"""Without the libraries of an extra, what needs them names the pip command that installs them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+ENGINE = """
+    import anyio
+    from cllm import Engine
+
+    async def main():
+        async with Engine({options}) as engine:
+            await engine.{call}
+
+    anyio.run(main)
+"""
+CASES = {
+    "server": ("fastapi", "import cllm.server"),
+    "client": ("httpx", "import cllm.client"),
+    "langchain": ("langchain_core", "import cllm.integrations.langchain"),
+    "llama-index": ("llama_index", "import cllm.integrations.llama_index"),
+    "pydantic-ai": ("pydantic_ai", "import cllm.integrations.pydantic_ai"),
+    "ray": ("ray", "from cllm.ray import app"),
+    "tracing": (
+        "opentelemetry.exporter",
+        "from cllm.server.tracing import Tracing; Tracing('http://127.0.0.1:1')",
+    ),
+    "hub": ("huggingface_hub", ENGINE.format(options="'hf:user/repo'", call="health()")),
+    "process": ("msgspec", ENGINE.format(options="process=True", call="health()")),
+    "structured": (
+        "llguidance",
+        ENGINE.format(options="", call="""generate("1+1=", grammar='root ::= "2"')"""),
+    ),
+    "structured: Lark": (
+        "llguidance",
+        ENGINE.format(options="", call="""generate("1+1=", lark='start: "2"')"""),
+    ),
+    "chat": ("jinja2", ENGINE.format(options="", call="chat([{'role': 'user', 'content': 'a'}])")),
+    "testing": (
+        "yaml",
+        "from pathlib import Path; from cllm.testing.fake_rules import FakeRules;"
+        " Path('rules.yaml').write_text('{}'); FakeRules.read(Path('rules.yaml'))",
+    ),
+}
+
+
+FAST = ("server", "hub", "structured")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.full) for name in CASES]
+)
+def test_a_missing_extra_names_its_pip_command(name: str, tmp_path: object) -> None:
+    library, program = CASES[name]
+    extra = name.partition(":")[0]
+    hidden = f"import sys; sys.modules[{library!r}] = None\n"
+    done = subprocess.run(
+        [sys.executable, "-c", hidden + textwrap.dedent(program)],
+        cwd=str(tmp_path),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert f"pip install 'cllm[{extra}]'" in done.stderr.splitlines()[-1]
