@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import zlib
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,8 +34,14 @@ from tools import make_model
 
 # The same examples every time; `HYPOTHESIS_PROFILE=search` looks for new ones.
 settings.register_profile("suite", derandomize=True, deadline=None, database=None)
+settings.register_profile("fast", settings.get_profile("suite"), max_examples=30)
 settings.register_profile("search", deadline=None, max_examples=2000)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
+
+
+def examples(n: int, **given: Any) -> settings:
+    """Hypothesis settings: n examples in `make test-full`, a quarter of them in `make test`."""
+    is_fast = settings().max_examples == settings.get_profile("fast").max_examples
+    return settings(max_examples=n // 4 if is_fast else n, **given)
 
 
 def is_there(pid: int) -> bool:
@@ -60,7 +67,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Engines as the option says, where a test does not."""
+    """Take as many examples as the suite has time for; engines as the option says."""
+    is_fast = "not full" in config.getoption("markexpr")
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast" if is_fast else "suite"))
     if config.getoption("--over-process"):
         defaults = EngineConfig.__init__.__kwdefaults__
         assert defaults is not None
@@ -68,7 +77,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what the option is not for."""
+    """Leave out what the option is not for, and one event loop of two where that is marked."""
+    on_loops: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        loop = getattr(getattr(item, "callspec", None), "params", {}).get("anyio_backend")
+        if loop in EVENT_LOOPS and item.get_closest_marker("one_loop") is not None:
+            on_loops.setdefault(item.nodeid.replace(loop, ""), []).append(item)
+    for name, twins in on_loops.items():
+        if len(twins) == 2:
+            twins[zlib.crc32(name.encode()) % 2].add_marker("full")
     for item in items if config.getoption("--over-process") else []:
         if (marker := item.get_closest_marker("same_process")) is not None:
             reason = f"needs its engine in this process: {marker.args[0]}"

@@ -1,11 +1,11 @@
-"""The client that counts, and the measurements over HTTP against a real `cllm serve`."""
+"""The client that counts tokens and times."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.side_by_side import (
-    first_chat,
     http_load,
-    http_loop,
-    joining,
-    overflow,
-    real_chats,
-    sequential,
-    shared_head,
-    workload,
 )
 from benchmarks.side_by_side.http_client import Answer, Connection, read_answer
 from benchmarks.side_by_side.records import (
@@ -33,7 +25,6 @@ from benchmarks.side_by_side.records import (
     PYTHON_SERVER,
 )
 from cllm.bindings import Model
-from tests.server.conftest import running
 from tools import make_model
 
 pytestmark = pytest.mark.full
@@ -281,127 +272,3 @@ def test_tokens_are_those_the_server_counts_or_the_length_it_ended_by() -> None:
     assert http_load.n_tokens_of(Answer(n_tokens=7, n_events=3, finish_reason="stop"), 32) == 7
     assert http_load.n_tokens_of(Answer(n_events=30, finish_reason="length"), 32) == 32
     assert http_load.n_tokens_of(Answer(n_events=30, finish_reason="stop"), 32) == 30
-
-
-@pytest.fixture(scope="module")
-def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """A real server, with a cache that several requests can fill."""
-    options = ("--n-ctx", "1024", "--n-seq-max", "6", "--n-batch", "32")
-    with running(tmp_path_factory.mktemp("server") / "log", *options) as server:
-        yield server.port
-
-
-@pytest.fixture(autouse=True)
-def ascii_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The embedded model has 260 tokens."""
-    monkeypatch.setattr(workload, "TEXT_TOKENS", range(32, 127))
-
-
-def test_a_closed_loop_of_clients(port: int) -> None:
-    # So many tokens that they do not all come at once, however busy the machine is.
-    sizes = http_loop.LoopSizes(2, n_each=3, n_prompt=8, n_output=60)
-    assert (sizes.case, sizes.n_seq_max, sizes.n_ctx) == ("2 clients", 2, 256)
-    outcome = asyncio.run(http_loop.measure(port, CLLM_SERVE, sizes))
-    metrics = outcome.metrics
-    assert (metrics["n_failed"], outcome.failures) == (0, ())
-    assert metrics["tokens_per_s"] > 0
-    assert metrics["tokens_per_event"] >= 1
-    assert 0 < metrics["ttft_p50_ms"] <= metrics["ttft_p99_ms"]
-    assert 0 < metrics["itl_p50_ms"] <= metrics["itl_p99_ms"]
-
-
-def chat_event(text: str | None, **fields: Any) -> str:
-    choice = {"delta": {"content": text, **fields}, "finish_reason": None}
-    return f"data: {json.dumps({'choices': [choice]}, ensure_ascii=False)}\n\n"
-
-
-def test_the_text_of_a_chat_is_that_of_its_deltas_however_it_is_framed() -> None:
-    events = chat_event("", role="assistant"), PING, chat_event(TRICKY), chat_event(None), DONE
-    for framed in (body(*events), body("".join(events))):
-        assert Answer(received=bytearray(framed)).text() == TRICKY
-    assert Answer().text() == ""
-
-
-def test_real_chats_feed_the_answers_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[dict[str, str]]] = []
-    make_body = real_chats.chat_body
-
-    def recorded(peer: str, messages: Sequence[dict[str, str]], n_output: int) -> dict[str, Any]:
-        asked.append(list(messages))
-        return make_body(peer, messages, n_output)
-
-    monkeypatch.setattr(real_chats, "chat_body", recorded)
-    sizes = real_chats.ChatSizes(2, 0.0, n_output=6)
-    assert (sizes.case, sizes.n_seq_max) == ("2 clients, 0 s to think", 2)
-    with running(tmp_path / "log", "--n-ctx", "8192", "--n-seq-max", "2") as server:
-        outcome = asyncio.run(real_chats.measure(server.port, CLLM_SERVE, sizes))
-    metrics = outcome.metrics
-    assert (metrics["n_failed"], outcome.failures) == (0, ())
-    assert metrics["tokens_per_s"] > 0
-    assert metrics["first_turn_ttft_p50_ms"] > 0
-    assert metrics["later_turns_ttft_p50_ms"] > 0
-    last = max(asked, key=len)
-    assert [m["role"] for m in last] == ["system", *["user", "assistant"] * 3, "user"]
-    assert all(m["content"] for m in last)
-
-
-def test_the_first_chat_is_measured_by_those_that_follow(port: int) -> None:
-    sizes = first_chat.FirstChatSizes(4, n_output=3)
-    assert sizes.case == "the first of 4 chats after ready"
-    outcome = asyncio.run(first_chat.measure(port, CLLM_SERVE, sizes))
-    metrics = outcome.metrics
-    assert (metrics["n_failed"], outcome.failures) == (0, ())
-    ratio = metrics["first_ttft_ms"] / metrics["later_ttft_ms"]
-    assert metrics["first_over_later"] == pytest.approx(ratio)
-
-
-def test_requests_that_share_a_head(port: int) -> None:
-    sizes = shared_head.HeadSizes(4, n_head=64, n_own=4, n_output=4)
-    outcome = asyncio.run(shared_head.measure(port, CLLM_SERVE, sizes))
-    metrics = outcome.metrics
-    assert (metrics["n_failed"], outcome.failures) == (0, ())
-    assert 0 < metrics["ttft_p50_ms"] <= metrics["ttft_p99_ms"] <= 1e3 * metrics["total_s"]
-
-
-def test_a_prompt_that_joins_streams(tmp_path: Path) -> None:
-    sizes = joining.JoiningSizes(n_streams=2, n_prompt=8, n_output=7000, n_before=4, n_joining=200)
-    # Room for streams that go on when the prompt comes, and are then broken off.
-    with running(tmp_path / "log", "--n-ctx", "16384", "--n-batch", "32") as server:
-        outcome = asyncio.run(joining.measure(server.port, CLLM_SERVE, sizes))
-    metrics = outcome.metrics
-    assert (metrics["n_failed"], outcome.failures) == (0, ())
-    assert 0 < metrics["itl_p50_ms"] <= metrics["itl_p99_ms"]
-    assert metrics["itl_alone_p50_ms"] > 0
-    assert metrics["prefill_s"] > 0
-
-
-def test_streams_that_end_before_the_prompt_is_computed_are_named(port: int) -> None:
-    sizes = joining.JoiningSizes(n_streams=2, n_prompt=8, n_output=5, n_before=5, n_joining=400)
-    outcome = asyncio.run(joining.measure(port, CLLM_SERVE, sizes, "short"))
-    assert outcome.metrics["n_failed"] == 2
-    assert outcome.failures == ("ended before the prompt was computed",)
-    assert set(outcome.metrics) == {"n_failed", "prefill_s"}
-
-
-def test_requests_that_need_three_times_the_cache(port: int) -> None:
-    sizes = overflow.OverflowSizes(n_requests=12, n_prompt=64, n_output=192)
-    assert sizes.n_ctx == 1024
-    outcome = asyncio.run(overflow.measure(port, CLLM_SERVE, sizes))
-    assert (outcome.metrics["finished_share"], outcome.failures) == (1.0, ())
-
-
-def test_a_request_that_cannot_fit_is_a_failure_with_a_message(port: int) -> None:
-    sizes = overflow.OverflowSizes(n_requests=1, n_prompt=1200)
-    outcome = asyncio.run(overflow.measure(port, CLLM_SERVE, sizes))
-    assert (outcome.metrics["finished_share"], outcome.metrics["n_failed"]) == (0.0, 1)
-    (failure,) = outcome.failures
-    assert failure.startswith("status 400: ")
-
-
-def test_requests_one_after_another(port: int) -> None:
-    sizes = sequential.SequentialSizes(2, n_requests=20, n_warm_up=2)
-    assert sizes.case == "20 requests, max_tokens 2"
-    outcome = asyncio.run(sequential.measure(port, CLLM_SERVE, sizes))
-    assert (outcome.metrics["n_failed"], outcome.failures) == (0, ())
-    assert outcome.metrics["last_over_first"] > 0
-    assert outcome.metrics["total_s"] > 0

@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.side_by_side.records import BATCHED_BENCH, CLLM, LLAMA_SERVER
+from benchmarks.side_by_side.records import CLLM
 from benchmarks.side_by_side.tables import FAMILIES, METRICS
-from benchmarks.side_by_side.targets import MODEL, TARGETS, Target, judge
+from benchmarks.side_by_side.targets import TARGETS, judge
 from tests.benchmarks.conftest import TARGET, beside, turns
 
 
@@ -57,21 +57,3 @@ def test_keys_are_unique_and_peers_are_comparable() -> None:
     for target in TARGETS:
         assert target.metric in METRICS
         assert any({target.peer, target.against or target.peer} <= {*f} for f in FAMILIES)
-
-
-@pytest.mark.parametrize(
-    ("key", "model", "case", "against", "relation", "bound"),
-    [
-        ("a1", MODEL, "1 sequence", BATCHED_BENCH, ">=", 0.99),
-        ("a32", MODEL, "32 sequences", BATCHED_BENCH, ">=", 1.0),
-        ("b8t", MODEL, "8 clients", LLAMA_SERVER, "<=", 0.55),
-        ("g64h", "two-layer/F16", "64 clients", LLAMA_SERVER, ">=", 1.0),
-    ],
-)
-def test_targets_are_those_that_were_set(
-    key: str, model: str, case: str, against: str, relation: str, bound: float
-) -> None:
-    target: Target = TARGET[key]
-
-    assert (target.model, target.case, target.against) == (model, case, against)
-    assert (target.relation, target.bound) == (relation, bound)

@@ -9,9 +9,15 @@ import os
 import pty
 import subprocess
 import sys
+import tempfile
 import termios
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
+
+import pytest
+
+from cllm.cli import app
 
 ROOT = Path(__file__).parents[2]
 CLLM = [sys.executable, "-W", "error", "-m", "tests.cli.children"]
@@ -25,15 +31,43 @@ ENDLESS = ("--temperature", "0", "--ignore-eos", "--n-ctx", "16384")
 def run_cllm(
     *arguments: str | bytes, input: str | bytes = "", **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run it to its end."""
+    """Run it to its end, in this process: the imports of a new one take most of its time."""
     given = input.encode() if isinstance(input, str) else input
-    done = subprocess.run(
-        [*CLLM, *arguments], input=given, capture_output=True, timeout=100, check=False,
-        cwd=ROOT, env={**os.environ, **environment},
+    with ExitStack() as restored:
+        patch = restored.enter_context(pytest.MonkeyPatch.context())
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        patch.setattr(sys, "argv", ["cllm", *map(os.fsdecode, arguments)])
+        patch.chdir(ROOT)
+        files = [restored.enter_context(tempfile.TemporaryFile()) for _ in range(3)]
+        files[0].write(given)
+        files[0].seek(0)
+        for fd, file in enumerate(files):
+            name = ("stdin", "stdout", "stderr")[fd]
+            if fd:
+                getattr(sys, name).flush()
+            kept = os.dup(fd)
+            restored.callback(os.close, kept)
+            restored.callback(os.dup2, kept, fd)
+            os.dup2(file.fileno(), fd)
+            stream = os.fdopen(fd, "w" if fd else "r", closefd=False)
+            restored.callback(stream.close)
+            patch.setattr(sys, name, stream)
+        code = app.run()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for file in files:
+            file.seek(0)
+        said = [file.read().decode() for file in files[1:]]
+    return subprocess.CompletedProcess(arguments, code, *said)
+
+
+def run_cllm_apart(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run it to its end in a process of its own, for what libraries read when they are imported."""
+    return subprocess.run(
+        [*CLLM, *arguments], capture_output=True, text=True, timeout=100, check=False, cwd=ROOT,
+        env={**os.environ, **environment},
     )  # fmt: skip
-    return subprocess.CompletedProcess(
-        done.args, done.returncode, done.stdout.decode(), done.stderr.decode()
-    )
 
 
 def start_cllm(*arguments: str, **streams: Any) -> subprocess.Popen[bytes]:

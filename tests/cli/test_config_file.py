@@ -144,6 +144,7 @@ def completed(words: str, index: int) -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.full
 def test_a_shell_completes_commands_and_options() -> None:
     assert completed("cllm se", 1) == ["serve"]
     assert completed("cllm serve --n-s", 2) == ["--n-seq-max"]

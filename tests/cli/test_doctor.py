@@ -36,6 +36,7 @@ def test_json_is_one_object_with_checks_experiments_and_the_answer() -> None:
     assert {check["status"] for check in told["checks"]} <= {"ok", "warning"}
 
 
+@pytest.mark.full
 def test_rows_are_measured_and_nothing_else() -> None:
     done = run_doctor("--rows", "--quick", "--json", "--threads", "1")
     assert done.return_value == 0

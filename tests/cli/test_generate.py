@@ -221,6 +221,7 @@ def test_on_a_terminal_every_prompt_is_a_heading_and_ctrl_c_leaves_a_new_line() 
         assert terminal.exit_code() == 130
 
 
+@pytest.mark.full
 def test_a_progress_bar_is_shown_only_on_a_terminal_and_for_several_prompts() -> None:
     for prompts, is_shown in ((["1+1=", "2+2="], True), (["1+1="], False)):
         master, slave = os.openpty()

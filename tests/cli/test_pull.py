@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cllm.engine.config import EMBEDDED_MODEL
-from tests.cli.children import CTRL_C, Terminal, run_cllm
+from tests.cli.children import CTRL_C, Terminal, run_cllm_apart
 from tests.hub.fake_hub import REPO, FakeHub, running_hub
 
 CHUNK = 10 << 20  # what huggingface_hub writes at once
@@ -34,36 +34,38 @@ def hub(model: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 def test_a_name_stands_for_its_file_and_needs_no_hub_the_second_time(hub: FakeHub) -> None:
     for _ in range(2):
-        done = run_cllm("generate", "-m", NAME, "1+1=", "--temperature", "0")
+        done = run_cllm_apart("generate", "-m", NAME, "1+1=", "--temperature", "0")
         assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
         n_asked = len(hub.asked)
         hub.statuses = [(500, "")] * 9
     assert len(hub.asked) == n_asked
-    done = run_cllm("generate", "-hf", f"{REPO}:q4_k_m", "1+1=", "--temperature", "0")
+    done = run_cllm_apart("generate", "-hf", f"{REPO}:q4_k_m", "1+1=", "--temperature", "0")
     assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
 
 
+@pytest.mark.full
 def test_what_was_pulled_is_listed_with_its_size_and_can_be_removed(
     hub: FakeHub, model: bytes
 ) -> None:
-    done = run_cllm("pull", NAME)
+    done = run_cllm_apart("pull", NAME)
     path = Path(done.stdout.strip())
     assert path.read_bytes() == model
-    assert run_cllm("pull", f"{REPO}:Q8_0").returncode == 0
-    done = run_cllm("models")
+    assert run_cllm_apart("pull", f"{REPO}:Q8_0").returncode == 0
+    done = run_cllm_apart("models")
     names = re.findall(r"^(hf:\S+) +[\d.]+ MB +(\S+)$", done.stdout, re.MULTILINE)
     assert names[0] == (NAME, str(path))
     assert [name for name, _ in names] == [NAME, f"hf:{REPO}:Q8_0"]
     assert done.stderr.startswith("2 models, ")
-    done = run_cllm("models", "--remove", NAME)
+    done = run_cllm_apart("models", "--remove", NAME)
     assert done.returncode == 0
     assert not path.exists()
-    assert NAME not in run_cllm("models").stdout
-    done = run_cllm("models", "--remove", NAME)
+    assert NAME not in run_cllm_apart("models").stdout
+    done = run_cllm_apart("models", "--remove", NAME)
     assert done.returncode == 1
     assert f"hf:{REPO}:Q8_0" in done.stderr
 
 
+@pytest.mark.full
 def test_an_interrupted_pull_goes_on_where_it_was(hub: FakeHub, tmp_path: Path) -> None:
     name, path = f"hf:{REPO}:Q5_0", "big-Q5_0.gguf"
     hub.files[path] = bytes(12 * CHUNK // 5)
@@ -75,11 +77,11 @@ def test_an_interrupted_pull_goes_on_where_it_was(hub: FakeHub, tmp_path: Path) 
         assert "Traceback" not in terminal.rest()
         assert terminal.exit_code() == 130
     hub.goes_on.set()
-    done = run_cllm("models")
+    done = run_cllm_apart("models")
     assert (done.returncode, done.stdout) == (0, "")
     assert "; 21.0 MB of interrupted downloads" in done.stderr
     hub.stops_after = None
-    done = run_cllm("pull", name)
+    done = run_cllm_apart("pull", name)
     assert Path(done.stdout.strip()).read_bytes() == hub.files[path]
     ranges = [headers.get("Range") for method, _, headers in hub.asked if method == "GET"]
     assert f"bytes={2 * CHUNK}-" in ranges
@@ -89,7 +91,7 @@ def test_what_is_left_of_interrupted_pulls_can_be_given_up(hub: FakeHub, tmp_pat
     blobs = tmp_path / "hub" / f"models--{REPO.replace('/', '--')}" / "blobs"
     blobs.mkdir(parents=True)
     (blobs / "0123.incomplete").write_bytes(bytes(2000))
-    done = run_cllm("models", "--prune")
+    done = run_cllm_apart("models", "--prune")
     assert (done.returncode, done.stderr) == (0, "removed a part of 2.0 kB\n")
     assert list(blobs.iterdir()) == []
 
@@ -105,7 +107,7 @@ def test_a_name_that_means_nothing_is_one_line_on_stderr(
     hub: FakeHub, name: str, reason: str
 ) -> None:
     for arguments in (("pull", name), ("generate", "-m", name, "x")):
-        done = run_cllm(*arguments)
+        done = run_cllm_apart(*arguments)
         assert done.returncode in (1, 2)
         assert done.stdout == ""
         assert done.stderr.count("\n") == 1
@@ -113,6 +115,6 @@ def test_a_name_that_means_nothing_is_one_line_on_stderr(
 
 
 def test_a_file_and_a_name_are_one_too_many(hub: FakeHub) -> None:
-    done = run_cllm("generate", "-m", str(EMBEDDED_MODEL), "-hf", REPO, "x")
+    done = run_cllm_apart("generate", "-m", str(EMBEDDED_MODEL), "-hf", REPO, "x")
     assert done.returncode == 2
     assert done.stderr.endswith("give -m or -hf, not both\n")

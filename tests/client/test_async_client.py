@@ -39,6 +39,7 @@ from tests.server.conftest import LONG, Server, running, wait_for
 
 pytestmark = [
     pytest.mark.anyio,
+    pytest.mark.one_loop,
     # An answer that is left: httpcore leaves its own generator to trio, which closes it and says so.
     pytest.mark.filterwarnings(
         r"ignore:Exception ignored in. <async_generator object \w*(HTTP11Connection|ByteStream|ResponseStream|AsyncStream)"
@@ -165,6 +166,7 @@ async def test_what_a_server_refuses_is_the_error_of_an_engine(
         assert caught.value.field in str(caught.value)
 
 
+@pytest.mark.full
 async def test_a_wrong_key_and_an_unknown_route_are_told(tmp_path: Path) -> None:
     with running(tmp_path / "log", "--api-key", "secret") as server:
         async with AsyncClient(server.url) as stranger:
@@ -354,8 +356,9 @@ async def the_same_with_cuts(url: str, make: Any, whole: Completion, steps: int)
 
 
 @pytest.mark.cllm_server([RULE])
+@pytest.mark.parametrize("n_cuts", [12, pytest.param(50, marks=pytest.mark.full)])
 async def test_a_chat_that_is_cut_anywhere_goes_on_without_a_gap_and_never_twice(
-    cllm_server: FakeServer,
+    cllm_server: FakeServer, n_cuts: int
 ) -> None:
     def make(client: AsyncClient) -> AnswerStream:
         return client.stream_chat(CHAT, tools=TOOLS, request_id="cut")
@@ -365,7 +368,7 @@ async def test_a_chat_that_is_cut_anywhere_goes_on_without_a_gap_and_never_twice
     assert whole.text == RULE["text"]
     assert whole.reasoning == RULE["reasoning"]
     assert [call.name for call in whole.tool_calls] == ["get_weather"] * 2
-    moved = await the_same_with_cuts(cllm_server.url, make, whole, 50)
+    moved = await the_same_with_cuts(cllm_server.url, make, whole, n_cuts)
     assert sum(moved) > len(moved) / 2
 
 

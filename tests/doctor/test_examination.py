@@ -11,6 +11,7 @@ from cllm.doctor.experiments import SETUPS
 MODEL = EngineConfig().model_path
 
 
+@pytest.mark.full
 def test_an_examination_checks_then_plans_then_experiments_then_answers() -> None:
     found = list(examine(MODEL, n_threads=1, is_quick=True))
     kinds = [type(finding) for finding in found]

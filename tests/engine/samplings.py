@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 PROMPTS = ["repeat: a b c d e f g h", "1+1=", "count: 1 2 3", "x"]
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -34,3 +36,17 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "expression": {"temperature": 1.0, "seed": 15, "regex": r"(yes|no) [0-9]{3,9}"},
     "grammar": {"temperature": 1.0, "seed": 16, "grammar": 'root ::= "abc" [0-9]+ "."'},
 }
+# Each kind of state that a sampler has; `make test-full` takes the others too.
+FEW = (
+    "greedy penalties",
+    "dry",
+    "xtc",
+    "mirostat 2",
+    "adaptive",
+    "stop strings",
+    "schema",
+    "grammar",
+)
+FEW_IN_FAST = [
+    name if name in FEW else pytest.param(name, marks=pytest.mark.full) for name in SAMPLINGS
+]

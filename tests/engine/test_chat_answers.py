@@ -27,7 +27,7 @@ from cllm.testing import FakeAnswer, FakeEngine
 from tests.conftest import QUIET
 from tools import make_model
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 Messages = list[dict[str, Any]]
 WEATHER = {
     "type": "function",

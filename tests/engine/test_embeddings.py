@@ -34,7 +34,7 @@ from cllm.testing.fake_encoder import N_VALUES, vector_of
 from tests.conftest import QUIET, running_batch
 from tools import make_model
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 TEXTS = ["The quick brown fox", "jumps", "over the lazy dog, again and again and again", "0"]
 

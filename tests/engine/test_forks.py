@@ -14,7 +14,7 @@ from tests.conftest import QUIET
 from tests.engine.samplings import PROMPTS
 from tests.engine.test_suspended import EXACT, LONG, read, text_of
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 # Nearly every token is as likely as any other.
 WILD: dict[str, Any] = {

@@ -10,9 +10,9 @@ import pytest
 from cllm import Completion, Engine, GenerationError, InvalidRequestError, PromptTooLongError
 from cllm.testing import FakeAnswer, FakeEngine, FakeVocabulary
 from tests.conftest import QUIET
-from tests.engine.samplings import PROMPTS, SAMPLINGS
+from tests.engine.samplings import FEW_IN_FAST, PROMPTS, SAMPLINGS
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 EXACT: dict[str, Any] = {"deterministic": True, "n_ctx": 2048, "n_seq_max": 4, **QUIET}
 
@@ -39,7 +39,7 @@ def rest_of(whole: Completion, n_cut: int) -> dict[str, Any]:
     return {"token_ids": whole.token_ids[n_cut:], "logprobs": whole.logprobs[n_cut:]}
 
 
-@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("name", FEW_IN_FAST)
 async def test_a_request_goes_on_exactly_whatever_samples_or_constrains_it(
     exact: Engine, name: str
 ) -> None:
@@ -70,6 +70,7 @@ async def test_prompt_log_probabilities_are_as_without(exact: Engine) -> None:
         assert rest.token_ids == whole.token_ids[2:]
 
 
+@pytest.mark.full
 async def test_a_chat_goes_on_in_its_channels_and_tells_nothing_twice() -> None:
     answer = FakeAnswer(
         "It is warm.",

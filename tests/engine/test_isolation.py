@@ -12,7 +12,7 @@ from cllm import Engine, FinishReason
 from tests.conftest import QUIET, submitted_together
 from tests.reliability.origin import GREEDY, assert_idle_and_clean, check, counting
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 MIXED: list[tuple[str, str]] = [
     ("1+1=", "2"),

@@ -17,7 +17,7 @@ from tests.conftest import QUIET
 from tests.lora_files import make_lora
 from tools import make_model
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 OPTIONS: dict[str, Any] = {**QUIET, "n_ctx": 2048, "n_seq_max": 8, "n_threads": 1}
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}

@@ -17,7 +17,7 @@ from cllm import Completion, Engine, FinishReason, SamplingOptions, TokenStream
 from cllm.engine.core.tick_cost import TickCost
 from tests.conftest import QUIET, running_batch, submitted_together
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 GREEDY: SamplingOptions = {"temperature": 0.0}
 LAYOUTS = pytest.mark.parametrize("kv_unified", [True, False], ids=["unified", "per-sequence"])

@@ -18,7 +18,7 @@ from cllm import (
 from cllm.testing import FakeEngine
 from tests.conftest import QUIET
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 OPTIONS: dict[str, Any] = {"n_ctx": 4096, "n_seq_max": 4, **QUIET}
 LONG = "count:1..199"

@@ -13,9 +13,9 @@ import anyio
 import pytest
 
 from cllm import Completion, Engine, FinishReason, SamplingOptions
-from cllm.testing.oracle_drafter import OracleDrafter, OracleEngine, known_answers
 from cllm.testing.reproducibility import DeltaClock
 from tests.conftest import QUIET
+from tests.simulation.oracle_drafter import OracleDrafter, OracleEngine, known_answers
 
 pytestmark = [pytest.mark.anyio, pytest.mark.full]
 

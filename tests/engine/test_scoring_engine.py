@@ -18,7 +18,7 @@ from cllm.engine.request import Completion, TokenLogprob
 from cllm.errors import RequestError
 from tests.conftest import QUIET, submitted_together
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 TOLERANCE = 1e-3
 END = 257

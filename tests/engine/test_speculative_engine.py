@@ -13,13 +13,13 @@ from cllm import Completion, Engine, InvalidArgumentError, InvalidRequestError, 
 from cllm.engine.core.speculation import BudgetedSpeculation, _Offer
 from cllm.engine.llama import row_cost_cache
 from cllm.engine.llama.draft_model import check_vocabulary
-from cllm.testing.oracle_drafter import OracleDrafter, OracleEngine, known_answers
 from cllm.testing.reproducibility import difference
 from tests.conftest import QUIET
-from tests.engine.samplings import PROMPTS, SAMPLINGS, SCHEMA
+from tests.engine.samplings import FEW_IN_FAST, PROMPTS, SAMPLINGS, SCHEMA
+from tests.simulation.oracle_drafter import OracleDrafter, OracleEngine, known_answers
 from tools import make_model
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("free_rows")]
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop, pytest.mark.usefixtures("free_rows")]
 
 EXACT: dict[str, Any] = {"deterministic": True, "n_ctx": 2048, "n_seq_max": 4, **QUIET}
 
@@ -36,7 +36,7 @@ def assert_same(found: list[Completion], expected: list[Completion]) -> None:
         assert completion.finish_reason == alone.finish_reason
 
 
-@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("name", FEW_IN_FAST)
 async def test_no_sampler_constraint_or_stop_sees_that_tokens_were_guessed(name: str) -> None:
     async with Engine(**EXACT) as engine:
         plain = await answers(engine, **SAMPLINGS[name])

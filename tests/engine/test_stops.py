@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm import Completion, Engine, FinishReason
@@ -17,8 +17,9 @@ from cllm.engine.request import GenerationRequest
 from cllm.engine.sampling.logprobs import LogprobReader
 from cllm.engine.sampling_params import SamplingParams
 from cllm.testing.fake_decoder import FakeRun, Fault
-from cllm.testing.reference import Outcome
-from cllm.testing.simulator import Simulator
+from tests.conftest import examples
+from tests.simulation.reference import Outcome
+from tests.simulation.simulator import Simulator
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 CONTROL, BROKEN, CLOSE, END = 254, 255, 256, 257
@@ -346,7 +347,7 @@ PIECES = st.lists(
 STOPS = st.lists(st.text("abé€🙂 ", min_size=1, max_size=4), max_size=4)
 
 
-@settings(max_examples=600)
+@examples(600)
 @given(st.sampled_from(list(WAYS)), PIECES, STOPS, st.booleans())
 def test_any_pieces_stops_and_ends_give_the_text_by_definition_and_nothing_is_taken_back(
     name: str, pieces: list[bytes], stop: list[str], strips_space: bool

@@ -23,9 +23,9 @@ from cllm import (
 )
 from cllm.testing import FakeAnswer, FakeEngine
 from tests.conftest import QUIET
-from tests.engine.samplings import PROMPTS, SAMPLINGS
+from tests.engine.samplings import FEW_IN_FAST, PROMPTS, SAMPLINGS
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 EXACT: dict[str, Any] = {"deterministic": True, "n_ctx": 2048, "n_seq_max": 4, **QUIET}
 LONG = {"": "a long answer in many tokens"}
@@ -64,7 +64,7 @@ def text_of(deltas: list[TokenDelta]) -> str:
     return "".join(delta.text for delta in deltas)
 
 
-@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("name", FEW_IN_FAST)
 async def test_it_goes_on_with_the_same_tokens_whatever_samples_or_constrains_it(
     exact: Engine, name: str, tmp_path: Path
 ) -> None:
@@ -83,6 +83,7 @@ async def test_it_goes_on_with_the_same_tokens_whatever_samples_or_constrains_it
     assert await exact.audit() == []
 
 
+@pytest.mark.full
 async def test_at_every_token_of_a_chat_with_reasoning_and_calls() -> None:
     answer = FakeAnswer(
         "It is warm.",

@@ -10,7 +10,7 @@ import pytest
 
 from cllm import Completion, Engine, FinishReason
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 Messages = list[dict[str, Any]]
 VERBS, NOUNS = ("get", "set", "find", "save", "list"), ("weather", "price", "event", "mail", "task")
 CITIES = ("Paris", "Tokyo", "Oslo", "Lima", "Rome", "Lisbon", "New York", "東京", "Malmö")

@@ -43,7 +43,7 @@ class RpcServer:
         program = library().path.parents[1] / "bin" / "ggml-rpc-server"
         self.process = subprocess.Popen(
             [program, "-H", "127.0.0.1", "-p", str(self.port), "-t", "1"],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, process_group=0,
         )  # fmt: skip
         find_server(rpc_address(self.address), lambda: self.process.poll() is not None)
 

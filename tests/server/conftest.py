@@ -84,7 +84,7 @@ class Server:
                 stderr=log,
                 # Lines that tell the pid of the engine's process, and what becomes of each request.
                 env={**os.environ, "CLLM_LOG_LEVEL": "debug", **(environment or {})},
-                start_new_session=True,
+                process_group=0,
             )
         self.url: str = ""
 

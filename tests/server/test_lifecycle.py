@@ -173,7 +173,7 @@ def test_an_idle_connection_does_not_delay_the_end(tmp_path: Path) -> None:
         assert server.stop() == 0
 
 
-@pytest.mark.parametrize("options", [(), ("--no-process",)])
+@pytest.mark.parametrize("options", [(), pytest.param(("--no-process",), marks=pytest.mark.full)])
 def test_sigint_finishes_what_runs(tmp_path: Path, options: tuple[str, ...]) -> None:
     with running(tmp_path / "log", *options) as server, server.client() as client:
         with streaming(client, **MANY) as lines:

@@ -145,6 +145,7 @@ def test_a_query_counts_as_a_header(client: httpx.Client) -> None:
     refusal_of(client.get("/health?" + "x" * (40 << 10)), 431)
 
 
+@pytest.mark.full
 def test_a_body_that_goes_on_after_its_answer_ends_the_connection(impatient: Server) -> None:
     with Wire(impatient) as wire:
         wire.send(b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n")

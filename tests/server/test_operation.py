@@ -139,6 +139,7 @@ def test_who_leaves_counts_in_the_durations(server: Server) -> None:
     wait_until(lambda: server.metrics()[name] == before[name] + 1, "it is counted")
 
 
+@pytest.mark.full
 def test_those_who_want_tokens_do_not_keep_prompts_waiting(server: Server) -> None:
     """Forty texts of a megabyte: whoever leaves is given up, and the others take turns."""
     body = json.dumps({"content": "x" * (1 << 20)}).encode()

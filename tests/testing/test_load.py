@@ -31,7 +31,7 @@ from cllm.testing.records import Records, assert_books_agree, assert_isolated, a
 from tests.conftest import QUIET, submitted_together
 from tests.testing.callers import diary_of_callers
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 GREEDY: SamplingOptions = {"temperature": 0.0}
 Prompt = str | Sequence[int]

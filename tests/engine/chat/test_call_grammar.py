@@ -15,7 +15,7 @@ from cllm.engine.chat.chat_tokenizer import ChatTokenizer
 from cllm.engine.config import EMBEDDED_MODEL
 from cllm.engine.constraints.llguidance import Guidance
 from cllm.errors import InvalidRequestError
-from tests.engine.chat.test_chat_template import TEMPLATES
+from tests.engine.chat.test_chat_template import FEW_IN_FAST, TEMPLATES
 from tests.engine.chat.test_formats import TOOL, USER, call, read_back
 
 # Elements with names of their own, or a call that is a message of its own with calls in tags.
@@ -51,8 +51,7 @@ def grammar_of(chat: ChatTokenizer, **options: Any) -> str:
     return answer.grammar
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", FEW_IN_FAST)
 def test_a_call_that_is_asked_for_may_be_what_the_template_writes(
     path: Any, model: Model, guidance: Guidance
 ) -> None:

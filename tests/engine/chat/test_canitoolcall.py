@@ -136,7 +136,6 @@ def status_of(fixture: Fixture) -> str:
     return case_status(run_checks(fixture, family, seen)).value
 
 
-@pytest.mark.full
 def test_what_models_wrote_is_read_as_the_suite_says() -> None:
     statuses = {fixture.id: status_of(fixture) for fixture in load_fixtures(None)}
     assert {name for name, status in statuses.items() if status == "fail"} == MISSED.keys()

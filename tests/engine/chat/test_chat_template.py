@@ -22,6 +22,17 @@ from tests.engine.chat.conftest import CHILD
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 TEMPLATES = sorted(CACHE.glob("cllm/src/llama.cpp-*/models/templates/*.jinja"))
+# One of each format of calls: in `make test`, where `make test-full` takes all.
+FEW_TEMPLATES = {
+    "Qwen-Qwen2.5-7B-Instruct", "Qwen3-Coder", "GLM-4.6", "Mistral-Small-3.2-24B-Instruct-2506",
+    "LFM2-8B-A1B", "google-gemma-4-31B-it", "openai-gpt-oss-120b", "deepseek-ai-DeepSeek-V3.1",
+    "meta-llama-Llama-3.1-8B-Instruct", "Kimi-K2-Instruct", "muse-glimmer", "MiniMax-M2",
+    "google-gemma-2-2b-it", "CohereForAI-c4ai-command-r7b-12-2024-tool_use",
+}  # fmt: skip
+FEW_IN_FAST = [
+    pytest.param(path, id=path.stem, marks=[] if path.stem in FEW_TEMPLATES else [pytest.mark.full])
+    for path in TEMPLATES
+]
 CHATML = """{% for message in messages %}<|im_start|>{{ message.role }}
 {{ message.content }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant

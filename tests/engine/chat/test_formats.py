@@ -15,7 +15,7 @@ from cllm.engine.chat.chat_prompt import ChatPrompt
 from cllm.engine.chat.chat_tokenizer import ChatTokenizer
 from cllm.engine.chat.conversation import mended, mended_tools
 from cllm.engine.config import EMBEDDED_MODEL
-from tests.engine.chat.test_chat_template import TEMPLATES
+from tests.engine.chat.test_chat_template import FEW_IN_FAST, TEMPLATES
 from tests.engine.chat.test_output_parser import Channels, channels_of
 
 Message = dict[str, Any]
@@ -116,9 +116,7 @@ def chat(model: Model, request: pytest.FixtureRequest) -> Iterator[ChatTokenizer
     made.close()
 
 
-each_template = pytest.mark.parametrize(
-    "chat", TEMPLATES, ids=lambda path: path.stem, indirect=True
-)
+each_template = pytest.mark.parametrize("chat", FEW_IN_FAST, indirect=True)
 
 
 def text_of(chat: ChatTokenizer, messages: list[Message], **options: Any) -> str:
@@ -138,7 +136,6 @@ def test_text_and_thoughts_beside_a_call_never_cost_the_call(chat: ChatTokenizer
         assert "20 degrees" in behind, (fields, text)
 
 
-@pytest.mark.full
 @each_template
 def test_every_conversation_is_rendered_and_nothing_of_it_is_left_out(chat: ChatTokenizer) -> None:
     for name, (messages, has_tools) in CONVERSATIONS.items():
@@ -173,9 +170,8 @@ def read_back(chat: ChatTokenizer, message: Message) -> tuple[str, Channels]:
     return whole[n:], channels_of(answer.parser("x"), [whole[n:]])
 
 
-@pytest.mark.full
 @each_template
-@pytest.mark.parametrize("n_calls", [1, 2])
+@pytest.mark.parametrize("n_calls", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_calls_and_reasoning_that_a_template_writes_are_read_back(
     chat: ChatTokenizer, n_calls: int
 ) -> None:

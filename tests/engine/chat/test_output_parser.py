@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm.engine.chat.call_syntax import JsonCalls, NamedCalls, TaggedCalls
 from cllm.engine.chat.named_formats import DEFAULT_CALLS, NAMED, THINK
 from cllm.engine.chat.output_format import OutputFormat
 from cllm.engine.chat.output_parser import OutputParser
+from tests.conftest import examples
 
 TOOLS = [
     {
@@ -122,7 +123,7 @@ def cut_texts(draw: st.DrawFn) -> tuple[int, str, list[str]]:
     return number, text, parts
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(cut_texts())
 def test_how_a_text_is_cut_changes_nothing(case: tuple[int, str, list[str]]) -> None:
     number, text, parts = case
@@ -131,7 +132,7 @@ def test_how_a_text_is_cut_changes_nothing(case: tuple[int, str, list[str]]) -> 
     assert parsed(ALL[number], text) == whole, NAMES[number]
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(cut_texts(), st.data())
 def test_no_word_is_lost_or_said_twice(
     case: tuple[int, str, list[str]], data: st.DataObject
@@ -218,13 +219,15 @@ def test_what_was_wrong_once_is_right(case: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("mistral", "[TOOL_CALLS]" * 20_000 + "[ARGS]x"),
+        pytest.param("mistral", "[TOOL_CALLS]" * 20_000 + "[ARGS]x", marks=pytest.mark.full),
         ("kimi-k2", "<|tool_call_begin|>" * 10_000 + "<|tool_call_argument_begin|>x"),
         ("mistral", "[TOOL_CALLS]a" + " " * 200_000 + "b[ARGS]{}"),
         ("coder", "<tool_call>\n<function=" * 20_000 + ">x"),
         ("coder", "<tool_call>\n<function=save>\n<parameter=a>" * 8_000
          + "</parameter>\n<parameter=" + "x" * 1000),
-        ("gemma-4", "<|tool_call>call:save{a:1," * 8_000 + "}x"),
+        pytest.param(
+            "gemma-4", "<|tool_call>call:save{a:1," * 8_000 + "}x", marks=pytest.mark.full
+        ),
     ],
 )  # fmt: skip
 def test_what_looks_like_calls_for_ever_is_looked_at_a_few_times(name: str, text: str) -> None:

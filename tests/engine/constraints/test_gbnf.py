@@ -315,8 +315,8 @@ def test_masks_are_those_of_llama_cpp_for_its_own_grammars(
         except ValueError:  # its tests of errors
             refused.append(refusal(text) or name)
             continue
-        n_compared += sum(walk(vocabulary, guidance, text, random.Random(i), 40) for i in range(4))
-    assert n_compared > 2500
+        n_compared += sum(walk(vocabulary, guidance, text, random.Random(i), 40) for i in range(2))
+    assert n_compared > 1200
     # No root twice, a rule that is not defined, and left recursion, which llguidance can follow.
     assert [why.split(", must be ")[-1] for why in refused] == [
         "a grammar with a rule that is named root",

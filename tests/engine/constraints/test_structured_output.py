@@ -16,7 +16,7 @@ import pytest
 from cllm import Engine, FinishReason, GenerationError, InvalidRequestError
 from tests.conftest import QUIET, on_either_loop
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 N_SCHEMAS = {"asyncio": 200, "trio": 40}
 # A random-weight model closes what it opened sooner this way; the vocabulary has a token a byte.

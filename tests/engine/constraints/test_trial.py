@@ -23,6 +23,8 @@ from cllm.engine.thread.worker_thread import WorkerThreads
 from tests.conftest import is_there, on_either_loop
 from tests.engine.constraints.test_gbnf import GOOD, chain, rules
 
+pytestmark = pytest.mark.one_loop
+
 # llguidance counts to the multiple, and recurses along rules.
 SLOW = ("json_schema", '{"type": "integer", "multipleOf": 100000007}')
 OVERFLOWING = {

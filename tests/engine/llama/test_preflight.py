@@ -32,7 +32,10 @@ from tests.conftest import QUIET, is_there
 from tests.engine.test_lifecycle import assert_clean, run_child
 from tools import make_model
 
-pytestmark = pytest.mark.same_process("what starts a process here starts it there")
+pytestmark = [
+    pytest.mark.one_loop,
+    pytest.mark.same_process("what starts a process here starts it there"),
+]
 
 OPTIONS: dict[str, Any] = {"n_ctx": 512, "n_seq_max": 2, **QUIET}
 MakeHelper = Callable[[str], None]

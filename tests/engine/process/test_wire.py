@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm.engine.constraint import NamedConstraint
@@ -74,8 +74,9 @@ from cllm.errors import (
     InvalidArgumentError,
     ModelLoadError,
 )
+from tests.conftest import examples
 
-PROPERTY = settings(derandomize=True, deadline=None, max_examples=100, database=None)
+PROPERTY = examples(100)
 LOGPROB = TokenLogprob(1, "\ufffd", b"\xff", -1.5, (TokenLogprob(2, "b", b"b", float("-inf")),))
 COMPLETION = Completion(
     request_id="r",

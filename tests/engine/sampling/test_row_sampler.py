@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -23,6 +23,7 @@ from cllm.engine.sampling.batch_sampler import N_HANDOVERS_OF_A_SCAN, BatchSampl
 from cllm.engine.sampling.row_sampler import RowSampler, n_below, n_largest
 from cllm.engine.sampling.row_scan import RowScan
 from cllm.engine.sampling_params import SAMPLERS, SamplingParams
+from tests.conftest import examples
 
 N_VOCAB = 260
 PROMPT = (256, 72, 101, 108, 108, 111, 32, 72, 101, 108)
@@ -164,7 +165,7 @@ def _row(seed: int, scale: float, n_banned: int) -> NDArray[np.float32]:
     return logits
 
 
-@settings(max_examples=1500)
+@examples(1500)
 @given(
     params=PARAMS,
     rows=st.lists(ROWS, min_size=6, max_size=6),

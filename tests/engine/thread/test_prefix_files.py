@@ -221,7 +221,7 @@ def test_what_a_killed_process_has_begun_is_removed_later(tmp_path: Path) -> Non
 
 
 # --- With an engine -----------------------------------------------------------------------------
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 
 def _latency_s(runs: Sequence[FakeRun]) -> float:
