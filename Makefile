@@ -120,4 +120,4 @@ native:
 	@PYTHON=$(PYTHON) ./build_llama.sh
 
 clean:
-	rm -rf .venv .venv-clients .venv-peers .venv-ray build dist *.egg-info cllm/_native .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-clients .venv-peers .venv-ray build dist *.egg-info cllm/_native .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage*

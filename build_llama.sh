@@ -5,6 +5,8 @@
 # there by one rename after it has decoded a quantized model.  So an interrupted build leaves
 # nothing that could be loaded, and a second run finds the first one's work.
 set -euo pipefail
+# Where tools/setup.sh puts the cmake and the ninja of PyPI.
+PATH=$PATH:$(dirname "${BASH_SOURCE[0]}")/.venv/bin
 
 # bindings/_llama_h.py holds the same commit; a test compares the two.
 readonly COMMIT=0c1e57098
@@ -286,10 +288,13 @@ compile() {
     # The server without its web page, which would be built by npm or downloaded.
     tool_flags=(-DLLAMA_BUILD_{COMMON,TOOLS,SERVER}"=ON" -DLLAMA_{BUILD,USE_PREBUILT}_UI"=OFF")
   fi
+  # An interrupted build may have had another generator, or one that pip had in a temporary folder.
+  grep -qs "^CMAKE_GENERATOR:INTERNAL=${generator[0]}$" "$build/CMakeCache.txt" || rm -rf "$build"
   mkdir -p "$build"
   # git must not take the commit of a repository around the source for llama.cpp's.
   GIT_CEILING_DIRECTORIES=$(dirname "$source") logged configuring \
     cmake -S "$source" -B "$build" -G "${generator[0]}" \
+    -DCMAKE_MAKE_PROGRAM="$(command -v "${generator[1]}")" \
     -DCMAKE_C_COMPILER="$cc" -DCMAKE_CXX_COMPILER="$cxx" "${flags[@]}" "${tool_flags[@]}"
   # Not through cmake --build, which would not pass a signal on.
   logged compiling "${generator[1]}" -C "$build" -j "$jobs" "${targets[@]}"

@@ -32,7 +32,12 @@ def build_library(target: Path) -> None:
     environment = os.environ | {"PYTHON": sys.executable}
     last, shown = "", -1
     with subprocess.Popen(
-        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command,
+        env=environment,
+        text=True,
+        errors="replace",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     ) as build:
         assert build.stdout is not None
         for line in build.stdout:

@@ -8,6 +8,9 @@ import textwrap
 
 import pytest
 
+from cllm import CllmError, MissingExtraError
+from cllm.errors import extra
+
 ENGINE = """
     import anyio
     from cllm import Engine
@@ -49,6 +52,14 @@ CASES = {
 
 
 FAST = ("server", "hub", "structured")
+
+
+def test_a_missing_extra_is_an_error_of_cllm_and_of_an_import() -> None:
+    with pytest.raises(CllmError), extra("server"):
+        import no_such_library  # type: ignore[import-not-found]  # noqa: F401
+    assert issubclass(MissingExtraError, ImportError)
+    with pytest.raises(ModuleNotFoundError), extra("server"):
+        import cllm.no_such_module  # type: ignore[import-not-found]  # noqa: F401
 
 
 @pytest.mark.parametrize(

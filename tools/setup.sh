@@ -45,5 +45,5 @@ fi
 
 # cmake, and ninja or make, from their wheels where the system has none.
 command -v cmake >/dev/null && { command -v ninja || command -v make; } >/dev/null ||
-    [ -x "$venv/bin/cmake" ] || "$venv/bin/python" -m pip install --quiet cmake ninja
-PATH=$PATH:$PWD/$venv/bin PYTHON=$venv/bin/python ./build_llama.sh --as-linked
+    [ -x .venv/bin/cmake ] || "$venv/bin/python" -m pip install --quiet --prefix .venv cmake ninja
+PYTHON=$venv/bin/python ./build_llama.sh --as-linked

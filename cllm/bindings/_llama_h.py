@@ -320,10 +320,6 @@ struct llama_logit_bias {
 struct llama_sampler_chain_params {
     bool no_perf;
 };
-struct llama_chat_message {
-    const char * role;
-    const char * content;
-};
 """
 
 # --- Prototypes ------------------------------------------------------------------------------
@@ -396,7 +392,6 @@ const char * llama_vocab_get_text(const struct llama_vocab * vocab, llama_token 
 float llama_vocab_get_score(const struct llama_vocab * vocab, llama_token token);
 enum llama_token_attr llama_vocab_get_attr(const struct llama_vocab * vocab, llama_token token);
 bool llama_vocab_is_eog(const struct llama_vocab * vocab, llama_token token);
-bool llama_vocab_is_control(const struct llama_vocab * vocab, llama_token token);
 llama_token llama_vocab_bos(const struct llama_vocab * vocab);
 llama_token llama_vocab_eos(const struct llama_vocab * vocab);
 llama_token llama_vocab_eot(const struct llama_vocab * vocab);
@@ -410,12 +405,10 @@ const llama_token * llama_vocab_get_suppress_tokens(const struct llama_vocab * v
 int32_t llama_tokenize(const struct llama_vocab * vocab, const char * text, int32_t text_len, llama_token * tokens, int32_t n_tokens_max, bool add_special, bool parse_special);
 int32_t llama_token_to_piece(const struct llama_vocab * vocab, llama_token token, char * buf, int32_t length, int32_t lstrip, bool special);
 int32_t llama_detokenize(const struct llama_vocab * vocab, const llama_token * tokens, int32_t n_tokens, char * text, int32_t text_len_max, bool remove_special, bool unparse_special);
-int32_t llama_chat_apply_template(const char * tmpl, const struct llama_chat_message * chat, size_t n_msg, bool add_ass, char * buf, int32_t length);
 const char * llama_sampler_name(const struct llama_sampler * smpl);
 void llama_sampler_accept(struct llama_sampler * smpl, llama_token token);
 void llama_sampler_apply(struct llama_sampler * smpl, struct llama_token_data_array * cur_p);
 void llama_sampler_reset(struct llama_sampler * smpl);
-struct llama_sampler * llama_sampler_clone(const struct llama_sampler * smpl);
 void llama_sampler_free(struct llama_sampler * smpl);
 struct llama_sampler * llama_sampler_chain_init(struct llama_sampler_chain_params params);
 void llama_sampler_chain_add(struct llama_sampler * chain, struct llama_sampler * smpl);
@@ -433,7 +426,6 @@ struct llama_sampler * llama_sampler_init_xtc(float p, float t, size_t min_keep,
 struct llama_sampler * llama_sampler_init_top_n_sigma(float n);
 struct llama_sampler * llama_sampler_init_mirostat(int32_t n_vocab, uint32_t seed, float tau, float eta, int32_t m);
 struct llama_sampler * llama_sampler_init_mirostat_v2(uint32_t seed, float tau, float eta);
-struct llama_sampler * llama_sampler_init_grammar(const struct llama_vocab * vocab, const char * grammar_str, const char * grammar_root);
 struct llama_sampler * llama_sampler_init_penalties(int32_t n_vocab, int32_t penalty_last_n, float penalty_repeat, float penalty_freq, float penalty_present);
 struct llama_sampler * llama_sampler_init_dry(const struct llama_vocab * vocab, float dry_multiplier, float dry_base, int32_t dry_allowed_length, int32_t dry_penalty_last_n, const char ** seq_breakers, size_t num_breakers);
 struct llama_sampler * llama_sampler_init_adaptive_p(float target, float decay, uint32_t seed);
@@ -461,7 +453,7 @@ RELEASES_GIL = frozenset({
     "llama_model_free", "llama_init_from_model", "llama_free", "llama_adapter_lora_init",
     "llama_memory_clear", "llama_state_seq_get_size", "llama_state_seq_get_data", "llama_state_seq_set_data",
     "llama_model_quantize", "llama_encode", "llama_decode", "llama_synchronize", "llama_tokenize",
-    "llama_detokenize", "llama_chat_apply_template", "llama_sampler_sample", "llama_sampler_init_grammar",
+    "llama_detokenize", "llama_sampler_sample",
     "llama_sampler_init_dry",
 })  # fmt: skip
 

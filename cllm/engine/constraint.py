@@ -55,7 +55,7 @@ class NamedConstraint(NamedTuple):
     Attributes
     ----------
     field : str
-        `json_schema`, `regex` or `tools`.
+        A constraint of `SamplingParams`, or `tools`.
     """
 
     field: str

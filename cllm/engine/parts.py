@@ -118,7 +118,7 @@ def _make_process(
 ) -> EngineHost:
     try:
         from cllm.engine.process.engine_process import EngineProcess
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         limit = f"False: {error.name} is not installed (pip install 'cllm[process]')"
         raise InvalidArgumentError("process", True, limit) from error
     open_all = LlamaBackend(config).open_vocabularies

@@ -84,7 +84,7 @@ class GenerationRequest:
     strips_space : bool
         Whether the output begins a text, in a vocabulary that puts a space before a text.
     constraint : CompiledConstraint or None
-        What `params.json_schema` or `params.regex` was compiled to.
+        The compiled constraint of `params`, or of the calls that the chat must make.
     spelled : mapping of int to bytes
         Control tokens that are text in this output.
     thinking : Thinking or None

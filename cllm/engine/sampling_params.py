@@ -145,8 +145,9 @@ class SamplingParams:
         ones, at most 256, before any sampler; None is off.  A prompt that is scored shares no
         prefix.
     grammar : str, optional
-        The output follows this grammar in GBNF, llama.cpp's format.  At most 64 KiB.  At most one of
-        these four; each needs the extra `structured`.
+        The output follows this grammar in GBNF, llama.cpp's format.  At most 64 KiB.  A control token
+        is written `<think>` or `<[id]>`; in a string its name is text.  At most one of these four;
+        each needs the extra `structured`.
     lark : str, optional
         The output follows this grammar in Lark as llguidance reads it.  At most 64 KiB.
     json_schema : mapping or str, optional

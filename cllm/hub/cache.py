@@ -36,8 +36,10 @@ def cache_directory() -> Path:
         from huggingface_hub import constants
 
         return Path(constants.HF_HUB_CACHE)
-    home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
-    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
+    given = os.environ.get
+    home = given("HF_HOME") or f"{given('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    hub = given("HF_HUB_CACHE") or given("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
+    return Path(os.path.expandvars(hub)).expanduser()
 
 
 def repo_directory(repo: str) -> Path:

@@ -10,10 +10,11 @@ import errno
 import hashlib
 import importlib.util
 import io
-import os
 import re
+import secrets
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from cllm.hub.cache import INCOMPLETE, cached_files, repo_directory
 from cllm.hub.names import ModelName, choose_files, parse_name
 
 GIB = 1 << 30
-MAX_FILE_BYTES = 1 << 50
+MAX_FILE_BYTES = 50 * 10**9  # of one download by huggingface_hub; larger models come in parts
 _SHA256, _COMMIT = re.compile("[0-9a-f]{64}"), re.compile("[0-9a-f]{40}")
 
 
@@ -145,17 +146,27 @@ def _download(model: ModelName, file: _File) -> Path:
     directory = repo_directory(model.repo)
     path = directory / "snapshots" / file.commit / file.path
     up = "../" * (len(PurePosixPath(file.path).parts) + 1)
-    _put(path, lambda new: new.symlink_to(f"{up}blobs/{file.sha256}"))
+    _put(path, partial(_link, blob, f"{up}blobs/{file.sha256}"))
     _put(directory / "refs" / "main", lambda new: new.write_text(file.commit))
     return path
+
+
+def _link(blob: Path, relative: str, new: Path) -> None:
+    try:
+        new.symlink_to(relative)
+    except OSError:  # a file system without links
+        shutil.copyfile(blob, new)
 
 
 def _put(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file beside its place, and put it there at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.{os.getpid()}")
-    write(new)
-    new.replace(path)
+    new = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    try:
+        write(new)
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 class _Bounded(io.BufferedWriter):

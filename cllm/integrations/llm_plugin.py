@@ -264,10 +264,6 @@ def register_embedding_models(register: Callable[..., None]) -> None:
 
 
 def _downloaded() -> Iterator[tuple[str, str]]:
-    """Names and files of the models that `cllm models` lists, if there is what knows of them."""
-    try:
-        models = cached_models()
-    except ImportError:
-        return
-    for model in models:
+    """Names and files of the models that `cllm models` lists."""
+    for model in cached_models():
         yield f"cllm/{str(model.name).removeprefix(PREFIX)}", str(model.paths[0])

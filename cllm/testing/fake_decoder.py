@@ -2,7 +2,7 @@
 
 Its logits come from a function of *all* the tokens a sequence has in its KV cache: a row in the wrong
 place, or one too many, changes every later token.  It refuses what `Context` refuses, with the same
-errors, and fails where a test says so.  `conformance.check_decoder` says how a decoder behaves.
+errors, and fails where a test says so.  `tests.simulation.conformance` says how a decoder behaves.
 """
 
 from __future__ import annotations

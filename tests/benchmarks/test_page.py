@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from benchmarks.side_by_side import page
 from benchmarks.side_by_side.peers import ROOT
 from benchmarks.side_by_side.records import (
@@ -22,7 +20,6 @@ ENVIRONMENT = page.Environment(
     record={"commit": "c0ffee000", "compiler": "c++ 12", "amx": "faults", "flags": ["-DX=ON"]},
     missing={CLLM: "", XLLAMACPP: ""},
 )
-NO_PEER = dataclasses.replace(ENVIRONMENT, missing={XLLAMACPP: "No module named 'xllamacpp'"})
 NOTES = ROOT / "benchmarks" / "results" / page.NOTES
 
 

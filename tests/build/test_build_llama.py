@@ -171,6 +171,13 @@ def test_a_failed_compilation_shows_the_end_of_its_log(sandbox: Sandbox) -> None
     assert sandbox.installed() == []
 
 
+def test_a_verbose_build_prints_what_the_compiler_says_without_a_terminal(sandbox: Sandbox) -> None:
+    """setup.py reads the progress there, and the last line is the error that pip shows last."""
+    result = sandbox.run("--verbose", NINJA="fails")
+    assert "FAILED: ggml.c.o" in result.stdout
+    assert result.stderr.splitlines()[-1] == "build_llama.sh: compiling failed"
+
+
 @pytest.mark.parametrize(
     ("amx", "verdict", "compiled_out"),
     [("", "absent", False), ("works", "works", False), ("dies", "faults", True)],

@@ -1,4 +1,4 @@
-"""`cllm` in a child process: with pipes, or on a terminal of its own.
+"""`cllm` in this process, or in a child process: with pipes, or on a terminal of its own.
 
 Run as a program it is `cllm`, after it has taken the terminal that it was started on.
 """
@@ -31,7 +31,11 @@ ENDLESS = ("--temperature", "0", "--ignore-eos", "--n-ctx", "16384")
 def run_cllm(
     *arguments: str | bytes, input: str | bytes = "", **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run it to its end, in this process: the imports of a new one take most of its time."""
+    """Run it to its end, in this process: the imports of a new one take most of its time.
+
+    Not `serve`, which keeps the signals and the log to itself.
+    """
+    assert arguments[:1] != ("serve",) or "--help" in arguments
     given = input.encode() if isinstance(input, str) else input
     with ExitStack() as restored:
         patch = restored.enter_context(pytest.MonkeyPatch.context())

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from cllm import EngineConfig
 from cllm.cli.serve import serve
-from tests.cli.children import run_cllm
+from tests.cli.children import run_cllm_apart
 
 app = typer.Typer()
 app.command()(serve)
@@ -53,7 +53,7 @@ def test_a_model_that_aborts_its_process_ends_the_server_with_its_last_words(
 ) -> None:
     """It is no crash of a process that has served: nothing is started again."""
     options = ("--port", "0", "--n-threads", "1", how)
-    done = run_cllm("serve", "-m", str(deadly_model), *options, XDG_CACHE_HOME=str(tmp_path))
+    done = run_cllm_apart("serve", "-m", str(deadly_model), *options, XDG_CACHE_HOME=str(tmp_path))
     assert done.returncode == 1
     (said,) = (line for line in done.stderr.splitlines() if "ERROR" in line)
     assert f"cannot load {str(deadly_model)!r}: " in said

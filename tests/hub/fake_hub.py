@@ -147,7 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
             data = data[: self.hub.cut_after.pop(0)]
         if file and self.hub.stops_after is not None:
             data = data[: self.hub.stops_after]
-        if file:  # counted first: the client may be done before this thread goes on
+        if file:  # counted first: the client may be done before this thread resumes
             self.hub.n_sent[file] += len(data)
         with suppress(ConnectionError):  # the client has gone
             self.wfile.write(data)

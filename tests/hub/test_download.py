@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import shutil
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,7 @@ def test_what_a_hub_says_becomes_no_path_and_no_size_unseen(
     hub: FakeHub, cache: Path, tmp_path: Path, field: str, value: object
 ) -> None:
     hub.listed[field] = value
-    with pytest.raises(DownloadError):
+    with pytest.raises(DownloadError, match=r"cannot be a name|hex digits|bytes|cannot be read"):
         pull_model(ModelName(REPO))
     assert hub.n_sent == {}
     assert everything_under(tmp_path) <= {"hub"}
@@ -139,6 +140,27 @@ def test_a_body_that_is_longer_than_announced_is_cut(hub: FakeHub, cache: Path) 
     with pytest.raises(DownloadError, match="more than the 100000 bytes"):
         pull_model(ONE)
     assert all(path.stat().st_size <= 100_000 for path in cache.rglob("*") if path.is_file())
+
+
+def test_a_file_system_without_links_gets_a_copy(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    (path,) = pull_model(ONE)
+    assert path.read_bytes() == FILES[FILE]
+    assert not path.is_symlink()
+
+
+def test_threads_that_pull_one_model_at_once_get_it(hub: FakeHub) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(pull_model, [ONE] * 8))
+    assert [path.read_bytes() for (path,) in found] == [FILES[FILE]] * 8
+    assert hub.n_sent == {FILE: N_BYTES}
+    (folder,) = {path.parent for (path,) in found}
+    assert [path.name for path in folder.iterdir()] == [FILE]
 
 
 def test_huggingface_hub_finds_what_was_downloaded(hub: FakeHub) -> None:

@@ -54,7 +54,6 @@ BIASES = Kind(biases_of(TOKEN.good, FLOATS), biases_of(ODD, ODD))
 BREAKERS = Kind(st.lists(TEXT, max_size=2), st.lists(ANY_TEXT, max_size=2))
 FLAG = Kind(st.booleans())
 TEXTS = Kind(TEXT, ANY_TEXT | ODD)
-# Hundreds are legal, and slow.
 
 
 @dataclass

@@ -40,6 +40,7 @@ ROWS = (
 )  # fmt: skip
 # What hangs llama.cpp or ends its process costs llguidance little.
 FOLLOWED = {
+    "a chain of 3,000 rules": (DEEP, chain(3000, "{next}"), "a"),
     "chain with two ways": (EXPONENTIAL, chain(40, "{next} | {next}"), "a"),
     "400 empty parts": (EMPTY, "root ::= " + '"a"? ' * 400 + '"a"', "a+"),
     "empty parts multiplied": (EMPTY, 'root ::= ((("a"?){100}){100}){100} "b"', "a*b?"),
@@ -85,11 +86,7 @@ for token in (N_VOCAB, 2**31, 2**64):
 
 # --- Grammars that another process finds out about -------------------------------------------
 TOPIC.refuse(
-    "a chain of 3,000 rules",
-    ask,
-    "without ending the process",
-    row=DEEP,
-    grammar=chain(3000, "{next}"),
+    "a dead end", ask, "no other may come", row=DEAD_END, grammar='root ::= "a" <[257]> "c"'
 )
 TOPIC.refuse(
     "a grammar of a token by an unknown name", ask, "one token of the vocabulary",

@@ -29,7 +29,7 @@ INJECTED = "injected"
 # What makes something that has to be freed, and what frees it.
 MAKES = ("llama_model_load_from_file", "llama_init_from_model", "llama_sampler_chain_init")
 FREES = ("llama_model_free", "llama_free", "llama_sampler_free")
-SAMPLER = h.DECLARATIONS.prototypes["llama_sampler_clone"].restype
+SAMPLER = h.DECLARATIONS.prototypes["llama_sampler_chain_init"].restype
 
 
 @dataclass

@@ -27,7 +27,7 @@ _ESCAPES = {"t": "\t", "r": "\r", "n": "\n", **{c: c for c in '\\"[]-'}}
 
 
 class GbnfError(ValueError):
-    """The text is not GBNF; the message names the line and what must stand there."""
+    """The text is not GBNF; the message names what must stand where."""
 
 
 def lark_of_gbnf(text: str, n_vocab: int, token_of: Callable[[str], int | None]) -> str:
@@ -52,7 +52,7 @@ def lark_of_gbnf(text: str, n_vocab: int, token_of: Callable[[str], int | None])
     except _Fault as fault:
         line = text.count("\n", 0, fault.at) + 1
         excerpt = text[fault.at : fault.at + 40].split("\n")[0].strip() or "the end"
-        raise GbnfError(f"line {line}: {excerpt!r}, must be {fault.limit}") from None
+        raise GbnfError(f"{fault.limit}, in place of {excerpt!r} (line {line})") from None
 
 
 class _Fault(Exception):
@@ -199,13 +199,17 @@ class _Writer:
         if character != "{":
             return character
         self._skip(blanks)
-        low = self._count(start)
+        low = self._number(start)
+        if low > MAX_REPETITIONS:
+            raise _Fault(start, f"at most {MAX_REPETITIONS} repetitions")
         self._skip(blanks)
         high: int | None = low
         if self._peek() == ",":
             self._at += 1
             self._skip(blanks)
-            high = self._count(start) if _DIGITS.match(self._peek()) else None
+            high = self._number(start) if _DIGITS.match(self._peek()) else None
+            if high is not None and high > MAX_REPETITIONS:
+                high = None  # as llama.cpp reads it
             self._skip(blanks)
         if self._peek() != "}":
             raise _Fault(start, "{m}, {m,} or {m,n}")
@@ -216,12 +220,9 @@ class _Writer:
             raise _Fault(start, "{m,n} with m <= n")
         return f"{{{low},{high}}}" if high else ""
 
-    def _count(self, start: int) -> int:
+    def _number(self, start: int) -> int:
         digits = self._take(_DIGITS, "{m}, {m,} or {m,n}").group().lstrip("0")
-        # Python refuses to make a number of thousands of digits.
-        if len(digits) > 9 or int(digits or "0") > MAX_REPETITIONS:
-            raise _Fault(start, f"at most {MAX_REPETITIONS} repetitions")
-        return int(digits or "0")
+        return int(digits[:9] or "0")  # Python refuses to make a number of thousands of digits
 
     # --- Strings, classes, tokens ------------------------------------------------------------
     def _character(self) -> int:

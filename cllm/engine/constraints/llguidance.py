@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cllm.engine.constraint import Mask, NotAvailableError
-from cllm.engine.constraints.gbnf import lark_of_gbnf
+from cllm.engine.constraints.gbnf import GbnfError, lark_of_gbnf
 from cllm.engine.vocabulary import GuidanceVocabulary
 from cllm.errors import CllmError, InvalidRequestError
 
@@ -100,6 +100,8 @@ class Guidance:
             else:
                 defaults = {"whitespace_pattern": WHITESPACE}
                 grammar = matchers.grammar_from_json_schema(text, defaults=defaults)
+        except GbnfError as error:
+            raise InvalidRequestError(field, text, str(error)) from None
         except ValueError as error:
             raise InvalidRequestError(field, text, f"usable ({error})") from None
         matcher = matchers(self._tokenizer, grammar, log_level=0, limits=limits)

@@ -25,7 +25,7 @@ class CacheMemory(CacheReader, Protocol):
 class Decoder(CacheMemory, Protocol):
     """A context and its batch.  Raises the errors of `Context`.
 
-    `testing.conformance.check_decoder` says how one behaves.
+    `tests.simulation.conformance.check_decoder` says how one behaves.
 
     Attributes
     ----------

@@ -11,21 +11,18 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import threading
 import time
 from functools import partial
 
 from cllm.bindings import Model, Vocabulary
 from cllm.engine.child_process import answer_requests, answers_of_this_process, limit_memory
 from cllm.engine.constraints.llguidance import Guidance
+from cllm.engine.thread.worker_thread import STACK_BYTES, start_thread
 from cllm.errors import CllmError, InvalidRequestError
 
 N_STEPS = 32
 WALK_S = 0.8
 START_ALARM_S, TRIAL_ALARM_S = 90, 10
-# llguidance recurses along rules.  Half of what the engine's threads have: a constraint that overflows
-# their stacks ends this process first.
-STACK_BYTES = 4 << 20
 
 
 def main(model_path: str, memory_bytes: int) -> None:
@@ -44,11 +41,9 @@ def main(model_path: str, memory_bytes: int) -> None:
             return {"error": follower.fault(field, text)}
 
         limit_memory(memory_bytes)
+        # llguidance recurses along rules: what overflows the stacks of the engine ends this process first.
         serve = partial(answer_requests, answers, {"error": None}, answer, alarm_s=TRIAL_ALARM_S)
-        threading.stack_size(STACK_BYTES)
-        thread = threading.Thread(target=serve)
-        thread.start()
-        thread.join()
+        start_thread(serve, "trial", STACK_BYTES // 4).join()
 
 
 class GuidanceFollower:
@@ -73,6 +68,8 @@ class GuidanceFollower:
                 (mask,) = self._guidance.masks([constraint])
                 if isinstance(mask, Exception) or time.monotonic() > deadline:
                     break
+                if not mask.any():
+                    return f"one that the vocabulary can write: after {n_tokens} tokens no other may come"
                 mask[list(self._guidance.ends)] = False
                 (tokens,) = mask.nonzero()
                 if not len(tokens):

@@ -50,7 +50,7 @@ from cllm.engine.request import GenerationRequest
 from cllm.engine.thread.inference_thread import InferenceThread
 from cllm.engine.thread.interrupter import Abortable, Interrupter
 from cllm.engine.thread.mailbox import Inbox
-from cllm.engine.thread.worker_thread import WorkerThreads
+from cllm.engine.thread.worker_thread import WorkerThreads, start_thread
 
 BEAT_S = 0.5
 
@@ -112,7 +112,7 @@ class Compiling:
         self._lock = threading.Lock()
         self._pending: dict[str, list[Command]] = {}
         self._queue: queue.SimpleQueue[GenerationRequest] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="cllm-compiler", daemon=True).start()
+        start_thread(self._run, "cllm-compiler")
 
     def put(self, command: Command) -> None:
         """Pass a command on, after the constraint of its request."""

@@ -43,6 +43,20 @@ class Reply(Generic[T]):
         return self._result  # type: ignore[return-value]  # set to a T together with the event
 
 
+def start_thread(
+    run: Callable[[], object], name: str, stack_bytes: int = STACK_BYTES
+) -> threading.Thread:
+    """Start a daemon thread with a stack of a size of its own."""
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    # The size is a setting of the process: put it back for all other threads.
+    previous = threading.stack_size(stack_bytes)
+    try:
+        thread.start()
+    finally:
+        threading.stack_size(previous)
+    return thread
+
+
 class WorkerThread:
     """Runs calls one after another and answers on the event loop it was made in."""
 
@@ -52,13 +66,7 @@ class WorkerThread:
             queue.SimpleQueue()
         )
         self._is_ending = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        # The size is a setting of the process: put it back for everyone else's threads.
-        previous = threading.stack_size(STACK_BYTES)
-        try:
-            self._thread.start()
-        finally:
-            threading.stack_size(previous)
+        self._thread = start_thread(self._run, name)
 
     async def run(self, call: Callable[[], T]) -> T:
         """What `call` returns or raises on the thread.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import re
 from pathlib import Path
@@ -60,9 +61,10 @@ class LlamaGrammar(NativeHandle):
 
     def __init__(self, vocab: Vocabulary, text: str) -> None:
         lib = library()
-        pointer = lib.llama_sampler_init_grammar(
-            vocab._pointer, c_string("grammar", text), c_string("root", "root")
-        )
+        init = ctypes.PyDLL(str(lib.path)).llama_sampler_init_grammar
+        init.restype = lib.llama_sampler_chain_init.restype
+        init.argtypes = (type(vocab._pointer), ctypes.c_char_p, ctypes.c_char_p)
+        pointer = init(vocab._pointer, c_string("grammar", text), c_string("root", "root"))
         if not pointer:
             raise ValueError(text)
         super().__init__(pointer, lib.llama_sampler_free, parent=vocab._model)

@@ -96,6 +96,7 @@ GOOD = {
     "counts that end": JSON_OF_A_SCHEMA,
     "counts of other characters": 'root ::= x{1,200}\nx ::= [a-z]{1,200} "."',
     "few empty parts": 'root ::= ("a"? "b"?){8} "c"? "d"?',
+    "a maximum that is none": 'root ::= "a"{0,2001}',
     "all repetitions": 'root ::= "a"{1000} "b"{0,500} "c"{1000,}',
 }
 MALFORMED = {
@@ -130,7 +131,7 @@ MALFORMED = {
     "65 brackets": ("root ::= " + "(" * 65 + '"a"' + ")" * 65, "at most 64 brackets"),
     "65 repetitions": ('root ::= "a"' + "{1}" * 65, "at most 64 brackets and repetitions"),
     "a large repetition": ('root ::= "a"{2001}', "at most 2000 repetitions"),
-    "a larger repetition": ('root ::= "a"{0,' + "9" * 9000 + "}", "at most 2000 repetitions"),
+    "a larger repetition": ('root ::= "a"{' + "9" * 9000 + ",}", "at most 2000 repetitions"),
     "NUL": ('root ::= "\0"', "without NUL"),
     "escaped NUL": (r'root ::= "a\x00"', "a character that text can have"),
     "beyond Unicode": (r'root ::= "\U00110000"', "a character that text can have"),
@@ -158,10 +159,10 @@ def test_text_that_is_not_gbnf_is_refused(name: str) -> None:
 
 
 def test_the_error_names_the_line_and_what_stands_there() -> None:
-    with pytest.raises(
-        GbnfError, match=r"^line 3: '\{7,3\} \| \"b\"', must be \{m,n\} with m <= n$"
-    ):
+    expected = "{m,n} with m <= n, in place of '{7,3} | \"b\"' (line 3)"
+    with pytest.raises(GbnfError) as caught:
         lark_of_gbnf('root ::= x\n\nx ::= "a"{7,3} | "b"\n', N_VOCAB, token_of)
+    assert str(caught.value) == expected
 
 
 def test_every_character_is_a_lexeme_of_its_own() -> None:
@@ -207,7 +208,7 @@ PIECES = st.sampled_from(["root ::= ", "root", '"a"', "[a-z]", "(", ")", "|", "{
 
 @given(st.lists(st.one_of(PIECES, st.text(ALPHABET, max_size=4)), max_size=30).map("".join))
 def test_any_text_is_read_or_refused_with_its_line(text: str) -> None:
-    assert (refusal(text) or "line ").startswith("line ")
+    assert "(line " in (refusal(text) or "(line ")
 
 
 # --- Beside llama.cpp's own sampler ----------------------------------------------------------
@@ -318,7 +319,7 @@ def test_masks_are_those_of_llama_cpp_for_its_own_grammars(
         n_compared += sum(walk(vocabulary, guidance, text, random.Random(i), 40) for i in range(2))
     assert n_compared > 1200
     # No root twice, a rule that is not defined, and left recursion, which llguidance can follow.
-    assert [why.split(", must be ")[-1] for why in refused] == [
+    assert [why.split(", in place of ")[0] for why in refused] == [
         "a grammar with a rule that is named root",
         "the name of a rule that is defined",
         *(f"integration test {i}" for i in range(16, 20)),

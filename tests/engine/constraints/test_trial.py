@@ -20,21 +20,18 @@ from cllm.engine.constraints import trial as trial_module
 from cllm.engine.constraints.trial import FATAL, ConstraintTrial
 from cllm.engine.thread.mailbox import Outbox
 from cllm.engine.thread.worker_thread import WorkerThreads
-from tests.conftest import is_there, on_either_loop
-from tests.engine.constraints.test_gbnf import GOOD, chain, rules
+from tests.conftest import is_there
+from tests.engine.constraints.llama_grammar import grammars_of
+from tests.engine.constraints.test_gbnf import GOOD, chain, source_of_llama_cpp
 
 pytestmark = pytest.mark.one_loop
 
 # llguidance counts to the multiple, and recurses along rules.
 SLOW = ("json_schema", '{"type": "integer", "multipleOf": 100000007}')
-OVERFLOWING = {
-    "a chain of rules": ("grammar", chain(3000, "{next}")),
-    "a chain of repetitions": ("grammar", chain(2500, "({next})*")),
-    "a chain of rules in Lark": (
-        "lark",
-        rules("start: r0", *(f"r{i}: r{i + 1}" for i in range(3000)), 'r3000: "a"'),
-    ),
-}
+# It recurses until the stack is full.
+OVERFLOWING = ("json_schema", '{"const": -9223372036854775807}')
+# llama.cpp and the vocabulary allow no token behind the end: 257 ends every output.
+DEAD_END = 'root ::= <[97]> <[98]> <[257]> "c"'
 
 
 @pytest.fixture
@@ -91,13 +88,29 @@ async def test_good_grammars_pass_in_one_process(
 
 
 @pytest.mark.anyio
-@on_either_loop("name", OVERFLOWING)
+async def test_the_grammars_of_llama_cpp_pass(trial: ConstraintTrial) -> None:
+    for name, text in grammars_of(source_of_llama_cpp()).items():
+        if name.endswith(".gbnf"):
+            assert await verdict(trial, text) is None, name
+
+
+@pytest.mark.anyio
+async def test_a_chain_of_3000_rules_passes(trial: ConstraintTrial) -> None:
+    assert await verdict(trial, chain(3000, "{next}")) is None
+
+
+@pytest.mark.anyio
 async def test_what_overflows_the_stack_is_refused_and_the_next_is_tried(
-    trial: ConstraintTrial, name: str
+    trial: ConstraintTrial,
 ) -> None:
-    field, text = OVERFLOWING[name]
+    field, text = OVERFLOWING
     assert await verdict(trial, text, field) == FATAL
     assert await verdict(trial, 'root ::= "ok"') is None
+
+
+@pytest.mark.anyio
+async def test_a_grammar_that_no_token_goes_on_with_is_refused(trial: ConstraintTrial) -> None:
+    assert "after 2 tokens no other may come" in (await verdict(trial, DEAD_END) or "")
 
 
 @pytest.mark.full
@@ -134,7 +147,7 @@ async def test_a_verdict_is_remembered(
         assert await verdict(trial, 'root ::= "a"') is None
         assert await verdict(trial, "root ::= [z-a]")
     assert asked.n == 2
-    field, text = OVERFLOWING["a chain of rules"]
+    field, text = OVERFLOWING
     for _ in range(2):  # perhaps it was not the constraint's fault: asked again
         assert await verdict(trial, text, field) == FATAL
     assert asked.n == 4
