@@ -64,6 +64,7 @@ class GuidanceFollower:
             return error.limit
         try:
             constraint = compiled.start()
+            constraint.forced()  # a text without a choice is found as a whole, however long it is
             for n_tokens in range(N_STEPS):
                 (mask,) = self._guidance.masks([constraint])
                 if isinstance(mask, Exception) or time.monotonic() > deadline:
@@ -75,8 +76,8 @@ class GuidanceFollower:
                 if not len(tokens):
                     break
                 constraint.accept(int(tokens[(7 * n_tokens + len(tokens) // 2) % len(tokens)]))
-        except CllmError:
-            pass
+        except CllmError as error:
+            return f"one that can be followed ({error})"
         return None
 
 

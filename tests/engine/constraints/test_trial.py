@@ -109,6 +109,13 @@ async def test_what_overflows_the_stack_is_refused_and_the_next_is_tried(
 
 
 @pytest.mark.anyio
+async def test_a_text_without_a_choice_that_is_too_long_is_refused(trial: ConstraintTrial) -> None:
+    letters = "a" * 60_000
+    assert await verdict(trial, f'root ::= "{letters[:10_000]}"') is None
+    assert "can be followed" in (await verdict(trial, f'root ::= "{letters}"{{1000}}') or "")
+
+
+@pytest.mark.anyio
 async def test_a_grammar_that_no_token_goes_on_with_is_refused(trial: ConstraintTrial) -> None:
     assert "after 2 tokens no other may come" in (await verdict(trial, DEAD_END) or "")
 
