@@ -34,7 +34,7 @@ from cllm.testing.fake_vocabulary import FakeVocabulary
 
 
 class AskedSampler:
-    """What samplers without llama.cpp have in common: they are asked for every token, in `choose`."""
+    """Base of samplers without llama.cpp: the engine asks `choose` for every token."""
 
     constraint = None
     is_greedy = False

@@ -1,4 +1,4 @@
-"""What setup.py says while a wheel is built, and where it fails."""
+"""setup.py builds the library with its own interpreter, and an error is its last line."""
 
 from __future__ import annotations
 

@@ -170,9 +170,7 @@ class _Writer:
                     last = self._names[self._name()]
                 else:
                     break
-            if depth + nesting > MAX_NESTING:
-                limit = f"at most {MAX_NESTING} brackets and repetitions within each other"
-                raise _Fault(start, limit)
+            _check_nesting(depth + nesting, start)
             deepest = max(deepest, nesting)
             if last:
                 items.append(last)
@@ -180,9 +178,7 @@ class _Writer:
         return " ".join(items) or '""', deepest
 
     def _group(self, depth: int) -> tuple[str, int]:
-        if depth > MAX_NESTING:
-            limit = f"at most {MAX_NESTING} brackets and repetitions within each other"
-            raise _Fault(self._at, limit)
+        _check_nesting(depth, self._at)
         self._at += 1
         self._skip(_BLANKS_AND_LINES)
         inner, nesting = self._alternatives(depth)
@@ -299,6 +295,11 @@ class _Writer:
                 raise _Fault(start, f"token ids 0 to {self._n_vocab - 1}")
             token = int(digits)
         return f"<[{negation}{token}]>"
+
+
+def _check_nesting(n: int, at: int) -> None:
+    if n > MAX_NESTING:
+        raise _Fault(at, f"at most {MAX_NESTING} brackets and repetitions within each other")
 
 
 def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:

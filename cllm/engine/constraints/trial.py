@@ -1,7 +1,7 @@
 """ConstraintTrial: constraints are compiled and followed a while in another process first.
 
-`multipleOf` a large number, or thousands of brackets, hang llguidance, exhaust the memory or end the
-process.  Here that ends the process of `llama.trial_child` alone.
+A large `multipleOf` hangs llguidance or exhausts the memory, and some constants overflow its stack.
+Here that ends the process of `llama.trial_child` alone.
 """
 
 from __future__ import annotations

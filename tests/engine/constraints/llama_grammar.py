@@ -1,4 +1,4 @@
-"""What lark_of_gbnf is compared with: llama.cpp's own grammar sampler, over a vocabulary of many pieces."""
+"""Reference for lark_of_gbnf: llama.cpp's grammar sampler, and a vocabulary of pieces of text."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,15 +39,6 @@ def refusal(text: str) -> str | None:
     except GbnfError as error:
         return str(error)
     return None
-
-
-def source_of_llama_cpp() -> Path:
-    """Return the source that `build_llama.sh` keeps in its cache; skip the test without it."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    found = sorted(cache.glob("cllm/src/llama.cpp-*"))
-    if not found:
-        pytest.skip("the source of llama.cpp is not in the cache: build_llama.sh puts it there")
-    return found[-1]
 
 
 def rules(*lines: str) -> str:
@@ -214,7 +204,7 @@ def test_any_text_is_read_or_refused_with_its_line(text: str) -> None:
 # --- Beside llama.cpp's own sampler ----------------------------------------------------------
 @pytest.fixture(scope="module")
 def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
-    """A vocabulary of 1,400 tokens, many of which are several characters or parts of one."""
+    """A vocabulary whose tokens are bytes, parts of characters and pieces of several characters."""
     path = write_vocabulary(tmp_path_factory.mktemp("vocabulary") / "pieces.gguf")
     with Model(path, vocab_only=True) as model:
         yield model
@@ -307,10 +297,10 @@ def test_masks_are_those_of_llama_cpp_for_every_part_of_the_syntax(
 
 
 def test_masks_are_those_of_llama_cpp_for_its_own_grammars(
-    vocabulary: Model, guidance: Guidance
+    vocabulary: Model, guidance: Guidance, llama_cpp_source: Path
 ) -> None:
     n_compared, refused = 0, []
-    for name, text in grammars_of(source_of_llama_cpp()).items():
+    for name, text in grammars_of(llama_cpp_source).items():
         try:
             LlamaGrammar(vocabulary.vocab, text).close()
         except ValueError:  # its tests of errors

@@ -22,7 +22,7 @@ from cllm.engine.thread.mailbox import Outbox
 from cllm.engine.thread.worker_thread import WorkerThreads
 from tests.conftest import is_there
 from tests.engine.constraints.llama_grammar import grammars_of
-from tests.engine.constraints.test_gbnf import GOOD, chain, source_of_llama_cpp
+from tests.engine.constraints.test_gbnf import GOOD, chain
 
 pytestmark = pytest.mark.one_loop
 
@@ -88,8 +88,10 @@ async def test_good_grammars_pass_in_one_process(
 
 
 @pytest.mark.anyio
-async def test_the_grammars_of_llama_cpp_pass(trial: ConstraintTrial) -> None:
-    for name, text in grammars_of(source_of_llama_cpp()).items():
+async def test_the_grammars_of_llama_cpp_pass(
+    trial: ConstraintTrial, llama_cpp_source: Path
+) -> None:
+    for name, text in grammars_of(llama_cpp_source).items():
         if name.endswith(".gbnf"):
             assert await verdict(trial, text) is None, name
 
