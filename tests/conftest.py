@@ -10,7 +10,7 @@ import zlib
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import settings
@@ -32,6 +32,7 @@ from cllm.engine.process.engine_process import EngineProcess
 from cllm.engine.thread.mailbox import Inbox
 from tools import make_model
 
+T = TypeVar("T")
 # The same examples every time; `HYPOTHESIS_PROFILE=search` looks for new ones.
 settings.register_profile("suite", derandomize=True, deadline=None, database=None)
 settings.register_profile("fast", settings.get_profile("suite"), max_examples=30)
@@ -42,6 +43,11 @@ def examples(n: int, **given: Any) -> settings:
     """Hypothesis settings: n examples in `make test-full`, a quarter of them in `make test`."""
     is_fast = settings().max_examples == settings.get_profile("fast").max_examples
     return settings(max_examples=n // 4 if is_fast else n, **given)
+
+
+def few_in_fast(values: Iterable[T], is_fast: Callable[[T], bool]) -> list[Any]:
+    """Parameters of a test: all in `make test-full`, in `make test` those that are marked as fast."""
+    return [v if is_fast(v) else pytest.param(v, marks=pytest.mark.full) for v in values]
 
 
 def is_there(pid: int) -> bool:

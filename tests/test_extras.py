@@ -10,6 +10,7 @@ import pytest
 
 from cllm import CllmError, MissingExtraError
 from cllm.errors import extra
+from tests.conftest import few_in_fast
 
 ENGINE = """
     import anyio
@@ -62,9 +63,7 @@ def test_a_missing_extra_is_an_error_of_cllm_and_of_an_import() -> None:
         import cllm.no_such_module  # type: ignore[import-not-found]  # noqa: F401
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.full) for name in CASES]
-)
+@pytest.mark.parametrize("name", few_in_fast(CASES, FAST.__contains__))
 def test_a_missing_extra_names_its_pip_command(name: str, tmp_path: object) -> None:
     library, program = CASES[name]
     extra = name.partition(":")[0]

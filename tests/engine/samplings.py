@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
+from tests.conftest import few_in_fast
 
 PROMPTS = ["repeat: a b c d e f g h", "1+1=", "count: 1 2 3", "x"]
 SCHEMA: dict[str, Any] = {
@@ -47,6 +47,4 @@ FEW = (
     "schema",
     "grammar",
 )
-FEW_IN_FAST = [
-    name if name in FEW else pytest.param(name, marks=pytest.mark.full) for name in SAMPLINGS
-]
+FEW_IN_FAST = few_in_fast(SAMPLINGS, FEW.__contains__)

@@ -51,7 +51,7 @@ def grammar_of(chat: ChatTokenizer, **options: Any) -> str:
     return answer.grammar
 
 
-@pytest.mark.parametrize("path", FEW_IN_FAST)
+@pytest.mark.parametrize("path", FEW_IN_FAST, ids=lambda path: path.stem)
 def test_a_call_that_is_asked_for_may_be_what_the_template_writes(
     path: Any, model: Model, guidance: Guidance
 ) -> None:

@@ -18,6 +18,7 @@ from cllm.engine.chat.chat_template import ChatTemplate
 from cllm.engine.chat.control_tokens import Piece
 from cllm.engine.chat.messages import check_messages, check_tools
 from cllm.errors import InvalidRequestError
+from tests.conftest import few_in_fast
 from tests.engine.chat.conftest import CHILD
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -29,10 +30,7 @@ FEW_TEMPLATES = {
     "meta-llama-Llama-3.1-8B-Instruct", "Kimi-K2-Instruct", "muse-glimmer", "MiniMax-M2",
     "google-gemma-2-2b-it", "CohereForAI-c4ai-command-r7b-12-2024-tool_use",
 }  # fmt: skip
-FEW_IN_FAST = [
-    pytest.param(path, id=path.stem, marks=[] if path.stem in FEW_TEMPLATES else [pytest.mark.full])
-    for path in TEMPLATES
-]
+FEW_IN_FAST = few_in_fast(TEMPLATES, lambda path: path.stem in FEW_TEMPLATES)
 CHATML = """{% for message in messages %}<|im_start|>{{ message.role }}
 {{ message.content }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant

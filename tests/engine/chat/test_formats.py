@@ -116,7 +116,9 @@ def chat(model: Model, request: pytest.FixtureRequest) -> Iterator[ChatTokenizer
     made.close()
 
 
-each_template = pytest.mark.parametrize("chat", FEW_IN_FAST, indirect=True)
+each_template = pytest.mark.parametrize(
+    "chat", FEW_IN_FAST, ids=lambda path: path.stem, indirect=True
+)
 
 
 def text_of(chat: ChatTokenizer, messages: list[Message], **options: Any) -> str:

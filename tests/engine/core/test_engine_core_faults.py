@@ -20,6 +20,7 @@ from cllm.errors import (
 )
 from cllm.testing import FakeVocabulary
 from cllm.testing.fake_decoder import FakeRun, Fault
+from tests.conftest import few_in_fast
 from tests.simulation.reference import endless
 from tests.simulation.simulator import Simulator, WatchedDecoder
 
@@ -63,14 +64,10 @@ def test_the_mix_meets_everything() -> None:
 
 # --- Faults that pass ---------------------------------------------------------------------------
 PASSING: list[Fault] = [1, 2, -1, -2, -3, RuntimeError("scripted"), MemoryError("scripted")]
-SOME_IN_FULL = [
-    pytest.param(fault, marks=[] if fault in (1, 2, -3) else [pytest.mark.full])
-    for fault in PASSING
-]
 
 
 @calls
-@pytest.mark.parametrize("fault", SOME_IN_FULL, ids=str)
+@pytest.mark.parametrize("fault", few_in_fast(PASSING, (1, 2, -3).__contains__), ids=str)
 def test_a_decode_that_fails_once_costs_nobody_anything(fault: Fault, calls: Sequence[int]) -> None:
     """At each call: all answers are those of the undisturbed run, the bookkeeping right."""
     for n_decode in calls:
