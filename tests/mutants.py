@@ -46,6 +46,7 @@ OPERATORS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.FloorDiv: "*", ast.D
 NOT_MUTATED = ("__repr__", "__str__")
 SAID = {"debug", "info", "warning", "error", "exception", "log", "warn"}
 TIMEOUT_S = 900
+N_SAID = 4000  # characters of a report
 WORKERS = ("-n", "auto", "--maxprocesses=8", "--dist", "loadfile")
 
 
@@ -177,8 +178,8 @@ def chosen(n: int, seed: int) -> list[Mutant]:
     return found
 
 
-def run_tests(tree: Path, *arguments: str) -> bool:
-    """Whether these tests of a copy pass."""
+def run_tests(tree: Path, *arguments: str, says_why: bool = False) -> bool:
+    """Return whether these tests of a copy pass; print the end of their report if they are to say why not."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     try:
@@ -187,6 +188,8 @@ def run_tests(tree: Path, *arguments: str) -> bool:
         )
     except subprocess.TimeoutExpired:
         return False
+    if done.returncode and says_why:
+        print(done.stdout.decode(errors="replace")[-N_SAID:])
     return done.returncode == 0
 
 
@@ -240,7 +243,7 @@ def main() -> int:
     by: dict[str, list[Mutant]] = {"near": [], "fast": [], "full": [], "": []}
     with tempfile.TemporaryDirectory() as directory:
         tree = copy_of_the_project(Path(directory))
-        if not run_tests(tree, *WORKERS, *ENGINE):
+        if not run_tests(tree, *WORKERS, *ENGINE, says_why=True):
             print("the tests fail without any fault")
             return 1
         for mutant in mutants:

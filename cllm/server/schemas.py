@@ -253,16 +253,29 @@ def sampling_of(body: BaseModel, defaults: SamplingOptions, **changes: Any) -> S
 def constraint_of(
     response_format: Mapping[str, Any] | None, field: str = "response_format"
 ) -> dict[str, Any]:
-    """OpenAI's `response_format` as sampling parameters."""
+    """Return OpenAI's `response_format` as sampling parameters.
+
+    A keyword that cannot be enforced is ignored unless the format is strict, as OpenAI promises no more.
+    """
     kind = "text" if response_format is None else response_format.get("type")
     if response_format is None or kind == "text":
         return {}
     if kind == "json_object":
-        return {"json_schema": response_format.get("schema") or {"type": "object"}}
+        return {"json_schema": lenient(response_format.get("schema") or {"type": "object"})}
     if kind == "json_schema":
         inner = response_format.get("json_schema")
         schema = inner.get("schema") if isinstance(inner, Mapping) else None
         if not isinstance(schema, Mapping):
             raise invalid(f"{field}.json_schema.schema", "must be an object")
-        return {"json_schema": dict(schema)}
+        is_strict = isinstance(inner, Mapping) and inner.get("strict") is True
+        return {"json_schema": dict(schema) if is_strict else lenient(schema)}
     raise invalid(f"{field}.type", "must be text, json_object or json_schema")
+
+
+def lenient(schema: object) -> object:
+    """Return a schema whose keywords are ignored where they cannot be enforced."""
+    if not isinstance(schema, Mapping):
+        return schema  # which the engine names as wrong
+    options = schema.get("x-guidance")
+    given = options if isinstance(options, Mapping) else {}
+    return {**schema, "x-guidance": {"lenient": True, **given}}

@@ -5,6 +5,7 @@ A *stretch* is what stands between the trigger of calls and their end: one call,
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -12,20 +13,84 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from cllm.engine.chat.call_literals import QUOTE, GemmaCalls, PythonCalls
-from cllm.engine.chat.call_syntax import (
-    CallSyntax,
-    JsonCalls,
-    NamedCalls,
-    TaggedCalls,
-    member_schema,
-    types_of,
-)
+from cllm.engine.chat.argument_text import ANY_TEXT, literal, literals_of, quoted_text
+from cllm.engine.chat.call_literals import NO_KEY, QUOTE, ElementCalls, GemmaCalls, PythonCalls
+from cllm.engine.chat.call_syntax import CallSyntax, JsonCalls, NamedCalls, TaggedCalls
 from cllm.engine.chat.routed_turn import RoutedTurn
+from cllm.engine.chat.tool_schema import ToolParameters, parameters_of
+from cllm.engine.chat.value_grammar import (
+    COMMA,
+    STRING,
+    Notation,
+    ValueGrammar,
+    WriteMember,
+    json_of,
+    plain_key,
+)
+from cllm.engine.json_schema import TYPES, enforceable
 from cllm.errors import InvalidRequestError
 
-# One space or line end between the tokens of JSON: a run of them would use up `max_tokens`.
-COMPACT = {"x-guidance": {"whitespace_pattern": r"[ \n]?"}}
+ONE_CALL = r"\bcall\b(?![\"\w])"  # the rule, where a stretch has it
+GAP = r"gap: /[ \n]{0,2}/"
+ATTRIBUTE = r'/ [a-z_]{1,20}="[^"<>&]{0,40}"/'  # that may follow a name
+SPACES = r"/[ \t\r\n]*/"
+PYTHON = Notation(
+    quote="'",
+    never_inside=r"/[\x00-\x1f\x7f'\\]/",
+    constants={"null": "None", "true": "True", "false": "False"},
+    json_strings=True,
+    escaped=r"""([^\x00-\x1f\x7f'\\]|\\[\\'"nrt])*""",
+)
+GEMMA = Notation(
+    quote=QUOTE,
+    never_inside=literal(QUOTE),
+    constants={name: name for name in ("null", "true", "false")},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ValueForm:
+    """How values of some types are written, in Lark.
+
+    Attributes
+    ----------
+    types : set of str
+    before, end : str
+        Around the value.
+    is_text : bool
+        Text is written as it is; else a value is JSON.
+    """
+
+    types: frozenset[str]
+    before: str = ""
+    end: str = ""
+    is_text: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentForm:
+    """How one argument is written, in Lark.
+
+    Attributes
+    ----------
+    head : str
+        Before the value, the key included.
+    values : tuple of ValueForm
+    newline : bool
+        A line end stands on both sides of the value.
+    premature : str
+        Terminal of texts that would be read as the end of the value.
+    """
+
+    head: str
+    values: tuple[ValueForm, ...]
+    newline: bool = False
+    premature: str = ""
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether text and JSON are told apart by what they are alone."""
+        return len({form.before for form in self.values}) == 1 and len(self.values) > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +100,7 @@ class CallGrammar:
     Parameters
     ----------
     syntax : CallSyntax
-    tools : sequence of mapping
+    tools : sequence of ToolParameters or mapping
         Those that may be called.
     parallel : bool
         Several calls are allowed.
@@ -44,21 +109,25 @@ class CallGrammar:
     """
 
     syntax: CallSyntax
-    tools: Sequence[Mapping[str, Any]]
+    tools: Sequence[ToolParameters]
     parallel: bool
     spelled: Mapping[int, bytes]
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tools", parameters_of(self.tools))
+
     def required(self) -> str:
-        """At least one call, and nothing else."""
-        return "\n".join(["start: calls", *self._rules()])
+        """Return at least one call, and nothing else."""
+        return "\n".join(["start: calls", *self.rules()])
 
     def or_else(self, schema: str) -> str:
-        """Calls, or JSON of a schema."""
-        otherwise = f"otherwise: %json {_compact(json.loads(schema))}"
-        return "\n".join(["start: calls | otherwise", otherwise, *self._rules()])
+        """Return calls, or JSON of a schema."""
+        answer = enforceable("json_schema", json.loads(schema))
+        otherwise = f"otherwise: %json {json_of(answer, is_strict=True)}"
+        return "\n".join(["start: calls | otherwise", otherwise, *self.rules()])
 
     def strict(self) -> str:
-        """Text with any number of calls in it, all of which are right."""
+        """Return text with any number of calls in it, all of which are right."""
         begin = self._literal(next(filter(None, self.syntax.triggers), ""))
         lazy = "" if begin.startswith("<[") else "[lazy]"
         rules = [
@@ -67,45 +136,62 @@ class CallGrammar:
             "tail: TEXT",
             r"TEXT: /(.|\n)*/",
         ]
-        return "\n".join([*rules, *self._rules()[1:]])
+        return "\n".join([*rules, *self.rules()[1:]])
 
     def _trigger(self) -> str:
-        """What begins a stretch, in Lark; optional where calls may be bare."""
+        """Return what begins a stretch, in Lark; optional where calls may be bare."""
         begin = self._literal(next(filter(None, self.syntax.triggers), ""))
         return f"({begin})?" if begin and self.syntax.is_bare else begin
 
-    def _rules(self) -> list[str]:
-        """`calls` first, then what it is made of."""
+    def rules(self) -> list[str]:
+        """Return `calls`, then what it is made of."""
         begin = self._trigger()
         more = f" (gap {begin} stretch)*" if self.parallel and begin else ""
-        rules = [f"calls: gap {begin} stretch{more}", r"gap: /[ \n]{0,2}/"]
+        rules = [f"calls: gap {begin} stretch{more}", GAP]
         names = " | ".join(f"call_{i}" for i in range(len(self.tools)))
-        write = _WRITERS.get(type(self.syntax))
-        if write is None:
-            raise not_wanted()
-        stretch, call, shared = write(self)
-        rules += [f"stretch: {stretch}", f"call: {names}", *shared]
+        stretch, call = _WRITERS[type(self.syntax)](self)
+        rules += [f"stretch: {stretch}", f"call: {names}"]
         return [*rules, *(rule for i in range(len(self.tools)) for rule in call(i))]
 
+    def alone(self, i: int) -> tuple[str, list[str]]:
+        """Return a stretch with nothing but a call of one tool, and the rules that it needs."""
+        stretch, call = _WRITERS[type(self.syntax)](self)
+        return f"{self._trigger()} {re.sub(ONE_CALL, f'call_{i}', stretch)}", call(i)
+
     def _several(self, between: str) -> str:
-        """One call, or several with this between them."""
+        """Return one call, or several with this between them."""
         return f"call ({between} call)*" if self.parallel else "call"
 
+    # --- JSON -------------------------------------------------------------------------------
     def _json_calls(self) -> Writing:
         syntax = self.syntax
         assert isinstance(syntax, JsonCalls)
         end = self._literal(syntax.ends[0]) if syntax.ends else ""
         end = f"({end})?" if end and syntax.is_bare else end
-        calls = f'"[" {self._several(_COMMA)} "]"' if syntax.is_list else "call"
-        return f"gap {calls} gap {end}", self._json_call, []
+        calls = f'"[" {self._several(COMMA)} "]"' if syntax.is_list else "call"
+        return f"gap {calls} gap {end}", self._json_call
+
+    def _json_call(self, i: int) -> list[str]:
+        tool, syntax = self.tools[i], self.syntax
+        assert isinstance(syntax, JsonCalls)
+        arguments = tool.json()
+        definitions = arguments.pop("$defs", {})
+        if syntax.name_is_key:
+            members: dict[str, Any] = {tool.name: arguments}
+        else:
+            members = {syntax.name_key: {"const": tool.name}, syntax.arguments_key: arguments}
+        whole = {
+            "type": "object",
+            "properties": members,
+            "required": list(members),
+            "additionalProperties": False,
+            "$defs": definitions,
+        }
+        return [f"call_{i}: %json {json_of(whole, is_strict=tool.is_strict)}"]
 
     def _named_calls(self) -> Writing:
         assert isinstance(self.syntax, NamedCalls)
-        return self._in_section(self.syntax), self._named_call, []
-
-    def _tagged_calls(self) -> Writing:
-        assert isinstance(self.syntax, TaggedCalls)
-        return self._in_section(self.syntax), self._tagged_call, []
+        return self._in_section(self.syntax), self._named_call
 
     def _in_section(self, syntax: NamedCalls | TaggedCalls) -> str:
         if not syntax.section_start:
@@ -113,82 +199,22 @@ class CallGrammar:
         start, end = self._literal(syntax.call_start), self._literal(syntax.section_end)
         return f"gap {start} {self._several(f'gap {start}')} gap {end}"
 
-    def _python_calls(self) -> Writing:
-        syntax = self.syntax
-        assert isinstance(syntax, PythonCalls)
-        end = "".join(self._literal(text) for text in syntax.ends[:1])
-        end = f"({end})?" if end else ""
-        return f'"[" {self._several(_COMMA)} "]" {end}', self._python_call, _PYTHON_VALUES
-
-    def _python_call(self, i: int) -> list[str]:
-        name, schema = self._function(i)
-        members = self._members(schema, "={}", _PYTHON_TYPES, quote="'")
-        return [f"call_{i}: {self._literal(name + '(')} {members} {self._literal(')')}"]
-
-    def _gemma_calls(self) -> Writing:
-        syntax = self.syntax
-        assert isinstance(syntax, GemmaCalls)
-        quote = self._literal(QUOTE)
-        values = [f"text: {quote} /(.|\\n)*/ {quote}"]
-        if not quote.startswith("<["):
-            values = [f"text: {quote} rest_of_text", f"rest_of_text[lazy]: /(.|\\n)*/ {quote}"]
-        return f"call {self._literal(syntax.call_end)}", self._gemma_call, [*values, *_GEMMA_VALUES]
-
-    def _gemma_call(self, i: int) -> list[str]:
-        name, schema = self._function(i)
-        members = self._members(schema, ":{}", _GEMMA_TYPES, quote=QUOTE)
-        return [f"call_{i}: {self._literal(f'call:{name}' + '{')} {members} {self._literal('}')}"]
-
-    def _members(
-        self, schema: Mapping[str, Any], written: str, kinds: Mapping[str, str], *, quote: str
-    ) -> str:
-        """Keys with values: those that are required, then any of the others, in their order."""
-        required = schema.get("required", ())
-        given = schema.get("properties") or {}
-        said = {}
-        for key in sorted(given, key=lambda key: key not in required):
-            member = member_schema(schema, key)
-            types = types_of(member)
-            kind = kinds.get(next(iter(types)), "value") if len(types) == 1 else "value"
-            if types == {"string"} and (choices := choices_of(member)):
-                texts = (self._literal(f"{quote}{choice}{quote}") for choice in choices)
-                kind = f"({' | '.join(texts)})"
-            said[key] = f"{self._literal(key + written.format(''))} {kind}"
-        text = f" {_COMMA} ".join(said[key] for key in said if key in required)
-        for key in said:
-            if key not in required:
-                text = f"{text} ({_COMMA} {said[key]})?" if text else f"({said[key]})?"
-        return text
-
-    def _function(self, i: int) -> tuple[str, dict[str, Any]]:
-        function = self.tools[i]["function"]
-        return function["name"], _arguments(function)
-
-    def _json_call(self, i: int) -> list[str]:
-        name, schema = self._function(i)
-        syntax = self.syntax
-        assert isinstance(syntax, JsonCalls)
-        if syntax.name_is_key:
-            members: dict[str, Any] = {name: schema}
-        else:
-            members = {syntax.name_key: {"const": name}, syntax.arguments_key: schema}
-        whole = {
-            "type": "object",
-            "properties": members,
-            "required": list(members),
-            "additionalProperties": False,
-        }
-        return [f"call_{i}: %json {_compact(_hoisted(whole, schema))}"]
-
     def _named_call(self, i: int) -> list[str]:
-        name, schema = self._function(i)
-        syntax = self.syntax
+        tool, syntax = self.tools[i], self.syntax
         assert isinstance(syntax, NamedCalls)
+        head = syntax.name_written.format(name=tool.name)
+        match = re.fullmatch(syntax.name, head, re.DOTALL)
+        if (
+            match is None
+            or match["name"] != tool.name
+            or any(end and end in head for end in (*syntax.separators, syntax.id_start, "{"))
+        ):
+            raise unwritable(tool, tool.name)
         # A number in what is written around the name counts the calls.
-        written = re.split(r"(\d+)", syntax.name_written.format(name="\0"))
+        before, _, after = syntax.name_written.partition("{name}")
         said = " ".join(
-            "/[0-9]{1,3}/" if part.isdecimal() else self._literal(part.replace("\0", name))
-            for part in written
+            "/[0-9]{1,3}/" if part.isdecimal() else self._literal(part)
+            for part in (*re.split(r"(\d+)", before), tool.name, *re.split(r"(\d+)", after))
             if part
         )
         between = self._literal(syntax.separators[0])
@@ -199,72 +225,226 @@ class CallGrammar:
         end = self._literal(syntax.call_ends[0]) if syntax.call_ends else ""
         return [
             f"call_{i}: {said} gap {between} gap arguments_{i} gap {end}",
-            f"arguments_{i}: %json {_compact(schema)}",
+            f"arguments_{i}: %json {json_of(tool.json(), is_strict=tool.is_strict)}",
         ]
 
-    def _tagged_call(self, i: int) -> list[str]:
-        name, schema = self._function(i)
-        syntax = self.syntax
-        assert isinstance(syntax, TaggedCalls)
-        required = schema.get("required", ())
-        rules, said = [], []
-        for k, key in enumerate(schema.get("properties") or {}):
-            said.append(f"gap argument_{i}_{k}" if key in required else f"(gap argument_{i}_{k})?")
-            rules += self._tagged_argument(f"{i}_{k}", key, member_schema(schema, key))
-        head = self._literal(name + syntax.name_end)
-        if syntax.header_end:
-            head += f" /[^<>]{{0,40}}/ {self._literal(syntax.header_end)}"
-        end = self._literal(syntax.call_ends[0])
-        return [f"call_{i}: {head} {' '.join(said)} gap {end}", *rules]
+    # --- Arguments one by one ---------------------------------------------------------------
+    def _tagged_calls(self) -> Writing:
+        assert isinstance(self.syntax, TaggedCalls)
+        return self._in_section(self.syntax), self._tagged_call
 
-    def _tagged_argument(self, number: str, key: str, schema: Mapping[str, Any]) -> list[str]:
+    def _tagged_call(self, i: int) -> list[str]:
+        syntax, tool = self.syntax, self.tools[i]
+        assert isinstance(syntax, TaggedCalls)
+        ends = (syntax.name_end,) if syntax.name_end else (syntax.key_start, *syntax.call_ends)
+        head = self._literal(self._name(tool, tool.name, *ends) + syntax.name_end)
+        if syntax.header_end:
+            head += f" {ATTRIBUTE}? {self._literal(syntax.header_end)}"
+        end = self._literal(syntax.call_ends[0])
+        return self._tagged(i, head, self._tagged_argument, f"gap {end}")
+
+    def _tagged_argument(self, tool: ToolParameters, key: str | None, free: str) -> ArgumentForm:
         syntax = self.syntax
         assert isinstance(syntax, TaggedCalls)
-        is_text = types_of(schema) == {"string"}
-        types = types_of(schema)
-        types |= {"number"} if "integer" in types else set()
-        named = [text for text, _ in syntax.attribute if text in types]
-        fitting = [text for text, is_string in syntax.attribute if is_string == is_text]
-        kind = next(iter((*named, *fitting)), "")
-        head = self._literal(syntax.key_start + key + syntax.key_end + kind)
-        if syntax.value_start:
-            head += f" {'' if kind else 'gap '}{self._literal(syntax.value_start)}"
-        newline = ' "\\n"' if syntax.trims_newline else ""
-        end = self._literal(syntax.value_end)
-        if not is_text:
-            value = f"value_{number}: %json {_compact(schema)}"
-            return [f"argument_{number}: {head}{newline} value_{number}{newline} {end}", value]
-        if choices := choices_of(schema):
-            value = " | ".join(self._literal(choice) for choice in choices)
-            rule = f"argument_{number}: {head}{newline} ({value}){newline} {end}"
-            return [rule]
-        if end.startswith("<["):
-            return [f"argument_{number}: {head}{newline} /(.|\\n)*/ {end}"]
-        text = f"value_{number}[lazy]: /(.|\\n)*/{newline} {end}"
-        return [f"argument_{number}: {head}{newline} value_{number}", text]
+        marks = " | ".join(map(literal, filter(None, (syntax.key_start, *syntax.call_ends))))
+        end = literal(syntax.value_end)
+        premature = f"({ANY_TEXT} {end} {SPACES} ({marks}) {ANY_TEXT})"
+        if syntax.has_cdata:
+            premature = f"({premature} | {SPACES} {literal('<![CDATA[')} {ANY_TEXT})"
+        start, kinds = self._literal(syntax.value_start), _kinds_of(syntax.attribute)
+        if not kinds:
+            before = f"gap {start}" if start else ""
+            kinds = (("", STRING), ("", TYPES - STRING))
+        else:
+            before = start
+        return ArgumentForm(
+            f"{self._literal(syntax.key_start)} {self._key(tool, key, free, syntax.key_end)}"
+            f" {self._literal(syntax.key_end)}",
+            tuple(
+                ValueForm(
+                    types, f"{self._literal(text)} {before}", syntax.value_end, types == STRING
+                )
+                for text, types in kinds
+            ),
+            newline=syntax.trims_newline,
+            premature=premature,
+        )
+
+    def _element_calls(self) -> Writing:
+        assert isinstance(self.syntax, ElementCalls)
+        start = literal(self.syntax.call_start)
+        return f"gap {start} {self._several(f'gap {start}')} gap {literal(self.syntax.end)}", (
+            self._element_call
+        )
+
+    def _element_call(self, i: int) -> list[str]:
+        syntax, tool = self.syntax, self.tools[i]
+        assert isinstance(syntax, ElementCalls)
+        head = literal(self._name(tool, tool.name, syntax.name_end) + syntax.name_end)
+        end = f"gap {literal(syntax.call_end)}"
+        return self._tagged(i, head, self._element_argument, end)
+
+    def _element_argument(
+        self, tool: ToolParameters, key: str | None, free: str
+    ) -> ArgumentForm | None:
+        syntax = self.syntax
+        assert isinstance(syntax, ElementCalls)
+        if key is None:  # the key would have to be the same in both tags
+            return None
+        start, end = syntax.tags_of(self._name(tool, key, ">", "/"))
+        premature = f"({ANY_TEXT} {literal(syntax.mark + '<')} {ANY_TEXT})"
+        text, other = ValueForm(STRING, "", end, True), ValueForm(TYPES - STRING, "", end)
+        return ArgumentForm(literal(start), (text, other), premature=premature)
+
+    def _python_calls(self) -> Writing:
+        syntax = self.syntax
+        assert isinstance(syntax, PythonCalls)
+        end = "".join(self._literal(text) for text in syntax.ends[:1])
+        end = f"({end})?" if end else ""
+        return f'"[" {self._several(COMMA)} "]" {end}', self._python_call
+
+    def _python_call(self, i: int) -> list[str]:
+        tool = self.tools[i]
+        head = self._literal(self._name(tool, tool.name, "(") + "(")
+        return self._native_call(i, head, "=", PYTHON, ")")
+
+    def _gemma_calls(self) -> Writing:
+        syntax = self.syntax
+        assert isinstance(syntax, GemmaCalls)
+        return f"call {self._literal(syntax.call_end)}", self._gemma_call
+
+    def _gemma_call(self, i: int) -> list[str]:
+        tool = self.tools[i]
+        head = self._literal("call:" + self._name(tool, tool.name, "{") + "{")
+        return self._native_call(i, head, ":", GEMMA, "}")
+
+    def _native_call(
+        self, i: int, head: str, behind_key: str, notation: Notation, end: str
+    ) -> list[str]:
+        """Return the rules of a call whose values are in a notation of their own."""
+        tool, values = self.tools[i], self._values(i)
+
+        def write(key: str | None, free: str, schema: object) -> str:
+            if key is not None and behind_key == "=" and NO_KEY.search(key):
+                raise unwritable(tool, key)
+            name = free
+            if key is not None:
+                name = self._literal(key if behind_key == "=" else plain_key(key))
+            value = values.native(schema, notation)
+            return values.add(values.name("argument"), f"{name} {literal(behind_key)} {value}")
+
+        members = self._kinds(tool, values, write, ("", COMMA))
+        return [f"call_{i}: {head} ({members}) {literal(end)}", *values.rules]
+
+    def _values(self, i: int) -> ValueGrammar:
+        return ValueGrammar(self.tools[i], str(i), partial(literals_of, spelled=self.spelled))
+
+    def _kinds(
+        self,
+        tool: ToolParameters,
+        values: ValueGrammar,
+        write: WriteMember,
+        between: tuple[str, str],
+    ) -> str:
+        """Return the rules of all kinds of arguments, one of which is written."""
+        found = [values.members(kind, write, between) for kind in tool.objects]
+        if tool.objects and all(kind.others for kind in tool.objects):
+            tool.document.cannot("const or enum of all arguments")
+        names = [name for name in found if name is not None]
+        if not names:
+            raise InvalidRequestError(tool.field, "its schema", "of arguments that can be written")
+        return " | ".join(names)
+
+    def _key(self, tool: ToolParameters, key: str | None, free: str, *ends: str) -> str:
+        """Return a key in Lark; `free` stands for keys that have no name."""
+        return free if key is None else self._literal(self._name(tool, key, *ends))
+
+    def _name(self, tool: ToolParameters, name: str, *ends: str) -> str:
+        """Return a name as it is written before one of these.
+
+        Raises
+        ------
+        InvalidRequestError
+            It would not be read as itself.
+        """
+        if getattr(self.syntax, "unescapes", False):
+            return html.escape(name)
+        if name != name.strip() or any(end in name for end in ends) or not name:
+            raise unwritable(tool, name)
+        return name
+
+    def _tagged(self, i: int, head: str, form_of: FormOf, end: str) -> list[str]:
+        """Return the rules of a call whose arguments are in tags."""
+        tool, values = self.tools[i], self._values(i)
+
+        def write(key: str | None, free: str, schema: object) -> str | None:
+            form = form_of(tool, key, free)
+            # A parser knows the key, and not which kind of arguments it reads.
+            read = tool.value.member(free if key is None else key).types
+            return None if form is None else self._argument(values, tool, form, schema, read)
+
+        members = self._kinds(tool, values, write, ("gap", "gap"))
+        return [f"call_{i}: {head} ({members}) {end}", *values.rules]
+
+    def _argument(
+        self,
+        values: ValueGrammar,
+        tool: ToolParameters,
+        form: ArgumentForm,
+        schema: object,
+        read: frozenset[str],
+    ) -> str | None:
+        """Return a rule of an argument with its value, which is read as one of `read`.
+
+        None if there is no value.
+        """
+        types = tool.document.types(schema)
+        newline = r'"\n"' if form.newline else ""
+        # Text that would be read as something else is written as JSON.
+        is_mixed = form.is_mixed and types >= STRING and read > STRING
+        quoted = quoted_text(read - STRING) if is_mixed else ""
+        written = []
+        for value in form.values:
+            head, end = (
+                f"{form.head} {value.before} {newline}",
+                f"{newline} {self._literal(value.end)}",
+            )
+            if not types & value.types:
+                if quoted:
+                    written.append(f"{head} {values.quoted(schema, quoted)} {end}")
+                continue
+            if not value.is_text:
+                written.append(f"{head} {values.json(schema, value.types, quoted)} {end}")
+                continue
+            bad = [form.premature, *([f"/{quoted}/"] if quoted else [])]
+            if (text := values.text(schema, value.end, bad, newline=newline)) is not None:
+                written.append(f"{head} {text}")
+        return values.add(values.name("argument"), " | ".join(written)) if written else None
 
     def _literal(self, text: str) -> str:
-        return literal_of(text, self.spelled)
+        return _joined(text, self.spelled)
 
 
-def choices_of(schema: Mapping[str, Any]) -> list[str]:
-    """The texts of which a value is one; empty if it may be others."""
-    choices = schema.get("enum")
-    is_known = isinstance(choices, list) and all(isinstance(choice, str) for choice in choices)
-    return choices if is_known else []  # type: ignore[return-value]
+def _kinds_of(attribute: Sequence[tuple[str, bool]]) -> tuple[tuple[str, frozenset[str]], ...]:
+    """Return the texts that say a value's type, with the types of each."""
+    found: list[tuple[str, frozenset[str]]] = []
+    left = TYPES - STRING
+    for text, is_string in attribute:
+        named = frozenset({"integer", "fraction"} if text == "number" else {text}) & left
+        if is_string:
+            found.append((text, STRING))
+        elif named or text not in (*TYPES, "number"):
+            found.append((text, named or left))
+            left -= named or left
+    if attribute:
+        found += [
+            ("number" if kind == "fraction" else kind, frozenset({kind})) for kind in sorted(left)
+        ]
+    return tuple(found)
 
 
-def literal_of(text: str, spelled: Mapping[int, bytes]) -> str:
-    """A text as Lark has it, of which some parts may be control tokens."""
-    ids = {name.decode(): token for token, name in spelled.items()}
-    if not text or not ids:
-        return json.dumps(text, ensure_ascii=False) if text else ""
-    names = "|".join(map(re.escape, sorted(ids, key=len, reverse=True)))
-    parts = [part for part in re.split(f"({names})", text) if part]
-    return " ".join(
-        f"<[{ids[part]}]>" if part in ids else json.dumps(part, ensure_ascii=False)
-        for part in parts
-    )
+def _joined(text: str, spelled: Mapping[int, bytes]) -> str:
+    return " ".join(literals_of(text, spelled))
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,35 +452,41 @@ class RoutedCallGrammar:
     """The same for calls that are messages with headers; arguments as for `CallGrammar`."""
 
     turn: RoutedTurn
-    tools: Sequence[Mapping[str, Any]]
+    tools: Sequence[ToolParameters]
     parallel: bool
     spelled: Mapping[int, bytes]
 
     def required(self) -> str:
-        """One call, behind a thought where the model thinks."""
+        """Return one call, behind a thought where the model thinks."""
         turn = self.turn
         if not turn.call_written:
             raise not_wanted()
-        literal = partial(literal_of, spelled=self.spelled)
         thought, (before, after) = "", turn.thought_written
+        literal_with = partial(_joined, spelled=self.spelled)
         if before:
-            begin, end = literal(before), literal(after)
+            begin, end = literal_with(before), literal_with(after)
             is_token = end.startswith("<[")
             free = "/(.|\\n)*/ " + end if is_token else "free"
             thought = f"({begin} {free})?"
-        rules = [f"start: {thought} call", r"gap: /[ \n]{0,2}/"]
+        rules = [f"start: {thought} call"]
         if thought.endswith("free)?"):
-            rules.append(f"free[lazy]: /(.|\\n)*/ {literal(turn.thought_written[1])}")
-        names = " | ".join(f"call_{i}" for i in range(len(self.tools)))
-        rules.append(f"call: {names}")
+            rules.append(f"free[lazy]: /(.|\\n)*/ {literal_with(turn.thought_written[1])}")
+        names = " | ".join(f"routed_{i}" for i in range(len(self.tools)))
+        rules += [f"call: {names}", GAP]
+        inner = CallGrammar(turn.calls, self.tools, False, self.spelled) if turn.calls else None
         for i, tool in enumerate(self.tools):
-            function = tool["function"]
-            schema = _arguments(function)
-            written = literal(turn.call_written.format(name=function["name"]))
-            rules += [
-                f"call_{i}: {written} arguments_{i}",
-                f"arguments_{i}: %json {_compact(schema)}",
-            ]
+            header = turn.call_written.format(name=tool.name)
+            match = re.search(turn.call_route, header.partition(turn.message)[0])
+            if match is None or match["name"] != tool.name:
+                raise unwritable(tool, tool.name)
+            if inner is None:
+                arguments = f"arguments_{i}"
+                schema = json_of(tool.json(), is_strict=tool.is_strict)
+                rules.append(f"{arguments}: %json {schema}")
+            else:
+                arguments, others = inner.alone(i)
+                rules += others
+            rules.append(f"routed_{i}: {literal_with(header)} {arguments}")
         return "\n".join(rules)
 
     def strict(self) -> str:
@@ -312,72 +498,26 @@ class RoutedCallGrammar:
         raise not_wanted()
 
 
+def unwritable(tool: ToolParameters, name: str) -> InvalidRequestError:
+    """Return the error for a name that a parser would read as another."""
+    limit = "a name that calls of this model can have"
+    return InvalidRequestError(tool.field.removesuffix(".parameters"), name, limit)
+
+
 def not_wanted() -> InvalidRequestError:
-    """Calls of a kind that has no grammar are asked for, or are to be strict."""
+    """Return the error for calls of a kind that has no grammar."""
     limit = "auto or none: calls of this model's kind cannot be asked for"
     return InvalidRequestError("tool_choice", "required or strict", limit)
 
 
-# The rule of a stretch, what makes the rules of a call, rules that all calls share.
-Writing = tuple[str, Callable[[int], list[str]], list[str]]
-_COMMA = '"," gap'
-_PYTHON_VALUES = [
-    r"""STR: /"([^"\\\n]|\\.)*"|'([^'\\\n]|\\.)*'/""",
-    r"NUM: /-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?/",
-    r"INT: /-?(0|[1-9][0-9]{0,17})/",
-    'value: STR | NUM | "True" | "False" | "None" | list | object',
-    f'list: "[" (value ({_COMMA} value)*)? "]"',
-    f'object: "{{" (STR ":" gap value ({_COMMA} STR ":" gap value)*)? "}}"',
-    'flag: "True" | "False"',
-]
-_PYTHON_TYPES = {
-    "string": "STR",
-    "integer": "INT",
-    "number": "NUM",
-    "boolean": "flag",
-    "array": "list",
-    "object": "object",
-    "null": '"None"',
-}
-_GEMMA_VALUES = [
-    r"NUM: /-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?/",
-    r"INT: /-?(0|[1-9][0-9]{0,17})/",
-    r"KEY: /[^:{}\[\],<>\n]{1,64}/",
-    'value: text | NUM | flag | "null" | list | object',
-    f'list: "[" (value ({_COMMA} value)*)? "]"',
-    f'object: "{{" (KEY ":" value ({_COMMA} KEY ":" value)*)? "}}"',
-    'flag: "true" | "false"',
-]
-_GEMMA_TYPES = {
-    "string": "text",
-    "integer": "INT",
-    "number": "NUM",
-    "boolean": "flag",
-    "array": "list",
-    "object": "object",
-    "null": '"null"',
-}
+# The rule of a stretch, what makes the rules of a call.
+Writing = tuple[str, Callable[[int], list[str]]]
+FormOf = Callable[[ToolParameters, str | None, str], ArgumentForm | None]
 _WRITERS: dict[type, Callable[[CallGrammar], Writing]] = {
     JsonCalls: CallGrammar._json_calls,
     NamedCalls: CallGrammar._named_calls,
     TaggedCalls: CallGrammar._tagged_calls,
+    ElementCalls: CallGrammar._element_calls,
     PythonCalls: CallGrammar._python_calls,
     GemmaCalls: CallGrammar._gemma_calls,
 }
-
-
-def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
-    """What the arguments may be: what a tool does not name, it does not take."""
-    schema = function.get("parameters") or {"properties": {}}
-    closed = {"additionalProperties": False} if "properties" in schema else {}
-    return {"type": "object", **closed, **schema}
-
-
-def _compact(schema: Mapping[str, Any]) -> str:
-    return json.dumps({**COMPACT, **schema}, ensure_ascii=False)
-
-
-def _hoisted(whole: dict[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Definitions that references of the inner schema point to, where they point."""
-    found = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    return {**whole, **found}

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from ast import literal_eval as literal_of
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cllm.engine.chat.call_syntax import (
-    MAX_NAME,
-    MAX_PYTHON,
-    CallSink,
-    member_schema,
-    section,
-    typed_json,
-)
-from cllm.engine.chat.text_reader import MismatchError, Step, TextReader
+from cllm.engine.chat.call_syntax import MAX_NAME, MAX_PYTHON, CallSink, section, typed_json
+from cllm.engine.chat.text_reader import EndOfTextError, MismatchError, Step, TextReader
+from cllm.engine.chat.tool_schema import ValueSchema
+from cllm.engine.json_schema import TYPES
 
 MAX_DEPTH = 64
 QUOTE = '<|"|>'
+NO_KEY = re.compile(r"""[\s"'()\[\]{},=]""")  # of a key before `=`
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,32 +42,94 @@ class PythonCalls:
         return self.starts
 
     def write(self, name: str, arguments: str) -> str:
-        """A call in this syntax, of arguments as JSON text."""
-        given = ", ".join(f"{key}={value!r}" for key, value in json.loads(arguments).items())
+        """Return a call in this syntax, of arguments as JSON text."""
+        given = ", ".join(
+            f"{key}={_written(value)}" for key, value in json.loads(arguments).items()
+        )
         return f"{''.join(self.starts[:1])}[{name}({given})]{''.join(self.ends[:1])}"
 
     def read(self, trigger: str, reader: TextReader, sink: CallSink) -> Step[None]:
         """See `CallSyntax`."""
         yield from reader.skip_space()
-        calls = _calls_of((yield from _bracketed(reader)))
+        yield from reader.expect("[")
+        yield from reader.skip_space()
+        calls: list[tuple[str, str]] = []  # told of when the list is whole
+        while not (yield from reader.accept("]")):
+            if calls:
+                yield from reader.expect(",")
+                yield from reader.skip_space()
+            calls.append((yield from self._call(reader)))
+            yield from reader.skip_space()
         if not (calls or trigger):
             raise MismatchError  # an answer that is an empty list
         for name, arguments in calls:
             sink.begin(name, must_be_known=not trigger)
-            sink.arguments(json.dumps(arguments, ensure_ascii=False))
+            sink.arguments(arguments)
             sink.end()
         yield from reader.skip_space()
         yield from reader.accept_any(self.ends)
 
+    def _call(self, reader: TextReader) -> Step[tuple[str, str]]:
+        """Read one call: its name, and its arguments as JSON text."""
+        name = (yield from reader.until("(", limit=MAX_NAME))[0].strip()
+        arguments: dict[str, str] = {}
+        yield from reader.skip_space()
+        while not (yield from reader.accept(")")):
+            if arguments:
+                yield from reader.expect(",")
+                yield from reader.skip_space()
+                if (yield from reader.accept(")")):
+                    break
+            key = (yield from reader.until("=", limit=MAX_NAME))[0].strip()
+            if not key or key in arguments or NO_KEY.search(key):
+                raise MismatchError
+            arguments[key] = yield from _python_value(reader)
+            yield from reader.skip_space()
+        members = (f"{json.dumps(k, ensure_ascii=False)}: {v}" for k, v in arguments.items())
+        return name, f"{{{', '.join(members)}}}"
 
-def _bracketed(reader: TextReader) -> Step[str]:
-    """A Python list, up to the bracket that ends it."""
-    yield from reader.expect("[")
-    parts, depth, quote, n = ["["], 1, "", 0
-    while depth:
-        text, mark = yield from reader.until("[", "]", '"', "'", "\\")
+
+def _written(value: object) -> str:
+    """Return a value as the grammar of calls has it, but for constants at the top."""
+    constants = {True: "True", False: "False", None: "None"}
+    is_constant = value is None or isinstance(value, bool)
+    return constants[value] if is_constant else json.dumps(value, ensure_ascii=False)  # type: ignore[index]
+
+
+def _python_value(reader: TextReader) -> Step[str]:
+    """Read a value in JSON's notation or in Python's, and return it in JSON's."""
+    yield from reader.skip_space()
+    mark = reader.at
+    try:
+        text = yield from reader.json_text()
+        if (yield from reader.is_before((",", ")"))):
+            return text
+    except EndOfTextError:
+        raise
+    except MismatchError:
+        pass
+    reader.at = mark
+    text = yield from _python_text(reader)
+    try:
+        # JSON's names of constants are taken as well.
+        node = _Constants().visit(ast.parse(text, mode="eval").body)
+        return json.dumps(literal_of(node), ensure_ascii=False, allow_nan=False)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        raise MismatchError from None
+
+
+def _python_text(reader: TextReader) -> Step[str]:
+    """Read up to the comma or the bracket that ends a value."""
+    parts: list[str] = []
+    depth, quote, n = 0, "", 0
+    while True:
+        text, mark = yield from reader.until(*"()[]{},\"'\\")
         # A line end in a string is taken for what it is, where Python wants an escape.
-        parts += (text.replace("\n", "\\n") if quote else text, mark)
+        parts.append(text.replace("\n", "\\n") if quote else text)
+        if not (quote or depth) and mark in ",)":
+            reader.at -= 1
+            return "".join(parts).strip()
+        parts.append(mark)
         if mark == "\\":
             parts.append((yield from reader.peek()))
             reader.at += 1 if parts[-1] else 0
@@ -79,35 +138,10 @@ def _bracketed(reader: TextReader) -> Step[str]:
         elif mark in "\"'":
             quote = mark
         else:
-            depth += 1 if mark == "[" else -1
+            depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(mark, 0)
         n += len(text) + 1
         if n > MAX_PYTHON:
             raise MismatchError
-    return "".join(parts)
-
-
-def _calls_of(text: str) -> list[tuple[str, dict[str, object]]]:
-    """Names and arguments of calls that are written as a Python list."""
-    try:
-        node = ast.parse(text, mode="eval").body
-        if not isinstance(node, ast.List):
-            raise MismatchError
-        return [_call_of(call) for call in node.elts]
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        raise MismatchError from None
-
-
-def _call_of(call: ast.expr) -> tuple[str, dict[str, object]]:
-    if not isinstance(call, ast.Call) or call.args:
-        raise MismatchError
-    arguments: dict[str, object] = {}
-    for keyword in call.keywords:
-        if keyword.arg is None:
-            raise MismatchError
-        # JSON's names of constants are taken as well.
-        arguments[keyword.arg] = literal_of(_Constants().visit(keyword.value))
-    json.dumps(arguments, allow_nan=False)
-    return ast.unparse(call.func), arguments
 
 
 class _Constants(ast.NodeTransformer):
@@ -164,6 +198,11 @@ def _gemma_members(
 
 
 def _gemma_key(reader: TextReader) -> Step[str]:
+    if (yield from reader.peek()) == '"':
+        key_text = yield from reader.json_text()
+        yield from reader.skip_space()
+        yield from reader.expect(":")
+        return key_text
     if (yield from reader.accept(QUOTE)):
         key = (yield from reader.until(QUOTE, limit=MAX_NAME))[0]
         yield from reader.skip_space()
@@ -191,7 +230,7 @@ def _gemma_value(
     else:
         text, mark = yield from reader.until(",", end)
         reader.at -= len(mark)
-        emit(typed_json(text.strip(), {}))
+        emit(typed_json(text.strip(), TYPES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,22 +242,41 @@ class ElementCalls:
 
     mark: str = "]<]minimax[>["
     is_bare: bool = False
+    name_end: str = '">'
 
     @property
     def triggers(self) -> tuple[str, ...]:
         """See `CallSyntax`."""
         return (f"{self.mark}<tool_call>",)
 
+    @property
+    def call_start(self) -> str:
+        """Text before the name."""
+        return f'{self.mark}<invoke name="'
+
+    @property
+    def call_end(self) -> str:
+        """Text behind the arguments."""
+        return f"{self.mark}</invoke>"
+
+    @property
+    def end(self) -> str:
+        """Text behind all calls."""
+        return f"{self.mark}</tool_call>"
+
+    def tags_of(self, key: str) -> tuple[str, str]:
+        """Return what stands around an argument."""
+        return f"{self.mark}<{key}>", f"{self.mark}</{key}>"
+
     def read(self, trigger: str, reader: TextReader, sink: CallSink) -> Step[None]:
         """See `CallSyntax`."""
-        start, end = f'{self.mark}<invoke name="', f"{self.mark}</tool_call>"
-        yield from section(reader, sink, start, end, self._call)
+        yield from section(reader, sink, self.call_start, self.end, self._call)
 
     def _call(self, reader: TextReader, sink: CallSink) -> Step[None]:
-        name = (yield from reader.until('">', limit=MAX_NAME))[0]
-        schema = sink.schema_of(name)
+        name = (yield from reader.until(self.name_end, limit=MAX_NAME))[0]
+        parameters = sink.parameters_of(name)
         sink.begin(name)
-        value = yield from self._element(reader, "invoke", schema, 0)
+        value = yield from self._element(reader, "invoke", parameters, 0)
         try:
             text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         except ValueError:
@@ -226,10 +284,8 @@ class ElementCalls:
         sink.arguments(text)
         sink.end()
 
-    def _element(
-        self, reader: TextReader, tag: str, schema: Mapping[str, Any], depth: int
-    ) -> Step[Any]:
-        """The value of an element, its end included."""
+    def _element(self, reader: TextReader, tag: str, schema: ValueSchema, depth: int) -> Step[Any]:
+        """Read the value of an element, its end included."""
         if depth > MAX_DEPTH:
             raise MismatchError
         members: list[tuple[str, Any]] = []
@@ -242,26 +298,20 @@ class ElementCalls:
                 break
             if inner.startswith("/"):
                 raise MismatchError
-            inner_schema = _inner_schema(schema, inner)
+            is_item = inner == "item" and "array" in schema.types and tag != "invoke"
+            inner_schema = schema.item() if is_item else schema.member(inner)
             value = yield from self._element(reader, inner, inner_schema, depth + 1)
             members.append((inner, value))
         if not members:
-            if not text.strip() and schema.get("type") == "array":
+            if not text.strip() and schema.types == {"array"}:
                 return []
-            if not text.strip() and (tag == "invoke" or schema.get("type") == "object"):
+            if not text.strip() and (tag == "invoke" or schema.types == {"object"}):
                 return {}
             if tag == "invoke":
                 raise MismatchError
-            return json.loads(typed_json(text, schema))
+            return json.loads(typed_json(text, schema.types))
         if tag != "invoke" and all(name == "item" for name, _ in members):
             return [value for _, value in members]
         if text.strip() or len(dict(members)) < len(members):
             raise MismatchError  # what a mapping has no place for
         return dict(members)
-
-
-def _inner_schema(schema: Mapping[str, Any], tag: str) -> Mapping[str, Any]:
-    items = schema.get("items")
-    if tag == "item" and isinstance(items, Mapping):
-        return items
-    return member_schema(schema, tag)

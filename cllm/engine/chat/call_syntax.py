@@ -11,11 +11,14 @@ import html
 import json
 import re
 from ast import literal_eval as literal_of
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
+from cllm.engine.chat.argument_text import is_quoted
 from cllm.engine.chat.text_reader import EndOfTextError, MismatchError, Step, TextReader
+from cllm.engine.chat.tool_schema import ValueSchema
+from cllm.engine.json_schema import TYPES, type_of
 
 NAME_KEYS = ("name", "tool_name", "function_name")
 ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
@@ -43,8 +46,8 @@ class CallSink(Protocol):
     def between(self, text: str) -> None:
         """Text between two calls that belongs to none: content."""
 
-    def schema_of(self, name: str) -> Mapping[str, Any]:
-        """What the parameters of a tool may be; empty if nothing is known."""
+    def parameters_of(self, name: str) -> ValueSchema:
+        """Return what the parameters of a tool may be; anything if it is not known."""
 
 
 class CallSyntax(Protocol):
@@ -432,7 +435,7 @@ class TaggedCalls:
             raise MismatchError
         sink.begin(name)
         sink.arguments("{")
-        schema = sink.schema_of(name)
+        parameters = sink.parameters_of(name)
         n_arguments = 0
         while not attributes.endswith("/"):  # `<invoke name="f"/>` has no arguments
             yield from reader.skip_space()
@@ -441,7 +444,7 @@ class TaggedCalls:
             if not (yield from reader.accept(self.key_start)):
                 raise MismatchError
             sink.arguments(", " if n_arguments else "")
-            yield from self._argument(reader, sink, schema)
+            yield from self._argument(reader, sink, parameters)
             n_arguments += 1
         sink.arguments("}")
         sink.end()
@@ -457,9 +460,7 @@ class TaggedCalls:
     def _spelled(self, text: str) -> str:
         return html.unescape(text.strip()) if self.unescapes else text.strip()
 
-    def _argument(
-        self, reader: TextReader, sink: CallSink, schema: Mapping[str, Any]
-    ) -> Step[None]:
+    def _argument(self, reader: TextReader, sink: CallSink, parameters: ValueSchema) -> Step[None]:
         key = self._spelled((yield from reader.until(self.key_end, limit=MAX_NAME))[0])
         is_string: bool | None = None
         if self.value_start:
@@ -469,18 +470,21 @@ class TaggedCalls:
             if is_string is None and between and not (self.attribute and between.isidentifier()):
                 raise MismatchError
         sink.arguments(f"{json.dumps(key, ensure_ascii=False)}: ")
+        types = parameters.member(key).types
+        if is_string is False:
+            types -= {"string"}
         if is_string is None:
-            is_string = types_of(member_schema(schema, key)) == {"string"}
+            is_string = types == {"string"}
         value = _Value(sink, is_string=is_string, trims_newline=self.trims_newline)
         if not is_string and (yield from self._json_value(reader, value)):
-            value.end(member_schema(schema, key))
+            value.end(types)
             return
         ends = (self.value_end, *(self.call_ends if self.is_lenient or not is_string else ()))
         if self.has_cdata and (yield from reader.accept("<![CDATA[")):
             yield from reader.until("]]>", emit=value.add)
             yield from reader.skip_space()
             yield from reader.expect(self.value_end)
-            value.end(member_schema(schema, key))
+            value.end(types)
             return
         while True:
             _, end = yield from reader.until(*ends, emit=value.add)
@@ -491,7 +495,7 @@ class TaggedCalls:
             if (yield from reader.is_before((self.key_start, *self.call_ends))):
                 break
             value.add(end)
-        value.end(member_schema(schema, key))
+        value.end(types)
 
     def _json_value(self, reader: TextReader, value: _Value) -> Step[bool]:
         """Read a value that is JSON, in whose strings a marker is data; else nothing."""
@@ -538,25 +542,30 @@ class _Value:
         else:
             self._parts.append(text)
 
-    def end(self, schema: Mapping[str, Any]) -> None:
-        text = '"' if self._is_string else typed_json("".join(self._parts), schema)
+    def end(self, types: frozenset[str]) -> None:
+        text = '"' if self._is_string else typed_json("".join(self._parts), types)
         self._sink.arguments(text)
 
 
-def typed_json(text: str, schema: Mapping[str, Any]) -> str:
-    """A value as JSON: what it may be by its schema decides between text and anything else."""
-    types, stripped = types_of(schema), text.strip()
+def typed_json(text: str, types: frozenset[str]) -> str:
+    """Return a value as JSON: its types decide between text and anything else."""
+    stripped = text.strip()
     if types == {"string"}:
         return json.dumps(text, ensure_ascii=False)
-    if stripped in PYTHON_LITERALS and "string" not in types:
+    if stripped in PYTHON_LITERALS and ("string" not in types or types == TYPES):
         return json.dumps(PYTHON_LITERALS[stripped])
     try:
         value = json.loads(stripped, parse_constant=_no_constant)
     except (ValueError, RecursionError):
-        return _python_json(stripped) or json.dumps(text, ensure_ascii=False)
-    if "string" in types and not _is_of(value, types):
+        is_possible = {"[": "array", "{": "object"}.get(stripped[:1]) in types
+        found = _python_json(stripped) if is_possible else None
+        return found or json.dumps(text, ensure_ascii=False)
+    if isinstance(value, str) and types != TYPES:
+        is_written_so = "string" not in types or is_quoted(value, types - {"string"})
+        return stripped if is_written_so else json.dumps(text, ensure_ascii=False)
+    if "string" in types and type_of(value) not in types:
         return json.dumps(text, ensure_ascii=False)
-    if types == {"integer"} and isinstance(value, float) and value.is_integer():
+    if "fraction" not in types and isinstance(value, float) and value.is_integer():
         return str(int(value))
     return stripped.replace("\n", " ").replace("\r", " ")
 
@@ -569,34 +578,3 @@ def _python_json(text: str) -> str | None:
         return json.dumps(literal_of(text), ensure_ascii=False, allow_nan=False)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
-
-
-def types_of(schema: Mapping[str, Any]) -> set[str]:
-    """The JSON types that a value may have, as far as its schema says so at once."""
-    kind = schema.get("type")
-    if isinstance(kind, str):
-        return {kind}
-    if isinstance(kind, list):
-        return {one for one in kind if isinstance(one, str)}
-    for several in ("anyOf", "oneOf"):
-        if isinstance(schema.get(several), list):
-            return set().union(*(types_of(s) for s in schema[several] if isinstance(s, Mapping)))
-    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
-        return {"string"}
-    return set()
-
-
-def member_schema(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """What a member of an object may be; empty if nothing is known."""
-    properties = schema.get("properties")
-    given = properties.get(key) if isinstance(properties, Mapping) else None
-    return given if isinstance(given, Mapping) else {}
-
-
-def _is_of(value: object, types: set[str]) -> bool:
-    kinds: dict[type, set[str]] = {
-        bool: {"boolean"}, int: {"integer", "number"}, float: {"number"}, dict: {"object"},
-        list: {"array"}, type(None): {"null"},
-    }  # fmt: skip
-    return bool(kinds.get(type(value), set()) & types)

@@ -24,6 +24,8 @@ from cllm.engine.chat.named_formats import DEFAULT_CALLS
 from cllm.engine.chat.output_format import OutputFormat
 from cllm.engine.chat.output_parser import CallIds, OutputParser
 from cllm.engine.chat.template_abilities import TemplateAbilities, find_abilities
+from cllm.engine.chat.tool_schema import ToolParameters, parameters_of
+from cllm.engine.json_schema import say_ignored
 from cllm.engine.request import Thinking
 from cllm.engine.vocabulary import ChatVocabulary
 from cllm.errors import InvalidRequestError
@@ -49,7 +51,7 @@ class AnswerFormat:
     """
 
     output_format: OutputFormat
-    tools: tuple[Mapping[str, Any], ...]
+    tools: tuple[ToolParameters, ...]
     prefix: str
     spelled: Mapping[int, bytes]
     grammar: str | None = None
@@ -281,7 +283,7 @@ class _KnownTemplate:
                 found = replace(found, reasoning=None)  # which would begin by itself
         return AnswerFormat(
             found,
-            tuple(prompt.tools or ()),
+            tuple(parameters_of(prompt.tools or ())),
             prefix,
             self._spelled,
             self._grammar(prompt, found),
@@ -290,24 +292,28 @@ class _KnownTemplate:
 
     def _grammar(self, prompt: ChatPrompt, found: OutputFormat) -> str | None:
         """What the answer has to be, if calls are asked for."""
-        tools, choice = prompt.tools or [], prompt.tool_choice
+        tools, choice = parameters_of(prompt.tools or ()), prompt.tool_choice
+        several = prompt.parallel_tool_calls
         if choice not in TOOL_CHOICES:
-            tools = [tool for tool in tools if tool["function"]["name"] == choice]
-        is_strict = any(tool["function"].get("strict") is True for tool in tools)
+            tools, several = [tool for tool in tools if tool.name == choice], False
+        is_strict = any(tool.is_strict for tool in tools)
         if not tools or (choice == "auto" and not is_strict and prompt.json_schema is None):
             return None
         grammar: CallGrammar | RoutedCallGrammar
         if found.turn is not None:
-            several = prompt.parallel_tool_calls
             grammar = RoutedCallGrammar(found.turn, tools, several, self._spelled)
         else:
             assert found.calls is not None
-            grammar = CallGrammar(found.calls, tools, prompt.parallel_tool_calls, self._spelled)
+            grammar = CallGrammar(found.calls, tools, several, self._spelled)
         if choice != "auto":
-            return grammar.required()
-        return (
-            grammar.strict() if prompt.json_schema is None else grammar.or_else(prompt.json_schema)
-        )
+            written = grammar.required()
+        elif prompt.json_schema is None:
+            written = grammar.strict()
+        else:
+            written = grammar.or_else(prompt.json_schema)
+        for tool in tools:
+            say_ignored(tool.field, tool.document.ignored)
+        return written
 
     def _thinking(self, prompt: ChatPrompt, found: OutputFormat, prefix: str) -> Thinking | None:
         is_call = found.turn is not None and prompt.tool_choice not in ("auto", "none")

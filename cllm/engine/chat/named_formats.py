@@ -52,6 +52,8 @@ NAMED: dict[str, OutputFormat] = {
                 value_end="</atem:parameter>",
                 call_ends=("</atem:invoke>",),
             ),
+            call_written=" to={name}<|message|>",
+            thought_written=(" to=self<|message|>", "<|eom|><|start|>assistant"),
             markers=("<|start|>", "<|message|>", "<|eom|>", "<|eot|>"),
         )
     ),

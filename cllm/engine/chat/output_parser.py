@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from cllm.engine.chat.call_syntax import CallSyntax, TaggedCalls
 from cllm.engine.chat.output_format import OutputFormat
@@ -25,6 +24,7 @@ from cllm.engine.chat.text_reader import (
     Step,
     TextReader,
 )
+from cllm.engine.chat.tool_schema import ANYTHING, Tool, ValueSchema, parameters_of
 from cllm.engine.request import ToolCallDelta
 
 N_HELD = 256
@@ -47,8 +47,8 @@ class OutputParser:
     Parameters
     ----------
     output_format : OutputFormat
-    tools : sequence of mapping, optional
-        Those that were offered, as OpenAI has them: their schemas say which arguments are text.
+    tools : sequence of ToolParameters or mapping, optional
+        Those that were offered: their schemas say which arguments are text.
     prefix : str
         Markers that the prompt ends with: they say where the answer begins.
     call_ids : iterator of str
@@ -65,13 +65,13 @@ class OutputParser:
     def __init__(
         self,
         output_format: OutputFormat,
-        tools: Iterable[Mapping[str, Any]] = (),
+        tools: Iterable[Tool] = (),
         *,
         prefix: str = "",
         call_ids: CallIds | None = None,
     ) -> None:
         self._format = output_format
-        self._schemas = dict(map(_name_and_schema, tools))
+        self._tools = {tool.name: tool for tool in parameters_of(tools)}
         self._reader = TextReader()
         self._call_ids = CallIds("call") if call_ids is None else call_ids
         self._told = ParsedText()
@@ -257,11 +257,12 @@ class OutputParser:
 
     def knows(self, name: str) -> bool:
         """See `TurnSink`."""
-        return name in self._schemas
+        return name in self._tools
 
-    def schema_of(self, name: str) -> Mapping[str, Any]:
+    def parameters_of(self, name: str) -> ValueSchema:
         """See `CallSink`."""
-        return self._schemas.get(name, {})
+        tool = self._tools.get(name)
+        return ANYTHING if tool is None else tool.value
 
     def begin(self, name: str, call_id: str | None = None, *, must_be_known: bool = False) -> None:
         """See `CallSink`."""
@@ -328,10 +329,3 @@ class CallIds:
         digest = hashlib.sha256(f"{self._seed}:{self._n}".encode("utf-8", "replace")).digest()
         self._n += 1
         return base64.b32encode(digest).decode()[:9].lower()
-
-
-def _name_and_schema(tool: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    function = tool.get("function", tool)
-    schema = function.get("parameters") if isinstance(function, Mapping) else None
-    name = function.get("name", "") if isinstance(function, Mapping) else ""
-    return str(name), schema if isinstance(schema, Mapping) else {}

@@ -8,6 +8,7 @@ llguidance comes with the extra `structured` and is imported when it is first wa
 from __future__ import annotations
 
 import importlib
+import json
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from cllm.engine.constraint import Mask, NotAvailableError
 from cllm.engine.constraints.gbnf import GbnfError, lark_of_gbnf
+from cllm.engine.json_schema import enforceable
 from cllm.engine.vocabulary import GuidanceVocabulary
 from cllm.errors import CllmError, InvalidRequestError
 
@@ -99,7 +101,8 @@ class Guidance:
                 grammar = matchers.grammar_from_lark(text)
             else:
                 defaults = {"whitespace_pattern": WHITESPACE}
-                grammar = matchers.grammar_from_json_schema(text, defaults=defaults)
+                schema = json.dumps(enforceable(field, json.loads(text)))
+                grammar = matchers.grammar_from_json_schema(schema, defaults=defaults)
         except GbnfError as error:
             raise InvalidRequestError(field, text, str(error)) from None
         except ValueError as error:

@@ -12,7 +12,6 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import anyio
 
@@ -21,6 +20,7 @@ from cllm.engine.chat.chat_prompt import ChatPrompt
 from cllm.engine.chat.chat_tokenizer import AnswerFormat, ChatTokenizer
 from cllm.engine.chat.control_tokens import Piece
 from cllm.engine.chat.template_abilities import TemplateAbilities
+from cllm.engine.chat.tool_schema import ToolParameters
 from cllm.engine.constraint import CompiledConstraint
 from cllm.engine.loop.channel import Channel, Continuation, Prepared
 from cllm.engine.loop.dispatcher import Dispatcher
@@ -347,19 +347,17 @@ class InputProcessor:
             raise await self._error_of_tools(answer.tools, error) from error
 
     async def _error_of_tools(
-        self, tools: Sequence[Mapping[str, Any]], error: InvalidRequestError
+        self, tools: Sequence[ToolParameters], error: InvalidRequestError
     ) -> InvalidRequestError:
-        """The error of a grammar that nobody has seen, as one of the tool whose schema it is."""
-        functions = [tool["function"] for tool in tools]
-        for i, function in enumerate(functions if error.__cause__ is None else ()):
-            schema = function.get("parameters")
+        """Return the error of a grammar, which the caller has not seen, as that of a tool's schema."""
+        for tool in tools if error.__cause__ is None else ():
+            options = {} if tool.is_strict else {"x-guidance": {"lenient": True}}
+            schema = {**tool.json(), **options}
             try:
-                if schema is not None:
-                    await self._constraints.compile(SamplingParams(json_schema=schema))
+                await self._constraints.compile(SamplingParams(json_schema=schema))
             except InvalidRequestError as found:
-                field = f"tools[{i}].function.parameters"
-                return InvalidRequestError(field, schema, found.limit)
-        return InvalidRequestError("tools", [f["name"] for f in functions], error.limit)
+                return InvalidRequestError(tool.field, schema, found.limit)
+        return InvalidRequestError("tools", [tool.name for tool in tools], error.limit)
 
     async def _piece_tokens(self, pieces: Sequence[Piece]) -> tuple[int, ...]:
         check_length("".join(piece.text for piece in pieces), self._n_ctx, "messages")

@@ -1,0 +1,143 @@
+"""ToolParameters: what the arguments of a tool may be, for every format of calls.  Pure.
+
+The schema is resolved once, against its own root.  Grammars of calls and parsers of answers both go by
+this; nothing else reads `parameters`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from typing import Any
+
+from cllm.engine.json_schema import TYPES, ObjectSchema, SchemaDocument, all_of
+from cllm.errors import InvalidRequestError
+
+NO_ARGUMENTS: Mapping[str, object] = {"type": "object", "properties": {}}
+
+
+class ValueSchema:
+    """What one value may be: a schema inside of its document.
+
+    Attributes
+    ----------
+    document : SchemaDocument
+    schema : schema
+    """
+
+    def __init__(self, document: SchemaDocument, schema: object) -> None:
+        self.document = document
+        self.schema = schema
+
+    @cached_property
+    def types(self) -> frozenset[str]:
+        """Types of the value, a subset of `TYPES`: all of them where nothing is known."""
+        try:
+            return self.document.types(self.schema) or TYPES
+        except InvalidRequestError:
+            return TYPES
+
+    def member(self, key: str) -> ValueSchema:
+        """Return what an object has under a key; anything if that is not known."""
+        return self._inner(lambda: self.document.member(self.schema, key))
+
+    def item(self) -> ValueSchema:
+        """Return what an array has in it; anything if that is not known."""
+        return self._inner(lambda: self.document.item(self.schema))
+
+    def _inner(self, find: Callable[[], object]) -> ValueSchema:
+        try:
+            return ValueSchema(self.document, find())
+        except InvalidRequestError:
+            return ValueSchema(self.document, True)
+
+
+ANYTHING = ValueSchema(SchemaDocument("", True, is_strict=False), True)
+
+
+class ToolParameters:
+    """The parameters of one tool.
+
+    Parameters
+    ----------
+    tool : mapping
+        As OpenAI has it, checked.
+    number : int
+        Of the tool in the request.
+
+    Attributes
+    ----------
+    name : str
+    is_strict : bool
+        A keyword of the schema that cannot be enforced is an error.
+    """
+
+    def __init__(self, tool: Mapping[str, Any], number: int = 0) -> None:
+        inner = tool.get("function", tool)
+        function = inner if isinstance(inner, Mapping) else {}
+        self.name = str(function.get("name", ""))
+        self.is_strict = function.get("strict") is True
+        self.field = f"tools[{number}].function.parameters"
+        given = function.get("parameters")
+        self._root: object = NO_ARGUMENTS if given is None or given == {} else given
+
+    @cached_property
+    def document(self) -> SchemaDocument:
+        """The schema and what it refers to."""
+        return SchemaDocument(self.field, self._root, is_strict=self.is_strict)
+
+    @cached_property
+    def value(self) -> ValueSchema:
+        """What all arguments may be as one object, for a parser: nothing is an error."""
+        return ValueSchema(SchemaDocument(self.field, self._root, is_strict=False), self._root)
+
+    @cached_property
+    def objects(self) -> list[ObjectSchema]:
+        """The kinds of arguments that may be written.
+
+        Raises
+        ------
+        InvalidRequestError
+            There are none.
+        """
+        found = [kind for kind in self.document.objects(self._root) if self._is_possible(kind)]
+        if not found:
+            limit = "of an object that can be written"
+            raise InvalidRequestError(self.field, self._root, limit)
+        return found
+
+    def _is_possible(self, kind: ObjectSchema) -> bool:
+        """Return whether each key that is required may have a value."""
+        return all(self.document.types(all_of(kind.properties[key])) for key in kind.required)
+
+    def json(self) -> dict[str, Any]:
+        """Return a schema of the arguments as one JSON object, which can be put anywhere."""
+        kinds = [self._json_of(kind) for kind in self.objects]
+        return self.document.closed(kinds[0] if len(kinds) == 1 else {"anyOf": kinds})
+
+    def _json_of(self, kind: ObjectSchema) -> dict[str, Any]:
+        schema: dict[str, Any] = {
+            "type": "object",
+            "properties": {key: all_of(values) for key, values in kind.properties.items()},
+            "required": list(kind.required),
+            "additionalProperties": kind.rest,
+            "patternProperties": kind.patterns,
+            "minProperties": kind.n_min,
+            "maxProperties": kind.n_max,
+            "allOf": list(kind.others),
+        }
+        unsaid: dict[str, tuple[object, ...]] = {
+            "patternProperties": ({},), "minProperties": (0,), "maxProperties": (None,), "allOf": ([],),
+        }  # fmt: skip
+        return {key: value for key, value in schema.items() if value not in unsaid.get(key, ())}
+
+
+Tool = ToolParameters | Mapping[str, Any]
+
+
+def parameters_of(tools: Iterable[Tool]) -> list[ToolParameters]:
+    """Return the parameters of tools, in their order."""
+    return [
+        tool if isinstance(tool, ToolParameters) else ToolParameters(tool, i)
+        for i, tool in enumerate(tools)
+    ]

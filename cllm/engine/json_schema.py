@@ -1,0 +1,701 @@
+"""JSON schemas: one reading of them, for what enforces a schema and for what goes by its types.  Pure.
+
+`SchemaDocument.closed` returns a schema that can be put anywhere: it has only keywords that constrain
+an output, and its references point to definitions of its own.  A keyword that cannot be enforced is
+an error where the schema is strict, and is noted in `ignored` where it is not.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import combinations
+from typing import Any, TypeVar
+from urllib.parse import unquote, urljoin
+
+from cllm.errors import InvalidRequestError
+
+logger = logging.getLogger(__name__)
+Kind = TypeVar("Kind")
+# JSON's types, with numbers in two halves: `number` is both.
+TYPES = frozenset({"null", "boolean", "integer", "fraction", "string", "array", "object"})
+N_ALTERNATIVES_MAX = 64
+# Where a schema has schemas.
+IN_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+IN_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+ALONE = (
+    "items", "additionalItems", "additionalProperties", "not", "if", "then", "else", "contains",
+    "propertyNames", "unevaluatedItems", "unevaluatedProperties",
+)  # fmt: skip
+# What llguidance enforces; everything else that it does not know, it takes for an annotation.
+ENFORCED = frozenset(
+    [
+        "type",
+        "const",
+        "enum",
+        "minItems",
+        "maxItems",
+        "required",
+        "minProperties",
+        "maxProperties",
+        "minLength",
+        "maxLength",
+        "minimum",
+        "maximum",
+        "exclusiveMinimum",
+        "exclusiveMaximum",
+        "multipleOf",
+    ]
+)
+CLOSED_INSIDE = frozenset(
+    [
+        "properties",
+        "patternProperties",
+        "allOf",
+        "anyOf",
+        "oneOf",
+        "prefixItems",
+        "items",
+        "additionalItems",
+        "additionalProperties",
+    ]
+)
+# What it does not, with the values that assert nothing.
+NOT_ENFORCED: dict[str, tuple[object, ...]] = {
+    "uniqueItems": (False,), "not": (False,), "if": (), "contains": (), "propertyNames": (True, {}),
+    "dependentRequired": ({},), "dependentSchemas": ({},), "dependencies": ({},),
+    "unevaluatedProperties": (True, {}), "unevaluatedItems": (True, {}), "$dynamicRef": (),
+    "$recursiveRef": (),
+}  # fmt: skip
+N_STEPS_MAX = 10_000  # schemas that are looked at for the types of one document
+FORMATS = frozenset(
+    ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"]
+)  # others are annotations
+# Of a pattern: assertions about what is around, and references back.
+IRREGULAR = re.compile(r"\(\?(?:=|!|<=|<!)|\\[bBAzZGkK1-9]")
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectSchema:
+    """One kind of object that a schema allows.
+
+    Attributes
+    ----------
+    properties : mapping of str to tuple of schema
+        Each value satisfies all schemas of its key.
+    required : tuple of str
+    additional : schema or None
+        Of other keys; None where the schema does not say.
+    patterns : mapping of str to schema
+        `patternProperties`.
+    n_min, n_max : int, int or None
+        Number of keys.
+    others : tuple of mapping
+        Schemas with what is not expressed by the rest: `const`, `enum`.
+    names_keys : bool
+        The schema has `properties`.
+    """
+
+    properties: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    required: tuple[str, ...] = ()
+    additional: object = None
+    patterns: Mapping[str, object] = field(default_factory=dict)
+    n_min: int = 0
+    n_max: int | None = None
+    others: tuple[Mapping[str, object], ...] = ()
+    names_keys: bool = False
+
+    @property
+    def rest(self) -> object:
+        """Schema of keys that are not named: what has `properties` takes no others unless it says so."""
+        return not self.names_keys if self.additional is None else self.additional
+
+    def takes(self, key: str) -> bool:
+        """Return whether an object may have this key."""
+        is_named = key in self.properties or any(searches(p, key) for p in self.patterns)
+        return is_named or self.rest is not False
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySchema:
+    """One kind of array that a schema allows.
+
+    Attributes
+    ----------
+    first : tuple of tuple of schema
+        Of the first items, one tuple each; an item satisfies all of its schemas.
+    items : tuple of schema
+        Of the others.
+    n_min, n_max : int, int or None
+    others : tuple of mapping
+        As for `ObjectSchema`.
+    """
+
+    first: tuple[tuple[object, ...], ...] = ()
+    items: tuple[object, ...] = ()
+    n_min: int = 0
+    n_max: int | None = None
+    others: tuple[Mapping[str, object], ...] = ()
+
+    def at(self, i: int) -> tuple[object, ...]:
+        """Return the schemas of the i-th item."""
+        return self.first[i] if i < len(self.first) else self.items
+
+
+class SchemaDocument:
+    """A schema, and what its references point to.
+
+    Parameters
+    ----------
+    name : str
+        Field of the request, for errors.
+    root : schema
+    is_strict : bool
+        A keyword that cannot be enforced is an error.
+
+    Attributes
+    ----------
+    ignored : list of str
+        Keywords that were left out because they cannot be enforced.
+    """
+
+    def __init__(self, name: str, root: object, *, is_strict: bool) -> None:
+        self.root = root
+        self.is_strict = is_strict
+        self.ignored: list[str] = []
+        self._name = name
+        self._n_steps = 0
+        self._bases: dict[int, str] = {}  # of schemas by identity
+        self._known: dict[str, object] = {"": root}  # by URI, with an anchor or without
+        self._index(root, "")
+
+    def _index(self, schema: object, base: str) -> None:
+        if not isinstance(schema, Mapping):
+            return
+        given = schema.get("$id")
+        if isinstance(given, str) and not given.startswith("#"):
+            base = urljoin(base, given).removesuffix("#")
+            self._known.setdefault(base, schema)
+        anchors = (schema.get("$anchor"), schema.get("$dynamicAnchor"), str(given or "")[1:])
+        for anchor in anchors:
+            if isinstance(anchor, str) and anchor:
+                self._known.setdefault(f"{base}#{anchor}", schema)
+        self._bases[id(schema)] = base
+        for part in _parts_of(schema):
+            self._index(part, base)
+
+    def target(self, schema: Mapping[str, Any]) -> object:
+        """Return what the `$ref` of a schema points to; True if it is in another document.
+
+        Raises
+        ------
+        InvalidRequestError
+            There is no such place in this document; or it is in another, and the schema is strict.
+        """
+        reference = schema["$ref"]
+        uri = ""
+        try:
+            base = self._bases.get(id(schema), self._bases.get(id(self.root), ""))
+            uri, _, fragment = urljoin(base, reference).partition("#")
+            pointer = unquote(fragment)
+            if pointer and not pointer.startswith("/"):
+                return self._known[f"{uri}#{pointer}"]
+            found: Any = self._known[uri]
+            for part in pointer.split("/")[1:]:
+                key = part.replace("~1", "/").replace("~0", "~")
+                found = found[int(key) if isinstance(found, list) else key]
+        except (LookupError, ValueError, TypeError, AttributeError):
+            if uri in self._known:
+                limit = "a reference to something in the schema"
+                raise InvalidRequestError(self._name, f"$ref: {reference}", limit) from None
+            self.cannot(f"$ref: {reference}", "it is in another document")
+            return True
+        return found
+
+    def cannot(self, keyword: str, reason: str = "it cannot be enforced") -> None:
+        """Note a keyword that is not enforced.
+
+        Raises
+        ------
+        InvalidRequestError
+            The schema is strict.
+        """
+        if self.is_strict:
+            raise InvalidRequestError(self._name, keyword, f"left out: {reason}")
+        if keyword not in self.ignored:
+            self.ignored.append(keyword)
+
+    # --- Types ------------------------------------------------------------------------------
+    def types(self, schema: object, seen: frozenset[int] = frozenset()) -> frozenset[str]:
+        """Return the types that a value may have, a subset of `TYPES`.
+
+        Raises
+        ------
+        InvalidRequestError
+            A type has no such name.
+        """
+        if not isinstance(schema, Mapping):
+            return frozenset() if schema is False else TYPES
+        if id(schema) in seen:  # a schema that refers to itself adds nothing to itself
+            return frozenset()
+        self._n_steps += 1
+        if self._n_steps > N_STEPS_MAX:
+            return TYPES
+        seen |= {id(schema)}
+        kinds = schema.get("type")
+        found = _named_types([kinds] if isinstance(kinds, str) else kinds)
+        if found is None:
+            raise InvalidRequestError(self._name, f"type: {kinds}", "a type of JSON, or several")
+        for values in values_of(schema):
+            found &= frozenset(map(type_of, values))
+        for part in self.all_of(schema):
+            found &= self.types(part, seen)
+        for parts in _choices_of(schema):
+            found &= frozenset[str]().union(*(self.types(part, seen) for part in parts))
+        return found
+
+    def takes_constant(self, schema: object, value: bool | None, depth: int = 0) -> bool:
+        """Return whether a schema allows null, true or false."""
+        if not isinstance(schema, Mapping):
+            return schema is not False
+        if type_of(value) not in self.types(schema) or depth > N_ALTERNATIVES_MAX:
+            return False
+
+        def takes(part: object) -> bool:
+            return self.takes_constant(part, value, depth + 1)
+
+        is_among = all(any(one is value for one in values) for values in values_of(schema))
+        n_one_of = sum(map(takes, _list_of(schema, "oneOf")))
+        return (
+            is_among
+            and all(map(takes, self.all_of(schema)))
+            and ("anyOf" not in schema or any(map(takes, _list_of(schema, "anyOf"))))
+            and ("oneOf" not in schema or n_one_of == 1 or (n_one_of > 1 and not self.is_strict))
+        )
+
+    def all_of(self, schema: Mapping[str, Any]) -> Iterator[object]:
+        """Yield the schemas that must hold as well."""
+        if isinstance(schema.get("$ref"), str):
+            yield self.target(schema)
+        yield from _list_of(schema, "allOf")
+
+    # --- A schema by itself -----------------------------------------------------------------
+    def closed(self, schema: object) -> dict[str, Any]:
+        """Return a schema that allows the same and can be put anywhere, with `$defs` of its own.
+
+        Raises
+        ------
+        InvalidRequestError
+            A part is no schema; or cannot be enforced, and the schema is strict.
+        """
+        names: dict[int, str] = {}
+        targets: list[object] = []
+
+        def refer(target: object) -> str:
+            if id(target) not in names:
+                names[id(target)] = f"r{len(names)}"
+                targets.append(target)
+            return f"#/$defs/{names[id(target)]}"
+
+        def close(part: object) -> Any:
+            if isinstance(part, bool):
+                return part
+            if not isinstance(part, Mapping):
+                raise InvalidRequestError(self._name, part, "made of mappings and booleans")
+            return self._close(self._with_count(self._with_names(part)), close, refer, part)
+
+        body = close(schema)
+        definitions = {}
+        for target in targets:  # more come while these are written
+            definitions[names[id(target)]] = close(target)
+        if not isinstance(body, dict):
+            body = {} if body else {"enum": []}
+        return {**body, "$defs": definitions} if definitions else body
+
+    def _close(
+        self, schema: Mapping[str, Any], close: Any, refer: Any, original: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        kept: dict[str, Any] = {}
+        for keyword, value in schema.items():
+            if keyword == "$ref" and isinstance(value, str):
+                kept[keyword] = refer(self.target(original))
+            elif keyword in CLOSED_INSIDE:
+                kept[keyword] = _mapped(value, keyword, close)
+            elif keyword == "pattern" and isinstance(value, str) and IRREGULAR.search(value):
+                self.cannot(f"pattern: {value}", "a pattern cannot look around, or back")
+            elif keyword in ENFORCED or keyword == "pattern":
+                kept[keyword] = value
+            elif keyword == "format":
+                kept.update({keyword: value} if value in FORMATS else {})
+        for keyword in not_enforced(schema):
+            self.cannot(keyword)
+        return kept
+
+    def _with_count(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the schema with numbers of properties as llguidance enforces them.
+
+        It counts keys only where all that have a name are required, or where one is enough.
+        """
+        n_min, n_max = _count(schema, "minProperties") or 0, _count(schema, "maxProperties")
+        if not n_min and n_max is None:
+            return schema
+        keys, required = set(_mapping(schema.get("properties"))), set(_list_of(schema, "required"))
+        is_closed = schema.get("additionalProperties") is False
+        is_closed &= not schema.get("patternProperties")
+        if keys <= required or (is_closed and n_min <= 1 and n_max in (None, 0, 1)):
+            return schema
+        kept = {k: v for k, v in schema.items() if k not in ("minProperties", "maxProperties")}
+        if n_max is not None and not (is_closed and n_max >= len(keys | required)):
+            self.cannot("maxProperties")
+        if n_min == 1 and not required:
+            one_of_them = {"anyOf": [{"required": [key]} for key in sorted(keys)]}
+            return {**kept, "allOf": [*_list_of(schema, "allOf"), one_of_them]}
+        if n_min > len(required):
+            self.cannot("minProperties")
+        return kept
+
+    def _with_names(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the schema with `propertyNames` as `properties` or `patternProperties`."""
+        names, properties = schema.get("propertyNames"), schema.get("properties") or {}
+        while isinstance(names, Mapping) and "$ref" in names:
+            names = self.target(names)
+        if not isinstance(names, Mapping):
+            return schema
+        asserted = {key: value for key, value in names.items() if key in ENFORCED | {"pattern"}}
+        others = {key: value for key, value in schema.items() if key != "propertyNames"}
+        value = schema.get("additionalProperties", True)
+        if asserted.keys() <= {"type"} and "string" in self.types(names):
+            return others if names.keys() <= {"type", "title", "description"} else schema
+        choices = [text for values in values_of(names) for text in values]
+        if choices and asserted.keys() <= {"type", "enum", "const"}:
+            taken = {key: properties.get(key, value) for key in choices if isinstance(key, str)}
+            return {**others, "properties": taken, "additionalProperties": False}
+        is_free = not properties and "patternProperties" not in schema
+        if "pattern" in names and asserted.keys() <= {"type", "pattern"} and is_free:
+            patterns = {names["pattern"]: value}
+            return {**others, "patternProperties": patterns, "additionalProperties": False}
+        return schema
+
+    # --- Objects ----------------------------------------------------------------------------
+    def member(self, schema: object, key: str) -> object:
+        """Return a schema of the values that objects have under this key."""
+        found: list[object] = []
+        for one in self.objects(schema):
+            given = one.properties.get(key)
+            found.append(all_of(given) if given else one.rest)
+        return {"anyOf": found}
+
+    def item(self, schema: object) -> object:
+        """Return a schema of the items of arrays."""
+        found = [all_of(s) for one in self.arrays(schema) for s in (*one.first, one.items)]
+        return {"anyOf": found}
+
+    def arrays(self, schema: object, seen: tuple[int, ...] = ()) -> list[ArraySchema]:
+        """Return the kinds of arrays that a schema allows, as `objects` does."""
+        return self._kinds(schema, seen, "array", ArraySchema(), _own_array, _both_arrays)
+
+    def objects(self, schema: object, seen: tuple[int, ...] = ()) -> list[ObjectSchema]:
+        """Return the kinds of objects that a schema allows; an object is of at least one of them.
+
+        Raises
+        ------
+        InvalidRequestError
+            A strict schema has keywords that have no part in `ObjectSchema`, or too many kinds.
+        """
+        return self._kinds(schema, seen, "object", ObjectSchema(), self._own_object, _merged)
+
+    def _kinds(
+        self,
+        schema: object,
+        seen: tuple[int, ...],
+        kind: str,
+        anything: Kind,
+        own: Callable[[Mapping[str, Any]], Kind],
+        merge: Callable[[Kind, Kind], Kind],
+    ) -> list[Kind]:
+        """Return the kinds of objects, or arrays, that a schema allows."""
+        if not isinstance(schema, Mapping):
+            return [] if schema is False else [anything]
+        if id(schema) in seen or kind not in self.types(schema):
+            return []
+        for keyword in not_enforced(named := self._with_names(schema)):
+            self.cannot(keyword)
+        seen = (*seen, id(schema))
+        found = [own(named)]
+
+        def of(part: object) -> list[Kind]:
+            return self._kinds(part, seen, kind, anything, own, merge)
+
+        for part in self.all_of(schema):
+            found = self._both(found, of(part), merge)
+        for keyword in ("anyOf", "oneOf"):
+            if parts := _list_of(schema, keyword):
+                kinds = [of(part) for part in parts]
+                if keyword == "oneOf" and not self._are_disjoint(kinds):
+                    self.cannot("oneOf", "its parts must exclude each other")
+                found = self._both(found, [one for several in kinds for one in several], merge)
+        return found
+
+    def _own_object(self, schema: Mapping[str, Any]) -> ObjectSchema:
+        properties = _mapping(schema.get("properties"))
+        patterns = _mapping(schema.get("patternProperties"))
+        required = schema.get("required")
+        required = list(dict.fromkeys(required)) if isinstance(required, list) else []
+        rest = schema.get("additionalProperties", True)
+        named = dict(properties)
+        for key in required:
+            fitting = [value for p, value in patterns.items() if searches(p, key)]
+            named.setdefault(key, all_of(fitting) if fitting else rest)
+        values = {key: schema[key] for key in ("const", "enum") if key in schema}
+        return ObjectSchema(
+            properties={key: (value,) for key, value in named.items()},
+            required=tuple(required),
+            additional=schema.get("additionalProperties"),
+            patterns=patterns,
+            n_min=_count(schema, "minProperties") or 0,
+            n_max=_count(schema, "maxProperties"),
+            others=(values,) if values else (),
+            names_keys="properties" in schema,
+        )
+
+    def _both(
+        self, first: Sequence[Kind], second: Sequence[Kind], merge: Callable[[Kind, Kind], Kind]
+    ) -> list[Kind]:
+        if len(first) * len(second) > N_ALTERNATIVES_MAX:
+            limit = f"of at most {N_ALTERNATIVES_MAX} kinds of values"
+            raise InvalidRequestError(self._name, f"{len(first)} times {len(second)}", limit)
+        return [merge(one, other) for one in first for other in second]
+
+    def _are_disjoint(self, kinds: Sequence[Sequence[object]]) -> bool:
+        pairs = ((a, b) for one, other in combinations(kinds, 2) for a in one for b in other)
+        return all(self._excludes(a, b) and self._excludes(b, a) for a, b in pairs)
+
+    def _excludes(self, one: object, other: object) -> bool:
+        """Return whether a value of one kind is never of the other, as far as is known."""
+        if not isinstance(one, ObjectSchema) or not isinstance(other, ObjectSchema):
+            return False
+        if any(not one.takes(key) for key in other.required):
+            return True
+        return any(
+            self._never_equal(one.properties.get(key), other.properties.get(key))
+            for key in set(one.required)
+        )
+
+    def _never_equal(
+        self, one: tuple[object, ...] | None, other: tuple[object, ...] | None
+    ) -> bool:
+        if not one or not other:
+            return False
+        first, second = all_of(one), all_of(other)
+        if not self.types(first) & self.types(second):
+            return True
+        known = [self._choices(schema) for schema in (first, second)]
+        return None not in known and not set(known[0] or ()) & set(known[1] or ())
+
+    def _choices(self, schema: object, depth: int = 0) -> list[str] | None:
+        """Return all values that a schema has, each as JSON; None if that is not known."""
+        if not isinstance(schema, Mapping) or depth > len(TYPES):
+            return None
+        for values in values_of(schema):
+            return [json.dumps(value, sort_keys=True) for value in values]
+        found = (self._choices(part, depth + 1) for part in self.all_of(schema))
+        return next((values for values in found if values is not None), None)
+
+
+def _own_array(schema: Mapping[str, Any]) -> ArraySchema:
+    items = schema.get("items", True)
+    first = schema.get("prefixItems", [])
+    if isinstance(items, list):  # as before draft 2020-12
+        first, items = items, schema.get("additionalItems", True)
+    first = first if isinstance(first, list) else []
+    values = {key: schema[key] for key in ("const", "enum") if key in schema}
+    return ArraySchema(
+        tuple((schema,) for schema in first),
+        () if items is True else (items,),
+        _count(schema, "minItems") or 0,
+        _count(schema, "maxItems"),
+        (values,) if values else (),
+    )
+
+
+def _both_arrays(one: ArraySchema, other: ArraySchema) -> ArraySchema:
+    n = max(len(one.first), len(other.first))
+    n_max = [limit for limit in (one.n_max, other.n_max) if limit is not None]
+    return ArraySchema(
+        tuple(one.at(i) + other.at(i) for i in range(n)),
+        one.items + other.items,
+        max(one.n_min, other.n_min),
+        min(n_max, default=None),
+        one.others + other.others,
+    )
+
+
+def _count(schema: Mapping[str, Any], keyword: str) -> int | None:
+    value = schema.get(keyword)
+    return int(value) if isinstance(value, int | float) and value >= 0 else None
+
+
+def _merged(one: ObjectSchema, other: ObjectSchema) -> ObjectSchema:
+    """Return objects that are of both kinds."""
+    properties: dict[str, tuple[object, ...]] = {}
+    for key in (*one.properties, *(key for key in other.properties if key not in one.properties)):
+        schemas: tuple[object, ...] = ()
+        for kind in (one, other):
+            said = kind.properties.get(key, ())
+            said += tuple(v for pattern, v in kind.patterns.items() if searches(pattern, key))
+            if not said and kind.additional is not None:
+                said = (kind.additional,)
+            schemas += said
+        properties[key] = schemas
+    additional: object = one.additional if other.additional is None else other.additional
+    if one.additional is not None and other.additional is not None:
+        additional = {"allOf": [one.additional, other.additional]}
+        if False in (one.additional, other.additional):
+            additional = False
+    n_max = [n for n in (one.n_max, other.n_max) if n is not None]
+    return replace(
+        one,
+        properties=properties,
+        required=tuple(dict.fromkeys((*one.required, *other.required))),
+        additional=additional,
+        patterns=_merged_patterns(one, other),
+        n_min=max(one.n_min, other.n_min),
+        n_max=min(n_max, default=None),
+        others=one.others + other.others,
+        names_keys=one.names_keys or other.names_keys,
+    )
+
+
+def _merged_patterns(one: ObjectSchema, other: ObjectSchema) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for pattern in (*one.patterns, *other.patterns):
+        said = [kind.patterns.get(pattern, kind.additional) for kind in (one, other)]
+        found[pattern] = {"allOf": [schema for schema in said if schema is not None]}
+    return found
+
+
+def all_of(schemas: Sequence[object]) -> object:
+    """Return a schema of what satisfies all of these."""
+    if not schemas:
+        return True
+    return schemas[0] if len(schemas) == 1 else {"allOf": list(schemas)}
+
+
+def not_enforced(schema: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the keywords that assert something and cannot be enforced."""
+    for keyword, neutral in NOT_ENFORCED.items():
+        if keyword not in schema or schema[keyword] in neutral:
+            continue
+        is_alone = keyword == "if" and not {"then", "else"} & schema.keys()
+        is_any = keyword == "contains" and schema.get("minContains") == 0
+        if not is_alone and not (is_any and "maxContains" not in schema):
+            yield keyword
+
+
+def searches(pattern: str, text: str) -> bool:
+    """Return whether a pattern of a schema is found in a text; False if Python does not know it."""
+    try:
+        return re.search(pattern, text) is not None
+    except re.error:
+        return False
+
+
+def _mapped(value: Any, keyword: str, close: Any) -> Any:
+    """Return a keyword's value with each schema in it closed."""
+    if keyword in ("properties", "patternProperties") and isinstance(value, Mapping):
+        return {key: close(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [close(part) for part in value]
+    return close(value) if keyword in ALONE else value  # which llguidance names as wrong
+
+
+def _parts_of(schema: Mapping[str, Any]) -> Iterator[object]:
+    """Yield the schemas in a schema."""
+    for keyword in IN_MAPS:
+        yield from _mapping(schema.get(keyword)).values()
+    for keyword in (*IN_LISTS, "items"):
+        yield from _list_of(schema, keyword)
+    for keyword in ALONE:
+        yield schema.get(keyword)
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _list_of(schema: Mapping[str, Any], keyword: str) -> list[object]:
+    value = schema.get(keyword)
+    return value if isinstance(value, list) else []
+
+
+def _choices_of(schema: Mapping[str, Any]) -> Iterator[list[object]]:
+    """Yield lists of schemas of which one must hold."""
+    for keyword in ("anyOf", "oneOf"):
+        if parts := _list_of(schema, keyword):
+            yield parts
+
+
+def values_of(schema: Mapping[str, Any]) -> Iterator[list[object]]:
+    """Yield lists of values of which a value is one."""
+    if isinstance(schema.get("enum"), list):
+        yield schema["enum"]
+    if "const" in schema:
+        yield [schema["const"]]
+
+
+def _named_types(names: object) -> frozenset[str] | None:
+    """Return the types of these names; None if one is no type."""
+    if names is None:
+        return TYPES
+    if not isinstance(names, list):
+        return None
+    found: set[str] = set()
+    for name in names:
+        if name == "number":
+            found |= {"integer", "fraction"}
+        elif isinstance(name, str) and name in TYPES:
+            found.add(name)
+        else:
+            return None
+    return frozenset(found)
+
+
+def type_of(value: object) -> str:
+    """Return the type of a value, one of `TYPES`."""
+    if isinstance(value, float):
+        return "integer" if value.is_integer() else "fraction"
+    kinds: dict[type, str] = {
+        type(None): "null", bool: "boolean", int: "integer", str: "string", list: "array",
+    }  # fmt: skip
+    return kinds.get(type(value), "object")
+
+
+def enforceable(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema as llguidance takes it, with the options that it has for llguidance.
+
+    Raises
+    ------
+    InvalidRequestError
+        A keyword cannot be enforced, and the options are not lenient.
+    """
+    given = schema.get("x-guidance")
+    options = given if isinstance(given, Mapping) else {}
+    document = SchemaDocument(name, schema, is_strict=not options.get("lenient"))
+    closed = document.closed(schema)
+    say_ignored(name, document.ignored)
+    return {"x-guidance": dict(options), **closed} if options else closed
+
+
+@lru_cache(1024)  # so many are said once
+def _say(name: str, keyword: str) -> None:
+    logger.warning("%s: %s cannot be enforced and is ignored", name, keyword)
+
+
+def say_ignored(name: str, keywords: Iterable[str]) -> None:
+    """Log keywords of a schema that are not enforced, each once."""
+    for keyword in keywords:
+        _say(re.sub(r"\[\d+\]", "", name), keyword)

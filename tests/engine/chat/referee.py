@@ -1,0 +1,125 @@
+"""Whether calls that are asked for satisfy their schemas.  `python -m tests.engine.chat.referee --n 500`.
+
+For each template and each of many random schemas, jsonschema is the referee: every call that the grammar
+writes is read as one call that the schema allows, and every drawn argument set can be written and is
+read back unchanged.  No model is needed; the grammar's own choices are random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from cllm.bindings import Model
+from cllm.engine.chat.chat_prompt import ChatPrompt
+from cllm.engine.chat.chat_tokenizer import ChatTokenizer
+from cllm.engine.chat.tool_schema import ToolParameters
+from cllm.engine.config import EMBEDDED_MODEL
+from cllm.engine.constraints.llguidance import Guidance
+from tests.engine.chat.test_chat_template import TEMPLATES
+from tests.engine.chat.test_output_parser import channels_of
+from tests.engine.chat.tool_schemas import NAME, allowed, cases, is_writable, walk, written
+
+N_WALKS = 2
+
+
+class Referee:
+    """Judges the calls of one template.
+
+    Attributes
+    ----------
+    counts : Counter
+        Of grammars, of argument sets that were written, and of calls that were drawn from a grammar.
+    faults : list of str
+    """
+
+    def __init__(self, path: Path, model: Model, guidance: Guidance) -> None:
+        self.counts: Counter[str] = Counter()
+        self.faults: list[str] = []
+        self._path, self._model, self._guidance = path, model, guidance
+
+    def judge(self, seed: int, n: int) -> None:
+        """Try this many schemas."""
+        chat = ChatTokenizer(self._model.vocab, self._path.read_text(), None)
+        for i, (schema, drawn) in enumerate(cases(seed, n)):
+            function = {"name": NAME, "description": "Books it.", "parameters": schema}
+            options: dict[str, Any] = {"tool_choice": NAME}
+            prompt = ChatPrompt.of(
+                [{"role": "user", "content": "Go."}],
+                tools=[{"type": "function", "function": function}],
+                **options,
+            )
+            # Not rendered: some templates take fewer schemas than the grammar.
+            self._judge_one(chat._plain._answer(prompt, ""), schema, drawn, seed * 7919 + i)
+        chat.close()
+
+    def _judge_one(self, answer: Any, schema: Any, drawn: list[dict[str, Any]], seed: int) -> None:
+        said = json.dumps(schema)
+        matcher = self._guidance._compile("tools", answer.grammar).start().matcher
+        self.counts["grammars"] += 1
+        (tool,) = answer.tools
+        for arguments in drawn:
+            if is_writable(answer.output_format, arguments):
+                self._write(answer, tool, matcher, arguments, said)
+        for n in range(N_WALKS):
+            text = walk(matcher, self._model, seed * N_WALKS + n)
+            if text is None:
+                self.counts["cut off"] += 1
+                continue
+            self.counts["drawn"] += 1
+            _, _, calls = channels_of(answer.parser("x"), [text])
+            if len(calls) != 1:
+                self.faults.append(f"no call: {text} of {said}")
+            elif not allowed(schema, json.loads(calls[0][1])):
+                self.faults.append(f"not allowed: {text}, read as {calls}, of {said}")
+
+    def _write(
+        self, answer: Any, tool: ToolParameters, matcher: Any, arguments: Any, said: str
+    ) -> None:
+        text = written(answer.output_format, tool, arguments)
+        tokens = self._model.vocab.tokenize(text, add_special=False, parse_special=True)
+        again = matcher.deep_copy()
+        n = again.try_consume_tokens(tokens)
+        self.counts["written"] += 1
+        if n < len(tokens) or not again.is_accepting():
+            taken = self._model.vocab.join(tokens[:n]).decode("utf-8", "replace")
+            self.faults.append(f"cannot be written: {text}, but {taken}, of {said}")
+        _, _, calls = channels_of(answer.parser("x"), [text])
+        if [json.loads(one) for _, one in calls] != [arguments]:
+            self.faults.append(f"read as {calls}: {text} of {said}")
+
+
+def main() -> int:
+    """Judge all templates, and print what was found."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--n", type=int, default=500, help="schemas for each template")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("names", nargs="*", help="parts of the names of templates")
+    options = parser.parse_args()
+    total: Counter[str] = Counter()
+    faults: list[str] = []
+    with Model(EMBEDDED_MODEL, vocab_only=True) as model:
+        guidance = Guidance(model.vocab, 1)
+        for path in TEMPLATES:
+            if options.names and not any(name in path.stem for name in options.names):
+                continue
+            started, referee = time.perf_counter(), Referee(path, model, guidance)
+            referee.judge(options.seed, options.n)
+            total += referee.counts
+            faults += referee.faults
+            seconds = time.perf_counter() - started
+            print(
+                f"{path.stem}: {dict(referee.counts)}, {len(referee.faults)} faults, {seconds:.0f} s"
+            )
+            print(*referee.faults[:3], sep="\n", end="\n" if referee.faults else "", flush=True)
+    print(f"{dict(total)}, {len(faults)} faults")
+    return int(bool(faults))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
