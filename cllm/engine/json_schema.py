@@ -321,8 +321,13 @@ class SchemaDocument:
     ) -> dict[str, Any]:
         kept: dict[str, Any] = {}
         for keyword, value in schema.items():
-            if keyword == "$ref" and isinstance(value, str):
+            if keyword == "oneOf" and self._exclude_each_other(_list_of(schema, keyword)):
+                parts = {"anyOf": [close(part) for part in value]}
+                kept.setdefault("allOf", []).append(parts)
+            elif keyword == "$ref" and isinstance(value, str):
                 kept[keyword] = refer(self.target(original))
+            elif keyword == "allOf" and isinstance(value, list):
+                kept.setdefault(keyword, []).extend(close(part) for part in value)
             elif keyword in CLOSED_INSIDE:
                 kept[keyword] = _mapped(value, keyword, close)
             elif keyword == "pattern" and isinstance(value, str) and IRREGULAR.search(value):
@@ -470,6 +475,18 @@ class SchemaDocument:
             raise InvalidRequestError(self._name, f"{len(first)} times {len(second)}", limit)
         return [merge(one, other) for one in first for other in second]
 
+    def _exclude_each_other(self, parts: Sequence[object]) -> bool:
+        """Return whether no value satisfies two of these schemas, as far as is known."""
+        for one, other in combinations(parts, 2):
+            both = self.types(one) & self.types(other)
+            if both and both != {"object"}:
+                return False
+            kinds = [self.objects(one), self.objects(other)] if both else []
+            pairs = ((a, b) for a in kinds[0] for b in kinds[1]) if kinds else ()
+            if not all(self._differ(a, b) for a, b in pairs):
+                return False
+        return len(parts) > 0
+
     def _are_disjoint(self, kinds: Sequence[Sequence[object]]) -> bool:
         pairs = ((a, b) for one, other in combinations(kinds, 2) for a in one for b in other)
         return all(self._excludes(a, b) and self._excludes(b, a) for a, b in pairs)
@@ -478,11 +495,13 @@ class SchemaDocument:
         """Return whether a value of one kind is never of the other, as far as is known."""
         if not isinstance(one, ObjectSchema) or not isinstance(other, ObjectSchema):
             return False
-        if any(not one.takes(key) for key in other.required):
-            return True
+        return any(not one.takes(key) for key in other.required) or self._differ(one, other)
+
+    def _differ(self, one: ObjectSchema, other: ObjectSchema) -> bool:
+        """Return whether a key that both have never has the same value."""
         return any(
             self._never_equal(one.properties.get(key), other.properties.get(key))
-            for key in set(one.required)
+            for key in {*one.required, *other.required}
         )
 
     def _never_equal(
