@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,14 +20,13 @@ from cllm import (
     TokenStream,
     ToolCallDelta,
 )
+from cllm.server.client_tools import ClientTools
 from cllm.server.fields import MAX_SEED
 from cllm.server.problems import Problem, invalid, problem_of, shutting_down, too_long
 from cllm.server.replies import Reply, Writer
 from cllm.server.running import Observation, run_streams
 from cllm.server.schemas import ChatOptionFields
 from cllm.server.state import ServerState
-
-logger = logging.getLogger("cllm.server")
 
 Event = tuple[str, dict[str, Any]]
 
@@ -166,11 +164,19 @@ def seeded(params: SamplingParams, index: int) -> SamplingParams:
     return replace(params, seed=(params.seed + index) % (MAX_SEED + 1))
 
 
-def chat_options(body: ChatOptionFields) -> dict[str, Any]:
-    """What a body says about how a chat is rendered."""
-    tools, choice = tools_of(body.tools, body.tool_choice)
+def client_tools_of(tools: Sequence[Mapping[str, Any]] | None) -> ClientTools:
+    """Return the tools of a chat that its client runs."""
+    found = ClientTools()
+    found.add(tools or ())
+    return found
+
+
+def chat_options(body: ChatOptionFields, tools: ClientTools | None = None) -> dict[str, Any]:
+    """Return what a body says about how a chat is rendered."""
+    offered = client_tools_of(body.tools) if tools is None else tools
+    functions, choice = offered.choice(body.tool_choice)
     return {
-        "tools": tools,
+        "tools": functions,
         "tool_choice": choice,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "add_generation_prompt": body.add_generation_prompt,
@@ -179,46 +185,3 @@ def chat_options(body: ChatOptionFields) -> dict[str, Any]:
         "reasoning_budget": body.reasoning_budget,
         "chat_template_kwargs": body.chat_template_kwargs,
     }
-
-
-def tools_of(
-    tools: Sequence[Mapping[str, Any]] | None, choice: object
-) -> tuple[list[Mapping[str, Any]] | None, str]:
-    """The tools that may be called, and `tool_choice` as the engine has it: a word, or a name."""
-    kept = _functions(tools)
-    if choice is None:
-        return kept, "auto"
-    if isinstance(choice, str):
-        return kept, choice
-    kind = choice.get("type") if isinstance(choice, Mapping) else None
-    if kind == "function" and (name := _name_of(choice)) is not None:
-        return kept, name
-    if kind == "allowed_tools":
-        assert isinstance(choice, Mapping)
-        given = choice.get("allowed_tools", choice)
-        allowed = given.get("tools") if isinstance(given, Mapping) else None
-        mode = given.get("mode", "auto") if isinstance(given, Mapping) else None
-        if isinstance(allowed, list) and mode in ("auto", "required"):
-            names = [_name_of(tool) for tool in allowed]
-            return [tool for tool in kept or () if _name_of(tool) in names], str(mode)
-    raise invalid(
-        "tool_choice", "must be auto, none, required, allowed_tools, or a function's name"
-    )
-
-
-def _name_of(tool: object) -> str | None:
-    """The name of a function, beside its type or inside of it."""
-    inner = tool.get("function", tool) if isinstance(tool, Mapping) else None
-    name = inner.get("name") if isinstance(inner, Mapping) else None
-    return name if isinstance(name, str) else None
-
-
-def _functions(tools: Sequence[Mapping[str, Any]] | None) -> list[Mapping[str, Any]] | None:
-    """The tools that are functions; others run elsewhere, and the model is not told of them."""
-    if tools is None:
-        return None
-    kept = [tool for tool in tools if tool.get("type") in (None, "function")]
-    if len(kept) < len(tools):
-        others = {str(tool.get("type"))[:40] for tool in tools} - {"function", "None"}
-        logger.warning("tools of the types %s are left out", ", ".join(sorted(others)))
-    return [{**tool, "type": "function"} for tool in kept]

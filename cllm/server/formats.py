@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from cllm import Completion, FinishReason, TokenDelta, TokenLogprob, ToolCallDelta
+from cllm.server.client_tools import CUSTOM, ClientTools, text_input_of
 
 LOWEST = -9999.0  # OpenAI's stand-in for a probability of 0: JSON has no infinity
 
@@ -147,11 +148,22 @@ class CompletionFormat(_Common):
 
 
 class ChatFormat(_Common):
-    """`chat.completion`, and `chat.completion.chunk` for its parts."""
+    """`chat.completion`, and `chat.completion.chunk` for its parts.
 
-    def __init__(self, request_id: str, model: Served, *, n_choices: int) -> None:
+    Parameters
+    ----------
+    tools : ClientTools
+        Those that were offered: a call of a custom one is told as such.
+    """
+
+    def __init__(
+        self, request_id: str, model: Served, tools: ClientTools, *, n_choices: int
+    ) -> None:
         super().__init__("chatcmpl", "chat.completion", request_id, model, n_choices=n_choices)
         self._begun: set[int] = set()
+        self._tools = tools
+        # Of each choice, the call of a custom tool that is open: its number, and its arguments.
+        self._custom: dict[int, tuple[int, list[str]]] = {}
 
     @property
     def _chunk_head(self) -> dict[str, Any]:
@@ -168,9 +180,30 @@ class ChatFormat(_Common):
         if delta.text or delta.logprobs:
             yield self._chunk(index, {"content": delta.text}, delta.logprobs)
         for call in delta.tool_calls:
-            yield self._chunk(index, {"tool_calls": [_call_delta(call)]})
+            yield from self._call_chunks(index, call)
         if reason is not None:
+            yield from self._end_custom(index)
             yield self._chunk(index, {}, reason=reason)
+
+    def _call_chunks(self, index: int, call: ToolCallDelta) -> Iterator[dict[str, Any]]:
+        if call.name is not None:
+            yield from self._end_custom(index)
+            if self._tools.known(call.name).kind == CUSTOM:
+                self._custom[index] = call.index, [call.arguments]
+                begun = {"index": call.index, "id": call.id, "type": CUSTOM}
+                custom = {"name": call.name, "input": ""}
+                yield self._chunk(index, {"tool_calls": [{**begun, CUSTOM: custom}]})
+                return
+        if index in self._custom:  # its text is inside of JSON, and told when that is whole
+            self._custom[index][1].append(call.arguments)
+        else:
+            yield self._chunk(index, {"tool_calls": [_call_delta(call)]})
+
+    def _end_custom(self, index: int) -> Iterator[dict[str, Any]]:
+        number, parts = self._custom.pop(index, (None, []))
+        if number is not None:
+            custom = {"input": text_input_of("".join(parts))}
+            yield self._chunk(index, {"tool_calls": [{"index": number, CUSTOM: custom}]})
 
     def _chunk(
         self,
@@ -187,22 +220,31 @@ class ChatFormat(_Common):
         }
         return {**self._chunk_head, "choices": [choice]}
 
+    def _message(self, completion: Completion) -> dict[str, Any]:
+        message = {**completion.as_message(), "refusal": None}
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [self._told(call) for call in calls]
+        return message
+
+    def _told(self, call: dict[str, Any]) -> dict[str, Any]:
+        name = call["function"]["name"]
+        if self._tools.known(name).kind != CUSTOM:
+            return call
+        custom = {"name": name, "input": text_input_of(call["function"]["arguments"])}
+        return {"id": call["id"], "type": CUSTOM, CUSTOM: custom}
+
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """See `Format`."""
         choices = [
             {
                 "index": i,
-                "message": _message(c),
+                "message": self._message(c),
                 "logprobs": _chat_logprobs(c.logprobs),
                 "finish_reason": finish_reason_of(c.finish_reason),
             }
             for i, c in enumerate(completions)
         ]
         return {**self._head, "choices": choices, "usage": self._usage(completions)}
-
-
-def _message(completion: Completion) -> dict[str, Any]:
-    return {**completion.as_message(), "refusal": None}
 
 
 def _call_delta(call: ToolCallDelta) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from cllm import Completion, Engine, FinishReason, SamplingParams, TokenDelta
 from cllm.server.body import SafeRoute
 from cllm.server.chat_call import ChatCall, answer_chat, as_delta
+from cllm.server.client_tools import ClientTools
 from cllm.server.event_blocks import CALL, REASONING, Block, Blocks, Step
 from cllm.server.fields import Flag, Integer, Number, Text, Texts
 from cllm.server.loras import loras_of
@@ -26,6 +27,8 @@ Event = tuple[str, dict[str, Any]]
 # Its text is another one for each request: with it, no prompt would share anything with the last.
 BILLING = "x-anthropic-billing-header"
 SIGNATURE = "cllm"
+# Blocks of a user that are text.
+USER_BLOCKS = ("text", "document", "search_result")
 
 
 class CountBody(Body):
@@ -143,20 +146,12 @@ def _choice(choice: Mapping[str, Any]) -> str:
 
 
 def _functions(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Tools that clients run; those of Anthropic's own have no schema, and run elsewhere."""
+    """Return the tools that clients run."""
     if tools is None:
         return None
-    own = [tool for tool in tools if tool.get("type") in (None, "custom")]
-    functions = [
-        {
-            "name": tool.get("name"),
-            "description": tool.get("description"),
-            "parameters": tool.get("input_schema"),
-            "strict": tool.get("strict") is True,
-        }
-        for tool in own
-    ]
-    return [{"type": "function", "function": function} for function in functions]
+    found = ClientTools()
+    found.add_anthropic(tools)
+    return found.functions
 
 
 def _said(i: int, message: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -167,36 +162,42 @@ def _said(i: int, message: Mapping[str, Any]) -> list[dict[str, Any]]:
     if not isinstance(content, list):
         raise invalid(f"{field}.content", "must be text, or a list of blocks")
     results: list[dict[str, Any]] = []
-    texts: list[str] = []
+    parts: list[Any] = []
     calls: list[dict[str, Any]] = []
     thoughts: list[str] = []
     for k, block in enumerate(content):
         name = f"{field}.content[{k}]"
         match block.get("type") if isinstance(block, Mapping) else None:
-            case "text":
-                texts.append(_text(name, block))
             case "tool_use":
                 function = {"name": block.get("name"), "arguments": block.get("input", {})}
                 calls.append({"id": block.get("id"), "type": "function", "function": function})
             case "tool_result":
-                text = _result(f"{name}.content", block.get("content"))
-                text = f"Error: {text}" if block.get("is_error") is True else text
                 called = {"role": "tool", "tool_call_id": block.get("tool_use_id")}
-                results.append({**called, "content": text})
+                results.append({**called, "content": _result(block)})
             case "thinking":
                 thoughts.append(str(block.get("thinking", "")))
             case "redacted_thinking":
-                pass  # nobody but its author can read it
+                pass  # its author alone can read it
+            case kind if role == "assistant" or kind in USER_BLOCKS:
+                if kind == "text":
+                    _text(name, block)
+                parts.append(block)
             case kind:
-                known = "text, tool_use, tool_result or thinking"
+                known = f"{', '.join(USER_BLOCKS)}, tool_use, tool_result or thinking"
                 raise invalid(f"{name}.type", f"is {str(kind)[:40]!r}, must be {known}")
-    is_text = texts or (role == "assistant" and not calls)
-    said: dict[str, Any] = {"role": role, "content": "\n".join(texts) if is_text else None}
+    is_text = parts or (role == "assistant" and not calls)
+    said: dict[str, Any] = {"role": role, "content": _joined(parts) if is_text else None}
     if calls:
         said["tool_calls"] = calls
     if thoughts:
         said["reasoning_content"] = "\n".join(thoughts)
-    return [*results, said] if texts or calls or thoughts or not results else results
+    return [*results, said] if parts or calls or thoughts or not results else results
+
+
+def _joined(parts: list[Any]) -> Any:
+    """Return parts as one text where all are text, else as they are."""
+    is_text = all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts)
+    return "\n".join(part["text"] for part in parts) if is_text else parts
 
 
 def _text(field: str, block: object) -> str:
@@ -206,12 +207,13 @@ def _text(field: str, block: object) -> str:
     return text
 
 
-def _result(field: str, content: object) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise invalid(field, "must be text, or a list of blocks with text")
-    return "\n".join(_text(f"{field}[{i}]", block) for i, block in enumerate(content))
+def _result(block: Mapping[str, Any]) -> Any:
+    """Return what a tool gave; the engine says in words what is not text."""
+    content = block.get("content")
+    content = "" if content is None else content
+    if block.get("is_error") is not True:
+        return content
+    return f"Error: {content}" if isinstance(content, str) else ["Error:", content]
 
 
 class MessageForm:

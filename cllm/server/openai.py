@@ -10,7 +10,8 @@ from starlette.responses import Response
 
 from cllm import Engine, FinishReason, PromptTooLongError, SamplingParams, TokenDelta, TokenStream
 from cllm.server.body import SafeRoute
-from cllm.server.chat_call import ChatCall, chat_options, seeded
+from cllm.server.chat_call import ChatCall, chat_options, client_tools_of, seeded
+from cllm.server.client_tools import messages_of
 from cllm.server.fields import CONSTRAINTS, MAX_SEED
 from cllm.server.formats import ChatFormat, CompletionFormat, Format
 from cllm.server.generate import check_length, check_logprobs
@@ -121,9 +122,10 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
         raise invalid("top_logprobs", f"is {n_top}, must be 0 to {state.config.max_logprobs}")
     params = _params(body, state, logprobs=n_top)
     n = _n(body, state)
+    tools = client_tools_of(body.tools)
     call = ChatCall(
-        body.messages,
-        chat_options(body),
+        messages_of(body.messages),
+        chat_options(body, tools),
         params,
         {
             "priority": body.priority,
@@ -136,7 +138,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
         return call.streams(engine, engine_id, n)
 
     log_request(state, request_id, body.messages)
-    form = ChatFormat(request_id, state.served, n_choices=n)
+    form = ChatFormat(request_id, state.served, tools, n_choices=n)
     observation = state.observation(request, "chat", params)
     return _answer(state, body, streams, form, observation, prompt_field="messages")
 
@@ -144,7 +146,8 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
 @router.post("/chat/completions/input_tokens", summary="How many tokens a chat has")
 async def chat_input_tokens(body: ChatBody, request: Request) -> dict[str, Any]:
     """The tokens of the prompt that a chat becomes."""
-    rendered = await state_of(request).serving.render_chat(body.messages, **chat_options(body))
+    messages = messages_of(body.messages)
+    rendered = await state_of(request).serving.render_chat(messages, **chat_options(body))
     return {"object": "response.input_tokens", "input_tokens": len(rendered.token_ids)}
 
 

@@ -13,7 +13,15 @@ from starlette.responses import Response
 
 from cllm import Completion, FinishReason, SamplingOptions, TokenDelta
 from cllm.server.body import SafeRoute
-from cllm.server.chat_call import ChatCall, answer_chat, as_delta, tools_of
+from cllm.server.chat_call import ChatCall, answer_chat, as_delta
+from cllm.server.client_tools import (
+    CUSTOM,
+    FUNCTION,
+    ClientTool,
+    ClientTools,
+    object_of,
+    text_input_of,
+)
 from cllm.server.event_blocks import CALL, REASONING, Block, Blocks, Step
 from cllm.server.fields import Flag, Integer, Number, Text
 from cllm.server.loras import loras_of
@@ -24,7 +32,23 @@ from cllm.server.state import log_request, request_id_of, state_of
 router = APIRouter(prefix="/v1", route_class=SafeRoute, tags=["OpenAI"])
 
 Event = tuple[str, dict[str, Any]]
-TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
+# Items that are calls of tools that the client runs, with the kinds of those.
+CALLS = {
+    "function_call": FUNCTION, "custom_tool_call": CUSTOM, "local_shell_call": "local_shell",
+    "shell_call": "shell", "apply_patch_call": "apply_patch", "tool_search_call": "tool_search",
+}  # fmt: skip
+RESULTS = frozenset(
+    ["function_call_output", "custom_tool_call_output", "local_shell_call_output",
+     "shell_call_output", "apply_patch_call_output", "tool_search_output"]
+)  # fmt: skip
+# Items that say nothing.
+DIRECTIVES = frozenset(
+    ["additional_tools", "configuration_update", "compaction_trigger", "ghost_snapshot"]
+)
+ID_PREFIXES = {
+    FUNCTION: "fc", CUSTOM: "ctc", "local_shell": "lsh", "shell": "sh", "apply_patch": "apc",
+    "tool_search": "tsc",
+}  # fmt: skip
 
 
 class ResponsesBody(Body):
@@ -91,7 +115,8 @@ def chat_call_of(body: ResponsesBody, defaults: SamplingOptions) -> ChatCall:
     Problem
         Names the item and the field.
     """
-    messages, fields = _messages_of(body.input)
+    tools = client_tools_of(body)
+    messages, fields = _messages_of(body.input, tools)
     if body.instructions:
         messages = [{"role": "system", "content": body.instructions}, *messages]
         fields = ["instructions", *fields]
@@ -109,11 +134,11 @@ def chat_call_of(body: ResponsesBody, defaults: SamplingOptions) -> ChatCall:
         kind = form.get("type")
         inner = {"type": kind, "json_schema": form} if kind == "json_schema" else form
         changes.update(constraint_of(inner, "text.format"))
-    tools, choice = tools_of(body.tools, body.tool_choice)
+    functions, choice = tools.choice(body.tool_choice)
     return ChatCall(
         messages,
         {
-            "tools": None if tools is None else [_function(tool) for tool in tools],
+            "tools": functions,
             "tool_choice": choice,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "reasoning_effort": (body.reasoning or {}).get("effort"),
@@ -123,16 +148,21 @@ def chat_call_of(body: ResponsesBody, defaults: SamplingOptions) -> ChatCall:
     )
 
 
-def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A function as chats have it; here its fields stand beside its type."""
-    if "function" in tool:
-        return tool
-    fields = ("name", "description", "parameters", "strict")
-    return {"type": "function", "function": {name: tool[name] for name in fields if name in tool}}
+def client_tools_of(body: ResponsesBody) -> ClientTools:
+    """Return the tools that a body and the items of its input offer."""
+    tools = ClientTools()
+    tools.add(body.tools or ())
+    for i, item in enumerate(body.input if isinstance(body.input, list) else ()):
+        more = item.get("tools")
+        if item.get("type") in ("additional_tools", "tool_search_output") and isinstance(
+            more, list
+        ):
+            tools.add(more, f"input[{i}].tools")
+    return tools
 
 
 def _messages_of(
-    given: str | Sequence[Mapping[str, Any]],
+    given: str | Sequence[Mapping[str, Any]], tools: ClientTools
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Items as messages, and where each comes from: a turn of the assistant is one message again."""
     if isinstance(given, str):
@@ -140,73 +170,54 @@ def _messages_of(
     messages, fields = list[dict[str, Any]](), list[str]()
     for i, item in enumerate(given):
         field = f"input[{i}]"
-        _add_item(messages, field, item)
+        _add_item(messages, field, item, tools)
         fields += [field] * (len(messages) - len(fields))
-    for message in messages:
-        if message["role"] == "assistant" and message["content"] is None:
-            message["content"] = None if message.get("tool_calls") else ""
     return messages, fields
 
 
-def _add_item(messages: list[dict[str, Any]], field: str, item: Mapping[str, Any]) -> None:
-    kind = item.get("type") or "message"
-    match kind:
-        case "message":
-            role = item.get("role")
-            text = _text_of(f"{field}.content", item.get("content"))
-            if role == "assistant" and _turn(messages).get("content") is None:
-                _assistant(messages)["content"] = text
-            else:
-                messages.append({"role": role, "content": text})
-        case "reasoning":
-            parts = [item.get(name) or [] for name in ("content", "summary")]
-            if not all(isinstance(part, list) for part in parts):
-                raise invalid(f"{field}.content", "must be a list of parts")
-            turn = _assistant(messages)
-            said = [
-                turn.get("reasoning_content"),
-                _text_of(f"{field}.content", [*parts[0], *parts[1]]),
-            ]
-            turn["reasoning_content"] = "\n".join(filter(None, said))
-        case "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments", "")}
-            made = {"id": item.get("call_id"), "type": "function", "function": function}
-            _assistant(messages).setdefault("tool_calls", []).append(made)
-        case "function_call_output":
-            output = item.get("output")
-            text = output if isinstance(output, str) else _text_of(f"{field}.output", output)
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
-        case _:
-            known = "message, reasoning, function_call or function_call_output"
-            raise invalid(f"{field}.type", f"is {str(kind)[:40]!r}, must be {known}")
+def _add_item(
+    messages: list[dict[str, Any]], field: str, item: Mapping[str, Any], tools: ClientTools
+) -> None:
+    """Add what an item says; what it has that is not text, the engine says in words or refuses."""
+    kind = str(item.get("type") or "message")
+    if kind == "message":
+        role, content = item.get("role"), item.get("content")
+        if role == "assistant" and messages and messages[-1].get("content", "") is None:
+            messages[-1]["content"] = content
+        else:
+            messages.append({"role": role, "content": content})
+    elif kind == "reasoning":
+        given = [item.get(name) or [] for name in ("content", "summary")]
+        if not all(isinstance(parts, list) for parts in given):
+            raise invalid(f"{field}.content", "must be a list of parts")
+        texts = [part.get("text") for part in (*given[0], *given[1]) if isinstance(part, Mapping)]
+        turn = _assistant(messages)
+        said = [turn.get("reasoning_content"), *(text for text in texts if isinstance(text, str))]
+        turn["reasoning_content"] = "\n".join(filter(None, said)) or None
+    elif kind in CALLS:
+        call = tools.call(_call_id(item), CALLS[kind], item)
+        _assistant(messages).setdefault("tool_calls", []).append(call)
+    elif kind in RESULTS:
+        content = item.get("output") if kind != "tool_search_output" else item.get("tools")
+        content = item.get("status") if content is None else content
+        messages.append({"role": "tool", "tool_call_id": _call_id(item), "content": content})
+    elif kind not in DIRECTIVES:  # of another provider
+        turn = _assistant(messages)
+        before = turn["content"]
+        before = before if isinstance(before, list) else [] if before is None else [before]
+        turn["content"] = [*before, item]
 
 
-def _turn(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message of the assistant that is being put together, or one of nobody."""
-    if messages and messages[-1]["role"] == "assistant":
-        return messages[-1]
-    return {"content": ""}
+def _call_id(item: Mapping[str, Any]) -> object:
+    """Return the id of a call; some clients have it where the item's own should be."""
+    given = item.get("call_id")
+    return item.get("id") if given is None else given
 
 
 def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
     if not (messages and messages[-1]["role"] == "assistant"):
         messages.append({"role": "assistant", "content": None})
     return messages[-1]
-
-
-def _text_of(field: str, content: object) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise invalid(field, "must be text, or a list of parts")
-    texts = []
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        name = "refusal" if kind == "refusal" else "text"
-        if kind not in TEXT_PARTS or not isinstance(part.get(name), str):
-            raise invalid(f"{field}[{i}]", "must be a part with text; others are not there yet")
-        texts.append(part[name])
-    return "\n".join(texts)
 
 
 class ResponseForm:
@@ -216,6 +227,7 @@ class ResponseForm:
 
     def __init__(self, request_id: str, model: str, body: ResponsesBody) -> None:
         self.request_id = request_id
+        self._tools = client_tools_of(body)
         self._blocks = Blocks()
         self._n_events = 0
         self._has_begun = False
@@ -288,14 +300,15 @@ class ResponseForm:
             if block.kind != CALL:
                 yield self._event("response.content_part.added", **part, part=_part(block.kind, ""))
         elif step.what == "grow":
+            if block.kind == CALL and self._tool(block).kind != FUNCTION:
+                return  # what its item has is inside of JSON, and told when that is whole
             name = DELTA_NAMES[block.kind]
             extra: dict[str, Any] = {"logprobs": []} if name == "output_text" else {}
             where = place if block.kind == CALL else part
             yield self._event(f"response.{name}.delta", **where, delta=step.text, **extra)
         else:
             if block.kind == CALL:
-                said = {"arguments": block.text, "name": block.name}
-                yield self._event("response.function_call_arguments.done", **place, **said)
+                yield from self._call_end(block, place)
             else:
                 name = DELTA_NAMES[block.kind]
                 extra = {"logprobs": []} if name == "output_text" else {}
@@ -305,19 +318,32 @@ class ResponseForm:
             item = self._item(block, status)
             yield self._event("response.output_item.done", output_index=block.index, item=item)
 
+    def _call_end(self, block: Block, place: dict[str, Any]) -> Iterator[Event]:
+        tool = self._tool(block)
+        if tool.kind == FUNCTION:
+            said = {"arguments": block.text, "name": tool.name}
+            yield self._event("response.function_call_arguments.done", **place, **said)
+        elif tool.kind == CUSTOM:
+            text, name = text_input_of(block.text), "response.custom_tool_call_input"
+            yield self._event(f"{name}.delta", **place, delta=text)
+            yield self._event(f"{name}.done", **place, input=text)
+
+    def _tool(self, block: Block) -> ClientTool:
+        return self._tools.known(block.name)
+
     def _event(self, kind: str, **fields: Any) -> Event:
         number, self._n_events = self._n_events, self._n_events + 1
         return kind, {"type": kind, "sequence_number": number, **fields}
 
     def _id(self, block: Block) -> str:
-        prefix = {CALL: "fc", REASONING: "rs"}.get(block.kind, "msg")
+        prefix = {REASONING: "rs"}.get(block.kind, "msg")
+        prefix = ID_PREFIXES[self._tool(block).kind] if block.kind == CALL else prefix
         return f"{prefix}_{self.request_id}_{block.index}"
 
     def _item(self, block: Block, status: str) -> dict[str, Any]:
         head = {"id": self._id(block), "status": status}
         if block.kind == CALL:
-            called = {"call_id": block.id, "name": block.name, "arguments": block.text}
-            return {**head, "type": "function_call", **called}
+            return {**head, "call_id": block.id, **_called(self._tool(block), block.text)}
         content = [_part(block.kind, block.text)]
         if block.kind == REASONING:
             return {**head, "type": "reasoning", "summary": [], "content": content}
@@ -335,6 +361,28 @@ class ResponseForm:
             "output": items,
             "usage": None if completion is None else _usage(completion),
         }
+
+
+def _called(tool: ClientTool, arguments: str) -> dict[str, Any]:
+    """Return the fields of a call's item that are those of its kind."""
+    space = {} if tool.namespace is None else {"namespace": tool.namespace}
+    named = {"name": tool.name, **space}
+    given = object_of(arguments) or {}
+    match tool.kind:
+        case "custom":
+            return {"type": "custom_tool_call", **named, "input": text_input_of(arguments)}
+        case "local_shell":
+            action = {"type": "exec", "command": [], "env": {}, **given}
+            return {"type": "local_shell_call", "action": action}
+        case "shell":
+            limits = {"timeout_ms": None, "max_output_length": None}
+            return {"type": "shell_call", "action": {"commands": [], **limits, **given}}
+        case "apply_patch":
+            operation = {"type": "update_file", "path": "", **given}
+            return {"type": "apply_patch_call", "operation": operation}
+        case "tool_search":
+            return {"type": "tool_search_call", "execution": "client", "arguments": given}
+    return {"type": "function_call", **named, "arguments": arguments}
 
 
 DELTA_NAMES = {CALL: "function_call_arguments", REASONING: "reasoning_text", "text": "output_text"}

@@ -61,6 +61,9 @@ def model_of(name: str) -> type[pydantic.BaseModel]:
     return pydantic.create_model("Answer", v=(TYPES[name], ...))
 
 
+pytestmark = pytest.mark.anyio
+
+
 @pytest.fixture(scope="module")
 def anyio_backend() -> str:
     """One loop: nothing here depends on it."""

@@ -16,11 +16,12 @@ from typing import Any
 
 from cllm.engine.chat.call_literals import PythonCalls
 from cllm.engine.chat.call_syntax import CallSyntax, JsonCalls, NamedCalls
-from cllm.engine.chat.messages import REASONING_FIELDS
+from cllm.engine.chat.messages import REASONING_FIELDS, RESULTS
 from cllm.engine.chat.named_formats import DEFAULT_CALLS
 from cllm.engine.chat.template_abilities import TemplateAbilities
 
-SYSTEMS, RESULTS = ("system", "developer"), ("tool", "function")
+SYSTEMS = ("system", "developer")
+CUT_OFF = "_cut_off"  # where arguments are that are no object
 TOOL_PROMPT = """You may call one or more of these tools, each given with a JSON schema of its \
 arguments:
 <tools>
@@ -222,6 +223,9 @@ def _mended_call(
     arguments = function.get("arguments", {})
     if abilities.text_arguments and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
+    elif isinstance(arguments, str) and not abilities.text_arguments:
+        # No object: cut off, or what the client made of it.  Most templates want pairs.
+        arguments = {CUT_OFF: arguments}
     return {**call, "function": {**function, "arguments": arguments}}
 
 

@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cllm.checks import MAX_TEXT_BYTES, encode_text
+from cllm.engine.chat.readable import TEXTS, parts_as_text, words_of
 from cllm.errors import InvalidRequestError
 
 # Many templates write `<|` + role + `|>`: any other text there would forge a control token.
+RESULTS = ("tool", "function")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_MESSAGES = 4096
 MAX_TOOLS = 256
@@ -168,6 +170,9 @@ def _sequence(field: str, value: object) -> Sequence[object]:
 
 
 def _message(field: str, value: object, copier: Copier) -> dict[str, Any]:
+    if isinstance(value, Mapping) and value.get("role") in ROLES:
+        # As text before it is counted: a picture in a result may have megabytes.
+        value = {**value, "content": _content(f"{field}.content", value)}
     message = copier.mapping(field, value)
     role = message.get("role")
     if role not in ROLES:
@@ -176,30 +181,36 @@ def _message(field: str, value: object, copier: Copier) -> dict[str, Any]:
         if not isinstance(message.get(name), str | None):
             raise InvalidRequestError(f"{field}.{name}", message[name], "text")
     _parse_arguments(f"{field}.tool_calls", message)
-    content = message.get("content")
-    if isinstance(content, list):
-        parts = enumerate(content)
-        message["content"] = "\n".join(_text_part(f"{field}.content[{i}]", p) for i, p in parts)
-    elif content is None:
-        others = [message.get(name) for name in ("tool_calls", *REASONING_FIELDS)]
-        if role != "assistant" or not any(others):
-            limit = "text, or there are tool_calls or reasoning"
-            raise InvalidRequestError(f"{field}.content", content, limit)
-    elif not isinstance(content, str):
-        raise InvalidRequestError(f"{field}.content", content, "text or a list of text parts")
     return message
 
 
-def _text_part(field: str, part: Any) -> str:
-    if not isinstance(part, dict):
-        raise InvalidRequestError(field, part, "a mapping")
+def _content(field: str, message: Mapping[str, Any]) -> str | None:
+    """Return the content as text; None if an assistant's message has calls or a thought alone."""
+    role, content = message["role"], message.get("content")
+    if role in RESULTS:
+        return words_of(content)
+    if role == "assistant":
+        if content is not None:
+            return words_of(content)
+        has_others = any(message.get(name) for name in ("tool_calls", *REASONING_FIELDS))
+        return None if has_others else ""
+    if isinstance(content, Sequence) and not isinstance(content, str | bytes | bytearray):
+        text, wrong = parts_as_text(content)
+        if wrong is not None:
+            raise _wrong_part(f"{field}[{wrong}]", content[wrong])
+        return text
+    if not isinstance(content, str):
+        raise InvalidRequestError(field, content, "text or a list of text parts")
+    return content
+
+
+def _wrong_part(field: str, part: Any) -> InvalidRequestError:
+    if not isinstance(part, Mapping):
+        return InvalidRequestError(field, part, "a mapping")
     kind = part.get("type")
-    if kind != "text":
-        raise InvalidRequestError(f"{field}.type", kind, '"text"; others are not supported yet')
-    text = part.get("text")
-    if not isinstance(text, str):
-        raise InvalidRequestError(f"{field}.text", text, "a string")
-    return text
+    if isinstance(kind, str) and kind in TEXTS:
+        return InvalidRequestError(f"{field}.{TEXTS[kind]}", part.get(TEXTS[kind]), "a string")
+    return InvalidRequestError(f"{field}.type", kind, '"text"; others are not supported yet')
 
 
 def _parse_arguments(field: str, message: dict[str, Any]) -> None:
@@ -228,13 +239,13 @@ def _parse_arguments(field: str, message: dict[str, Any]) -> None:
             call.pop("id", None)
         text = function.get("arguments")
         if not isinstance(text, str):
-            function["arguments"] = {} if text is None else text
-            if not isinstance(text, dict | None):
-                name = f"{field}[{i}].function.arguments"
-                raise InvalidRequestError(name, text, "JSON text, or a mapping")
+            is_object = isinstance(text, dict | None)
+            function["arguments"] = (text or {}) if is_object else json.dumps(text)
             continue
         try:
             arguments = json.loads(text or "{}")
+            if isinstance(arguments, str):  # encoded twice
+                arguments = json.loads(arguments)
         except (ValueError, RecursionError):
             continue
         if isinstance(arguments, dict):

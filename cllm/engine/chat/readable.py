@@ -1,0 +1,119 @@
+"""Parts of messages as text: what a tool returned, and what other providers left in a history.  Pure.
+
+A result cannot be taken back by the client that sends it: what has no text becomes words in its place.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+# Types of parts, and where their text is.
+TEXTS = {
+    "text": "text", "input_text": "text", "output_text": "text", "summary_text": "text",
+    "reasoning_text": "text", "refusal": "refusal", "thinking": "thinking", "compaction": "content",
+}  # fmt: skip
+# What stands for parts without a text.
+WORDS = {
+    "image": "an image", "image_url": "an image", "input_image": "an image",
+    "computer_screenshot": "an image", "document": "a document", "input_file": "a file",
+    "file": "a file", "container_upload": "a file", "input_audio": "a recording",
+    "tool_reference": "a tool",
+}  # fmt: skip
+# Fields of other parts whose texts are worth telling, in this order.
+FIELDS = (
+    "title", "name", "tool_name", "query", "queries", "url", "code", "command", "action", "input",
+    "arguments", "text", "content", "output", "outputs", "stdout", "stderr", "logs", "results",
+    "result", "error", "message", "data",
+)  # fmt: skip
+MAX_DEPTH = 6
+
+
+def text_of(part: object) -> str | None:
+    """Return the text of a part that has nothing but text; None for another.
+
+    Documents with a text, and results of a search, are text.
+    """
+    if not isinstance(part, Mapping):
+        return None
+    kind = part.get("type")
+    text = part.get(TEXTS.get(kind, "")) if isinstance(kind, str) else None
+    if isinstance(text, str):
+        return text
+    if kind == "document":
+        source = part.get("source")
+        source = source if isinstance(source, Mapping) else {}
+        given = source.get("data") if source.get("type") == "text" else source.get("content")
+        body = given if isinstance(given, str) else _joined(given)
+        heads = [part[name] for name in ("title", "context") if isinstance(part.get(name), str)]
+        return None if body is None else "\n".join([*heads, body])
+    if kind == "search_result":
+        heads = [part[name] for name in ("title", "source") if isinstance(part.get(name), str)]
+        body = _joined(part.get("content"))
+        return None if body is None else "\n".join([*heads, body])
+    return None
+
+
+def _joined(parts: object) -> str | None:
+    texts = [text_of(part) for part in parts] if isinstance(parts, list) else [None]
+    return None if None in texts else "\n".join(map(str, texts))
+
+
+def words_of(content: object, depth: int = 0) -> str:
+    """Return any content as text: parts without one are named, and that is logged once for each kind."""
+    if isinstance(content, str):
+        return content
+    if content is None:
+        return _named("nothing")
+    if depth > MAX_DEPTH:
+        return _named("something nested")
+    if isinstance(content, Sequence):
+        return "\n".join(words_of(part, depth + 1) for part in content)
+    if not isinstance(content, Mapping):
+        return str(content)
+    text = text_of(content)
+    if text is not None:
+        return text
+    kind = content.get("type")
+    if not isinstance(kind, str):
+        return json.dumps(content, ensure_ascii=False, default=str)
+    said = " ".join(_texts(content, 0)) if kind not in WORDS or kind == "tool_reference" else ""
+    return _named(WORDS.get(kind, kind[:40]), said)
+
+
+def _named(kind: str, said: str = "") -> str:
+    _log(kind)
+    return f"[{kind}: {said}]" if said else f"[{kind}, which this model cannot read]"
+
+
+@lru_cache(256)
+def _log(kind: str) -> None:
+    logger.warning("%s in a result or in a history is told to the model in words", kind)
+
+
+def _texts(value: object, depth: int) -> Iterator[str]:
+    """Yield the texts in a part of another provider's."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list) and depth < MAX_DEPTH:
+        for item in value:
+            yield from _texts(item, depth + 1)
+    elif isinstance(value, Mapping) and depth < MAX_DEPTH:
+        if depth and (text := text_of(value)) is not None:
+            yield text
+            return
+        for name in FIELDS:
+            yield from _texts(value.get(name), depth + 1)
+
+
+def parts_as_text(parts: Sequence[Any]) -> tuple[str, int | None]:
+    """Return the text of parts, a line each, and the index of the first that has none."""
+    texts = [text_of(part) for part in parts]
+    if None in texts:
+        return "", texts.index(None)
+    return "\n".join(map(str, texts)), None

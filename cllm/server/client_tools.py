@@ -1,0 +1,416 @@
+"""Tools that a client runs, as functions for the model; and its calls as the client knows them.  Pure.
+
+Functions, members of a `namespace`, `custom` tools, OpenAI's `local_shell`, `shell`, `apply_patch` and
+`tool_search`, and Anthropic's `bash_*`, `text_editor_*`, `memory_*` and `computer_*` run at the client.
+What runs at a provider is left out, and that is logged.
+
+The inputs are those of openai 3.57 (`openai.types.responses`) and anthropic 2.14
+(`anthropic.types.beta`).  Anthropic's SDK has no schemas of `bash`, `text_editor` and `computer`: these are
+from its documentation ("Tool use": bash tool, text editor tool, computer use tool).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from cllm.server.problems import invalid
+
+logger = logging.getLogger("cllm.server")
+
+Schema = dict[str, Any]
+# Members of this one are called by their names alone (Codex wraps all its tools in it).
+DEFAULT_NAMESPACE = "functions"
+FUNCTION, CUSTOM = "function", "custom"
+FIELDS = ("name", "description", "parameters", "strict")
+
+
+def _object(required: str, **properties: Schema) -> Schema:
+    return {"type": "object", "properties": properties, "required": required.split()}
+
+
+def _text(description: str, *choices: str) -> Schema:
+    return {
+        "type": "string",
+        "description": description,
+        **({"enum": list(choices)} if choices else {}),
+    }
+
+
+def _number(description: str) -> Schema:
+    return {"type": "integer", "description": description}
+
+
+def _numbers(description: str, n: int) -> Schema:
+    exactly = {"minItems": n, "maxItems": n}
+    return {"type": "array", "items": {"type": "integer"}, "description": description, **exactly}
+
+
+_TEXTS: Schema = {"type": "array", "items": {"type": "string"}}
+_PATH = _text("Absolute path of the file or directory")
+_OPENAI: dict[str, tuple[str, Schema]] = {
+    "local_shell": (
+        "Run a command on the user's computer.",
+        _object(
+            "command",
+            command={**_TEXTS, "description": "The program and its arguments"},
+            working_directory=_text("Where it runs"),
+            timeout_ms=_number("Milliseconds that it may take"),
+            env={"type": "object", "additionalProperties": {"type": "string"}},
+        ),
+    ),
+    "shell": (
+        "Run shell commands on the user's computer, one after another.",
+        _object(
+            "commands",
+            commands={**_TEXTS, "description": "Lines for the shell"},
+            timeout_ms=_number("Milliseconds that each may take"),
+            max_output_length=_number("Characters of output that are wanted"),
+        ),
+    ),
+    "apply_patch": (
+        "Create, change or delete one file.  A diff has a line for each line of the file: '+' begins one "
+        "that is added, '-' one that is removed, ' ' one that stays; '@@' begins a part that is changed.",
+        _object(
+            "type path",
+            type=_text("What is done", "create_file", "update_file", "delete_file"),
+            path=_text("The file"),
+            diff=_text("The lines, for a file that is created or changed"),
+        ),
+    ),
+    "tool_search": (
+        "Look for more tools.", _object("query", query=_text("What the tool is to do")),
+    ),
+}  # fmt: skip
+_EDITS = {
+    "file_text": _text("The whole text, for `create`"),
+    "old_str": _text("What is replaced, for `str_replace`; it must be in the file once"),
+    "new_str": _text("What it is replaced by, for `str_replace`"),
+    "insert_line": _number(
+        "The line behind which text is inserted, for `insert`; 0 is the beginning"
+    ),
+    "view_range": _numbers("First and last line that are shown, for `view`; -1 is the end", 2),
+}
+_INSERT = {"insert_text": _text("What is inserted, for `insert`")}
+_EDITOR = ("view", "create", "str_replace", "insert")
+_CLICKS = (
+    "key", "type", "mouse_move", "left_click", "left_click_drag", "right_click", "middle_click",
+    "double_click", "screenshot", "cursor_position",
+)  # fmt: skip
+_ACTIONS = (
+    *_CLICKS,
+    "left_mouse_down",
+    "left_mouse_up",
+    "scroll",
+    "hold_key",
+    "wait",
+    "triple_click",
+)
+_POINT = {
+    "coordinate": _numbers("x and y of the pixel", 2),
+    "text": _text("What is typed, or the keys that are pressed or held"),
+}
+_SCROLL = {
+    "start_coordinate": _numbers("Where a drag begins", 2),
+    "scroll_direction": _text("For `scroll`", "up", "down", "left", "right"),
+    "scroll_amount": _number("Notches of the wheel, for `scroll`"),
+    "duration": _number("Seconds, for `hold_key` and `wait`"),
+}
+
+
+def _editor(name: str, *commands: str, **more: Schema) -> tuple[str, str, Schema]:
+    schema = _object(
+        "command path", command=_text("What is done", *commands), path=_PATH, **_EDITS, **more
+    )
+    return name, "View and edit files.", schema
+
+
+def _computer(*actions: str, **more: Schema) -> tuple[str, str, Schema]:
+    schema = _object("action", action=_text("What is done", *actions), **_POINT, **more)
+    return "computer", "Use the screen, the keyboard and the mouse of a computer.", schema
+
+
+_BASH = (
+    "bash", "Run a command in a shell that stays open.",
+    _object("", command=_text("The command, unless the shell is restarted"),
+            restart={"type": "boolean", "description": "Start the shell anew"}),
+)  # fmt: skip
+_OLD_NAME, _NEW_NAME = "str_replace_editor", "str_replace_based_edit_tool"
+_ANTHROPIC: dict[str, tuple[str, str, Schema]] = {
+    "bash_20241022": _BASH,
+    "bash_20250124": _BASH,
+    "text_editor_20241022": _editor(_OLD_NAME, *_EDITOR, "undo_edit"),
+    "text_editor_20250124": _editor(_OLD_NAME, *_EDITOR, "undo_edit"),
+    "text_editor_20250429": _editor(_NEW_NAME, *_EDITOR, **_INSERT),
+    "text_editor_20250728": _editor(_NEW_NAME, *_EDITOR, **_INSERT),
+    "memory_20250818": (
+        "memory", "Read and write notes that are kept, below `/memories`.",
+        _object("command", command=_text("What is done", *_EDITOR, "delete", "rename"),
+                path=_text("A path below /memories"), **_EDITS, **_INSERT,
+                old_path=_text("For `rename`"), new_path=_text("For `rename`")),
+    ),
+    "computer_20241022": _computer(*_CLICKS),
+    "computer_20250124": _computer(*_ACTIONS, **_SCROLL),
+    "computer_20251124": _computer(
+        *_ACTIONS, "zoom", **_SCROLL, region=_numbers("x1, y1, x2, y2 of what is shown, for `zoom`", 4)
+    ),
+}  # fmt: skip
+# They run at the client, and a client says nothing of what they take.
+_UNKNOWN_CLIENT_TOOLS = (
+    "computer_toolset_",
+    "browser_toolset_",
+    "computer_",
+    "text_editor_",
+    "bash_",
+    "memory_",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ClientTool:
+    """One tool, as its client knows it.
+
+    Attributes
+    ----------
+    kind : str
+        `function`, `custom`, or a type of OpenAI's that has items of its own.
+    name : str
+    namespace : str or None
+    """
+
+    kind: str
+    name: str
+    namespace: str | None = None
+
+    @property
+    def flat_name(self) -> str:
+        """Its name for the model, another one for each tool."""
+        return self.name if self.namespace is None else f"{self.namespace}__{self.name}"
+
+
+@dataclass(slots=True)
+class ClientTools:
+    """The tools of one request.
+
+    Attributes
+    ----------
+    functions : list of mapping
+        For the model, as chats have them.
+    """
+
+    functions: list[dict[str, Any]] = field(default_factory=list)
+    _known: dict[str, ClientTool] = field(default_factory=dict)
+
+    def add(self, tools: Iterable[object], where: str = "tools") -> None:
+        """Add the tools of a request, or of an item of its input.
+
+        Raises
+        ------
+        Problem
+            A tool cannot be offered; names it.
+        """
+        left_out: set[str] = set()
+        for i, tool in enumerate(tools):
+            name = f"{where}[{i}]"
+            if not isinstance(tool, Mapping):
+                raise invalid(name, "must be an object")
+            kind = tool.get("type") or FUNCTION
+            if kind == "namespace":
+                self._add_namespace(name, tool)
+            elif not self._add(name, str(kind), tool, None):
+                left_out.add(str(kind)[:40])
+        if left_out:
+            _log_left_out(", ".join(sorted(left_out)))
+
+    def _add_namespace(self, where: str, tool: Mapping[str, Any]) -> None:
+        name, members = tool.get("name"), tool.get("tools")
+        if not isinstance(name, str) or not name or not isinstance(members, list):
+            raise invalid(where, "must be a namespace with a name and a list of tools")
+        space = None if name == DEFAULT_NAMESPACE else name
+        for k, member in enumerate(members):
+            kind = (member.get("type") or FUNCTION) if isinstance(member, Mapping) else ""
+            if kind not in (FUNCTION, CUSTOM):
+                raise invalid(f"{where}.tools[{k}].type", "must be function or custom")
+            self._add(f"{where}.tools[{k}]", kind, member, space)
+
+    def _add(self, where: str, kind: str, tool: Mapping[str, Any], space: str | None) -> bool:
+        """Add one tool; False if it runs elsewhere."""
+        inner = tool.get(kind)
+        said = inner if isinstance(inner, Mapping) else tool  # as chats have it, or responses
+        name = said.get("name")
+        if kind == FUNCTION:
+            function = {key: said[key] for key in FIELDS if said.get(key) is not None}
+        elif kind == CUSTOM:
+            function = {"name": name, **_custom(said)}
+        elif kind in _OPENAI and _runs_at_the_client(kind, tool):
+            name, (description, schema) = kind, _OPENAI[kind]
+            if kind == "tool_search":
+                description = str(tool.get("description") or description)
+                schema = tool.get("parameters") or schema
+            function = {"name": kind, "description": description, "parameters": schema}
+        else:
+            return False
+        shown = ClientTool(kind, str(name or ""), space)
+        if isinstance(name, str):
+            function["name"] = shown.flat_name
+        self._known[shown.flat_name] = shown
+        self.functions.append({"type": "function", "function": function})
+        return True
+
+    def add_anthropic(self, tools: Iterable[Mapping[str, Any]]) -> None:
+        """Add the tools of `/v1/messages`; see `add`."""
+        for i, tool in enumerate(tools):
+            kind = tool.get("type")
+            if kind in (None, CUSTOM):
+                schema = tool.get("input_schema")
+                function = {
+                    "name": tool.get("name"),
+                    "description": tool.get("description"),
+                    "parameters": schema,
+                    "strict": tool.get("strict") is True,
+                }
+            elif isinstance(kind, str) and kind in _ANTHROPIC:
+                name, description, schema = _ANTHROPIC[kind]
+                sizes = [tool.get(f"display_{side}_px") for side in ("width", "height")]
+                if all(isinstance(size, int) for size in sizes):
+                    description += f" The screen has {sizes[0]} by {sizes[1]} pixels."
+                function = {"name": name, "description": description, "parameters": schema}
+            elif str(kind).startswith(_UNKNOWN_CLIENT_TOOLS):
+                known = ", ".join(_ANTHROPIC)
+                raise invalid(f"tools[{i}].type", f"is {str(kind)[:40]!r}, must be one of {known}")
+            else:
+                _log_left_out(str(kind)[:40])
+                continue
+            self.functions.append({"type": "function", "function": function})
+
+    def known(self, name: str) -> ClientTool:
+        """Return the tool that the model calls by this name."""
+        return self._known.get(name, ClientTool(FUNCTION, name))
+
+    # --- Calls, forth and back -----------------------------------------------------------------
+    def call(self, call_id: object, kind: str, item: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a call of the history as chats have it."""
+        arguments: object = item.get("arguments", "")
+        name = kind
+        if kind in (FUNCTION, CUSTOM):
+            space = item.get("namespace")
+            space = None if space in (None, DEFAULT_NAMESPACE) else str(space)
+            name = ClientTool(kind, str(item.get("name") or ""), space).flat_name
+        if kind == CUSTOM:
+            arguments = {"input": item.get("input", "")}
+        elif kind in ("local_shell", "shell"):
+            action = item.get("action")
+            kept = dict(action) if isinstance(action, Mapping) else {}
+            arguments = {key: v for key, v in kept.items() if v is not None and key != "type"}
+        elif kind == "apply_patch":
+            arguments = item.get("operation") or {}
+        function = {"name": name, "arguments": arguments}
+        return {"id": call_id, "type": "function", "function": function}
+
+    def choice(self, choice: object) -> tuple[list[dict[str, Any]] | None, str]:
+        """Return the tools that may be called, and `tool_choice` as the engine has it.
+
+        Raises
+        ------
+        Problem
+            The choice is none that is known.
+        """
+        tools = self.functions or None
+        if choice is None:
+            return tools, "auto"
+        if isinstance(choice, str):
+            return tools, "required" if choice == "any" else choice
+        kind = choice.get("type") if isinstance(choice, Mapping) else None
+        if isinstance(choice, Mapping) and kind == "allowed_tools":
+            given = choice.get("allowed_tools", choice)
+            allowed = given.get("tools") if isinstance(given, Mapping) else None
+            mode = given.get("mode", "auto") if isinstance(given, Mapping) else None
+            if isinstance(allowed, list) and mode in ("auto", "required"):
+                names = {_name_of(tool) for tool in allowed}
+                kept = [tool for tool in self.functions if tool["function"]["name"] in names]
+                return kept, str(mode)
+        elif (name := _name_of(choice)) is not None:
+            return tools, name
+        limit = "must be auto, none, required, allowed_tools, or the name of a tool"
+        raise invalid("tool_choice", limit)
+
+
+def _runs_at_the_client(kind: str, tool: Mapping[str, Any]) -> bool:
+    where = tool.get("environment")
+    if kind == "tool_search":
+        return tool.get("execution") == "client"
+    return not (isinstance(where, Mapping) and str(where.get("type")).startswith("container"))
+
+
+def _custom(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool that takes text as a function with one argument."""
+    form = tool.get("format")
+    form = form if isinstance(form, Mapping) else {}
+    grammar = form.get("grammar")
+    inner = grammar if isinstance(grammar, Mapping) else form
+    syntax, definition = inner.get("syntax"), inner.get("definition")
+    text: Schema = {"type": "string"}
+    description = [str(tool.get("description") or "")]
+    if syntax == "regex" and isinstance(definition, str):
+        text["pattern"] = f"^(?:{definition})$"
+    elif isinstance(definition, str):
+        description.append(f"The input follows this grammar ({syntax}):\n{definition}")
+    parameters = {**_object("input", input=text), "additionalProperties": False}
+    return {"description": "\n".join(filter(None, description)), "parameters": parameters}
+
+
+def _name_of(tool: object) -> str | None:
+    """Return the name that a choice has for the model; None if it has none."""
+    if not isinstance(tool, Mapping):
+        return None
+    kind = tool.get("type")
+    inner = tool.get(kind, tool) if isinstance(kind, str) else tool
+    name = inner.get("name") if isinstance(inner, Mapping) else None
+    if isinstance(name, str):
+        space = tool.get("namespace")
+        return ClientTool(FUNCTION, name, space if isinstance(space, str) else None).flat_name
+    return kind if isinstance(kind, str) and kind in _OPENAI else None
+
+
+@lru_cache(256)
+def _log_left_out(kinds: str) -> None:
+    logger.warning("tools of the types %s run elsewhere and are left out", kinds)
+
+
+def object_of(arguments: str) -> dict[str, Any] | None:
+    """Return the arguments of a call; None if they are no whole object."""
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def text_input_of(arguments: str) -> str:
+    """Return the text that a custom tool is given; what there is of it, if it is cut off."""
+    value = object_of(arguments)
+    text = arguments if value is None else value.get("input")
+    return text if isinstance(text, str) else arguments
+
+
+def messages_of(messages: Sequence[Any]) -> list[Any]:
+    """Return the messages of a chat with its calls of custom tools as calls of functions."""
+    tools = ClientTools()
+
+    def with_functions(message: Any) -> Any:
+        calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+        if not isinstance(calls, list):
+            return message
+        made = [
+            tools.call(call.get("id"), CUSTOM, call[CUSTOM])
+            if isinstance(call, Mapping) and isinstance(call.get(CUSTOM), Mapping)
+            else call
+            for call in calls
+        ]
+        return {**message, "tool_calls": made}
+
+    return [with_functions(message) for message in messages]
