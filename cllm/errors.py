@@ -233,16 +233,26 @@ class RequestError(CllmError):
 
 
 class PromptTooLongError(RequestError):
-    """The prompt does not fit the context of one sequence."""
+    """The prompt does not fit the context of one sequence.
+
+    Clients know an overflow by these texts, and compact their history by themselves.
+    """
 
     def __init__(self, n_prompt: int, n_ctx: int) -> None:
-        super().__init__(f"prompt has {n_prompt} tokens, n_ctx is {n_ctx}")
+        super().__init__(
+            f"prompt is too long: {n_prompt} tokens > {n_ctx} maximum; "
+            f"this model's maximum context length is {n_ctx} tokens"
+        )
         self.n_prompt = n_prompt
         self.n_ctx = n_ctx
 
 
 class InvalidRequestError(_FieldError, RequestError):
     """A field of the request has a value that cannot be served."""
+
+
+class TooMuchTextError(InvalidRequestError):
+    """A field of the request has more text than any prompt may have."""
 
 
 class QueueFullError(RequestError):

@@ -64,6 +64,18 @@ def serve(
             help="Takes a span for each request, as OTLP over HTTP (extra tracing).",
         ),
     ] = None,
+    max_messages: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Of one chat; by default 1024, or one for each 16 tokens of context."
+        ),
+    ] = None,
+    max_body_bytes: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Of one request; by default 4 MiB, or 64 for each token of context."
+        ),
+    ] = None,
     drain_timeout: Annotated[
         float, typer.Option(min=0, help="Seconds for what runs to finish after SIGTERM.")
     ] = 30.0,
@@ -121,6 +133,8 @@ def serve(
             page=page,
             log_prompts=log_prompts,
             otlp_traces_endpoint=otlp_traces_endpoint,
+            max_messages=max_messages,
+            max_body_bytes=max_body_bytes,
             drain_timeout_s=drain_timeout,
             model_keep_alive_s=keep_alive,
             max_models=max_models,

@@ -19,6 +19,7 @@ from cllm.errors import (
 QUEUE_FULL, UNAVAILABLE = 429, 503
 # Of these another server, or the same one a little later, may think otherwise.
 PASSING = frozenset((QUEUE_FULL, 502, UNAVAILABLE, 504))
+NUMBERS = {"n_prompt": "n_prompt_tokens", "n_ctx": "n_ctx"}  # of an overflow
 FAILED, TIMEOUT, TOO_LONG = "generation_failed", "timeout", "context_length_exceeded"
 
 
@@ -48,7 +49,8 @@ def refusal_of(status: int, headers: Mapping[str, str], body: bytes) -> CllmErro
     if problem.get("code") == FAILED:
         return as_told(GenerationError, message)
     if problem.get("code") == TOO_LONG:
-        return as_told(PromptTooLongError, message)
+        numbers = {name: problem.get(key, 0) for name, key in NUMBERS.items()}
+        return as_told(PromptTooLongError, message, **numbers)
     if 400 <= status < 500 and isinstance(field, str):
         return as_told(InvalidRequestError, message, field=field, value=None, limit=message)
     return ServerError(message, status)

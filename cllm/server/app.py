@@ -33,6 +33,8 @@ from cllm.server.page import add_page
 from cllm.server.problems import RESPONSES, Problem, answer_problem
 from cllm.server.state import ServerState
 
+N_CTX_UNKNOWN = 128 << 10  # of several models: the body says which one is asked
+
 
 def create_app(
     engine: Engine | EngineConfig | None = None,
@@ -120,15 +122,17 @@ def create_app(
     if task is not None:
         app.add_middleware(MountedStart, task=task)
     if is_guarded:
-        add_guards(app, config)
+        add_guards(app, config, lambda: state.n_ctx)
     app.add_middleware(AnswerCounter, metrics=state.metrics)
     app.add_middleware(HeadAsGet)
     return app
 
 
-def add_guards(app: FastAPI, config: ServerConfig) -> None:
-    """What a request has to pass before anything else sees it."""
-    app.add_middleware(Limits, config=config)
+def add_guards(
+    app: FastAPI, config: ServerConfig, n_ctx: Callable[[], int] = lambda: N_CTX_UNKNOWN
+) -> None:
+    """Add what a request has to pass before anything else sees it."""
+    app.add_middleware(Limits, config=config, n_ctx=n_ctx)
     if config.cors_origins:
         # Around the limits: browsers send no key with a preflight, and pages may read refusals.
         app.add_middleware(

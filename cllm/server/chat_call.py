@@ -22,7 +22,7 @@ from cllm import (
 )
 from cllm.server.client_tools import ClientTools
 from cllm.server.fields import MAX_SEED
-from cllm.server.problems import Problem, invalid, problem_of, shutting_down, too_long
+from cllm.server.problems import TOO_LONG, Problem, problem_of, shutting_down, too_long
 from cllm.server.replies import Reply, Writer
 from cllm.server.running import Observation, run_streams
 from cllm.server.schemas import ChatOptionFields
@@ -53,13 +53,20 @@ class ChatCall:
     scheduling: Mapping[str, Any] = field(default_factory=dict)
     fields: Sequence[str] = ()
 
-    def as_said(self, error: InvalidRequestError) -> InvalidRequestError:
-        """The error by the names that the client knows."""
+    def problem_of(self, error: Exception, prompt_field: str) -> Problem:
+        """Return the answer to an error, by the names that the client knows."""
+        if isinstance(error, PromptTooLongError):
+            return too_long(error, prompt_field)
+        if isinstance(error, InvalidRequestError):
+            error = self._as_said(error)
+        return problem_of(error)
+
+    def _as_said(self, error: InvalidRequestError) -> InvalidRequestError:
         match = re.match(r"messages\[(\d+)\]", error.field)
         if match is None or int(match[1]) >= len(self.fields):
             return error
         name = self.fields[int(match[1])] + error.field[match.end() :]
-        return InvalidRequestError(name, error.value, error.limit)
+        return type(error)(name, error.value, error.limit)
 
     def streams(self, engine: Engine, request_id: str, n: int = 1) -> list[TokenStream]:
         """The answers, not submitted yet."""
@@ -82,9 +89,12 @@ class ChatForm(Protocol):
     ----------
     prompt_field : str
         What a prompt that is too long is called.
+    tells_overflows : bool
+        A stream whose prompt is too long has status 200, and fails by an event.
     """
 
     prompt_field: str
+    tells_overflows: bool
 
     def events(self, delta: TokenDelta) -> Iterator[Event]:
         """Names and objects of the events for one delta."""
@@ -117,8 +127,7 @@ def answer_chat(
                 await writer.event(event, name)
 
         async def run() -> Completion:
-            if len(call.messages) > state.config.max_messages:
-                raise invalid(form.prompt_field, f"at most {state.config.max_messages}")
+            state.check_messages(len(call.messages), form.prompt_field)
             with state.unique(request_id) as engine_id:
                 streams = call.streams(engine, engine_id)
                 (done,) = await run_streams(streams, observation, on_delta if is_streamed else None)
@@ -128,14 +137,12 @@ def answer_chat(
 
         try:
             done = await run()
-        except PromptTooLongError as error:
-            raise too_long(error, form.prompt_field) from None
-        except InvalidRequestError as error:
-            raise call.as_said(error) from None
         except Exception as error:
-            if not writer.is_streaming:
-                raise
-            last = form.failed(problem_of(error))
+            problem = call.problem_of(error, form.prompt_field)
+            tells = is_streamed and form.tells_overflows and problem.code == TOO_LONG
+            if not (writer.is_streaming or tells):
+                raise problem from error
+            last = form.failed(problem)
         else:
             if not is_streamed:
                 await writer.json(lambda: form.whole(done))

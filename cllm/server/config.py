@@ -37,7 +37,9 @@ class ServerConfig:
         Put prompts and answers into the log.
     otlp_traces_endpoint : str, optional
         Sends a span for each request there, as OTLP over HTTP; needs the extra `tracing`.
-    max_body_bytes, max_header_bytes : int
+    max_body_bytes : int, optional
+        By default 4 MiB, or 64 bytes for each token of the context.
+    max_header_bytes : int
     header_timeout_s, body_timeout_s : float
         For a client to send all of its headers, all of its body.
     write_timeout_s : float
@@ -50,8 +52,10 @@ class ServerConfig:
         Of several models: one that nobody uses is freed after it.  None: never.
     max_models : int, optional
         Of several models: so many are loaded at once, at the most; by default as many as memory allows.
-    max_n, max_prompts, max_logprobs, max_messages : int
+    max_n, max_prompts, max_logprobs : int
         Caps for one request.
+    max_messages : int, optional
+        Of one chat; by default 1,024, or one for each 16 tokens of the context.
     """
 
     host: str = "127.0.0.1"
@@ -63,7 +67,7 @@ class ServerConfig:
     page: bool = True
     log_prompts: bool = False
     otlp_traces_endpoint: str | None = None
-    max_body_bytes: int = 4 << 20
+    max_body_bytes: int | None = None
     max_header_bytes: int = 32 << 10
     header_timeout_s: float = 10.0
     body_timeout_s: float = 30.0
@@ -75,7 +79,7 @@ class ServerConfig:
     max_n: int = 16
     max_prompts: int = 64
     max_logprobs: int = 20
-    max_messages: int = 1024
+    max_messages: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(
@@ -83,6 +87,14 @@ class ServerConfig:
         )
         if self.api_key is not None and not self.api_key.strip():
             raise InvalidArgumentError("api_key", self.api_key, "text that is not blank")
+
+    def n_messages_max(self, n_ctx: int) -> int:
+        """Return how many messages a chat may have."""
+        return max(1024, n_ctx // 16) if self.max_messages is None else self.max_messages
+
+    def n_body_bytes_max(self, n_ctx: int) -> int:
+        """Return how many bytes a body may have."""
+        return max(4 << 20, 64 * n_ctx) if self.max_body_bytes is None else self.max_body_bytes
 
     def of_model(self, name: str) -> ServerConfig:
         """The same for one of several models."""

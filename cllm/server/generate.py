@@ -88,8 +88,7 @@ def _stream_of(
     if body.messages is not None:
         if prompt is not None:
             raise invalid("prompt", "must be left out beside messages")
-        if len(body.messages) > state.config.max_messages:
-            raise invalid("messages", f"at most {state.config.max_messages}")
+        state.check_messages(len(body.messages))
         call = ChatCall(body.messages, chat_options(body), params, scheduling)
         return lambda engine_id: call.streams(engine, engine_id)[0]
     if prompt is None:

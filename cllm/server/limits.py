@@ -7,13 +7,14 @@ import ipaddress
 import re
 import secrets
 import socket
+from collections.abc import Callable
 
 import anyio
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cllm.server.config import ServerConfig, is_loopback
-from cllm.server.problems import Problem
+from cllm.server.problems import Problem, overflow
 
 STATIC_URL = "/static"
 PAGE_URL = "/page"
@@ -22,7 +23,7 @@ FILES = frozenset(("/", "/docs", "/openapi.json"))
 FOLDERS = (STATIC_URL + "/", PAGE_URL + "/")
 OPEN_PATHS = frozenset(("/health", "/v1/health"))
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-HEADER = "x-request-id"
+HEADER, HEADER_OF_ANTHROPIC = "x-request-id", "request-id"
 LOCAL_DOMAINS = (".local", ".localhost", ".internal", ".home.arpa", ".test", ".alt")
 
 
@@ -33,10 +34,13 @@ class Limits:
     ----------
     app : ASGIApp
     config : ServerConfig
+    n_ctx : callable
+        Tokens of the context, as far as they are known.
     """
 
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig, n_ctx: Callable[[], int]) -> None:
         self._app = app
+        self._n_ctx = n_ctx
         self._config = config
         self._is_loopback = is_loopback(config.host)
         self._key = None if config.api_key is None else config.api_key.encode()
@@ -51,6 +55,8 @@ class Limits:
         request_id = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(8)
         scope.setdefault("state", {})["request_id"] = request_id
         send = _with_header(send, HEADER, request_id)
+        if "/messages" in scope["path"]:
+            send = _with_header(send, HEADER_OF_ANTHROPIC, request_id)
         try:
             self._check(scope, headers)
         except Problem as problem:
@@ -88,7 +94,7 @@ class Limits:
             limit = f"the headers have more than {self._config.max_header_bytes} bytes"
             raise Problem(431, limit, headers={"Connection": "close"})
         length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length[:20]) > self._config.max_body_bytes:
+        if length.isdecimal() and int(length[:20]) > self._n_bytes_max:
             raise self._too_large()
 
     def _is_own(self, name: str) -> bool:
@@ -111,8 +117,12 @@ class Limits:
 
     def _too_large(self) -> Problem:
         # The rest of the body is still under way: this connection is of no more use.
-        limit = f"the body has more than {self._config.max_body_bytes} bytes"
-        return Problem(413, limit, headers={"Connection": "close"})
+        limit = f"prompt is too long: the body has more than {self._n_bytes_max} bytes"
+        return overflow(f"{limit}, see --max-body-bytes", None, status=413)
+
+    @property
+    def _n_bytes_max(self) -> int:
+        return self._config.n_body_bytes_max(self._n_ctx())
 
     def _bounded(self, receive: Receive) -> Receive:
         """`receive`, which gives up on a body that is too large, or too slow."""
@@ -132,7 +142,7 @@ class Limits:
                 limit = f"the body took more than {self._config.body_timeout_s:g} s"
                 raise Problem(408, limit, headers={"Connection": "close"})
             n_bytes += len(message.get("body", b""))
-            if n_bytes > self._config.max_body_bytes:
+            if n_bytes > self._n_bytes_max:
                 raise self._too_large()
             is_complete = not message.get("more_body", False)
             return message

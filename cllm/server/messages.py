@@ -220,6 +220,7 @@ class MessageForm:
     """A `ChatForm`: the message, and the events that build it."""
 
     prompt_field = "messages"
+    tells_overflows = False
 
     def __init__(self, request_id: str, model: str) -> None:
         self._head = {

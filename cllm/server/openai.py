@@ -113,8 +113,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     """OpenAI's chat completions, by the model's own template."""
     state, request_id = state_of(request), request_id_of(request)
     engine = state.serving
-    if len(body.messages) > state.config.max_messages:
-        raise invalid("messages", f"at most {state.config.max_messages}")
+    state.check_messages(len(body.messages))
     n_top = (body.top_logprobs or 0) if body.logprobs else None
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs", "needs logprobs to be true")

@@ -23,7 +23,7 @@ from cllm import (
     PromptTooLongError,
     QueueFullError,
 )
-from cllm.errors import ContextError, LibraryError, LlamaCallError
+from cllm.errors import ContextError, LibraryError, LlamaCallError, TooMuchTextError
 
 
 class Error(BaseModel):
@@ -47,6 +47,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
     503: {"model": ErrorBody, "description": "Starting, shutting down, or failed: try again later"},
 }
 RETRY_AFTER_S = 1
+TOO_LONG = "context_length_exceeded"  # as OpenAI calls it
 PLACES = ("body", "path", "query")  # of a field, as FastAPI has them
 KINDS = {
     401: "authentication_error",
@@ -65,6 +66,8 @@ class Problem(Exception):
     param : str or None
         The field that is wrong.
     code : str or None
+    details : mapping
+        More fields of the error, or others in place of its `type`.
     """
 
     def __init__(
@@ -75,8 +78,10 @@ class Problem(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        details: Mapping[str, object] | None = None,
     ) -> None:
         super().__init__(message)
+        self.details = dict(details or {})
         self.status = status
         self.param = param
         self.code = code
@@ -93,6 +98,7 @@ class Problem(Exception):
                 "type": KINDS.get(self.status, kind),
                 "param": self.param,
                 "code": self.code,
+                **self.details,
             },
         }
 
@@ -125,8 +131,30 @@ def shutting_down() -> Problem:
 
 
 def too_long(error: PromptTooLongError, param: str = "prompt") -> Problem:
-    """The context has no room for this field; `code` is what OpenAI calls that."""
-    return Problem(400, str(error), param=param, code="context_length_exceeded")
+    """Return the answer to an overflow, as the clients of OpenAI, Anthropic and llama.cpp know one."""
+    numbers = {"n_prompt_tokens": error.n_prompt, "n_ctx": error.n_ctx}
+    return overflow(str(error), param, **numbers)
+
+
+def overflow(reason: str, param: str | None, *, status: int = 400, **details: object) -> Problem:
+    """Return the answer to more than there is room for: a client is to compact its history.
+
+    `reason` says "prompt is too long" or more; some clients look for the code in the text.
+    """
+    return Problem(
+        status,
+        f"{reason} ({TOO_LONG})",
+        param=param,
+        code=TOO_LONG,
+        headers={"Connection": "close"} if status == 413 else None,
+        details={"type": "exceed_context_size_error", **details},
+    )
+
+
+def too_many_messages(n: int, limit: int, param: str) -> Problem:
+    """Return the answer to a chat of more messages than the server takes."""
+    reason = f"{param}: prompt is too long: {n} messages > {limit} maximum, see --max-messages"
+    return overflow(reason, param)
 
 
 def problem_of(error: BaseException) -> Problem:
@@ -136,6 +164,8 @@ def problem_of(error: BaseException) -> Problem:
             return error
         case PromptTooLongError():
             return too_long(error)
+        case TooMuchTextError():
+            return overflow(f"prompt is too long: {error}", error.field)
         case InvalidRequestError() | InvalidArgumentError():
             return Problem(400, str(error), param=error.field)
         case QueueFullError(retry_after_s=seconds):

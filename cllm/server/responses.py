@@ -224,6 +224,7 @@ class ResponseForm:
     """A `ChatForm`: the response object, and the events that build it."""
 
     prompt_field = "input"
+    tells_overflows = True  # Codex compacts its history for this event alone
 
     def __init__(self, request_id: str, model: str, body: ResponsesBody) -> None:
         self.request_id = request_id
@@ -253,13 +254,16 @@ class ResponseForm:
 
     def events(self, delta: TokenDelta) -> Iterator[Event]:
         """See `ChatForm`."""
+        yield from self._begin()
+        for step in self._blocks.steps(delta):
+            yield from self._step(step)
+
+    def _begin(self) -> Iterator[Event]:
         if not self._has_begun:
             self._has_begun = True
             begun = self._response("in_progress", [], None)
             yield self._event("response.created", response=begun)
             yield self._event("response.in_progress", response=begun)
-        for step in self._blocks.steps(delta):
-            yield from self._step(step)
 
     def end(self, completion: Completion) -> Iterator[Event]:
         """See `ChatForm`."""
@@ -270,6 +274,7 @@ class ResponseForm:
 
     def failed(self, problem: Problem) -> Iterator[Event]:
         """See `ChatForm`."""
+        yield from self._begin()
         error = {"code": problem.code or "server_error", "message": str(problem)}
         items = [self._item(block, "incomplete") for block in self._blocks.done]
         whole = {**self._response("failed", items, None), "error": error}

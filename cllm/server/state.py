@@ -16,7 +16,7 @@ from cllm.server.config import ServerConfig
 from cllm.server.formats import Served
 from cllm.server.live_feed import LiveFeed
 from cllm.server.metrics import Metrics
-from cllm.server.problems import shutting_down, unavailable
+from cllm.server.problems import shutting_down, too_many_messages, unavailable
 from cllm.server.running import Observation
 from cllm.server.tracing import Tracing
 
@@ -93,6 +93,22 @@ class ServerState:
         if self.failure is not None:
             raise unavailable(f"the engine has failed: {self.failure}")
         raise shutting_down() if self.is_draining else unavailable("the model is being loaded")
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens of the context; 0 while the model is loaded."""
+        return 0 if self.engine is None else self.engine.model.n_ctx
+
+    def check_messages(self, n: int, field: str = "messages") -> None:
+        """Reject a chat of too many messages.
+
+        Raises
+        ------
+        Problem
+        """
+        limit = self.config.n_messages_max(self.n_ctx)
+        if n > limit:
+            raise too_many_messages(n, limit, field)
 
     @property
     def model_name(self) -> str:

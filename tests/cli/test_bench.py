@@ -102,7 +102,10 @@ def test_a_plot_that_cannot_be_saved_is_refused_before_the_measurement(tmp_path:
 def test_a_prompt_that_does_not_fit_is_one_line_and_exit_code_1() -> None:
     done = run_cllm("bench", "--n-ctx", "256", "--prompt-tokens", "300")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "cllm: prompt has 300 tokens, n_ctx is 256\n"
+    assert done.stderr == (
+        "cllm: prompt is too long: 300 tokens > 256 maximum; "
+        "this model's maximum context length is 256 tokens\n"
+    )
 
 
 def test_percentiles_are_values_that_occurred() -> None:

@@ -140,7 +140,7 @@ def test_a_request_that_fails_has_its_line_of_json_too() -> None:
     broken, long, right = map(json.loads, done.stdout.splitlines())
     assert done.returncode == 1
     assert (broken["prompt"], broken["finish_reason"]) == ("broken \udcff", "error")
-    assert long["error"] == "prompt has 501 tokens, n_ctx is 256"
+    assert long["error"].startswith("prompt is too long: 501 tokens > 256 maximum;")
     assert "error" not in right
 
 

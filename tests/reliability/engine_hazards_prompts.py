@@ -87,11 +87,11 @@ for what, call in CALLS.items():
     # A prompt that is scored has its continuation behind it.
     n_tokens = N_CTX + 2 if call is score else N_CTX + 1
     TOPIC.refuse(
-        f"{what} longer than the context", call, f"{n_tokens} tokens, n_ctx is {N_CTX}",
+        f"{what} longer than the context", call, f"{n_tokens} tokens > {N_CTX} maximum",
         error=PromptTooLongError, row="1.1 position past the context", prompt=[97] * (N_CTX + 1),
     )  # fmt: skip
     TOPIC.refuse(
-        f"{what} of more than 1 MiB", call, f"n_ctx is {N_CTX}", error=PromptTooLongError,
+        f"{what} of more than 1 MiB", call, f"> {N_CTX} maximum", error=PromptTooLongError,
         row=TOO_LONG, prompt="a" * (MAX_TEXT_BYTES + 1),
     )  # fmt: skip
 for value in (NAN, INF, "5", None, 2**63, -(2**63)):
@@ -112,11 +112,11 @@ for continuation, limit in (
         row=BAD_IDS, prompt=continuation,
     )  # fmt: skip
 TOPIC.refuse(
-    "a continuation that does not fit", score_continuation, f"n_ctx is {N_CTX}",
+    "a continuation that does not fit", score_continuation, f"> {N_CTX} maximum",
     error=PromptTooLongError, row="1.1 position past the context", prompt=[97] * N_CTX,
 )  # fmt: skip
 TOPIC.refuse(
-    "a scored prompt that leaves no room", score, f"n_ctx is {N_CTX}",
+    "a scored prompt that leaves no room", score, f"> {N_CTX} maximum",
     error=PromptTooLongError, row="1.1 position past the context", prompt=[97] * N_CTX,
 )  # fmt: skip
 TOPIC.accept("every token id as prompt", generate, row=BAD_IDS, prompt=range(N_VOCAB))
@@ -293,7 +293,7 @@ for claim, messages, limit in (
     ("a number of thousands of bits", [user("a", n=1 << 5000)], "a number of 5001 bits"),
     ("a value that JSON has not", [user("a", n={1, 2})], "messages[0].n is {1, 2}, must be a JSON"),
     ("tool calls that are a text", [user("a", tool_calls="x")], "tool_calls is 'x', must be a list"),
-    ("more than 1 MiB of messages", [user("a" * (MAX_TEXT_BYTES // 2))] * 3, "at most 1048576 bytes"),
+    ("more than 4 MiB of messages", [user("a" * (MAX_TEXT_BYTES // 2))] * 9, "at most 4194304 bytes"),
 ):  # fmt: skip
     TOPIC.refuse(claim, chat, limit, messages=messages)
 for claim, options, limit in (
@@ -308,7 +308,7 @@ for claim, options, limit in (
 ):  # fmt: skip
     TOPIC.refuse(claim, chat, limit, messages=[user(QUESTION)], **options)
 TOPIC.refuse(
-    "a chat longer than the context", chat, f"n_ctx is {N_CTX}", error=PromptTooLongError,
+    "a chat longer than the context", chat, f"> {N_CTX} maximum", error=PromptTooLongError,
     messages=[user("a" * 2000)],
 )  # fmt: skip
 

@@ -318,7 +318,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "a tool without a name": (
         "tools[0].function.name", {"tools": [{"type": "function", "function": {}}]},
     ),
-    "a name of a megabyte": ("tools", {"tools": [offered(name="x" * MIB)]}),
+    "a name of a megabyte": ("tools[0].function.name", {"tools": [offered(name="x" * MIB)]}),
     "messages twice": (
         "chat_template_kwargs.messages", {"chat_template_kwargs": {"messages": []}},
     ),

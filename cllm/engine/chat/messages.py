@@ -6,14 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cllm.checks import MAX_TEXT_BYTES, encode_text
+from cllm.checks import MAX_CHAT_BYTES, encode_text
 from cllm.engine.chat.readable import TEXTS, parts_as_text, words_of
-from cllm.errors import InvalidRequestError
+from cllm.errors import InvalidRequestError, TooMuchTextError
 
 # Many templates write `<|` + role + `|>`: any other text there would forge a control token.
 RESULTS = ("tool", "function")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-MAX_MESSAGES = 4096
+MAX_MESSAGES = 1 << 16
 MAX_TOOLS = 256
 MAX_NAME, MAX_ID = 128, 256  # characters
 MAX_DEPTH = 32
@@ -114,7 +114,7 @@ class Copier:
 
     def __init__(self, whole: str) -> None:
         self._whole = whole
-        self._room = MAX_TEXT_BYTES
+        self._room = MAX_CHAT_BYTES
 
     def mapping(self, field: str, value: object) -> dict[str, Any]:
         """A copy of a mapping."""
@@ -158,8 +158,8 @@ class Copier:
     def _count(self, n_bytes: int) -> None:
         self._room -= n_bytes
         if self._room < 0:
-            limit = f"at most {MAX_TEXT_BYTES} bytes of text"
-            raise InvalidRequestError(self._whole, f"more than {MAX_TEXT_BYTES} bytes", limit)
+            limit = f"at most {MAX_CHAT_BYTES} bytes of text"
+            raise TooMuchTextError(self._whole, f"more than {MAX_CHAT_BYTES} bytes", limit)
 
 
 def _sequence(field: str, value: object) -> Sequence[object]:

@@ -31,6 +31,7 @@ from cllm.engine.loop.request_call import (
     Prompt,
     RequestCall,
     check_length,
+    check_lengths,
     check_prompt,
     check_tokens,
     new_request_id,
@@ -360,7 +361,7 @@ class InputProcessor:
         return InvalidRequestError("tools", [tool.name for tool in tools], error.limit)
 
     async def _piece_tokens(self, pieces: Sequence[Piece]) -> tuple[int, ...]:
-        check_length("".join(piece.text for piece in pieces), self._n_ctx, "messages")
+        check_lengths([piece.text for piece in pieces], self._n_ctx, "messages")
         self._check_serving(draining=True)
         chat = self._chat
         return tuple(await self._tokenizer.run(lambda: chat.tokenize(pieces)))

@@ -16,7 +16,7 @@ from cllm.engine.core.detokenizer import Detokenizer
 from cllm.engine.lora import check_lora
 from cllm.engine.sampling_params import SamplingOptions, SamplingParams
 from cllm.engine.vocabulary import OutputVocabulary, spelled_piece
-from cllm.errors import InvalidRequestError, PromptTooLongError
+from cllm.errors import InvalidRequestError, PromptTooLongError, TooMuchTextError
 
 Prompt = str | Sequence[int]
 
@@ -183,12 +183,19 @@ def token_ids_of(
 
 
 def check_length(text: str, n_ctx: int, field: str = "prompt") -> None:
-    """Refuse a text that cannot fit, before the time it takes to tokenize it."""
-    if len(text) > n_ctx * MAX_CHARACTERS_PER_TOKEN:
-        raise PromptTooLongError(len(text) // MAX_CHARACTERS_PER_TOKEN, n_ctx)
-    n_bytes = len(encode_text(field, text, InvalidRequestError))
-    if n_bytes > MAX_TEXT_BYTES:
-        raise InvalidRequestError(field, f"{n_bytes} bytes", f"at most {MAX_TEXT_BYTES} bytes")
+    """Reject a text that cannot fit, before the time it takes to tokenize it."""
+    check_lengths([text], n_ctx, field)
+
+
+def check_lengths(texts: Sequence[str], n_ctx: int, field: str) -> None:
+    """Reject texts that cannot fit together, or of which one is too long to be tokenized at once."""
+    n_characters = sum(map(len, texts))
+    if n_characters > n_ctx * MAX_CHARACTERS_PER_TOKEN:
+        raise PromptTooLongError(n_characters // MAX_CHARACTERS_PER_TOKEN, n_ctx)
+    for text in texts:
+        n_bytes = len(encode_text(field, text, InvalidRequestError))
+        if n_bytes > MAX_TEXT_BYTES:
+            raise TooMuchTextError(field, f"{n_bytes} bytes", f"at most {MAX_TEXT_BYTES} bytes")
 
 
 def check_tokens(

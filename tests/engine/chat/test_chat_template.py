@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from transformers.utils import chat_template_utils
 
-from cllm.checks import MAX_TEXT_BYTES
+from cllm.checks import MAX_CHAT_BYTES
 from cllm.engine.chat import chat_template
 from cllm.engine.chat.chat_template import ChatTemplate
 from cllm.engine.chat.control_tokens import Piece
-from cllm.engine.chat.messages import check_messages, check_tools
+from cllm.engine.chat.messages import MAX_MESSAGES, check_messages, check_tools
 from cllm.errors import InvalidRequestError
 from tests.conftest import few_in_fast
 from tests.engine.chat.conftest import CHILD
@@ -334,9 +334,9 @@ BAD_MESSAGES: list[tuple[object, str]] = [
     (None, "messages"),
     ("Hi", "messages"),
     ([], "messages"),
-    ([user("")] * 4097, "messages"),
-    ([user("x" * MAX_TEXT_BYTES)], "messages"),
-    ([user(""), {**user(""), "numbers": [1] * (MAX_TEXT_BYTES // 4)}], "messages"),
+    ([user("")] * (MAX_MESSAGES + 1), "messages"),
+    ([user("x" * MAX_CHAT_BYTES)], "messages"),
+    ([user(""), {**user(""), "numbers": [1] * (MAX_CHAT_BYTES // 4)}], "messages"),
     (["Hi"], "messages[0]"),
     ([{1: 2}], "messages[0]"),
     ([user("\ud800")], "messages[0].content"),
@@ -378,7 +378,7 @@ def test_bad_messages_are_named(messages: object, field: str) -> None:
     [
         ("x", "tools"),
         ([{}] * 257, "tools"),
-        ([{"a": "x" * MAX_TEXT_BYTES}], "tools"),
+        ([{"a": "x" * MAX_CHAT_BYTES}], "tools"),
         ([SIMPLE_TOOL, 5], "tools[1]"),
         ([{}], "tools[0].function"),
         ([{"type": "function", "function": {}}], "tools[0].function.name"),

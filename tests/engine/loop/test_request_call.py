@@ -243,7 +243,7 @@ def test_tokens_the_vocabulary_has_no_place_for_are_refused(
 def test_a_prompt_may_fill_the_context_and_not_exceed_it() -> None:
     params = SamplingParams(stop_token_ids=[49])
     request_call.check_tokens((49,) * 8, params, 8, 50)
-    with pytest.raises(PromptTooLongError, match="prompt has 9 tokens, n_ctx is 8") as caught:
+    with pytest.raises(PromptTooLongError, match="9 tokens > 8 maximum") as caught:
         request_call.check_tokens((49,) * 9, params, 8, 50)
     assert (caught.value.n_prompt, caught.value.n_ctx) == (9, 8)
 
