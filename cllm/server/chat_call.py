@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Protocol
 
 from starlette.responses import Response
@@ -28,7 +30,11 @@ from cllm.server.running import Observation, run_streams
 from cllm.server.schemas import ChatOptionFields
 from cllm.server.state import ServerState
 
+logger = logging.getLogger("cllm.server")
+
 Event = tuple[str, dict[str, Any]]
+# As `reasoning_effort` may be.
+EFFORTS = frozenset(["none", "minimal", "low", "medium", "high", "xhigh", "max"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +175,28 @@ def seeded(params: SamplingParams, index: int) -> SamplingParams:
     if params.seed is None or index == 0:
         return params
     return replace(params, seed=(params.seed + index) % (MAX_SEED + 1))
+
+
+async def hinted(engine: Engine, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a chat without an effort that changes nothing for this model.
+
+    It is logged once: clients send it by themselves, and cannot know the model.
+    """
+    effort = options.get("reasoning_effort")
+    if effort not in EFFORTS:  # none; or of nobody, which the engine names as wrong
+        return dict(options)
+    abilities = await engine.template_abilities()
+    if abilities is None or abilities.thinking_switch or abilities.reasoning_effort:
+        return dict(options)
+    _log_effort(effort)
+    return {**options, "reasoning_effort": None}
+
+
+@lru_cache(64)
+def _log_effort(effort: str) -> None:
+    logger.warning(
+        "the effort %r is ignored: the chat template has nothing that it changes", effort
+    )
 
 
 def client_tools_of(tools: Sequence[Mapping[str, Any]] | None) -> ClientTools:

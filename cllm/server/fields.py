@@ -156,6 +156,7 @@ ResponseFormat = Annotated[
 ]
 
 MAX_SEED = INTEGER_RANGES["seed"][1]
+NO_LIMIT = INTEGER_RANGES["max_tokens"][1]  # of output tokens
 SAMPLING_FIELDS = tuple(SamplingOptions.__annotations__)
 # Those that are not integers or numbers.
 _TYPES: dict[str, Any] = {

@@ -21,7 +21,7 @@ from cllm import (
     ToolCallDelta,
 )
 from cllm.server.body import SafeRoute
-from cllm.server.chat_call import ChatCall, chat_options
+from cllm.server.chat_call import ChatCall, chat_options, hinted
 from cllm.server.loras import loras_of
 from cllm.server.problems import Problem, invalid
 from cllm.server.replies import Reply, Writer
@@ -39,7 +39,8 @@ async def generate(body: GenerateBody, request: Request) -> Response:
     engine = state.serving
     params = sampling_of(body, engine.sampling_defaults)
     check_logprobs(state, params)
-    open_stream = _stream_of(state, body, params)
+    options = await hinted(engine, chat_options(body))
+    open_stream = _stream_of(state, body, params, options)
     if body.stream and params.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "is for answers that are not streamed")
     log_request(state, request_id, body.messages or body.prompt)
@@ -74,7 +75,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
 
 
 def _stream_of(
-    state: ServerState, body: GenerateFields, params: SamplingParams
+    state: ServerState, body: GenerateFields, params: SamplingParams, options: dict[str, Any]
 ) -> Callable[[str], TokenStream]:
     """What makes the stream that a body asks for, under an id."""
     engine, prompt = state.serving, body.prompt
@@ -89,7 +90,7 @@ def _stream_of(
         if prompt is not None:
             raise invalid("prompt", "must be left out beside messages")
         state.check_messages(len(body.messages))
-        call = ChatCall(body.messages, chat_options(body), params, scheduling)
+        call = ChatCall(body.messages, options, params, scheduling)
         return lambda engine_id: call.streams(engine, engine_id)[0]
     if prompt is None:
         raise invalid("prompt", "must be there, or messages in its place")

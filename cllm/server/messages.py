@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from cllm import Completion, Engine, FinishReason, SamplingParams, TokenDelta
 from cllm.server.body import SafeRoute
-from cllm.server.chat_call import ChatCall, answer_chat, as_delta
+from cllm.server.chat_call import ChatCall, answer_chat, as_delta, hinted
 from cllm.server.client_tools import ClientTools
 from cllm.server.event_blocks import CALL, REASONING, Block, Blocks, Step
 from cllm.server.fields import Flag, Integer, Number, Text, Texts
@@ -36,7 +36,9 @@ class CountBody(Body):
 
     harmless: ClassVar = frozenset(
         ["metadata", "service_tier", "container", "context_management",
-         "cache_control", "mcp_servers", "betas", "inference_geo", "speed"]
+         "cache_control", "mcp_servers", "betas", "inference_geo", "speed", "diagnostics",
+         "max_tokens", "stream", "stop_sequences", "temperature", "top_p", "top_k", "output_format",
+         "billing_policy", "user_profile_id", "workspace_id", "fallbacks", "fallback_credit_token"]
     )  # fmt: skip
 
     model: Text | None = None
@@ -48,6 +50,7 @@ class CountBody(Body):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
+    thread: dict[str, Any] | Flag | None = None
 
 
 class MessagesBody(CountBody):
@@ -97,6 +100,10 @@ async def chat_call_of(engine: Engine, body: CountBody, params: SamplingParams) 
     Problem
         Names the message and the field.
     """
+    if body.thread:  # the SDK's tool_runner goes on without one when it reads this
+        details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        limit = "thread: is not there; send the messages instead"
+        raise Problem(400, limit, param="thread", details={"details": details})
     if not body.messages:
         raise invalid("messages", "must have one message at the least")
     chat, fields = list[dict[str, Any]](), list[str]()
@@ -124,6 +131,10 @@ async def chat_call_of(engine: Engine, body: CountBody, params: SamplingParams) 
         budget = body.thinking.get("budget_tokens")
         if isinstance(budget, int) and abilities is not None and abilities.thinking:
             options["reasoning_budget"] = budget
+    effort = (body.output_config or {}).get("effort")
+    if isinstance(effort, str):
+        options["reasoning_effort"] = effort
+    options = await hinted(engine, options)
     scheduling = {"lora": loras_of(engine, None, body.model)}
     return ChatCall(chat, options, params, scheduling, fields=fields)
 

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from cllm import Engine, FinishReason, PromptTooLongError, SamplingParams, TokenDelta, TokenStream
 from cllm.server.body import SafeRoute
-from cllm.server.chat_call import ChatCall, chat_options, client_tools_of, seeded
+from cllm.server.chat_call import ChatCall, chat_options, client_tools_of, hinted, seeded
 from cllm.server.client_tools import messages_of
 from cllm.server.fields import CONSTRAINTS, MAX_SEED
 from cllm.server.formats import ChatFormat, CompletionFormat, Format
@@ -124,7 +124,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     tools = client_tools_of(body.tools)
     call = ChatCall(
         messages_of(body.messages),
-        chat_options(body, tools),
+        await hinted(engine, chat_options(body, tools)),
         params,
         {
             "priority": body.priority,
@@ -146,7 +146,8 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
 async def chat_input_tokens(body: ChatBody, request: Request) -> dict[str, Any]:
     """The tokens of the prompt that a chat becomes."""
     messages = messages_of(body.messages)
-    rendered = await state_of(request).serving.render_chat(messages, **chat_options(body))
+    engine = state_of(request).serving
+    rendered = await engine.render_chat(messages, **await hinted(engine, chat_options(body)))
     return {"object": "response.input_tokens", "input_tokens": len(rendered.token_ids)}
 
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from cllm import Completion, FinishReason, SamplingOptions, TokenDelta
 from cllm.server.body import SafeRoute
-from cllm.server.chat_call import ChatCall, answer_chat, as_delta
+from cllm.server.chat_call import ChatCall, answer_chat, as_delta, hinted
 from cllm.server.client_tools import (
     CUSTOM,
     FUNCTION,
@@ -89,8 +89,10 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
     state, request_id = state_of(request), request_id_of(request)
     log_request(state, request_id, body.input)
     engine = state.serving
+    call = chat_call_of(body, engine.sampling_defaults)
     call = replace(
-        chat_call_of(body, engine.sampling_defaults),
+        call,
+        options=await hinted(engine, call.options),
         scheduling={"lora": loras_of(engine, None, body.model)},
     )
     form = ResponseForm(request_id, state.model_name, body)
@@ -103,7 +105,7 @@ async def input_tokens(body: ResponsesBody, request: Request) -> dict[str, Any]:
     """The tokens of the prompt that an input becomes."""
     engine = state_of(request).serving
     call = chat_call_of(body, engine.sampling_defaults)
-    rendered = await engine.render_chat(call.messages, **call.options)
+    rendered = await engine.render_chat(call.messages, **await hinted(engine, call.options))
     return {"object": "response.input_tokens", "input_tokens": len(rendered.token_ids)}
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 from cllm import SamplingOptions, SamplingParams
+from cllm.server.dialects import translated
 from cllm.server.fields import (
     SAMPLING_FIELDS,
     Flag,
@@ -50,6 +51,26 @@ HARMLESS = frozenset(
         "return_progress",
         "reasoning_format",
         "spaces_between_special_tokens",
+        "keep_alive",
+        "session_id",
+        "chat_id",
+        "conversation_id",
+        "request_id",
+        "cache_salt",
+        "cache_control",
+        "provider",
+        "transforms",
+        "models",
+        "route",
+        "usage",
+        "plugins",
+        "web_search_options",
+        "moderation",
+        "prompt_cache_options",
+        "tool_stream",
+        "features",
+        "parallel_function_calling",
+        "extra_headers",
     ]
 )
 # Names that change an answer elsewhere, with the values that leave it as it is here.
@@ -62,6 +83,21 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "thinking_forced_open": (None, False),
     "skip_special_tokens": (None, True),
     "include_stop_str_in_output": (None, False),
+    "repetition_penalty": (None, 1),
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 1),
+    "early_stopping": (None, False),
+    "echo": (None, False),
+    "include_reasoning": (None, True),
+    "return_token_ids": (None, False),
+    "reasoning_in_content": (None, False),
+    "parse_tool_calls": (None, True),
+    "add_special_tokens": (None, True),
+    "safe_prompt": (None, False),
+    "top_a": (None, 0),
+    "n_probs": (None, 0),
+    "extra_body": (None, {}),
+    "audio": (None,),
 }
 
 
@@ -100,9 +136,12 @@ class Body(BaseModel):
         """Drop what changes nothing, and name the first that is not known."""
         if not isinstance(data, Mapping):
             return data
+        data = translated(data, cls.model_fields)
         for name in data:
             if name in cls.model_fields or name in cls.harmless or data[name] is None:
                 continue
+            if name in cls.neutral and name in HINTS and data[name] not in cls.neutral[name]:
+                raise invalid(name, f"is not known: use {HINTS[name]}")
             if name not in cls.neutral:
                 hint = f": use {HINTS[name]}" if name in HINTS else ""
                 raise invalid(str(name)[:80], f"is not known{hint}")
@@ -160,6 +199,8 @@ GenerateBody: Any = create_model(
 
 class StreamOptions(Body):
     """OpenAI's `stream_options`."""
+
+    harmless: ClassVar = frozenset(["continuous_usage_stats"])
 
     include_usage: Flag = False
     include_obfuscation: Flag = False

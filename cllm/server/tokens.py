@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from cllm import Engine
 from cllm.server.body import SafeRoute
-from cllm.server.chat_call import chat_options
+from cllm.server.chat_call import chat_options, hinted
 from cllm.server.problems import invalid, too_many
 from cllm.server.replies import Reply, Writer, list_parts
 from cllm.server.schemas import ChatBody, DetokenizeBody, TokenizeBody
@@ -85,7 +85,8 @@ async def detokenize(body: DetokenizeBody, request: Request) -> Response:
 @router.post("/apply-template", summary="A chat to the text of its prompt")
 async def apply_template(body: ChatBody, request: Request) -> dict[str, str]:
     """What the chat template makes of messages, without an answer."""
-    rendered = await state_of(request).serving.render_chat(body.messages, **chat_options(body))
+    engine = state_of(request).serving
+    rendered = await engine.render_chat(body.messages, **await hinted(engine, chat_options(body)))
     return {"prompt": rendered.text}
 
 

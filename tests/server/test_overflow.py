@@ -35,7 +35,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="module")
 async def http(anyio_backend: str) -> AsyncIterator[httpx.AsyncClient]:
-    async with FakeEngine("Hm.", n_ctx=N_CTX) as engine:
+    async with FakeEngine(lambda _: "Hm.", n_ctx=N_CTX) as engine:
         transport = httpx.ASGITransport(create_app(engine))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             yield client
@@ -85,7 +85,7 @@ async def test_too_many_messages_and_too_large_a_body_have_the_code_of_an_overfl
     config = ServerConfig(max_messages=3, max_body_bytes=5000)
     field = "input" if path == "/v1/responses" else "messages"
     more = {"max_tokens": 9} if path == "/v1/messages" else {}
-    async with FakeEngine("Hm.", n_ctx=N_CTX) as engine:
+    async with FakeEngine(lambda _: "Hm.", n_ctx=N_CTX) as engine:
         transport = httpx.ASGITransport(create_app(engine, config))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             many = await client.post(path, json={field: [ASK] * 4, **more})

@@ -1,0 +1,71 @@
+"""What clients of other servers write, in the words of this one.  Pure.
+
+A value that asks for nothing is taken as such, whatever it is called elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cllm.server.fields import NO_LIMIT
+
+MIN_TEMPERATURE = 1e-3  # less is what clients send for 0
+LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+SWITCHES = ("think", "enable_thinking")
+
+
+def translated(data: Mapping[str, Any], known: Mapping[str, object]) -> dict[str, Any]:
+    """Return a body with neutral values and other names as this server has them.
+
+    Parameters
+    ----------
+    data : mapping
+    known : mapping
+        The fields of the body: what it knows by itself is left as it is.
+    """
+    said = dict(data)
+    for name in LENGTHS:
+        if _is_number(said.get(name)) and said[name] == -1:
+            said[name] = NO_LIMIT
+    stop = said.get("stop")
+    if isinstance(stop, str) and not stop:
+        del said["stop"]
+    elif isinstance(stop, list):
+        said["stop"] = [text for text in stop if text not in ("", None)]
+    if _is_number(said.get("temperature")) and 0 < said["temperature"] < MIN_TEMPERATURE:
+        said["temperature"] = 0
+    if said.get("top_logprobs") == 0 and not said.get("logprobs"):
+        del said["top_logprobs"]
+    bias = said.get("logit_bias")
+    if isinstance(bias, list) and all(isinstance(b, list) and len(b) == 2 for b in bias):
+        said["logit_bias"] = {str(token): value for token, value in bias}
+    if said.get("reasoning_effort") in ("", "default"):
+        del said["reasoning_effort"]
+    if "reasoning_effort" in known:
+        _thinking(said, known)
+    return said
+
+
+def _thinking(said: dict[str, Any], known: Mapping[str, object]) -> None:
+    """Translate OpenRouter's `reasoning`, z.ai's `thinking`, and switches."""
+    reasoning = said.pop("reasoning", None) if "reasoning" not in known else None
+    if isinstance(reasoning, Mapping):
+        effort = "none" if reasoning.get("enabled") is False else reasoning.get("effort")
+        if effort is not None:
+            said.setdefault("reasoning_effort", effort)
+    switch: object = None
+    thinking = said.pop("thinking", None) if "thinking" not in known else None
+    if isinstance(thinking, Mapping) and thinking.get("type") in ("enabled", "disabled"):
+        switch = thinking["type"] == "enabled"
+    for name in SWITCHES:
+        if isinstance(said.get(name), bool):
+            switch = said.pop(name)
+    if switch is not None:
+        kwargs = said.get("chat_template_kwargs") or {}
+        if isinstance(kwargs, Mapping):
+            said["chat_template_kwargs"] = {"enable_thinking": switch, **kwargs}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
