@@ -64,6 +64,10 @@ def serve(
             help="Takes a span for each request, as OTLP over HTTP (extra tracing).",
         ),
     ] = None,
+    ping_interval: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds after which a stream that waits says so; 0: never."),
+    ] = 15.0,
     max_messages: Annotated[
         int | None,
         typer.Option(
@@ -133,6 +137,7 @@ def serve(
             page=page,
             log_prompts=log_prompts,
             otlp_traces_endpoint=otlp_traces_endpoint,
+            ping_interval_s=ping_interval,
             max_messages=max_messages,
             max_body_bytes=max_body_bytes,
             drain_timeout_s=drain_timeout,

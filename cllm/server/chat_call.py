@@ -102,6 +102,12 @@ class ChatForm(Protocol):
     prompt_field: str
     tells_overflows: bool
 
+    def begin(self) -> Iterator[Event]:
+        """The first events, if they have not been told."""
+
+    def ping(self) -> Event:
+        """An event that changes nothing."""
+
     def events(self, delta: TokenDelta) -> Iterator[Event]:
         """Names and objects of the events for one delta."""
 
@@ -132,11 +138,21 @@ def answer_chat(
             for name, event in form.events(delta):
                 await writer.event(event, name)
 
+        async def on_admitted() -> None:
+            await writer.begin()
+            for name, event in form.begin():
+                await writer.event(event, name)
+
         async def run() -> Completion:
             state.check_messages(len(call.messages), form.prompt_field)
             with state.unique(request_id) as engine_id:
                 streams = call.streams(engine, engine_id)
-                (done,) = await run_streams(streams, observation, on_delta if is_streamed else None)
+                (done,) = await run_streams(
+                    streams,
+                    observation,
+                    on_delta if is_streamed else None,
+                    on_admitted if is_streamed else None,
+                )
             if done.finish_reason is FinishReason.CANCELLED:
                 raise shutting_down()
             return done
@@ -158,7 +174,7 @@ def answer_chat(
             await writer.event(event, name)
         await writer.close()
 
-    return Reply(produce)
+    return Reply(produce, state.config.ping_interval_s, form.ping)
 
 
 def as_delta(completion: Completion) -> TokenDelta:

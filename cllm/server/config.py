@@ -46,6 +46,9 @@ class ServerConfig:
         For a client to take what was sent to it; then it is cut off.
     keep_alive_s : float
         An idle connection is closed after it.
+    ping_interval_s : float
+        A stream that has nothing to say says so after each so many seconds, by a comment, or by an
+        event that changes nothing; 0: never.
     drain_timeout_s : float
         After SIGTERM, for what runs to finish.
     model_keep_alive_s : float, optional
@@ -73,6 +76,7 @@ class ServerConfig:
     body_timeout_s: float = 30.0
     write_timeout_s: float = 30.0
     keep_alive_s: float = 30.0
+    ping_interval_s: float = 15.0
     drain_timeout_s: float = 30.0
     model_keep_alive_s: float | None = 300.0
     max_models: int | None = None

@@ -58,7 +58,10 @@ async def generate(body: GenerateBody, request: Request) -> Response:
 
         with state.unique(request_id) as engine_id:
             on_each = on_delta if body.stream else None
-            (completion,) = await run_streams([open_stream(engine_id)], observation, on_each)
+            on_admitted = writer.begin if body.stream else None
+            (completion,) = await run_streams(
+                [open_stream(engine_id)], observation, on_each, on_admitted
+            )
         account = _account_of(completion)
         if body.return_prompt_token_ids:
             account["prompt_token_ids"] = completion.prompt_token_ids
@@ -71,7 +74,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
                 lambda: {"id": request_id, **_answer_of(completion), **account}, is_long=is_long
             )
 
-    return Reply(produce)
+    return Reply(produce, state.config.ping_interval_s)
 
 
 def _stream_of(

@@ -162,12 +162,22 @@ class HeadAsGet:
             await self._app(scope, receive, send)
             return
 
-        async def without_body(message: Message) -> None:
-            if message["type"] == "http.response.body":
-                message = {**message, "body": b""}
-            await send(message)
+        is_over = False
 
-        await self._app({**scope, "method": "GET"}, receive, without_body)
+        async def head_alone(message: Message) -> None:
+            nonlocal is_over
+            if is_over:
+                return
+            await send(message)
+            if message["type"] == "http.response.start":
+                # To the client it ends here, and the next request may come: so it does to the server.
+                is_over = True
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+        async def until_then() -> Message:
+            return {"type": "http.disconnect"} if is_over else await receive()
+
+        await self._app({**scope, "method": "GET"}, until_then, head_alone)
 
 
 def is_open(path: str) -> bool:

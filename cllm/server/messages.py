@@ -243,7 +243,17 @@ class MessageForm:
         self._blocks = Blocks()
         self._has_begun = False
 
+    def ping(self) -> Event:
+        """See `ChatForm`."""
+        return _event("ping")
+
     def events(self, delta: TokenDelta) -> Iterator[Event]:
+        """See `ChatForm`."""
+        yield from self.begin()
+        for step in self._blocks.steps(delta):
+            yield from _step_events(step)
+
+    def begin(self) -> Iterator[Event]:
         """See `ChatForm`."""
         if not self._has_begun:
             self._has_begun = True
@@ -255,8 +265,6 @@ class MessageForm:
                 "usage": usage,
             }
             yield _event("message_start", message={**self._head, **nothing})
-        for step in self._blocks.steps(delta):
-            yield from _step_events(step)
 
     def end(self, completion: Completion) -> Iterator[Event]:
         """See `ChatForm`."""

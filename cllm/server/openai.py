@@ -170,7 +170,10 @@ def _answer(
         try:
             with state.unique(form.request_id) as engine_id:
                 done = await run_streams(
-                    streams(engine_id), observation, on_delta if body.stream else None
+                    streams(engine_id),
+                    observation,
+                    on_delta if body.stream else None,
+                    writer.begin if body.stream else None,
                 )
         except PromptTooLongError as error:
             raise too_long(error, prompt_field) from None
@@ -184,7 +187,7 @@ def _answer(
             await writer.event(form.usage_chunk(done))
         await writer.end()
 
-    return Reply(produce)
+    return Reply(produce, state.config.ping_interval_s)
 
 
 def _params(

@@ -7,6 +7,7 @@ second task listens for the client's departure, in the queue, in the prefill and
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
@@ -19,7 +20,9 @@ from starlette.types import Receive, Scope, Send
 
 from cllm.server.problems import problem_of
 
+Event = tuple[str, Mapping[str, Any]]
 DONE = "[DONE]"
+PING = b": ping\n\n"
 # How deep an answer is taken apart: choices, their log probabilities, the tokens of those.
 DEPTH = 5
 N_AT_ONCE = 64
@@ -31,7 +34,7 @@ class Writer:
     Attributes
     ----------
     is_streaming : bool
-        Whether the first event has been sent: a status can be chosen no more.
+        The head has been sent: a status can be chosen no more.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -39,6 +42,9 @@ class Writer:
         self._receive = receive
         self._send = send
         self.is_streaming = False
+        self._begun = anyio.Event()
+        self._is_over = False
+        self._sent_at = 0.0
 
     async def json(self, make: Callable[[], Mapping[str, Any]], *, is_long: bool = False) -> None:
         """The whole answer; one that may be megabytes is made in a thread."""
@@ -51,8 +57,8 @@ class Writer:
         response = Response(content, media_type="application/json")
         await response(self._scope, self._receive, self._send)
 
-    async def event(self, value: Mapping[str, Any] | str, name: str | None = None) -> None:
-        """One event; with a name where a client wants one."""
+    async def begin(self) -> None:
+        """Send the head of a stream, unless it has been sent: a client waits for that, too."""
         if not self.is_streaming:
             self.is_streaming = True
             headers = [
@@ -62,6 +68,29 @@ class Writer:
             ]
             start = {"type": "http.response.start", "status": 200, "headers": headers}
             await self._send(start)
+            self._sent_at = time.monotonic()
+            self._begun.set()
+
+    async def ping(self, interval_s: float, make: Callable[[], Event | None]) -> None:
+        """Send something whenever nothing was sent for so long, until the stream is over.
+
+        `make` returns an event that changes nothing; None: a comment, which is none.
+        """
+        await self._begun.wait()
+        while not self._is_over:
+            left = self._sent_at + interval_s - time.monotonic()
+            if left > 0:
+                await anyio.sleep(left)
+                continue
+            event = make()
+            if event is None:
+                await self._body(PING, more=True)
+            else:
+                await self.event(event[1], event[0])
+
+    async def event(self, value: Mapping[str, Any] | str, name: str | None = None) -> None:
+        """One event; with a name where a client wants one."""
+        await self.begin()
         data = value.encode() if isinstance(value, str) else _dumped(value)
         head = b"data: " if name is None else b"event: %b\ndata: " % name.encode()
         await self._body(head + data + b"\n\n", more=True)
@@ -73,9 +102,11 @@ class Writer:
 
     async def close(self) -> None:
         """No more events."""
+        self._is_over = True
         await self._body(b"", more=False)
 
     async def _body(self, data: bytes, *, more: bool) -> None:
+        self._sent_at = time.monotonic()
         # Waits for a client that does not read, which pauses its own sequence and no other.
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
@@ -126,11 +157,22 @@ class Reply(Response):
     Parameters
     ----------
     produce : callable
-        Called with a `Writer`.  What it raises before the first event becomes an error response.
+        Called with a `Writer`.  What it raises before the head is sent becomes an error response.
+    ping_interval_s : float
+        A stream sends something after each so many seconds without anything; 0: never.
+    ping : callable
+        See `Writer.ping`.
     """
 
-    def __init__(self, produce: Callable[[Writer], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        produce: Callable[[Writer], Awaitable[None]],
+        ping_interval_s: float = 0.0,
+        ping: Callable[[], Event | None] = lambda: None,
+    ) -> None:
         self._produce = produce
+        self._ping_interval_s = ping_interval_s
+        self._ping = ping
         self.background = None
         self.status_code = 200
 
@@ -146,6 +188,8 @@ class Reply(Response):
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(leave_with_the_client)
+            if self._ping_interval_s:
+                tasks.start_soon(writer.ping, self._ping_interval_s, self._ping)
             try:
                 await self._produce(writer)
             except Exception as error:

@@ -256,16 +256,22 @@ class ResponseForm:
 
     def events(self, delta: TokenDelta) -> Iterator[Event]:
         """See `ChatForm`."""
-        yield from self._begin()
+        yield from self.begin()
         for step in self._blocks.steps(delta):
             yield from self._step(step)
 
-    def _begin(self) -> Iterator[Event]:
+    def begin(self) -> Iterator[Event]:
+        """See `ChatForm`."""
         if not self._has_begun:
             self._has_begun = True
             begun = self._response("in_progress", [], None)
             yield self._event("response.created", response=begun)
             yield self._event("response.in_progress", response=begun)
+
+    def ping(self) -> Event:
+        """See `ChatForm`: Codex counts its time from event to event, and hears no comments."""
+        response = self._response("in_progress", [], None)
+        return self._event("response.in_progress", response=response)
 
     def end(self, completion: Completion) -> Iterator[Event]:
         """See `ChatForm`."""
@@ -276,7 +282,7 @@ class ResponseForm:
 
     def failed(self, problem: Problem) -> Iterator[Event]:
         """See `ChatForm`."""
-        yield from self._begin()
+        yield from self.begin()
         error = {"code": problem.code or "server_error", "message": str(problem)}
         items = [self._item(block, "incomplete") for block in self._blocks.done]
         whole = {**self._response("failed", items, None), "error": error}

@@ -62,12 +62,16 @@ class Observation:
 
 
 async def run_streams(
-    streams: Sequence[TokenStream], observation: Observation, on_delta: OnDelta | None = None
+    streams: Sequence[TokenStream],
+    observation: Observation,
+    on_delta: OnDelta | None = None,
+    on_admitted: Callable[[], Awaitable[None]] | None = None,
 ) -> list[Completion]:
     """Read all streams to their ends, in step; the completions in their order.
 
-    All are submitted before the first is read, so that a refusal comes before any answer.  The
-    first failure cancels the others and is raised as it is.
+    All are submitted before the first is read, so that a refusal comes before any answer: they are
+    checked, tokenized and in the queue when `on_admitted` is called.  The first failure cancels the
+    others and is raised as it is.
     """
     started_ns = time.time_ns()
 
@@ -81,6 +85,8 @@ async def run_streams(
     async with AsyncExitStack() as opened:
         for stream in streams:
             await opened.enter_async_context(stream)
+        if on_admitted is not None:
+            await on_admitted()
         if len(streams) == 1:  # needs no task of its own
             return [await read(0, streams[0])]
         return await _all_of([partial(read, i, stream) for i, stream in enumerate(streams)])

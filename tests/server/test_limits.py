@@ -399,3 +399,20 @@ def test_no_request_keeps_the_others_waiting(server: Server, path: str, body: An
     sender.join()
     assert statuses[0] in (200, 400)
     assert longest_s < HANGS_S
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/", "/health", "/live", "/docs", "/static/swagger-ui.css", "/page/main.js", "/nowhere"],
+)
+def test_a_head_request_ends_with_its_headers_and_the_connection_is_of_use(
+    server: Server, path: str
+) -> None:
+    head = f"HEAD {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+    last = GET_HEALTH.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+    with Wire(server) as wire:
+        for _ in range(3):
+            wire.send(head).read_until(b"\r\n\r\n")
+        answer = wire.send(last).read()
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert b'"status":"ok"' in answer
