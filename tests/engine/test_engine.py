@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+from collections.abc import AsyncIterator
 from typing import Any
 
 import anyio
@@ -110,8 +112,70 @@ async def test_leaving_a_stream_early_cancels_its_request(engine: Engine) -> Non
             break
     await wait_idle(engine)
     assert engine.statistics().n_finished[FinishReason.CANCELLED] == 1
-    with pytest.raises(StopAsyncIteration):
+    with pytest.raises(ClosedError, match="before its end"):
         await stream.__anext__()
+    assert (await stream.completion()).finish_reason is FinishReason.CANCELLED
+
+
+async def test_a_step_that_is_cancelled_inside_of_the_block_loses_nothing(engine: Engine) -> None:
+    async with engine.stream(LONG, **GREEDY) as stream:
+        text, n_cancelled = "", 0
+        while True:
+            with anyio.CancelScope() as scope:
+                if n_cancelled < 50:
+                    scope.cancel()  # before anything of the step
+                try:
+                    text += (await stream.__anext__()).text
+                except StopAsyncIteration:
+                    break
+            n_cancelled += scope.cancelled_caught
+    assert n_cancelled == 50
+    assert text == " ".join(str(n) for n in range(1, 200))
+    assert (await stream.completion()).finish_reason is FinishReason.STOP
+    await wait_idle(engine)
+    assert await engine.audit() == []
+
+
+async def test_a_step_that_is_cancelled_without_a_block_ends_the_stream_which_says_so(
+    engine: Engine,
+) -> None:
+    stream = engine.stream(LONG, **GREEDY)
+    text = (await stream.__anext__()).text
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        await stream.__anext__()
+    with pytest.raises(ClosedError, match="before its end"):
+        await stream.__anext__()
+    completion = await stream.completion()
+    assert completion.finish_reason is FinishReason.CANCELLED
+    assert completion.text.startswith(text)
+    await wait_idle(engine)
+    assert engine.statistics().n_kv_cells_used == 0
+
+
+async def test_a_generator_around_a_stream_releases_it_when_its_task_is_cancelled(
+    engine: Engine,
+) -> None:
+    """What FastAPI's StreamingResponse does with a generator when its client leaves."""
+
+    async def texts() -> AsyncIterator[str]:
+        async for delta in engine.stream(LONG, **GREEDY):
+            yield delta.text
+
+    async with anyio.create_task_group() as tasks:
+        generator = texts()
+
+        async def read() -> None:
+            async for text in generator:
+                if text:
+                    tasks.cancel_scope.cancel()
+
+        tasks.start_soon(read)
+    with anyio.CancelScope(shield=True):
+        await generator.aclose()  # type: ignore[attr-defined]
+    gc.collect()
+    await wait_idle(engine)
+    assert engine.statistics().n_kv_cells_used == 0
 
 
 async def test_a_dropped_stream_is_cancelled_with_a_warning(engine: Engine) -> None:

@@ -35,7 +35,9 @@ class TokenStream:
 
     An async iterator of `TokenDelta`, and an async context manager, which is the better way: it
     cancels what was not read to the end.  Entering it, or the first step of the iteration, submits
-    the request.
+    the request.  Inside of its `async with` block a step that is cancelled, by a timeout around it, takes
+    nothing from the stream, and the next step goes on; without a block it ends the stream.  A stream that
+    ended early raises `ClosedError` at the next step, so it never looks complete.
 
     Attributes
     ----------
@@ -47,6 +49,8 @@ class TokenStream:
         When the request is submitted.
     GenerationError
         After the last delta of a request that failed; `.completion` has what there was.
+    ClosedError
+        The stream was closed, or its reader cancelled, before its end.
     """
 
     def __init__(self, call: RequestCall, open_channel: OpenChannel) -> None:
@@ -55,6 +59,7 @@ class TokenStream:
         self._open_channel: OpenChannel | None = open_channel
         self._channel: Channel | None = None
         self._is_closed = self._is_given_up = False
+        self._is_entered = self._is_between = self._has_ended = False
         # What holds the engine must not hold it there: both may be dropped at once.
         self._finalizer: weakref.finalize[[Lease], TokenStream] | None = None
         # Where its reader is: tokens of the output, and their log probabilities, if asked for.
@@ -66,6 +71,7 @@ class TokenStream:
 
     async def __aenter__(self) -> Self:
         await self._submit()
+        self._is_entered = True
         return self
 
     async def __aexit__(
@@ -82,17 +88,23 @@ class TokenStream:
     async def __anext__(self) -> TokenDelta:
         channel = await self._submit()
         if self._is_closed:
-            raise StopAsyncIteration
+            if self._has_ended:
+                raise StopAsyncIteration
+            raise ClosedError(
+                "the stream was closed before its end: completion() has what there was"
+            )
         try:
             delta = await (channel.next() if self._banned is None else self._allowed())
         except anyio.get_cancelled_exc_class():
-            self._abandon()
+            if not self._is_entered or self._is_between:
+                self._abandon()
             raise
         if delta is not None:
             self._read_ids += delta.token_ids
             if delta.logprobs:
                 self._read_logprobs += delta.logprobs
             return delta
+        self._has_ended = True
         self._abandon()
         channel = self._present
         if channel.error is not None:
@@ -107,8 +119,9 @@ class TokenStream:
         GenerationError, EngineFailedError
             The request failed; `.completion` has what there was.
         """
-        async for _ in self:
-            pass
+        if self._channel is None or not self._is_closed:
+            async for _ in self:
+                pass
         channel = self._present
         if channel.error is not None:
             raise channel.error
@@ -351,7 +364,9 @@ class TokenStream:
             if self._is_given_up or is_cancelled:
                 self._banned.end(ban, delta)
             else:
+                self._is_between = True  # what is cancelled here has no place to go on from
                 await self._without(ban)
+                self._is_between = False
         return None
 
     async def _without(self, ban: Ban) -> None:
