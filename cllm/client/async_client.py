@@ -107,6 +107,7 @@ class AsyncClient:
         request_id: str | None = None,
         generated: Sequence[int] = (),
         lora: Mapping[str, float] | None = None,
+        parse_special: bool = False,
         **sampling: Unpack[SamplingOptions],
     ) -> AnswerStream:
         """The output of one request, token by token; arguments as for `Engine.stream`.
@@ -119,9 +120,21 @@ class AsyncClient:
             Names the field, the value and the limit.  What needs the model is raised when the stream is
             entered.
         """
-        call = call_of(prompt, params, sampling, priority, timeout, request_id, generated, lora)
+        call = call_of(
+            prompt,
+            params,
+            sampling,
+            priority,
+            timeout,
+            request_id,
+            generated,
+            lora,
+            parse_special=parse_special,
+        )
         assert isinstance(call.prompt, str | tuple)
-        body = {"prompt": call.prompt, **_sampling_of(params, sampling)}
+        # Always sent: a server's own default is llama-server's, and not an engine's.
+        said = {"prompt": call.prompt, "parse_special": parse_special}
+        body = {**said, **_sampling_of(params, sampling)}
         return self._stream(body, call.request_id, priority, timeout, call.generated, lora)
 
     async def generate(
@@ -134,6 +147,7 @@ class AsyncClient:
         request_id: str | None = None,
         generated: Sequence[int] = (),
         lora: Mapping[str, float] | None = None,
+        parse_special: bool = False,
         **sampling: Unpack[SamplingOptions],
     ) -> Completion:
         """The whole output of one request; arguments as for `stream`.
@@ -153,6 +167,7 @@ class AsyncClient:
             request_id=request_id,
             generated=generated,
             lora=lora,
+            parse_special=parse_special,
             **sampling,
         ) as stream:
             return await stream.completion()

@@ -84,6 +84,7 @@ class Engine(EmbeddingMethods):
         request_id: str | None = None,
         generated: Sequence[int] = (),
         lora: Mapping[str, float] | None = None,
+        parse_special: bool = False,
         **sampling: Unpack[SamplingOptions],
     ) -> TokenStream:
         """The output of one request, token by token.
@@ -106,6 +107,9 @@ class Engine(EmbeddingMethods):
         lora : mapping of str to float, optional
             Names of loaded adapters, and with which scale each computes this request: these and no
             others.  None: those of `EngineConfig.lora` with their scales.
+        parse_special : bool
+            Names of control tokens in a text, such as `<|im_start|>`, are these tokens, as in
+            llama-server.  False: they are text, which is right where a stranger wrote the prompt.
 
         Raises
         ------
@@ -114,7 +118,17 @@ class Engine(EmbeddingMethods):
             when the stream is entered.
         """
         return self._stream(
-            self._call(prompt, params, sampling, priority, timeout, request_id, generated, lora)
+            self._call(
+                prompt,
+                params,
+                sampling,
+                priority,
+                timeout,
+                request_id,
+                generated,
+                lora,
+                parse_special=parse_special,
+            )
         )
 
     def _call(
@@ -127,10 +141,22 @@ class Engine(EmbeddingMethods):
         request_id: str | None,
         generated: Sequence[int] = (),
         lora: Mapping[str, float] | None = None,
+        *,
+        parse_special: bool = False,
     ) -> RequestCall:
         """The arguments of a request; what they leave out of sampling, the model may say."""
         given = sampling if params is not None else {**self.sampling_defaults, **sampling}
-        return call_of(prompt, params, given, priority, timeout, request_id, generated, lora)
+        return call_of(
+            prompt,
+            params,
+            given,
+            priority,
+            timeout,
+            request_id,
+            generated,
+            lora,
+            parse_special=parse_special,
+        )
 
     def _stream(self, call: RequestCall) -> TokenStream:
         self._check_serving()
@@ -198,6 +224,7 @@ class Engine(EmbeddingMethods):
         request_id: str | None = None,
         generated: Sequence[int] = (),
         lora: Mapping[str, float] | None = None,
+        parse_special: bool = False,
         **sampling: Unpack[SamplingOptions],
     ) -> Completion:
         """The whole output of one request; arguments as for `stream`.
@@ -210,7 +237,17 @@ class Engine(EmbeddingMethods):
             The engine does not serve requests.
         """
         return await self._complete(
-            self._call(prompt, params, sampling, priority, timeout, request_id, generated, lora)
+            self._call(
+                prompt,
+                params,
+                sampling,
+                priority,
+                timeout,
+                request_id,
+                generated,
+                lora,
+                parse_special=parse_special,
+            )
         )
 
     async def generate_all(
@@ -309,7 +346,16 @@ class Engine(EmbeddingMethods):
         """
         prompt, sampling = chat_prompt_of(messages, options)
         return self._stream(
-            self._call(prompt, params, sampling, priority, timeout, request_id, generated, lora)
+            self._call(
+                prompt,
+                params,
+                sampling,
+                priority,
+                timeout,
+                request_id,
+                generated,
+                lora,
+            )
         )
 
     async def chat(
@@ -327,7 +373,16 @@ class Engine(EmbeddingMethods):
         """The whole answer to a chat; arguments as for `stream_chat`, errors as for `generate`."""
         prompt, sampling = chat_prompt_of(messages, options)
         return await self._complete(
-            self._call(prompt, params, sampling, priority, timeout, request_id, generated, lora)
+            self._call(
+                prompt,
+                params,
+                sampling,
+                priority,
+                timeout,
+                request_id,
+                generated,
+                lora,
+            )
         )
 
     async def render_chat(

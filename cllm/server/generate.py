@@ -100,6 +100,7 @@ def _stream_of(
     for name in sorted(CHAT_OPTIONS & body.model_fields_set):
         raise invalid(name, "is for messages, not for a prompt")
     check_length(engine, prompt)
+    scheduling["parse_special"] = body.parse_special
     return lambda engine_id: engine.stream(prompt, params, request_id=engine_id, **scheduling)
 
 

@@ -94,7 +94,11 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     def streams(engine_id: str) -> list[TokenStream]:
         return [
             engine.stream(
-                prompt, seeded(params, i), lora=lora, **_options(body, engine_id, number, i)
+                prompt,
+                seeded(params, i),
+                lora=lora,
+                parse_special=body.parse_special,
+                **_options(body, engine_id, number, i),
             )
             for number, prompt in enumerate(prompts)
             for i in range(n)

@@ -123,6 +123,9 @@ HINTS = {
 }
 
 
+PARSE_SPECIAL = "Names of control tokens in a prompt are these tokens"
+
+
 class Body(BaseModel):
     """What every body has in common."""
 
@@ -188,6 +191,7 @@ class GenerateFields(ChatOptionFields):
 
     prompt: Prompt | None = Field(None, description="Text, or token ids", examples=["1+1="])
     messages: Messages | None = Field(None, description="A chat, in place of a prompt")
+    parse_special: Flag = Field(True, description=PARSE_SPECIAL)
     generated: Tokens = Field((), description="The beginning of the output: it goes on after these")
     return_prompt_token_ids: Flag = Field(False, description="Say the token ids of the prompt")
 
@@ -213,6 +217,7 @@ class CompletionFields(_Request):
     """`POST /v1/completions`."""
 
     prompt: Prompts
+    parse_special: Flag = Field(True, description=PARSE_SPECIAL)
     n: Choices | None = 1
     echo: Flag | None = False
     stream_options: StreamOptions | None = None

@@ -7,6 +7,7 @@ known about a request is checked here, before the inference thread hears of it.
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import time
 import weakref
@@ -18,7 +19,7 @@ import anyio
 from cllm.checks import MAX_SEED, check_bool, check_several
 from cllm.engine.chat.chat_prompt import ChatPrompt
 from cllm.engine.chat.chat_tokenizer import AnswerFormat, ChatTokenizer
-from cllm.engine.chat.control_tokens import Piece
+from cllm.engine.chat.control_tokens import ControlTokens, Piece
 from cllm.engine.chat.template_abilities import TemplateAbilities
 from cllm.engine.chat.tool_schema import ToolParameters
 from cllm.engine.constraint import CompiledConstraint
@@ -52,6 +53,7 @@ logger = logging.getLogger("cllm.engine")
 # recurse deeply or take long and go to a thread with a large stack.
 SHORT_TEXT = 64
 SHORT_TOKENS = 1024
+MARKS = re.compile(r"[<\[]")  # what names of control tokens have, and few texts
 
 
 class InputProcessor:
@@ -87,7 +89,8 @@ class InputProcessor:
         self._dispatcher = dispatcher
         self._loras = loras
         self._stream_buffer = stream_buffer
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_names = False
+        self._names: ControlTokens | None = None
         self._chats: ChatTokenizer | None = None
         self._workers = workers
         self._tokenizer = tokenizer
@@ -182,6 +185,7 @@ class InputProcessor:
             limit = "left out: the engine was started without speculation"
             raise InvalidRequestError("speculation", True, limit)
         call.check_generated()
+        call = replace(call, params=await self._with_stop_tokens(call.params))
         submitted_at = time.perf_counter()
         tokens: tuple[int, ...] = ()
         answer: AnswerFormat | None = None
@@ -242,7 +246,7 @@ class InputProcessor:
         if not isinstance(call.prompt, ChatPrompt):
             if continuation is not None:
                 return continuation.prompt_token_ids, None
-            return await self._tokens(call.prompt), None
+            return await self._tokens(call.prompt, parse_special=call.parse_special), None
         if continuation is None:
             return await self._chat_tokens(call.prompt)
         # Rendered anew, a template that tells the time would say something else.
@@ -325,11 +329,49 @@ class InputProcessor:
                 return both[len(before) :]
         return tuple(await self.tokenize(continuation, add_special=False))
 
-    async def _tokens(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
+    async def _tokens(
+        self, prompt: str | tuple[int, ...], *, parse_special: bool = False
+    ) -> tuple[int, ...]:
         if not isinstance(prompt, str):
             return prompt
         check_length(prompt, self._n_ctx)
-        return tuple(await self.tokenize(prompt))
+        if not parse_special:
+            await self._warn_of_control_tokens(prompt)
+        return tuple(await self.tokenize(prompt, parse_special=parse_special))
+
+    async def _warn_of_control_tokens(self, prompt: str) -> None:
+        """Warn once of a prompt that spells control tokens, which are text there."""
+        if self._has_warned_of_names or not MARKS.search(prompt):
+            return
+        found = (await self._control_names()).search(prompt)
+        if found is not None:
+            self._has_warned_of_names = True
+            logger.warning(
+                "a prompt spells the control token %r, which is text there: parse_special=True makes it "
+                "the token",
+                found.group(),
+            )
+
+    async def _control_names(self) -> ControlTokens:
+        """Return the names of control tokens, found when they are first wanted."""
+        if self._names is None:
+            vocabulary = self._check_serving(draining=True)
+            self._names = await self._tokenizer.run(
+                lambda: ControlTokens(vocabulary.control_names())
+            )
+        return self._names
+
+    async def _with_stop_tokens(self, params: SamplingParams) -> SamplingParams:
+        """Return the parameters with the control tokens that stop strings name: these have no text."""
+        found: list[int] = []
+        vocabulary = self._check_serving(draining=True)
+        for text in filter(MARKS.search, params.stop):
+            if (await self._control_names()).search(text) is not None:
+                tokens = vocabulary.tokenize(text, add_special=False, parse_special=True)
+                found += tokens if len(tokens) == 1 else []
+        if not found:
+            return params
+        return replace(params, stop_token_ids=(*params.stop_token_ids, *found))
 
     async def _chat_tokens(self, prompt: ChatPrompt) -> tuple[tuple[int, ...], AnswerFormat | None]:
         chat = self._chat

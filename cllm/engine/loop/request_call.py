@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypedDict, cast
 
-from cllm.checks import INT32_MAX, MAX_TEXT_BYTES, check_float, check_int, encode_text
+from cllm.checks import INT32_MAX, MAX_TEXT_BYTES, check_bool, check_float, check_int, encode_text
 from cllm.engine.chat.chat_prompt import ChatPrompt
 from cllm.engine.core.detokenizer import Detokenizer
 from cllm.engine.lora import check_lora
@@ -43,6 +43,8 @@ class RequestCall:
         What the ids of calls of tools come of; empty: any.
     excluded : tuple of int
         See `GenerationRequest`.
+    parse_special : bool
+        Names of control tokens in a prompt that is text are these tokens.
     """
 
     prompt: str | tuple[int, ...] | ChatPrompt
@@ -56,6 +58,7 @@ class RequestCall:
     seed: int | None = None
     ids_seed: str = ""
     excluded: tuple[int, ...] = ()
+    parse_special: bool = False
 
     def __post_init__(self) -> None:
         error = InvalidRequestError
@@ -68,6 +71,7 @@ class RequestCall:
             raise error("request_id", self.request_id, "a string of 1 to 256 characters")
         encode_text("request_id", self.request_id, error)
         check_lora(self.lora)
+        check_bool("parse_special", self.parse_special, error)
 
     def check_generated(self) -> None:
         """Refuse to go on after an output that is complete."""
@@ -125,6 +129,8 @@ def call_of(
     request_id: str | None,
     generated: Sequence[int] = (),
     lora: Mapping[str, float] | None = None,
+    *,
+    parse_special: bool = False,
 ) -> RequestCall:
     """The arguments that all ways to make a request have in common."""
     if params is not None and sampling:
@@ -140,6 +146,7 @@ def call_of(
         request_id=new_request_id() if request_id is None else request_id,
         generated=token_ids_of("generated", generated),
         lora=lora if lora is None or not isinstance(lora, Mapping) else dict(lora),
+        parse_special=parse_special,
     )
     call.check_generated()
     return call
