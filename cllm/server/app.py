@@ -27,7 +27,7 @@ from cllm.server import (
 )
 from cllm.server.config import ServerConfig
 from cllm.server.engine_task import EngineTask, MountedStart, make_engine
-from cllm.server.limits import STATIC_URL, HeadAsGet, Limits
+from cllm.server.limits import STATIC_URL, HeadAsGet, Limits, OtherPaths
 from cllm.server.metrics import AnswerCounter
 from cllm.server.page import add_page
 from cllm.server.problems import RESPONSES, Problem, answer_problem
@@ -125,6 +125,8 @@ def create_app(
         add_guards(app, config, lambda: state.n_ctx)
     app.add_middleware(AnswerCounter, metrics=state.metrics)
     app.add_middleware(HeadAsGet)
+    known = frozenset(route.path for each in routes for route in each.router.routes)
+    app.add_middleware(OtherPaths, known=known)
     return app
 
 

@@ -94,12 +94,27 @@ class CompletionFormat(_Common):
     ----------
     echoes : sequence of str
         What comes before the text of each choice.
+    is_prompt_only : bool
+        Tell of the prompts and of nothing behind them.
+
+    Attributes
+    ----------
+    first_pieces : sequence of bytes
+        Of the first token of each prompt, which has no log probability; wanted for echoes with some.
     """
 
     def __init__(
-        self, request_id: str, model: Served, echoes: Sequence[str], *, n_choices: int
+        self,
+        request_id: str,
+        model: Served,
+        echoes: Sequence[str],
+        *,
+        n_choices: int,
+        is_prompt_only: bool = False,
     ) -> None:
         super().__init__("cmpl", "text_completion", request_id, model, n_choices=n_choices)
+        self._is_prompt_only = is_prompt_only
+        self.first_pieces: Sequence[bytes] = ()
         self._echoes = list(echoes)
         self._offsets = [len(echo) for echo in echoes]
         # A character may be spelled by several tokens: it counts for the last of them.
@@ -114,17 +129,23 @@ class CompletionFormat(_Common):
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """See `Format`."""
-        choices = [
-            self._choice(i, self._echoes[i] + c.text, c.logprobs, finish_reason_of(c.finish_reason))
-            for i, c in enumerate(completions)
-        ]
+        choices = []
+        for i, completion in enumerate(completions):
+            text = self._echoes[i] + ("" if self._is_prompt_only else completion.text)
+            logprobs: Sequence[TokenLogprob | None] | None = completion.logprobs
+            if completion.prompt_logprobs is not None:  # of a prompt that is echoed
+                self._offsets[i] = 0
+                behind = () if self._is_prompt_only else completion.logprobs or ()
+                logprobs = (*completion.prompt_logprobs, *behind)
+            reason = finish_reason_of(completion.finish_reason)
+            choices.append(self._choice(i, text, logprobs, reason))
         return {**self._head, "choices": choices, "usage": self._usage(completions)}
 
     def _choice(
         self,
         index: int,
         text: str,
-        logprobs: Sequence[TokenLogprob] | None,
+        logprobs: Sequence[TokenLogprob | None] | None,
         reason: str | None,
     ) -> dict[str, Any]:
         return {
@@ -134,15 +155,22 @@ class CompletionFormat(_Common):
             "finish_reason": reason,
         }
 
-    def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob | None]) -> dict[str, Any]:
+        """Return OpenAI's lists; the first token of a prompt, which nothing precedes, has no number."""
         offsets = []
+        first = self.first_pieces[index] if self.first_pieces else b""
         for logprob in logprobs:
             offsets.append(self._offsets[index])
-            self._offsets[index] += len(self._decoders[index].decode(logprob.bytes))
+            piece = first if logprob is None else logprob.bytes
+            self._offsets[index] += len(self._decoders[index].decode(piece))
         return {
-            "tokens": [_name(p) for p in logprobs],
-            "token_logprobs": [_finite(p) for p in logprobs],
-            "top_logprobs": [{_name(t): _finite(t) for t in p.top} for p in logprobs],
+            "tokens": [
+                first.decode("utf-8", "replace") if p is None else _name(p) for p in logprobs
+            ],
+            "token_logprobs": [None if p is None else _finite(p) for p in logprobs],
+            "top_logprobs": [
+                None if p is None else {_name(t): _finite(t) for t in p.top} for p in logprobs
+            ],
             "text_offset": offsets,
         }
 

@@ -180,6 +180,32 @@ class HeadAsGet:
         await self._app({**scope, "method": "GET"}, until_then, head_alone)
 
 
+class OtherPaths:
+    """ASGI middleware: paths without `/v1`, with two slashes, or with one at the end.
+
+    Parameters
+    ----------
+    app : ASGIApp
+    known : set of str
+        Paths as they are.
+    """
+
+    def __init__(self, app: ASGIApp, known: frozenset[str]) -> None:
+        self._app = app
+        self._known = known
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] == "http" and (path := route_path(scope)) not in self._known:
+            plain = "/" + path.strip("/")
+            for other in (plain, f"/v1{plain}"):
+                if other in self._known:
+                    whole = scope.get("root_path", "") + other
+                    scope = {**scope, "path": whole, "raw_path": whole.encode()}
+                    break
+        await self._app(scope, receive, send)
+
+
 def is_open(path: str) -> bool:
     """Whether a path is answered without the API key."""
     return path in OPEN_PATHS or is_file(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -86,10 +87,15 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     engine = state.serving
     n = _n(body, state)
     prompts = _prompts(body, n, state)
-    params = _params(body, state, default_max_tokens=COMPLETION_MAX_TOKENS)
+    # Of a prompt alone, which is scored and not gone on with.
+    is_prompt_only = bool(body.echo) and body.max_tokens == 0
+    more = {"max_tokens": 1} if is_prompt_only else {}
+    params = _params(body, state, default_max_tokens=COMPLETION_MAX_TOKENS, **more)
     lora = loras_of(engine, body.lora, body.model)
     if body.echo and params.logprobs is not None:
-        raise invalid("echo", "cannot be combined with logprobs; use prompt_logprobs of /generate")
+        if body.stream:
+            raise invalid("echo", "with logprobs is for answers that are not streamed")
+        params = replace(params, prompt_logprobs=params.logprobs)
 
     def streams(engine_id: str) -> list[TokenStream]:
         return [
@@ -107,7 +113,9 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     log_request(state, request_id, body.prompt)
     echoes = [await _echo(engine, prompt) if body.echo else "" for prompt in prompts]
     all_echoes = [echo for echo in echoes for _ in range(n)]
-    form = CompletionFormat(request_id, state.served, all_echoes, n_choices=n)
+    form = CompletionFormat(
+        request_id, state.served, all_echoes, n_choices=n, is_prompt_only=is_prompt_only
+    )
     observation = state.observation(request, "text_completion", params)
     return _answer(state, body, streams, form, observation)
 
@@ -184,6 +192,9 @@ def _answer(
         if any(one.finish_reason is FinishReason.CANCELLED for one in done):
             raise shutting_down()
         if not body.stream:
+            if isinstance(form, CompletionFormat) and done[0].prompt_logprobs is not None:
+                firsts = [one.prompt_token_ids[0] for one in done]
+                form.first_pieces = await state.serving.pieces(firsts)
             is_long = any(one.logprobs is not None for one in done)
             await writer.json(lambda: form.whole(done), is_long=is_long)
             return

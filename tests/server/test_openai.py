@@ -6,12 +6,13 @@ import json
 from collections.abc import Iterator
 from typing import Any, Literal
 
+import httpx
 import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 from pydantic import BaseModel
 
-from tests.server.conftest import LONG, LONG_ANSWER, Server
+from tests.server.conftest import LONG, LONG_ANSWER, OPTIONS, Server
 
 MODEL = "cllm-tiny"
 ASK: list[ChatCompletionMessageParam] = [{"role": "user", "content": "12+34="}]
@@ -64,6 +65,45 @@ def test_prompts_of_every_shape_are_answered_in_order(api: openai.OpenAI) -> Non
     # Token ids are taken as they are: without the token that begins a text.
     assert texts[0] == ["2", "4"]
     assert [len(answers) for answers in texts] == [2, 2, 1]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 3])
+def test_echo_with_logprobs_scores_the_prompt_as_the_native_route_does(
+    api: openai.OpenAI, server: Server, max_tokens: int
+) -> None:
+    """What lm-eval asks for."""
+    prompts = ["1+1=2", "2+3=5"]
+    done = api.completions.create(
+        model=MODEL, prompt=prompts, temperature=0, echo=True, logprobs=1, max_tokens=max_tokens
+    )
+    for prompt, choice in zip(prompts, done.choices, strict=True):
+        asked = {"prompt": prompt, "temperature": 0, "prompt_logprobs": 1, "logprobs": 1}
+        asked["max_tokens"] = max(max_tokens, 1)
+        native = httpx.post(f"{server.url}/generate", json=asked, **OPTIONS).json()
+        scored = native["prompt_logprobs"]
+        behind = native["logprobs"][: max_tokens or 0]
+        said = choice.logprobs
+        assert said is not None
+        numbers: list[Any] = [None if p is None else p["logprob"] for p in [*scored, *behind]]
+        assert list(said.token_logprobs or ()) == pytest.approx(numbers)
+        assert len(said.tokens or ()) == len(scored) + len(behind)
+        assert choice.text == prompt + (native["text"] if max_tokens else "")
+        assert said.text_offset is not None
+        of_prompt = list(zip(said.text_offset, said.tokens or (), strict=True))[: len(scored)]
+        assert all(choice.text[offset:].startswith(token) for offset, token in of_prompt)
+
+
+@pytest.mark.parametrize(
+    "path", ["/completions", "//v1/completions", "/v1/completions/", "/v1//completions"]
+)
+def test_a_path_without_its_version_or_with_more_slashes_is_the_same(
+    server: Server, path: str
+) -> None:
+    response = httpx.post(
+        f"{server.url}{path}", json={"prompt": "1+1=", "temperature": 0}, **OPTIONS
+    )
+    assert response.status_code == (404 if path == "/v1//completions" else 200)
+    assert httpx.get(f"{server.url}/models", **OPTIONS).json()["object"] == "list"
 
 
 def test_echo_puts_the_prompt_before_the_text(api: openai.OpenAI) -> None:
