@@ -53,8 +53,9 @@ test-process:
 	@.venv/bin/python -m pytest -q $(WORKERS) --over-process --timeout=300 tests/engine $(NO_ENGINE) $(PYTEST_ARGS)
 
 # In an environment of their own, with pinned versions.  Some keep their connections open to the end of
-# the process, which Python then warns of: their own affair.
-CLIENTS_LEAVE := -W ignore::ResourceWarning -W ignore::pytest.PytestUnraisableExceptionWarning
+# the process, and LiteLLM has annotations that pydantic warns of: their own affair.
+CLIENTS_LEAVE := -W ignore::ResourceWarning -W ignore::pytest.PytestUnraisableExceptionWarning \
+	-W "ignore:Item:UserWarning"
 test-clients:
 	@PYTHON=$(PYTHON) tools/setup.sh clients
 	@.venv-clients/bin/python -m pytest -q $(CLIENTS_LEAVE) tests/clients $(PYTEST_ARGS)

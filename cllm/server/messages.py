@@ -38,7 +38,7 @@ class CountBody(Body):
         ["metadata", "service_tier", "container", "context_management",
          "cache_control", "mcp_servers", "betas", "inference_geo", "speed", "diagnostics",
          "max_tokens", "stream", "stop_sequences", "temperature", "top_p", "top_k", "output_format",
-         "billing_policy", "user_profile_id", "workspace_id", "fallbacks", "fallback_credit_token"]
+         "compaction", "billing_policy", "user_profile_id", "workspace_id", "fallbacks", "fallback_credit_token"]
     )  # fmt: skip
 
     model: Text | None = None

@@ -57,7 +57,8 @@ class ResponsesBody(Body):
     harmless: ClassVar = frozenset(
         ["store", "include", "metadata", "user", "service_tier", "safety_identifier",
          "prompt_cache_key", "prompt_cache_retention", "client_metadata", "max_tool_calls",
-         "context_management", "prompt_cache_options", "moderation"]
+         "context_management", "prompt_cache_options", "moderation", "access_programs",
+         "background_options", "image", "personality"]
     )  # fmt: skip
     neutral: ClassVar = {
         "previous_response_id": (None,),

@@ -157,6 +157,13 @@ async def test_prompt_and_output_have_as_many_alternatives_as_asked_for(
         assert sum(chances) <= 1 + TOLERANCE
 
 
+async def test_a_token_that_the_vocabulary_does_not_have_is_not_scored(scoring: Engine) -> None:
+    n_vocab = scoring.model.n_vocab
+    await scoring.score("1+1=", [n_vocab - 1])
+    with pytest.raises(InvalidRequestError, match=f"continuation is {n_vocab}"):
+        await scoring.score("1+1=", [n_vocab])
+
+
 async def test_a_prompt_of_one_token_has_nothing_to_score(scoring: Engine) -> None:
     completion = await scored(scoring, [65])
     assert completion.prompt_logprobs == (None,)

@@ -67,7 +67,7 @@ async def answered(
         "asgi": {"version": "3.0"}, "root_path": "",
     }  # fmt: skip
     async with FakeEngine(answer, n_ctx=8192) as engine:
-        await create_app(engine, config)(scope, receive, send)  # type: ignore[arg-type]
+        await create_app(engine, config)(scope, receive, send)
     return sent
 
 

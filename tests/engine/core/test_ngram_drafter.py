@@ -105,3 +105,13 @@ def test_expectations_never_rise_from_one_draft_to_the_next(tokens: list[int], n
     assert expected == sorted(expected, reverse=True)
     assert all(0 < p <= 1 for p in expected)
     assert len(expected) <= n
+
+
+def test_a_match_that_goes_on_being_right_is_kept_though_another_place_fits_as_well() -> None:
+    first, later = [1, 2, 3, 4, 5, 6, 7, 8], [90, 4, 5, 6, 70, 80]
+    match, tokens = NgramMatch(_Hits(0.9, 1.0)), [*first, *later, 1, 2, 3]
+    match.update(tokens)
+    for token in (4, 5, 6):  # the later place fits from here on
+        tokens.append(token)
+        match.update(tokens)
+    assert match.drafts(tokens, 2) == (7, 8)
