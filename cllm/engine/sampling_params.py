@@ -75,6 +75,7 @@ class SamplingOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     banned_strings: str | Sequence[str]
     ignore_eos: bool
+    penalize_prompt: bool
     logprobs: int | None
     prompt_logprobs: int | None
     grammar: str | None
@@ -111,6 +112,8 @@ class SamplingParams:
         For tokens among the last `repeat_last_n`, prompt included; 1, 0 and 0 switch them off.
     repeat_last_n : int
         0 is off, -1 the whole context.
+    penalize_prompt : bool
+        False: the penalties count tokens of the output alone, as OpenAI's do.  With DRY the prompt counts.
     dry_multiplier, dry_base, dry_allowed_length, dry_penalty_last_n :
         DRY: penalize what would continue a repetition; a multiplier of 0 is off.
     dry_sequence_breakers : sequence of str
@@ -198,6 +201,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     banned_strings: str | Sequence[str] = ()
     ignore_eos: bool = False
+    penalize_prompt: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: str | None = None
@@ -214,6 +218,7 @@ class SamplingParams:
         for name in FLOAT_RANGES:
             check_limits(name, getattr(self, name), error)
         check_bool("ignore_eos", self.ignore_eos, error)
+        check_bool("penalize_prompt", self.penalize_prompt, error)
         if self.speculation is not None:
             check_bool("speculation", self.speculation, error)
         for name, value in (
@@ -253,6 +258,11 @@ class SamplingParams:
     def changes_logits(self) -> bool:
         """Whether some tokens are made more or less likely, by a bias or for having occurred."""
         return bool(self.logit_bias) or self.has_penalties or self.has_dry
+
+    @property
+    def remembers_prompt(self) -> bool:
+        """Whether penalties or DRY look at the prompt."""
+        return self.has_dry or (self.has_penalties and self.penalize_prompt)
 
     @property
     def active_samplers(self) -> tuple[str, ...]:

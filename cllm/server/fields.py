@@ -167,6 +167,7 @@ _TYPES: dict[str, Any] = {
     "stop_token_ids": Annotated[Tokens, BeforeValidator(_check_stop_tokens)],
     "banned_strings": Text | Texts,
     "ignore_eos": Flag,
+    "penalize_prompt": Flag,
     "speculation": Flag,
     "grammar": Text,
     "lark": Text,

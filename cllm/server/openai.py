@@ -224,6 +224,8 @@ def _params(
     elif "max_tokens" not in body.model_fields_set and default_max_tokens is not None:
         changes["max_tokens"] = default_max_tokens
     defaults = state.serving.sampling_defaults
+    # As OpenAI has it, penalties count the output, and all of it.
+    defaults = {"penalize_prompt": False, "repeat_last_n": -1, **defaults}
     params = sampling_of(body, defaults, **changes)
     check_logprobs(state, params)
     return params

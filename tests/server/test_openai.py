@@ -334,3 +334,21 @@ def test_parse_gives_an_object_of_the_class_asked_for(api: openai.OpenAI) -> Non
     )  # fmt: skip
     assert done.choices[0].finish_reason == "stop"
     assert isinstance(done.choices[0].message.parsed, Verdict)
+
+
+def test_penalties_count_the_output_alone_unless_the_body_says_otherwise(server: Server) -> None:
+    asked: dict[str, Any] = {"prompt": "repeat:" + "b" * 30, "temperature": 0, "max_tokens": 2}
+    asked |= {"frequency_penalty": 2}
+    free = {**asked, "frequency_penalty": 0}
+
+    def tops(path: str, **more: Any) -> Any:
+        body = {**asked, **more}
+        answer = httpx.post(f"{server.url}{path}", json=body, **OPTIONS).json()
+        return answer if path == "/generate" else answer["choices"][0]
+
+    unpenalized = httpx.post(f"{server.url}/generate", json=free, **OPTIONS).json()
+    assert tops("/v1/completions")["text"] == unpenalized["text"]
+    native = tops("/generate")
+    assert tops("/v1/completions", penalize_prompt=True)["text"] == native["text"]
+    assert tops("/generate", penalize_prompt=False)["text"] == unpenalized["text"]
+    assert native["text"] != unpenalized["text"]

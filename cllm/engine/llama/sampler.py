@@ -76,7 +76,7 @@ class LlamaChain:
             chain.add_adaptive_p(params.adaptive_target, params.adaptive_decay, seed)
         else:
             chain.add_dist(seed)
-        if params.has_penalties or params.has_dry:
+        if params.remembers_prompt:
             for token in prompt:
                 chain.accept(token)
 

@@ -82,7 +82,8 @@ class RowSampler:
         self._early = _ids([*self._banned, *ends, *params.stop_token_ids])
         self._n_until_end = params.min_tokens
         self._biased = _ids(params.logit_bias)
-        self._recent = _Recent(prompt, _window(params, n_ctx))
+        seen = prompt if params.remembers_prompt else ()
+        self._recent = _Recent(seen, _window(params, n_ctx))
         self.is_greedy = params.is_greedy and not params.changes_logits
         self._banned_sets = frozenset(self._early.tolist()), frozenset(self._ignored.tolist())
         self._k = n_largest(params)
