@@ -21,6 +21,7 @@ from cllm.errors import InvalidRequestError
 
 logger = logging.getLogger(__name__)
 Kind = TypeVar("Kind")
+Part = TypeVar("Part")
 # JSON's types, with numbers in two halves: `number` is both.
 TYPES = frozenset({"null", "boolean", "integer", "fraction", "string", "array", "object"})
 N_ALTERNATIVES_MAX = 64
@@ -71,12 +72,31 @@ NOT_ENFORCED: dict[str, tuple[object, ...]] = {
     "unevaluatedProperties": (True, {}), "unevaluatedItems": (True, {}), "$dynamicRef": (),
     "$recursiveRef": (),
 }  # fmt: skip
-N_STEPS_MAX = 10_000  # schemas that are looked at for the types of one document
+# What the values of keywords are, and what is said of others.
+SHAPES: dict[str, tuple[tuple[type, ...], str]] = {
+    **dict.fromkeys(("format", "pattern", "$ref", "$id", "$anchor"), ((str,), "text")),
+    **dict.fromkeys(
+        ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
+        ((int, float), "a number that is not negative"),
+    ),
+    **dict.fromkeys(IN_MAPS, ((Mapping,), "a mapping of schemas")),
+    **dict.fromkeys((*IN_LISTS, "enum", "required"), ((list,), "a list")),
+}
+N_KINDS_MAX = 20_000  # schemas that are taken apart into kinds of values, of one document
+MAX_SAID = 80  # characters of a keyword or a pattern in errors and logs
+N_IGNORED_MAX = 100
+MAX_SEARCHED = 256  # characters of a key that patterns are looked for in
+N_QUANTIFIERS_MAX = 3  # of a pattern that is looked for: more can take exponential time
 FORMATS = frozenset(
     ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"]
 )  # others are annotations
 # Of a pattern: assertions about what is around, and references back.
 IRREGULAR = re.compile(r"\(\?(?:=|!|<=|<!)|\\[bBAzZGkK1-9]")
+
+
+def is_irregular(pattern: str) -> bool:
+    """Return whether a pattern looks around, or back."""
+    return IRREGULAR.search(pattern.replace("\\\\", "")) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,17 +188,28 @@ class SchemaDocument:
         self.is_strict = is_strict
         self.ignored: list[str] = []
         self._name = name
-        self._n_steps = 0
+        self._n_kinds = 0
         self._bases: dict[int, str] = {}  # of schemas by identity
         self._known: dict[str, object] = {"": root}  # by URI, with an anchor or without
+        # By the identity of schemas, all of which stay alive with the document.
+        self._types: dict[int, frozenset[str]] = {}
+        self._constants: dict[tuple[int, object], bool] = {}
+        self._found_kinds: dict[tuple[int, str], list[Any]] = {}
+        self._found_choices: dict[int, list[str] | None] = {}
+        self.texts: dict[int, str | None] = {}  # of `text_terminal`
+        self._joined: dict[tuple[int, ...], tuple[dict[str, Any], Sequence[object]]] = {}
         self._index(root, "")
 
     def _index(self, schema: object, base: str) -> None:
-        if not isinstance(schema, Mapping):
+        if not isinstance(schema, Mapping) or id(schema) in self._bases:
             return
+        self._check_shape(schema)
         given = schema.get("$id")
         if isinstance(given, str) and not given.startswith("#"):
-            base = urljoin(base, given).removesuffix("#")
+            try:
+                base = urljoin(base, given).removesuffix("#")
+            except ValueError:
+                raise self._wrong("$id", given, "a URI") from None
             self._known.setdefault(base, schema)
         anchors = (schema.get("$anchor"), schema.get("$dynamicAnchor"), str(given or "")[1:])
         for anchor in anchors:
@@ -187,6 +218,22 @@ class SchemaDocument:
         self._bases[id(schema)] = base
         for part in _parts_of(schema):
             self._index(part, base)
+
+    def _check_shape(self, schema: Mapping[str, Any]) -> None:
+        for keyword, value in schema.items():
+            kinds, said = SHAPES.get(keyword, ((object,), ""))
+            is_right = isinstance(value, kinds) and not (
+                kinds[0] is int and isinstance(value, bool)
+            )
+            if kinds[0] is int and is_right:
+                is_right = value >= 0 and value == int(value)
+            if keyword == "required" and is_right:
+                is_right, said = all(isinstance(key, str) for key in value), "a list of names"
+            if not is_right:
+                raise self._wrong(keyword, value, said)
+
+    def _wrong(self, keyword: str, value: object, limit: str) -> InvalidRequestError:
+        return InvalidRequestError(self._name, f"{keyword}: {value!r:.{MAX_SAID}}", limit)
 
     def target(self, schema: Mapping[str, Any]) -> object:
         """Return what the `$ref` of a schema points to; True if it is in another document.
@@ -214,6 +261,7 @@ class SchemaDocument:
                 raise InvalidRequestError(self._name, f"$ref: {reference}", limit) from None
             self.cannot(f"$ref: {reference}", "it is in another document")
             return True
+        self._index(found, base)
         return found
 
     def cannot(self, keyword: str, reason: str = "it cannot be enforced") -> None:
@@ -224,13 +272,14 @@ class SchemaDocument:
         InvalidRequestError
             The schema is strict.
         """
+        keyword = keyword if len(keyword) <= MAX_SAID else f"{keyword[: MAX_SAID - 3]}..."
         if self.is_strict:
             raise InvalidRequestError(self._name, keyword, f"left out: {reason}")
-        if keyword not in self.ignored:
+        if len(self.ignored) < N_IGNORED_MAX and keyword not in self.ignored:
             self.ignored.append(keyword)
 
     # --- Types ------------------------------------------------------------------------------
-    def types(self, schema: object, seen: frozenset[int] = frozenset()) -> frozenset[str]:
+    def types(self, schema: object) -> frozenset[str]:
         """Return the types that a value may have, a subset of `TYPES`.
 
         Raises
@@ -240,33 +289,79 @@ class SchemaDocument:
         """
         if not isinstance(schema, Mapping):
             return frozenset() if schema is False else TYPES
-        if id(schema) in seen:  # a schema that refers to itself adds nothing to itself
-            return frozenset()
-        self._n_steps += 1
-        if self._n_steps > N_STEPS_MAX:
-            return TYPES
-        seen |= {id(schema)}
-        kinds = schema.get("type")
-        found = _named_types([kinds] if isinstance(kinds, str) else kinds)
-        if found is None:
-            raise InvalidRequestError(self._name, f"type: {kinds}", "a type of JSON, or several")
-        for values in values_of(schema):
-            found &= frozenset(map(type_of, values))
-        for part in self.all_of(schema):
-            found &= self.types(part, seen)
-        for parts in _choices_of(schema):
-            found &= frozenset[str]().union(*(self.types(part, seen) for part in parts))
-        return found
+        if (known := self._types.get(id(schema))) is not None:
+            return known
+        # The schemas that say something of the same value, those that others need first.
+        nodes, order, seen = [(schema, False)], list[Mapping[str, Any]](), set[int]()
+        while nodes:
+            node, is_done = nodes.pop()
+            if is_done:
+                order.append(node)
+            elif id(node) not in seen and id(node) not in self._types:
+                seen.add(id(node))
+                inner = (*self.all_of(node), *(p for parts in _choices_of(node) for p in parts))
+                nodes.append((node, True))
+                nodes += [(part, False) for part in inner if isinstance(part, Mapping)]
+        # A schema that refers to itself adds nothing to itself: the least solution.
+        found: dict[int, frozenset[str]] = {id(node): frozenset() for node in order}
+        is_changed = True
+        while is_changed:
+            is_changed = False
+            for node in order:
+                types = self._own_types(node, found)
+                is_changed |= types != found[id(node)]
+                found[id(node)] = types
+        self._types.update({key: types for key, types in found.items() if key in self._bases})
+        return found[id(schema)]
 
-    def takes_constant(self, schema: object, value: bool | None, depth: int = 0) -> bool:
+    def _own_types(
+        self, schema: Mapping[str, Any], found: Mapping[int, frozenset[str]]
+    ) -> frozenset[str]:
+        def of(part: object) -> frozenset[str]:
+            if not isinstance(part, Mapping):
+                return frozenset() if part is False else TYPES
+            return found.get(id(part)) or self._types.get(id(part), frozenset())
+
+        kinds = schema.get("type")
+        types = _named_types([kinds] if isinstance(kinds, str) else kinds)
+        if types is None:
+            raise self._wrong("type", kinds, "a type of JSON, or several")
+        for values in values_of(schema):
+            types &= frozenset(map(type_of, values))
+        for part in self.all_of(schema):
+            types &= of(part)
+        for parts in _choices_of(schema):
+            types &= frozenset[str]().union(*map(of, parts))
+        return types
+
+    def joined(self, schemas: Sequence[object]) -> object:
+        """Return a schema of what satisfies all of these, the same one for the same ones."""
+        parts = list({id(part): part for part in schemas}.values())
+        if len(parts) < 2:
+            return parts[0] if parts else True
+        key = tuple(map(id, parts))
+        if key not in self._joined:
+            made: dict[str, Any] = {"allOf": parts}
+            self._joined[key] = made, parts
+            self._bases[id(made)] = ""
+        return self._joined[key][0]
+
+    def takes_constant(self, schema: object, value: bool | None) -> bool:
         """Return whether a schema allows null, true or false."""
         if not isinstance(schema, Mapping):
             return schema is not False
-        if type_of(value) not in self.types(schema) or depth > N_ALTERNATIVES_MAX:
+        key = (id(schema), value)
+        if key not in self._constants:
+            self._constants[key] = False  # of a schema that refers to itself
+            self._constants[key] = self._takes_constant(schema, value)
+        return self._constants[key]
+
+    def _takes_constant(self, schema: Mapping[str, Any], value: bool | None) -> bool:
+        if type_of(value) not in self.types(schema):
             return False
 
         def takes(part: object) -> bool:
-            return self.takes_constant(part, value, depth + 1)
+            return self.takes_constant(part, value)
 
         is_among = all(any(one is value for one in values) for values in values_of(schema))
         n_one_of = sum(map(takes, _list_of(schema, "oneOf")))
@@ -330,7 +425,7 @@ class SchemaDocument:
                 kept.setdefault(keyword, []).extend(close(part) for part in value)
             elif keyword in CLOSED_INSIDE:
                 kept[keyword] = _mapped(value, keyword, close)
-            elif keyword == "pattern" and isinstance(value, str) and IRREGULAR.search(value):
+            elif keyword == "pattern" and isinstance(value, str) and is_irregular(value):
                 self.cannot(f"pattern: {value}", "a pattern cannot look around, or back")
             elif keyword in ENFORCED or keyword == "pattern":
                 kept[keyword] = value
@@ -366,7 +461,9 @@ class SchemaDocument:
     def _with_names(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the schema with `propertyNames` as `properties` or `patternProperties`."""
         names, properties = schema.get("propertyNames"), schema.get("properties") or {}
-        while isinstance(names, Mapping) and "$ref" in names:
+        seen: set[int] = set()
+        while isinstance(names, Mapping) and "$ref" in names and id(names) not in seen:
+            seen.add(id(names))
             names = self.target(names)
         if not isinstance(names, Mapping):
             return schema
@@ -390,13 +487,13 @@ class SchemaDocument:
         """Return a schema of the values that objects have under this key."""
         found: list[object] = []
         for one in self.objects(schema):
-            given = one.properties.get(key)
-            found.append(all_of(given) if given else one.rest)
+            given = one.properties.get(key) or _fitting(one.patterns, key)
+            found.append(self.joined(given) if given else one.rest)
         return {"anyOf": found}
 
     def item(self, schema: object) -> object:
         """Return a schema of the items of arrays."""
-        found = [all_of(s) for one in self.arrays(schema) for s in (*one.first, one.items)]
+        found = [self.joined(s) for one in self.arrays(schema) for s in (*one.first, one.items)]
         return {"anyOf": found}
 
     def arrays(self, schema: object, seen: tuple[int, ...] = ()) -> list[ArraySchema]:
@@ -425,6 +522,12 @@ class SchemaDocument:
         """Return the kinds of objects, or arrays, that a schema allows."""
         if not isinstance(schema, Mapping):
             return [] if schema is False else [anything]
+        known: list[Kind] | None = self._found_kinds.get((id(schema), kind))
+        if known is not None:
+            return known
+        self._n_kinds += 1
+        if self._n_kinds > N_KINDS_MAX:
+            raise InvalidRequestError(self._name, "its schema", "of fewer kinds of values")
         if id(schema) in seen or kind not in self.types(schema):
             return []
         for keyword in not_enforced(named := self._with_names(schema)):
@@ -443,6 +546,8 @@ class SchemaDocument:
                 if keyword == "oneOf" and not self._are_disjoint(kinds):
                     self.cannot("oneOf", "its parts must exclude each other")
                 found = self._both(found, [one for several in kinds for one in several], merge)
+        if id(schema) in self._bases:
+            self._found_kinds[id(schema), kind] = found
         return found
 
     def _own_object(self, schema: Mapping[str, Any]) -> ObjectSchema:
@@ -451,13 +556,12 @@ class SchemaDocument:
         required = schema.get("required")
         required = list(dict.fromkeys(required)) if isinstance(required, list) else []
         rest = schema.get("additionalProperties", True)
-        named = dict(properties)
+        named = {key: (value, *_fitting(patterns, key)) for key, value in properties.items()}
         for key in required:
-            fitting = [value for p, value in patterns.items() if searches(p, key)]
-            named.setdefault(key, all_of(fitting) if fitting else rest)
+            named.setdefault(key, _fitting(patterns, key) or (rest,))
         values = {key: schema[key] for key in ("const", "enum") if key in schema}
         return ObjectSchema(
-            properties={key: (value,) for key, value in named.items()},
+            properties=named,
             required=tuple(required),
             additional=schema.get("additionalProperties"),
             patterns=patterns,
@@ -509,20 +613,24 @@ class SchemaDocument:
     ) -> bool:
         if not one or not other:
             return False
-        first, second = all_of(one), all_of(other)
+        first, second = self.joined(one), self.joined(other)
         if not self.types(first) & self.types(second):
             return True
         known = [self._choices(schema) for schema in (first, second)]
         return None not in known and not set(known[0] or ()) & set(known[1] or ())
 
-    def _choices(self, schema: object, depth: int = 0) -> list[str] | None:
+    def _choices(self, schema: object) -> list[str] | None:
         """Return all values that a schema has, each as JSON; None if that is not known."""
-        if not isinstance(schema, Mapping) or depth > len(TYPES):
+        if not isinstance(schema, Mapping):
             return None
         for values in values_of(schema):
             return [json.dumps(value, sort_keys=True) for value in values]
-        found = (self._choices(part, depth + 1) for part in self.all_of(schema))
-        return next((values for values in found if values is not None), None)
+        if id(schema) not in self._found_choices:
+            self._found_choices[id(schema)] = None  # of a schema that refers to itself
+            found = (self._choices(part) for part in self.all_of(schema))
+            known = next((values for values in found if values is not None), None)
+            self._found_choices[id(schema)] = known
+        return self._found_choices[id(schema)]
 
 
 def _own_array(schema: Mapping[str, Any]) -> ArraySchema:
@@ -545,12 +653,17 @@ def _both_arrays(one: ArraySchema, other: ArraySchema) -> ArraySchema:
     n = max(len(one.first), len(other.first))
     n_max = [limit for limit in (one.n_max, other.n_max) if limit is not None]
     return ArraySchema(
-        tuple(one.at(i) + other.at(i) for i in range(n)),
-        one.items + other.items,
+        tuple(_each_once(one.at(i) + other.at(i)) for i in range(n)),
+        _each_once(one.items + other.items),
         max(one.n_min, other.n_min),
         min(n_max, default=None),
-        one.others + other.others,
+        _each_once(one.others + other.others),
     )
+
+
+def _each_once(schemas: tuple[Part, ...]) -> tuple[Part, ...]:
+    """Return schemas without those that are there twice."""
+    return tuple({id(schema): schema for schema in schemas}.values())
 
 
 def _count(schema: Mapping[str, Any], keyword: str) -> int | None:
@@ -564,12 +677,11 @@ def _merged(one: ObjectSchema, other: ObjectSchema) -> ObjectSchema:
     for key in (*one.properties, *(key for key in other.properties if key not in one.properties)):
         schemas: tuple[object, ...] = ()
         for kind in (one, other):
-            said = kind.properties.get(key, ())
-            said += tuple(v for pattern, v in kind.patterns.items() if searches(pattern, key))
+            said = kind.properties.get(key) or _fitting(kind.patterns, key)
             if not said and kind.additional is not None:
                 said = (kind.additional,)
             schemas += said
-        properties[key] = schemas
+        properties[key] = _each_once(schemas)
     additional: object = one.additional if other.additional is None else other.additional
     if one.additional is not None and other.additional is not None:
         additional = {"allOf": [one.additional, other.additional]}
@@ -584,7 +696,7 @@ def _merged(one: ObjectSchema, other: ObjectSchema) -> ObjectSchema:
         patterns=_merged_patterns(one, other),
         n_min=max(one.n_min, other.n_min),
         n_max=min(n_max, default=None),
-        others=one.others + other.others,
+        others=_each_once(one.others + other.others),
         names_keys=one.names_keys or other.names_keys,
     )
 
@@ -595,13 +707,6 @@ def _merged_patterns(one: ObjectSchema, other: ObjectSchema) -> dict[str, object
         said = [kind.patterns.get(pattern, kind.additional) for kind in (one, other)]
         found[pattern] = {"allOf": [schema for schema in said if schema is not None]}
     return found
-
-
-def all_of(schemas: Sequence[object]) -> object:
-    """Return a schema of what satisfies all of these."""
-    if not schemas:
-        return True
-    return schemas[0] if len(schemas) == 1 else {"allOf": list(schemas)}
 
 
 def not_enforced(schema: Mapping[str, Any]) -> Iterator[str]:
@@ -615,11 +720,23 @@ def not_enforced(schema: Mapping[str, Any]) -> Iterator[str]:
             yield keyword
 
 
+def _fitting(patterns: Mapping[str, object], key: str) -> tuple[object, ...]:
+    """Return the schemas of the patterns that a key fits."""
+    return tuple(schema for pattern, schema in patterns.items() if searches(pattern, key))
+
+
 def searches(pattern: str, text: str) -> bool:
-    """Return whether a pattern of a schema is found in a text; False if Python does not know it."""
+    """Return whether a pattern of a schema is found in a text, as far as it takes no long time."""
+    n_quantifiers = len(re.findall(r"[*+{]", pattern))
+    if (
+        len(text) > MAX_SEARCHED
+        or n_quantifiers > N_QUANTIFIERS_MAX
+        or re.search(r"\)[*+{]", pattern)
+    ):
+        return False
     try:
         return re.search(pattern, text) is not None
-    except re.error:
+    except (re.error, OverflowError, RecursionError):
         return False
 
 
@@ -703,8 +820,11 @@ def enforceable(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     """
     given = schema.get("x-guidance")
     options = given if isinstance(given, Mapping) else {}
-    document = SchemaDocument(name, schema, is_strict=not options.get("lenient"))
-    closed = document.closed(schema)
+    try:
+        document = SchemaDocument(name, schema, is_strict=not options.get("lenient"))
+        closed = document.closed(schema)
+    except RecursionError:
+        raise InvalidRequestError(name, "its references", "nested less deep") from None
     say_ignored(name, document.ignored)
     return {"x-guidance": dict(options), **closed} if options else closed
 

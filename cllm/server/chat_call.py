@@ -199,7 +199,7 @@ async def hinted(engine: Engine, options: Mapping[str, Any]) -> dict[str, Any]:
     It is logged once: clients send it by themselves, and cannot know the model.
     """
     effort = options.get("reasoning_effort")
-    if effort not in EFFORTS:  # none; or of nobody, which the engine names as wrong
+    if not isinstance(effort, str) or effort not in EFFORTS:  # the engine names what is wrong
         return dict(options)
     abilities = await engine.template_abilities()
     if abilities is None or abilities.thinking_switch or abilities.reasoning_effort:

@@ -95,6 +95,7 @@ _EDITS = {
     ),
     "view_range": _numbers("First and last line that are shown, for `view`; -1 is the end", 2),
 }
+_OLD_INSERT = {"new_str": _text("What replaces `old_str`, or is inserted, for `insert`")}
 _INSERT = {"insert_text": _text("What is inserted, for `insert`")}
 _EDITOR = ("view", "create", "str_replace", "insert")
 _CLICKS = (
@@ -123,10 +124,8 @@ _SCROLL = {
 
 
 def _editor(name: str, *commands: str, **more: Schema) -> tuple[str, str, Schema]:
-    schema = _object(
-        "command path", command=_text("What is done", *commands), path=_PATH, **_EDITS, **more
-    )
-    return name, "View and edit files.", schema
+    fields = {"command": _text("What is done", *commands), "path": _PATH, **_EDITS, **more}
+    return name, "View and edit files.", _object("command path", **fields)
 
 
 def _computer(*actions: str, **more: Schema) -> tuple[str, str, Schema]:
@@ -143,8 +142,8 @@ _OLD_NAME, _NEW_NAME = "str_replace_editor", "str_replace_based_edit_tool"
 _ANTHROPIC: dict[str, tuple[str, str, Schema]] = {
     "bash_20241022": _BASH,
     "bash_20250124": _BASH,
-    "text_editor_20241022": _editor(_OLD_NAME, *_EDITOR, "undo_edit"),
-    "text_editor_20250124": _editor(_OLD_NAME, *_EDITOR, "undo_edit"),
+    "text_editor_20241022": _editor(_OLD_NAME, *_EDITOR, "undo_edit", **_OLD_INSERT),
+    "text_editor_20250124": _editor(_OLD_NAME, *_EDITOR, "undo_edit", **_OLD_INSERT),
     "text_editor_20250429": _editor(_NEW_NAME, *_EDITOR, **_INSERT),
     "text_editor_20250728": _editor(_NEW_NAME, *_EDITOR, **_INSERT),
     "memory_20250818": (
@@ -159,7 +158,7 @@ _ANTHROPIC: dict[str, tuple[str, str, Schema]] = {
         *_ACTIONS, "zoom", **_SCROLL, region=_numbers("x1, y1, x2, y2 of what is shown, for `zoom`", 4)
     ),
 }  # fmt: skip
-# They run at the client, and a client says nothing of what they take.
+# Beginnings of types that run at the client, and whose inputs are not known here.
 _UNKNOWN_CLIENT_TOOLS = (
     "computer_toolset_",
     "browser_toolset_",
@@ -224,7 +223,7 @@ class ClientTools:
             elif not self._add(name, str(kind), tool, None):
                 left_out.add(str(kind)[:40])
         if left_out:
-            _log_left_out(", ".join(sorted(left_out)))
+            _log_left_out(", ".join(map(repr, sorted(left_out)[:8])))
 
     def _add_namespace(self, where: str, tool: Mapping[str, Any]) -> None:
         name, members = tool.get("name"), tool.get("tools")
@@ -257,6 +256,9 @@ class ClientTools:
         shown = ClientTool(kind, str(name or ""), space)
         if isinstance(name, str):
             function["name"] = shown.flat_name
+        if where.startswith("input"):  # what was found again is as it was found last
+            others = [f for f in self.functions if f["function"].get("name") != shown.flat_name]
+            self.functions = others
         self._known[shown.flat_name] = shown
         self.functions.append({"type": "function", "function": function})
         return True
@@ -275,6 +277,8 @@ class ClientTools:
                 }
             elif isinstance(kind, str) and kind in _ANTHROPIC:
                 name, description, schema = _ANTHROPIC[kind]
+                if kind == "computer_20251124" and tool.get("enable_zoom") is not True:
+                    _, _, schema = _ANTHROPIC["computer_20250124"]
                 sizes = [tool.get(f"display_{side}_px") for side in ("width", "height")]
                 if all(isinstance(size, int) for size in sizes):
                     description += f" The screen has {sizes[0]} by {sizes[1]} pixels."
@@ -283,7 +287,7 @@ class ClientTools:
                 known = ", ".join(_ANTHROPIC)
                 raise invalid(f"tools[{i}].type", f"is {str(kind)[:40]!r}, must be one of {known}")
             else:
-                _log_left_out(str(kind)[:40])
+                _log_left_out(repr(str(kind)[:40]))
                 continue
             self.functions.append({"type": "function", "function": function})
 
@@ -356,7 +360,7 @@ def _custom(tool: Mapping[str, Any]) -> dict[str, Any]:
     text: Schema = {"type": "string"}
     description = [str(tool.get("description") or "")]
     if syntax == "regex" and isinstance(definition, str):
-        text["pattern"] = f"^(?:{definition})$"
+        text["pattern"] = f"^(?:{definition.removeprefix('^').removesuffix('$')})$"
     elif isinstance(definition, str):
         description.append(f"The input follows this grammar ({syntax}):\n{definition}")
     parameters = {**_object("input", input=text), "additionalProperties": False}
@@ -372,7 +376,8 @@ def _name_of(tool: object) -> str | None:
     name = inner.get("name") if isinstance(inner, Mapping) else None
     if isinstance(name, str):
         space = tool.get("namespace")
-        return ClientTool(FUNCTION, name, space if isinstance(space, str) else None).flat_name
+        has_own = isinstance(space, str) and space != DEFAULT_NAMESPACE
+        return ClientTool(FUNCTION, name, space if has_own else None).flat_name
     return kind if isinstance(kind, str) and kind in _OPENAI else None
 
 

@@ -49,14 +49,16 @@ def translated(data: Mapping[str, Any], known: Mapping[str, object]) -> dict[str
 
 def _thinking(said: dict[str, Any], known: Mapping[str, object]) -> None:
     """Translate OpenRouter's `reasoning`, z.ai's `thinking`, and switches."""
-    reasoning = said.pop("reasoning", None) if "reasoning" not in known else None
-    if isinstance(reasoning, Mapping):
+    reasoning = None if "reasoning" in known else said.get("reasoning")
+    if isinstance(reasoning, Mapping) and reasoning.keys() <= {"effort", "enabled", "exclude"}:
+        del said["reasoning"]
         effort = "none" if reasoning.get("enabled") is False else reasoning.get("effort")
         if effort is not None:
             said.setdefault("reasoning_effort", effort)
     switch: object = None
-    thinking = said.pop("thinking", None) if "thinking" not in known else None
+    thinking = None if "thinking" in known else said.get("thinking")
     if isinstance(thinking, Mapping) and thinking.get("type") in ("enabled", "disabled"):
+        del said["thinking"]
         switch = thinking["type"] == "enabled"
     for name in SWITCHES:
         if isinstance(said.get(name), bool):

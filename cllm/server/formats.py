@@ -138,8 +138,12 @@ class CompletionFormat(_Common):
                 behind = () if self._is_prompt_only else completion.logprobs or ()
                 logprobs = (*completion.prompt_logprobs, *behind)
             reason = finish_reason_of(completion.finish_reason)
-            choices.append(self._choice(i, text, logprobs, reason))
-        return {**self._head, "choices": choices, "usage": self._usage(completions)}
+            n_prompt = len(completion.prompt_logprobs or ())
+            choices.append(self._choice(i, text, logprobs, reason, n_prompt))
+        usage = self._usage(completions)
+        if self._is_prompt_only:
+            usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+        return {**self._head, "choices": choices, "usage": usage}
 
     def _choice(
         self,
@@ -147,21 +151,26 @@ class CompletionFormat(_Common):
         text: str,
         logprobs: Sequence[TokenLogprob | None] | None,
         reason: str | None,
+        n_prompt: int = 0,
     ) -> dict[str, Any]:
         return {
             "index": index,
             "text": text,
-            "logprobs": None if logprobs is None else self._logprobs(index, logprobs),
+            "logprobs": None if logprobs is None else self._logprobs(index, logprobs, n_prompt),
             "finish_reason": reason,
         }
 
-    def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob | None]) -> dict[str, Any]:
+    def _logprobs(
+        self, index: int, logprobs: Sequence[TokenLogprob | None], n_prompt: int
+    ) -> dict[str, Any]:
         """Return OpenAI's lists; the first token of a prompt, which nothing precedes, has no number."""
         offsets = []
         first = self.first_pieces[index] if self.first_pieces else b""
-        for logprob in logprobs:
+        for i, logprob in enumerate(logprobs):
             offsets.append(self._offsets[index])
             piece = first if logprob is None else logprob.bytes
+            if logprob is not None and i < n_prompt:  # the name of a control token is in a prompt
+                piece = piece or logprob.text.encode()
             self._offsets[index] += len(self._decoders[index].decode(piece))
         return {
             "tokens": [

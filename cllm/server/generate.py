@@ -22,6 +22,7 @@ from cllm import (
 )
 from cllm.server.body import SafeRoute
 from cllm.server.chat_call import ChatCall, chat_options, hinted
+from cllm.server.client_tools import messages_of
 from cllm.server.loras import loras_of
 from cllm.server.problems import Problem, invalid
 from cllm.server.replies import Reply, Writer
@@ -93,7 +94,7 @@ def _stream_of(
         if prompt is not None:
             raise invalid("prompt", "must be left out beside messages")
         state.check_messages(len(body.messages))
-        call = ChatCall(body.messages, options, params, scheduling)
+        call = ChatCall(messages_of(body.messages), options, params, scheduling)
         return lambda engine_id: call.streams(engine, engine_id)[0]
     if prompt is None:
         raise invalid("prompt", "must be there, or messages in its place")

@@ -199,7 +199,8 @@ class OtherPaths:
         if scope["type"] == "http" and (path := route_path(scope)) not in self._known:
             plain = "/" + path.strip("/")
             for other in (plain, f"/v1{plain}"):
-                if other in self._known:
+                is_known = other in self._known or other.startswith("/v1/models/")
+                if other.startswith("/v1/") and is_known:
                     whole = scope.get("root_path", "") + other
                     scope = {**scope, "path": whole, "raw_path": whole.encode()}
                     break

@@ -89,6 +89,8 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     prompts = _prompts(body, n, state)
     # Of a prompt alone, which is scored and not gone on with.
     is_prompt_only = bool(body.echo) and body.max_tokens == 0
+    if is_prompt_only and body.stream:
+        raise invalid("max_tokens", "0 is for answers that are not streamed")
     more = {"max_tokens": 1} if is_prompt_only else {}
     params = _params(body, state, default_max_tokens=COMPLETION_MAX_TOKENS, **more)
     lora = loras_of(engine, body.lora, body.model)

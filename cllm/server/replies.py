@@ -186,10 +186,16 @@ class Reply(Response):
                 pass
             tasks.cancel_scope.cancel()
 
+        async def ping() -> None:
+            try:
+                await writer.ping(self._ping_interval_s, self._ping)
+            except OSError:  # the client has left
+                tasks.cancel_scope.cancel()
+
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(leave_with_the_client)
             if self._ping_interval_s:
-                tasks.start_soon(writer.ping, self._ping_interval_s, self._ping)
+                tasks.start_soon(ping)
             try:
                 await self._produce(writer)
             except Exception as error:

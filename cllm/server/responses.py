@@ -185,8 +185,9 @@ def _add_item(
     kind = str(item.get("type") or "message")
     if kind == "message":
         role, content = item.get("role"), item.get("content")
-        if role == "assistant" and messages and messages[-1].get("content", "") is None:
-            messages[-1]["content"] = content
+        last = messages[-1] if messages else {}
+        if role == last.get("role") == "assistant" and last["content"] is None:
+            last["content"] = content
         else:
             messages.append({"role": role, "content": content})
     elif kind == "reasoning":

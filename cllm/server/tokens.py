@@ -12,6 +12,7 @@ from starlette.responses import Response
 from cllm import Engine
 from cllm.server.body import SafeRoute
 from cllm.server.chat_call import chat_options, hinted
+from cllm.server.client_tools import messages_of
 from cllm.server.problems import invalid, too_many
 from cllm.server.replies import Reply, Writer, list_parts
 from cllm.server.schemas import ChatBody, DetokenizeBody, TokenizeBody
@@ -86,7 +87,8 @@ async def detokenize(body: DetokenizeBody, request: Request) -> Response:
 async def apply_template(body: ChatBody, request: Request) -> dict[str, str]:
     """What the chat template makes of messages, without an answer."""
     engine = state_of(request).serving
-    rendered = await engine.render_chat(body.messages, **await hinted(engine, chat_options(body)))
+    messages = messages_of(body.messages)
+    rendered = await engine.render_chat(messages, **await hinted(engine, chat_options(body)))
     return {"prompt": rendered.text}
 
 

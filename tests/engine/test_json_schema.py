@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import jsonschema
@@ -227,16 +229,53 @@ def test_the_types_of_a_value_are_found_through_references_and_unions(
     assert document.types(document.member(root, "v")) == types
 
 
-def test_a_schema_of_which_each_part_is_there_twice_is_read_in_bounded_time() -> None:
-    definitions: dict[str, Schema] = {"D40": {"type": "string"}}
-    for n in range(40):
+@pytest.mark.parametrize("keyword", ["anyOf", "allOf", "oneOf"])
+@pytest.mark.parametrize("leaf", [{"type": "object"}, {"type": "string"}, {"type": "boolean"}])
+def test_a_schema_of_which_each_part_is_there_twice_is_read_or_rejected_without_trying_all(
+    keyword: str, leaf: Schema
+) -> None:
+    definitions: dict[str, Schema] = {"D60": leaf}
+    for n in range(60):
         twice = {"$ref": f"#/$defs/D{n + 1}"}
-        definitions[f"D{n}"] = {"anyOf": [twice, dict(twice)]}
-    root = {"properties": {"v": {"$ref": "#/$defs/D0"}}, "$defs": definitions}
+        definitions[f"D{n}"] = {keyword: [twice, dict(twice)]}
+    root = {"properties": {"v": {"$ref": "#/$defs/D0"}}, "required": ["v"], "$defs": definitions}
     document = SchemaDocument("parameters", root, is_strict=False)
-    assert "string" in document.types({"$ref": "#/$defs/D0"})
-    with pytest.raises(InvalidRequestError, match="kinds of values"):
-        document.objects({"$ref": "#/$defs/D0", "type": "object"})
+    assert document.types({"$ref": "#/$defs/D0"}) == {leaf["type"]}
+    reads: tuple[Callable[[], object], ...] = (
+        lambda: document.objects({"$ref": "#/$defs/D0"}),
+        lambda: document.takes_constant({"$ref": "#/$defs/D0"}, True),
+        lambda: text_terminal(document, {"$ref": "#/$defs/D0"}),
+        lambda: document.closed(root),
+        lambda: document.member(root, "v"),
+    )
+    for read in reads:
+        with suppress(InvalidRequestError):
+            read()
+
+
+HOSTILE: list[Schema] = [
+    {"propertyNames": {"$ref": "#/$defs/A"}, "$defs": {"A": {"$ref": "#/$defs/A"}}},
+    {"patternProperties": {"^(a+)+$": {}}, "required": ["a" * 60 + "!"]},
+    {"patternProperties": {"a{99999999999999999999}": {}}, "required": ["a"]},
+    {"patternProperties": {"(" * 5000: {}}, "required": ["a"]},
+    {"format": []}, {"minProperties": 1, "required": [{}]}, {"required": [[1]]}, {"pattern": 5},
+    {"propertyNames": {"pattern": []}}, {"propertyNames": {}, "properties": [1]}, {"minLength": "0"},
+    {"$id": "http://[", "properties": {"a": {"$id": "x"}}}, {"type": {}}, {"anyOf": 3}, {"maxItems": -1},
+    {"allOf": [{"properties": {"a": {"$ref": "#"}}}, {"properties": {"a": {"type": "object"}}}]},
+    {"$ref": "#/allOf/0", "allOf": [{"$ref": "#"}]}, {"enum": {}}, {"$ref": ""}, {"minItems": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", HOSTILE, ids=lambda schema: json.dumps(schema)[:60])
+def test_a_hostile_schema_is_read_or_rejected_by_name(schema: Schema) -> None:
+    for is_strict in (True, False):
+        with suppress(InvalidRequestError):
+            document = SchemaDocument("parameters", schema, is_strict=is_strict)
+            document.closed(schema)
+            document.objects(schema)
+            document.arrays(schema)
+            text_terminal(document, schema)
+            document.member(schema, "a")
 
 
 @pytest.mark.parametrize("pattern", [

@@ -11,9 +11,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from cllm.engine.json_schema import FORMATS, IRREGULAR, SchemaDocument, not_enforced, values_of
+from cllm.engine.json_schema import FORMATS, SchemaDocument, is_irregular, not_enforced, values_of
+from cllm.errors import InvalidRequestError
 
 ANY_TEXT = "/(?s:.*)/"
+MAX_TERMINAL = 50_000  # characters of one
 _HEX = "[0-9a-fA-F]"
 _H16 = f"{_HEX}{{1,4}}"
 _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
@@ -97,9 +99,17 @@ def text_terminal(
     """
     if not isinstance(schema, Mapping):
         return None if schema is False else ANY_TEXT
-    if "string" not in document.types(schema) or id(schema) in seen:
-        return None
-    seen |= {id(schema)}
+    if id(schema) not in document.texts:
+        is_cycle = id(schema) in seen
+        if is_cycle or "string" not in document.types(schema):
+            return None
+        document.texts[id(schema)] = _combined(document, schema, seen | {id(schema)})
+    return document.texts[id(schema)]
+
+
+def _combined(
+    document: SchemaDocument, schema: Mapping[str, Any], seen: frozenset[int]
+) -> str | None:
     parts = list(_own_parts(document, schema))
     for part in document.all_of(schema):
         parts.append(text_terminal(document, part, seen) if id(part) not in seen else ANY_TEXT)
@@ -107,12 +117,15 @@ def text_terminal(
         if isinstance(schema.get(keyword), list):
             kinds = [text_terminal(document, part, seen) for part in schema[keyword]]
             texts = [kind for kind in kinds if kind is not None]
+            texts = list(dict.fromkeys(texts)) if keyword == "anyOf" else texts
             if keyword == "oneOf" and len(texts) > 1:
                 others = (" | ".join(texts[:i] + texts[i + 1 :]) for i in range(len(texts)))
                 texts = [f"({text} & ~({o}))" for text, o in zip(texts, others, strict=True)]
             parts.append(f"({' | '.join(texts)})" if texts else None)
     if None in parts:
         return None
+    if sum(len(part or "") for part in parts) > MAX_TERMINAL:
+        raise InvalidRequestError("tools", "the schema of a text", "simpler")
     said = [part for part in dict.fromkeys(parts) if part not in (None, ANY_TEXT)]
     return f"({' & '.join([ANY_TEXT, *map(str, said)])})" if said else ANY_TEXT
 
@@ -124,8 +137,11 @@ def _own_parts(document: SchemaDocument, schema: Mapping[str, Any]) -> Iterator[
     for values in values_of(schema):
         texts = [literal(value) for value in values if isinstance(value, str)]
         yield f"({' | '.join(texts)})" if texts else None
-    n_min, n_max = schema.get("minLength", 0), schema.get("maxLength")
-    if n_min or n_max is not None:
+    n_min, n_max = int(schema.get("minLength", 0)), schema.get("maxLength")
+    n_max = None if n_max is None else int(n_max)
+    if n_max is not None and n_min > n_max:
+        yield None
+    elif n_min or n_max is not None:
         yield f"/(?s:.{{{n_min},{'' if n_max is None else n_max}}})/"
     if isinstance(pattern := schema.get("pattern"), str):
         found = searched(pattern)
@@ -139,7 +155,7 @@ def _own_parts(document: SchemaDocument, schema: Mapping[str, Any]) -> Iterator[
 
 def searched(pattern: str) -> str | None:
     """Return an expression of the texts in which a pattern is found; None if there is no such one."""
-    if IRREGULAR.search(pattern):
+    if is_irregular(pattern):
         return None
     parts, depth, in_class, branches = [""], 0, False, list[str]()
     at = 0
@@ -164,7 +180,7 @@ def searched(pattern: str) -> str | None:
     for part in parts:
         begin, end = "" if part.startswith("^") else "(?s:.*)", "(?s:.*)"
         part = part.removeprefix("^")
-        if part.endswith("$") and not part.endswith("\\$"):
+        if part.endswith("$") and (len(part) - len(part[:-1].rstrip("\\"))) % 2 == 1:
             part, end = part[:-1], ""
         branches.append(f"{begin}(?:{part}){end}")
     return "|".join(branches)

@@ -347,7 +347,9 @@ class CallGrammar:
         between: tuple[str, str],
     ) -> str:
         """Return the rules of all kinds of arguments, one of which is written."""
-        found = [values.members(kind, write, between) for kind in tool.objects]
+        # A key that one kind names has that name's types for the parser.
+        named = {key for kind in tool.objects for key in kind.properties}
+        found = [values.members(kind, write, between, named) for kind in tool.objects]
         if tool.objects and all(kind.others for kind in tool.objects):
             tool.document.cannot("const or enum of all arguments")
         names = [name for name in found if name is not None]
@@ -367,11 +369,11 @@ class CallGrammar:
         InvalidRequestError
             It would not be read as itself.
         """
-        if getattr(self.syntax, "unescapes", False):
-            return html.escape(name)
-        if name != name.strip() or any(end in name for end in ends) or not name:
+        unescapes = getattr(self.syntax, "unescapes", False)
+        has_end = not unescapes and any(end in name for end in ends)
+        if name != name.strip() or not name or has_end:
             raise unwritable(tool, name)
-        return name
+        return html.escape(name) if unescapes else name
 
     def _tagged(self, i: int, head: str, form_of: FormOf, end: str) -> list[str]:
         """Return the rules of a call whose arguments are in tags."""
@@ -380,7 +382,9 @@ class CallGrammar:
         def write(key: str | None, free: str, schema: object) -> str | None:
             form = form_of(tool, key, free)
             # A parser knows the key, and not which kind of arguments it reads.
-            read = tool.value.member(free if key is None else key).types
+            read = tool.document.types(schema)
+            if key is not None or len(tool.objects) > 1:
+                read |= tool.value.member(free if key is None else key).types
             return None if form is None else self._argument(values, tool, form, schema, read)
 
         members = self._kinds(tool, values, write, ("gap", "gap"))

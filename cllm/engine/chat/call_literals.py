@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
+import sys
 from ast import literal_eval as literal_of
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -81,7 +83,7 @@ class PythonCalls:
                 if (yield from reader.accept(")")):
                     break
             key = (yield from reader.until("=", limit=MAX_NAME))[0].strip()
-            if not key or key in arguments or NO_KEY.search(key):
+            if not key or NO_KEY.search(key):
                 raise MismatchError
             arguments[key] = yield from _python_value(reader)
             yield from reader.skip_space()
@@ -148,6 +150,11 @@ class _Constants(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> ast.expr:
         values = {"true": True, "false": False, "null": None}
         return ast.Constant(values[node.id]) if node.id in values else node
+
+    def visit_Constant(self, node: ast.Constant) -> ast.expr:
+        """A number beyond all is the largest: a call is not lost for it."""
+        is_beyond = isinstance(node.value, float) and math.isinf(node.value)
+        return ast.Constant(sys.float_info.max) if is_beyond else node
 
 
 @dataclass(frozen=True, slots=True)

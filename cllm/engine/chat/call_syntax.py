@@ -479,7 +479,10 @@ class TaggedCalls:
         if not is_string and (yield from self._json_value(reader, value)):
             value.end(types)
             return
-        ends = (self.value_end, *(self.call_ends if self.is_lenient or not is_string else ()))
+        ends = (
+            self.value_end,
+            *(self.call_ends if self.is_lenient or "string" not in types else ()),
+        )
         if self.has_cdata and (yield from reader.accept("<![CDATA[")):
             yield from reader.until("]]>", emit=value.add)
             yield from reader.skip_space()

@@ -305,12 +305,16 @@ class _KnownTemplate:
         else:
             assert found.calls is not None
             grammar = CallGrammar(found.calls, tools, several, self._spelled)
-        if choice != "auto":
-            written = grammar.required()
-        elif prompt.json_schema is None:
-            written = grammar.strict()
-        else:
-            written = grammar.or_else(prompt.json_schema)
+        try:
+            if choice != "auto":
+                written = grammar.required()
+            elif prompt.json_schema is None:
+                written = grammar.strict()
+            else:
+                written = grammar.or_else(prompt.json_schema)
+        except RecursionError:
+            names = [tool.name for tool in tools]
+            raise InvalidRequestError("tools", names, "schemas that are nested less deep") from None
         for tool in tools:
             say_ignored(tool.field, tool.document.ignored)
         return written

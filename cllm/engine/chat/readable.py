@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 logger = logging.getLogger(__name__)
+_logged: set[str] = set()
 
 # Types of parts, and where their text is.
 TEXTS = {
@@ -25,13 +26,15 @@ WORDS = {
     "file": "a file", "container_upload": "a file", "input_audio": "a recording",
     "tool_reference": "a tool",
 }  # fmt: skip
-# Fields of other parts whose texts are worth telling, in this order.
+# Fields of other parts whose texts the model reads, in this order.
 FIELDS = (
     "title", "name", "tool_name", "query", "queries", "url", "code", "command", "action", "input",
     "arguments", "text", "content", "output", "outputs", "stdout", "stderr", "logs", "results",
-    "result", "error", "message", "data",
+    "error", "message",
 )  # fmt: skip
 MAX_DEPTH = 6
+MAX_TEXTS = 4096  # parts of one content
+N_LOGGED_MAX = 256  # kinds of parts
 
 
 def text_of(part: object) -> str | None:
@@ -73,7 +76,8 @@ def words_of(content: object, depth: int = 0) -> str:
     if depth > MAX_DEPTH:
         return _named("something nested")
     if isinstance(content, Sequence):
-        return "\n".join(words_of(part, depth + 1) for part in content)
+        parts = [words_of(part, depth + 1) for part in content[:MAX_TEXTS]]
+        return "\n".join(parts if len(content) <= MAX_TEXTS else [*parts, "[and more]"])
     if not isinstance(content, Mapping):
         return str(content)
     text = text_of(content)
@@ -82,7 +86,15 @@ def words_of(content: object, depth: int = 0) -> str:
     kind = content.get("type")
     if not isinstance(kind, str):
         return json.dumps(content, ensure_ascii=False, default=str)
-    said = " ".join(_texts(content, 0)) if kind not in WORDS or kind == "tool_reference" else ""
+    said = (
+        " ".join(islice(_texts(content, 0), MAX_TEXTS))
+        if kind not in WORDS or kind == "tool_reference"
+        else ""
+    )
+    if not (
+        said or kind in WORDS or kind in TEXTS or "_" in kind
+    ):  # data of a tool, which has a field of that name
+        return json.dumps(content, ensure_ascii=False, default=str)
     return _named(WORDS.get(kind, kind[:40]), said)
 
 
@@ -91,21 +103,28 @@ def _named(kind: str, said: str = "") -> str:
     return f"[{kind}: {said}]" if said else f"[{kind}, which this model cannot read]"
 
 
-@lru_cache(256)
 def _log(kind: str) -> None:
-    logger.warning("%s in a result or in a history is told to the model in words", kind)
+    """Log a kind of parts once, and no more of them than a log has room for."""
+    if kind not in _logged and len(_logged) < N_LOGGED_MAX:
+        _logged.add(kind)
+        logger.warning("%r in a result or in a history: the model reads words in its place", kind)
 
 
 def _texts(value: object, depth: int) -> Iterator[str]:
     """Yield the texts in a part of another provider's."""
     if isinstance(value, str):
-        yield value
+        if not value.startswith("data:"):
+            yield value
     elif isinstance(value, list) and depth < MAX_DEPTH:
         for item in value:
             yield from _texts(item, depth + 1)
     elif isinstance(value, Mapping) and depth < MAX_DEPTH:
+        kind = value.get("type")
         if depth and (text := text_of(value)) is not None:
             yield text
+            return
+        if depth and isinstance(kind, str) and kind in WORDS:
+            yield WORDS[kind]
             return
         for name in FIELDS:
             yield from _texts(value.get(name), depth + 1)

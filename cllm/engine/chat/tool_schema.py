@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
-from cllm.engine.json_schema import TYPES, ObjectSchema, SchemaDocument, all_of
+from cllm.engine.json_schema import TYPES, ObjectSchema, SchemaDocument
 from cllm.errors import InvalidRequestError
 
 NO_ARGUMENTS: Mapping[str, object] = {"type": "object", "properties": {}}
@@ -28,18 +28,21 @@ class ValueSchema:
     def __init__(self, document: SchemaDocument, schema: object) -> None:
         self.document = document
         self.schema = schema
+        self._members: dict[str, ValueSchema] = {}
 
     @cached_property
     def types(self) -> frozenset[str]:
         """Types of the value, a subset of `TYPES`: all of them where nothing is known."""
         try:
             return self.document.types(self.schema) or TYPES
-        except InvalidRequestError:
+        except (InvalidRequestError, RecursionError):
             return TYPES
 
     def member(self, key: str) -> ValueSchema:
         """Return what an object has under a key; anything if that is not known."""
-        return self._inner(lambda: self.document.member(self.schema, key))
+        if key not in self._members:
+            self._members[key] = self._inner(lambda: self.document.member(self.schema, key))
+        return self._members[key]
 
     def item(self) -> ValueSchema:
         """Return what an array has in it; anything if that is not known."""
@@ -48,7 +51,7 @@ class ValueSchema:
     def _inner(self, find: Callable[[], object]) -> ValueSchema:
         try:
             return ValueSchema(self.document, find())
-        except InvalidRequestError:
+        except (InvalidRequestError, RecursionError):
             return ValueSchema(self.document, True)
 
 
@@ -89,7 +92,11 @@ class ToolParameters:
     @cached_property
     def value(self) -> ValueSchema:
         """What all arguments may be as one object, for a parser: nothing is an error."""
-        return ValueSchema(SchemaDocument(self.field, self._root, is_strict=False), self._root)
+        try:
+            document = SchemaDocument(self.field, self._root, is_strict=False)
+        except (InvalidRequestError, RecursionError):
+            return ANYTHING
+        return ValueSchema(document, self._root)
 
     @cached_property
     def objects(self) -> list[ObjectSchema]:
@@ -108,7 +115,9 @@ class ToolParameters:
 
     def _is_possible(self, kind: ObjectSchema) -> bool:
         """Return whether each key that is required may have a value."""
-        return all(self.document.types(all_of(kind.properties[key])) for key in kind.required)
+        return all(
+            self.document.types(self.document.joined(kind.properties[key])) for key in kind.required
+        )
 
     def json(self) -> dict[str, Any]:
         """Return a schema of the arguments as one JSON object, which can be put anywhere."""
@@ -118,7 +127,9 @@ class ToolParameters:
     def _json_of(self, kind: ObjectSchema) -> dict[str, Any]:
         schema: dict[str, Any] = {
             "type": "object",
-            "properties": {key: all_of(values) for key, values in kind.properties.items()},
+            "properties": {
+                key: self.document.joined(values) for key, values in kind.properties.items()
+            },
             "required": list(kind.required),
             "additionalProperties": kind.rest,
             "patternProperties": kind.patterns,

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cllm.engine.chat.argument_text import ANY_TEXT, literal, narrowed, searched, text_terminal
 from cllm.engine.chat.tool_schema import ToolParameters
-from cllm.engine.json_schema import TYPES, ArraySchema, ObjectSchema, all_of
+from cllm.engine.json_schema import TYPES, ArraySchema, ObjectSchema
 from cllm.errors import InvalidRequestError
 
 STRING = frozenset({"string"})
@@ -152,7 +152,11 @@ class ValueGrammar:
 
     # --- Objects ----------------------------------------------------------------------------
     def members(
-        self, kind: ObjectSchema, write: WriteMember, between: tuple[str, str]
+        self,
+        kind: ObjectSchema,
+        write: WriteMember,
+        between: tuple[str, str],
+        others: Collection[str] = (),
     ) -> str | None:
         """Return a rule of the members of one kind of objects, in the order of the schema.
 
@@ -161,6 +165,8 @@ class ValueGrammar:
         write : callable
         between : (str, str)
             In Lark, before the first member and before the others.
+        others : collection of str
+            Keys that members without a name do not have.
 
         Returns
         -------
@@ -174,10 +180,10 @@ class ValueGrammar:
         top = max(n_min, n_max or 0, int(between[0] != between[1]))  # counted up to there
         keys, written = list(kind.properties), dict[str, str]()
         for key in keys:
-            schema = all_of(kind.properties[key])
+            schema = self._document.joined(kind.properties[key])
             if self._document.types(schema) and (rule := write(key, "", schema)):
                 written[key] = rule
-        free = self._free_members(kind, write)
+        free = self._free_members(kind, write, others)
         number = self.name("members")
         names: list[str | None] = []
         for k in range(len(keys), -1, -1):
@@ -200,10 +206,9 @@ class ValueGrammar:
                 names.append(self.add(name, " | ".join(choices)) if choices else None)
         return names[0]
 
-    def _free_members(self, kind: ObjectSchema, write: WriteMember) -> str:
+    def _free_members(self, kind: ObjectSchema, write: WriteMember, others: Collection[str]) -> str:
         """Return a rule of a member whose key the schema does not name; "" if it takes none."""
-        named = {key for one in self._tool.objects for key in one.properties}
-        known = [literal(key) for key in sorted(named | set(kind.properties))]
+        known = [literal(key) for key in sorted({*others, *kind.properties})]
         texts = {pattern: searched(pattern) for pattern in kind.patterns}
         for pattern in (pattern for pattern, text in texts.items() if text is None):
             self._document.cannot(f"patternProperties: {pattern}")
@@ -211,11 +216,11 @@ class ValueGrammar:
         taken = [(text, schema, known) for text, schema in patterns]
         taken.append((FREE_KEY, kind.rest, known + [text for text, _ in patterns]))
         found: list[str] = []
-        for terminal, schema, others in taken:
+        for terminal, schema, bad in taken:
             key = self.name("FREE")
             rule = write(None, key, schema) if self._document.types(schema) else None
             if rule is not None:
-                excluded = f" & ~({' | '.join(others)})" if others else ""
+                excluded = f" & ~({' | '.join(bad)})" if bad else ""
                 self.add(key, f"{FREE_KEY} & {terminal}{excluded}")
                 found.append(rule)
         return self.add(self.name("free"), " | ".join(found)) if found else ""
@@ -274,7 +279,10 @@ class ValueGrammar:
                 name = self.literal(plain_key(key))
             return self.add(self.name("member"), f'{name} ":" gap {value}')
 
-        if not all(self._document.types(all_of(kind.properties[key])) for key in kind.required):
+        if not all(
+            self._document.types(self._document.joined(kind.properties[key]))
+            for key in kind.required
+        ):
             return None
         members = self.members(kind, write, ("", COMMA))
         return None if members is None else f'"{{" {members} "}}"'
@@ -284,7 +292,7 @@ class ValueGrammar:
             return self.json(schema, frozenset({"array"}))
 
         def item(i: int) -> str | None:
-            one = all_of(kind.at(i))
+            one = self._document.joined(kind.at(i))
             return self.native(one, notation) if self._document.types(one) else None
 
         n_first, n_max = len(kind.first), kind.n_max
@@ -317,4 +325,5 @@ def json_of(schema: Mapping[str, Any], *, is_strict: bool) -> str:
     """Return a schema as JSON text for llguidance."""
     # What is left of a lenient schema that llguidance does not enforce, it ignores as well.
     options = COMPACT if is_strict else {**COMPACT, "lenient": True}
-    return json.dumps({"x-guidance": options, **schema}, ensure_ascii=False)
+    options = {**options, **schema.get("x-guidance", {})}
+    return json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)

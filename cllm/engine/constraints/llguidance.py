@@ -103,6 +103,8 @@ class Guidance:
                 defaults = {"whitespace_pattern": WHITESPACE}
                 schema = json.dumps(enforceable(field, json.loads(text)))
                 grammar = matchers.grammar_from_json_schema(schema, defaults=defaults)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(field, text, f"usable ({error})") from None
         except GbnfError as error:
             raise InvalidRequestError(field, text, str(error)) from None
         except ValueError as error:

@@ -368,7 +368,8 @@ class InputProcessor:
         for text in filter(MARKS.search, params.stop):
             if (await self._control_names()).search(text) is not None:
                 tokens = vocabulary.tokenize(text, add_special=False, parse_special=True)
-                found += tokens if len(tokens) == 1 else []
+                known = (*params.stop_token_ids, *found)
+                found += tokens if len(tokens) == 1 and tokens[0] not in known else []
         if not found:
             return params
         return replace(params, stop_token_ids=(*params.stop_token_ids, *found))
@@ -395,7 +396,7 @@ class InputProcessor:
         """Return the error of a grammar, which the caller has not seen, as that of a tool's schema."""
         for tool in tools if error.__cause__ is None else ():
             options = {} if tool.is_strict else {"x-guidance": {"lenient": True}}
-            schema = {**tool.json(), **options}
+            schema = {**await self._tokenizer.run(tool.json), **options}
             try:
                 await self._constraints.compile(SamplingParams(json_schema=schema))
             except InvalidRequestError as found:

@@ -59,7 +59,7 @@ class TokenStream:
         self._open_channel: OpenChannel | None = open_channel
         self._channel: Channel | None = None
         self._is_closed = self._is_given_up = False
-        self._is_entered = self._is_between = self._has_ended = False
+        self._is_entered = self._has_ended = False
         # What holds the engine must not hold it there: both may be dropped at once.
         self._finalizer: weakref.finalize[[Lease], TokenStream] | None = None
         # Where its reader is: tokens of the output, and their log probabilities, if asked for.
@@ -86,17 +86,15 @@ class TokenStream:
         return self
 
     async def __anext__(self) -> TokenDelta:
-        channel = await self._submit()
         if self._is_closed:
             if self._has_ended:
                 raise StopAsyncIteration
-            raise ClosedError(
-                "the stream was closed before its end: completion() has what there was"
-            )
+            raise ClosedError("the stream was closed before its end")
+        channel = await self._submit()
         try:
             delta = await (channel.next() if self._banned is None else self._allowed())
         except anyio.get_cancelled_exc_class():
-            if not self._is_entered or self._is_between:
+            if not self._is_entered:
                 self._abandon()
             raise
         if delta is not None:
@@ -119,7 +117,7 @@ class TokenStream:
         GenerationError, EngineFailedError
             The request failed; `.completion` has what there was.
         """
-        if self._channel is None or not self._is_closed:
+        if not self._is_closed:
             async for _ in self:
                 pass
         channel = self._present
@@ -343,7 +341,7 @@ class TokenStream:
                 self._abandon()
             raise
         self._read_ids, self._read_logprobs = [], []
-        self._is_closed = False
+        self._is_closed = self._has_ended = False
         if self._banned is not None:
             self._banned = BannedStrings(call.params.banned_strings)
         if self._is_given_up:  # meanwhile
@@ -364,9 +362,11 @@ class TokenStream:
             if self._is_given_up or is_cancelled:
                 self._banned.end(ban, delta)
             else:
-                self._is_between = True  # what is cancelled here has no place to go on from
-                await self._without(ban)
-                self._is_between = False
+                try:
+                    await self._without(ban)
+                except anyio.get_cancelled_exc_class():
+                    self._abandon()  # between two requests there is nothing to go on from
+                    raise
         return None
 
     async def _without(self, ban: Ban) -> None:

@@ -64,7 +64,7 @@ class Referee:
         self.counts["grammars"] += 1
         (tool,) = answer.tools
         for arguments in drawn:
-            if is_writable(answer.output_format, arguments):
+            if is_writable(answer.output_format, tool, arguments):
                 self._write(answer, tool, matcher, arguments, said)
         for n in range(N_WALKS):
             text = walk(matcher, self._model, seed * N_WALKS + n)

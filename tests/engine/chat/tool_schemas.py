@@ -27,7 +27,7 @@ NAME = "book_trip"
 TEXTS = (
     "Oslo", "42", "-1.5", "true", "True", "null", "None", "", " a ", "a\nb", "\nlead", '"q"', "[1]",
     '{"a": 1}', "['a']", "it's", "back\\slash", "<b>x</b>", "</parameter", "é😀", "a, b=c", "f(x)",
-    "{x}", "2024-01-31", "\t", "x\r\ny",
+    "{x}", "2024-01-31", "a </function> b", "\t", "x\r\ny",
 )  # fmt: skip
 PATTERNS = (
     ("^[0-9]{4}$", ("2024", "0000")), ("[a-z]+", ("abc", "1a\n")), ("^(a|b)x?$", ("a", "bx")),
@@ -391,9 +391,15 @@ def _gemma(value: Any) -> str:
     return json.dumps(value)
 
 
-def is_writable(output_format: OutputFormat, arguments: Any) -> bool:
-    """Return whether texts in the arguments could not end a value of the format by themselves."""
+def is_writable(output_format: OutputFormat, tool: ToolParameters, arguments: Any) -> bool:
+    """Return whether a format can have these arguments.
+
+    A text cannot have what ends its value; elements cannot have a key that the schema does not name.
+    """
     syntax = output_format.calls if output_format.turn is None else output_format.turn.calls
+    named = {key for kind in tool.objects for key in kind.properties}
+    if isinstance(syntax, ElementCalls) and not named >= arguments.keys():
+        return False
     ends = {QUOTE} if isinstance(syntax, GemmaCalls) else set()
     if isinstance(syntax, TaggedCalls):
         ends = {"\n" * syntax.trims_newline + syntax.value_end}
