@@ -259,3 +259,11 @@ def test_a_model_without_weights_has_no_vectors() -> None:
     path = make_model.ensure("tiny-encoder", "F16")
     with Model(path, vocab_only=True) as model, pytest.raises(ContextError, match="no weights"):
         EmbeddingContext(model, pooling="mean")
+
+
+@pytest.mark.parametrize("n_batch", [0, (1 << 20) + 1])
+def test_a_batch_of_an_embedding_context_has_its_limits(
+    new_embedder: NewEmbedder, n_batch: int
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"n_batch is {n_batch}, must be 1 to 1048576"):
+        new_embedder("tiny-encoder", n_batch=n_batch)

@@ -73,6 +73,13 @@ def follow(limited: ThinkingConstraint, wanted: bytes) -> bytes:
     return said
 
 
+def test_a_marker_that_is_one_token_begins_a_thought_though_the_answer_might_have_it() -> None:
+    inner = Digits()
+    limited = constraint(inner, start=b"5", is_open=False)
+    assert follow(limited, b"5x</think>7") == b"5x</think>7"
+    assert inner.said == b"7"
+
+
 def test_a_thought_is_free_and_what_follows_is_not() -> None:
     inner = Digits()
     assert follow(constraint(inner), b"a 7?</think>\n\n4x2") == b"a 7?</think>\n\n402"
