@@ -49,6 +49,7 @@ SAMPLING: dict[str, Any] = {
     "stop_token_ids": [10],
     "banned_strings": ["zz"],
     "ignore_eos": True,
+    "penalize_prompt": False,
     "speculation": False,
     "logprobs": 2,
     "prompt_logprobs": 1,

@@ -95,7 +95,7 @@ def test_the_documentation_names_every_route_and_sampling_field(client: httpx.Cl
     fields = document["components"]["schemas"]["GenerateBody"]["properties"]
     others = {
         "model", "prompt", "messages", "generated", "stream", "timeout", "priority", "lora",
-        "return_prompt_token_ids", *CHAT_OPTIONS,
+        "return_prompt_token_ids", "parse_special", *CHAT_OPTIONS,
     }  # fmt: skip
     assert {*SamplingOptions.__annotations__, *others} == set(fields)
 
