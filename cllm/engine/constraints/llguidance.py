@@ -25,6 +25,9 @@ from cllm.errors import CllmError, InvalidRequestError
 # Earley items of a mask, 20,000 a millisecond.  Grammars of short lexemes, as GBNF becomes, need more
 # than the 50,000 that are llguidance's default.
 MAX_ITEMS_OF_GRAMMARS = 200_000
+# The lexer's work for a token.  Texts of limited length that end at a marker, as calls of tools have
+# them, need more than the 200,000 that are llguidance's default: a tenth of a second, once.
+MAX_LEXING_OF_TOOLS = 6_000_000
 N_COMPILED_MAX = 16  # remembered; one may hold tens of MiB
 MAX_PART = 256
 # Any amount of whitespace would be JSON too, and a model that is lost in it never ends.  A schema that
@@ -79,7 +82,7 @@ class Guidance:
             It cannot be used; says why.
         """
         compiled = self._compiled.get((field, text))
-        if compiled is None:
+        if compiled is None or compiled.is_broken:
             compiled = self._compiled[field, text] = self._compile(field, text)
             while len(self._compiled) > N_COMPILED_MAX:
                 self._compiled.popitem(last=False)
@@ -89,7 +92,8 @@ class Guidance:
     def _compile(self, field: str, text: str) -> CompiledMatcher:
         matchers = self._llguidance.LLMatcher
         limits = self._llguidance.LLParserLimits(
-            step_max_items=MAX_ITEMS_OF_GRAMMARS if field in ("grammar", "lark") else None
+            step_max_items=MAX_ITEMS_OF_GRAMMARS if field in ("grammar", "lark") else None,
+            step_lexer_fuel=MAX_LEXING_OF_TOOLS if field == "tools" else None,
         )
         try:
             if field == "regex":
@@ -146,23 +150,32 @@ class Guidance:
 
 
 class CompiledMatcher:
-    """A `CompiledConstraint`."""
+    """A `CompiledConstraint`.
+
+    Attributes
+    ----------
+    is_broken : bool
+        True after an error of one of its matchers.  They share a lexer, which then answers nothing
+        more: the next request compiles anew.
+    """
 
     def __init__(self, family: Guidance, matcher: Any) -> None:
-        self._family = family
+        self.family = family
+        self.is_broken = False
         self._matcher = matcher
 
     def start(self) -> Matcher:
         """At the beginning of an output."""
-        return Matcher(self._family, self._matcher.deep_copy())
+        return Matcher(self, self._matcher.deep_copy())
 
 
 class Matcher:
     """A `TokenConstraint`: llguidance's parser and how far it has come."""
 
-    def __init__(self, family: Guidance, matcher: Any) -> None:
-        self.family = family
+    def __init__(self, compiled: CompiledMatcher, matcher: Any) -> None:
+        self.family = compiled.family
         self.matcher = matcher
+        self._compiled = compiled
         self._forced: deque[int] = deque()  # found before, and still to come
 
     def allows(self, token: int) -> bool:
@@ -188,7 +201,8 @@ class Matcher:
         return self._forced
 
     def failure(self) -> CllmError:
-        """Why it cannot go on."""
+        """Why it cannot go on; what it was compiled from is not used again."""
+        self._compiled.is_broken = True
         return CllmError(f"the constraint cannot be followed: {_reason(self.matcher)}")
 
     def close(self) -> None:

@@ -175,9 +175,10 @@ class ThinkingConstraint:
             self._tail += self._spelling(token)
 
     def _begins_thought(self, token: int) -> bool:
-        start = self._rules.start
-        said = (self._tail + self._spelling(token)).lstrip(SPACE)
-        return bool(said) and (start.startswith(said) or said.startswith(start))
+        start, piece = self._rules.start, self._spelling(token)
+        said = (self._tail + piece).lstrip(SPACE)
+        # A token without text, as the end is, goes on with nothing.
+        return bool(piece and said) and (start.startswith(said) or said.startswith(start))
 
     def _is_gap(self, token: int) -> bool:
         piece = self._spelling(token)

@@ -5,8 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from cllm.bindings import Model
+from cllm.engine.chat.output_format import OutputFormat
+from cllm.engine.chat.tool_schema import parameters_of
+from cllm.engine.config import EMBEDDED_MODEL
+from cllm.engine.constraints.llguidance import Guidance
+from tests.engine.chat.test_tool_schema import SYNTAXES, grammar_of, tool_of
+from tests.engine.chat.tool_schemas import written
 
 SCRIPT = """
 import sys
@@ -47,3 +56,49 @@ def test_a_constraint_is_followed_on_a_real_vocabulary(llama_cpp_source: Path, n
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout == "fine\n"
+
+
+def follow(model: Model, guidance: Guidance, compiled: tuple[str, str], text: str) -> str | None:
+    """The error of a constraint that an output of this text goes through, if there is one."""
+    matcher = guidance.compile(*compiled).start()
+    for token in model.vocab.tokenize(text, add_special=False, parse_special=True):
+        (mask,) = guidance.masks([matcher])
+        if isinstance(mask, Exception):
+            return str(mask)
+        assert mask[token]
+        matcher.accept(token)
+    return None
+
+
+LIMITED: list[dict[str, Any]] = [
+    {"maxLength": 200}, {"minLength": 1, "maxLength": 100}, {"pattern": "^.{1,255}$"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("limit", LIMITED, ids=str)
+@pytest.mark.parametrize("name", ["tags", "elements", "types in tags", "text or not in tags"])
+def test_an_argument_of_limited_length_is_written_to_its_end(
+    name: str, limit: dict[str, Any]
+) -> None:
+    schema = {"type": "object", "properties": {"v": {"type": "string", **limit}}, "required": ["v"]}
+    (tool,) = parameters_of([tool_of(schema)])
+    compiled = ("tools", grammar_of(SYNTAXES[name], tool))
+    with Model(EMBEDDED_MODEL, vocab_only=True) as model:
+        guidance = Guidance(model.vocab, 1)
+        for value in ("a", "hello </b> " * 6, "x" * 100):
+            text = written(OutputFormat(calls=SYNTAXES[name]), tool, {"v": value})
+            assert follow(model, guidance, compiled, text) is None
+
+
+def test_a_constraint_that_costs_too_much_fails_one_request_and_not_the_next() -> None:
+    # The lexer, which all that comes of one compilation share, answers nothing after its error.
+    schema = {"type": "object", "properties": {"v": {"type": "string", "maxLength": 4000}}}
+    (tool,) = parameters_of([tool_of({**schema, "required": ["v"]})])
+    syntax = SYNTAXES["elements"]
+    compiled = ("lark", grammar_of(syntax, tool))  # with the limits of a grammar of a request
+    costly, cheap = written(OutputFormat(calls=syntax), tool, {"v": "a"}), syntax.triggers[0]
+    with Model(EMBEDDED_MODEL, vocab_only=True) as model:
+        guidance = Guidance(model.vocab, 1)
+        assert follow(model, guidance, compiled, cheap) is None
+        assert "too many expressions" in str(follow(model, guidance, compiled, costly))
+        assert follow(model, guidance, compiled, cheap) is None

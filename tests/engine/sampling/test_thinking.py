@@ -112,6 +112,16 @@ def test_what_only_looks_like_a_thought_breaks_no_constraint(wanted: bytes) -> N
         assert said.isdigit()
 
 
+@pytest.mark.parametrize("begun", [b"<", b"<thi"])
+def test_an_output_does_not_end_inside_of_a_marker_that_it_has_begun(begun: bytes) -> None:
+    limited = constraint(Digits(), is_open=False)
+    assert follow(limited, begun) == begun
+    assert not limited.allows(END)
+    (mask,) = limited.family.masks([limited])
+    assert not isinstance(mask, Exception)
+    assert not mask[END]
+
+
 class Tags(Digits):
     """A constraint: `<b>`, and nothing else."""
 
