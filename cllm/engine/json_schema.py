@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Any, TypeVar
 from urllib.parse import unquote, urljoin
 
@@ -85,6 +86,8 @@ SHAPES: dict[str, tuple[tuple[type, ...], str]] = {
 N_KINDS_MAX = 20_000  # schemas that are taken apart into kinds of values, of one document
 MAX_SAID = 80  # characters of a keyword or a pattern in errors and logs
 N_IGNORED_MAX = 100
+N_PATTERNS_MAX = 100  # of `patternProperties`, of one document: each is looked for in each key
+N_COMPARED_MAX = 200  # parts of `oneOf` that are compared with each other
 MAX_SEARCHED = 256  # characters of a key that patterns are looked for in
 N_QUANTIFIERS_MAX = 3  # of a pattern that is looked for: more can take exponential time
 FORMATS = frozenset(
@@ -188,7 +191,7 @@ class SchemaDocument:
         self.is_strict = is_strict
         self.ignored: list[str] = []
         self._name = name
-        self._n_kinds = 0
+        self._n_kinds = self._n_patterns = 0
         self._bases: dict[int, str] = {}  # of schemas by identity
         self._known: dict[str, object] = {"": root}  # by URI, with an anchor or without
         # By the identity of schemas, all of which stay alive with the document.
@@ -229,6 +232,10 @@ class SchemaDocument:
                 is_right = value >= 0 and value == int(value)
             if keyword == "required" and is_right:
                 is_right, said = all(isinstance(key, str) for key in value), "a list of names"
+            if keyword == "patternProperties" and is_right:
+                self._n_patterns += len(value)
+                is_right = self._n_patterns <= N_PATTERNS_MAX
+                said = f"of at most {N_PATTERNS_MAX} patterns in a schema"
             if not is_right:
                 raise self._wrong(keyword, value, said)
 
@@ -581,19 +588,46 @@ class SchemaDocument:
 
     def _exclude_each_other(self, parts: Sequence[object]) -> bool:
         """Return whether no value satisfies two of these schemas, as far as is known."""
-        for one, other in combinations(parts, 2):
-            both = self.types(one) & self.types(other)
-            if both and both != {"object"}:
-                return False
-            kinds = [self.objects(one), self.objects(other)] if both else []
-            pairs = ((a, b) for a in kinds[0] for b in kinds[1]) if kinds else ()
-            if not all(self._differ(a, b) for a, b in pairs):
-                return False
-        return len(parts) > 0
+        types = [self.types(part) for part in parts]
+        n_of_each = Counter(chain.from_iterable(types))
+        if any(n > 1 for name, n in n_of_each.items() if name != "object"):
+            return False
+        kinds = [
+            self.objects(part) for part, of in zip(parts, types, strict=True) if "object" in of
+        ]
+        return len(parts) > 0 and self._are_apart(kinds, self._differ)
 
     def _are_disjoint(self, kinds: Sequence[Sequence[object]]) -> bool:
+        return self._are_apart(kinds, lambda a, b: self._excludes(a, b) and self._excludes(b, a))
+
+    def _are_apart(
+        self, kinds: Sequence[Sequence[object]], differ: Callable[[Any, Any], bool]
+    ) -> bool:
+        """Return whether kinds of values differ from those of other parts, as far as is known."""
+        if self._are_told_apart(kinds):
+            return True
+        if len(kinds) > N_COMPARED_MAX:
+            return False
         pairs = ((a, b) for one, other in combinations(kinds, 2) for a in one for b in other)
-        return all(self._excludes(a, b) and self._excludes(b, a) for a, b in pairs)
+        return all(differ(a, b) for a, b in pairs)
+
+    def _are_told_apart(self, parts: Sequence[Sequence[object]]) -> bool:
+        """Return whether a key that all objects have has values of its own in each part."""
+        objects = [[one for one in part if isinstance(one, ObjectSchema)] for part in parts]
+        required = [set(one.required) for one in chain.from_iterable(objects)]
+        if not required or len(required) < sum(map(len, parts)):
+            return False
+        for key in set.intersection(*required):
+            found = [
+                [self._choices(self.joined(one.properties[key])) for one in part]
+                for part in objects
+            ]
+            own = [{value for values in part for value in values or ()} for part in found]
+            if None in chain.from_iterable(found):
+                continue
+            if sum(map(len, own)) == len(set().union(*own)):
+                return True
+        return False
 
     def _excludes(self, one: object, other: object) -> bool:
         """Return whether a value of one kind is never of the other, as far as is known."""

@@ -278,6 +278,24 @@ def test_a_hostile_schema_is_read_or_rejected_by_name(schema: Schema) -> None:
             document.member(schema, "a")
 
 
+@pytest.mark.parametrize("key", ["const", "enum"])
+def test_many_parts_that_one_key_tells_apart_are_enforced(key: str) -> None:
+    parts = [
+        {"type": "object", "properties": {"k": {key: n if key == "const" else [n, -n - 1]}},
+         "required": ["k"]}
+        for n in range(1000)
+    ]  # fmt: skip
+    for schema, keyword in (({"oneOf": parts}, "allOf"), ({"oneOf": [*parts, parts[7]]}, "oneOf")):
+        closed = SchemaDocument("parameters", schema, is_strict=False).closed(schema)
+        assert keyword in closed  # as `anyOf`, or as it is
+
+
+def test_more_patterns_than_can_be_looked_for_are_rejected_by_name() -> None:
+    patterns: Schema = {f"^{n}$": {} for n in range(101)}
+    with pytest.raises(InvalidRequestError, match="at most 100 patterns"):
+        SchemaDocument("parameters", {"patternProperties": patterns}, is_strict=False)
+
+
 @pytest.mark.parametrize("pattern", [
     "^[0-9]{4}$", "[a-z]+", "^(a|b)x?$", "ab|cd$", "^$|^none$", "^\\w+/\\d+$", "^[^/\\]]*$", "a\\|b",
     "^\\^\\$", "\\.", "[\\d_]", "^a$|^$", "x$",
