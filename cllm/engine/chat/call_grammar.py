@@ -145,9 +145,10 @@ class CallGrammar:
 
     def rules(self) -> list[str]:
         """Return `calls`, then what it is made of."""
-        begin = self._trigger()
+        # Only the first may be bare: after a call the trigger alone begins the next one.
+        begin = self._literal(next(filter(None, self.syntax.triggers), ""))
         more = f" (gap {begin} stretch)*" if self.parallel and begin else ""
-        rules = [f"calls: gap {begin} stretch{more}", GAP]
+        rules = [f"calls: gap {self._trigger()} stretch{more}", GAP]
         names = " | ".join(f"call_{i}" for i in range(len(self.tools)))
         stretch, call = _WRITERS[type(self.syntax)](self)
         rules += [f"stretch: {stretch}", f"call: {names}"]

@@ -227,3 +227,22 @@ def test_text_that_reads_as_a_value_is_written_as_json(text: str) -> None:
     assert takes(grammar, call.format(json.dumps(text)))
     assert not jsonschema.Draft202012Validator(schema).is_valid(3)
     assert takes(grammar, call.format("a null"))
+
+
+BARE = [name for name in NAMED if getattr(NAMED[name].calls, "is_bare", False)]
+
+
+@pytest.mark.parametrize("name", BARE)
+def test_only_the_first_of_parallel_calls_may_be_bare(name: str) -> None:
+    syntax = NAMED[name].calls
+    assert isinstance(syntax, (PythonCalls, JsonCalls))
+    in_json = '{"name": "f", "parameters": {"q": "a"}}'
+    call = '[f(q="a")]' if isinstance(syntax, PythonCalls) else in_json
+    tools = [tool_of(OBJECT)]
+    grammar = CallGrammar(syntax, parameters_of(tools), True, {}).required()
+    begun, ended = syntax.triggers[0], (syntax.ends or ("",))[0]
+    assert not takes(grammar, call + call)
+    for text in (call + begun + call + ended, (begun + call + ended) * 2):
+        assert takes(grammar, text)
+        calls = channels_of(OutputParser(NAMED[name], tools), [text])[2]
+        assert [json.loads(arguments) for _, arguments in calls] == [{"q": "a"}] * 2
