@@ -783,6 +783,21 @@ def _mapped(value: Any, keyword: str, close: Any) -> Any:
     return close(value) if keyword in ALONE else value  # which llguidance names as wrong
 
 
+def without_nulls(schema: object) -> object:
+    """Return a schema without keywords that are null, as some libraries write those that are not set."""
+    if not isinstance(schema, Mapping):
+        return schema
+    kept: dict[str, object] = {}
+    for keyword, value in schema.items():
+        if keyword in IN_MAPS and isinstance(value, Mapping):
+            kept[keyword] = {key: without_nulls(part) for key, part in value.items()}
+        elif keyword in (*IN_LISTS, "items") and isinstance(value, list):
+            kept[keyword] = [without_nulls(part) for part in value]
+        elif value is not None or keyword in ("const", "default"):
+            kept[keyword] = without_nulls(value) if keyword in ALONE else value
+    return kept
+
+
 def _parts_of(schema: Mapping[str, Any]) -> Iterator[object]:
     """Yield the schemas in a schema."""
     for keyword in IN_MAPS:
@@ -855,8 +870,9 @@ def enforceable(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     given = schema.get("x-guidance")
     options = given if isinstance(given, Mapping) else {}
     try:
-        document = SchemaDocument(name, schema, is_strict=not options.get("lenient"))
-        closed = document.closed(schema)
+        root = without_nulls(schema)
+        document = SchemaDocument(name, root, is_strict=not options.get("lenient"))
+        closed = document.closed(root)
     except RecursionError:
         raise InvalidRequestError(name, "its references", "nested less deep") from None
     say_ignored(name, document.ignored)

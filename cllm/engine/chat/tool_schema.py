@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
-from cllm.engine.json_schema import TYPES, ObjectSchema, SchemaDocument
+from cllm.engine.json_schema import TYPES, ObjectSchema, SchemaDocument, without_nulls
 from cllm.errors import InvalidRequestError
 
 NO_ARGUMENTS: Mapping[str, object] = {"type": "object", "properties": {}}
@@ -81,8 +81,12 @@ class ToolParameters:
         self.name = str(function.get("name", ""))
         self.is_strict = function.get("strict") is True
         self.field = f"tools[{number}].function.parameters"
-        given = function.get("parameters")
-        self._root: object = NO_ARGUMENTS if given is None or given == {} else given
+        self._given = function.get("parameters")
+
+    @cached_property
+    def _root(self) -> object:
+        root = without_nulls(self._given)
+        return NO_ARGUMENTS if root is None or root == {} else root
 
     @cached_property
     def document(self) -> SchemaDocument:

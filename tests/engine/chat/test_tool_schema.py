@@ -246,3 +246,32 @@ def test_only_the_first_of_parallel_calls_may_be_bare(name: str) -> None:
         assert takes(grammar, text)
         calls = channels_of(OutputParser(NAMED[name], tools), [text])[2]
         assert [json.loads(arguments) for _, arguments in calls] == [{"q": "a"}] * 2
+
+
+NULL = [
+    "required",
+    "enum",
+    "items",
+    "additionalProperties",
+    "anyOf",
+    "maxLength",
+    "pattern",
+    "type",
+    "$defs",
+]
+
+
+@pytest.mark.parametrize("keyword", NULL)
+@pytest.mark.parametrize("name", SYNTAXES)
+def test_a_keyword_that_is_null_says_nothing(name: str, keyword: str) -> None:
+    # Go writes a list that has not been set as null.
+    inner = {"type": "string", "maxLength": 3}
+    inner = {**{key: value for key, value in inner.items() if key != keyword}, keyword: None}
+    schema = {**OBJECT, "properties": {"q": inner}, "not": None}
+    for is_strict in (False, True):
+        grammar = grammar_of(
+            SYNTAXES[name], tool_of({**schema, "$defs": None}, is_strict=is_strict)
+        )
+        assert takes(grammar, CALLS[name])
+    at_root = {"type": "object", "properties": {"q": {"type": "string"}}, keyword: None}
+    assert takes(grammar_of(SYNTAXES[name], tool_of(at_root)), CALLS[name])
