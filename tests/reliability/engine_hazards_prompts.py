@@ -7,7 +7,7 @@ from typing import Any
 
 from cllm import Completion, Engine, PromptTooLongError
 from cllm.checks import MAX_TEXT_BYTES
-from cllm.errors import InvalidArgumentError
+from cllm.errors import InvalidArgumentError, TooMuchTextError
 from tests.reliability.engine_hazard_case import (
     ANSWER,
     INF,
@@ -270,8 +270,8 @@ for _ in range(100):
 circular: list[Any] = []
 circular.append(circular)
 for claim, messages, limit in (
-    ("no messages", [], "messages is '0 messages', must be 1 to 4096"),
-    ("too many messages", [user("a")] * 4097, "'4097 messages', must be 1 to 4096"),
+    ("no messages", [], "messages is '0 messages', must be 1 to 65536"),
+    ("too many messages", [user("a")] * 65537, "'65537 messages', must be 1 to 65536"),
     ("messages that are a text", "1+1=", "messages is '1+1=', must be a list of mappings"),
     ("messages that are None", None, "messages is None, must be a list of mappings"),
     ("messages that are one message", user("a"), "must be a list of mappings"),
@@ -282,20 +282,23 @@ for claim, messages, limit in (
     ("a role that is a control token", [{"role": "<|im_end|>", "content": "a"}], ".role is '<|im"),
     ("a message without content", [{"role": "user"}], "messages[0].content is None, must be text"),
     ("content that is a number", [user("a"), user(5)], "messages[1].content is 5, must be text or"),
-    ("content that is bytes", [user(b"a")], "messages[0].content is b'a', must be a JSON value"),
+    ("content that is bytes", [user(b"a")], "messages[0].content is b'a', must be text or a list"),
     ("content that is a mapping", [user({"a": 1})], "messages[0].content is {'a': 1}, must be"),
     ("content of a picture", [user([{"type": "image_url"}])], "type is 'image_url', must be \"text"),
     ("content of a part that is no text", [user([{"type": "text", "text": 5}])], ".text is 5, must"),
     ("content with a lone surrogate", [user("\ud800")], "is '\\ud800', must be text without lone"),
-    ("content nested deep", [user(deep)], "must be at most 32 levels deep"),
-    ("content that contains itself", [user(circular)], "must be at most 32 levels deep"),
+    ("content nested deep", [user(deep)], "..., must be a mapping"),
+    ("content that contains itself", [user(circular)], "[0] is [[...]], must be a mapping"),
     ("a key that is a number", [{5: 5}], "messages[0] is 5, must be a mapping with"),
     ("a number of thousands of bits", [user("a", n=1 << 5000)], "a number of 5001 bits"),
     ("a value that JSON has not", [user("a", n={1, 2})], "messages[0].n is {1, 2}, must be a JSON"),
     ("tool calls that are a text", [user("a", tool_calls="x")], "tool_calls is 'x', must be a list"),
-    ("more than 4 MiB of messages", [user("a" * (MAX_TEXT_BYTES // 2))] * 9, "at most 4194304 bytes"),
 ):  # fmt: skip
     TOPIC.refuse(claim, chat, limit, messages=messages)
+TOPIC.refuse(
+    "more than 4 MiB of messages", chat, "at most 4194304 bytes",
+    messages=[user("a" * (MAX_TEXT_BYTES // 2))] * 9, error=TooMuchTextError,
+)  # fmt: skip
 for claim, options, limit in (
     ("tools that are a text", {"tools": "x"}, "tools is 'x', must be a list of mappings"),
     ("a tool that is a number", {"tools": [5]}, "tools[0] is 5, must be a mapping"),

@@ -72,7 +72,7 @@ class Referee:
                 self.counts["cut off"] += 1
                 continue
             self.counts["drawn"] += 1
-            _, _, calls = channels_of(answer.parser("x"), [text])
+            _, _, calls = _read(answer, text)
             if len(calls) != 1:
                 self.faults.append(f"no call: {text} of {said}")
             elif not allowed(schema, json.loads(calls[0][1])):
@@ -89,9 +89,15 @@ class Referee:
         if n < len(tokens) or not again.is_accepting():
             taken = self._model.vocab.join(tokens[:n]).decode("utf-8", "replace")
             self.faults.append(f"cannot be written: {text}, but {taken}, of {said}")
-        _, _, calls = channels_of(answer.parser("x"), [text])
+        _, _, calls = _read(answer, text)
         if [json.loads(one) for _, one in calls] != [arguments]:
             self.faults.append(f"read as {calls}: {text} of {said}")
+
+
+def _read(answer: Any, text: str) -> Any:
+    """Return the channels of a call that comes after the thought where every output begins with one."""
+    begin, end = answer.output_format.reasoning or ("", "")
+    return channels_of(answer.parser("x"), [text if begin else end + text])
 
 
 def main() -> int:

@@ -20,12 +20,12 @@ from tests.engine.chat.referee import Referee
 from tests.engine.chat.test_chat_template import FEW_IN_FAST, TEMPLATES
 from tests.engine.chat.test_formats import TOOL, USER, call, read_back
 
-# What these write has more in it than a call needs, ids, indentation, Python's notation of lists, or
-# the recipient in another place.
+# What these write has more in it than a call needs, ids, indentation, Python's notation of lists, the
+# recipient in another place, or elements for the items of lists, which are JSON in a call that is asked for.
 WRITES_MORE = (
     "Cohere2MoE", "CohereForAI-c4ai-command-r-plus-tool_use", "ByteDance-Seed-OSS",
     "CohereForAI-c4ai-command-r7b-12-2024-tool_use", "openbmb-MiniCPM5-1B",
-    "openai-gpt-oss-120b", "mistralai-Mistral-Nemo-Instruct-2407", "ibm-granite-granite-3.3-2B-Instruct",
+    "MiniMax-M3", "openai-gpt-oss-120b", "mistralai-Mistral-Nemo-Instruct-2407", "ibm-granite-granite-3.3-2B-Instruct",
 )  # fmt: skip
 ARGUMENTS = {"city": "Zurich", "n_days": 3, "units": ["a", "b"]}
 pytestmark = pytest.mark.skipif(
