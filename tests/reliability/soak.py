@@ -11,6 +11,7 @@ import argparse
 import ctypes
 import faulthandler
 import gc
+import math
 import random
 import sys
 import tempfile
@@ -122,7 +123,7 @@ class Outcome:
     @property
     def warmed_up(self) -> list[Sample]:
         """The samples after the first third of them: how long a round takes does not matter."""
-        return self.samples[len(self.samples) // 3 :]
+        return self.samples[math.ceil(len(self.samples) / 3) :] or self.samples[-1:]
 
     @property
     def growth_mib(self) -> float:

@@ -177,7 +177,8 @@ def test_each_thing_that_can_be_wrong_is_a_complaint(found: Outcome, complaint: 
 
 
 def test_memory_counts_after_the_first_third_and_may_be_given_back() -> None:
-    warming = outcome(sample(0, 50), sample(1, 100), sample(2, 90), sample(3, 101))
+    before = (sample(0, 50), sample(0.5, 70))
+    warming = outcome(*before, sample(1, 100), sample(2, 90), sample(3, 101))
     assert (warming.growth_mib, warming.complaints()) == (1.0, [])
     assert warming.slope_mib_per_h == pytest.approx(30.0)
     assert [s.at_s for s in warming.minutes()] == [60.0, 120.0, 180.0]
