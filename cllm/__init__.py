@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from cllm.engine.lora import LoraInfo
     from cllm.engine.request import (
         Completion,
+        FimTokens,
         FinishReason,
         ModelInfo,
         RenderedPrompt,
@@ -81,6 +82,7 @@ __all__ = (
     "EngineStatistics",
     "EngineStatus",
     "ExtentInfo",
+    "FimTokens",
     "FinishReason",
     "GenerationError",
     "Health",
@@ -137,6 +139,7 @@ _MODULE_OF = {
     "EngineStatistics": "cllm.engine.core.statistics",
     "EngineStatus": "cllm.engine.health",
     "ExtentInfo": "cllm.engine.core.messages",
+    "FimTokens": "cllm.engine.request",
     "FinishReason": "cllm.engine.request",
     "GenerationError": "cllm.errors",
     "Health": "cllm.engine.health",

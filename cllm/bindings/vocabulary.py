@@ -28,6 +28,8 @@ class Vocabulary:
     n_tokens : int
     kind : VocabType
     bos, eos, eot, nl, pad, sep : int or None
+    fim_pre, fim_suf, fim_mid, fim_rep, fim_sep : int or None
+        Of text to fill in: before its prefix, suffix and middle, a repository's name and a file.
     adds_bos, adds_eos, adds_sep : bool
         Whether `tokenize(add_special=True)` adds them.
     """
@@ -46,6 +48,11 @@ class Vocabulary:
         self.nl = _token_or_none(lib.llama_vocab_nl(self._vocab))
         self.pad = _token_or_none(lib.llama_vocab_pad(self._vocab))
         self.sep = _token_or_none(lib.llama_vocab_sep(self._vocab))
+        self.fim_pre = _token_or_none(lib.llama_vocab_fim_pre(self._vocab))
+        self.fim_suf = _token_or_none(lib.llama_vocab_fim_suf(self._vocab))
+        self.fim_mid = _token_or_none(lib.llama_vocab_fim_mid(self._vocab))
+        self.fim_rep = _token_or_none(lib.llama_vocab_fim_rep(self._vocab))
+        self.fim_sep = _token_or_none(lib.llama_vocab_fim_sep(self._vocab))
         self.adds_bos = bool(lib.llama_vocab_get_add_bos(self._vocab))
         self.adds_eos = bool(lib.llama_vocab_get_add_eos(self._vocab))
         self.adds_sep = bool(lib.llama_vocab_get_add_sep(self._vocab))

@@ -389,6 +389,28 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True)
+class FimTokens:
+    """The control tokens with which a model fills in text: "fill in the middle".
+
+    Attributes
+    ----------
+    prefix, suffix, middle : int
+        Come before the text that is there before the gap, after it, and in it.
+    begin : int or None
+        Begins a prompt.
+    repository, file : int or None
+        Come before a repository's name, and before a file's name and text.
+    """
+
+    prefix: int
+    suffix: int
+    middle: int
+    begin: int | None = None
+    repository: int | None = None
+    file: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """The loaded model.
 
@@ -414,6 +436,8 @@ class ModelInfo:
         The text in which a reranker wants `{query}` and `{document}`, if it wants more than both.
     loras : tuple of LoraInfo
         The adapters that are loaded.
+    fim : FimTokens or None
+        None of a model that does not fill in text.
     """
 
     path: str
@@ -436,3 +460,4 @@ class ModelInfo:
     embedding: EmbeddingInfo | None = None
     rank_template: str | None = None
     loras: tuple[LoraInfo, ...] = ()
+    fim: FimTokens | None = None

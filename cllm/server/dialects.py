@@ -11,7 +11,7 @@ from typing import Any
 from cllm.server.fields import NO_LIMIT
 
 MIN_TEMPERATURE = 1e-3  # less is what clients send for 0
-LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict")
 SWITCHES = ("think", "enable_thinking")
 
 
@@ -35,6 +35,8 @@ def translated(data: Mapping[str, Any], known: Mapping[str, object]) -> dict[str
         said["stop"] = [text for text in stop if text not in ("", None)]
     if _is_number(said.get("temperature")) and 0 < said["temperature"] < MIN_TEMPERATURE:
         said["temperature"] = 0
+    if said.get("grammar") == "":
+        del said["grammar"]
     if said.get("top_logprobs") == 0 and not said.get("logprobs"):
         del said["top_logprobs"]
     bias = said.get("logit_bias")

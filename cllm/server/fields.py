@@ -32,7 +32,7 @@ def _integral(data: object) -> object:
     return int(data) if isinstance(data, float) and data.is_integer() else data
 
 
-def _tokens(data: object) -> object:
+def _tokens(data: object) -> Any:
     """Token ids.  Looked at as a whole, since there may be a million."""
     if isinstance(data, list):
         kinds = set(map(type, data))
@@ -54,6 +54,24 @@ def _prompts(data: object) -> object:
     if not isinstance(data, list) or set(map(type, data)) <= {int, float}:
         return _prompt(data)
     return [_prompt(one) for one in data]
+
+
+def _mixed(data: object) -> object:
+    """One prompt as llama-server has it: token ids may have texts between them."""
+    if isinstance(data, Mapping):
+        if data.get("multimodal_data"):
+            raise invalid("prompt.multimodal_data", "is not there yet")
+        data = data.get("prompt_string")
+    if isinstance(data, list) and str in set(map(type, data)):
+        return [part if isinstance(part, str) else _tokens([part])[0] for part in data]
+    return _prompt(data)
+
+
+def _all_mixed(data: object) -> list[object]:
+    """All prompts of a request to llama-server; a list that has a number is one."""
+    if not isinstance(data, list) or not data or {int, float} & set(map(type, data)):
+        return [_mixed(data)]
+    return [_mixed(one) for one in data]
 
 
 def _check_schema(data: object) -> object:
@@ -118,6 +136,16 @@ Prompts = Annotated[
             ]
         }
     ),
+]
+_MIXED = {
+    "type": "array",
+    "items": {"anyOf": [_TEXT, {"type": "integer", "minimum": 0}]},
+    "minItems": 1,
+}
+MixedPrompts = Annotated[
+    Any,
+    BeforeValidator(_all_mixed),
+    WithJsonSchema({"anyOf": [_TEXT, _MIXED, {"type": "array", "items": _MIXED, "minItems": 1}]}),
 ]
 # The first wrong item is enough: a body has room for a million, and each would be described.
 Texts = Annotated[list[Text], Field(fail_fast=True)]

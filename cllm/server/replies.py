@@ -46,7 +46,7 @@ class Writer:
         self._is_over = False
         self._sent_at = 0.0
 
-    async def json(self, make: Callable[[], Mapping[str, Any]], *, is_long: bool = False) -> None:
+    async def json(self, make: Callable[[], object], *, is_long: bool = False) -> None:
         """The whole answer; one that may be megabytes is made in a thread."""
         await self.whole(
             await anyio.to_thread.run_sync(_encoded, make) if is_long else _encoded(make)
@@ -111,7 +111,7 @@ class Writer:
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
 
-def _encoded(make: Callable[[], Mapping[str, Any]]) -> bytes:
+def _encoded(make: Callable[[], object]) -> bytes:
     return b"".join(_parts(make(), DEPTH))
 
 

@@ -19,12 +19,14 @@ from cllm.server.fields import (
     Integer,
     Loras,
     Messages,
+    MixedPrompts,
     Number,
     Objects,
     Prompt,
     Prompts,
     ResponseFormat,
     Text,
+    Texts,
     Tokens,
     sampling_fields,
 )
@@ -229,6 +231,67 @@ CompletionBody: Any = create_model(
     "CompletionBody",
     __base__=CompletionFields,
     __doc__="A completion.",
+    **sampling_fields(without=("prompt_logprobs",)),
+)
+
+
+class LlamaServerFields(_Request):
+    """What llama-server's own routes have in common."""
+
+    harmless: ClassVar = HARMLESS | {
+        "t_max_prompt_ms",
+        "n_discard",
+        "sse_ping_interval",
+        "verbose",
+        "backend_sampling",
+    }
+    neutral: ClassVar = NEUTRAL | {"post_sampling_probs": (None, False)}
+
+    n_predict: Integer | None = Field(None, description="As `max_tokens`; 0: the prompt alone")
+    n_cmpl: Integer | None = Field(None, description="Outputs of each prompt")
+    n: Choices | None = None
+    n_probs: Integer | None = Field(None, description="As `logprobs`")
+    return_tokens: Flag = False
+    response_fields: Texts | None = Field(
+        None, description="Fields of the answer, of inner ones the path", examples=[["content"]]
+    )
+    n_indent: Integer = Field(
+        0, description="End before a line, but for the first, that begins with less white space"
+    )
+    t_max_predict_ms: Integer = Field(
+        0, description="End with the line after so many milliseconds of output; 0: never"
+    )
+
+
+class LlamaServerCompletionFields(LlamaServerFields):
+    """`POST /completion`."""
+
+    prompt: MixedPrompts
+
+
+LlamaServerCompletionBody: Any = create_model(
+    "LlamaServerCompletionBody",
+    __base__=LlamaServerCompletionFields,
+    __doc__="A completion, as llama-server has it.",
+    **sampling_fields(without=("prompt_logprobs",)),
+)
+
+
+class InfillFields(LlamaServerFields):
+    """`POST /infill`."""
+
+    input_prefix: Text
+    input_suffix: Text
+    input_extra: Objects = Field(
+        [], description="Parts of other files: `filename` and `text`, the nearest last"
+    )
+    prompt: Text = Field("", description="The beginning of what is filled in")
+
+
+InfillBody: Any = create_model(
+    "InfillBody",
+    __base__=InfillFields,
+    __doc__="Text around a gap.",
     **sampling_fields(without=("prompt_logprobs",)),
 )
 

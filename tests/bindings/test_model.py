@@ -274,3 +274,18 @@ def test_an_adapter_that_is_no_file_is_refused_before_llama_cpp_reads_it(
 ) -> None:
     with pytest.raises(ModelLoadError, match=r"not a regular file|No such file"):
         LoraAdapter(model, tmp_path / name)
+
+
+@pytest.mark.parametrize(("name", "names"), [
+    ("refact", ["<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<reponame>", None]),
+    ("deepseek-coder", ["<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>", None, None]),
+    ("llama-bpe", [None] * 5),
+])  # fmt: skip
+def test_a_vocabulary_has_the_tokens_with_which_its_model_fills_in_text(
+    name: str, names: list[str | None], llama_cpp_source: Path
+) -> None:
+    path = llama_cpp_source / "models" / f"ggml-vocab-{name}.gguf"
+    with Model(path, vocab_only=True) as model:
+        vocab = model.vocab
+        found = [vocab.fim_pre, vocab.fim_suf, vocab.fim_mid, vocab.fim_rep, vocab.fim_sep]
+        assert [None if token is None else vocab.text(token) for token in found] == names

@@ -22,6 +22,8 @@ SHARES = {
     "/v1/responses": 15,
     "/v1/messages": 15,
     "/apply-template": 5,
+    "/completion": 10,
+    "/infill": 5,
     "/tokenize": 5,
     "/detokenize": 5,
 }
@@ -35,7 +37,7 @@ def keep_small(body: Any) -> None:
     if not isinstance(body, dict) or not body.keys() & {"prompt", "messages", "input"}:
         return
     own = "max_output_tokens" if "input" in body else "max_tokens"
-    for name in (own, "max_completion_tokens"):
+    for name in (own, "max_completion_tokens", "n_predict"):
         value: Any = body.get(name)
         is_many = type(value) in (int, float) and value > 4
         if is_many or (value is None and name == own):

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from cllm.bindings import Context, Model
+from cllm.bindings import Context, Model, Vocabulary
 from cllm.engine.chat.rank_prompt import QWEN3_TEMPLATE, RANK_TEMPLATE
 from cllm.engine.config import NGRAM, EngineConfig
 from cllm.engine.constraint import CompiledConstraint, NamedConstraint
@@ -33,7 +33,7 @@ from cllm.engine.llama.memory import check_fits
 from cllm.engine.llama.preflight import Preflight, model_files
 from cllm.engine.llama.row_cost_cache import load_table, save_table, table_key
 from cllm.engine.llama.sampler import SamplerFactory
-from cllm.engine.request import ModelInfo
+from cllm.engine.request import FimTokens, ModelInfo
 from cllm.engine.sampling.logprobs import LogprobReader
 from cllm.engine.sampling_params import SamplingOptions, SamplingParams
 from cllm.engine.thread.backend import CheckServing, Loaded
@@ -362,4 +362,13 @@ def _model_info(
         sampling=sampling_of(model.metadata_value) if config.model_sampling else {},
         fingerprint=fingerprint(model_files(config), config, kv_cache),
         state_key=state_key(model_files(config), config, kv_cache),
+        fim=_fim_tokens(model.vocab),
     )
+
+
+def _fim_tokens(vocab: Vocabulary) -> FimTokens | None:
+    prefix, suffix, middle = vocab.fim_pre, vocab.fim_suf, vocab.fim_mid
+    if prefix is None or suffix is None or middle is None:
+        return None
+    begin = vocab.bos if vocab.adds_bos else None
+    return FimTokens(prefix, suffix, middle, begin, vocab.fim_rep, vocab.fim_sep)

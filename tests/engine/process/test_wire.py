@@ -53,6 +53,7 @@ from cllm.engine.process.wire import (
 )
 from cllm.engine.request import (
     Completion,
+    FimTokens,
     FinishReason,
     GenerationRequest,
     ModelInfo,
@@ -94,7 +95,7 @@ MODEL = ModelInfo(
     "path", "name", "about", "llama", 1, 2, 3, 4, 5, 6, None, "{{ x }}", 7,
     sampling={"top_k": 3, "temperature": 0.5}, fingerprint="f",
     embedding=EmbeddingInfo("rank", 2, 512, ("yes", "no"), (1, 2), (2,), is_softmaxed=True),
-    loras=(LoraInfo("a", "a.gguf", 0.5, (1, 2)),),
+    loras=(LoraInfo("a", "a.gguf", 0.5, (1, 2)),), fim=FimTokens(1, 2, 3, None, 5, 6),
 )  # fmt: skip
 
 

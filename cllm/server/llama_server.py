@@ -1,0 +1,347 @@
+"""llama-server's own routes for text: `POST /completion` and `POST /infill`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from cllm import (
+    Completion,
+    Engine,
+    FinishReason,
+    SamplingParams,
+    TokenDelta,
+    TokenLogprob,
+    TokenStream,
+)
+from cllm.server.body import SafeRoute
+from cllm.server.chat_call import seeded
+from cllm.server.fields import MAX_SEED, NO_LIMIT, SAMPLING_FIELDS
+from cllm.server.generate import check_length, check_logprobs
+from cllm.server.infill import Gap, infill_prompt
+from cllm.server.loras import loras_of
+from cllm.server.problems import Problem, invalid, shutting_down
+from cllm.server.replies import Reply, Writer
+from cllm.server.running import run_streams
+from cllm.server.schemas import (
+    InfillBody,
+    LlamaServerCompletionBody,
+    LlamaServerFields,
+    sampling_of,
+)
+from cllm.server.state import ServerState, log_request, request_id_of, state_of
+
+router = APIRouter(route_class=SafeRoute, tags=["llama-server"])
+logger = logging.getLogger("cllm.server")
+
+Prompt = str | Sequence[int]
+OTHER_NAMES = {"typical_p": "typ_p"}  # of samplers
+N_INFILL = 128  # tokens that are left for what is filled in, where a request does not say
+NO_SLOT = -1
+
+
+@router.post("/completion", summary="Complete prompts, as llama-server does")
+async def completion(body: LlamaServerCompletionBody, request: Request) -> Response:
+    """The output of one prompt as an object, of several as a list."""
+    engine = state_of(request).serving
+    prompts = [await _prompt_of(engine, given) for given in body.prompt]
+    return _answer(state_of(request), body, prompts, request)
+
+
+@router.post("/infill", summary="Fill in text, as llama-server does")
+async def infill(body: InfillBody, request: Request) -> Response:
+    """What is between two texts, of a model with tokens for that; else status 501."""
+    engine = state_of(request).serving
+    if (fim := engine.model.fim) is None:
+        missing = (
+            "Infill is not supported by this model: it has no prefix, suffix and middle tokens"
+        )
+        raise Problem(501, missing)
+
+    async def tokenize(text: str) -> list[int]:
+        return await engine.tokenize(text, add_special=False) if text else []
+
+    n_output = N_INFILL if body.n_predict is None else min(body.n_predict, N_INFILL)
+    gap = Gap(body.input_prefix, body.input_suffix, _others(body.input_extra), body.prompt)
+    n_max = max(1, engine.model.n_ctx - max(1, n_output))
+    prompt = await infill_prompt(gap, fim, tokenize, n_max)
+    return _answer(state_of(request), body, [prompt], request)
+
+
+def _others(extra: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    for i, chunk in enumerate(extra):
+        given = {"filename": "tmp", "text": None, **chunk}
+        for key in ("filename", "text"):
+            if not isinstance(given[key], str):
+                raise invalid(f"input_extra[{i}].{key}", "must be text")
+        found.append((str(given["filename"]), str(given["text"])))
+    return found
+
+
+async def _prompt_of(engine: Engine, given: str | Sequence[int | str]) -> Prompt:
+    """Return a prompt as the engine takes it; texts between token ids are tokenized."""
+    check_length(engine, given)  # type: ignore[arg-type]  # a text has a token or more
+    if isinstance(given, str) or not any(isinstance(part, str) for part in given):
+        return given  # type: ignore[return-value]
+    tokens: list[int] = []
+    for i, part in enumerate(given):
+        if isinstance(part, str):
+            tokens += await engine.tokenize(part, add_special=i == 0, parse_special=True)
+        else:
+            tokens.append(part)
+    return tokens
+
+
+def _params_of(body: Any, engine: Engine) -> SamplingParams:
+    """Return the sampling parameters of a body; without a limit an output ends with the context."""
+    n_max = body.max_tokens if body.n_predict is None else body.n_predict
+    changes: dict[str, Any] = {"max_tokens": NO_LIMIT if n_max is None else max(1, n_max)}
+    if body.n_probs:
+        changes["logprobs"] = body.n_probs
+    if body.temperature is not None:
+        changes["temperature"] = max(0.0, body.temperature)
+    if body.seed is not None:
+        changes["seed"] = None if body.seed == -1 else body.seed % (MAX_SEED + 1)
+    if body.samplers is not None:
+        names = [OTHER_NAMES.get(name, name) for name in body.samplers]
+        if "infill" in names:
+            _log_infill()
+        changes["samplers"] = [name for name in names if name != "infill"]
+    return sampling_of(body, engine.sampling_defaults, **changes)
+
+
+@lru_cache(1)  # said once
+def _log_infill() -> None:
+    logger.info("the sampler infill of llama-server is left out: other samplers do without it")
+
+
+@dataclass
+class Lines:
+    """The text of an output, and whether it ends by the rules for lines.
+
+    Attributes
+    ----------
+    n_indent : int
+        White space that each line begins with, but for the first; 0: any.
+    max_s : float
+        After so many seconds of output it ends with a line; 0: never.
+    text : str
+    n_tokens : int
+    is_over : bool
+    """
+
+    n_indent: int
+    max_s: float
+    text: str = ""
+    n_tokens: int = 0
+    is_over: bool = False
+    _line: int = 0  # where the last line that has been looked at begins
+    _since: float = field(default_factory=time.monotonic)
+
+    def add(self, delta: TokenDelta) -> str:
+        """Take the next piece of the output, and return what of it is kept."""
+        if not self.n_tokens:
+            self._since = time.monotonic()
+        self.n_tokens += len(delta.token_ids)
+        before = len(self.text)
+        self.text += delta.text
+        while self.n_indent and (newline := self.text.find("\n", self._line)) >= 0:
+            line = self.text[newline + 1 :]
+            n_space = len(line) - len(line.lstrip(" \t"))
+            if n_space == len(line):
+                break  # more of it may come
+            if n_space < self.n_indent:
+                self.text = self.text[: max(before, newline + 1 + n_space)]
+                self.is_over = True
+                break
+            self._line = newline + 1
+        is_late = self.max_s and time.monotonic() - self._since > self.max_s
+        self.is_over |= bool(is_late and "\n" in delta.text)
+        return self.text[before:]
+
+
+def _answer(state: ServerState, body: Any, prompts: Sequence[Prompt], request: Request) -> Response:
+    engine, request_id = state.serving, request_id_of(request)
+    n = 1 if body.n is None else body.n
+    n = n if body.n_cmpl is None else body.n_cmpl
+    if not 1 <= n <= state.config.max_n:
+        raise invalid("n_cmpl", f"is {n}, must be 1 to {state.config.max_n}")
+    if len(prompts) * n > state.config.max_prompts:
+        raise invalid("prompt", f"prompts times n_cmpl must be at most {state.config.max_prompts}")
+    params = _params_of(body, engine)
+    check_logprobs(state, params)
+    lora = loras_of(engine, body.lora, body.model)
+    is_prompt_only = body.n_predict == 0
+    log_request(state, request_id, prompts)
+    observation = state.observation(request, "text_completion", params)
+    lines = [Lines(body.n_indent, body.t_max_predict_ms / 1000) for _ in prompts for _ in range(n)]
+
+    def stream_of(engine_id: str, number: int) -> TokenStream:
+        return engine.stream(
+            prompts[number // n],
+            seeded(params, number % n),
+            lora=lora,
+            parse_special=True,
+            priority=body.priority,
+            timeout=body.timeout,
+            request_id=f"{engine_id}-{number}" if number else engine_id,
+        )
+
+    async def produce(writer: Writer) -> None:
+        async def on_delta(index: int, delta: TokenDelta) -> None:
+            output = lines[index]
+            if output.is_over or is_prompt_only:
+                return
+            text = output.add(delta)
+            if output.is_over:
+                await streams[index].cancel()
+            if body.stream and (text or delta.token_ids):
+                await writer.event(_part(index, text, delta, output))
+
+        with state.unique(request_id) as engine_id:
+            streams = [stream_of(engine_id, number) for number in range(len(lines))]
+            on_each = on_delta if body.stream or body.n_indent or body.t_max_predict_ms else None
+            on_admitted = writer.begin if body.stream else None
+            done = await run_streams(streams, observation, on_each, on_admitted)
+        for output, one in zip(lines, done, strict=True):
+            if one.finish_reason is FinishReason.CANCELLED and not output.is_over:
+                raise shutting_down()
+        form = AnswerForm(state.model_name, body, params, is_prompt_only)
+        wants_prompt = form.wants("prompt")
+        texts = [
+            await engine.detokenize(one.prompt_token_ids) if wants_prompt else "" for one in done
+        ]
+        answers = [
+            form.whole(index, one, lines[index], texts[index]) for index, one in enumerate(done)
+        ]
+        if body.stream:
+            for answer in answers:
+                await writer.event(answer)
+            await writer.close()
+        else:
+            is_long = any(one.logprobs is not None for one in done)
+            await writer.json(lambda: answers if len(answers) > 1 else answers[0], is_long=is_long)
+
+    return Reply(produce, state.config.ping_interval_s)
+
+
+def _part(index: int, text: str, delta: TokenDelta, output: Lines) -> dict[str, Any]:
+    part: dict[str, Any] = {
+        "index": index,
+        "content": text,
+        "tokens": delta.token_ids,
+        "stop": False,
+        "id_slot": NO_SLOT,
+        "tokens_predicted": output.n_tokens,
+    }
+    if delta.logprobs:
+        part["completion_probabilities"] = _probabilities(delta.logprobs)
+    return part
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """How llama-server writes what a request has come to."""
+
+    model_name: str
+    body: LlamaServerFields
+    params: SamplingParams
+    is_prompt_only: bool
+
+    def wants(self, name: str) -> bool:
+        """Return whether a field is wanted, or one inside of it."""
+        wanted = self.body.response_fields
+        return wanted is None or any(path.split("/")[0] == name for path in wanted)
+
+    def whole(self, index: int, done: Completion, output: Lines, prompt: str) -> dict[str, Any]:
+        """Return the answer for one output, after what has been streamed of it."""
+        is_streamed = self.body.stream
+        text = output.text if output.is_over else "" if self.is_prompt_only else done.text
+        tokens = done.token_ids if self.body.return_tokens and not is_streamed else ()
+        n_output = 0 if self.is_prompt_only else done.usage.n_output
+        has_stopped = done.finish_reason is FinishReason.STOP and not output.is_over
+        by_word = has_stopped and isinstance(done.stop_reason, str)
+        answer: dict[str, Any] = {
+            "index": index,
+            "content": "" if is_streamed else text,
+            "tokens": () if self.is_prompt_only else tokens,
+            "id_slot": NO_SLOT,
+            "stop": True,
+            "model": self.model_name,
+            "tokens_predicted": n_output,
+            "tokens_evaluated": done.usage.n_prompt,
+            "generation_settings": _settings(self.params),
+            "prompt": prompt,
+            "has_new_line": "\n" in text,
+            "truncated": False,
+            "stop_type": "word" if by_word else "eos" if has_stopped else "limit",
+            "stopping_word": done.stop_reason if by_word else "",
+            "tokens_cached": done.usage.n_prompt + n_output,
+            "timings": _timings(done, n_output),
+        }
+        if done.logprobs is not None and not is_streamed:
+            answer["completion_probabilities"] = _probabilities(done.logprobs)
+        paths = self.body.response_fields
+        return answer if paths is None else _picked(answer, paths)
+
+
+def _settings(params: SamplingParams) -> dict[str, Any]:
+    settings = {name: getattr(params, name) for name in SAMPLING_FIELDS}
+    biases = params.logit_bias.items()
+    settings["logit_bias"] = [{"token": token, "bias": bias} for token, bias in biases]
+    return settings
+
+
+def _picked(answer: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:
+    """Return some fields of an answer, each under its whole path; what is not there is left out."""
+    found = {}
+    for path in paths:
+        value: Any = answer
+        for name in path.split("/"):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        if value is not None:
+            found[path] = value
+    return found
+
+
+def _timings(done: Completion, n_output: int) -> dict[str, Any]:
+    n_prompt = done.usage.n_prompt - done.usage.n_cached
+    return {
+        "cache_n": done.usage.n_cached,
+        **_speed("prompt", n_prompt, done.timings.prefill_s),
+        **_speed("predicted", n_output, done.timings.decode_s),
+    }
+
+
+def _speed(name: str, n: int, seconds: float | None) -> dict[str, Any]:
+    seconds = seconds or 0.0
+    return {
+        f"{name}_n": n,
+        f"{name}_ms": 1000 * seconds,
+        f"{name}_per_token_ms": 1000 * seconds / n if n else 0.0,
+        f"{name}_per_second": n / seconds if seconds else 0.0,
+    }
+
+
+def _probabilities(logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    return [
+        {**_probability(one), "top_logprobs": [_probability(other) for other in one.top]}
+        for one in logprobs
+    ]
+
+
+def _probability(logprob: TokenLogprob) -> dict[str, Any]:
+    return {
+        "id": logprob.token_id,
+        "token": logprob.text,
+        "bytes": list(logprob.bytes),
+        "logprob": max(logprob.logprob, -9999.0),
+    }
