@@ -1,5 +1,5 @@
 # The two commands of the README, and what CI runs.  Everything is quick the second time.
-.PHONY: demo test coverage test-process test-clients test-ray test-rpc test-real test-full test-exhaustive test-asan test-leaks soak check bench release native clean help
+.PHONY: demo test coverage test-process test-clients clients-newest test-ray test-rpc test-real test-full test-exhaustive test-asan test-leaks soak check bench release native clean help
 
 PYTHON ?= python3
 # Without bytecode files each process of the tests compiles 760 modules.
@@ -14,7 +14,9 @@ help:
 	@echo "make coverage          the fast tests, and the branches of cllm/engine that they take"
 	@echo "make test-full         all tests: some five minutes on two cores"
 	@echo "make test-process      the tests of the engine, with llama.cpp in a process of its own"
-	@echo "make test-clients      openai, anthropic, openai-agents, pydantic-ai, langchain, LlamaIndex, llm, LiteLLM"
+	@echo "make test-clients      openai, anthropic, openai-agents, pydantic-ai, langchain, LlamaIndex, llm, LiteLLM,"
+	@echo "                       and the Codex CLI, Claude Code and opencode, where npm is"
+	@echo "make clients-newest    the same with their newest versions"
 	@echo "make test-real         real models: SmolLM2-135M-Instruct, all-MiniLM-L6-v2; 181 MB, fetched once"
 	@echo "make test-ray          two replicas on Ray Serve, on this machine: three minutes"
 	@echo "make test-exhaustive   the full numbers of docs/reliability.md"
@@ -25,7 +27,7 @@ help:
 	@echo "make check   ruff and mypy --strict"
 	@echo "make bench   cllm beside the others, an hour; BENCH_ARGS=--quick: 10 minutes"
 	@echo "make release     source distribution, wheel for any CPU, SBOM and checksums in dist/"
-	@echo "make clean   remove .venv, .venv-clients, .venv-peers, .venv-ray and build results (cached libraries stay)"
+	@echo "make clean   remove .venv, .venv-* and build results (cached libraries stay)"
 
 demo:
 	@PYTHON=$(PYTHON) tools/setup.sh server
@@ -56,9 +58,14 @@ test-process:
 # the process, and LiteLLM has annotations that pydantic warns of: their own affair.
 CLIENTS_LEAVE := -W ignore::ResourceWarning -W ignore::pytest.PytestUnraisableExceptionWarning \
 	-W "ignore:Item:UserWarning"
+# PYTEST_ARGS="-m real" lets each agent ask SmolLM2: four minutes.
 test-clients:
 	@PYTHON=$(PYTHON) tools/setup.sh clients
 	@.venv-clients/bin/python -m pytest -q $(CLIENTS_LEAVE) tests/clients $(PYTEST_ARGS)
+
+clients-newest:
+	@PYTHON=$(PYTHON) tools/setup.sh newest
+	@.venv-newest/bin/python -m pytest -q $(CLIENTS_LEAVE) tests/clients $(PYTEST_ARGS)
 
 # Fetches the models into the cache directory, once.
 test-real:
@@ -121,4 +128,4 @@ native:
 	@PYTHON=$(PYTHON) ./build_llama.sh
 
 clean:
-	rm -rf .venv .venv-clients .venv-peers .venv-ray build dist *.egg-info cllm/_native .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage*
+	rm -rf .venv .venv-clients .venv-newest .venv-peers .venv-ray build dist *.egg-info cllm/_native .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage*

@@ -5,12 +5,13 @@
 #   tools/setup.sh dev       and what the tests and the linters need
 #   tools/setup.sh release   and what makes a release
 #   tools/setup.sh clients   in .venv-clients: the clients that have to work unchanged
+#   tools/setup.sh newest    in .venv-newest: the newest versions of the same
 #   tools/setup.sh ray       in .venv-ray: Ray Serve, and what its tests need
 #
 # Idempotent: the second run only looks at a stamp and asks build_llama.sh, which has its own.
 set -euo pipefail
 
-extra=${1:?usage: tools/setup.sh server|dev|release|clients|ray}
+extra=${1:?usage: tools/setup.sh server|dev|release|clients|newest|ray}
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 
@@ -34,13 +35,37 @@ fi
 wanted=$(cat pyproject.toml setup.py | sha256sum | cut -c1-16)
 venv=.venv
 [ "$extra" = clients ] && venv=.venv-clients
+[ "$extra" = newest ] && venv=.venv-newest
 [ "$extra" = ray ] && venv=.venv-ray extra=ray-test
 installed() { [ "$(cat "$venv/.installed-$1" 2>/dev/null)" = "$wanted" ] && [ -x "$venv/bin/cllm" ]; }
-if ! installed dev && ! installed "$extra"; then
+if [ "$extra" = newest ]; then
+    echo "installing the newest clients into $venv"
+    [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+    "$python" -c 'import re, tomllib
+extra = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["clients"]
+print(*(re.sub("^cllm", "--editable .", re.sub("==.*", "", name)) for name in extra), sep="\n")' >"$venv/newest.txt"
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager \
+        --requirement "$venv/newest.txt"
+elif ! installed dev && ! installed "$extra"; then
     echo "installing cllm[$extra] into $venv"
     [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".[$extra]"
     echo "$wanted" >"$venv/.installed-$extra"
+fi
+
+# The agents are programs of npm; without it their tests skip and say so.
+agents=tests/clients/agents/package.json
+if [ "$extra" = newest ] || { [ "$extra" = clients ] && ! cmp -s $agents "$venv/agents/package.json"; }; then
+    echo "installing the agents into $venv"
+    mkdir -p "$venv/agents"
+    if [ "$extra" = newest ]; then
+        sed -E 's/: "[0-9.]+"/: "latest"/' $agents >"$venv/agents/package.json.new"
+    else
+        cp $agents "$venv/agents/package.json.new"
+    fi
+    (cd "$venv/agents" && rm -f package-lock.json && mv package.json.new package.json &&
+        npm install --silent --no-audit --no-fund --no-update-notifier >npm.log 2>&1) ||
+        { rm -f "$venv/agents/package.json" && echo "there are no agents: npm is not there, or has failed" >&2; }
 fi
 
 # cmake, and ninja or make, from their wheels where the system has none.

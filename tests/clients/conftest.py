@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import anyio
 import pytest
 import uvicorn
 
+from cllm import Engine
 from cllm.server import create_app
 from cllm.testing import FakeAnswer, FakeEngine
 
@@ -33,15 +35,15 @@ def answer(prompt: str) -> FakeAnswer | str:
     return FakeAnswer("Hello!", reasoning="A greeting.")
 
 
-@pytest.fixture(scope="module")
-def base_url() -> Iterator[str]:
-    """The address of a server that ends with the tests."""
+@contextmanager
+def served(make: Callable[[], Engine]) -> Iterator[str]:
+    """The address of a server behind a real socket."""
     listening = socket.create_server(("127.0.0.1", 0))
     port, ready, server = listening.getsockname()[1], threading.Event(), None
 
     async def serve() -> None:
         nonlocal server
-        async with FakeEngine(answer, n_ctx=16384) as engine:
+        async with make() as engine:
             config = uvicorn.Config(create_app(engine), log_level="warning", lifespan="on")
             server = uvicorn.Server(config)
             ready.set()
@@ -50,7 +52,16 @@ def base_url() -> Iterator[str]:
     thread = threading.Thread(target=anyio.run, args=(serve,))
     thread.start()
     ready.wait()
-    yield f"http://127.0.0.1:{port}"
-    assert server is not None
-    server.should_exit = True
-    thread.join()
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        assert server is not None
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def base_url() -> Iterator[str]:
+    """The address of a server that ends with the tests."""
+    with served(lambda: FakeEngine(answer, n_ctx=16384)) as url:
+        yield url
