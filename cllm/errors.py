@@ -109,6 +109,13 @@ class ModelLoadError(CllmError):
         self.reason = reason
 
 
+class ModelChangedError(ModelLoadError):
+    """A file of an engine no longer contains what it did when the engine opened it.
+
+    `Engine.reload` loads what it contains now.
+    """
+
+
 class DownloadError(CllmError):
     """A model that was named could not be downloaded; nothing is left that could be taken for it.
 

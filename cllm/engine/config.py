@@ -8,7 +8,7 @@ import json
 import operator
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypedDict
 
@@ -337,6 +337,35 @@ class EngineConfig:
     def to_json(self) -> str:
         """All fields, for another process: `EngineConfig(**json.loads(text))` takes them back."""
         return json.dumps({f.name: getattr(self, f.name) for f in fields(self)}, default=_plain)
+
+    def absolute(self) -> EngineConfig:
+        """Return the same settings for processes that start later, elsewhere: without relative paths.
+
+        A chat template is in it instead of its file.
+
+        Raises
+        ------
+        InvalidArgumentError
+            See `read_chat_template`.
+        """
+        paths: dict[str, Any] = {
+            name: str(Path(given).absolute())
+            for name in ("trace", "embedding_model", "model")
+            if (given := getattr(self, name)) is not None
+        }
+        if self.draft_model is not None:
+            paths["speculation"] = str(self.draft_model.absolute())
+        if self.prefix_cache_dir is not None:
+            paths["prefix_cache_dir"] = str(Path(self.prefix_cache_dir).expanduser().absolute())
+        template = self.read_chat_template()
+        return replace(
+            self,
+            lora=tuple(
+                (lora.name, str(Path(lora.path).absolute()), lora.scale) for lora in self.loras
+            ),
+            chat_template=template if is_jinja(template) else self.chat_template,
+            **paths,
+        )
 
     @property
     def n_cells(self) -> int:

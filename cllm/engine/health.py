@@ -86,7 +86,8 @@ def check_serving(
 ) -> None:
     """Raise unless requests are served; with `draining`, the last ones are enough."""
     if status is EngineStatus.FAILED:
-        raise EngineFailedError("the engine has failed") from failure
+        assert failure is not None
+        raise EngineFailedError.of(failure)
     if status is EngineStatus.DRAINING and not draining:
         raise ClosedError("the engine is draining: it takes no new requests")
     if status not in (EngineStatus.READY, EngineStatus.DRAINING):

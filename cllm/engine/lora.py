@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cllm.checks import check_float
+from cllm.engine.file_content import FileContent
 from cllm.errors import InvalidArgumentError, InvalidRequestError
 
 # Names and scales, none of which is 0, in the order of the names: what llama.cpp computes one decode with.
@@ -29,12 +30,15 @@ class LoraInfo:
     invocation_tokens : tuple of int
         Of an activated adapter (aLoRA): it computes what comes from their last place in a prompt on, and
         nothing of a prompt without them.  Empty: it computes everything.
+    content : FileContent or None
+        What the file contained when it was loaded.
     """
 
     name: str
     path: str
     scale: float = 0.0
     invocation_tokens: tuple[int, ...] = ()
+    content: FileContent | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ def start_parts(
         host: EngineHost
         if config.process:
             assert child_backend is not None
-            host = _make_process(config, child_backend, inbox, outbox, workers)
+            host = _make_process(config, backend, child_backend, inbox, outbox, workers)
         else:
             host = InferenceThread(config, backend, inbox, outbox, workers, interrupter)
         check = partial(check_host, host)
@@ -111,6 +111,7 @@ def start_parts(
 
 def _make_process(
     config: EngineConfig,
+    backend: Backend,
     child_backend: str,
     inbox: Inbox,
     outbox: Outbox[list[Event]],
@@ -121,7 +122,8 @@ def _make_process(
     except ModuleNotFoundError as error:
         limit = f"False: {error.name} is not installed (pip install 'cllm[process]')"
         raise InvalidArgumentError("process", True, limit) from error
-    open_all = LlamaBackend(config).open_vocabularies
+    assert isinstance(backend, LlamaBackend)
+    open_all = backend.open_vocabularies
     process = EngineProcess(config, inbox, outbox, workers, open_all, backend=child_backend)
     inbox.on_put = process.on_put
     return process

@@ -12,6 +12,7 @@ from typing import Any
 
 from cllm.engine.constraint import CompiledConstraint
 from cllm.engine.embedding import EmbeddingInfo
+from cllm.engine.file_content import FileContent
 from cllm.engine.lora import NO_LORA, LoraInfo, LoraUse
 from cllm.engine.sampling_params import SamplingOptions, SamplingParams
 from cllm.errors import ClosedError
@@ -438,6 +439,8 @@ class ModelInfo:
         The adapters that are loaded.
     fim : FimTokens or None
         None of a model that does not fill in text.
+    files : tuple of FileContent
+        What was loaded: the model's file or files, adapters, the models that draft and embed.
     """
 
     path: str
@@ -461,3 +464,4 @@ class ModelInfo:
     rank_template: str | None = None
     loras: tuple[LoraInfo, ...] = ()
     fim: FimTokens | None = None
+    files: tuple[FileContent, ...] = ()

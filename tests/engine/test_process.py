@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import select
@@ -31,7 +32,7 @@ from cllm import (
 )
 from cllm.engine.child_process import child_environment
 from cllm.engine.config import EMBEDDED_MODEL
-from cllm.engine.process import engine_process
+from cllm.engine.process import engine_process, spawn
 from cllm.engine.process.crash_report import last_crash
 from cllm.engine.process.engine_process import EngineProcess
 from tests.conftest import QUIET
@@ -327,6 +328,53 @@ async def test_a_missing_file_is_the_same_error_as_without(tmp_path: Path) -> No
     with pytest.raises(ModelLoadError, match=r"missing\.gguf"):
         async with Engine(tmp_path / "missing.gguf", process=True):
             raise AssertionError("loaded")
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EAGAIN, errno.ENOMEM, errno.ENOSPC])
+async def test_a_process_that_there_is_no_room_for_is_started_later(
+    engine: Engine, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_process, "RETRY_S", (0.01,) * 4)
+    failures = [OSError(number, os.strerror(number))] * 4
+
+    def spawned() -> spawn.Spawned:
+        if failures:
+            raise failures.pop()
+        return spawn.Spawned()
+
+    monkeypatch.setattr(spawn, "spawned", spawned)
+    send(engine, signal.SIGKILL)
+    assert (await engine.generate("1+1=", temperature=0)).text == "2"
+    assert not failures
+    assert engine.statistics().n_restarts == 1
+
+
+async def test_an_engine_whose_process_cannot_be_started_fails_in_the_end(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spawned() -> spawn.Spawned:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(engine_process, "RETRY_S", (0.01,) * 2)
+    monkeypatch.setattr(spawn, "spawned", spawned)
+    send(engine, signal.SIGKILL)
+    with pytest.raises(EngineFailedError, match="too many open files"):
+        await engine.generate("1+1=", temperature=0)
+
+
+class Unsteady(Engine):
+    _child_backend = "tests.engine.process.poisonous:LoadsNotAtOnce"
+
+
+async def test_a_process_that_fails_to_load_what_was_loaded_before_is_followed_by_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CLLM_TEST_MARKS", str(tmp_path / "marks"))
+    monkeypatch.setattr(engine_process, "RETRY_S", (0.01,) * 2)
+    async with Unsteady(**EXACT) as engine:
+        send(engine, signal.SIGKILL)
+        assert (await engine.generate("1+1=", temperature=0)).text == "2"
+        assert engine.statistics().n_restarts == 1
 
 
 class Hopeless(Engine):

@@ -319,7 +319,9 @@ async def opened(vocab: object, prompt: str | tuple[int, ...], gate: QueueGate) 
         cast(Dispatcher, dispatcher),
         Loras(cast(Dispatcher, dispatcher), workers, lambda path: None, is_fixed=True),
         stream_buffer=64,
-        constraints=ConstraintCompiler(lambda: cast(Vocabulary, vocab), workers, n_threads=1),
+        constraints=ConstraintCompiler(
+            lambda: cast(Vocabulary, vocab), workers, n_threads=1, files=tuple
+        ),
         workers=workers,
         tokenizer=workers.start("cllm-tokenizer"),
         can_speculate=False,

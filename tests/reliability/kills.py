@@ -1,5 +1,7 @@
 """Kills of an engine's process: `python -m tests.reliability.kills [--kills N] [--minutes M] [--save]`.
 
+`--files N` changes one of the engine's files at each of N kills instead.
+
 Readers ask again and again while the process is killed at random moments, crashes inside of
 `llama_decode`, or stands still.  Every answer is compared with what the same request got before: its
 tokens, its text, each delta once.
@@ -12,6 +14,7 @@ import gc
 import itertools
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -19,6 +22,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +31,11 @@ import httpx
 import openai
 
 from benchmarks.measure import rss_mib
-from cllm import Completion, Engine, Restart
+from cllm import Completion, Engine, EngineFailedError, EngineStatus, ModelChangedError, Restart
+from cllm.engine.config import EMBEDDED_MODEL
 from tests.conftest import QUIET
+from tests.file_changes import CHANGES
+from tests.lora_files import make_lora
 from tests.reliability.record import Record, Table, conclude
 from tests.server.conftest import running
 
@@ -192,6 +199,83 @@ async def kill(
     return found
 
 
+# --- With other files -----------------------------------------------------------------------------
+def file_of(kind: str, directory: Path) -> tuple[Path, dict[str, Any]]:
+    """A file that an engine uses for this, and the options that say so."""
+    model = Path(shutil.copyfile(EMBEDDED_MODEL, directory / "model.gguf"))
+    options: dict[str, Any] = {"model": model, "n_ctx": 2048, "n_seq_max": 4}
+    file = directory / "file"
+    if kind == "model":
+        return model, options
+    if kind == "adapter":
+        return make_lora(file, model, seed=1), {**options, "lora": [(str(file), 1.0)]}
+    if kind == "template":
+        file.write_text("{{ messages[0].content }}")
+        return file, {**options, "chat_template": file}
+    shutil.copyfile(EMBEDDED_MODEL, file)
+    more: dict[str, dict[str, Any]] = {
+        "draft model": {"speculation": file},
+        "embedding model": {"embedding_model": file, "pooling": "mean"},
+    }
+    return file, {**options, **more[kind]}
+
+
+FILES = ("model", "adapter", "draft model", "embedding model", "template")
+
+
+async def change(file_kind: str, how: str, *, loop: str, seed: int) -> Found:
+    """Change a file and kill the process at a random moment: no reader gets a token of other weights.
+
+    A request that ends early ends with an `EngineFailedError` because of a `ModelChangedError`.
+    """
+    found, draw = Found(f"{file_kind} {how}", loop), random.Random(seed)
+    with tempfile.TemporaryDirectory() as directory:
+        file, options = file_of(file_kind, Path(directory))
+        requests = REQUESTS[4:8]
+        async with Engine(**{**OPTIONS, **options}) as engine:
+            wholes = [await engine.generate(prompt, **asked) for prompt, asked in requests]
+
+            async def read_on(number: int) -> None:
+                (prompt, asked), whole, ids = (
+                    requests[number],
+                    wholes[number].token_ids,
+                    list[int](),
+                )
+                try:
+                    while True:
+                        ids.clear()
+                        async with engine.stream(prompt, **asked) as stream:
+                            async for delta in stream:
+                                ids += delta.token_ids
+                        found.n_answers += 1
+                        found.n_tokens += len(ids)
+                        if tuple(ids) != whole:
+                            found.note(f"{prompt} has the tokens {ids}, not {whole}")
+                        if is_over.is_set():
+                            return
+                except EngineFailedError as error:
+                    if not isinstance(error.__cause__, ModelChangedError):
+                        found.note(f"{prompt} has ended with {error!r}")
+                    if tuple(ids) != whole[: len(ids)]:
+                        found.note(f"{prompt} had the tokens {ids}, not those of {whole}")
+
+            is_over = anyio.Event()
+            async with anyio.create_task_group() as tasks:
+                for number in range(len(requests)):
+                    tasks.start_soon(read_on, number)
+                await anyio.sleep(draw.uniform(0.0, 0.1))
+                CHANGES[how](file)
+                await anyio.sleep(draw.choice((0.0, draw.uniform(0.0, 0.02))))
+                if (pid := engine._parts.thread.pid) is not None:  # type: ignore[attr-defined]
+                    os.kill(pid, signal.SIGKILL)
+                is_over.set()
+            found.n_restarts = 1
+            has_failed = engine.health().status is EngineStatus.FAILED
+            if has_failed != (file_kind != "template"):
+                found.note(f"the engine {'has failed' if has_failed else 'serves on'}")
+    return found
+
+
 # --- Over HTTP ---------------------------------------------------------------------------------
 async def kill_over_http(*, n_clients: int, n_kills: int, seed: int = 0) -> Found:
     """Kill the engine's process of a server while openai's client streams."""
@@ -285,6 +369,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--minutes", type=float, default=0.0, help="also a kill every 5 s, for so long"
     )
+    parser.add_argument("--files", type=int, default=0, help="kills at which a file changes too")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", action="store_true", help="keep the figures")
     options = parser.parse_args(arguments)
@@ -304,6 +389,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         report(anyio.run(kill_it, backend=loop))
 
+    def change_files() -> None:
+        cases = itertools.cycle(itertools.product(("asyncio", "trio"), FILES, CHANGES))
+        together: dict[tuple[str, str], Found] = {}
+        for number, (loop, kind, how) in enumerate(itertools.islice(cases, options.files)):
+            seed = options.seed + number
+            found = anyio.run(partial(change, kind, how, loop=loop, seed=seed), backend=loop)
+            so_far = together.setdefault((found.kind, loop), Found(found.kind, loop))
+            so_far.n_restarts += found.n_restarts
+            so_far.n_answers += found.n_answers
+            so_far.n_tokens += found.n_tokens
+            so_far.wrong += found.wrong
+        for so_far in together.values():
+            report(so_far)
+
+    if options.files:
+        change_files()
+        return 1 if any(found.wrong for found in all_found) else 0
     for loop in ("asyncio", "trio"):
         for kind in KINDS:
             run(kind, loop, max(1, options.kills // (10 if kind == "SIGSTOP" else 1)))

@@ -5,9 +5,13 @@ Event loop only.  Another process tries each constraint first.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
 from cllm.engine.constraint import CompiledConstraint, NamedConstraint, NotAvailableError
 from cllm.engine.constraints.llguidance import Guidance
 from cllm.engine.constraints.trial import ConstraintTrial
+from cllm.engine.file_content import FileContent
 from cllm.engine.sampling_params import CONSTRAINTS, SamplingParams
 from cllm.engine.thread.backend import CheckServing
 from cllm.engine.thread.worker_thread import WorkerThread, WorkerThreads
@@ -25,6 +29,8 @@ class ConstraintCompiler:
         One more is started when it is first wanted.
     n_threads : int
         That compute masks.
+    files : callable
+        What the engine has loaded: another model has another vocabulary.
     names_only : bool
         Try constraints, and leave it to the process that samples to compile them.
     """
@@ -35,11 +41,13 @@ class ConstraintCompiler:
         workers: WorkerThreads,
         *,
         n_threads: int,
+        files: Callable[[], Sequence[FileContent]],
         names_only: bool = False,
     ) -> None:
         self._check_serving = check_serving
         self._workers = workers
         self._n_threads = n_threads
+        self._files = files
         self._names_only = names_only
         self._trial: ConstraintTrial | None = None
         self._worker: WorkerThread | None = None
@@ -89,7 +97,9 @@ class ConstraintCompiler:
 
     async def _try(self, field: str, text: str) -> None:
         if self._trial is None:
-            self._trial = ConstraintTrial(self._check_serving().path, self._workers)
+            path = str(Path(self._check_serving().path).absolute())
+            content = next(file for file in self._files() if file.path == path)
+            self._trial = ConstraintTrial(content, self._workers)
         try:
             await self._trial.run(field, text)
         except NotAvailableError as error:

@@ -7,15 +7,17 @@ Here that ends the process of `llama.trial_child` alone.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import OrderedDict
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 import anyio
 
 from cllm.engine.child_process import EndedError, JsonChild, TooSlowError
 from cllm.engine.constraint import NotAvailableError
+from cllm.engine.file_content import FileContent
+from cllm.engine.plain_values import as_plain
 from cllm.engine.thread.worker_thread import WorkerThread, WorkerThreads
 from cllm.errors import ClosedError, InvalidRequestError
 
@@ -35,15 +37,15 @@ class ConstraintTrial:
 
     Parameters
     ----------
-    model_path : str
+    model : FileContent
         The model whose vocabulary counts.
     workers : WorkerThreads
         One more is started with the first trial, and waits for the process.
     """
 
-    def __init__(self, model_path: str, workers: WorkerThreads) -> None:
-        path = str(Path(model_path).absolute())
-        self._child = JsonChild(HELPER, path, str(MEMORY_BYTES))
+    def __init__(self, model: FileContent, workers: WorkerThreads) -> None:
+        given = json.dumps(as_plain(model))
+        self._child = JsonChild(HELPER, given, str(MEMORY_BYTES))
         self._lock = anyio.Lock()
         self._workers = workers
         self._worker: WorkerThread | None = None

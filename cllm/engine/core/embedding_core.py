@@ -31,6 +31,7 @@ from cllm.errors import (
     DecodeFailedError,
     EmbeddingError,
     EngineFailedError,
+    ModelChangedError,
 )
 
 logger = logging.getLogger("cllm.engine")
@@ -217,6 +218,8 @@ class EmbeddingCore:
         n_computed = texts[0].n_computed
         try:
             vectors = self.encoder.compute([text.rows for text in texts], n_computed)
+        except ModelChangedError:
+            raise
         except Exception as error:
             self.on_batch({})
             self._after_failure(texts, error)

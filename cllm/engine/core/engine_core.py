@@ -50,6 +50,7 @@ from cllm.errors import (
     EngineFailedError,
     InvalidBatchError,
     InvalidRequestError,
+    ModelChangedError,
     NoKVSlotError,
 )
 
@@ -279,6 +280,8 @@ class EngineCore:
             self._fill_batch(chunks)
             self._on_batch(chunks)
             logits = self._decoder.decode()
+        except ModelChangedError:
+            raise
         except Exception as error:
             self._on_batch([])
             self._after_failed_decode(chunks, error)

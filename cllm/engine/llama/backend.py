@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from cllm.bindings import Context, Model, Vocabulary
+from cllm.bindings.model import check_model_file
 from cllm.engine.chat.rank_prompt import QWEN3_TEMPLATE, RANK_TEMPLATE
 from cllm.engine.config import NGRAM, EngineConfig
 from cllm.engine.constraint import CompiledConstraint, NamedConstraint
@@ -21,6 +22,13 @@ from cllm.engine.core.ngram_drafter import NgramDrafter
 from cllm.engine.core.row_cost import RowCost
 from cllm.engine.core.speculation import Drafter
 from cllm.engine.embedding import EmbeddingInfo
+from cllm.engine.file_content import (
+    FileContent,
+    MappedFiles,
+    check_content,
+    content_of,
+    loading,
+)
 from cllm.engine.llama import rpc
 from cllm.engine.llama.decoder import LlamaDecoder, make_context, measure_state
 from cllm.engine.llama.determinism import deterministic_decoder
@@ -30,7 +38,7 @@ from cllm.engine.llama.fingerprint import fingerprint, state_key
 from cllm.engine.llama.lora_file import check_lora_file
 from cllm.engine.llama.loras import LlamaLoras
 from cllm.engine.llama.memory import check_fits
-from cllm.engine.llama.preflight import Preflight, model_files
+from cllm.engine.llama.preflight import Preflight, model_files, other_files
 from cllm.engine.llama.row_cost_cache import load_table, save_table, table_key
 from cllm.engine.llama.sampler import SamplerFactory
 from cllm.engine.request import FimTokens, ModelInfo
@@ -51,6 +59,11 @@ N_PREFILL_CHUNK = 128
 class LlamaBackend:
     """The model that a configuration names.
 
+    Parameters
+    ----------
+    files : sequence of FileContent
+        What an earlier process of the engine has loaded: this one loads nothing else.
+
     Attributes
     ----------
     preflight : Preflight
@@ -59,8 +72,10 @@ class LlamaBackend:
 
     _generates = True
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, files: Sequence[FileContent] = ()) -> None:
         self._config = config
+        self._expected = self._files = tuple(files)
+        self._mapped = MappedFiles()
         self._is_stopping = False
         self._computing: list[LlamaDecoder | NoDecoder | LlamaTextEncoder] = []
         self._guidance: Guidance | None = None
@@ -68,6 +83,8 @@ class LlamaBackend:
 
     def load(self, owned: ExitStack) -> Loaded:
         """See `Backend`; freed in reverse order: context, adapters, model."""
+        for expected in self._expected:
+            check_content(expected)
         config = self._config
         template = config.read_chat_template()  # before a file is loaded for minutes
         endpoints = rpc.find_servers(config.rpc, lambda: self._is_stopping)
@@ -76,6 +93,17 @@ class LlamaBackend:
         path = config.model_path
         if config.model is None and not path.is_file():
             raise ModelLoadError(str(path), "the embedded model is not installed")
+        self._files = self._expected or _contents(config)
+        with loading(self._files):
+            return self._load(path, template, owned)
+
+    def _load(self, path: Path, template: str | None, owned: ExitStack) -> Loaded:
+        config = self._config
+        if config.use_mmap:
+            owned.callback(self._mapped.close)
+            for content in self._files:
+                if content.path not in _adapters(config):  # which are copied
+                    self._mapped.hold(content)
         model = self._open_model(path, owned, use_extra_bufts=not config.deterministic)
         texts = self._open_texts_model(model, owned)
         info = embedding_info(texts, config)
@@ -90,6 +118,7 @@ class LlamaBackend:
         own = loras if texts is model else LlamaLoras(texts)
         encoder = None if info is None else LlamaTextEncoder(texts, config, info, own)
         if encoder is not None:
+            encoder.files = self._mapped
             owned.callback(encoder.close)
             loras.users.append(encoder.close)
         loras.users.append(lambda: decoder.set_loras(()))
@@ -102,7 +131,7 @@ class LlamaBackend:
             encoder.open()  # what it is here for
         make_sampler = SamplerFactory(model, kv_cache.n_ctx_seq)
         model_info = replace(
-            _model_info(model, kv_cache, config, template),
+            _model_info(model, kv_cache, config, template, self._files),
             generates=generates,
             embedding=info,
             rank_template=_rank_template(texts if info and info.is_classifier else model),
@@ -161,6 +190,7 @@ class LlamaBackend:
                     hint = "with a pooling (mean, cls or last) it may compute embeddings"
                     raise NotGenerativeError(f"{error}; {hint}") from None
             else:
+                decoder.files = self._mapped
                 owned.callback(decoder.close)
                 return decoder, _empty_cache(decoder, model)
         elif info is None:
@@ -186,14 +216,23 @@ class LlamaBackend:
         self._lora_preflight.run()
         self._lora_preflight.passed()
 
-    def open_vocabularies(self, owned: ExitStack) -> tuple[EngineVocabulary, EngineVocabulary]:
-        """Those of the model, and of what computes texts, without weights: nothing is computed."""
-        config = self._config
-        own = owned.enter_context(Model(config.model_path, vocab_only=True)).vocab
-        if config.embedding_model is None:
-            return own, own
-        texts = owned.enter_context(Model(config.embedding_model, vocab_only=True))
-        return own, texts.vocab
+    def open_vocabularies(
+        self, files: Sequence[FileContent], owned: ExitStack
+    ) -> tuple[EngineVocabulary, EngineVocabulary]:
+        """Those of the model, and of what computes texts, without weights: nothing is computed.
+
+        Parameters
+        ----------
+        files : sequence of FileContent
+            What the engine's process has loaded.
+        """
+        config, self._files = self._config, tuple(files)
+        with loading(self._files):
+            own = owned.enter_context(Model(config.model_path, vocab_only=True)).vocab
+            if config.embedding_model is None:
+                return own, own
+            texts = owned.enter_context(Model(config.embedding_model, vocab_only=True))
+            return own, texts.vocab
 
     def _open_texts_model(self, model: Model, owned: ExitStack) -> Model:
         """What computes texts: the model itself, or one for that."""
@@ -273,6 +312,7 @@ class LlamaBackend:
             workers,
             n_threads=self._config.compute_threads[1],
             names_only=self._config.process,
+            files=lambda: self._files,
         )
 
     def compile(self, vocabulary: EngineVocabulary, named: NamedConstraint) -> CompiledConstraint:
@@ -342,9 +382,28 @@ def _rank_template(model: Model) -> str | None:
     return QWEN3_TEMPLATE if is_qwen3 and is_reranker else None
 
 
+def _contents(config: EngineConfig) -> tuple[FileContent, ...]:
+    """What the files contain that an engine loads when it starts: first those that its answers depend on."""
+    files = [*model_files(config), *other_files(config)]
+    for file in files:
+        check_model_file(str(file))
+    return tuple(map(content_of, dict.fromkeys(files)))
+
+
+def _adapters(config: EngineConfig) -> set[str]:
+    return {str(Path(lora.path).absolute()) for lora in config.loras}
+
+
 def _model_info(
-    model: Model, kv_cache: KVCache, config: EngineConfig, template: str | None
+    model: Model,
+    kv_cache: KVCache,
+    config: EngineConfig,
+    template: str | None,
+    files: tuple[FileContent, ...],
 ) -> ModelInfo:
+    contents = {file.path: file for file in files}
+    own = [contents[str(Path(file).absolute())] for file in dict.fromkeys(model_files(config))]
+    adapters = _adapters(config)
     return ModelInfo(
         path=model.path,
         name=model.metadata_value("general.name") or "",
@@ -360,9 +419,10 @@ def _model_info(
         tool_chat_template=model.chat_template("tool_use") if template is None else None,
         n_ctx=kv_cache.n_ctx_seq,
         sampling=sampling_of(model.metadata_value) if config.model_sampling else {},
-        fingerprint=fingerprint(model_files(config), config, kv_cache),
-        state_key=state_key(model_files(config), config, kv_cache),
+        fingerprint=fingerprint(own, config, kv_cache),
+        state_key=state_key([file for file in own if file.path not in adapters], config, kv_cache),
         fim=_fim_tokens(model.vocab),
+        files=files,
     )
 
 

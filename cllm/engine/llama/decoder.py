@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from cllm.bindings import Batch, Context, Model
 from cllm.engine.config import EngineConfig
 from cllm.engine.core.speculation import N_DRAFT_ROWS
+from cllm.engine.file_content import MappedFiles
 from cllm.engine.llama.loras import LlamaLoras
 from cllm.engine.lora import LoraSet
 
@@ -36,7 +37,11 @@ class LlamaDecoder:
         The present one.
     n_ctx_seq : int
         Positions that a sequence may have.
+    files : MappedFiles or None
+        Those of the weights: a decode fails if they were written to.
     """
+
+    files: MappedFiles | None = None
 
     def __init__(
         self, make_context: Callable[[], Context], n_batch: int, loras: LlamaLoras | None = None
@@ -111,7 +116,10 @@ class LlamaDecoder:
 
     def decode(self) -> NDArray[np.float32]:
         """Compute the batch; see `Decoder`."""
-        return self.context.decode(self._batch).rows
+        rows = self.context.decode(self._batch).rows
+        if self.files is not None:
+            self.files.check()
+        return rows
 
     def rebuild(self) -> None:
         """Throw the context away and make an empty one; see `Decoder`."""

@@ -11,6 +11,7 @@ from cllm.bindings import Batch, EmbeddingContext, Model
 from cllm.bindings.embedding_context import check_pooling, own_pooling
 from cllm.engine.config import N_TEXTS_MAX, EngineConfig
 from cllm.engine.embedding import EmbeddingInfo
+from cllm.engine.file_content import MappedFiles
 from cllm.engine.llama.loras import LlamaLoras
 from cllm.engine.lora import LoraSet
 from cllm.errors import ContextError, InvalidBatchError
@@ -34,7 +35,14 @@ class LlamaTextEncoder:
     info : EmbeddingInfo
     loras : LlamaLoras
         Those that requests have which name none compute the texts too.
+
+    Attributes
+    ----------
+    files : MappedFiles or None
+        Those of the weights: a batch fails if they were written to.
     """
+
+    files: MappedFiles | None = None
 
     def __init__(
         self, model: Model, config: EngineConfig, info: EmbeddingInfo, loras: LlamaLoras
@@ -90,6 +98,8 @@ class LlamaTextEncoder:
         for seq_id, tokens in enumerate(texts):
             self._batch.add(seq_id, list(tokens), n_computed)
         vectors = self._context.compute(self._batch)
+        if self.files is not None:
+            self.files.check()
         if n_computed:
             vectors = self._of_pieces(vectors, n_computed, self._batch.n_rows)
         self._so_far = vectors

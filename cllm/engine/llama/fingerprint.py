@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 from cllm.bindings import find_library, system_info
 from cllm.engine.config import EngineConfig
 from cllm.engine.core.kv_cache import KVCache
-
-BLOCK = 4096
-N_BLOCKS = 256  # of a file, evenly spaced: reading it all would take minutes
+from cllm.engine.file_content import FileContent
 
 SETTINGS = (
     "rope_scaling", "rope_freq_base", "rope_freq_scale", "yarn_ext_factor", "yarn_attn_factor",
@@ -26,27 +23,28 @@ BATCH_SETTINGS = (
 )  # fmt: skip
 
 
-def fingerprint(files: list[Path], config: EngineConfig, kv_cache: KVCache) -> str:
+def fingerprint(files: Sequence[FileContent], config: EngineConfig, kv_cache: KVCache) -> str:
     """The same wherever the same request gives the same answer on a deterministic engine.
 
     Parameters
     ----------
-    files : list of Path
-        Of the model and its adapters: their sizes and blocks of them count, not their names.
+    files : sequence of FileContent
+        Of the model and its adapters: what they contain counts, not their names.
     kv_cache : KVCache
         Its layout, and how many positions a sequence may have: an output may end there.
     """
     names = SETTINGS if config.deterministic else (*SETTINGS, *BATCH_SETTINGS)
     values = {
         **_values(config, kv_cache, names),
+        "scales": [lora.scale for lora in config.loras],
         "n_ctx_seq": kv_cache.n_ctx_seq,
         "cllm": _version(),
     }
     return f"fp_{_digest(values, files)[:16]}"
 
 
-def state_key(files: list[Path], config: EngineConfig, kv_cache: KVCache) -> str:
-    """The same wherever a copy of what a sequence holds in the KV cache can be put back.
+def state_key(files: Sequence[FileContent], config: EngineConfig, kv_cache: KVCache) -> str:
+    """The same wherever a copy of what a sequence without adapters holds in the KV cache can be put back.
 
     Numbers from another kind of CPU would do too, but not where answers are to be the same to the bit.
     """
@@ -59,28 +57,17 @@ def _values(config: EngineConfig, kv_cache: KVCache, names: tuple[str, ...]) -> 
     _, build = find_library()
     return {
         "settings": {name: getattr(config, name) for name in names},
-        "scales": [lora.scale for lora in config.loras],
         "kv_unified": kv_cache.kv_unified,
         "build": build,
         "cpu": system_info(),
     }
 
 
-def _digest(values: dict[str, object], files: list[Path]) -> str:
+def _digest(values: dict[str, object], files: Sequence[FileContent]) -> str:
     digest = hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode())
-    for path in files:
-        for block in _blocks(path):
-            digest.update(block)
+    for file in files:
+        digest.update(bytes.fromhex(file.sha256))
     return digest.hexdigest()
-
-
-def _blocks(path: Path) -> Iterator[bytes]:
-    n_bytes = path.stat().st_size
-    yield n_bytes.to_bytes(8, "little")
-    with path.open("rb") as file:
-        for i in range(N_BLOCKS):
-            file.seek(max(0, n_bytes - BLOCK) * i // (N_BLOCKS - 1))
-            yield file.read(BLOCK)
 
 
 def _version() -> str:

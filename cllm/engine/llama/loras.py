@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from cllm.bindings import LoraAdapter, Model
+from cllm.bindings.model import check_model_file
+from cllm.engine.file_content import content_of, loading
 from cllm.engine.lora import LoraInfo, LoraSet
 from cllm.errors import InvalidRequestError
 
@@ -32,8 +34,11 @@ class LlamaLoras:
         """See `Loras`."""
         if name in self._adapters:
             raise InvalidRequestError("name", name, "one that no loaded adapter has")
-        adapter = LoraAdapter(self._model, path)
-        info = LoraInfo(name, path, scale, adapter.invocation_tokens)
+        check_model_file(path)
+        content = content_of(path)
+        with loading([content]):
+            adapter = LoraAdapter(self._model, path)
+        info = LoraInfo(name, path, scale, adapter.invocation_tokens, content)
         self._adapters[name] = adapter, info
 
     def unload(self, name: str) -> None:

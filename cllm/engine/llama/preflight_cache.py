@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from cllm.engine.llama.cache_directory import read_cached, write_cached
+from cllm.engine.cache_directory import read_cached, write_cached
 
 logger = logging.getLogger("cllm.engine")
 

@@ -7,9 +7,9 @@ import json
 import logging
 from pathlib import Path
 
+from cllm.engine.cache_directory import read_cached, write_cached
 from cllm.engine.config import EngineConfig
 from cllm.engine.core.row_cost import N_ROWS_MAX
-from cllm.engine.llama.cache_directory import read_cached, write_cached
 
 logger = logging.getLogger("cllm.engine")
 

@@ -1,7 +1,7 @@
 """The process of `constraints.trial`: a bad constraint ends this process alone.
 
-`python -m cllm.engine.llama.trial_child MODEL_PATH MEMORY_BYTES` loads the vocabulary, says that
-it is ready, and answers each line of standard input with one of standard output, in JSON:
+`python -m cllm.engine.llama.trial_child MODEL MEMORY_BYTES` loads the vocabulary of a model, which is a
+`FileContent` in JSON, says that it is ready, and answers each line of standard input with one of standard output, in JSON:
 `{"field": …, "text": …}` with `{"error": null}` or with what the constraint should have been.  It may
 then take so much more memory, and it ends when standard input does.
 """
@@ -17,6 +17,8 @@ from functools import partial
 from cllm.bindings import Model, Vocabulary
 from cllm.engine.child_process import answer_requests, answers_of_this_process, limit_memory
 from cllm.engine.constraints.llguidance import Guidance
+from cllm.engine.file_content import FileContent, loading
+from cllm.engine.plain_values import of_plain
 from cllm.engine.thread.worker_thread import STACK_BYTES, start_thread
 from cllm.errors import CllmError, InvalidRequestError
 
@@ -25,12 +27,13 @@ WALK_S = 0.8  # of processor time: busy neighbours do not count
 START_ALARM_S, TRIAL_ALARM_S = 90, 10
 
 
-def main(model_path: str, memory_bytes: int) -> None:
+def main(content: FileContent, memory_bytes: int) -> None:
     """Answer until the input ends."""
     signal.alarm(START_ALARM_S)
     answers = answers_of_this_process()
     try:
-        model = Model(model_path, vocab_only=True)
+        with loading([content]):
+            model = Model(content.path, vocab_only=True)
     except CllmError as error:
         print(json.dumps({"error": str(error)}), file=answers, flush=True)
         return
@@ -84,4 +87,4 @@ class GuidanceFollower:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(of_plain(FileContent, json.loads(sys.argv[1])), int(sys.argv[2]))

@@ -34,7 +34,9 @@ from cllm.engine.core.messages import (
     Read,
     Shutdown,
 )
+from cllm.engine.file_content import FileContent
 from cllm.engine.llama.backend import LlamaBackend
+from cllm.engine.plain_values import of_plain
 from cllm.engine.process.batch_record import BatchRecord
 from cllm.engine.process.frames import FrameReader, framed
 from cllm.engine.process.ledger import OpenRequest
@@ -218,7 +220,8 @@ def main() -> None:
     record = BatchRecord(int(shared), max(config.n_seq_max, N_TEXTS_MAX))
     os.close(int(shared))
     gc.freeze()  # what is imported stays: a search for garbage would stop all streams for 0.02 s
-    serve(socket.socket(fileno=int(fd)), record, make_backend(config), config)
+    files = of_plain(tuple[FileContent, ...], settings["files"])
+    serve(socket.socket(fileno=int(fd)), record, make_backend(config, files), config)
 
 
 if __name__ == "__main__":

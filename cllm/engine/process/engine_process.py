@@ -8,13 +8,15 @@ them until they are ready, and again while the engine ends or its event loop is 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import math
+import select
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -34,7 +36,9 @@ from cllm.engine.core.messages import (
     Stopped,
 )
 from cllm.engine.core.statistics import EngineStatistics
+from cllm.engine.file_content import FileContent
 from cllm.engine.health import Restart
+from cllm.engine.lora import LoraInfo
 from cllm.engine.process.crash_report import CrashReport, save_crash
 from cllm.engine.process.handle import Ending, ProcessHandle
 from cllm.engine.process.ledger import Ledger
@@ -44,13 +48,22 @@ from cllm.engine.thread.mailbox import Inbox, Outbox
 from cllm.engine.thread.socket_watch import SocketWatch
 from cllm.engine.thread.worker_thread import WorkerThreads
 from cllm.engine.vocabulary import EngineVocabulary
-from cllm.errors import EngineFailedError, ModelLoadError, RpcServerError
+from cllm.errors import (
+    CllmError,
+    EngineFailedError,
+    ModelChangedError,
+    ModelLoadError,
+    RpcServerError,
+)
 
 logger = logging.getLogger("cllm.engine")
 
 # Restarts in a row after which nobody had got a token further, each of a process that served no longer.
 N_IN_VAIN_MAX = 5
 IN_VAIN_S = 60.0
+# Pauses before a process is started again that could not start, and what may pass meanwhile.
+RETRY_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8)
+PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EAGAIN}
 # For so long the loop may leave something unread, or an offer unanswered, before the thread reads again.
 LOOP_S = 1.0
 OFFER_S = 0.1
@@ -72,7 +85,9 @@ class EngineProcess(EngineHost):
         inbox: Inbox,
         outbox: Outbox[list[Event]],
         workers: WorkerThreads,
-        open_vocabularies: Callable[[ExitStack], tuple[EngineVocabulary, EngineVocabulary]],
+        open_vocabularies: Callable[
+            [Sequence[FileContent], ExitStack], tuple[EngineVocabulary, EngineVocabulary]
+        ],
         *,
         backend: str,
     ) -> None:
@@ -80,6 +95,7 @@ class EngineProcess(EngineHost):
         self._deliver = outbox.deliver
         self._config, self._backend = config, backend
         self._open_vocabularies = open_vocabularies
+        self._files: dict[str, FileContent] = {}  # what the first process has loaded, and since
         self._lock = threading.Lock()
         self._ledger = Ledger()
         self._process: ProcessHandle | None = None
@@ -170,22 +186,77 @@ class EngineProcess(EngineHost):
         owned.enter_context(self._woken)
         owned.enter_context(self._wake)
         try:
-            while (ending := self._serve_once(owned)) is not None:
-                self._on_crash(ending)
+            self._config = self._config.absolute()
+            self._serve_on(owned)
         except BaseException as error:
             self.failure = error  # before anybody hears of it
             with self._lock:
                 self._outbox.post(self._ledger.fail_all(error, time.perf_counter()))
             raise
 
+    def _serve_on(self, owned: ExitStack) -> None:
+        """Serve with one process after the other.
+
+        One that cannot start for a reason that may pass is started again, after longer and longer
+        pauses.
+        """
+        pauses = iter(RETRY_S)
+        while True:
+            try:
+                ending = self._serve_once(owned)
+            except (OSError, CllmError) as error:
+                if not self._may_pass(error) or (pause_s := next(pauses, None)) is None:
+                    raise
+                logger.warning("the engine's process cannot start, and is tried again: %s", error)
+            else:
+                if ending is None:
+                    return
+                if self._ready_at is not None:
+                    pauses = iter(RETRY_S)
+                    self._on_crash(ending)
+                    continue
+                if (pause_s := next(pauses, None)) is None:
+                    raise EngineFailedError(
+                        f"its process ends before it serves: {ending.crash}"
+                    ) from ending.crash
+                logger.error("the engine's process ended before it served: %s", ending.crash)
+            self._pause(pause_s)
+            if self._stopping:
+                return
+
+    def _may_pass(self, error: OSError | CllmError) -> bool:
+        """True if a later process may start though this one has not."""
+        if isinstance(error, OSError):
+            return error.errno in PASSING
+        # The same files with the same settings were loaded before.
+        is_start = self._is_ready and self._ready_at is None
+        return is_start and not isinstance(error, ModelChangedError)
+
+    def _pause(self, seconds: float) -> None:
+        """Wait, unless the engine is to end."""
+        ends_at = time.perf_counter() + seconds
+        while not self._stopping and (left_s := ends_at - time.perf_counter()) > 0:
+            if select.select([self._woken], [], [], left_s)[0]:
+                self._drain_wakes()
+
+    def _drain_wakes(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._woken.recv(4096)
+
     def _serve_once(self, owned: ExitStack) -> Ending | None:
         """Start a process and serve until it is gone; how it has crashed, if it has."""
         self._was_hung, self._ready_at = False, None
-        process = ProcessHandle(self._config_of_next(), self._backend)
+        with selectors.DefaultSelector() as selector:
+            process = ProcessHandle(self._config_of_next(), self._backend, self._files.values())
+            return self._serve_with(process, selector, owned)
+
+    def _serve_with(
+        self, process: ProcessHandle, selector: selectors.BaseSelector, owned: ExitStack
+    ) -> Ending | None:
         logger.debug("engine process %d", process.pid)
         self._process = process
         try:
-            self._listen(process, owned)
+            self._listen(process, selector, owned)
         finally:
             with self._lock:
                 self._process, self._is_offered = None, False
@@ -236,36 +307,38 @@ class EngineProcess(EngineHost):
                 f"its process has ended {self._n_in_vain} times in a row, with {n_open} requests: {crash}"
             ) from crash
 
-    def _listen(self, process: ProcessHandle, owned: ExitStack) -> None:
+    def _listen(
+        self, process: ProcessHandle, selector: selectors.BaseSelector, owned: ExitStack
+    ) -> None:
         """Until the process is gone."""
         ends_at = math.inf
-        with selectors.DefaultSelector() as selector:
-            selector.register(process.stderr, selectors.EVENT_READ)
-            selector.register(self._woken, selectors.EVENT_READ)
-            while True:
-                self._wait(process, selector)
-                with self._lock:
-                    if self._heard_error is not None:
-                        raise self._heard_error
-                    if self._stopping or self._is_loop_behind(process):
-                        self._is_offered = False
-                    told = [] if self._is_offered else self._read(process)
-                    is_hung = self._is_ready and self._is_hung(process)
-                if told is None:
-                    return
-                if told:
-                    self._outbox.post(told)
-                if self._ready is not None:
-                    self._on_ready(process, self._ready, owned)
-                    self._ready = None
-                if self._stopping:
-                    ends_at = min(ends_at, time.perf_counter() + END_S)
-                if is_hung or time.perf_counter() > ends_at:
-                    logger.error("the engine's process hangs, and is killed")
-                    self._was_hung = not process.is_stopped
-                    process.kill()
-                if self._ready_at is not None and not (self._is_offered or self._stopping):
-                    self._offer(process)
+        selector.register(process.stderr, selectors.EVENT_READ)
+        selector.register(self._woken, selectors.EVENT_READ)
+        while True:
+            self._wait(process, selector)
+            with self._lock:
+                if self._heard_error is not None:
+                    error, self._heard_error = self._heard_error, None
+                    raise error
+                if self._stopping or self._is_loop_behind(process):
+                    self._is_offered = False
+                told = [] if self._is_offered else self._read(process)
+                is_hung = self._is_ready and self._is_hung(process)
+            if told is None:
+                return
+            if told:
+                self._outbox.post(told)
+            if self._ready is not None:
+                self._on_ready(process, self._ready, owned)
+                self._ready = None
+            if self._stopping:
+                ends_at = min(ends_at, time.perf_counter() + END_S)
+            if is_hung or time.perf_counter() > ends_at:
+                logger.error("the engine's process hangs, and is killed")
+                self._was_hung = not process.is_stopped
+                process.kill()
+            if self._ready_at is not None and not (self._is_offered or self._stopping):
+                self._offer(process)
 
     def _wait(self, process: ProcessHandle, selector: selectors.BaseSelector) -> None:
         """For something to do; what it has written to its standard error is taken, and what is to be sent sent."""
@@ -280,8 +353,7 @@ class EngineProcess(EngineHost):
             if key.fileobj is process.stderr and not process.listen():
                 selector.unregister(process.stderr)
             elif key.fileobj is self._woken or ready & selectors.EVENT_WRITE:
-                with contextlib.suppress(BlockingIOError):
-                    self._woken.recv(4096)
+                self._drain_wakes()
                 with self._lock:
                     self._pass_on(process)
 
@@ -356,17 +428,29 @@ class EngineProcess(EngineHost):
                 self._has_ended = True
             case LorasChanged(loras=loras):
                 if loras is not None:  # which the next process is to begin with
-                    settings = tuple((lora.name, lora.path, lora.scale) for lora in loras)
-                    self._config = replace(self._config, lora=settings)
+                    self._on_loras(loras)
                 return told
             case _:
                 return told
         return None
 
+    def _on_loras(self, loras: Sequence[LoraInfo]) -> None:
+        """Let the next process load these adapters, and no other files."""
+        for lora in self._config.loras:
+            self._files.pop(lora.path, None)
+        settings = []
+        for lora in loras:
+            assert lora.content is not None
+            self._files[lora.content.path] = lora.content
+            settings.append((lora.name, lora.content.path, lora.scale))
+        self._config = replace(self._config, lora=tuple(settings))
+
     def _on_ready(self, process: ProcessHandle, ready: Ready, owned: ExitStack) -> None:
         is_first, self._is_ready, self._ready_at = not self._is_ready, True, time.perf_counter()
         if is_first:
-            self.vocabulary, self.text_vocabulary = self._open_vocabularies(owned)
+            self._files.update({file.path: file for file in ready.model.files})
+            vocabularies = self._open_vocabularies(ready.model.files, owned)
+            self.vocabulary, self.text_vocabulary = vocabularies
         with self._lock:
             n_requests = len(self._ledger.requests)
             process.send(self._ledger.on_ready())

@@ -9,10 +9,13 @@ import os
 import select
 import signal
 import time
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from cllm.engine.config import N_TEXTS_MAX, EngineConfig
 from cllm.engine.core.messages import Command
+from cllm.engine.file_content import FileContent
+from cllm.engine.plain_values import as_plain
 from cllm.engine.process import spawn
 from cllm.engine.process.batch_record import BatchRecord
 from cllm.engine.process.frames import FrameReader, framed
@@ -51,13 +54,20 @@ class Ending(NamedTuple):
 class ProcessHandle:
     """One process, its socket and its standard error.  One thread at a time.
 
+    Parameters
+    ----------
+    files : iterable of FileContent
+        What an earlier process has loaded; see `LlamaBackend`.
+
     Attributes
     ----------
     n_reads : int
         Times that something had come.
     """
 
-    def __init__(self, config: EngineConfig, backend: str) -> None:
+    def __init__(
+        self, config: EngineConfig, backend: str, files: Iterable[FileContent] = ()
+    ) -> None:
         spawned = spawn.spawned()
         try:
             with spawned.batch_file as file:
@@ -81,6 +91,7 @@ class ProcessHandle:
         settings = {
             "backend": backend,
             "config": json.loads(config.to_json()),
+            "files": as_plain(tuple(files)),
             "log_level": self._log_level,
         }
         with contextlib.suppress(BrokenPipeError):

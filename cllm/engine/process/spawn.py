@@ -10,7 +10,7 @@ import os
 import socket
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from cllm.engine.child_process import child_command, child_environment
 from cllm.engine.process.batch_record import memory_file
@@ -29,12 +29,13 @@ class Spawned:
     """
 
     def __init__(self) -> None:
-        self.socket, theirs = socket.socketpair()
-        self.batch_file = memory_file()
         self._parent = os.getpid()
-        with theirs:
-            fds = theirs.fileno(), self.batch_file.fileno()
-            try:
+        with ExitStack() as on_error:  # the system may have no room for any of these
+            self.socket, theirs = socket.socketpair()
+            on_error.enter_context(self.socket)
+            with theirs:
+                self.batch_file = on_error.enter_context(memory_file())
+                fds = theirs.fileno(), self.batch_file.fileno()
                 self.process = subprocess.Popen(
                     child_command("cllm.engine.process.child", *map(str, fds)),
                     stdin=subprocess.PIPE,
@@ -44,10 +45,7 @@ class Spawned:
                     pass_fds=fds,
                     process_group=0,
                 )
-            except BaseException:
-                self.socket.close()
-                self.batch_file.close()
-                raise
+            on_error.pop_all()
         self.socket.setblocking(False)
 
     @property

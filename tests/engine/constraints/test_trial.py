@@ -18,6 +18,7 @@ from cllm.engine import child_process
 from cllm.engine.config import EMBEDDED_MODEL
 from cllm.engine.constraints import trial as trial_module
 from cllm.engine.constraints.trial import FATAL, ConstraintTrial
+from cllm.engine.file_content import FileContent, content_of
 from cllm.engine.thread.mailbox import Outbox
 from cllm.engine.thread.worker_thread import WorkerThreads
 from tests.conftest import is_there
@@ -38,7 +39,7 @@ DEAD_END = 'root ::= <[97]> <[98]> <[257]> "c"'
 async def trial(anyio_backend: str) -> AsyncIterator[ConstraintTrial]:
     """Of the embedded model."""
     workers = WorkerThreads()
-    trial = ConstraintTrial(str(EMBEDDED_MODEL), workers)
+    trial = ConstraintTrial(content_of(EMBEDDED_MODEL), workers)
     yield trial
     await trial.aclose()
     assert trial._child._process is None
@@ -298,7 +299,7 @@ async def test_closing_waits_for_the_end_in_a_cancelled_scope(
 
 @pytest.mark.anyio
 async def test_closing_before_the_first_trial_does_nothing() -> None:
-    trial = ConstraintTrial(str(EMBEDDED_MODEL), WorkerThreads())
+    trial = ConstraintTrial(content_of(EMBEDDED_MODEL), WorkerThreads())
     await trial.aclose()
     with pytest.raises(ClosedError):
         await trial.run("grammar", 'root ::= "a"')
@@ -311,7 +312,7 @@ async def test_a_process_that_cannot_start_is_no_fault_of_the_grammar(
 ) -> None:
     async def error_of(model: Path) -> str:
         workers = WorkerThreads()
-        trial = ConstraintTrial(str(model), workers)
+        trial = ConstraintTrial(FileContent(str(model), "", 0, ()), workers)
         with pytest.raises(CllmError) as caught:
             await trial.run("grammar", 'root ::= "a"')
         assert not isinstance(caught.value, InvalidRequestError)

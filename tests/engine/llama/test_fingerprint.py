@@ -12,6 +12,7 @@ import pytest
 from cllm import Engine, EngineConfig
 from cllm.engine.config import EMBEDDED_MODEL
 from cllm.engine.core.kv_cache import KVCache
+from cllm.engine.file_content import content_of
 from cllm.engine.llama.fingerprint import fingerprint
 from tests.conftest import QUIET
 
@@ -20,7 +21,8 @@ EXACT = EngineConfig(deterministic=True)
 
 def of(config: EngineConfig, files: list[Path] | None = None, n_ctx_seq: int = 256) -> str:
     kv_cache = KVCache(n_cells=4 * n_ctx_seq, n_seq_ids=4, n_ctx_seq=n_ctx_seq)
-    return fingerprint([EMBEDDED_MODEL] if files is None else files, config, kv_cache)
+    contents = [content_of(file) for file in files or [EMBEDDED_MODEL]]
+    return fingerprint(contents, config, kv_cache)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from cllm import Engine, EngineConfig, ModelLoadError
+from cllm.engine.cache_directory import cache_file
 from cllm.engine.llama import preflight, preflight_cache
-from cllm.engine.llama.cache_directory import cache_file
 from cllm.engine.llama.preflight import Preflight
 from cllm.engine.llama.preflight_cache import FILE, are_seen, fingerprints, remember
 from tests.conftest import QUIET

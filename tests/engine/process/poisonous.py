@@ -8,6 +8,7 @@ import random
 import signal
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from cllm.engine.core.text_encoder import TextEncoder
 from cllm.engine.llama.backend import LlamaBackend
 from cllm.engine.llama.decoder import LlamaDecoder
 from cllm.engine.thread.backend import Loaded
+from cllm.errors import ContextError
 
 
 class PoisonousBackend(LlamaBackend):
@@ -118,3 +120,19 @@ class SegfaultsInDecode(LlamaBackend):
 
         decoder.add, decoder.decode = watched_add, may_crash  # type: ignore[method-assign]
         return loaded
+
+
+class LoadsNotAtOnce(LlamaBackend):
+    """Fails to load in the second and the third process, as if there were no memory."""
+
+    def load(self, owned: ExitStack) -> Loaded:
+        """See `Backend`."""
+        marks = Path(os.environ["CLLM_TEST_MARKS"])
+        n_before = marks.stat().st_size if marks.exists() else 0
+        with marks.open("a") as file:
+            file.write("x")
+        if n_before == 1:
+            os.abort()
+        if n_before == 2:
+            raise ContextError("no memory for the context")
+        return super().load(owned)

@@ -1,0 +1,222 @@
+"""FileContent: what the files of an engine contain, so that no later process computes with other weights.
+
+A path says nothing of what is behind it: an update replaces the file.  `content_of` reads a whole file
+once.  Its digest is then known by the file's stamp, in this process and in the cache directory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from cllm.engine.cache_directory import read_cached, write_cached
+from cllm.errors import ModelChangedError, ModelLoadError
+
+CACHE = "file_digests.json"
+MAX_CACHED = 256
+# Two writes so close together may have one time: where it is kept in full seconds, and elsewhere.
+COARSE_NS, FINE_NS = 2_000_000_000, 50_000_000
+SECOND_NS = 1_000_000_000
+
+Stamp = tuple[int, ...]
+_digests: dict[Stamp, str] = {}  # of this process
+
+
+@dataclass(frozen=True, slots=True)
+class FileContent:
+    """A file as an engine has opened it.
+
+    Attributes
+    ----------
+    path : str
+        Absolute.
+    sha256 : str
+        Of all bytes, in hexadecimal digits.
+    n_bytes : int
+    stamp : tuple of int
+        Device, inode, bytes, and the nanoseconds of the last write and of the last change.  A file
+        with this stamp has this content.  Empty of a file that was written to a moment ago.
+    """
+
+    path: str
+    sha256: str
+    n_bytes: int
+    stamp: tuple[int, ...]
+
+
+def content_of(path: str | Path) -> FileContent:
+    """Return what a file contains.  May take a second per gigabyte.
+
+    Raises
+    ------
+    ModelLoadError
+        There is no such file, or it cannot be read.
+    ModelChangedError
+        The file is being written.
+    """
+    path = str(Path(path).absolute())
+    try:
+        return _content_of(path)
+    except OSError as error:
+        raise ModelLoadError(path, error.strerror or str(error)) from error
+
+
+def _content_of(path: str) -> FileContent:
+    with _opened(path) as fd:
+        stamp = _stamp(os.fstat(fd))
+        if (sha256 := _known(path, stamp)) is None:
+            sha256 = _digest(fd)
+            if _stamp(os.fstat(fd)) != stamp:
+                raise ModelChangedError(path, "it is being written")
+            if _is_settled(stamp):
+                _remember(path, stamp, sha256)
+    return FileContent(path, sha256, stamp[2], stamp if _is_settled(stamp) else ())
+
+
+def check_content(expected: FileContent) -> None:
+    """Return if a file contains what it did.
+
+    Raises
+    ------
+    ModelChangedError
+        It does not, or it is gone.
+    """
+    try:
+        if _stamp(Path(expected.path).stat()) == expected.stamp:
+            return
+        present = _content_of(expected.path)
+    except OSError as error:
+        reason = f"it was there when the engine started ({error.strerror or error})"
+        raise ModelChangedError(expected.path, reason) from error
+    if present.sha256 != expected.sha256:
+        raise ModelChangedError(expected.path, _change(expected.n_bytes, present.n_bytes))
+
+
+@contextmanager
+def loading(contents: Iterable[FileContent]) -> Iterator[None]:
+    """Load files by their paths inside: they are those whose contents are known.
+
+    Raises
+    ------
+    ModelChangedError
+        One of them was replaced meanwhile.
+    """
+    yield
+    for content in contents:
+        check_content(content)
+
+
+class MappedFiles:
+    """Files whose pages are read while llama.cpp computes: what is written to them is seen.
+
+    Each stays open.  One thread at a time.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[tuple[int, FileContent, os.stat_result]] = []
+
+    def hold(self, content: FileContent) -> None:
+        """Look at this file from now on.
+
+        Raises
+        ------
+        OSError
+            It cannot be opened.
+        ModelChangedError
+            It is another file by now.
+        """
+        fd = os.open(content.path, os.O_RDONLY)
+        status = os.fstat(fd)
+        self._held.append((fd, content, status))
+        if _stamp(status) != content.stamp:
+            check_content(content)
+
+    def check(self) -> None:
+        """Return if nobody has written to them.  Takes a microsecond.
+
+        Raises
+        ------
+        ModelChangedError
+            What was computed since the last call may be of other weights.
+        """
+        for i, (fd, content, before) in enumerate(self._held):
+            present = os.fstat(fd)
+            if present.st_ctime_ns == before.st_ctime_ns:
+                continue
+            # A file that loses its name, because another gets it, is still the same.
+            is_renamed = present.st_nlink != before.st_nlink
+            is_renamed = is_renamed and _written(present) == _written(before)
+            if not is_renamed and _digest(fd) != content.sha256:
+                raise ModelChangedError(content.path, _change(content.n_bytes, present.st_size))
+            self._held[i] = fd, content, present
+
+    def close(self) -> None:
+        """Look at them no longer."""
+        while self._held:
+            os.close(self._held.pop()[0])
+
+
+def _change(n_before: int, n_bytes: int) -> str:
+    """What has happened to a file, in words."""
+    if n_before != n_bytes:
+        return f"it has {n_bytes:,} bytes, and had {n_before:,} when the engine started"
+    return f"its {n_bytes:,} bytes are others than when the engine started"
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[int]:
+    # Of a FIFO, opening alone would wait for somebody to write to it.
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError("not a regular file")
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _digest(fd: int) -> str:
+    with open(fd, "rb", buffering=0, closefd=False) as file:
+        file.seek(0)
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _written(status: os.stat_result) -> tuple[int, int]:
+    return status.st_size, status.st_mtime_ns
+
+
+def _stamp(status: os.stat_result) -> Stamp:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _known(path: str, stamp: Stamp) -> str | None:
+    """The digest of a file with this stamp, if it was ever computed here."""
+    if (sha256 := _digests.get(stamp)) is not None:
+        return sha256
+    match read_cached(CACHE).get(path):
+        case {"stamp": list(cached), "sha256": str(sha256)} if tuple(cached) == stamp:
+            _digests[stamp] = sha256
+            return sha256
+    return None
+
+
+def _is_settled(stamp: Stamp) -> bool:
+    """True if a later write would give the file another stamp."""
+    latest = max(stamp[3:])
+    return time.time_ns() - latest > (FINE_NS if latest % SECOND_NS else COARSE_NS)
+
+
+def _remember(path: str, stamp: Stamp, sha256: str) -> None:
+    _digests[stamp] = sha256
+    while len(_digests) > MAX_CACHED:
+        _digests.pop(next(iter(_digests)), None)
+    known: Mapping[str, object] = read_cached(CACHE)
+    known = {**known, path: {"stamp": list(stamp), "sha256": sha256}}
+    with suppress(OSError, RuntimeError):
+        write_cached(CACHE, dict(list(known.items())[-MAX_CACHED:]))

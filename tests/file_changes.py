@@ -1,0 +1,66 @@
+"""What may happen to a file of an engine while it is used."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+
+def with_other_weights(data: bytes) -> bytes:
+    """The same model with other weights: of its second half, signs are turned round."""
+    changed = bytearray(data)
+    for i in range(len(changed) // 2 // 4 * 4 + 3, len(changed), 4):
+        changed[i] ^= 0x80
+    return bytes(changed)
+
+
+def replace(path: Path) -> None:
+    """Put another file in its place, as an update does."""
+    beside = path.with_suffix(".new")
+    beside.write_bytes(with_other_weights(path.read_bytes()))
+    beside.replace(path)
+
+
+def overwrite(path: Path) -> None:
+    """Write other weights into it."""
+    changed = with_other_weights(path.read_bytes())
+    with path.open("r+b") as file:
+        file.write(changed)
+
+
+def overwrite_unseen(path: Path) -> None:
+    """Write other weights into it, and give it its old times."""
+    status = path.stat()
+    overwrite(path)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def remove(path: Path) -> None:
+    """Remove it."""
+    path.unlink()
+
+
+def truncate(path: Path) -> None:
+    """Cut it off."""
+    os.truncate(path, path.stat().st_size // 3)
+
+
+def touch(path: Path) -> None:
+    """Give it another time."""
+    os.utime(path, ns=(0, 0))
+
+
+def install_again(path: Path) -> None:
+    """Put the same content there, in another file."""
+    beside = path.with_suffix(".new")
+    shutil.copyfile(path, beside)
+    beside.replace(path)
+
+
+CHANGES: dict[str, Callable[[Path], None]] = {
+    "replaced": replace, "overwritten": overwrite, "overwritten, with its old times": overwrite_unseen,
+    "removed": remove, "cut off": truncate,
+}  # fmt: skip
+NO_CHANGES: dict[str, Callable[[Path], None]] = {"touched": touch, "installed again": install_again}
