@@ -24,7 +24,7 @@ os.environ.setdefault("CLLM_AUDIT", "tick")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from cllm import Engine, EngineConfig
+from cllm import Engine, EngineConfig, log_once
 from cllm.engine.constraints import trial as trial_module
 from cllm.engine.core.messages import AddRequest, Command
 from cllm.engine.core.row_cost import RowCost
@@ -104,6 +104,12 @@ def _state_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _nothing_was_said() -> None:
+    """What an earlier test has logged is logged again."""
+    log_once._said.clear()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -22,7 +22,7 @@ MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "_native" not in p.parts)
 
 # The order of `cllm.engine`: a module imports from earlier lines, and from its own package.
 VALUES = (
-    "checks errors hub memory removed sampling_limits engine.cache_directory engine.child_process engine.config engine.constraint engine.embedding engine.file_content engine.health engine.json_schema engine.lora engine.plain_values engine.request engine.rpc_address"
+    "checks errors hub log_once memory removed sampling_limits engine.cache_directory engine.child_process engine.config engine.constraint engine.embedding engine.file_content engine.health engine.json_schema engine.lora engine.plain_values engine.request engine.rpc_address"
     " engine.sampling_params engine.state_file engine.vocabulary"
 )
 LAYERS = [
@@ -66,7 +66,7 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
         "cllm.server.fields",
         ("cllm", "cllm.server", "cllm.engine.sampling_params", "cllm.sampling_limits"),
     ),
-    ("cllm.server", ("cllm", "cllm.server", "cllm.errors", "cllm.removed")),
+    ("cllm.server", ("cllm", "cllm.server", "cllm.errors", "cllm.log_once", "cllm.removed")),
     (
         "cllm.doctor.model_facts",
         (

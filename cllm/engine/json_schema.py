@@ -13,12 +13,12 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from itertools import chain, combinations
 from typing import Any, TypeVar
 from urllib.parse import unquote, urljoin
 
 from cllm.errors import InvalidRequestError
+from cllm.log_once import log_once
 
 logger = logging.getLogger(__name__)
 Kind = TypeVar("Kind")
@@ -879,12 +879,8 @@ def enforceable(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     return {"x-guidance": dict(options), **closed} if options else closed
 
 
-@lru_cache(1024)  # so many are said once
-def _say(name: str, keyword: str) -> None:
-    logger.warning("%s: %s cannot be enforced and is ignored", name, keyword)
-
-
 def say_ignored(name: str, keywords: Iterable[str]) -> None:
     """Log keywords of a schema that are not enforced, each once."""
     for keyword in keywords:
-        _say(re.sub(r"\[\d+\]", "", name), keyword)
+        where = re.sub(r"\[\d+\]", "", name)
+        log_once(logger, "%s: %s cannot be enforced and is ignored", where, keyword)

@@ -6,7 +6,6 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any, Protocol
 
 from starlette.responses import Response
@@ -22,6 +21,7 @@ from cllm import (
     TokenStream,
     ToolCallDelta,
 )
+from cllm.log_once import log_once
 from cllm.server.client_tools import ClientTools
 from cllm.server.fields import MAX_SEED
 from cllm.server.problems import TOO_LONG, Problem, problem_of, shutting_down, too_long
@@ -204,15 +204,9 @@ async def hinted(engine: Engine, options: Mapping[str, Any]) -> dict[str, Any]:
     abilities = await engine.template_abilities()
     if abilities is None or abilities.thinking_switch or abilities.reasoning_effort:
         return dict(options)
-    _log_effort(effort)
+    message = "the effort %s is ignored: the chat template has nothing that it changes"
+    log_once(logger, message, effort)
     return {**options, "reasoning_effort": None}
-
-
-@lru_cache(64)
-def _log_effort(effort: str) -> None:
-    logger.warning(
-        "the effort %r is ignored: the chat template has nothing that it changes", effort
-    )
 
 
 def client_tools_of(tools: Sequence[Mapping[str, Any]] | None) -> ClientTools:

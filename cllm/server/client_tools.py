@@ -15,9 +15,9 @@ import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
+from cllm.log_once import log_once
 from cllm.server.problems import invalid
 
 logger = logging.getLogger("cllm.server")
@@ -26,6 +26,7 @@ Schema = dict[str, Any]
 # Members of this one are called by their names alone (Codex wraps all its tools in it).
 DEFAULT_NAMESPACE = "functions"
 FUNCTION, CUSTOM = "function", "custom"
+LEFT_OUT = "tools of the type %s run elsewhere and are left out"
 FIELDS = ("name", "description", "parameters", "strict")
 
 
@@ -221,9 +222,9 @@ class ClientTools:
             if kind == "namespace":
                 self._add_namespace(name, tool)
             elif not self._add(name, str(kind), tool, None):
-                left_out.add(str(kind)[:40])
-        if left_out:
-            _log_left_out(", ".join(map(repr, sorted(left_out)[:8])))
+                left_out.add(str(kind))
+        for kind in sorted(left_out):
+            log_once(logger, LEFT_OUT, kind)
 
     def _add_namespace(self, where: str, tool: Mapping[str, Any]) -> None:
         name, members = tool.get("name"), tool.get("tools")
@@ -287,7 +288,7 @@ class ClientTools:
                 known = ", ".join(_ANTHROPIC)
                 raise invalid(f"tools[{i}].type", f"is {str(kind)[:40]!r}, must be one of {known}")
             else:
-                _log_left_out(repr(str(kind)[:40]))
+                log_once(logger, LEFT_OUT, kind)
                 continue
             self.functions.append({"type": "function", "function": function})
 
@@ -379,11 +380,6 @@ def _name_of(tool: object) -> str | None:
         has_own = isinstance(space, str) and space != DEFAULT_NAMESPACE
         return ClientTool(FUNCTION, name, space if has_own else None).flat_name
     return kind if isinstance(kind, str) and kind in _OPENAI else None
-
-
-@lru_cache(256)
-def _log_left_out(kinds: str) -> None:
-    logger.warning("tools of the types %s run elsewhere and are left out", kinds)
 
 
 def object_of(arguments: str) -> dict[str, Any] | None:

@@ -11,6 +11,32 @@ import sys
 LEVELS = ("critical", "error", "warning", "info", "debug")
 
 
+N_CHARACTERS_MAX = 8000  # of a message
+# Control characters but tabulators and line breaks, C1 and line separators too: a terminal obeys them.
+_CONTROLS = {
+    n: f"\\x{n:02x}" for n in (*range(9), *range(11, 32), *range(127, 160), 0x2028, 0x2029)
+}
+
+
+def contained(message: str) -> str:
+    """Return a message without control characters but line breaks, and not without end."""
+    if len(message) > N_CHARACTERS_MAX:
+        message = f"{message[:N_CHARACTERS_MAX]}… ({len(message):,} characters)"
+    return message.translate(_CONTROLS)
+
+
+class ConsoleFormatter(logging.Formatter):
+    """A line for people, and indented ones that belong to it."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)-7s %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        """See `logging.Formatter`."""
+        record.message = contained(record.message).replace("\n", "\n    ")
+        return super().formatMessage(record)
+
+
 class JsonFormatter(logging.Formatter):
     """One JSON object a line."""
 
@@ -20,7 +46,7 @@ class JsonFormatter(logging.Formatter):
             "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": contained(record.getMessage()),
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
@@ -41,7 +67,7 @@ def configure_logging() -> None:
     if os.environ.get("CLLM_LOG_FORMAT") == "json":
         handler.setFormatter(JsonFormatter())
     else:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s"))
+        handler.setFormatter(ConsoleFormatter())
     logging.basicConfig(
         level=level.upper() if level in LEVELS else "INFO", handlers=[handler], force=True
     )

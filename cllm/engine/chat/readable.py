@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+from cllm.log_once import log_once
+
 logger = logging.getLogger(__name__)
-_logged: set[str] = set()
 
 # Types of parts, and where their text is.
 TEXTS = {
@@ -34,7 +35,6 @@ FIELDS = (
 )  # fmt: skip
 MAX_DEPTH = 6
 MAX_TEXTS = 4096  # parts of one content
-N_LOGGED_MAX = 256  # kinds of parts
 
 
 def text_of(part: object) -> str | None:
@@ -99,15 +99,8 @@ def words_of(content: object, depth: int = 0) -> str:
 
 
 def _named(kind: str, said: str = "") -> str:
-    _log(kind)
+    log_once(logger, "%s in a result or in a history: the model reads words in its place", kind)
     return f"[{kind}: {said}]" if said else f"[{kind}, which this model cannot read]"
-
-
-def _log(kind: str) -> None:
-    """Log a kind of parts once, and no more of them than a log has room for."""
-    if kind not in _logged and len(_logged) < N_LOGGED_MAX:
-        _logged.add(kind)
-        logger.warning("%r in a result or in a history: the model reads words in its place", kind)
 
 
 def _texts(value: object, depth: int) -> Iterator[str]:

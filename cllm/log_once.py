@@ -1,0 +1,37 @@
+"""log_once: what callers wrote, in a log: escaped, cut, each thing once, and never without end."""
+
+from __future__ import annotations
+
+import logging
+
+N_CHARACTERS_MAX = 80  # of each thing
+N_LINES_MAX = 64  # of each message
+
+_said: dict[str, set[tuple[str, ...]]] = {}
+
+
+def log_once(logger: logging.Logger, message: str, *words: object) -> None:
+    """Log a warning, unless it was logged before with the same words.  Any thread.
+
+    Parameters
+    ----------
+    message : str
+        With `%s` for each of the words.
+    *words : object
+        Of a caller: no line break and no control sequence of theirs reaches the log.
+    """
+    shown = tuple(map(_shown, words))
+    said = _said.setdefault(message, set())
+    if shown in said or len(said) >= N_LINES_MAX:
+        return
+    said.add(shown)
+    logger.warning(message, *shown)
+    if len(said) == N_LINES_MAX:
+        logger.warning("after %d of these lines, no more are logged", N_LINES_MAX)
+
+
+def _shown(word: object) -> str:
+    text = str(word)
+    if len(text) > N_CHARACTERS_MAX:
+        text = f"{text[:N_CHARACTERS_MAX]}…"
+    return text if text.isprintable() else repr(text)[1:-1]
