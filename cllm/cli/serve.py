@@ -68,6 +68,12 @@ def serve(
         float,
         typer.Option(min=0, help="Seconds after which a stream that waits says so; 0: never."),
     ] = 15.0,
+    max_connections: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Idle ones are closed for more; by default 4096, or what fits the limit."
+        ),
+    ] = None,
     max_messages: Annotated[
         int | None,
         typer.Option(
@@ -138,6 +144,7 @@ def serve(
             log_prompts=log_prompts,
             otlp_traces_endpoint=otlp_traces_endpoint,
             ping_interval_s=ping_interval,
+            max_connections=max_connections,
             max_messages=max_messages,
             max_body_bytes=max_body_bytes,
             drain_timeout_s=drain_timeout,

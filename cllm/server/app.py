@@ -128,6 +128,7 @@ def create_app(
     app.add_middleware(AnswerCounter, metrics=state.metrics)
     app.add_middleware(HeadAsGet)
     known = frozenset(route.path for each in routes for route in each.router.routes)
+    app.state.known_paths = known
     app.add_middleware(OtherPaths, known=known)
     return app
 

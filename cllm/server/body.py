@@ -37,6 +37,17 @@ async def json_of(request: Request) -> Any:
         raise Problem(400, "the client left before its body was complete") from None
     if not body:
         raise Problem(400, "the body is missing")
+    return parsed(body)
+
+
+def parsed(body: bytes) -> Any:
+    """The value of a body.
+
+    Raises
+    ------
+    Problem
+        400: not JSON, nested too deep, with too many parts, NaN or infinity.
+    """
     _check_size(body)
     try:
         value = from_json(body, allow_inf_nan=False)

@@ -37,6 +37,8 @@ class ServerConfig:
         Put prompts and answers into the log.
     otlp_traces_endpoint : str, optional
         Sends a span for each request there, as OTLP over HTTP; needs the extra `tracing`.
+    max_connections : int, optional
+        By default 4,096.  Fewer where the process may have fewer descriptors.
     max_body_bytes : int, optional
         By default 4 MiB, or 64 bytes for each token of the context.
     max_header_bytes : int
@@ -70,6 +72,7 @@ class ServerConfig:
     page: bool = True
     log_prompts: bool = False
     otlp_traces_endpoint: str | None = None
+    max_connections: int | None = None
     max_body_bytes: int | None = None
     max_header_bytes: int = 32 << 10
     header_timeout_s: float = 10.0

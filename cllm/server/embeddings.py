@@ -26,6 +26,7 @@ from cllm.server.state import ServerState, log_request, request_id_of, state_of
 router = APIRouter(route_class=SafeRoute, tags=["embeddings"])
 
 MAX_TEXTS = 2048  # as OpenAI has it
+MAX_NORM = 1024  # `embd_normalize`: which norm is 1
 INT16_LIKE = 32760.0  # llama-server's `embd_normalize: 0`: the largest number becomes this
 
 
@@ -109,8 +110,8 @@ async def embedding(body: EmbeddingBody, request: Request) -> Response:
     field, given = ("content", body.content) if body.input is None else ("input", body.input)
     if given is None:
         raise invalid("content", "is missing")
-    if body.embd_normalize < -1:
-        raise invalid("embd_normalize", f"is {body.embd_normalize}, must be -1 or more")
+    if not -1 <= body.embd_normalize <= MAX_NORM:
+        raise invalid("embd_normalize", f"is {body.embd_normalize}, must be -1 to {MAX_NORM}")
     texts = _several(state, request, field, given)
 
     async def produce(writer: Writer) -> None:
@@ -147,12 +148,12 @@ def _normalized(vectors: NDArray[np.float32], kind: int) -> NDArray[np.float32]:
     """As llama-server's `embd_normalize` says it."""
     if kind < 0 or not vectors.size:
         return vectors
-    if kind == 0:
-        norms = np.abs(vectors).max(axis=1, keepdims=True) / INT16_LIKE
-    else:
-        norms = np.linalg.norm(vectors, ord=kind, axis=1, keepdims=True)
-    norms[norms == 0.0] = 1.0
-    scaled: NDArray[np.float32] = (vectors / norms).astype(np.float32)
+    largest = np.abs(vectors).max(axis=1, keepdims=True).astype(np.float64)
+    largest[largest == 0.0] = 1.0
+    shares = vectors / largest  # high powers of numbers from 0 to 1 are finite
+    norms = 1.0 / INT16_LIKE if kind == 0 else np.linalg.norm(shares, kind, axis=1, keepdims=True)
+    norms = np.where(norms == 0.0, 1.0, norms)
+    scaled: NDArray[np.float32] = (shares / norms).astype(np.float32)
     return scaled
 
 

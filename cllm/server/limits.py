@@ -196,15 +196,21 @@ class OtherPaths:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        if scope["type"] == "http" and (path := route_path(scope)) not in self._known:
-            plain = "/" + path.strip("/")
-            for other in (plain, f"/v1{plain}"):
-                is_known = other in self._known or other.startswith("/v1/models/")
-                if other.startswith("/v1/") and is_known:
-                    whole = scope.get("root_path", "") + other
-                    scope = {**scope, "path": whole, "raw_path": whole.encode()}
-                    break
+        if scope["type"] == "http":
+            scope = with_known_path(scope, self._known)
         await self._app(scope, receive, send)
+
+
+def with_known_path(scope: Scope, known: frozenset[str]) -> Scope:
+    """Return a scope whose path is the one of these that it means, if it means one."""
+    if (path := route_path(scope)) not in known:
+        plain = "/" + path.strip("/")
+        for other in (plain, f"/v1{plain}"):
+            is_known = other in known or other.startswith("/v1/models/")
+            if other.startswith("/v1/") and is_known:
+                whole = scope.get("root_path", "") + other
+                return {**scope, "path": whole, "raw_path": whole.encode()}
+    return scope
 
 
 def is_open(path: str) -> bool:

@@ -12,8 +12,10 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from cllm.server.connections import Connections
 from cllm.server.problems import Problem
 
+ANY_NUMBER = Connections(sys.maxsize)
 LINGER_S = 2.0  # that a client may go on sending after the answer that ends its connection
 
 
@@ -65,6 +67,7 @@ def protocol_with(
     header_timeout_s: float,
     write_timeout_s: float,
     on_refused: Callable[[int], None] = lambda _: None,
+    connections: Connections = ANY_NUMBER,
 ) -> type[HttpToolsProtocol]:
     """Uvicorn's protocol class, for clients that send and read within so many seconds.
 
@@ -74,6 +77,8 @@ def protocol_with(
         Of a request line, headers and trailers, and of what comes without completing any of them.
     on_refused : callable
         Called with the status of an answer that no application has given.
+    connections : Connections
+        All that there are.
     """
 
     class PunctualProtocol(HttpToolsProtocol):
@@ -89,7 +94,10 @@ def protocol_with(
             super().connection_made(LingeringTransport(transport, self._may_send))  # type: ignore[arg-type]
             # Writing pauses as soon as the system takes no more: from then on time runs.
             transport.set_write_buffer_limits(high=0)
-            self._await_headers()
+            if connections.add(self):
+                self._await_headers()
+            else:
+                self._refuse(Problem(503, "too many connections"))
 
         def data_received(self, data: bytes) -> None:
             if self._refusal is not None or self.transport.is_closing():
@@ -152,7 +160,13 @@ def protocol_with(
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_header_timer()
             self._stop_write_timer()
+            connections.discard(self)
             super().connection_lost(exc)
+
+        def close_idle(self) -> None:
+            """See `Closable`."""
+            self._stop_header_timer()
+            self.transport.close()
 
         def _unsupported_upgrade_warning(self) -> None:
             """A request that would rather be HTTP/2 (h2c) is one of HTTP/1.1; its body comes yet.
@@ -189,10 +203,12 @@ def protocol_with(
 
         def _await_headers(self) -> None:
             if self._header_timer is None:
+                connections.set_idle(self, True)
                 self._header_timer = self.loop.call_later(header_timeout_s, self._on_late)
 
         def _stop_header_timer(self) -> None:
             if self._header_timer is not None:
+                connections.set_idle(self, False)
                 self._header_timer.cancel()
                 self._header_timer = None
 

@@ -15,11 +15,18 @@ from fastapi import FastAPI
 from cllm import EngineConfig
 from cllm.server.app import create_app
 from cllm.server.config import ServerConfig
+from cllm.server.connections import (
+    N_AT_ONCE,
+    Connections,
+    n_connections_max,
+    raise_descriptor_limit,
+)
 from cllm.server.protocol import protocol_with
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # A drain ends what does not end in time; uvicorn's own limit, which tears answers, is for the rest.
 MARGIN_S = 5
+BACKLOG = 1024
 
 
 class Server(uvicorn.Server):
@@ -32,6 +39,7 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: FastAPI, config: ServerConfig) -> None:
+        n_max = n_connections_max(raise_descriptor_limit(), config.max_connections)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -40,7 +48,9 @@ class Server(uvicorn.Server):
                     header_timeout_s=config.header_timeout_s,
                     write_timeout_s=config.write_timeout_s,
                     on_refused=partial(app.state.server.metrics.answered, "none"),
+                    connections=Connections(n_max),
                 ),
+                backlog=N_AT_ONCE,
                 timeout_keep_alive=int(config.keep_alive_s),
                 timeout_graceful_shutdown=int(config.drain_timeout_s) + MARGIN_S,
                 lifespan="on",
@@ -60,6 +70,11 @@ class Server(uvicorn.Server):
                 self.handle_exit(number, None)
             yield
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)  # that wait in the system; asyncio has asked for fewer
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._on_shutdown()
         await super().shutdown(sockets)
@@ -74,7 +89,7 @@ def listen(host: str, port: int) -> socket.socket:
         The address is in use, or is not one.
     """
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-    listener = socket.create_server((host, port), family=family, backlog=1024)
+    listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
     # asyncio asks for this only where it made the socket: an event would wait for the client's
     # acknowledgement of the one before it, 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

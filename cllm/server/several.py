@@ -9,17 +9,18 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from fastapi import FastAPI
-from pydantic_core import from_json
 from starlette.responses import JSONResponse
+from starlette.routing import Match
 from starlette.types import Message, Receive, Scope, Send
 
 from cllm import Engine, EngineConfig, __version__
 from cllm.server.app import add_guards
+from cllm.server.body import parsed
 from cllm.server.config import ServerConfig
 from cllm.server.engine_task import make_engine
-from cllm.server.limits import HeadAsGet, is_open, route_path
+from cllm.server.limits import HeadAsGet, is_open, route_path, with_known_path
 from cllm.server.model_pool import ModelPool, PooledModel
-from cllm.server.problems import Problem, answer_problem, problem_of
+from cllm.server.problems import Problem, answer_problem, problem_of, unavailable
 
 
 def create_models_app(
@@ -83,39 +84,51 @@ class _Front:
         self._pool = pool
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if is_open(route_path(scope)):  # files and documents, the same of all
+        # Files and documents are the same of all.  What is no request needs no model.
+        if is_open(route_path(scope)) or not self._is_answered(scope):
             await self._pool.default.app(scope, receive, send)
             return
         try:
             name, receive = await _name_of(scope, receive)
             model = self._pool.default if name is None else _named(self._pool, name)
+            if scope["method"] != "POST" and not model.is_loaded:
+                # A page of another site can make a browser send a GET without an origin.
+                raise unavailable(f"the model {model.name!r} is not loaded: a POST loads it")
             async with self._pool.using(model) as app:
                 await app(scope, receive, send)
         except Problem as problem:
             await problem_of(problem).response(scope, receive, send)
 
+    def _is_answered(self, scope: Scope) -> bool:
+        """True if there is a route of this path and method."""
+        app = self._pool.default.app
+        scope = with_known_path(scope, app.state.known_paths)
+        return any(route.matches(scope)[0] is Match.FULL for route in app.router.routes)
+
 
 async def _name_of(scope: Scope, receive: Receive) -> tuple[str | None, Receive]:
     """The model that a request names, if it does, and what its application is to receive."""
-    asked = parse_qs(scope["query_string"].decode("latin-1")).get("model")
-    if asked:
-        return asked[0], receive
+    (asked,) = parse_qs(scope["query_string"].decode("latin-1")).get("model", [None])[:1]
     if scope["method"] != "POST":
-        return None, receive
+        return asked, receive
     messages: list[Message] = []
     while not messages or messages[-1].get("more_body", False):
         messages.append(await receive())
         if messages[-1]["type"] == "http.disconnect":
             break
-    return _name_in(b"".join(each.get("body", b"") for each in messages)), _again(messages, receive)
+    named = _name_in(b"".join(each.get("body", b"") for each in messages))
+    return named if asked is None else asked, _again(messages, receive)
 
 
 def _name_in(body: bytes) -> str | None:
-    """The application says what is wrong with a body; here only the name matters."""
-    try:
-        value = from_json(body)
-    except ValueError:
-        return None
+    """Return the model that a body names.
+
+    Raises
+    ------
+    Problem
+        See `parsed`.
+    """
+    value = parsed(body) if body else None
     name = value.get("model") if isinstance(value, dict) else None
     return name if isinstance(name, str) else None
 

@@ -270,6 +270,9 @@ async def change(file_kind: str, how: str, *, loop: str, seed: int) -> Found:
                     os.kill(pid, signal.SIGKILL)
                 is_over.set()
             found.n_restarts = 1
+            if file_kind != "template":
+                with anyio.move_on_after(30):
+                    await engine.wait_stopped()
             has_failed = engine.health().status is EngineStatus.FAILED
             if has_failed != (file_kind != "template"):
                 found.note(f"the engine {'has failed' if has_failed else 'serves on'}")
@@ -405,7 +408,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     if options.files:
         change_files()
-        return 1 if any(found.wrong for found in all_found) else 0
+        wrong = [line for found in all_found for line in found.wrong]
+        print(*wrong, sep="\n")
+        return 1 if wrong else 0
     for loop in ("asyncio", "trio"):
         for kind in KINDS:
             run(kind, loop, max(1, options.kills // (10 if kind == "SIGSTOP" else 1)))

@@ -194,3 +194,24 @@ async def test_what_is_wrong_with_a_request_is_told_as_by_a_server_of_one_model(
         del client.headers["Authorization"]
         assert (await client.get("/")).status_code == 200
     assert loads.names == ["a"]  # the files of the page need no model
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("GET", "/x.png", None, 404), ("GET", "/favicon.ico", None, 404), ("GET", "/generate", None, 405),
+        ("OPTIONS", "/v1/completions", None, 405), ("POST", "/nothing", b"{}", 404),
+        ("POST", "/v1/completions", b"{", 400), ("POST", "/v1/completions", b"[" + b"[]," * 20_000 + b"0]", 400),
+        ("POST", "/completions", b'{"prompt": NaN}', 400), ("GET", "/props", None, 503),
+        ("GET", "/slots", None, 503), ("HEAD", "/slots", None, 503), ("PUT", "/v1/completions", b"{}", 405),
+    ],
+)  # fmt: skip
+async def test_only_a_request_that_can_be_answered_loads_a_model(
+    method: str, path: str, body: bytes | None, status: int, loads: Loads
+) -> None:
+    async with serving(loads, "a", "b", max_models=1) as client:
+        assert await said(client, "a") == "a"
+        response = await client.request(method, path, params={"model": "b"}, content=body)
+        assert response.status_code == status
+        assert loads.names == ["a"]
+        assert await statuses(client) == {"a": "loaded", "b": "unloaded"}

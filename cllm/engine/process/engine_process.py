@@ -235,8 +235,10 @@ class EngineProcess(EngineHost):
     def _pause(self, seconds: float) -> None:
         """Wait, unless the engine is to end."""
         ends_at = time.perf_counter() + seconds
+        poll = select.poll()
+        poll.register(self._woken, select.POLLIN)
         while not self._stopping and (left_s := ends_at - time.perf_counter()) > 0:
-            if select.select([self._woken], [], [], left_s)[0]:
+            if poll.poll(1000 * left_s):
                 self._drain_wakes()
 
     def _drain_wakes(self) -> None:

@@ -1,4 +1,4 @@
-"""Whatever text a client sends, it forges no line of the log and does not fill it."""
+"""Whatever text and numbers a client sends, they forge no line of the log, fill none, and break nothing."""
 
 from __future__ import annotations
 
@@ -115,3 +115,36 @@ def test_a_message_of_several_lines_is_one_entry_of_the_log() -> None:
     assert lines[1] == "    b\\x1b[1m"
     long = logging.LogRecord("cllm", logging.ERROR, "f", 1, "x" * 100_000, None, None)
     assert len(ConsoleFormatter().format(long)) < 9000
+
+
+NUMBERS = (10**30, -(10**30), 2**63, 2**31, -(2**31) - 1, 1e308, -1e308, 1e-320, -1, 0)
+LEAST: dict[str, dict[str, Any]] = {
+    **BODIES,
+    "/embedding": {"content": "t"}, "/classify": {"input": "t"}, "/tokenize": {"content": "t"},
+    "/detokenize": {"tokens": [1]}, "/infill": {"input_prefix": "a", "input_suffix": "b"},
+    "/apply-template": {"messages": [{"role": "user", "content": "c"}]},
+}  # fmt: skip
+
+
+def is_number(schema: dict[str, Any]) -> bool:
+    kinds = [schema, *schema.get("anyOf", [])]
+    return any(kind.get("type") in ("integer", "number") for kind in kinds)
+
+
+async def test_no_number_of_a_client_is_an_error_of_the_server(http: httpx.AsyncClient) -> None:
+    document = (await http.get("/openapi.json")).json()
+    schemas, n_tried = document["components"]["schemas"], 0
+    for path, methods in document["paths"].items():
+        if path not in LEAST:
+            continue
+        content = methods["post"]["requestBody"]["content"]["application/json"]["schema"]
+        fields = schemas[content["$ref"].rpartition("/")[2]]["properties"]
+        for field in filter(lambda name: is_number(fields[name]), fields):
+            for number in NUMBERS:
+                body = {"max_tokens": 2, **LEAST[path], field: number}
+                response = await http.post(path, json=body)
+                assert response.status_code < 500 or response.status_code == 501, (
+                    path, field, number, response.text,
+                )  # fmt: skip
+                n_tried += 1
+    assert n_tried > 500

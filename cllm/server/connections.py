@@ -1,0 +1,110 @@
+"""Connections: how many there may be, below what the system allows this process.
+
+Without a bound, clients that do nothing take every descriptor.  Then the event loop is busy with
+failing to accept, and streams stand still.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+from pathlib import Path
+from typing import Protocol
+
+logger = logging.getLogger("cllm.server")
+
+# Descriptors for the engine, its next process, files, and what is accepted at once.
+N_RESERVED = 32
+N_MIN, N_DEFAULT = 8, 4096
+N_DESCRIPTORS = 65536
+# Accepted before the event loop does anything else; asyncio fails once for each beyond what there is.
+N_AT_ONCE = 8
+
+
+class Closable(Protocol):
+    """A connection."""
+
+    def close_idle(self) -> None:
+        """Close it; no request of it is answered."""
+
+
+class Connections:
+    """The connections of one server.  Event loop only.
+
+    Parameters
+    ----------
+    n_max : int
+        More than these close the one that has been idle for longest, or are closed at once.
+    """
+
+    def __init__(self, n_max: int) -> None:
+        self.n_max = n_max
+        self._open: set[Closable] = set()
+        self._idle: dict[Closable, None] = {}  # the oldest first
+        self._has_warned = False
+
+    def add(self, connection: Closable) -> bool:
+        """Return whether there is room for one more."""
+        if len(self._open) >= self.n_max:
+            self._warn()
+            if not self._idle:
+                return False
+            oldest = next(iter(self._idle))
+            self.discard(oldest)
+            oldest.close_idle()
+        self._open.add(connection)
+        return True
+
+    def discard(self, connection: Closable) -> None:
+        """It is closed."""
+        self._open.discard(connection)
+        self._idle.pop(connection, None)
+
+    def set_idle(self, connection: Closable, is_idle: bool) -> None:
+        """It waits for a request of its client, or no longer."""
+        if not is_idle:
+            self._idle.pop(connection, None)
+        elif connection in self._open:
+            self._idle.setdefault(connection)
+
+    def _warn(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%d connections are open, which is all (--max-connections): idle ones are closed",
+                self.n_max,
+            )
+
+
+def raise_descriptor_limit() -> int:
+    """Let this process have more descriptors, as far as it may; return how many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = N_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(N_DESCRIPTORS, hard)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return N_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (OSError, ValueError):  # macOS allows fewer than it says
+        return soft
+    return wanted
+
+
+def n_connections_max(n_descriptors: int, wanted: int | None) -> int:
+    """Return how many connections fit, beside what is open now.
+
+    Parameters
+    ----------
+    n_descriptors : int
+        That this process may have.
+    wanted : int or None
+        Setting of the server.
+    """
+    n_fitting = n_descriptors - _n_open() - N_RESERVED
+    return max(N_MIN, min(n_fitting, N_DEFAULT if wanted is None else wanted))
+
+
+def _n_open() -> int:
+    try:
+        return len(list(Path("/proc/self/fd").iterdir()))
+    except OSError:  # not on macOS
+        return N_RESERVED

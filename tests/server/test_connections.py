@@ -1,0 +1,116 @@
+"""Connections are bounded: clients that do nothing cannot take what streams need."""
+
+from __future__ import annotations
+
+import json
+import resource
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import httpx
+import pytest
+
+from cllm.server import connections
+from cllm.server.connections import (
+    N_DEFAULT,
+    N_MIN,
+    Connections,
+    n_connections_max,
+    raise_descriptor_limit,
+)
+from tests.server.conftest import COMMAND, QUIET_OPTIONS, Server, running
+
+N_CONNECTIONS = 12
+
+
+class Kept:
+    """A connection that notes its end."""
+
+    is_closed = False
+
+    def close_idle(self) -> None:
+        self.is_closed = True
+
+
+def test_one_more_closes_the_one_that_is_idle_for_longest() -> None:
+    kept, all_of_them = [Kept() for _ in range(4)], Connections(3)
+    for each in kept[:3]:
+        assert all_of_them.add(each)
+        all_of_them.set_idle(each, True)
+    all_of_them.set_idle(kept[0], False)
+    assert all_of_them.add(kept[3])
+    assert [each.is_closed for each in kept] == [False, True, False, False]
+
+
+def test_none_that_works_is_closed_for_another() -> None:
+    kept, all_of_them = [Kept() for _ in range(3)], Connections(2)
+    assert [all_of_them.add(each) for each in kept] == [True, True, False]
+    all_of_them.discard(kept[0])
+    assert all_of_them.add(kept[2])
+    assert not any(each.is_closed for each in kept)
+
+
+@pytest.fixture
+def limits() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_the_limit_follows_from_the_descriptors_that_there_may_be(
+    limits: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 500), hard))
+    assert raise_descriptor_limit() == min(hard, 65536)
+    monkeypatch.setattr(connections, "_n_open", lambda: 20)
+    assert n_connections_max(80, None) == 28
+    assert n_connections_max(30, None) == N_MIN
+    assert n_connections_max(100_000, None) == N_DEFAULT
+    assert n_connections_max(100_000, 50) == 50
+
+
+def idle_ones(
+    server: Server, n: int, stack: ExitStack, sent: bytes = b"GET / HTTP/1.1\r\n"
+) -> None:
+    """So many connections that have begun a request, or none."""
+    for _ in range(n):
+        client = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+        with suppress(ConnectionError):
+            client.sendall(sent)
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n"])
+def test_idle_clients_take_no_stream_its_connection(tmp_path: Path, sent: bytes) -> None:
+    with running(tmp_path / "log", "--max-connections", str(N_CONNECTIONS)) as server:
+        body = {"prompt": "count:1..400", "max_tokens": 300, "temperature": 0, "stream": True}
+        with ExitStack() as stack:
+            idle_ones(server, N_CONNECTIONS, stack, sent)
+            streams = [
+                stack.enter_context(
+                    httpx.stream("POST", f"{server.url}/generate", json=body, timeout=60)
+                )
+                for _ in range(N_CONNECTIONS - 2)
+            ]
+            idle_ones(server, 5 * N_CONNECTIONS, stack, sent)
+            texts = {"".join(texts_of(each)) for each in streams}
+        assert texts == {server.generate("count:1..400", max_tokens=300).json()["text"]}
+        assert server.log.count("connections are open") == 1
+
+
+def texts_of(response: httpx.Response) -> Iterator[str]:
+    for line in response.iter_lines():
+        if line.startswith("data: {"):
+            yield json.loads(line.removeprefix("data: ")).get("text", "")
+
+
+@pytest.mark.full
+def test_few_descriptors_are_enough(tmp_path: Path) -> None:
+    limited = ("bash", "-c", 'ulimit -n 80; exec "$@"', "-", *COMMAND, *QUIET_OPTIONS)
+    with Server(tmp_path / "log", command=limited) as server, ExitStack() as stack:
+        server.wait_ready()
+        idle_ones(server, 90, stack)
+        assert server.generate("37+58=").json()["text"] == "95"
+        assert len(server.log.splitlines()) < 100
