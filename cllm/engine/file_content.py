@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cllm.engine.cache_directory import read_cached, write_cached
+from cllm.engine.state_file import open_regular
 from cllm.errors import ModelChangedError, ModelLoadError
 
 CACHE = "file_digests.json"
@@ -68,7 +68,8 @@ def content_of(path: str | Path) -> FileContent:
 
 
 def _content_of(path: str) -> FileContent:
-    with _opened(path) as fd:
+    with open_regular(path) as file:
+        fd = file.fileno()
         stamp = _stamp(os.fstat(fd))
         if (sha256 := _known(path, stamp)) is None:
             sha256 = _digest(fd)
@@ -167,18 +168,6 @@ def _change(n_before: int, n_bytes: int) -> str:
     if n_before != n_bytes:
         return f"it has {n_bytes:,} bytes, and had {n_before:,} when the engine started"
     return f"its {n_bytes:,} bytes are others than when the engine started"
-
-
-@contextmanager
-def _opened(path: str) -> Iterator[int]:
-    # Of a FIFO, opening alone would wait for somebody to write to it.
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError("not a regular file")
-        yield fd
-    finally:
-        os.close(fd)
 
 
 def _digest(fd: int) -> str:

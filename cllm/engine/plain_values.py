@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from enum import StrEnum
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -42,15 +43,32 @@ def of_plain(kind: Any, plain: Any) -> Any:
     if origin in (Union, types.UnionType):
         if plain is None:
             return None
-        present = [a for a in arguments if a is not type(None)]
-        return of_plain(present[0], plain) if len(present) == 1 else plain
+        *others, last = [a for a in arguments if a is not type(None)]
+        for other in others:
+            with suppress(TypeError):
+                return of_plain(other, plain)
+        return of_plain(last, plain)
     if is_dataclass(kind):
         hints = get_type_hints(kind)
         return kind(**{name: of_plain(hints[name], item) for name, item in plain.items()})  # type: ignore[operator]
     if origin is tuple:
+        _check(plain, list)
         return tuple(of_plain(arguments[0], item) for item in plain)
+    if origin is Mapping:
+        _check(plain, dict)
+        return {key: of_plain(arguments[1], item) for key, item in plain.items()}
+    if kind is float and isinstance(plain, int) and not isinstance(plain, bool):
+        return float(plain)
+    if kind in (int, float, str, bool):
+        _check(plain, kind)
+        return plain
     if kind is bytes:
         return bytes.fromhex(plain)
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         return kind(plain)
-    return plain
+    raise TypeError(f"{kind} is not read from a file")
+
+
+def _check(plain: Any, kind: type) -> None:
+    if type(plain) is not kind:
+        raise TypeError(f"{str(plain)[:40]!r} is not of the type {kind.__name__}")

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
+import io
 import json
 import os
+import stat
 import struct
 import tempfile
 import zlib
 from pathlib import Path
 from typing import Any
 
-from cllm.memory import new_bytes
+from cllm.memory import available_bytes, new_bytes
 
+MAX_HEADER_BYTES = 256 << 20
 MAGIC = b"cllm state 1\n"
 _LENGTHS = struct.Struct("<QQ")
 _N_DIGEST = 32
@@ -50,6 +54,24 @@ def write_state_file(path: Path, header: dict[str, Any], data: bytes) -> int:
     return len(MAGIC) + _N_DIGEST + len(lengths) + len(head) + len(data)
 
 
+def open_regular(path: str | Path) -> io.BufferedReader:
+    """Open a file for reading.
+
+    Raises
+    ------
+    OSError
+        It cannot be opened, or is not a regular file: a FIFO would wait for a writer.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        return os.fdopen(fd, "rb")
+    except BaseException:
+        os.close(fd)
+        raise
+
+
 def read_state_file(path: Path) -> tuple[dict[str, Any], bytes]:
     """Header and bytes of a file.
 
@@ -60,8 +82,11 @@ def read_state_file(path: Path) -> tuple[dict[str, Any], bytes]:
     DamagedFileError
         It is none of these files, cut off or changed.
     """
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         head, digest, lengths = _read_head(path, file)
+        available = available_bytes()
+        if available is not None and lengths[1] > available:  # of a file with holes, for example
+            raise DamagedFileError(f"{path} has {lengths[1]} bytes, more than there is memory")
         data, address = new_bytes(lengths[1])
         is_whole = not data or file.readinto(_view(address, len(data))) == len(data)
         is_whole = is_whole and not file.read(1)
@@ -78,7 +103,7 @@ def read_state_header(path: Path) -> dict[str, Any]:
     OSError, DamagedFileError
         As of `read_state_file`.
     """
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         head, _, lengths = _read_head(path, file)
         n_bytes = os.fstat(file.fileno()).st_size
     if n_bytes != len(MAGIC) + _N_DIGEST + _LENGTHS.size + sum(lengths):
@@ -96,7 +121,8 @@ def _read_head(path: Path, file: Any) -> tuple[bytes, bytes, tuple[int, int]]:
         raise DamagedFileError(f"{path} is no file of this kind")
     digest = fixed[len(MAGIC) : len(MAGIC) + _N_DIGEST]
     n_head, n_data = _LENGTHS.unpack_from(fixed, len(MAGIC) + _N_DIGEST)
-    if n_head + n_data > os.fstat(file.fileno()).st_size:  # before as much memory is asked for
+    n_bytes = os.fstat(file.fileno()).st_size
+    if n_head > MAX_HEADER_BYTES or n_head + n_data > n_bytes:  # before as much memory is asked for
         raise DamagedFileError(f"{path} is cut off, or has been changed")
     return file.read(n_head), digest, (n_head, n_data)
 
@@ -104,7 +130,7 @@ def _read_head(path: Path, file: Any) -> tuple[bytes, bytes, tuple[int, int]]:
 def _header_of(path: Path, head: bytes) -> dict[str, Any]:
     try:
         header = json.loads(head)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise DamagedFileError(f"{path} has been changed") from None
     if not isinstance(header, dict):
         raise DamagedFileError(f"{path} has been changed")

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from cllm import (
     ClosedError,
     Completion,
     Engine,
+    GenerationError,
     InvalidArgumentError,
     InvalidRequestError,
     SavedGeneration,
     TokenDelta,
     TokenStream,
 )
+from cllm.engine.state_file import read_state_file, write_state_file
 from cllm.testing import FakeAnswer, FakeEngine
 from tests.conftest import QUIET
 from tests.engine.samplings import FEW_IN_FAST, PROMPTS, SAMPLINGS
@@ -303,3 +308,37 @@ async def test_another_process_goes_on_with_the_same_tokens(
     )
     if name == "seeded":  # whose sampler need not see the logits once more
         assert n_computed == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("value", [None, [], "x", -1, 1 << 70, 0, 1.5, [-1], [1 << 40], [259], {}])
+async def test_a_file_with_another_value_in_it_is_refused_or_ends_its_request_alone(
+    value: object, tmp_path: Path
+) -> None:
+    path = tmp_path / "saved"
+    async with Engine(n_ctx=512, **QUIET) as engine:
+        saved, _ = await suspended(engine.stream("count:1..40", seed=1, max_tokens=40), 3)
+        saved.save(path)
+        header, data = read_state_file(path)
+        for place in places_in(header):
+            changed = copy.deepcopy(header)
+            inner = changed
+            for name in place[:-1]:
+                inner = inner[name]
+            inner[place[-1]] = value
+            write_state_file(path, changed, data)
+            with suppress(InvalidArgumentError, InvalidRequestError, GenerationError):
+                resumed = engine.resume(SavedGeneration.load(path))
+                with anyio.fail_after(30):
+                    async with resumed:
+                        async for _ in resumed:
+                            pass
+        assert (await engine.generate("1+1=", temperature=0)).text == "2"
+
+
+def places_in(value: object, place: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Where each value of nested mappings is."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield (*place, name)
+            yield from places_in(item, (*place, name))

@@ -196,6 +196,7 @@ class InputProcessor:
         with anyio.move_on_after(call.timeout) as scope:
             tokens, answer = await self._prompt(call, continuation)
             check_tokens(tokens, call.params, self._n_ctx, vocabulary.n_tokens, call.generated)
+            _check_marks(call, len(tokens), vocabulary.n_tokens)
             self._loras.use(call.lora, tokens)  # refused before what takes long
             self._warn_of_length(len(tokens))
             strips_space = vocabulary.prefixes_space and _begins_text(call.prompt, vocabulary)
@@ -466,6 +467,14 @@ class InputProcessor:
             return [vocabulary.piece(token) for token in token_ids]
 
         return call() if len(token_ids) <= SHORT_TOKENS else await self._tokenizer.run(call)
+
+
+def _check_marks(call: RequestCall, n_prompt: int, n_vocab: int) -> None:
+    """Reject what no caller says, but a file may."""
+    if call.first_scored is not None and call.first_scored > n_prompt:
+        raise InvalidRequestError("first_scored", call.first_scored, f"0 to {n_prompt}")
+    if call.excluded and max(call.excluded) >= n_vocab:
+        raise InvalidRequestError("excluded", max(call.excluded), f"token ids below {n_vocab}")
 
 
 def _with_drawn(call: RequestCall) -> RequestCall:

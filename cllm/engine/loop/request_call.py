@@ -10,7 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypedDict, cast
 
-from cllm.checks import INT32_MAX, MAX_TEXT_BYTES, check_bool, check_float, check_int, encode_text
+from cllm.checks import (
+    INT32_MAX,
+    MAX_SEED,
+    MAX_TEXT_BYTES,
+    check_bool,
+    check_float,
+    check_int,
+    encode_text,
+)
 from cllm.engine.chat.chat_prompt import ChatPrompt
 from cllm.engine.core.detokenizer import Detokenizer
 from cllm.engine.lora import check_lora
@@ -71,6 +79,12 @@ class RequestCall:
             raise error("request_id", self.request_id, "a string of 1 to 256 characters")
         encode_text("request_id", self.request_id, error)
         check_lora(self.lora)
+        if self.first_scored is not None:
+            check_int("first_scored", self.first_scored, 0, INT32_MAX, error)
+        if self.seed is not None:
+            check_int("seed", self.seed, 0, MAX_SEED, error)
+        token_ids_of("generated", self.generated)
+        token_ids_of("excluded", self.excluded)
         check_bool("parse_special", self.parse_special, error)
 
     def check_generated(self) -> None:

@@ -6,11 +6,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_type_hints
 
 from cllm.engine.chat.chat_prompt import ChatPrompt
 from cllm.engine.loop.channel import Continuation
-from cllm.engine.loop.request_call import RequestCall
+from cllm.engine.loop.request_call import RequestCall, token_ids_of
 from cllm.engine.plain_values import as_plain, of_plain
 from cllm.engine.request import Completion, ModelInfo, SequenceState, TokenDelta, TokenLogprob
 from cllm.engine.sampling_params import SamplingParams
@@ -142,20 +142,28 @@ class SavedGeneration:
 
     @classmethod
     def _of_header(cls, header: Mapping[str, Any], data: bytes) -> Self:
-        given = dict(header["call"])
-        given["params"] = SamplingParams(**_params_of(given["params"]))
-        for name in ("generated", "excluded"):
-            given[name] = tuple(given[name])
-        n_tokens = header["n_state_tokens"]
+        kinds = get_type_hints(RequestCall)
+        given: dict[str, Any] = {
+            name: SamplingParams(**_params_of(plain))
+            if name == "params"
+            else of_plain(kinds[name], plain)
+            for name, plain in header["call"].items()
+        }
+        n_tokens = of_plain(int | None, header["n_state_tokens"])
+        prompt_token_ids = of_plain(tuple[int, ...], header["prompt_token_ids"])
         continuation = Continuation(
-            prompt_token_ids=tuple(header["prompt_token_ids"]),
+            prompt_token_ids=token_ids_of("prompt_token_ids", prompt_token_ids),
             earlier=of_plain(Completion | None, header["earlier"]),
             logprobs=of_plain(tuple[TokenLogprob, ...], header["logprobs"]),
             unread=of_plain(tuple[TokenDelta, ...], header["unread"]),
             state=None if n_tokens is None else SequenceState(data, n_tokens),
         )
+        n_held = len(prompt_token_ids) + len(given["generated"])
+        if n_tokens is not None and not 0 < n_tokens <= n_held:
+            raise DamagedFileError(f"a state of {n_tokens} tokens, where there are {n_held}")
         call = RequestCall(prompt=_prompt_of(header["prompt"]), **given)
-        return cls(call, continuation, header["model"], header["fingerprint"])
+        model_key = of_plain(Mapping[str, int | str], header["model"])
+        return cls(call, continuation, model_key, of_plain(str, header["fingerprint"]))
 
     def __repr__(self) -> str:
         n_tokens = len(self.token_ids)

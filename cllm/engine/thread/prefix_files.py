@@ -13,6 +13,7 @@ import itertools
 import logging
 import os
 import queue
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -80,7 +81,9 @@ class PrefixFiles:
         self._n_bytes_max = n_bytes_max
         self._on_loaded = on_loaded
         try:
-            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for place in (directory, self._folder):
+                place.mkdir(parents=True, exist_ok=True, mode=0o700)
+                _check_own(place)
             self._remove_stale()
             self.stored: Iterable[tuple[Tokens, str, int]] = list(self._scan())
             self.n_bytes = self._count()
@@ -203,9 +206,10 @@ class PrefixFiles:
         self.n_bytes = self._count()
 
     def _fit(self) -> None:
-        """Remove the files that were used longest ago, until no more is there than may be."""
-        if self.n_bytes <= self._n_bytes_max:
-            return
+        """Remove the files that were used longest ago, until no more is there than may be.
+
+        Of other engines too: the limit is the directory's.
+        """
         files = sorted(self._files(), key=lambda found: found[1])
         n_bytes = sum(size for _, _, size in files)  # those of other engines too
         for path, _, size in files:
@@ -224,8 +228,9 @@ class PrefixFiles:
         """Every file of the directory, when it was used, and its size."""
         for path in self._directory.glob(f"*/*{SUFFIX}"):
             with contextlib.suppress(OSError):
-                status = path.stat()
-                yield path, status.st_mtime, status.st_size
+                status = path.lstat()
+                if stat.S_ISREG(status.st_mode):
+                    yield path, status.st_mtime, status.st_size
 
     def _remove(self, path: Path) -> None:
         with contextlib.suppress(OSError):
@@ -258,6 +263,19 @@ class PrefixFiles:
                 self._remove(path)
                 continue
             yield tokens, path.name, size
+
+
+def _check_own(directory: Path) -> None:
+    """Reject a directory that others may write to: what is in it decides what is generated.
+
+    Raises
+    ------
+    InvalidArgumentError
+    """
+    status = directory.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        limit = f"a directory of this user that no other can write to ({directory})"
+        raise InvalidArgumentError("prefix_cache_dir", str(directory), limit)
 
 
 def _tokens_of(header: dict[str, Any]) -> Tokens:

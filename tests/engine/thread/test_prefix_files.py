@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import struct
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from cllm import Engine, InvalidArgumentError
 from cllm.engine import state_file
 from cllm.engine.core.messages import PrefixLoaded
 from cllm.engine.request import SequenceState
+from cllm.engine.state_file import MAGIC
 from cllm.engine.thread import prefix_files
 from cllm.engine.thread.prefix_files import SUFFIX, PrefixFiles
 from cllm.testing import FakeEngine
@@ -333,3 +335,87 @@ async def test_a_real_engine_goes_on_from_files_with_the_same_tokens_and_over_a_
                 assert await engine.audit() == []
         assert found[0] == 0
         assert found[1] >= completion.usage.n_prompt - 1
+
+
+# --- What others do in the directory --------------------------------------------------------------
+def test_a_limit_holds_for_the_directory_whoever_has_filled_it(tmp_path: Path) -> None:
+    engines = [PrefixFiles(tmp_path, key, 4000, Told()) for key in "abc"]
+    for files in engines:
+        for n in range(8):
+            files.write(np.arange(n, n + 8, dtype=np.int32), SequenceState(bytes(500), 8))
+    for files in engines:
+        files.close()
+    assert sum(path.stat().st_size for path in tmp_path.rglob(f"*{SUFFIX}")) <= 4000
+
+
+def put_fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def put_link_to_fifo(path: Path) -> None:
+    os.mkfifo(path.with_name("fifo"))
+    path.symlink_to("fifo")
+
+
+def put_deep_header(path: Path) -> None:
+    head = b'{"kind": ' + b"[" * 200_000 + b"]" * 200_000 + b"}"
+    path.write_bytes(MAGIC + bytes(32) + struct.pack("<QQ", len(head), 0) + head)
+
+
+def put_sparse_header(path: Path) -> None:
+    path.write_bytes(MAGIC + bytes(32) + struct.pack("<QQ", 1 << 42, 0))
+    os.truncate(path, (1 << 42) + len(MAGIC) + 48)
+
+
+def put_sparse_data(path: Path) -> None:
+    head = b'{"kind": "prefix 1", "token_ids": [1, 2]}'
+    path.write_bytes(MAGIC + bytes(32) + struct.pack("<QQ", len(head), 1 << 42) + head)
+    os.truncate(path, (1 << 42) + len(MAGIC) + 48 + len(head))
+
+
+@pytest.mark.parametrize(
+    "put", [put_fifo, put_link_to_fifo, put_deep_header, put_sparse_header, put_sparse_data]
+)
+def test_what_is_no_file_of_ours_neither_hangs_nor_ends_the_engine(
+    put: Callable[[Path], None], tmp_path: Path
+) -> None:
+    names = written(tmp_path, 1)
+    put(tmp_path / "key" / f"other{SUFFIX}")
+    told = Told()
+    files = opened(tmp_path, told)
+    try:
+        assert names[0] in {name for _, name, _ in files.stored}
+        files.load(f"other{SUFFIX}")
+        assert told.next().state is None
+        files.load(names[0])
+        assert told.next().state is not None
+    finally:
+        files.close()
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o720, 0o702])
+@pytest.mark.parametrize("place", [".", "key"])
+def test_a_directory_that_others_can_write_to_is_rejected(
+    place: str, mode: int, tmp_path: Path
+) -> None:
+    (tmp_path / "key").mkdir(mode=0o700)
+    (tmp_path / place).chmod(mode)
+    with pytest.raises(InvalidArgumentError, match="no other can write to"):
+        opened(tmp_path, Told())
+
+
+def test_a_directory_of_another_user_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(InvalidArgumentError, match="of this user"):
+        opened(tmp_path, Told())
+
+
+def test_what_is_made_is_for_its_user_alone(tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        opened(tmp_path / "a" / "b", Told()).close()
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a" / "b").stat().st_mode & 0o077 == 0
