@@ -8,8 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from cllm.processors import cgroup_directories
+
 MEMINFO = Path("/proc/meminfo")
-CGROUP = Path("/sys/fs/cgroup")
 LARGE = 4 << 20
 
 _make_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
@@ -42,11 +43,11 @@ def address_of(data: bytes) -> int:
 
 
 def available_bytes() -> int | None:
-    """Bytes that can be had without swapping, a container's limit included; None: nobody says.
+    """Bytes that can be had without swapping, the limits of cgroups included; None: nobody says.
 
-    Of a container (cgroup version 2) what it may still have, its page cache given up.
+    Of a cgroup what it may still have, its page cache given up.
     """
-    told = [_of_machine(), _of_container()]
+    told = [_of_machine(), *map(_of_cgroup, cgroup_directories("memory"))]
     return min((n_bytes for n_bytes in told if n_bytes is not None), default=None)
 
 
@@ -58,12 +59,17 @@ def _of_machine() -> int | None:
     return None
 
 
-def _of_container() -> int | None:
-    with suppress(OSError, ValueError, IndexError, KeyError):
-        limit = int((CGROUP / "memory.max").read_text())  # "max": there is none
-        used = int((CGROUP / "memory.current").read_text())
-        statistics = dict(
-            line.split() for line in (CGROUP / "memory.stat").read_text().splitlines()
-        )
-        return limit - used + int(statistics["inactive_file"]) + int(statistics["active_file"])
+def _of_cgroup(directory: Path) -> int | None:
+    # Of version 2, and of version 1.
+    for maximum, current, prefix in (
+        ("memory.max", "memory.current", ""),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ):
+        with suppress(OSError, ValueError, KeyError):
+            limit = int((directory / maximum).read_text())  # "max": there is none
+            used = int((directory / current).read_text())
+            lines = (directory / "memory.stat").read_text().splitlines()
+            statistics = dict(line.split() for line in lines)
+            cached = (int(statistics[f"{prefix}{kind}_file"]) for kind in ("inactive", "active"))
+            return limit - used + sum(cached)
     return None

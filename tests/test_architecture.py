@@ -22,7 +22,7 @@ MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "_native" not in p.parts)
 
 # The order of `cllm.engine`: a module imports from earlier lines, and from its own package.
 VALUES = (
-    "checks errors hub log_once memory removed sampling_limits engine.cache_directory engine.child_process engine.config engine.constraint engine.embedding engine.file_content engine.health engine.json_schema engine.lora engine.plain_values engine.request engine.rpc_address"
+    "checks errors hub log_once memory processors removed sampling_limits engine.cache_directory engine.child_process engine.config engine.constraint engine.embedding engine.file_content engine.health engine.json_schema engine.lora engine.plain_values engine.request engine.rpc_address"
     " engine.sampling_params engine.state_file engine.vocabulary"
 )
 LAYERS = [
@@ -80,7 +80,12 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
     ),
     (
         "cllm.doctor.processors",
-        ("cllm.doctor", "cllm.engine.core.thread_tuner", "cllm.engine.thread.processor_load"),
+        (
+            "cllm.doctor",
+            "cllm.engine.core.thread_tuner",
+            "cllm.engine.thread.processor_load",
+            "cllm.processors",
+        ),
     ),
     ("cllm.doctor.preflight", ("cllm", "cllm.doctor", "cllm.engine.llama.preflight")),
     (
@@ -92,6 +97,7 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
         ("cllm.doctor", "cllm.bindings", "cllm.errors", "cllm.engine.chat"),
     ),
     ("cllm.doctor", ("cllm.doctor", "cllm.bindings", "cllm.checks", "cllm.errors", "cllm.memory")),
+    ("cllm.cli.bench_report", ("cllm", "cllm.cli", "cllm.processors")),
     ("cllm.cli.app", ("cllm", "cllm.cli", "cllm.doctor", "cllm.removed")),
     ("cllm.cli.config_file", ("cllm", "cllm.cli", "cllm.removed")),
     ("cllm.cli.doctor", ("cllm", "cllm.cli", "cllm.doctor")),

@@ -40,6 +40,7 @@ GPUS = (h.DeviceType.GPU, h.DeviceType.IGPU)
 SPIN_SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 N_SPINS = "10000"
 RPC = b"RPC"  # the backend whose devices are in other machines
+N_ERRORS_MAX = 4  # of one call: the first says why, the others what failed because of it
 # Enough for a model load at debug level; when full, the oldest lines go.
 _log_lines: collections.deque[tuple[int, str]] = collections.deque(maxlen=10_000)
 _library: Library | None = None
@@ -246,14 +247,14 @@ def find_library() -> tuple[Path, dict[str, Any]]:
 
 
 def forward_log(*, no_warning: str = "") -> str:
-    """Send the collected log lines to `logging`; return the last error among them, or "".
+    """Send the collected log lines to `logging`; return the errors among them, the first one first.
 
     Parameters
     ----------
     no_warning : str
         A warning with this text says what is meant to be so, and is sent as information.
     """
-    last_error = ""
+    errors: dict[str, None] = {}
     level = logging.INFO
     while True:
         try:
@@ -264,11 +265,11 @@ def forward_log(*, no_warning: str = "") -> str:
             level = _LOGGING_LEVEL.get(h.LogLevel(native_level), logging.INFO)
         text = text.rstrip("\n")
         if level >= logging.ERROR and text:
-            last_error = text
+            errors.setdefault(text)
         if text.strip(". "):
             is_meant = level == logging.WARNING and bool(no_warning) and no_warning in text
             logger.log(logging.INFO if is_meant else level, "%s", text)
-    return last_error
+    return "; ".join(list(errors)[:N_ERRORS_MAX])
 
 
 def _on_log(level: int, text: bytes | None, _user_data: Any) -> None:

@@ -87,7 +87,10 @@ class Context(Memory, LoraContext):
         None lets llama.cpp decide.
     type_k, type_v : str
         Data type of the cache: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0 or iq4_nl.
-    offload_kqv, op_offload, swa_full, no_perf : bool
+    op_offload : bool, optional
+        Let a GPU compute products of many rows whose weights are in host memory.  None: where the
+        model has layers on a GPU, as it was loaded.
+    offload_kqv, swa_full, no_perf : bool
         As in llama.h.
     rope_scaling : str, optional
         none, linear, yarn or longrope; None takes the model's.
@@ -131,7 +134,7 @@ class Context(Memory, LoraContext):
         type_k: str = "f16",
         type_v: str = "f16",
         offload_kqv: bool = True,
-        op_offload: bool = True,
+        op_offload: bool | None = None,
         swa_full: bool = True,
         no_perf: bool = True,
         rope_scaling: str | None = None,
@@ -167,7 +170,7 @@ class Context(Memory, LoraContext):
         params.type_k = check_kv_type("type_k", type_k)
         params.type_v = check_kv_type("type_v", type_v)
         params.offload_kqv = bool(offload_kqv)
-        params.op_offload = bool(op_offload)
+        params.op_offload = model.is_on_gpu if op_offload is None else bool(op_offload)
         params.swa_full = bool(swa_full)
         params.no_perf = bool(no_perf)
         if rope_scaling is not None:

@@ -88,6 +88,7 @@ class EmbeddingContext(LoraContext):
         limit = min(n_batch, lib.llama_max_parallel_sequences())
         params.n_seq_max = check_int("n_seq_max", n_seq_max, 1, limit)
         params.kv_unified, params.embeddings, params.no_perf = True, True, True
+        params.op_offload = model.is_on_gpu
         params.n_threads = params.n_threads_batch = check_int(
             "n_threads", n_threads, 1, MAX_THREADS
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,6 +13,7 @@ import numpy as np
 from rich.table import Table
 
 from cllm import EngineConfig, ModelInfo
+from cllm.processors import usable_processors
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +54,7 @@ def machine() -> str:
         lines = []
     names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
     name = names[0] if names else platform.processor() or platform.machine()
-    try:
-        n_cpus = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS
-        n_cpus = os.cpu_count() or 1
-    return f"{name}, {n_cpus} CPUs"
+    return f"{name}, {usable_processors().n_allowed} CPUs"
 
 
 def about(config: EngineConfig, model: ModelInfo) -> list[str]:

@@ -159,17 +159,11 @@ def _show(
             console.print(Text.assemble(question, finding.text), soft_wrap=not console.is_terminal)
 
 
-def _n_threads(config: EngineConfig) -> int:
-    if config.model is None and config.n_threads is None:
-        return 1  # the embedded model is too small to share between threads
-    return config.compute_threads[0]
-
-
 def _examine(config: EngineConfig, *, is_quick: bool, has_tables: bool, as_json: bool) -> Report:
     findings: list[Finding] = []
     console = Console(highlight=False, quiet=as_json)
     experiments: list[Experiment] = []
-    n_threads = _n_threads(config)
+    n_threads = config.compute_threads[0]
     with console.status("examining") as status:
         for finding in examine(config.model_path, n_threads=n_threads, is_quick=is_quick):
             if isinstance(finding, Plan):
@@ -210,7 +204,7 @@ def _measure_rows(config: EngineConfig, *, is_quick: bool, as_json: bool) -> Row
     with console.status("measuring") as status:
         costs = measure_rows(
             config.model_path,
-            n_threads=_n_threads(config),
+            n_threads=config.compute_threads[0],
             n_turns=n_turns,
             on_turn=lambda turn: status.update(f"measuring, turn {turn + 1} of {n_turns}"),
         )

@@ -292,8 +292,7 @@ class EngineFlags:
             Says which value cannot be used, and the limit.
         """
         given = {k: value for k, value in _values(self).items() if value not in (None, [])}
-        # The embedded model is too small to share between threads.
-        threads = given.pop("threads", None if given.keys() & {"model", "hf"} else 1)
+        threads = given.pop("threads", None)
         options: dict[str, object] = {
             "n_ctx": "auto",
             **defaults,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 from cllm.doctor.findings import Check, Status
 from cllm.engine.core.thread_tuner import ProcessorLoad
 from cllm.engine.thread.processor_load import ProcessorReader
+from cllm.processors import Processors, usable_processors
 
 WINDOW_S = 0.25
 OTHERS = 0.3  # processors; less is no other program that computes
@@ -23,19 +23,20 @@ def processors_check(n_threads: int) -> Check:
     """
     reader = ProcessorReader()
     time.sleep(WINDOW_S)
-    return check_processors(reader.read(), n_processors(), n_threads)
+    return check_processors(reader.read(), usable_processors(), n_threads)
 
 
-def n_processors() -> int:
-    """Return the number of processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def check_processors(load: ProcessorLoad | None, n_allowed: int, n_threads: int) -> Check:
+def check_processors(load: ProcessorLoad | None, usable: Processors, n_threads: int) -> Check:
     """Compare the threads with what other programs leave; None: the system reports no load."""
-    text = f"{n_allowed}, for {n_threads} compute thread{'s' * (n_threads > 1)}"
+    text = str(usable.n_allowed)
+    if usable.n_cores != usable.n_allowed:
+        text += f" on {usable.n_cores} cores"
+    if usable.quota is not None:
+        text += f", of which a quota of the cgroup allows {usable.quota:g}"
+    text += f", for {n_threads} compute thread{'s' * (n_threads > 1)}"
+    if usable.quota is not None and n_threads > usable.quota:
+        text += ": more than the quota allows, so all of them stand still for a part of the time"
+        return Check("processors", Status.WARNING, text)
     if load is None:
         return Check("processors", Status.OK, text)
     text += f"; other programs use {load.others:.1f}"

@@ -16,6 +16,7 @@ from cllm.checks import MAX_THREADS, check_bool, check_float, check_int
 from cllm.engine.lora import MAX_SCALE, LoraInfo, check_lora_name
 from cllm.engine.rpc_address import N_SERVERS_MAX, rpc_address
 from cllm.errors import InvalidArgumentError
+from cllm.processors import usable_processors
 from cllm.removed import replacement
 
 N_SEQ_IDS = 256  # LLAMA_MAX_SEQ: all that libllama has
@@ -463,7 +464,8 @@ class EngineConfig:
     @property
     def compute_threads(self) -> tuple[int, int]:
         """`(n_threads, n_threads_batch)` with None replaced."""
-        n_threads = self.n_threads or n_physical_cores()
+        # The embedded model is too small to share between threads.
+        n_threads = self.n_threads or (1 if self.model is None else usable_processors().n_threads)
         return n_threads, self.n_threads_batch or n_threads
 
 
@@ -517,22 +519,6 @@ def _lora_infos(loras: Sequence[LoraSetting]) -> tuple[LoraInfo, ...]:
 def _plain(value: Any) -> str | int:
     """A path, or an integer that is none of Python's, for JSON."""
     return os.fspath(value) if isinstance(value, os.PathLike) else operator.index(value)
-
-
-def n_physical_cores() -> int:
-    """Physical cores that this process may run on: hyper-threads share one, and slow each other."""
-    try:
-        cpus = os.sched_getaffinity(0)
-    except AttributeError:  # not on macOS
-        return os.cpu_count() or 1
-    siblings = set()
-    for cpu in cpus:
-        path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        try:
-            siblings.add(path.read_text().strip())
-        except OSError:
-            siblings.add(str(cpu))
-    return min(len(siblings), MAX_THREADS) or 1
 
 
 def config_from(model: str | Path | None, options: EngineOptions) -> EngineConfig:

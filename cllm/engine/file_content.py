@@ -6,8 +6,11 @@ once.  Its digest is then known by the file's stamp, in this process and in the 
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import io
 import os
+import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -15,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cllm.engine.cache_directory import read_cached, write_cached
-from cllm.engine.state_file import open_regular
 from cllm.errors import ModelChangedError, ModelLoadError
 
 CACHE = "file_digests.json"
@@ -97,6 +99,24 @@ def check_content(expected: FileContent) -> None:
         raise ModelChangedError(expected.path, reason) from error
     if present.sha256 != expected.sha256:
         raise ModelChangedError(expected.path, _change(expected.n_bytes, present.n_bytes))
+
+
+def open_regular(path: str | Path) -> io.BufferedReader:
+    """Open a file for reading.
+
+    Raises
+    ------
+    OSError
+        It cannot be opened, or is not a regular file: a FIFO would wait for a writer.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        return os.fdopen(fd, "rb")
+    except BaseException:
+        os.close(fd)
+        raise
 
 
 @contextmanager

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import hashlib
-import io
 import json
 import os
-import stat
 import struct
 import tempfile
 import zlib
 from pathlib import Path
 from typing import Any
 
+from cllm.engine.file_content import open_regular
 from cllm.memory import available_bytes, new_bytes
 
 MAX_HEADER_BYTES = 256 << 20
@@ -52,24 +50,6 @@ def write_state_file(path: Path, header: dict[str, Any], data: bytes) -> int:
         Path(name).unlink(missing_ok=True)
         raise
     return len(MAGIC) + _N_DIGEST + len(lengths) + len(head) + len(data)
-
-
-def open_regular(path: str | Path) -> io.BufferedReader:
-    """Open a file for reading.
-
-    Raises
-    ------
-    OSError
-        It cannot be opened, or is not a regular file: a FIFO would wait for a writer.
-    """
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file")
-        return os.fdopen(fd, "rb")
-    except BaseException:
-        os.close(fd)
-        raise
 
 
 def read_state_file(path: Path) -> tuple[dict[str, Any], bytes]:

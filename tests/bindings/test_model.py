@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import gc
 import logging
 import shutil
@@ -11,13 +12,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cllm.bindings import Context, LoraAdapter, Model, Vocabulary, _library, library, system_info
+from cllm.bindings import (
+    Context,
+    EmbeddingContext,
+    LoraAdapter,
+    Model,
+    Vocabulary,
+    _library,
+    find_library,
+    library,
+    system_info,
+)
 from cllm.bindings._llama_h import TokenAttr, VocabType
+from cllm.engine.config import EMBEDDED_MODEL
 from cllm.errors import InvalidArgumentError, ModelLoadError
 from tests.conftest import examples
 
@@ -266,6 +279,39 @@ def test_errors_of_the_library_are_logged_as_errors(
     with pytest.raises(ModelLoadError):
         Model(path)
     assert any(r.name == "cllm.llama" and r.levelno == logging.ERROR for r in caplog.records)
+
+
+def test_an_unknown_architecture_is_named_with_what_llama_cpp_this_is(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    with contextlib.closing(gguf.GGUFWriter(path, "qwen99next")) as writer:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    commit = find_library()[1]["commit"][:9]
+    with pytest.raises(ModelLoadError, match=f"unknown model architecture: 'qwen99next'.*{commit}"):
+        Model(path)
+
+
+@pytest.mark.parametrize("n_gpu_layers", [0, -1])
+def test_without_layers_on_a_gpu_no_product_goes_there(
+    n_gpu_layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[bool] = []
+    lib = library()
+    make = lib.llama_init_from_model
+
+    def noting(pointer: Any, params: Any) -> Any:
+        given.append(bool(params.op_offload))
+        return make(pointer, params)
+
+    monkeypatch.setattr(lib, "llama_init_from_model", noting)
+    monkeypatch.setattr(type(lib), "has_gpu", True)  # as a build with one says
+    with Model(EMBEDDED_MODEL, n_gpu_layers=n_gpu_layers) as model:
+        monkeypatch.undo()
+        monkeypatch.setattr(lib, "llama_init_from_model", noting)
+        Context(model, n_ctx=256).close()
+        EmbeddingContext(model, pooling="mean").close()
+    assert given == [n_gpu_layers != 0] * 2
 
 
 @pytest.mark.parametrize("name", ["", "nothing.gguf"])

@@ -21,10 +21,11 @@ from cllm.doctor.installation import (
 )
 from cllm.doctor.model_checks import model_checks
 from cllm.doctor.preflight import preflight_check
-from cllm.doctor.processors import check_processors, n_processors, processors_check
+from cllm.doctor.processors import check_processors, processors_check
 from cllm.doctor.template_check import check_chat_template
 from cllm.engine.core.thread_tuner import ProcessorLoad
 from cllm.errors import AbiMismatchError, LibraryNotFoundError, NoKVSlotError
+from cllm.processors import Processors, usable_processors
 from tools import make_model
 
 RECORD: dict[str, Any] = {
@@ -239,20 +240,31 @@ def test_a_model_that_is_none_is_one_line(tmp_path: Path) -> None:
 
 
 # --- Processors ------------------------------------------------------------------------------
+TWO = Processors(n_allowed=2, n_cores=2, quota=None)
+
+
+def test_a_quota_is_told_and_more_threads_than_it_allows_are_a_warning() -> None:
+    of_64 = Processors(n_allowed=64, n_cores=32, quota=2.5)
+    check = check_processors(None, of_64, 2)
+    assert check.text.startswith("64 on 32 cores, of which a quota of the cgroup allows 2.5")
+    assert check.status is Status.OK
+    assert check_processors(None, of_64, 3).status is Status.WARNING
+
+
 def test_other_programs_that_compute_are_a_warning() -> None:
-    busy = check_processors(ProcessorLoad(waiting=0.0, others=0.9, idle=1.0, own=0.1), 2, 2)
+    busy = check_processors(ProcessorLoad(waiting=0.0, others=0.9, idle=1.0, own=0.1), TWO, 2)
     assert busy.status is Status.WARNING
     assert "other programs use 0.9" in busy.text
     assert "fewer threads" in busy.text
-    assert "fewer threads" not in check_processors(ProcessorLoad(0.0, 0.9, 1.0, 0.1), 2, 1).text
+    assert "fewer threads" not in check_processors(ProcessorLoad(0.0, 0.9, 1.0, 0.1), TWO, 1).text
 
 
 @pytest.mark.parametrize("load", [None, ProcessorLoad(waiting=0.0, others=0.1, idle=1.9, own=0.0)])
 def test_a_quiet_machine_and_one_that_reports_nothing_are_no_warning(
     load: ProcessorLoad | None,
 ) -> None:
-    assert check_processors(load, 2, 2).status is Status.OK
+    assert check_processors(load, TWO, 2).status is Status.OK
 
 
 def test_the_processors_of_this_machine_are_looked_at() -> None:
-    assert processors_check(1).text.startswith(f"{n_processors()}, for 1 compute thread")
+    assert processors_check(1).text.startswith(f"{usable_processors().n_allowed}")

@@ -8,8 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from cllm.engine.config import EMBEDDED_MODEL, EngineConfig, config_from, n_physical_cores
+from cllm.engine.config import EMBEDDED_MODEL, EngineConfig, config_from
 from cllm.errors import InvalidArgumentError
+from cllm.processors import usable_processors
 
 NAN = float("nan")
 A_PATH = "a path: not empty, without NUL characters"
@@ -216,8 +217,12 @@ def test_no_model_means_the_embedded_one() -> None:
 
 
 def test_threads_that_are_not_given_are_the_physical_cores() -> None:
-    cores = n_physical_cores()
-    assert 1 <= cores <= 512
-    assert EngineConfig().compute_threads == (cores, cores)
+    n_threads = usable_processors().n_threads
+    assert EngineConfig(model="m").compute_threads == (n_threads, n_threads)
+    assert EngineConfig(model="m", n_threads=3).compute_threads == (3, 3)
+    assert EngineConfig(model="m", n_threads_batch=3).compute_threads == (n_threads, 3)
+
+
+def test_the_embedded_model_has_one_thread_for_it_is_too_small_to_share() -> None:
+    assert EngineConfig().compute_threads == (1, 1)
     assert EngineConfig(n_threads=3).compute_threads == (3, 3)
-    assert EngineConfig(n_threads_batch=3).compute_threads == (cores, 3)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cllm import Engine, memory
+from cllm import Engine, memory, processors
 from cllm.engine.config import EMBEDDED_MODEL, N_CTX, EngineConfig
 from cllm.engine.llama.gguf_header import read_header
 from cllm.engine.llama.memory import choose_n_ctx, kv_bytes
@@ -85,7 +85,9 @@ def put(path: Path, monkeypatch: pytest.MonkeyPatch, **files: str) -> None:
     for name, text in files.items():
         (path / name.replace("_", ".")).write_text(text)
     monkeypatch.setattr(memory, "MEMINFO", path / "meminfo")
-    monkeypatch.setattr(memory, "CGROUP", path)
+    (path / "cgroup").write_text("0::/\n")
+    monkeypatch.setattr(processors, "OWN_CGROUPS", path / "cgroup")
+    monkeypatch.setattr(processors, "CGROUPS", path)
 
 
 def test_a_container_has_no_more_than_its_limit(

@@ -1,0 +1,93 @@
+"""What of this machine's processors and memory a process may use: affinity, and the quotas of cgroups."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from cllm.checks import MAX_THREADS
+
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
+TOPOLOGY = Path("/sys/devices/system/cpu")
+
+
+class Processors(NamedTuple):
+    """What a process may compute with.
+
+    Attributes
+    ----------
+    n_allowed : int
+        Processors of its affinity.
+    n_cores : int
+        Physical cores of those: hyper-threads share one, and slow each other.
+    quota : float or None
+        Processors that its cgroups allow at once, on average; None: any number.
+    """
+
+    n_allowed: int
+    n_cores: int
+    quota: float | None
+
+    @property
+    def n_threads(self) -> int:
+        """Compute threads that it has room for."""
+        n_threads = min(self.n_cores, MAX_THREADS)
+        # With more threads than the quota, all of them stand still for a part of each period.
+        return max(1, n_threads if self.quota is None else min(n_threads, math.floor(self.quota)))
+
+
+def usable_processors() -> Processors:
+    """Return what this process may compute with."""
+    try:
+        allowed = os.sched_getaffinity(0)
+    except AttributeError:  # not on macOS
+        n_processors = os.cpu_count() or 1
+        return Processors(n_processors, n_processors, None)
+    siblings = set()
+    for processor in allowed:
+        path = TOPOLOGY / f"cpu{processor}/topology/thread_siblings_list"
+        try:
+            siblings.add(path.read_text().strip())
+        except OSError:
+            siblings.add(str(processor))
+    return Processors(len(allowed), len(siblings), min(_quotas(), default=None))
+
+
+def cgroup_directories(controller: str) -> Iterator[Path]:
+    """The directories of the cgroups that this process is in, from its own to the root.
+
+    Parameters
+    ----------
+    controller : str
+        Of cgroup version 1; version 2 has one hierarchy for all.
+    """
+    with suppress(OSError, ValueError):
+        for line in OWN_CGROUPS.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and controller not in controllers.split(","):
+                continue
+            for root in (
+                (CGROUPS / controllers, CGROUPS / controller) if controllers else (CGROUPS,)
+            ):
+                place = Path(path.lstrip("/"))
+                # In a container the path may be the host's, and only the root is there.
+                for part in (place, *place.parents):
+                    if (root / part).is_dir():
+                        yield root / part
+
+
+def _quotas() -> Iterator[float]:
+    for directory in cgroup_directories("cpu"):
+        with suppress(OSError, ValueError, ZeroDivisionError):
+            quota, period = (directory / "cpu.max").read_text().split()  # "max": there is none
+            yield int(quota) / int(period)
+        with suppress(OSError, ValueError, ZeroDivisionError):
+            quota_us = int((directory / "cpu.cfs_quota_us").read_text())
+            period_us = int((directory / "cpu.cfs_period_us").read_text())
+            if quota_us > 0:
+                yield quota_us / period_us
