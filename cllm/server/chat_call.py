@@ -26,7 +26,7 @@ from cllm.server.client_tools import ClientTools
 from cllm.server.fields import MAX_SEED
 from cllm.server.problems import TOO_LONG, Problem, problem_of, shutting_down, too_long
 from cllm.server.replies import Reply, Writer
-from cllm.server.running import Observation, run_streams
+from cllm.server.running import Observation, check_in_time, run_streams
 from cllm.server.schemas import ChatOptionFields
 from cllm.server.state import ServerState
 
@@ -155,6 +155,7 @@ def answer_chat(
                 )
             if done.finish_reason is FinishReason.CANCELLED:
                 raise shutting_down()
+            check_in_time([done])
             return done
 
         try:

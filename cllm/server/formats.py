@@ -38,6 +38,11 @@ def finish_reason_of(reason: FinishReason | None) -> str | None:
     return str(reason) if reason in (FinishReason.STOP, FinishReason.TOOL_CALLS) else "length"
 
 
+def deadline_of(reason: FinishReason | None) -> dict[str, str]:
+    """Return the field that says that an output ended because its time had passed."""
+    return {"stop_reason": "deadline"} if reason is FinishReason.DEADLINE else {}
+
+
 class Served(NamedTuple):
     """What a reply says of the model: the name that clients know, and `Completion.fingerprint`."""
 
@@ -125,7 +130,8 @@ class CompletionFormat(_Common):
         text, self._echoes[index] = self._echoes[index] + delta.text, ""
         reason = finish_reason_of(delta.finish_reason)
         if text or delta.token_ids or reason is not None:
-            yield {**self._head, "choices": [self._choice(index, text, delta.logprobs, reason)]}
+            choice = self._choice(index, text, delta.logprobs, reason)
+            yield {**self._head, "choices": [{**choice, **deadline_of(delta.finish_reason)}]}
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """See `Format`."""
@@ -139,7 +145,8 @@ class CompletionFormat(_Common):
                 logprobs = (*completion.prompt_logprobs, *behind)
             reason = finish_reason_of(completion.finish_reason)
             n_prompt = len(completion.prompt_logprobs or ())
-            choices.append(self._choice(i, text, logprobs, reason, n_prompt))
+            choice = self._choice(i, text, logprobs, reason, n_prompt)
+            choices.append({**choice, **deadline_of(completion.finish_reason)})
         usage = self._usage(completions)
         if self._is_prompt_only:
             usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
@@ -220,7 +227,7 @@ class ChatFormat(_Common):
             yield from self._call_chunks(index, call)
         if reason is not None:
             yield from self._end_custom(index)
-            yield self._chunk(index, {}, reason=reason)
+            yield self._chunk(index, {}, reason=reason, ended=delta.finish_reason)
 
     def _call_chunks(self, index: int, call: ToolCallDelta) -> Iterator[dict[str, Any]]:
         if call.name is not None:
@@ -248,12 +255,14 @@ class ChatFormat(_Common):
         delta: dict[str, Any],
         logprobs: Sequence[TokenLogprob] | None = None,
         reason: str | None = None,
+        ended: FinishReason | None = None,
     ) -> dict[str, Any]:
         choice = {
             "index": index,
             "delta": delta,
             "logprobs": _chat_logprobs(logprobs),
             "finish_reason": reason,
+            **deadline_of(ended),
         }
         return {**self._chunk_head, "choices": [choice]}
 
@@ -278,6 +287,7 @@ class ChatFormat(_Common):
                 "message": self._message(c),
                 "logprobs": _chat_logprobs(c.logprobs),
                 "finish_reason": finish_reason_of(c.finish_reason),
+                **deadline_of(c.finish_reason),
             }
             for i, c in enumerate(completions)
         ]

@@ -24,12 +24,13 @@ from cllm import (
 from cllm.server.body import SafeRoute
 from cllm.server.chat_call import seeded
 from cllm.server.fields import MAX_SEED, NO_LIMIT, SAMPLING_FIELDS
+from cllm.server.formats import deadline_of
 from cllm.server.generate import check_length, check_logprobs
 from cllm.server.infill import Gap, infill_prompt
 from cllm.server.loras import loras_of
 from cllm.server.problems import Problem, invalid, shutting_down
 from cllm.server.replies import Reply, Writer
-from cllm.server.running import run_streams
+from cllm.server.running import check_in_time, run_streams
 from cllm.server.schemas import (
     InfillBody,
     LlamaServerCompletionBody,
@@ -214,6 +215,7 @@ def _answer(state: ServerState, body: Any, prompts: Sequence[Prompt], request: R
         for output, one in zip(lines, done, strict=True):
             if one.finish_reason is FinishReason.CANCELLED and not output.is_over:
                 raise shutting_down()
+        check_in_time(done)
         form = AnswerForm(state.model_name, body, params, is_prompt_only)
         wants_prompt = form.wants("prompt")
         texts = [
@@ -283,6 +285,7 @@ class AnswerForm:
             "has_new_line": "\n" in text,
             "truncated": False,
             "stop_type": "word" if by_word else "eos" if has_stopped else "limit",
+            **deadline_of(done.finish_reason),
             "stopping_word": done.stop_reason if by_word else "",
             "tokens_cached": done.usage.n_prompt + n_output,
             "timings": _timings(done, n_output),

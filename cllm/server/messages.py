@@ -333,6 +333,9 @@ def _stop(completion: Completion) -> dict[str, Any]:
             return {"stop_reason": "stop_sequence", "stop_sequence": sequence}
         case FinishReason.STOP:
             return {"stop_reason": "end_turn", "stop_sequence": None}
+        case FinishReason.DEADLINE:
+            details = {"stop_details": {"type": "deadline"}}
+            return {"stop_reason": "max_tokens", "stop_sequence": None, **details}
     return {"stop_reason": "max_tokens", "stop_sequence": None}
 
 

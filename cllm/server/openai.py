@@ -19,7 +19,7 @@ from cllm.server.generate import check_length, check_logprobs
 from cllm.server.loras import loras_of
 from cllm.server.problems import Problem, invalid, shutting_down, too_long
 from cllm.server.replies import Reply, Writer
-from cllm.server.running import Observation, run_streams
+from cllm.server.running import Observation, check_in_time, run_streams
 from cllm.server.schemas import (
     ChatBody,
     ChatFields,
@@ -193,6 +193,7 @@ def _answer(
             raise too_long(error, prompt_field) from None
         if any(one.finish_reason is FinishReason.CANCELLED for one in done):
             raise shutting_down()
+        check_in_time(done)
         if not body.stream:
             if isinstance(form, CompletionFormat) and done[0].prompt_logprobs is not None:
                 firsts = [one.prompt_token_ids[0] for one in done]

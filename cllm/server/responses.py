@@ -368,6 +368,8 @@ class ResponseForm:
         self, status: str, items: list[dict[str, Any]], completion: Completion | None
     ) -> dict[str, Any]:
         reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        if reason and completion and completion.finish_reason is FinishReason.DEADLINE:
+            reason["cause"] = "deadline"
         return {
             **self._head,
             "status": status,

@@ -11,7 +11,14 @@ from functools import partial
 
 import anyio
 
-from cllm import Completion, SamplingParams, TokenDelta, TokenStream
+from cllm import (
+    Completion,
+    DeadlineError,
+    FinishReason,
+    SamplingParams,
+    TokenDelta,
+    TokenStream,
+)
 from cllm.server.metrics import Metrics
 from cllm.server.tracing import Tracing
 
@@ -129,3 +136,17 @@ async def _read(
             if time.perf_counter() - now > SLOW_WRITE_S:
                 last = None  # the client's time, not the model's
     return await stream.completion()
+
+
+def check_in_time(done: Sequence[Completion]) -> None:
+    """Return unless the time of all outputs passed before any had a token.
+
+    Raises
+    ------
+    DeadlineError
+        An empty output would be taken for an answer.
+    """
+    for one in done:
+        if one.finish_reason is not FinishReason.DEADLINE or one.usage.n_output:
+            return
+    raise DeadlineError("the request's time has passed, and no token had come")

@@ -1,0 +1,40 @@
+"""A request whose time has passed is no answer, and says so on every route."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.conftest import LONG
+
+CHAT = [{"role": "user", "content": LONG}]
+ROUTES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": LONG, "max_tokens": 4000, "ignore_eos": True},
+    "/v1/chat/completions": {"messages": CHAT, "max_tokens": 4000},
+    "/completion": {"prompt": LONG, "n_predict": 4000, "ignore_eos": True},
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_without_a_token_it_is_an_error(client: httpx.Client, route: str) -> None:
+    response = client.post(route, json={**ROUTES[route], "timeout": 0})
+    assert response.status_code == 408, response.text
+    assert "time has passed" in response.text
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_stream_without_a_token_ends_with_an_error(client: httpx.Client, route: str) -> None:
+    response = client.post(route, json={**ROUTES[route], "timeout": 0, "stream": True})
+    assert "time has passed" in response.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ["/v1/completions", "/completion"])
+def test_with_tokens_a_field_says_it(client: httpx.Client, route: str, stream: bool) -> None:
+    response = client.post(route, json={**ROUTES[route], "timeout": 0.2, "stream": stream})
+    text = response.text.replace(" ", "")
+    # On a busy machine no token may have come.
+    assert '"stop_reason":"deadline"' in text or "time has passed" in response.text
+    assert '"length"' in text or '"limit"' in text or "time has passed" in response.text
