@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from typing import Annotated
@@ -66,8 +67,16 @@ def _options(
         typer.echo(context.get_help())
 
 
+def _print_anything() -> None:
+    """Let a terminal that has not all characters show others in their place."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
 def run() -> int:
     """Run the command line and return the exit code."""
+    _print_anything()
     try:
         with importing():
             commands = command_line(*sys.argv[1:2])

@@ -29,6 +29,7 @@ N_CACHED_IDS = 16  # of the prefix cache, at the most
 STATES_BYTES = 512 << 20  # of the states of recurrent models that are kept for others, at the most
 
 UNSEEN: Final = "unseen"
+PLAIN_TYPES = ("f32", "f16", "bf16")  # of the KV cache, not quantized
 EMBEDDED_MODEL = Path(__file__).parent.parent / "models" / "cllm-tiny.gguf"
 
 
@@ -282,6 +283,11 @@ class EngineConfig:
         self._check_rpc()
         if self.flash_attn is not None:
             check_bool("flash_attn", self.flash_attn)
+        if self.flash_attn is False and self.type_v not in PLAIN_TYPES:
+            limit = (
+                f"{', '.join(PLAIN_TYPES)} with flash_attn=False: only flash attention reads others"
+            )
+            raise InvalidArgumentError("type_v", self.type_v, limit)
         check_int("max_queue", self.max_queue, 0, 1 << 20)
         check_int("stream_buffer", self.stream_buffer, 1, 1 << 20)
         check_float("stall_timeout_s", self.stall_timeout_s, 0.001, 1e6)

@@ -109,14 +109,10 @@ def open_regular(path: str | Path) -> io.BufferedReader:
     OSError
         It cannot be opened, or is not a regular file: a FIFO would wait for a writer.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file")
-        return os.fdopen(fd, "rb")
-    except BaseException:
-        os.close(fd)
-        raise
+    path = Path(path)
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "not a regular file")
+    return path.open("rb")
 
 
 @contextmanager

@@ -215,6 +215,9 @@ class SamplingParams:
         for name, (low, high) in INTEGER_RANGES.items():
             if (number := getattr(self, name)) is not None or name not in MAY_BE_NONE:
                 check_int(name, number, low, high, error)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            limit = f"at most max_tokens, which is {self.max_tokens}"
+            raise error("min_tokens", self.min_tokens, limit)
         for name in FLOAT_RANGES:
             check_limits(name, getattr(self, name), error)
         check_bool("ignore_eos", self.ignore_eos, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -148,3 +149,16 @@ def test_a_server_that_the_network_may_use_without_a_key_says_so(
     assert done.exit_code == 0, done.output
     warning = "cllm: warning: whoever reaches 0.0.0.0 may use the model: there is no --api-key\n"
     assert done.stderr == (warning if is_warned else "")
+
+
+@pytest.mark.parametrize("arguments", [["demo"], ["info"], ["--help"], ["generate", "count:1..3"]])
+def test_a_terminal_without_all_characters_shows_others(arguments: list[str]) -> None:
+    environment = {**os.environ, "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
+    done = subprocess.run(
+        [sys.executable, "-m", "cllm", *arguments],
+        env=environment,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.isascii()

@@ -331,8 +331,6 @@ def test_every_option_is_a_field_of_what_it_becomes() -> None:
 def test_what_is_not_given_is_left_to_the_engine() -> None:
     assert SamplingFlags().params() == SamplingParams()
     assert EngineFlags(model=["m"]).config() == EngineConfig(model="m", n_ctx="auto")
-    assert EngineFlags(n_ctx=512).config() == EngineConfig(
-        n_ctx=512, n_threads=1, n_threads_batch=1
-    )
+    assert EngineFlags(n_ctx=512).config() == EngineConfig(n_ctx=512)
     given = EngineFlags(n_ctx=512, threads=3).config(n_ctx=64, n_seq_max=2)
     assert given == EngineConfig(n_ctx=512, n_seq_max=2, n_threads=3, n_threads_batch=3)

@@ -226,3 +226,10 @@ def test_threads_that_are_not_given_are_the_physical_cores() -> None:
 def test_the_embedded_model_has_one_thread_for_it_is_too_small_to_share() -> None:
     assert EngineConfig().compute_threads == (1, 1)
     assert EngineConfig(n_threads=3).compute_threads == (3, 3)
+
+
+def test_only_flash_attention_reads_quantized_values() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"type_v is 'q8_0'.*flash_attn=False"):
+        EngineConfig(flash_attn=False, type_v="q8_0")
+    EngineConfig(flash_attn=False, type_k="q8_0")
+    EngineConfig(type_v="q8_0")

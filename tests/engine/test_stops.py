@@ -384,7 +384,7 @@ async def test_no_end_is_sampled_before_min_tokens_nor_ever_with_ignore_eos(engi
         assert (longer.finish_reason == "stop") == (longer.token_ids[-1] == eos)
         assert longer.token_ids == short.token_ids or n > 1
 
-    cut = await answer(max_tokens=4, min_tokens=9)
+    cut = await answer(max_tokens=4, min_tokens=4)
     assert (cut.finish_reason, cut.stop_reason, cut.usage.n_output) == (LENGTH, "max_tokens", 4)
     assert eos not in cut.token_ids
 

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from cllm.engine.chat.control_tokens import ControlTokens, tokens_of
 from cllm.engine.vocabulary import RankVocabulary
+from cllm.errors import InvalidRequestError
 
 # Its name among the chat templates of a model's file.
 RANK_TEMPLATE = "rerank"
@@ -26,9 +27,17 @@ class RankPrompt:
     Parameters
     ----------
     template : str
+
+    Raises
+    ------
+    InvalidRequestError
+        It has no place for one of them.
     """
 
     def __init__(self, template: str, vocabulary: RankVocabulary) -> None:
+        if set(PLACES.findall(template)) != {"query", "document"}:
+            limit = "a text with {query} and {document} in it"
+            raise InvalidRequestError("template", template[:60], limit)
         self._template = template
         self._vocabulary = vocabulary
 

@@ -15,6 +15,13 @@ from cllm.errors import InvalidRequestError, PromptTooLongError
 NAN, INFINITE = float("nan"), float("inf")
 
 
+def test_fewer_tokens_than_the_least_cannot_be_the_most() -> None:
+    with pytest.raises(InvalidRequestError, match="min_tokens is 5, must be at most max_tokens"):
+        SamplingParams(min_tokens=5, max_tokens=4)
+    SamplingParams(min_tokens=4, max_tokens=4)
+    SamplingParams(min_tokens=5, max_tokens=None)
+
+
 @pytest.mark.parametrize(
     ("field", "value", "limit"),
     [
