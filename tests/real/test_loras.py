@@ -83,3 +83,19 @@ async def test_an_activated_adapter_begins_with_the_answer_and_shares_the_questi
         rendered = await engine.render_chat(chat(0))
         assert answer.usage.n_cached == len(rendered.token_ids) - len(invocation)
         assert answer.text != plain.text
+
+
+async def test_with_an_adapter_answers_are_the_same_from_the_prefix_cache(tmp_path: Path) -> None:
+    path = make_lora(tmp_path / "lora.gguf", MODEL, seed=1, strength=0.05)
+    options: dict[str, Any] = {"n_ctx": 4096, "n_seq_max": 2, "deterministic": True}
+    async with Engine(MODEL, lora=[(str(path), 1.0)], **options) as engine:
+        for prompt in (
+            "The capital of France is",
+            "Once upon a time there was a small",
+            "1, 2, 3,",
+        ):
+            ask: dict[str, Any] = {"max_tokens": 12, "temperature": 0.0, "logprobs": 1}
+            first = await engine.generate(prompt, **ask)
+            again = await engine.generate(prompt, **ask)
+            assert again.usage.n_cached
+            assert first.logprobs == again.logprobs

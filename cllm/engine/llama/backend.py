@@ -35,6 +35,7 @@ from cllm.engine.llama.determinism import deterministic_decoder
 from cllm.engine.llama.draft_model import DraftModel
 from cllm.engine.llama.encoder import LlamaTextEncoder, NoDecoder, embedding_info
 from cllm.engine.llama.fingerprint import fingerprint, state_key
+from cllm.engine.llama.gguf_header import has_plain_matrix
 from cllm.engine.llama.lora_file import check_lora_file
 from cllm.engine.llama.loras import LlamaLoras
 from cllm.engine.llama.memory import check_fits
@@ -181,7 +182,13 @@ class LlamaBackend:
             make = partial(make_context, model, config, state_bytes)
             try:
                 decoder = (
-                    deterministic_decoder(model, make, config.n_batch, loras)
+                    deterministic_decoder(
+                        model,
+                        make,
+                        config.n_batch,
+                        loras,
+                        needs_padding=any(map(has_plain_matrix, model_files(config))),
+                    )
                     if config.deterministic
                     else LlamaDecoder(make, config.n_batch, loras)
                 )

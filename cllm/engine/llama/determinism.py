@@ -24,6 +24,7 @@ from cllm.errors import InvalidArgumentError
 # llama.cpp takes K-quants by tiles from 8 rows on, unless this says 0 before its first product.
 TILED_PRODUCTS = "GGML_CPU_TILED_MM"
 N_TOKENS, N_LAST = 24, 3
+N_TEXTS = 4  # one alone may be lucky
 N_COMPANY = 8  # with it, more rows than any kernel takes one by one
 _AT_THE_END = (N_TOKENS - N_LAST, *[1] * N_LAST)
 
@@ -48,9 +49,19 @@ SHAPES: dict[str, Shape] = {
 
 
 def deterministic_decoder(
-    model: Model, make_context: Callable[[], Context], n_batch: int, loras: LlamaLoras
+    model: Model,
+    make_context: Callable[[], Context],
+    n_batch: int,
+    loras: LlamaLoras,
+    *,
+    needs_padding: bool,
 ) -> LlamaDecoder:
     """A decoder whose logits have been the same in every shape.
+
+    Parameters
+    ----------
+    needs_padding : bool
+        The model or an adapter has matrices of F16 or F32.
 
     Raises
     ------
@@ -64,7 +75,7 @@ def deterministic_decoder(
     # llama.cpp reads it once, before its first product; nobody else is to see it.
     os.environ[TILED_PRODUCTS], before = "0", os.environ.get(TILED_PRODUCTS)
     try:
-        return _tried_decoder(model, make_context, n_batch, loras)
+        return _tried_decoder(model, make_context, n_batch, loras, needs_padding)
     finally:
         del os.environ[TILED_PRODUCTS]
         if before is not None:
@@ -72,12 +83,19 @@ def deterministic_decoder(
 
 
 def _tried_decoder(
-    model: Model, make_context: Callable[[], Context], n_batch: int, loras: LlamaLoras
+    model: Model,
+    make_context: Callable[[], Context],
+    n_batch: int,
+    loras: LlamaLoras,
+    needs_padding: bool,
 ) -> LlamaDecoder:
     """See `deterministic_decoder`."""
-    # What is padded must be removed again: not where memory forgets.
     differing: list[str] = []
-    kinds = [LlamaDecoder] if model.has_state or model.n_swa else [LlamaDecoder, PaddedDecoder]
+    kinds = [PaddedDecoder] if needs_padding else [LlamaDecoder, PaddedDecoder]
+    if (
+        model.has_state or model.n_swa
+    ):  # what is padded must be removed again: not where memory forgets
+        kinds = [LlamaDecoder]
     for kind in kinds:
         decoder = kind(make_context, n_batch, loras)
         try:
@@ -97,22 +115,26 @@ def _tried_decoder(
 
 
 def shapes_that_differ(decoder: LlamaDecoder) -> list[str]:
-    """The names of the shapes in which the last logits are not those of the first shape."""
+    """The names of the shapes in which the last logits of a text are not those of the first shape."""
     n_company = min(decoder.context.n_seq_max - 1, decoder.n_batch // 2)
-    reference, differing = None, []
-    for name, shape in SHAPES.items():
-        logits = _last_logits(decoder, shape, min(shape.n_others, n_company))
-        if reference is None:
-            reference = logits
-        elif not np.array_equal(logits, reference, equal_nan=True):
-            differing.append(name)
-    return differing
+    differing: dict[str, None] = {}
+    for text in range(N_TEXTS):
+        reference = None
+        for name, shape in SHAPES.items():
+            logits = _last_logits(decoder, text, shape, min(shape.n_others, n_company))
+            if reference is None:
+                reference = logits
+            elif not np.array_equal(logits, reference, equal_nan=True):
+                differing.setdefault(name)
+    return list(differing)
 
 
-def _last_logits(decoder: LlamaDecoder, shape: Shape, n_others: int) -> NDArray[np.float32]:
+def _last_logits(
+    decoder: LlamaDecoder, text: int, shape: Shape, n_others: int
+) -> NDArray[np.float32]:
     """Logits of the last of some tokens; the memory is empty before and after."""
     n_vocab = decoder.n_vocab
-    tokens = [(7919 * i + 31) % n_vocab for i in range(N_TOKENS)]
+    tokens = [(7919 * i * (text + 1) + 31 + 977 * text) % n_vocab for i in range(N_TOKENS)]
     logits = np.empty(0, np.float32)
     for tick, (start, end) in enumerate(_ranges(shape.cut, decoder.n_batch - n_others)):
         decoder.clear()

@@ -32,6 +32,7 @@ MAX_SKIPPED = 1 << 32
 MAX_TENSORS = 1 << 17
 
 Shapes = dict[str, tuple[int, ...]]
+F32, F16 = 0, 1  # of `ggml_type`
 Value = str | int | float | bool | list[int | float | bool]
 
 
@@ -67,12 +68,28 @@ def read_shapes(path: Path) -> Shapes:
     OSError
         It cannot be opened.
     """
-    shapes: Shapes = {}
+    return {name: shape for name, (shape, _) in _read_tensors(path).items()}
+
+
+def has_plain_matrix(path: Path) -> bool:
+    """True if a matrix of the file is F16 or F32: llama.cpp multiplies it with one row otherwise than with many.
+
+    Raises
+    ------
+    OSError
+        It cannot be opened.
+    """
+    tensors = _read_tensors(path).values()
+    return any(kind in (F32, F16) and len(shape) > 1 for shape, kind in tensors)
+
+
+def _read_tensors(path: Path) -> dict[str, tuple[tuple[int, ...], int]]:
+    tensors: dict[str, tuple[tuple[int, ...], int]] = {}
     with path.open("rb") as file:
         try:
             magic, version, n_tensors, n_values = _unpack(file, "4sIQQ")
             if magic != b"GGUF" or version not in (2, 3) or n_tensors > MAX_TENSORS:
-                return shapes
+                return tensors
             for _ in range(n_values):
                 _skip_text(file)
                 _skip_value(file, _unpack(file, "I")[0])
@@ -81,11 +98,11 @@ def read_shapes(path: Path) -> Shapes:
                 (n_dimensions,) = _unpack(file, "I")
                 if n_dimensions > 4:
                     raise ValueError("too many dimensions")
-                shapes[name] = _unpack(file, f"{n_dimensions}Q")
-                _unpack(file, "IQ")  # type, offset
+                shape = _unpack(file, f"{n_dimensions}Q")
+                tensors[name] = shape, _unpack(file, "IQ")[0]  # and its offset
         except (ValueError, struct.error):
             pass
-    return shapes
+    return tensors
 
 
 def _skip_text(file: BinaryIO) -> None:

@@ -13,20 +13,28 @@ from cllm import Engine, EngineConfig, InvalidArgumentError
 from cllm.bindings import Model
 from cllm.engine.llama.decoder import LlamaDecoder, make_context
 from cllm.engine.llama.determinism import deterministic_decoder, shapes_that_differ
+from cllm.engine.llama.gguf_header import has_plain_matrix
 from cllm.engine.llama.loras import LlamaLoras
 from cllm.engine.llama.padded_decoder import PaddedDecoder, Rows, has_lone_rows
 from cllm.errors import PositionError
 from tests.conftest import QUIET
+from tests.lora_files import make_lora
 from tools import make_model
 
 CONFIG = EngineConfig(deterministic=True, n_ctx=2048, n_seq_max=8, n_batch=64, n_threads=1)
 
 
 @contextmanager
-def decoder_of(path: Path) -> Iterator[LlamaDecoder]:
-    with Model(path, use_extra_bufts=False) as model:
+def decoder_of(path: Path, *adapters: Path) -> Iterator[LlamaDecoder]:
+    with Model(path, use_extra_bufts=False) as model, closing(LlamaLoras(model)) as loras:
+        for adapter in adapters:
+            loras.load(adapter.name, str(adapter), 1.0)
         decoder = deterministic_decoder(
-            model, lambda: make_context(model, CONFIG), CONFIG.n_batch, LlamaLoras(model)
+            model,
+            lambda: make_context(model, CONFIG),
+            CONFIG.n_batch,
+            loras,
+            needs_padding=any(map(has_plain_matrix, [path, *adapters])),
         )
         with closing(decoder):
             yield decoder
@@ -61,6 +69,16 @@ def test_only_weights_that_need_it_are_padded(
 ) -> None:
     with decoder_of(make_model.ensure("tiny-llama", file_type)) as decoder:
         assert type(decoder) is kind
+        assert shapes_that_differ(decoder) == []
+
+
+def test_an_adapter_of_plain_matrices_needs_padding_whatever_the_model_is(tmp_path: Path) -> None:
+    path = make_model.ensure("tiny-llama", "Q8_0")
+    adapter = make_lora(tmp_path / "lora.gguf", path, seed=1)
+    assert not has_plain_matrix(path)
+    assert has_plain_matrix(adapter)
+    with decoder_of(path, adapter) as decoder:
+        assert type(decoder) is PaddedDecoder
         assert shapes_that_differ(decoder) == []
 
 
