@@ -173,9 +173,9 @@ def components(wheel: Path) -> list[dict[str, Any]]:
         names = archive.namelist()
         record = json.loads(archive.read("cllm/_native/build.json"))
         openmp = next(name for name in names if "libgomp" in name)
-        marked = next(name for name in names if "/marked" in name and name.endswith(".js"))
-        first_lines = archive.read(marked)[:200].decode()
-        hashes = {name: hashlib.sha256(archive.read(name)).hexdigest() for name in (openmp, marked)}
+        markdown = next(name for name in names if name.endswith("/markdown-it.js"))
+        first_lines = archive.read(markdown)[:200].decode()
+        hashes = {name: hashlib.sha256(archive.read(name)).hexdigest() for name in (openmp, markdown)}
     version = next(w for w in first_lines.split() if w[:1] == "v" and w[1:2].isdigit())[1:]
     return [
         {
@@ -190,9 +190,9 @@ def components(wheel: Path) -> list[dict[str, Any]]:
             "licenses": [{"expression": "GPL-3.0-or-later WITH GCC-exception-3.1"}],
         },
         {
-            "type": "library", "name": "marked", "version": version, "bom-ref": "marked",
-            "purl": f"pkg:npm/marked@{version}", "licenses": [{"license": {"id": "MIT"}}],
-            "hashes": [{"alg": "SHA-256", "content": hashes[marked]}],
+            "type": "library", "name": "markdown-it", "version": version, "bom-ref": "markdown-it",
+            "purl": f"pkg:npm/markdown-it@{version}", "licenses": [{"license": {"id": "MIT"}}],
+            "hashes": [{"alg": "SHA-256", "content": hashes[markdown]}],
         },
     ]  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -133,6 +134,65 @@ def test_what_a_model_writes_stays_text(page: Page, base_url: str) -> None:
     expect(answer).to_contain_text("![b](http://elsewhere.example/b.png)")
     assert answer.locator("script, img, a").count() == 0
     assert page.title() == "cllm"
+
+
+# Pieces that nest or repeat, with which a parser may take long, or exhaust its stack.
+PIECES = (
+    "- ", "> ", "* ", "1. ", "#", "_a", "*a", "**a", "*a **b ", "`a", "``a", "[a](", "[", "![", "[a]:b\n",
+    "<a ", "|a", "| a |\n|-|\n", "~~a", "&amp", "\\", "a\n- ", "  - b\n", "***", "[a][", "<!--", "$a", "<b>",
+    "http://a.b/", "\t", "* * *\n", "a  \n", "]", "](", "_a*", "```\n", "~~~\n", ">\n", "- a\n\n  ", "a_b",
+)  # fmt: skip
+
+
+def test_no_text_of_a_model_stops_the_page(page: Page, base_url: str) -> None:
+    texts = [piece * n for piece in PIECES for n in (10, 300, 1200, 5000, 20_000)]
+    texts += ["\n".join("  " * n + "- a" for n in range(600))]
+    page.goto(base_url)
+    shown = page.evaluate(
+        """async (texts) => {
+            const { markdown } = await import("/page/markdown.js");
+            return texts.map((text) => {
+                const box = document.createElement("div");
+                box.append(...markdown(text));
+                return box.childNodes.length > 0 || !text.replace(/\\[a\\]:b|\\s/g, "");
+            });
+        }""",
+        texts,
+    )
+    assert len(shown) >= 200
+    assert all(shown)
+
+
+def answered(page: Page, text: str) -> None:
+    """Let the model answer this, whatever it is asked."""
+    chunk = json.dumps({"choices": [{"index": 0, "delta": {"content": text}}]})
+    body = f"data: {chunk}\n\ndata: [DONE]\n\n"
+    page.unroute_all()
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(headers={"content-type": "text/event-stream"}, body=body),
+    )
+
+
+@pytest.mark.parametrize("text", ["- " * 1183, ">" * 1875, "_a" * 20_000, "[" * 20_000])
+def test_a_chat_with_such_a_text_goes_on_and_opens_again(
+    page: Page, base_url: str, text: str
+) -> None:
+    page.goto(base_url)
+    answered(page, text)
+    say(page, "Write something.")
+    expect(page.locator(".message.assistant")).to_have_count(1)
+    expect(page.locator("#send")).to_be_visible()
+    answered(page, "- [x] done\n- [ ] **not** yet\n\n| a |\n|---|\n| b |\n\n3. c")
+    say(page, "And now?")
+    last = page.locator(".message.assistant .variant").last
+    expect(last.locator("strong")).to_have_text("not")
+    expect(last).to_contain_text("☑ done")
+    expect(last).to_contain_text("☐ not yet")
+    expect(last.locator("td")).to_have_text("b")
+    expect(last.locator("ol")).to_have_attribute("start", "3")
+    page.reload()
+    expect(page.locator(".message.assistant")).to_have_count(2)
 
 
 def test_an_answer_can_be_stopped_edited_and_made_again(page: Page, served: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tools import release
 
-MARKED = "/**\n * marked v18.2.1 - a markdown parser\n * Copyright (c) MarkedJS. (MIT License)\n */"
+MARKDOWN = "/**\n * markdown-it v15.0.3 - a markdown parser\n * Copyright (c) Vitaly Puzrin. (MIT License)\n */"
 RECORD = {"commit": "0c1e57098", "source_sha256": "ab" * 32, "compiler": "c++ 12.2.0"}
 
 
@@ -22,21 +22,21 @@ def wheel(tmp_path: Path) -> Path:
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("cllm/_native/build.json", json.dumps(RECORD))
         archive.writestr("cllm/_native/lib/libgomp.so.1", "OpenMP")
-        archive.writestr("cllm/server/page_files/marked.js", MARKED)
+        archive.writestr("cllm/server/page_files/markdown-it.js", MARKDOWN)
     return path
 
 
 def test_what_is_inside_of_a_wheel_and_not_ours_is_named_with_its_version(wheel: Path) -> None:
-    llama, openmp, marked = release.components(wheel)
+    llama, openmp, markdown = release.components(wheel)
     assert (llama["name"], llama["version"]) == ("llama.cpp", "0c1e57098")
     assert llama["hashes"][0]["content"] == RECORD["source_sha256"]
     assert openmp["hashes"][0]["content"] == hashlib.sha256(b"OpenMP").hexdigest()
-    assert (marked["name"], marked["version"]) == ("marked", "18.2.1")
+    assert (markdown["name"], markdown["version"]) == ("markdown-it", "15.0.3")
 
 
 def test_everything_that_a_wheel_of_this_checkout_carries_is_found() -> None:
-    (page,) = (release.ROOT / "cllm/server/page_files").glob("marked*.js")
-    assert page.read_text(encoding="utf-8").startswith(MARKED[:20])
+    page = release.ROOT / "cllm/server/page_files/markdown-it.js"
+    assert page.read_text(encoding="utf-8").startswith(MARKDOWN[:30])
 
 
 def test_an_earlier_release_is_not_written_over(

@@ -118,13 +118,16 @@ async function answer() {
   const controller = new AbortController();
   running = { controller };
   draw();
-  await Promise.all(
-    variants.map((variant, index) => {
-      const seed = settings.seed === undefined ? {} : { seed: settings.seed + index };
-      return write(variant, { ...settings.body, ...seed, messages }, controller.signal);
-    }),
-  );
-  running = null;
+  try {
+    await Promise.all(
+      variants.map((variant, index) => {
+        const seed = settings.seed === undefined ? {} : { seed: settings.seed + index };
+        return write(variant, { ...settings.body, ...seed, messages }, controller.signal);
+      }),
+    );
+  } finally {
+    running = null;
+  }
   const shown = current;
   current = chat;
   keep();

@@ -1,9 +1,14 @@
 // Markdown as nodes.  Every piece of text becomes a text node: what looks like HTML is shown, not obeyed.
+// The parser takes time in proportion to the text, and nests to a limit.  What has too many parts stays text.
 
-import { lexer } from "./marked.js";
+import MarkdownIt from "./markdown-it.js";
 
 const LINKS = /^(https?:|mailto:)/i;
-const PLAIN = { strong: "strong", em: "em", del: "del", codespan: "code", br: "br", hr: "hr" };
+const N_CHARACTERS_MAX = 200_000; // it is parsed again with each token
+const N_PARTS_MAX = 20_000;
+const TASK = /^\[([ xX])\] /;
+const parser = new MarkdownIt({ html: false, linkify: false, maxNesting: 50 });
+parser.validateLink = (address) => LINKS.test(address);
 
 /** A node with what is in it: texts, nodes. */
 export function node(tag, attributes = {}, ...inside) {
@@ -16,56 +21,72 @@ export function node(tag, attributes = {}, ...inside) {
   return made;
 }
 
-/** The nodes of a text. */
+/** The nodes of a text; of one that cannot be rendered, the text. */
 export function markdown(text) {
-  return lexer(text).flatMap(block);
+  if (text.length > N_CHARACTERS_MAX) return [node("pre", {}, text)];
+  try {
+    const tokens = parser.parse(text, {});
+    const nParts = tokens.reduce((n, token) => n + 1 + (token.children?.length ?? 0), 0);
+    if (nParts <= N_PARTS_MAX) return nodesOf(tokens);
+  } catch (error) {
+    console.warn("an answer is shown as plain text:", error);
+  }
+  return [node("pre", {}, text)];
 }
 
-function inner(token) {
-  return token.tokens ? token.tokens.flatMap(block) : [token.text ?? token.raw];
+/** The nodes of tokens, which open and close them. */
+function nodesOf(tokens) {
+  const open = [document.createDocumentFragment()];
+  const put = (each) => open.at(-1).append(each);
+  const take = (token) => {
+    if (token.nesting === 1) open.push(opened(token));
+    else if (token.nesting === -1) {
+      const closed = open.pop();
+      put(closed);
+    } else if (token.type === "inline") {
+      const [first] = token.children;
+      if (open.at(-2)?.nodeName === "LI" && first?.type === "text")
+        first.content = first.content.replace(TASK, (_, mark) => (mark === " " ? "☐ " : "☑ "));
+      token.children.forEach(take);
+    } else put(leaf(token));
+  };
+  tokens.forEach(take);
+  return [...open[0].childNodes];
 }
 
-function block(token) {
+function opened(token) {
   switch (token.type) {
-    case "space":
-    case "def":
-      return [];
-    case "heading":
-      return [node(`h${Math.min(6, token.depth + 2)}`, {}, ...inner(token))];
-    case "paragraph":
-      return [node("p", {}, ...inner(token))];
-    case "blockquote":
-      return [node("blockquote", {}, ...inner(token))];
-    case "code":
-      return [node("pre", {}, node("code", {}, token.text))];
-    case "list": {
-      const items = token.items.map((item) => node("li", {}, ...inner(item)));
-      return [token.ordered ? node("ol", { start: token.start }, ...items) : node("ul", {}, ...items)];
-    }
-    case "escape":
-      return [token.text];
-    case "checkbox":
-      return [token.checked ? "☑ " : "☐ "];
-    case "table":
-      return [table(token)];
-    case "link":
-      return LINKS.test(token.href)
-        ? [node("a", { href: token.href, rel: "noreferrer noopener", target: "_blank" }, ...inner(token))]
-        : [token.raw];
-    case "text":
-      return inner(token);
+    case "paragraph_open":
+      return token.hidden ? document.createDocumentFragment() : node("p");
+    case "heading_open":
+      return node(`h${Math.min(6, Number(token.tag.slice(1)) + 2)}`);
+    case "ordered_list_open":
+      return node("ol", { start: token.attrGet("start") ?? undefined });
+    case "s_open":
+      return node("del");
+    case "link_open":
+      return node("a", { href: token.attrGet("href"), rel: "noreferrer noopener", target: "_blank" });
     default:
-      if (token.type in PLAIN) return [node(PLAIN[token.type], {}, ...(token.text ? inner(token) : []))];
-      return [token.raw]; // HTML, pictures, what is not known
+      return node(token.tag);
   }
 }
 
-function table(token) {
-  const row = (cells, tag) => node("tr", {}, ...cells.map((cell) => node(tag, {}, ...inner(cell))));
-  return node(
-    "table",
-    {},
-    node("thead", {}, row(token.header, "th")),
-    node("tbody", {}, ...token.rows.map((cells) => row(cells, "td"))),
-  );
+function leaf(token) {
+  switch (token.type) {
+    case "code_inline":
+      return node("code", {}, token.content);
+    case "fence":
+    case "code_block":
+      return node("pre", {}, node("code", {}, token.content.replace(/\n$/, "")));
+    case "hr":
+      return node("hr");
+    case "hardbreak":
+      return node("br");
+    case "softbreak":
+      return "\n";
+    case "image": // which its server would learn of
+      return `![${token.content}](${token.attrGet("src")})`;
+    default:
+      return token.content;
+  }
 }
