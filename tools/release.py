@@ -175,7 +175,9 @@ def components(wheel: Path) -> list[dict[str, Any]]:
         openmp = next(name for name in names if "libgomp" in name)
         markdown = next(name for name in names if name.endswith("/markdown-it.js"))
         first_lines = archive.read(markdown)[:200].decode()
-        hashes = {name: hashlib.sha256(archive.read(name)).hexdigest() for name in (openmp, markdown)}
+        hashes = {
+            name: hashlib.sha256(archive.read(name)).hexdigest() for name in (openmp, markdown)
+        }
     version = next(w for w in first_lines.split() if w[:1] == "v" and w[1:2].isdigit())[1:]
     return [
         {

@@ -10,6 +10,7 @@ from cllm.bindings.batch import Batch, Run
 from cllm.bindings.context import Context, Logits, system_info
 from cllm.bindings.embedding_context import EmbeddingContext
 from cllm.bindings.lora import LoraAdapter
+from cllm.bindings.memory_needs import MemoryNeeds, memory_needs
 from cllm.bindings.model import Model
 from cllm.bindings.quantization import quantize
 from cllm.bindings.sampler import CandidateMemory, Candidates, SamplerChain
@@ -23,6 +24,7 @@ __all__ = (
     "EmbeddingContext",
     "Logits",
     "LoraAdapter",
+    "MemoryNeeds",
     "Model",
     "NativeHandle",
     "Run",
@@ -31,6 +33,7 @@ __all__ = (
     "find_library",
     "fork_generation",
     "library",
+    "memory_needs",
     "quantize",
     "system_info",
 )

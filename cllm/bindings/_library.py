@@ -43,6 +43,7 @@ RPC = b"RPC"  # the backend whose devices are in other machines
 N_ERRORS_MAX = 4  # of one call: the first says why, the others what failed because of it
 # Enough for a model load at debug level; when full, the oldest lines go.
 _log_lines: collections.deque[tuple[int, str]] = collections.deque(maxlen=10_000)
+_captured: dict[int, list[str]] = {}  # by thread
 _library: Library | None = None
 # Two engines may start at once, each on its own thread, and llama.cpp's initialisation is for one.
 _library_lock = threading.Lock()
@@ -272,8 +273,21 @@ def forward_log(*, no_warning: str = "") -> str:
     return "; ".join(list(errors)[:N_ERRORS_MAX])
 
 
+@contextmanager
+def captured_log() -> Iterator[list[str]]:
+    """The lines that this thread's calls log inside, beside what becomes of them otherwise."""
+    lines = _captured[threading.get_ident()] = []
+    try:
+        yield lines
+    finally:
+        del _captured[threading.get_ident()]
+
+
 def _on_log(level: int, text: bytes | None, _user_data: Any) -> None:
-    _log_lines.append((level, (text or b"").decode("utf-8", "replace")))
+    line = (text or b"").decode("utf-8", "replace")
+    _log_lines.append((level, line))
+    if _captured and (lines := _captured.get(threading.get_ident())) is not None:
+        lines.append(line)
 
 
 def _find() -> Path:

@@ -41,6 +41,8 @@ class Model(NativeHandle):
         then depend on how many are computed with it.
     vocab_only : bool
         Load the vocabulary alone; such a model can have no context.
+    no_alloc : bool
+        Load the metadata alone: a context of such a model takes no memory and computes nothing.
     on_progress : callable, optional
         Called with 0.0 … 1.0 on the loading thread.  An exception in it cancels the load and is
         raised from here; so does returning False.
@@ -66,6 +68,7 @@ class Model(NativeHandle):
         check_tensors: bool = False,
         use_extra_bufts: bool = True,
         vocab_only: bool = False,
+        no_alloc: bool = False,
         on_progress: Callable[[float], bool | None] | None = None,
     ) -> None:
         path = str(path)
@@ -78,6 +81,7 @@ class Model(NativeHandle):
         params.check_tensors = bool(check_tensors)
         params.use_extra_bufts = bool(use_extra_bufts)
         params.vocab_only = bool(vocab_only)
+        params.no_alloc = bool(no_alloc)
         params.progress_callback = progress.callback
         forward_log()
         pointer = lib.llama_model_load_from_file(os.fsencode(path), params)

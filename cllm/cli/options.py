@@ -228,6 +228,12 @@ class EngineFlags:
     use_mlock: Annotated[
         bool | None, _engine("Lock the model in memory.", "--mlock/--no-mlock")
     ] = None
+    overcommit: Annotated[
+        bool | None,
+        _engine(
+            "Load what does not fit into memory, with a warning.", "--overcommit/--no-overcommit"
+        ),
+    ] = None
     check_tensors: Annotated[
         bool | None, _engine("Look for NaN in the weights.", "--check-tensors/--no-check-tensors")
     ] = None

@@ -54,6 +54,7 @@ class EngineOptions(TypedDict, total=False):
     type_v: str
     use_mmap: bool
     use_mlock: bool
+    overcommit: bool
     check_tensors: bool
     max_queue: int
     prefix_cache: bool
@@ -131,6 +132,8 @@ class EngineConfig:
         With `deterministic`, f16 becomes bf16.
     use_mmap, use_mlock, check_tensors : bool
         Map the file, lock it in memory, look for NaN in the weights.
+    overcommit : bool
+        Load the model where it does not fit into the memory that is available, with a warning.
     max_queue : int
         Requests that may wait for a seq_id; one more is a `QueueFullError`.
     prefix_cache : bool
@@ -217,6 +220,7 @@ class EngineConfig:
     type_v: str = "f16"
     use_mmap: bool = True
     use_mlock: bool = False
+    overcommit: bool = False
     check_tensors: bool = False
     max_queue: int = 256
     prefix_cache: bool = True
@@ -272,7 +276,7 @@ class EngineConfig:
             check_float("target_itl_ms", self.target_itl_ms, 0.1, 1e6)
         check_int("n_gpu_layers", self.n_gpu_layers, -1, 2**31 - 1)
         for field in (
-            "use_mmap", "use_mlock", "check_tensors", "model_sampling", "deterministic",
+            "use_mmap", "use_mlock", "overcommit", "check_tensors", "model_sampling", "deterministic",
             "process",
         ):  # fmt: skip
             check_bool(field, getattr(self, field))

@@ -38,7 +38,7 @@ from cllm.engine.llama.fingerprint import fingerprint, state_key
 from cllm.engine.llama.gguf_header import has_plain_matrix
 from cllm.engine.llama.lora_file import check_lora_file
 from cllm.engine.llama.loras import LlamaLoras
-from cllm.engine.llama.memory import check_fits
+from cllm.engine.llama.memory import check_fits, check_room
 from cllm.engine.llama.preflight import Preflight, model_files, other_files
 from cllm.engine.llama.row_cost_cache import load_table, save_table, table_key
 from cllm.engine.llama.sampler import SamplerFactory
@@ -90,6 +90,8 @@ class LlamaBackend:
         template = config.read_chat_template()  # before a file is loaded for minutes
         endpoints = rpc.find_servers(config.rpc, lambda: self._is_stopping)
         self.preflight.run()
+        if self._generates:
+            check_room(config, make_context)
         rpc.use_servers(config.rpc, endpoints)
         path = config.model_path
         if config.model is None and not path.is_file():

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from cllm.bindings import library
+from cllm.bindings import Context, MemoryNeeds, Model, library, memory_needs
 from cllm.engine.config import N_CTX, EngineConfig
 from cllm.engine.llama.gguf_header import read_header
 from cllm.engine.llama.preflight import model_files, other_files
-from cllm.errors import ModelLoadError
+from cllm.errors import CllmError, ModelLoadError
 from cllm.memory import available_bytes
 
+logger = logging.getLogger("cllm.engine")
+
 MIB = 1 << 20
+# Where so many times an estimate fits, llama.cpp need not be asked.
+AMPLE, AMPLE_BYTES = 2, 512 << 20
 N_STEP = 256  # cells of a share are a multiple of this
 # Of a number in the KV cache; quantized ones with their scales.
 KV_BYTES = {
@@ -58,8 +64,80 @@ def check_fits(config: EngineConfig, loaded: EngineConfig | None) -> None:
         )
 
 
-def kv_bytes(config: EngineConfig) -> int:
-    """Bytes of the KV cache at least: layers of a window count with that, others than attention not."""
+def check_room(
+    config: EngineConfig, make_context: Callable[[Model, EngineConfig], Context]
+) -> None:
+    """Return if a context and the weights fit into the memory that is available now.
+
+    llama.cpp says what the context takes.  It is asked where that may matter.  Weights that are mapped
+    count too.
+
+    Raises
+    ------
+    ModelLoadError
+        They do not fit; the reason names the largest `n_ctx` that does.
+    """
+    available = None if _is_elsewhere(config) else available_bytes()
+    if available is None:
+        return
+    try:
+        files = [*model_files(config), *other_files(config)]
+        n_weights = sum(file.stat().st_size for file in files)
+        n_ample = AMPLE * (kv_bytes(config, is_windowed=False) + AMPLE_BYTES)
+    except OSError:  # loading says why
+        return
+    if n_weights + n_ample < available:
+        return
+
+    def needs(n_ctx: int) -> MemoryNeeds | None:
+        with_cells = replace(config, n_ctx=n_ctx)
+        return memory_needs(
+            config.model_path,
+            lambda model: make_context(model, with_cells),
+            n_gpu_layers=config.n_gpu_layers,
+        )
+
+    try:
+        needed = needs(config.n_cells)
+    except CllmError:
+        return
+    if needed is None or n_weights + needed.n_bytes <= available:
+        return
+    reason = (
+        f"it needs {needed.n_context / MIB:,.0f} MiB for the KV cache, {needed.n_compute / MIB:,.0f} MiB to "
+        f"compute and {n_weights / MIB:,.0f} MiB for weights, and {available / MIB:,.0f} MiB are available"
+    )
+    n_most = config.n_cells or _n_trained(config)
+    if n_fitting := _largest(n_most, lambda n_ctx: n_weights + _bytes(needs(n_ctx)) <= available):
+        reason += f": n_ctx={n_fitting} fits"
+    if not config.overcommit:
+        raise ModelLoadError(str(config.model_path), f"{reason}; overcommit loads it all the same")
+    logger.warning("%s: %s; the system may end the process", config.model_path.name, reason)
+
+
+def _bytes(needed: MemoryNeeds | None) -> int:
+    return 0 if needed is None else needed.n_bytes
+
+
+def _largest(n_most: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest `n_ctx` that fits, to 3 % and a step; 0: none does."""
+    low, high = N_STEP, n_most
+    if low >= high or not fits(low):
+        return 0
+    while high - low > max(N_STEP, low // 32):  # layouts differ: it is no straight line
+        middle = (low + high) // 2 // N_STEP * N_STEP
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def kv_bytes(config: EngineConfig, *, is_windowed: bool = True) -> int:
+    """Bytes of the KV cache at least: layers of a window count with that, others than attention not.
+
+    Parameters
+    ----------
+    is_windowed : bool
+        False: as if no layer had a window.
+    """
     known = read_header(config.model_path)
     prefix = known.get("general.architecture", "")
 
@@ -76,7 +154,9 @@ def kv_bytes(config: EngineConfig) -> int:
     each = number("attention.key_length", head) * KV_BYTES.get(type_k, 1.0)
     each += number("attention.value_length", head) * KV_BYTES.get(type_v, 1.0)
     n_cells = config.n_cells or number("context_length")
-    return int(n_head_kv * each * min(n_cells, number("attention.sliding_window", n_cells)))
+    if is_windowed:
+        n_cells = min(n_cells, number("attention.sliding_window", n_cells))
+    return int(n_head_kv * each * n_cells)
 
 
 def choose_n_ctx(config: EngineConfig) -> tuple[int, str]:

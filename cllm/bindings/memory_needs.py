@@ -1,0 +1,69 @@
+"""memory_needs: what a context would take, as llama.cpp says without taking it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from cllm.bindings._library import captured_log
+from cllm.bindings.context import Context
+from cllm.bindings.model import Model
+
+MIB = 1 << 20
+_MEMORY = re.compile(r"^llama_\w+: size =\s*([\d.]+) MiB \(")
+_COMPUTE = re.compile(r"(?:compute|output) buffer size =\s*([\d.]+) MiB")
+
+
+class MemoryNeeds(NamedTuple):
+    """Bytes that a context takes beside the weights.
+
+    Attributes
+    ----------
+    n_context : int
+        KV cache, and the states of recurrent layers.
+    n_compute : int
+        Buffers for one batch, and for its output.
+    """
+
+    n_context: int
+    n_compute: int
+
+    @property
+    def n_bytes(self) -> int:
+        """All of it."""
+        return self.n_context + self.n_compute
+
+
+def memory_needs(
+    path: str | Path, make_context: Callable[[Model], Context], *, n_gpu_layers: int = -1
+) -> MemoryNeeds | None:
+    """Return what a context would take; None where this llama.cpp does not say.
+
+    Reads the metadata of the file, which takes as long as reading the vocabulary.
+
+    Parameters
+    ----------
+    make_context : callable
+        Makes the context of a model that allocates nothing.
+
+    Raises
+    ------
+    ModelLoadError, ContextError, InvalidArgumentError
+        The model cannot be loaded, or has no such context.
+
+    Notes
+    -----
+    See `no_alloc` of `llama_model_params` in llama.h.  The numbers are those that llama.cpp logs.
+    """
+    with (
+        Model(path, n_gpu_layers=n_gpu_layers, use_mmap=False, no_alloc=True) as model,
+        captured_log() as lines,
+    ):
+        make_context(model).close()
+    sizes = [float(found[1]) for line in lines if (found := _MEMORY.search(line))]
+    compute = [float(found[1]) for line in lines if (found := _COMPUTE.search(line))]
+    if not (sizes and compute):
+        return None
+    return MemoryNeeds(int(sum(sizes) * MIB), int(sum(compute) * MIB))

@@ -1,0 +1,96 @@
+"""What a model needs is known before it takes it, and what does not fit is rejected with what would."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+
+from cllm import Engine, EngineConfig, ModelLoadError
+from cllm.bindings import Model, memory_needs
+from cllm.bindings._library import captured_log
+from cllm.bindings.memory_needs import _COMPUTE, _MEMORY, MIB
+from cllm.engine.config import EMBEDDED_MODEL
+from cllm.engine.llama import memory
+from cllm.engine.llama.decoder import make_context
+from tests.conftest import QUIET
+from tools import make_model
+
+MODELS = ("tiny-llama", "tiny-qwen3", "tiny-swa", "tiny-recurrent", "tiny-hybrid")
+N_CTX = re.compile(r"n_ctx=(\d+) fits")
+
+
+def path_of(name: str) -> Path:
+    return EMBEDDED_MODEL if name == "embedded" else make_model.ensure(name, "F16")
+
+
+@pytest.mark.parametrize("n_ctx", [512, 8192])
+@pytest.mark.parametrize("is_unified", [False, True])
+@pytest.mark.parametrize("name", ["embedded", *MODELS])
+def test_what_is_foretold_is_what_llama_cpp_takes(name: str, is_unified: bool, n_ctx: int) -> None:
+    path = path_of(name)
+    config = EngineConfig(
+        model=path, n_ctx=n_ctx, n_seq_max=4, kv_unified=is_unified, n_gpu_layers=0, n_threads=1
+    )
+    needs = memory_needs(path, lambda model: make_context(model, config), n_gpu_layers=0)
+    assert needs is not None
+    with Model(path, n_gpu_layers=0) as model, captured_log() as lines:
+        make_context(model, config).close()
+    taken = {
+        pattern: sum(float(found[1]) for line in lines if (found := pattern.search(line)))
+        for pattern in (_MEMORY, _COMPUTE)
+    }
+    assert needs.n_context == pytest.approx(taken[_MEMORY] * MIB, rel=0.01)
+    assert needs.n_compute == pytest.approx(taken[_COMPUTE] * MIB, rel=0.1)
+
+
+@pytest.fixture
+def available(monkeypatch: pytest.MonkeyPatch) -> None:
+    """80 MiB are there."""
+    monkeypatch.setattr(memory, "available_bytes", lambda: 80 * MIB)
+    monkeypatch.setattr(memory, "_is_elsewhere", lambda config: False)
+
+
+@pytest.mark.anyio
+async def test_what_does_not_fit_is_rejected_with_the_n_ctx_that_does(available: None) -> None:
+    with pytest.raises(ModelLoadError, match=r"KV cache.*80 MiB are available") as caught:
+        async with Engine(n_ctx=1 << 18, **QUIET):
+            pass
+    found = N_CTX.search(caught.value.reason)
+    assert found is not None
+    n_ctx = int(found[1])
+    assert n_ctx > 16_000
+    async with Engine(n_ctx=n_ctx, **QUIET) as engine:
+        assert (await engine.generate("1+1=", temperature=0)).text == "2"
+    with pytest.raises(ModelLoadError):
+        async with Engine(n_ctx=n_ctx + n_ctx // 10, **QUIET):
+            pass
+
+
+@pytest.mark.anyio
+async def test_a_reload_is_rejected_alike_and_nothing_has_changed(available: None) -> None:
+    async with Engine(n_ctx=512, **QUIET) as engine:
+        with pytest.raises(ModelLoadError, match="80 MiB are available"):
+            await engine.reload(n_ctx=1 << 18)
+        assert (await engine.generate("1+1=", temperature=0)).text == "2"
+
+
+@pytest.mark.anyio
+async def test_overcommit_loads_it_with_a_warning(
+    available: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "cllm.engine"):
+        async with Engine(n_ctx=1 << 16, overcommit=True, **QUIET) as engine:
+            assert (await engine.generate("1+1=", temperature=0)).text == "2"
+    assert any("the system may end the process" in message for message in caplog.messages)
+
+
+def test_where_it_fits_many_times_llama_cpp_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(*_: object, **__: object) -> None:
+        raise AssertionError("it was asked")
+
+    monkeypatch.setattr(memory, "available_bytes", lambda: 64 << 30)
+    monkeypatch.setattr(memory, "memory_needs", asked)
+    memory.check_room(EngineConfig(n_ctx=4096), make_context)
