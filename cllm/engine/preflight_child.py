@@ -18,6 +18,8 @@ import anyio
 
 from cllm.engine.config import EngineConfig
 from cllm.engine.engine import Engine
+from cllm.engine.llama.preflight import LOADED
+from cllm.engine.llama.shapes import misfit
 from cllm.errors import CllmError, ModelLoadError
 
 TEXT = "The quick brown fox jumps over the lazy dog, and 1 + 1 ="
@@ -35,7 +37,8 @@ def main(seconds: str) -> None:
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
     reason = path = None
     try:
-        anyio.run(use_once, config)
+        if anyio.run(use_once, config):
+            reason = misfit(config)
     except ModelLoadError as error:
         reason, path = error.reason, error.path
     except CllmError as error:
@@ -47,13 +50,21 @@ def main(seconds: str) -> None:
     os._exit(0)  # nothing may be said after that
 
 
-async def use_once(config: EngineConfig) -> None:
-    """Load the model, read a prompt, and write a few tokens; of an encoder, compute a vector."""
+async def use_once(config: EngineConfig) -> bool:
+    """Load the model, read a prompt, and write a few tokens; of an encoder, compute a vector.
+
+    Returns
+    -------
+    bool
+        True if it generates.
+    """
     async with Engine(config=config) as engine:
+        os.write(STDOUT, LOADED)
         if engine.model.generates:
             await engine.generate(TEXT, max_tokens=N_TOKENS, temperature=0, ignore_eos=True)
         if (info := engine.model.embedding) is not None:
             await (engine.classify([TEXT]) if info.is_classifier else engine.embed([TEXT]))
+        return engine.model.generates
 
 
 def _end_with_the_parent() -> None:

@@ -38,6 +38,7 @@ TIME_LIMIT_S = 120.0
 SLOW_BYTES_PER_S = 50e6
 EXIT_S = 5.0  # to be gone, once its output is closed
 ORPHAN_S = 10  # by which a process without parent may outlive the limit
+LOADED = b"\nloaded\n"  # what the process says then
 N_CTX = 512
 MAX_OUTPUT_BYTES = 1 << 16
 MAX_WORDS = 300
@@ -58,6 +59,7 @@ class Preflight:
         self._files: preflight_cache.Fingerprints = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._is_stopped = False
+        self._ended = False  # the last process, by a signal, after it had loaded the model
 
     def run(self) -> None:
         """Return if the model may be loaded here.
@@ -87,7 +89,23 @@ class Preflight:
             self._files = {}  # nothing new to remember
             return
         logger.info("%s is tried in a process of its own first", config.model_path.name)
-        self._try(self._limit_s)
+        try:
+            self._try(config)
+        except ModelLoadError as error:
+            if self._ended and (other := self._layout_that_works()) is not None:
+                reason = f"{error.reason} (kv_unified={other} works)"
+                raise ModelLoadError(error.path, reason) from None
+            raise
+
+    def _layout_that_works(self) -> bool | None:
+        """Return the layout of the KV cache with which no process ends; None: with neither."""
+        for layout in (True, False):
+            if self._config.kv_unified == layout or (layout and self._config.deterministic):
+                continue
+            with suppress(ModelLoadError):
+                self._try(dataclasses.replace(self._config, kv_unified=layout))
+                return layout
+        return None
 
     def passed(self) -> None:
         """Remember, where the settings ask for that, that the model could be used here too."""
@@ -105,8 +123,9 @@ class Preflight:
         n_bytes = sum(file.n_bytes for file in self._files.values())
         return TIME_LIMIT_S + n_bytes / SLOW_BYTES_PER_S
 
-    def _try(self, limit_s: float) -> None:
-        path = str(self._config.model_path)
+    def _try(self, config: EngineConfig) -> None:
+        path, limit_s = str(config.model_path), self._limit_s
+        self._ended = False
         try:
             process = subprocess.Popen(
                 child_command(HELPER, str(math.ceil(limit_s) + ORPHAN_S)),
@@ -124,7 +143,7 @@ class Preflight:
                 self._process = process
                 if self._is_stopped:  # perhaps since a moment ago: looked at last
                     process.kill()
-                output = self._converse(process, limit_s)
+                output = self._converse(process, config, limit_s)
             except BaseException:
                 process.kill()
                 raise
@@ -134,15 +153,18 @@ class Preflight:
             raise ClosedError("the engine was closed")
         if output is None:
             raise ModelLoadError(path, f"a process with it does not end within {limit_s:.1f} s")
+        self._ended = process.returncode < 0 and LOADED in output
         _check(output, process.returncode, path)
 
-    def _converse(self, process: subprocess.Popen[bytes], limit_s: float) -> bytes | None:
+    def _converse(
+        self, process: subprocess.Popen[bytes], config: EngineConfig, limit_s: float
+    ) -> bytes | None:
         """Tell the process what to try and wait for its end: what it said, None if it hangs."""
         assert process.stdin is not None
         assert process.stdout is not None
         deadline = time.monotonic() + limit_s
         with suppress(BrokenPipeError):  # it has ended already: its last words say why
-            process.stdin.write(_settings_line(self._config))
+            process.stdin.write(_settings_line(config))
         # Standard input stays open: its end tells the process that its parent is gone.
         output = _read_to_end(process.stdout, deadline)
         self._process = None  # about to be waited for: its number may be another's then

@@ -12,10 +12,11 @@ import pytest
 from cllm import Engine, EngineConfig, InvalidArgumentError
 from cllm.bindings import Model
 from cllm.engine.llama.decoder import LlamaDecoder, make_context
-from cllm.engine.llama.determinism import deterministic_decoder, shapes_that_differ
+from cllm.engine.llama.determinism import deterministic_decoder
 from cllm.engine.llama.gguf_header import has_plain_matrix
 from cllm.engine.llama.loras import LlamaLoras
 from cllm.engine.llama.padded_decoder import PaddedDecoder, Rows, has_lone_rows
+from cllm.engine.llama.shapes import are_equal, shapes_that_differ
 from cllm.errors import PositionError
 from tests.conftest import QUIET
 from tests.lora_files import make_lora
@@ -69,7 +70,7 @@ def test_only_weights_that_need_it_are_padded(
 ) -> None:
     with decoder_of(make_model.ensure("tiny-llama", file_type)) as decoder:
         assert type(decoder) is kind
-        assert shapes_that_differ(decoder) == []
+        assert shapes_that_differ(decoder, are_equal) == []
 
 
 def test_an_adapter_of_plain_matrices_needs_padding_whatever_the_model_is(tmp_path: Path) -> None:
@@ -79,7 +80,7 @@ def test_an_adapter_of_plain_matrices_needs_padding_whatever_the_model_is(tmp_pa
     assert has_plain_matrix(adapter)
     with decoder_of(path, adapter) as decoder:
         assert type(decoder) is PaddedDecoder
-        assert shapes_that_differ(decoder) == []
+        assert shapes_that_differ(decoder, are_equal) == []
 
 
 def test_without_the_settings_the_trial_says_which_shapes_differ() -> None:
@@ -88,7 +89,7 @@ def test_without_the_settings_the_trial_says_which_shapes_differ() -> None:
         Model(make_model.ensure("tiny-llama", "F16")) as model,
         closing(LlamaDecoder(lambda: make_context(model, config), config.n_batch)) as plain,
     ):
-        assert "beside many others" in shapes_that_differ(plain)
+        assert "beside many others" in shapes_that_differ(plain, are_equal)
 
 
 def test_padding_leaves_nothing_behind_and_gives_the_rows_that_were_asked_for() -> None:

@@ -377,7 +377,7 @@ def test_a_large_model_gets_the_time_that_a_slow_disk_needs(
     with large.open("wb") as file:
         file.truncate(10**10)  # all hole
     limits: list[float] = []
-    monkeypatch.setattr(Preflight, "_try", lambda _, limit_s: limits.append(limit_s))
+    monkeypatch.setattr(Preflight, "_try", lambda self, _: limits.append(self._limit_s))
     for model in (large, tmp_path / "missing.gguf"):
         Preflight(EngineConfig(model=model, preflight=True)).run()
     assert limits == [preflight.TIME_LIMIT_S + 200, preflight.TIME_LIMIT_S]

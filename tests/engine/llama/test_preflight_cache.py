@@ -44,9 +44,9 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     tried: list[str] = []
     real = Preflight._try
 
-    def counted(self: Preflight, limit_s: float) -> None:
+    def counted(self: Preflight, config: EngineConfig) -> None:
         tried.append(self._config.model_path.name)
-        real(self, limit_s)
+        real(self, config)
 
     monkeypatch.setattr(Preflight, "_try", counted)
     return tried

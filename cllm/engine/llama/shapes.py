@@ -1,0 +1,146 @@
+"""The same tokens computed in different shapes: cut otherwise, with neighbours, with more output rows.
+
+Their last logits have to agree: to the bit for `deterministic`, and nearly where a model is to be used at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cllm.bindings import Model
+from cllm.engine.config import AUTO, EngineConfig
+from cllm.engine.llama.decoder import LlamaDecoder, make_context
+
+N_TOKENS, N_LAST = 24, 3
+N_TEXTS = 4  # one alone may be lucky
+N_COMPANY = 8  # with it, more rows than any kernel takes one by one
+_AT_THE_END = (N_TOKENS - N_LAST, *[1] * N_LAST)
+MAX_DIFFERENCE = 0.5  # between log probabilities of a likely token
+MIN_MARGIN = 0.1  # by which the most likely token has to lead, to be the same everywhere
+N_LIKELY = 10
+N_CTX, N_BATCH = 1024, 128  # of a context that tries them
+N_UNLIKE_MAX = 1  # texts in which rounding may choose other experts
+
+Logits = NDArray[np.float32]
+
+
+class Shape(NamedTuple):
+    """How the tokens are cut, how many sequences are beside them, how many of the rows are outputs."""
+
+    cut: tuple[int, ...]
+    n_others: int = 0
+    n_outputs: int = 1
+
+
+# An engine whose one sequence never has company gives the same answers as one of many.
+SHAPES: dict[str, Shape] = {
+    "at once": Shape((N_TOKENS,)),
+    "with more output rows": Shape((N_TOKENS,), n_outputs=N_COMPANY),
+    "one by one at the end": Shape(_AT_THE_END),
+    "in pieces": Shape((7, 2, N_TOKENS - N_LAST - 9, *[1] * N_LAST)),
+    "beside one other": Shape(_AT_THE_END, n_others=1),
+    "beside many others": Shape(_AT_THE_END, n_others=N_COMPANY),
+}
+
+
+def shapes_that_differ(
+    decoder: LlamaDecoder, agree: Callable[[Logits, Logits], bool], n_most: int = 0
+) -> list[str]:
+    """The names of the shapes in which the last logits of texts do not agree with those of the first shape.
+
+    Parameters
+    ----------
+    agree : callable
+        Of two rows of logits.
+    n_most : int
+        Of the texts, in so many a shape may differ.
+    """
+    n_company = min(decoder.context.n_seq_max - 1, decoder.n_batch // 2)
+    n_differing = dict.fromkeys(SHAPES, 0)
+    for text in range(N_TEXTS):
+        reference = None
+        for name, shape in SHAPES.items():
+            logits = _last_logits(decoder, text, shape, min(shape.n_others, n_company))
+            if reference is None:
+                reference = logits
+            elif not agree(logits, reference):
+                n_differing[name] += 1
+    return [name for name, n in n_differing.items() if n > n_most]
+
+
+def are_equal(logits: Logits, other: Logits) -> bool:
+    """True if they are the same to the bit."""
+    return np.array_equal(logits, other, equal_nan=True)
+
+
+def are_alike(logits: Logits, other: Logits) -> bool:
+    """True if rounding may explain how two rows differ."""
+    if are_equal(logits, other):
+        return True
+    one, two = _log_probabilities(logits), _log_probabilities(other)
+    likely = np.argsort(two)[-N_LIKELY:]
+    if not np.all(np.abs(one[likely] - two[likely]) <= MAX_DIFFERENCE):  # or NaN
+        return False
+    margin = two[likely[-1]] - two[likely[-2]]
+    return bool(margin <= MIN_MARGIN or np.argmax(one) == likely[-1])
+
+
+def _log_probabilities(logits: Logits) -> NDArray[np.float64]:
+    shifted = logits.astype(np.float64) - logits.max()
+    probabilities: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum())
+    return probabilities
+
+
+def _last_logits(
+    decoder: LlamaDecoder, text: int, shape: Shape, n_others: int
+) -> NDArray[np.float32]:
+    """Logits of the last of some tokens; the memory is empty before and after."""
+    n_vocab = decoder.n_vocab
+    tokens = [(7919 * i * (text + 1) + 31 + 977 * text) % n_vocab for i in range(N_TOKENS)]
+    logits = np.empty(0, np.float32)
+    for tick, (start, end) in enumerate(_ranges(shape.cut, decoder.n_batch - n_others)):
+        decoder.clear()
+        n_outputs = min(shape.n_outputs, end - start, decoder.n_outputs_max - n_others)
+        last = decoder.add(0, tokens[start:end], start, n_outputs=n_outputs)[-1]
+        for seq_id in range(1, n_others + 1):
+            decoder.add(seq_id, [(104729 * seq_id + tick) % n_vocab], tick, n_outputs=1)
+        logits = decoder.decode()[last].copy()
+    for seq_id in range(n_others + 1):
+        decoder.seq_rm(seq_id)
+    return logits
+
+
+def _ranges(cut: tuple[int, ...], n_max: int) -> Iterator[tuple[int, int]]:
+    """The pieces, none of more than `n_max` tokens."""
+    for n_tokens, end in zip(cut, accumulate(cut), strict=True):
+        for start in range(end - n_tokens, end, n_max):
+            yield start, min(start + n_max, end)
+
+
+def misfit(config: EngineConfig) -> str | None:
+    """Return why answers of the model would be wrong; None if they agree in all shapes of batches."""
+    layouts = (False, True) if config.kv_unified == AUTO else (config.kv_unified,)
+    wrong: dict[bool, list[str]] = {}
+    with Model(
+        config.model_path, n_gpu_layers=config.n_gpu_layers, use_mmap=config.use_mmap
+    ) as model:
+        for layout in layouts:
+            assert isinstance(layout, bool)
+            small = replace(config, n_ctx=N_CTX, n_seq_max=2, kv_unified=layout)
+            with closing(LlamaDecoder(partial(make_context, model, small), N_BATCH)) as decoder:
+                if found := shapes_that_differ(decoder, are_alike, N_UNLIKE_MAX):
+                    wrong[layout] = found
+    if not wrong:
+        return None
+    layout, found = next(iter(wrong.items()))
+    reason = f"llama.cpp computes other tokens with it than at once: {', '.join(found)}"
+    works = [other for other in layouts if other not in wrong]
+    return f"{reason} (kv_unified={layout}; kv_unified={works[0]} works)" if works else reason
