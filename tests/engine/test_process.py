@@ -10,12 +10,14 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import numpy as np
 import pytest
 
@@ -347,6 +349,25 @@ async def test_a_process_that_there_is_no_room_for_is_started_later(
     assert (await engine.generate("1+1=", temperature=0)).text == "2"
     assert not failures
     assert engine.statistics().n_restarts == 1
+
+
+async def test_a_request_that_comes_while_no_process_can_be_started_is_answered(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_failed = threading.Event()
+
+    def spawned() -> spawn.Spawned:
+        if not has_failed.is_set():
+            has_failed.set()
+            raise OSError(errno.EMFILE, "too many open files")
+        return spawn.Spawned()
+
+    monkeypatch.setattr(engine_process, "RETRY_S", (0.5,))
+    monkeypatch.setattr(spawn, "spawned", spawned)
+    send(engine, signal.SIGKILL)
+    await anyio.to_thread.run_sync(has_failed.wait, 30)
+    with anyio.fail_after(30):
+        assert (await engine.generate("1+1=", temperature=0)).text == "2"
 
 
 async def test_an_engine_whose_process_cannot_be_started_fails_in_the_end(

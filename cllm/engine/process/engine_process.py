@@ -456,6 +456,7 @@ class EngineProcess(EngineHost):
         with self._lock:
             n_requests = len(self._ledger.requests)
             process.send(self._ledger.on_ready())
+            self._pass_on(process)  # what was put while there was none
         if is_first:
             self._outbox.post([ready])
             return
