@@ -36,14 +36,38 @@ libllama with sanitizers; `.ci/run` runs as many in full as it has time for.
 
 What no guard in the process can hold is the end of the process itself: memory that runs out inside a decode, a GPU that is gone, a mapped
 file that is cut short. With `process=True`, as in `cllm serve`, that process is not yours, and another one goes on; see [server.md](server.md).
+
+## What others can make grow
+A client, a file or a neighbour can make each of these grow. Each has a bound, and a test that reaches it.
+
 """
+# What can grow, its bound, and the test that reaches it.
+BOUNDS = (
+    ("connections", "4,096 (`--max-connections`), or what fits the limit of descriptors; the one that is idle for longest is closed for another", "tests/server/test_connections.py::test_idle_clients_take_no_stream_its_connection"),
+    ("descriptors", "the limit of the system, which `serve` raises; a process that finds none is started again later", "tests/engine/test_process.py::test_a_process_that_there_is_no_room_for_is_started_later"),
+    ("headers, bodies", "32 KiB, 10 s; 4 MiB or 64 bytes for each token of context, 30 s", "tests/server/test_limits.py"),
+    ("arrays and objects of a body, messages", "16,384; 1,024, or one for each 16 tokens of context", "tests/server/test_overflow.py"),
+    ("log lines of one kind, their text", "64, 80 characters of each word; 8,000 characters of a message", "tests/test_log_once.py::test_each_thing_is_logged_once_and_not_without_end"),
+    ("time of the event loop for a body", "its parts are counted before it is parsed, for several models too", "tests/server/test_bodies.py"),
+    ("loaded models", "`--max-models`, memory; only a POST that can be answered loads one", "tests/server/test_several.py::test_only_a_request_that_can_be_answered_loads_a_model"),
+    ("requests that wait", "`max_queue`", "tests/server/test_load.py"),
+    ("memory of a model", "what is available, unless `overcommit` says otherwise", "tests/engine/llama/test_room.py::test_what_does_not_fit_is_rejected_with_the_n_ctx_that_does"),
+    ("compute threads", "the cores of the affinity, the quotas of cgroups", "tests/test_processors.py::test_the_least_quota_of_all_cgroups_counts"),
+    ("files of the prefix cache", "`prefix_cache_dir_bytes` of the directory, whichever engine has filled it", "tests/engine/thread/test_prefix_files.py::test_a_limit_holds_for_the_directory_whoever_has_filled_it"),
+    ("a file that a hub sends", "the bytes that it has announced, at most 50 GB", "tests/hub/test_download.py"),
+    ("a constraint", "2 s and 512 MiB, in a process of its own", "tests/engine/constraints/test_trial.py"),
+    ("a chat template", "2 s and 512 MiB, in a process of its own", "tests/engine/chat/test_chat_template.py"),
+    ("Markdown of an answer, on the page", "200,000 characters, 20,000 parts, 50 levels; then it is plain text", "tests/clients/test_page.py::test_no_text_of_a_model_stops_the_page"),
+)  # fmt: skip
 
 
 def page(records: Iterable[Record]) -> str:
     """The whole page, with a record of every proof."""
     by_name = {record.name: record for record in records}
     sections = (section(title, by_name[name]) for name, title in PROOFS.items())
-    return "\n".join([INTRODUCTION, *sections])
+    rows = [(name, bound, f"`{test}`") for name, bound, test in BOUNDS]
+    bounds = _table(Table(("what", "bound", "test"), rows))
+    return "\n".join([INTRODUCTION + "\n".join(bounds), *sections])
 
 
 def section(title: str, record: Record) -> str:

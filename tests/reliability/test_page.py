@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from tests.reliability.page import PAGE, PROOFS, page, saved, section
+from tests.reliability.page import BOUNDS, PAGE, PROOFS, page, saved, section
 from tests.reliability.record import ROOT, Record, Table, conclude, text_of
 
 
 def test_the_page_is_the_one_of_the_records() -> None:
     assert PAGE.read_text() == page(saved()), "run python -m tests.reliability.page"
+
+
+@pytest.mark.parametrize("test", [test for _, _, test in BOUNDS])
+def test_every_bound_names_a_test_that_there_is(test: str) -> None:
+    path, _, name = test.partition("::")
+    text = (ROOT / path).read_text()
+    assert not name or f"def {name}(" in text
 
 
 def test_every_proof_has_its_record_and_its_place_on_the_page() -> None:
