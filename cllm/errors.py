@@ -110,7 +110,7 @@ class ModelLoadError(CllmError):
 
 
 class ModelChangedError(ModelLoadError):
-    """A file of an engine no longer contains what it did when the engine opened it.
+    """A file of an engine has changed since the engine opened it.
 
     `Engine.reload` loads what it contains now.
     """

@@ -1,4 +1,4 @@
-"""log_once: what callers wrote, in a log: escaped, cut, each thing once, and never without end."""
+"""log_once: log text of callers escaped, shortened, once, and a limited number of times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def log_once(logger: logging.Logger, message: str, *words: object) -> None:
     message : str
         With `%s` for each of the words.
     *words : object
-        Of a caller: no line break and no control sequence of theirs reaches the log.
+        Text of a caller.  Line breaks and control characters are escaped.
     """
     shown = tuple(map(_shown, words))
     said = _said.setdefault(message, set())

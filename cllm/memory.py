@@ -43,7 +43,7 @@ def address_of(data: bytes) -> int:
 
 
 def available_bytes() -> int | None:
-    """Bytes that can be had without swapping, the limits of cgroups included; None: nobody says.
+    """Return the bytes that can be allocated without swapping, within the limits of cgroups; None if unknown.
 
     Of a cgroup what it may still have, its page cache given up.
     """

@@ -1,4 +1,4 @@
-"""What of this machine's processors and memory a process may use: affinity, and the quotas of cgroups."""
+"""Processors that this process may use, by its affinity and the quotas of its cgroups."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 class Processors(NamedTuple):
-    """What a process may compute with.
+    """Processors that a process may use.
 
     Attributes
     ----------
@@ -35,14 +35,14 @@ class Processors(NamedTuple):
 
     @property
     def n_threads(self) -> int:
-        """Compute threads that it has room for."""
+        """Number of compute threads that fit."""
         n_threads = min(self.n_cores, MAX_THREADS)
         # With more threads than the quota, all of them stand still for a part of each period.
         return max(1, n_threads if self.quota is None else min(n_threads, math.floor(self.quota)))
 
 
 def usable_processors() -> Processors:
-    """Return what this process may compute with."""
+    """Return the processors that this process may use."""
     try:
         allowed = os.sched_getaffinity(0)
     except AttributeError:  # not on macOS
@@ -59,7 +59,7 @@ def usable_processors() -> Processors:
 
 
 def cgroup_directories(controller: str) -> Iterator[Path]:
-    """The directories of the cgroups that this process is in, from its own to the root.
+    """Return the directories of the cgroups of this process, from its own to the root.
 
     Parameters
     ----------

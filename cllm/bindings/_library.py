@@ -248,7 +248,7 @@ def find_library() -> tuple[Path, dict[str, Any]]:
 
 
 def forward_log(*, no_warning: str = "") -> str:
-    """Send the collected log lines to `logging`; return the errors among them, the first one first.
+    """Send the collected log lines to `logging`, and return the errors among them in their order.
 
     Parameters
     ----------
@@ -275,7 +275,7 @@ def forward_log(*, no_warning: str = "") -> str:
 
 @contextmanager
 def captured_log() -> Iterator[list[str]]:
-    """The lines that this thread's calls log inside, beside what becomes of them otherwise."""
+    """Collect the lines that libllama logs in this thread.  They reach `logging` as well."""
     lines = _captured[threading.get_ident()] = []
     try:
         yield lines

@@ -1,4 +1,4 @@
-"""memory_needs: what a context would take, as llama.cpp says without taking it."""
+"""memory_needs: the memory of a context, as llama.cpp computes it without an allocation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COMPUTE = re.compile(r"(?:compute|output) buffer size =\s*([\d.]+) MiB")
 
 
 class MemoryNeeds(NamedTuple):
-    """Bytes that a context takes beside the weights.
+    """Memory of a context, in bytes, without the weights.
 
     Attributes
     ----------
@@ -32,14 +32,14 @@ class MemoryNeeds(NamedTuple):
 
     @property
     def n_bytes(self) -> int:
-        """All of it."""
+        """Sum of both."""
         return self.n_context + self.n_compute
 
 
 def memory_needs(
     path: str | Path, make_context: Callable[[Model], Context], *, n_gpu_layers: int = -1
 ) -> MemoryNeeds | None:
-    """Return what a context would take; None where this llama.cpp does not say.
+    """Return the memory of a context before it is made; None if this llama.cpp does not log it.
 
     Reads the metadata of the file, which takes as long as reading the vocabulary.
 

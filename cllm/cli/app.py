@@ -68,7 +68,7 @@ def _options(
 
 
 def _print_anything() -> None:
-    """Let a terminal that has not all characters show others in their place."""
+    """Replace characters that the encoding of the terminal does not have."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

@@ -1,7 +1,7 @@
-"""FileContent: what the files of an engine contain, so that no later process computes with other weights.
+"""FileContent: the contents of an engine's files, so that no later process computes with other weights.
 
-A path says nothing of what is behind it: an update replaces the file.  `content_of` reads a whole file
-once.  Its digest is then known by the file's stamp, in this process and in the cache directory.
+A path does not identify a file: an update replaces it.  `content_of` reads a whole file once and keeps
+its digest with the stamp of the file, in this process and in the cache directory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _digests: dict[Stamp, str] = {}  # of this process
 
 @dataclass(frozen=True, slots=True)
 class FileContent:
-    """A file as an engine has opened it.
+    """Content of a file when an engine opened it.
 
     Attributes
     ----------
@@ -53,7 +53,7 @@ class FileContent:
 
 
 def content_of(path: str | Path) -> FileContent:
-    """Return what a file contains.  May take a second per gigabyte.
+    """Return the content of a file.  Reading takes about a second per gigabyte.
 
     Raises
     ------
@@ -83,7 +83,7 @@ def _content_of(path: str) -> FileContent:
 
 
 def check_content(expected: FileContent) -> None:
-    """Return if a file contains what it did.
+    """Return if a file still has this content.
 
     Raises
     ------
@@ -117,7 +117,7 @@ def open_regular(path: str | Path) -> io.BufferedReader:
 
 @contextmanager
 def loading(contents: Iterable[FileContent]) -> Iterator[None]:
-    """Load files by their paths inside: they are those whose contents are known.
+    """Check after the block that the files did not change while they were loaded by path.
 
     Raises
     ------
@@ -130,16 +130,16 @@ def loading(contents: Iterable[FileContent]) -> Iterator[None]:
 
 
 class MappedFiles:
-    """Files whose pages are read while llama.cpp computes: what is written to them is seen.
+    """Mapped files of weights; detects writes to them.
 
-    Each stays open.  One thread at a time.
+    Each file stays open.  One thread at a time.
     """
 
     def __init__(self) -> None:
         self._held: list[tuple[int, FileContent, os.stat_result]] = []
 
     def hold(self, content: FileContent) -> None:
-        """Look at this file from now on.
+        """Add a file.
 
         Raises
         ------
@@ -155,7 +155,7 @@ class MappedFiles:
             check_content(content)
 
     def check(self) -> None:
-        """Return if nobody has written to them.  Takes a microsecond.
+        """Return if they were not written to.  Takes a microsecond.
 
         Raises
         ------
@@ -174,13 +174,13 @@ class MappedFiles:
             self._held[i] = fd, content, present
 
     def close(self) -> None:
-        """Look at them no longer."""
+        """Close all files."""
         while self._held:
             os.close(self._held.pop()[0])
 
 
 def _change(n_before: int, n_bytes: int) -> str:
-    """What has happened to a file, in words."""
+    """Describe the change of a file."""
     if n_before != n_bytes:
         return f"it has {n_bytes:,} bytes, and had {n_before:,} when the engine started"
     return f"its {n_bytes:,} bytes are others than when the engine started"
@@ -201,7 +201,7 @@ def _stamp(status: os.stat_result) -> Stamp:
 
 
 def _known(path: str, stamp: Stamp) -> str | None:
-    """The digest of a file with this stamp, if it was ever computed here."""
+    """Return the digest of a file with this stamp; None if it is not cached."""
     if (sha256 := _digests.get(stamp)) is not None:
         return sha256
     match read_cached(CACHE).get(path):

@@ -41,7 +41,7 @@ async def json_of(request: Request) -> Any:
 
 
 def parsed(body: bytes) -> Any:
-    """The value of a body.
+    """Return the value of a body.
 
     Raises
     ------

@@ -1,7 +1,7 @@
-"""Connections: how many there may be, below what the system allows this process.
+"""Connections: a limit of open connections, below the descriptors of this process.
 
-Without a bound, clients that do nothing take every descriptor.  Then the event loop is busy with
-failing to accept, and streams stand still.
+Without it, idle clients take every descriptor.  The event loop then spends its time on failed accepts,
+and streams stall.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Closable(Protocol):
     """A connection."""
 
     def close_idle(self) -> None:
-        """Close it; no request of it is answered."""
+        """Close the connection while it waits for a request."""
 
 
 class Connections:
@@ -44,7 +44,7 @@ class Connections:
         self._has_warned = False
 
     def add(self, connection: Closable) -> bool:
-        """Return whether there is room for one more."""
+        """Add a connection; False if there is no room for it."""
         if len(self._open) >= self.n_max:
             self._warn()
             if not self._idle:
@@ -56,12 +56,12 @@ class Connections:
         return True
 
     def discard(self, connection: Closable) -> None:
-        """It is closed."""
+        """Remove a closed connection."""
         self._open.discard(connection)
         self._idle.pop(connection, None)
 
     def set_idle(self, connection: Closable, is_idle: bool) -> None:
-        """It waits for a request of its client, or no longer."""
+        """Record whether a connection waits for a request."""
         if not is_idle:
             self._idle.pop(connection, None)
         elif connection in self._open:
@@ -77,7 +77,7 @@ class Connections:
 
 
 def raise_descriptor_limit() -> int:
-    """Let this process have more descriptors, as far as it may; return how many."""
+    """Raise the soft limit of descriptors, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = N_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(N_DESCRIPTORS, hard)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -90,7 +90,7 @@ def raise_descriptor_limit() -> int:
 
 
 def n_connections_max(n_descriptors: int, wanted: int | None) -> int:
-    """Return how many connections fit, beside what is open now.
+    """Return the number of connections that fit beside the descriptors that are open now.
 
     Parameters
     ----------

@@ -39,7 +39,7 @@ def finish_reason_of(reason: FinishReason | None) -> str | None:
 
 
 def deadline_of(reason: FinishReason | None) -> dict[str, str]:
-    """Return the field that says that an output ended because its time had passed."""
+    """Return `stop_reason` for an output that ended at its deadline; otherwise nothing."""
     return {"stop_reason": "deadline"} if reason is FinishReason.DEADLINE else {}
 
 

@@ -202,7 +202,7 @@ class OtherPaths:
 
 
 def with_known_path(scope: Scope, known: frozenset[str]) -> Scope:
-    """Return a scope whose path is the one of these that it means, if it means one."""
+    """Return a scope with the known path that its path stands for; the same scope if there is none."""
     if (path := route_path(scope)) not in known:
         plain = "/" + path.strip("/")
         for other in (plain, f"/v1{plain}"):

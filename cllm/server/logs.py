@@ -19,14 +19,14 @@ _CONTROLS = {
 
 
 def contained(message: str) -> str:
-    """Return a message without control characters but line breaks, and not without end."""
+    """Return a message of limited length, without control characters except line breaks."""
     if len(message) > N_CHARACTERS_MAX:
         message = f"{message[:N_CHARACTERS_MAX]}… ({len(message):,} characters)"
     return message.translate(_CONTROLS)
 
 
 class ConsoleFormatter(logging.Formatter):
-    """A line for people, and indented ones that belong to it."""
+    """Formats a record as one line; further lines of a message are indented."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(message)s")

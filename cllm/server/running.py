@@ -139,7 +139,7 @@ async def _read(
 
 
 def check_in_time(done: Sequence[Completion]) -> None:
-    """Return unless the time of all outputs passed before any had a token.
+    """Return unless all outputs reached their deadline without a token.
 
     Raises
     ------

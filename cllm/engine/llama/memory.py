@@ -69,7 +69,7 @@ def check_room(
 ) -> None:
     """Return if a context and the weights fit into the memory that is available now.
 
-    llama.cpp says what the context takes.  It is asked where that may matter.  Weights that are mapped
+    llama.cpp computes the memory of the context, unless a rough estimate fits many times.  Mapped weights
     count too.
 
     Raises
@@ -120,7 +120,7 @@ def _bytes(needed: MemoryNeeds | None) -> int:
 
 
 def _largest(n_most: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest `n_ctx` that fits, to 3 % and a step; 0: none does."""
+    """Return the largest `n_ctx` that fits, within 3 %; 0 if none fits."""
     low, high = N_STEP, n_most
     if low >= high or not fits(low):
         return 0

@@ -98,7 +98,7 @@ class Preflight:
             raise
 
     def _layout_that_works(self) -> bool | None:
-        """Return the layout of the KV cache with which no process ends; None: with neither."""
+        """Return the value of `kv_unified` with which no process ends; None if there is none."""
         for layout in (True, False):
             if self._config.kv_unified == layout or (layout and self._config.deterministic):
                 continue

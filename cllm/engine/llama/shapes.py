@@ -1,6 +1,6 @@
-"""The same tokens computed in different shapes: cut otherwise, with neighbours, with more output rows.
+"""Batches of different shapes with the same tokens: in pieces, with neighbours, with more output rows.
 
-Their last logits have to agree: to the bit for `deterministic`, and nearly where a model is to be used at all.
+Their last logits must agree: to the bit for `deterministic`, and nearly for every model.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SHAPES: dict[str, Shape] = {
 def shapes_that_differ(
     decoder: LlamaDecoder, agree: Callable[[Logits, Logits], bool], n_most: int = 0
 ) -> list[str]:
-    """The names of the shapes in which the last logits of texts do not agree with those of the first shape.
+    """Return the names of the shapes whose last logits do not agree with those of the first shape.
 
     Parameters
     ----------
@@ -126,7 +126,7 @@ def _ranges(cut: tuple[int, ...], n_max: int) -> Iterator[tuple[int, int]]:
 
 
 def misfit(config: EngineConfig) -> str | None:
-    """Return why answers of the model would be wrong; None if they agree in all shapes of batches."""
+    """Return why answers of the model would be wrong; None if all shapes agree."""
     layouts = (False, True) if config.kv_unified == AUTO else (config.kv_unified,)
     wrong: dict[bool, list[str]] = {}
     with Model(

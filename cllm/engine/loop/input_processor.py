@@ -470,7 +470,7 @@ class InputProcessor:
 
 
 def _check_marks(call: RequestCall, n_prompt: int, n_vocab: int) -> None:
-    """Reject what no caller says, but a file may."""
+    """Reject values that only a damaged file can have."""
     if call.first_scored is not None and call.first_scored > n_prompt:
         raise InvalidRequestError("first_scored", call.first_scored, f"0 to {n_prompt}")
     if call.excluded and max(call.excluded) >= n_vocab:

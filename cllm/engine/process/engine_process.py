@@ -195,10 +195,10 @@ class EngineProcess(EngineHost):
             raise
 
     def _serve_on(self, owned: ExitStack) -> None:
-        """Serve with one process after the other.
+        """Start a process and serve; after a crash, start the next one.
 
-        One that cannot start for a reason that may pass is started again, after longer and longer
-        pauses.
+        A process that cannot start for a reason that may pass is started again after a pause.  Each
+        pause is longer than the one before.
         """
         pauses = iter(RETRY_S)
         while True:
@@ -225,7 +225,7 @@ class EngineProcess(EngineHost):
                 return
 
     def _may_pass(self, error: OSError | CllmError) -> bool:
-        """True if a later process may start though this one has not."""
+        """True if a later start may succeed after this error."""
         if isinstance(error, OSError):
             return error.errno in PASSING
         # The same files with the same settings were loaded before.
@@ -233,7 +233,7 @@ class EngineProcess(EngineHost):
         return is_start and not isinstance(error, ModelChangedError)
 
     def _pause(self, seconds: float) -> None:
-        """Wait, unless the engine is to end."""
+        """Wait for so long, or until the engine is stopped."""
         ends_at = time.perf_counter() + seconds
         poll = select.poll()
         poll.register(self._woken, select.POLLIN)
@@ -437,7 +437,7 @@ class EngineProcess(EngineHost):
         return None
 
     def _on_loras(self, loras: Sequence[LoraInfo]) -> None:
-        """Let the next process load these adapters, and no other files."""
+        """Record the adapters that the next process loads, and their contents."""
         for lora in self._config.loras:
             self._files.pop(lora.path, None)
         settings = []

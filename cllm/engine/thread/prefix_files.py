@@ -206,9 +206,9 @@ class PrefixFiles:
         self.n_bytes = self._count()
 
     def _fit(self) -> None:
-        """Remove the files that were used longest ago, until no more is there than may be.
+        """Remove the least recently used files until the directory is within its limit.
 
-        Of other engines too: the limit is the directory's.
+        Files of other engines count, and are removed too.
         """
         files = sorted(self._files(), key=lambda found: found[1])
         n_bytes = sum(size for _, _, size in files)  # those of other engines too
@@ -266,7 +266,7 @@ class PrefixFiles:
 
 
 def _check_own(directory: Path) -> None:
-    """Reject a directory that others may write to: what is in it decides what is generated.
+    """Reject a directory that other users can write to: its files decide what is generated.
 
     Raises
     ------
