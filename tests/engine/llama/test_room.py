@@ -53,6 +53,7 @@ def available(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_is_elsewhere", lambda config: False)
 
 
+@pytest.mark.same_process("the memory that is available is another there")
 @pytest.mark.anyio
 async def test_what_does_not_fit_is_rejected_with_the_n_ctx_that_does(available: None) -> None:
     with pytest.raises(ModelLoadError, match=r"KV cache.*80 MiB are available") as caught:
@@ -77,6 +78,7 @@ async def test_a_reload_is_rejected_alike_and_nothing_has_changed(available: Non
         assert (await engine.generate("1+1=", temperature=0)).text == "2"
 
 
+@pytest.mark.same_process("the memory that is available is another there")
 @pytest.mark.anyio
 async def test_overcommit_loads_it_with_a_warning(
     available: None, caplog: pytest.LogCaptureFixture
