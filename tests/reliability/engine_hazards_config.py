@@ -11,7 +11,6 @@ from typing import Any
 
 from cllm import Completion, Engine, EngineConfig
 from cllm.errors import (
-    ContextError,
     InvalidArgumentError,
     ModelLoadError,
     NotGenerativeError,
@@ -104,7 +103,7 @@ for name in ("type_k", "type_v"):
             error=InvalidArgumentError, row=TYPES, in_full_only=name == "type_v", **{name: kind},
         )  # fmt: skip
 TOPIC.refuse(
-    "a quantized V cache without flash attention", start, "flash_attn", error=ContextError,
+    "a quantized V cache without flash attention", start, "flash_attn", error=InvalidArgumentError,
     row="1.2 quantized caches that cannot be", type_v="q8_0", flash_attn=False,
 )  # fmt: skip
 for name in (

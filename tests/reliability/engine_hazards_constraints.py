@@ -107,7 +107,7 @@ async def follow(scene: Scene, says: str, **sampling: Any) -> Completion:
 
 for sampling in (
     {}, {"temperature": 0}, {"top_k": 1}, {"top_p": 0.0}, {"mirostat": 2}, {"temperature": 100},
-    {"ignore_eos": True}, {"min_tokens": 50}, {"stop": "x"},
+    {"ignore_eos": True}, {"min_tokens": 4}, {"stop": "x"},
 ):  # fmt: skip
     TOPIC.accept(
         f"a grammar with {sampling or 'the defaults'}", follow,

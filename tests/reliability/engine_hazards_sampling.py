@@ -110,7 +110,7 @@ for name, (low, high) in INTEGER_RANGES.items():
     for number in (low, high):
         TOPIC.accept(
             f"{name} {number}", ask, row=ROWS.get(name, EXTREMES), in_full_only=number == low,
-            **{name: number},
+            **{"max_tokens": None if name == "min_tokens" else 4, name: number},
         )  # fmt: skip
 # What has no effect alone is tried together with what gives it one.
 TOGETHER: dict[str, dict[str, Any]] = {

@@ -10,7 +10,7 @@ import atexit
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Client, Connection
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from cllm.engine.config import EngineConfig
 from cllm.engine.constraint import CompiledConstraint, NamedConstraint
 from cllm.engine.core.messages import AddRequest, CancelRequest, Command
+from cllm.engine.file_content import FileContent
 from cllm.engine.llama.backend import LlamaBackend
 from cllm.engine.thread.backend import Loaded
 from cllm.engine.thread.mailbox import Inbox
@@ -123,8 +124,8 @@ def _serial(command: Command) -> int:
 class FaultyBackend(LlamaBackend):
     """llama.cpp, any of whose functions may fail; in the process of an engine."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: EngineConfig, files: Sequence[FileContent] = ()) -> None:
+        super().__init__(config, files)
         self._faults = ToldFaults(self._send)
         self._unraisable: list[str] = []
         self._held = HeldRequests()

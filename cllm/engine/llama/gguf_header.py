@@ -11,6 +11,8 @@ import struct
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from cllm.engine.file_content import open_regular
+
 # Types of values, by their number; 8 is a string, 9 an array.
 _SCALARS = {
     0: "B",
@@ -45,7 +47,7 @@ def read_header(path: Path) -> dict[str, Value]:
         It cannot be opened.
     """
     known: dict[str, Value] = {}
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         try:
             magic, version, _, n_values = _unpack(file, "4sIQQ")
             if magic != b"GGUF" or version not in (2, 3):
@@ -85,7 +87,7 @@ def has_plain_matrix(path: Path) -> bool:
 
 def _read_tensors(path: Path) -> dict[str, tuple[tuple[int, ...], int]]:
     tensors: dict[str, tuple[tuple[int, ...], int]] = {}
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         try:
             magic, version, n_tensors, n_values = _unpack(file, "4sIQQ")
             if magic != b"GGUF" or version not in (2, 3) or n_tensors > MAX_TENSORS:

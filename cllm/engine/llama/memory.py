@@ -84,7 +84,7 @@ def check_room(
         files = [*model_files(config), *other_files(config)]
         n_weights = sum(file.stat().st_size for file in files)
         n_ample = AMPLE * (kv_bytes(config, is_windowed=False) + AMPLE_BYTES)
-    except OSError:  # loading says why
+    except (OSError, ValueError):  # loading says why
         return
     if n_weights + n_ample < available:
         return
