@@ -22,9 +22,9 @@ from cllm.errors import ModelChangedError, ModelLoadError
 
 CACHE = "file_digests.json"
 MAX_CACHED = 256
-# Two writes so close together may have one time: where it is kept in full seconds, and elsewhere.
-COARSE_NS, FINE_NS = 2_000_000_000, 50_000_000
-SECOND_NS = 1_000_000_000
+# A system sets the time of a file when a write begins, and some keep it in full seconds: the content may
+# change for so long without another time.
+SETTLED_NS = 2_000_000_000
 
 Stamp = tuple[int, ...]
 _digests: dict[Stamp, str] = {}  # of this process
@@ -73,13 +73,14 @@ def _content_of(path: str) -> FileContent:
     with open_regular(path) as file:
         fd = file.fileno()
         stamp = _stamp(os.fstat(fd))
+        is_settled = _is_settled(stamp)  # before it is read
         if (sha256 := _known(path, stamp)) is None:
             sha256 = _digest(fd)
             if _stamp(os.fstat(fd)) != stamp:
                 raise ModelChangedError(path, "it is being written")
-            if _is_settled(stamp):
+            if is_settled:
                 _remember(path, stamp, sha256)
-    return FileContent(path, sha256, stamp[2], stamp if _is_settled(stamp) else ())
+    return FileContent(path, sha256, stamp[2], stamp if is_settled else ())
 
 
 def check_content(expected: FileContent) -> None:
@@ -169,9 +170,11 @@ class MappedFiles:
             # A file that loses its name, because another gets it, is still the same.
             is_renamed = present.st_nlink != before.st_nlink
             is_renamed = is_renamed and _written(present) == _written(before)
+            is_settled = is_renamed or _is_settled(_stamp(present))
             if not is_renamed and _digest(fd) != content.sha256:
                 raise ModelChangedError(content.path, _change(content.n_bytes, present.st_size))
-            self._held[i] = fd, content, present
+            if is_settled:  # otherwise a write may have begun, and not yet reached the weights
+                self._held[i] = fd, content, present
 
     def close(self) -> None:
         """Close all files."""
@@ -212,9 +215,8 @@ def _known(path: str, stamp: Stamp) -> str | None:
 
 
 def _is_settled(stamp: Stamp) -> bool:
-    """True if a later write would give the file another stamp."""
-    latest = max(stamp[3:])
-    return time.time_ns() - latest > (FINE_NS if latest % SECOND_NS else COARSE_NS)
+    """True if every change of the content gives the file another stamp."""
+    return time.time_ns() - max(stamp[3:]) > SETTLED_NS
 
 
 def _remember(path: str, stamp: Stamp, sha256: str) -> None:

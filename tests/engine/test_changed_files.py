@@ -14,7 +14,7 @@ import pytest
 
 from cllm import Engine, EngineFailedError, InvalidRequestError, ModelChangedError, ModelLoadError
 from cllm.engine.config import EMBEDDED_MODEL
-from cllm.engine.file_content import check_content, content_of
+from cllm.engine.file_content import MappedFiles, check_content, content_of
 from tests.conftest import QUIET
 from tests.file_changes import CHANGES, NO_CHANGES, overwrite, overwrite_unseen, replace
 from tests.lora_files import make_lora
@@ -189,6 +189,23 @@ async def test_weights_that_are_touched_or_replaced_compute_on(model: Path, chan
         whole = (await engine.generate(PROMPT, **ASKED)).token_ids
         NO_CHANGES[change](model)
         assert (await engine.generate(PROMPT, **ASKED)).token_ids == whole
+
+
+def test_a_write_that_has_only_begun_is_seen_when_it_gets_there(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time of the file changes first, then the content."""
+    files = MappedFiles()
+    files.hold(content_of(model))
+    os.utime(model, ns=(0, 0))
+    files.check()
+    begun = model.stat()
+    overwrite(model)
+    monkeypatch.setattr(os, "fstat", lambda fd: begun)
+    with pytest.raises(ModelChangedError):
+        files.check()
+    monkeypatch.undo()
+    files.close()
 
 
 @pytest.mark.anyio

@@ -270,7 +270,7 @@ async def test_an_adapter_of_another_model_is_refused_by_its_header(
             (of_other, "qwen3"),
             (model_path, "general.type"),
             (tmp_path / "none.gguf", "No such file"),
-            (tmp_path, "directory"),
+            (tmp_path, "not a regular file"),
             (damaged, "within the file"),
         ):
             with pytest.raises(ModelLoadError, match=says):
