@@ -108,7 +108,7 @@ def _state_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 @pytest.fixture(autouse=True)
 def _nothing_was_said() -> None:
-    """What an earlier test has logged is logged again."""
+    """Forget the messages that `log_once` has logged in earlier tests."""
     log_once._said.clear()
 
 

@@ -1,4 +1,4 @@
-"""What may happen to a file of an engine while it is used."""
+"""Files of an engine, and the changes that can happen to them while it runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,28 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from cllm.engine.config import EMBEDDED_MODEL
+from tests.lora_files import make_lora
+
+FILE_KINDS = ("model", "adapter", "draft model", "embedding model")  # that decide what is computed
+
+
+def file_of(kind: str, model: Path) -> tuple[Path, dict[str, Any]]:
+    """Return a file that an engine of this model uses, and the options that name it."""
+    file = model.with_name("file.gguf")
+    if kind == "model":
+        return model, {}
+    if kind == "adapter":
+        return make_lora(file, model, seed=1), {"lora": [(str(file), 1.0)]}
+    if kind == "template":
+        file.write_text("{{ messages[0].content }}")
+        return file, {"chat_template": file}
+    shutil.copyfile(EMBEDDED_MODEL, file)
+    if kind == "draft model":
+        return file, {"speculation": file}
+    return file, {"embedding_model": file, "pooling": "mean"}
 
 
 def with_other_weights(data: bytes) -> bytes:

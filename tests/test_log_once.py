@@ -1,4 +1,4 @@
-"""What callers wrote reaches a log escaped, cut, once, and never without end."""
+"""`log_once` escapes and shortens the text of callers, and limits how often it is logged."""
 
 from __future__ import annotations
 

@@ -35,6 +35,21 @@ def read_cached(name: str) -> dict[str, object]:
     return known if isinstance(known, dict) else {}
 
 
+def keep_cached(name: str, entries: Mapping[str, object], n_max: int) -> None:
+    """Add entries to a file.  Of more than `n_max`, the ones that were added last are kept.
+
+    Raises
+    ------
+    OSError, RuntimeError
+        The file stays as it was.
+    """
+    known = read_cached(name)
+    for key, value in entries.items():
+        known.pop(key, None)  # to its place at the end
+        known[key] = value
+    write_cached(name, dict(list(known.items())[-n_max:]))
+
+
 def write_cached(name: str, values: Mapping[str, object]) -> None:
     """Replace a file.
 

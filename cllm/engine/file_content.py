@@ -12,12 +12,12 @@ import io
 import os
 import stat
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from cllm.engine.cache_directory import read_cached, write_cached
+from cllm.engine.cache_directory import keep_cached, read_cached
 from cllm.errors import ModelChangedError, ModelLoadError
 
 CACHE = "file_digests.json"
@@ -140,20 +140,15 @@ class MappedFiles:
         self._held: list[tuple[int, FileContent, os.stat_result]] = []
 
     def hold(self, content: FileContent) -> None:
-        """Add a file.
+        """Add a file, inside of `loading`, which checks that it is still the same.
 
         Raises
         ------
         OSError
             It cannot be opened.
-        ModelChangedError
-            It is another file by now.
         """
         fd = os.open(content.path, os.O_RDONLY)
-        status = os.fstat(fd)
-        self._held.append((fd, content, status))
-        if _stamp(status) != content.stamp:
-            check_content(content)
+        self._held.append((fd, content, os.fstat(fd)))
 
     def check(self) -> None:
         """Return if they were not written to.  Takes a microsecond.
@@ -223,7 +218,5 @@ def _remember(path: str, stamp: Stamp, sha256: str) -> None:
     _digests[stamp] = sha256
     while len(_digests) > MAX_CACHED:
         _digests.pop(next(iter(_digests)), None)
-    known: Mapping[str, object] = read_cached(CACHE)
-    known = {**known, path: {"stamp": list(stamp), "sha256": sha256}}
     with suppress(OSError, RuntimeError):
-        write_cached(CACHE, dict(list(known.items())[-MAX_CACHED:]))
+        keep_cached(CACHE, {path: {"stamp": list(stamp), "sha256": sha256}}, MAX_CACHED)

@@ -58,7 +58,7 @@ async def completion(body: LlamaServerCompletionBody, request: Request) -> Respo
 
 @router.post("/infill", summary="Fill in text, as llama-server does")
 async def infill(body: InfillBody, request: Request) -> Response:
-    """What is between two texts, of a model with tokens for that; else status 501."""
+    """Generate the text between a prefix and a suffix; status 501 if the model has no tokens for it."""
     engine = state_of(request).serving
     if (fim := engine.model.fim) is None:
         missing = (

@@ -236,7 +236,7 @@ CompletionBody: Any = create_model(
 
 
 class LlamaServerFields(_Request):
-    """What llama-server's own routes have in common."""
+    """Fields that `/completion` and `/infill` share."""
 
     harmless: ClassVar = HARMLESS | {
         "t_max_prompt_ms",

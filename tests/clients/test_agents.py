@@ -46,7 +46,7 @@ def calling(name: str, **arguments: Any) -> FakeAnswer:
 
 
 class Script:
-    """What the model says: one step for each prompt of the task, and in the end that it is done.
+    """Answers of the model: one step for each prompt of the task, then that it is done.
 
     Attributes
     ----------

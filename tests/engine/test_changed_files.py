@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,15 @@ from cllm import Engine, EngineFailedError, InvalidRequestError, ModelChangedErr
 from cllm.engine.config import EMBEDDED_MODEL
 from cllm.engine.file_content import MappedFiles, check_content, content_of
 from tests.conftest import QUIET
-from tests.file_changes import CHANGES, NO_CHANGES, overwrite, overwrite_unseen, replace
+from tests.file_changes import (
+    CHANGES,
+    FILE_KINDS,
+    NO_CHANGES,
+    file_of,
+    overwrite,
+    overwrite_unseen,
+    replace,
+)
 from tests.lora_files import make_lora
 
 PROMPT = "count:1..40"
@@ -30,23 +38,6 @@ def model(tmp_path: Path) -> Path:
     return Path(shutil.copyfile(EMBEDDED_MODEL, tmp_path / "model.gguf"))
 
 
-def options_of(kind: str, model: Path) -> tuple[dict[str, Any], Path]:
-    """Options of an engine that uses a file for this, and the file."""
-    file = model.with_name("file.gguf")
-    if kind == "adapter":
-        make_lora(file, model, seed=1)
-        return {"lora": [(str(file), 1.0)]}, file
-    shutil.copyfile(EMBEDDED_MODEL, file)
-    if kind == "draft model":
-        return {"speculation": file}, file
-    if kind == "embedding model":
-        return {"embedding_model": file, "pooling": "mean"}, file
-    return {}, model
-
-
-KINDS = ("model", "adapter", "draft model", "embedding model")
-
-
 def process_engine(model: Path, **options: Any) -> Engine:
     given = {"n_ctx": 512, "deterministic": True, **QUIET, **options}
     return Engine(model, process=True, **given)
@@ -57,6 +48,14 @@ def kill(engine: Engine) -> None:
     pid = engine._parts.thread.pid  # type: ignore[attr-defined]
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
+
+
+@asynccontextmanager
+async def using(kind: str, model: Path) -> AsyncIterator[tuple[Engine, Path, tuple[int, ...]]]:
+    """An engine that uses a file of this kind, the file, and the tokens of an answer."""
+    file, options = file_of(kind, model)
+    async with process_engine(model, **options) as engine:
+        yield engine, file, (await engine.generate(PROMPT, **ASKED)).token_ids
 
 
 async def tokens_of(engine: Engine, strike: Callable[[], object]) -> list[int]:
@@ -77,13 +76,11 @@ async def tokens_of(engine: Engine, strike: Callable[[], object]) -> list[int]:
 @pytest.mark.anyio
 @pytest.mark.full
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FILE_KINDS)
 async def test_no_later_process_computes_with_other_files(
     kind: str, change: str, model: Path
 ) -> None:
-    options, file = options_of(kind, model)
-    async with process_engine(model, **options) as engine:
-        whole = (await engine.generate(PROMPT, **ASKED)).token_ids
+    async with using(kind, model) as (engine, file, whole):
 
         def strike() -> None:
             CHANGES[change](file)
@@ -111,13 +108,11 @@ async def test_a_replaced_model_ends_the_engine_and_its_error_names_the_file(mod
 @pytest.mark.anyio
 @pytest.mark.full
 @pytest.mark.parametrize("change", NO_CHANGES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FILE_KINDS)
 async def test_files_with_the_same_content_are_the_same(
     kind: str, change: str, model: Path
 ) -> None:
-    options, file = options_of(kind, model)
-    async with process_engine(model, **options) as engine:
-        whole = (await engine.generate(PROMPT, **ASKED)).token_ids
+    async with using(kind, model) as (engine, file, whole):
         NO_CHANGES[change](file)
         kill(engine)
         assert (await engine.generate(PROMPT, **ASKED)).token_ids == whole

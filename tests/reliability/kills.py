@@ -34,8 +34,7 @@ from benchmarks.measure import rss_mib
 from cllm import Completion, Engine, EngineFailedError, EngineStatus, ModelChangedError, Restart
 from cllm.engine.config import EMBEDDED_MODEL
 from tests.conftest import QUIET
-from tests.file_changes import CHANGES
-from tests.lora_files import make_lora
+from tests.file_changes import CHANGES, FILE_KINDS, file_of
 from tests.reliability.record import Record, Table, conclude
 from tests.server.conftest import running
 
@@ -200,27 +199,7 @@ async def kill(
 
 
 # --- With other files -----------------------------------------------------------------------------
-def file_of(kind: str, directory: Path) -> tuple[Path, dict[str, Any]]:
-    """A file that an engine uses for this, and the options that say so."""
-    model = Path(shutil.copyfile(EMBEDDED_MODEL, directory / "model.gguf"))
-    options: dict[str, Any] = {"model": model, "n_ctx": 2048, "n_seq_max": 4}
-    file = directory / "file"
-    if kind == "model":
-        return model, options
-    if kind == "adapter":
-        return make_lora(file, model, seed=1), {**options, "lora": [(str(file), 1.0)]}
-    if kind == "template":
-        file.write_text("{{ messages[0].content }}")
-        return file, {**options, "chat_template": file}
-    shutil.copyfile(EMBEDDED_MODEL, file)
-    more: dict[str, dict[str, Any]] = {
-        "draft model": {"speculation": file},
-        "embedding model": {"embedding_model": file, "pooling": "mean"},
-    }
-    return file, {**options, **more[kind]}
-
-
-FILES = ("model", "adapter", "draft model", "embedding model", "template")
+FILES = (*FILE_KINDS, "template")
 
 
 async def change(file_kind: str, how: str, *, loop: str, seed: int) -> Found:
@@ -230,9 +209,11 @@ async def change(file_kind: str, how: str, *, loop: str, seed: int) -> Found:
     """
     found, draw = Found(f"{file_kind} {how}", loop), random.Random(seed)
     with tempfile.TemporaryDirectory() as directory:
-        file, options = file_of(file_kind, Path(directory))
+        model = Path(shutil.copyfile(EMBEDDED_MODEL, Path(directory) / "model.gguf"))
+        file, more = file_of(file_kind, model)
+        options = {**OPTIONS, "model": model, "n_ctx": 2048, "n_seq_max": 4, **more}
         requests = REQUESTS[4:8]
-        async with Engine(**{**OPTIONS, **options}) as engine:
+        async with Engine(**options) as engine:
             wholes = [await engine.generate(prompt, **asked) for prompt, asked in requests]
 
             async def read_on(number: int) -> None:

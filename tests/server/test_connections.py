@@ -75,7 +75,7 @@ def test_the_limit_follows_from_the_descriptors_that_there_may_be(
 def idle_ones(
     server: Server, n: int, stack: ExitStack, sent: bytes = b"GET / HTTP/1.1\r\n"
 ) -> None:
-    """So many connections that have begun a request, or none."""
+    """Open `n` connections that send `sent` and then wait."""
     for _ in range(n):
         client = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
         with suppress(ConnectionError):

@@ -1,4 +1,4 @@
-"""Whatever text and numbers a client sends, they forge no line of the log, fill none, and break nothing."""
+"""No text of a client forges or fills the log, and no number of a client breaks the server."""
 
 from __future__ import annotations
 

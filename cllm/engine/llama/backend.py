@@ -228,7 +228,7 @@ class LlamaBackend:
     def open_vocabularies(
         self, files: Sequence[FileContent], owned: ExitStack
     ) -> tuple[EngineVocabulary, EngineVocabulary]:
-        """Those of the model, and of what computes texts, without weights: nothing is computed.
+        """Load the vocabularies of the model and of the embedding model, without their weights.
 
         Parameters
         ----------
@@ -392,7 +392,7 @@ def _rank_template(model: Model) -> str | None:
 
 
 def _contents(config: EngineConfig) -> tuple[FileContent, ...]:
-    """What the files contain that an engine loads when it starts: first those that its answers depend on."""
+    """Return the contents of all files that an engine loads when it starts, those of `model_files` first."""
     files = [*model_files(config), *other_files(config)]
     for file in files:
         check_model_file(str(file))

@@ -50,8 +50,7 @@ def check_fits(config: EngineConfig, loaded: EngineConfig | None) -> None:
     shared = set(map(_identity, model_files(loaded))) if loaded and is_shared else set()
     path = str(config.model_path)
     try:
-        files = [*model_files(config), *other_files(config)]
-        sizes = {_identity(file): file.stat().st_size for file in files}
+        sizes = _sizes(config)
     except OSError as error:
         raise ModelLoadError(path, error.strerror or str(error)) from error
     n_weights = sum(size for file, size in sizes.items() if file not in shared)
@@ -81,8 +80,7 @@ def check_room(
     if available is None:
         return
     try:
-        files = [*model_files(config), *other_files(config)]
-        n_weights = sum(file.stat().st_size for file in files)
+        n_weights = sum(_sizes(config).values())
         n_ample = AMPLE * (kv_bytes(config, is_windowed=False) + AMPLE_BYTES)
     except (OSError, ValueError):  # loading says why
         return
@@ -205,6 +203,12 @@ def _n_trained(config: EngineConfig) -> int:
 def _is_elsewhere(config: EngineConfig) -> bool:
     """Whether layers go to a GPU's memory, or another machine's."""
     return config.n_gpu_layers != 0 and (bool(config.rpc) or library().has_gpu)
+
+
+def _sizes(config: EngineConfig) -> dict[tuple[int, int] | Path, int]:
+    """Return the size of each file of weights, once for all of its names."""
+    files = [*model_files(config), *other_files(config)]
+    return {_identity(file): file.stat().st_size for file in files}
 
 
 def _identity(file: Path) -> tuple[int, int] | Path:

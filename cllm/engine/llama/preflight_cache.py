@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from cllm.engine.cache_directory import read_cached, write_cached
+from cllm.engine.cache_directory import keep_cached, read_cached
 
 logger = logging.getLogger("cllm.engine")
 
@@ -55,11 +55,7 @@ def are_seen(files: Fingerprints) -> bool:
 
 def remember(files: Fingerprints) -> None:
     """These files have passed.  Of very many, those that did so last are kept."""
-    known = read_cached(FILE)
-    for path, fingerprint in files.items():
-        known.pop(path, None)  # to its place at the end
-        known[path] = list(fingerprint)
     try:
-        write_cached(FILE, dict(list(known.items())[-MAX_FILES:]))
+        keep_cached(FILE, {path: list(files[path]) for path in files}, MAX_FILES)
     except (OSError, RuntimeError) as error:
         logger.info("it is not remembered which models have passed: %s", error)

@@ -7,7 +7,7 @@ import json
 import logging
 from pathlib import Path
 
-from cllm.engine.cache_directory import read_cached, write_cached
+from cllm.engine.cache_directory import keep_cached, read_cached
 from cllm.engine.config import EngineConfig
 from cllm.engine.core.row_cost import N_ROWS_MAX
 
@@ -41,11 +41,8 @@ def save_table(key: str, table: dict[int, float]) -> None:
     """Leave a table to the next engine.  Of very many, those that were left last are kept."""
     if not table:
         return
-    known = read_cached(FILE)
-    known.pop(key, None)  # to its place at the end
-    known[key] = table
     try:
-        write_cached(FILE, dict(list(known.items())[-MAX_TABLES:]))
+        keep_cached(FILE, {key: table}, MAX_TABLES)
     except (OSError, RuntimeError) as error:
         logger.info("it is not remembered what rows cost: %s", error)
 

@@ -1,4 +1,4 @@
-"""What a model needs is known before it takes it, and what does not fit is rejected with what would."""
+"""The memory of a model is known before it is loaded; a model that does not fit is rejected."""
 
 from __future__ import annotations
 
