@@ -21,7 +21,13 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def rss_mib() -> float:
-    """Resident memory of this process."""
+    """Resident memory of this process, without the free pages that malloc keeps for later.
+
+    How many pages malloc keeps depends on which thread allocated what, and when.  By this a minute of
+    engines that come and go grew by 4 to 17 MiB; without these pages it stays within 2 MiB.
+    """
+    if (malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc
+        malloc_trim(0)
     n_pages = int(Path("/proc/self/statm").read_text().split()[1])
     return n_pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 

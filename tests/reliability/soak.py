@@ -50,8 +50,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     },
 }
 # After the first third.  What malloc has given out goes up and down by some hundred KiB; a leak of a
-# hundred bytes a request, or of a context (2 to 8 MiB), is beyond this.  Resident memory also has what
-# the allocator keeps for later, and settles in the course of minutes.
+# hundred bytes a request, or of a context (2 to 8 MiB), is beyond this.  Resident memory also has the
+# free parts of pages: it went up and down by 2 MiB.
 MAX_GROWTH_MIB = 16.0
 MAX_MALLOC_GROWTH_MIB, MAX_MALLOC_GROWTH_PER_REQUEST = 1.0, 100.0
 # The median of "one after another", in soaks that have enough of them in a third.
