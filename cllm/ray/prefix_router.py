@@ -6,6 +6,7 @@ library uses (`Application._with_ingress_request_router`).  Hence experimental.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
@@ -22,8 +23,9 @@ from cllm.routing.prefix_table import Key, PrefixTable, keys_of, raw_prompt
 logger = logging.getLogger("cllm.ray")
 
 NAME = "cllm-router"
-# What has ended since is still counted: the shorter the answers, the more that is.
 STATISTICS_PERIOD_S = 0.2
+# For a replica to say how much it has to do now.
+ANSWER_S = 1.0
 N_ASKED_MAX = 1000
 
 
@@ -68,7 +70,12 @@ class IngressRouter:
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc,unused-ignore]
-    """Chooses by a `PrefixTable`, and by what replicas have to do: what they say, and what was sent since."""
+    """Chooses by a `PrefixTable`, and by how many requests each replica has.
+
+    That is the number in the latest statistics of the replica, and each request sent since.  A request
+    that has ended since is still counted, and with short answers these are many.  So the replicas are
+    asked for their present numbers before a request goes elsewhere for the load of its replica.
+    """
 
     def initialize_state(self, **_: Any) -> None:  # Ray's name
         """Called once, by Ray."""
@@ -87,6 +94,11 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc,unused-ignore]
             self._table.forget(gone)
             del self._sent[gone]
         load = {name: self._load(name, replica) for name, replica in by_name.items()}
+        if pending_request is not None and load:
+            keys, session = pending_request.args
+            if not session and self._table.is_diverted(keys, load):
+                await self._count(by_name)
+                load = {name: self._load(name, replica) for name, replica in by_name.items()}
         order = sorted(load, key=lambda name: load[name])
         if pending_request is not None and order:
             pending_request.routing_context.should_backoff = True
@@ -101,10 +113,31 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc,unused-ignore]
             return max(load, key=lambda name: blake2b(f"{session} {name}".encode()).digest())
         return self._table.choose(keys, load)
 
+    async def _count(self, replicas: Mapping[str, RunningReplica]) -> None:
+        """Set the load of each replica to its present number of requests; without an answer, leave it."""
+
+        async def ask(name: str, replica: RunningReplica) -> None:
+            before, n_before = self._sent[name]
+            async with asyncio.timeout(ANSWER_S):
+                now = await replica.get_queue_len(deadline_s=ANSWER_S)
+            statistics, n_sent = self._sent.get(name, (None, 0))
+            if statistics == before:  # otherwise there are newer statistics
+                self._sent[name] = statistics, now - _n_open(replica) + n_sent - n_before
+
+        asked = (ask(*each) for each in replicas.items())
+        for error in await asyncio.gather(*asked, return_exceptions=True):
+            if error is not None:
+                logger.debug("a replica has not said how many requests it has", exc_info=error)
+
     def _load(self, name: str, replica: RunningReplica) -> int:
         statistics, n_sent = self._sent.get(name, (None, 0))
-        now: dict[str, Any] = replica.routing_stats or {}
-        if statistics != now.get("taken"):
-            statistics, n_sent = now.get("taken"), 0
+        taken = (replica.routing_stats or {}).get("taken")
+        if statistics != taken:
+            statistics, n_sent = taken, 0
         self._sent[name] = statistics, n_sent
-        return int(now.get("open", 0)) + n_sent
+        return _n_open(replica) + n_sent
+
+
+def _n_open(replica: RunningReplica) -> int:
+    """Number of requests in the latest statistics of a replica."""
+    return int((replica.routing_stats or {}).get("open", 0))

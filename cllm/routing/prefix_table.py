@@ -67,14 +67,20 @@ class PrefixTable:
         self.record(keys, chosen)
         return chosen
 
+    def is_diverted(self, keys: Sequence[Key], load: Mapping[str, int]) -> bool:
+        """True if `choose` returns another name than the one that had the longest beginning, for its load."""
+        known = self._known(keys, load)
+        return known is not None and load[known] - min(load.values()) > self._max_lead
+
     def _best(self, keys: Sequence[Key], load: Mapping[str, int]) -> str:
-        least = min(load, key=lambda name: (load[name], self._n_new[name], name))
-        for key in reversed(keys):
-            name = self._last.get(key)
-            if name is not None and name in load:
-                is_busy = load[name] - load[least] > self._max_lead
-                return least if is_busy else name
-        return least
+        known = self._known(keys, load)
+        if known is None or self.is_diverted(keys, load):
+            return min(load, key=lambda name: (load[name], self._n_new[name], name))
+        return known
+
+    def _known(self, keys: Sequence[Key], load: Mapping[str, int]) -> str | None:
+        names = (self._last.get(key) for key in reversed(keys))
+        return next((name for name in names if name is not None and name in load), None)
 
     def record(self, keys: Iterable[Key], name: str) -> None:
         """A prompt has gone there."""
