@@ -14,7 +14,7 @@ help:
 	@echo "make coverage          the fast tests, and the branches of cllm/engine that they take"
 	@echo "make test-full         all tests: some five minutes on two cores"
 	@echo "make test-process      the tests of the engine, with llama.cpp in a process of its own"
-	@echo "make test-clients      openai, anthropic, openai-agents, pydantic-ai, langchain, LlamaIndex, llm, LiteLLM,"
+	@echo "make test-clients      openai, anthropic, openai-agents, pydantic-ai, langchain, LlamaIndex, llm, LiteLLM, lm-eval,"
 	@echo "                       and the Codex CLI, Claude Code and opencode, where npm is"
 	@echo "make clients-newest    the same with their newest versions"
 	@echo "make test-real         real models: SmolLM2-135M-Instruct, all-MiniLM-L6-v2; 181 MB, fetched once"

@@ -439,6 +439,8 @@ class ModelInfo:
         The adapters that are loaded.
     fim : FimTokens or None
         None of a model that does not fill in text.
+    bos_token, eos_token : str or None
+        Text of the token that begins a prompt, and of the one that ends an answer; None without one.
     files : tuple of FileContent
         What was loaded: the model's file or files, adapters, the models that draft and embed.
     """
@@ -464,4 +466,6 @@ class ModelInfo:
     rank_template: str | None = None
     loras: tuple[LoraInfo, ...] = ()
     fim: FimTokens | None = None
+    bos_token: str | None = None
+    eos_token: str | None = None
     files: tuple[FileContent, ...] = ()

@@ -63,6 +63,8 @@ async def props(request: Request) -> dict[str, Any]:
         "model_path": model.path,
         "modalities": {"vision": False, "audio": False},
         "chat_template": model.chat_template,
+        "bos_token": model.bos_token or "",
+        "eos_token": model.eos_token or "",
         "chat_template_caps": None if abilities is None else asdict(abilities),
         "build_info": f"cllm {__version__}",
     }

@@ -317,12 +317,14 @@ ChatBody: Any = create_model(
 
 
 class TokenizeBody(Body):
-    """`POST /tokenize`, as llama-server has it."""
+    """`POST /tokenize`, as llama-server has it, or as vLLM has it: with a `prompt`."""
 
-    content: Text
+    content: Text | None = None
     add_special: Flag = False
     parse_special: Flag = True
     with_pieces: Flag = False
+    prompt: Text | None = None
+    add_special_tokens: Flag = True
 
 
 class DetokenizeBody(Body):

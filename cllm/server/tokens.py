@@ -1,4 +1,4 @@
-"""llama-server's `/tokenize` and `/detokenize`."""
+"""Tokens and texts, as llama-server and vLLM have them: lm-eval asks for vLLM's."""
 
 from __future__ import annotations
 
@@ -26,20 +26,48 @@ MAX_TOKENS = 1 << 20
 
 @router.post("/tokenize", summary="Text to token ids")
 async def tokenize(body: TokenizeBody, request: Request) -> Response:
-    """The tokens of a text; with `with_pieces`, what each stands for."""
+    """The tokens of `content`; with `with_pieces`, the text of each.
+
+    With vLLM's `prompt` in place of `content`, also how many these are, and how many a sequence can have.
+    """
     state = state_of(request)
     engine = state.serving
+    text, add_special, more = _asked(body, engine.model.n_ctx)
 
     async def produce(writer: Writer) -> None:
         async with _turn(state):
             tokens = await engine.tokenize(
-                body.content, add_special=body.add_special, parse_special=body.parse_special
+                text, add_special=add_special, parse_special=body.parse_special
             )
             pieces = await engine.pieces(tokens) if body.with_pieces else None
-            content = await anyio.to_thread.run_sync(_written, tokens, pieces)
+            content = await anyio.to_thread.run_sync(_written, tokens, pieces, more)
         await writer.whole(content)
 
     return Reply(produce)
+
+
+def _asked(body: TokenizeBody, n_ctx: int) -> tuple[str, bool, int | None]:
+    """Return the text, whether the tokens at its ends are wanted, and `n_ctx` if the answer has it."""
+    if body.content is not None:
+        if body.prompt is not None:
+            raise invalid("prompt", "is not for a body that has content")
+        return body.content, body.add_special, None
+    if body.prompt is None:
+        raise invalid("content", "is missing: content or prompt is the text")
+    return body.prompt, body.add_special_tokens, n_ctx
+
+
+@router.get("/tokenizer_info", summary="The chat template, and the tokens at the ends of a prompt")
+async def tokenizer_info(request: Request) -> dict[str, str | int | None]:
+    """vLLM's; lm-eval takes its tokens from `/tokenize` of a server that answers this."""
+    model = state_of(request).serving.model
+    return {
+        "tokenizer_class": "cllm",
+        "bos_token": model.bos_token,
+        "eos_token": model.eos_token,
+        "chat_template": model.chat_template,
+        "max_model_len": model.n_ctx,
+    }
 
 
 @asynccontextmanager
@@ -52,12 +80,13 @@ async def _turn(state: ServerState) -> AsyncIterator[None]:
         yield
 
 
-def _written(tokens: Sequence[int], pieces: Sequence[bytes] | None) -> bytes:
+def _written(tokens: Sequence[int], pieces: Sequence[bytes] | None, n_ctx: int | None) -> bytes:
     items: Iterable[object] = tokens
     if pieces is not None:
         both = zip(tokens, pieces, strict=True)
         items = ({"id": token, "piece": _piece(piece)} for token, piece in both)
-    return b'{"tokens":' + b"".join(list_parts(items)) + b"}"
+    more = "" if n_ctx is None else f',"count":{len(tokens)},"max_model_len":{n_ctx}'
+    return b'{"tokens":' + b"".join(list_parts(items)) + more.encode() + b"}"
 
 
 def _piece(piece: bytes) -> str | list[int]:
@@ -70,7 +99,7 @@ def _piece(piece: bytes) -> str | list[int]:
 
 @router.post("/detokenize", summary="Token ids to text")
 async def detokenize(body: DetokenizeBody, request: Request) -> Response:
-    """The text of some tokens."""
+    """The text of some tokens: llama-server calls it `content`, vLLM `prompt`."""
     state = state_of(request)
     engine = state.serving
     _check_tokens(engine, body.tokens)
@@ -78,7 +107,7 @@ async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     async def produce(writer: Writer) -> None:
         async with _turn(state):
             content = await engine.detokenize(body.tokens)
-        await writer.json(lambda: {"content": content})
+        await writer.json(lambda: {"content": content, "prompt": content})
 
     return Reply(produce)
 

@@ -22,9 +22,32 @@ from tests.server.conftest import Server, ask, refusal_of, samples_of, streaming
 def test_texts_and_tokens_go_both_ways(client: httpx.Client) -> None:
     tokens = client.post("/tokenize", json={"content": "é🙂"}).json()["tokens"]
     assert tokens == list("é🙂".encode())
-    assert client.post("/detokenize", json={"tokens": tokens}).json() == {"content": "é🙂"}
+    text = client.post("/detokenize", json={"tokens": tokens}).json()
+    assert text == {"content": "é🙂", "prompt": "é🙂"}
     special = client.post("/tokenize", json={"content": "a", "add_special": True}).json()
     assert special["tokens"][1:] == [97]
+
+
+def test_texts_and_tokens_go_both_ways_as_in_vllm(client: httpx.Client) -> None:
+    plain = client.post("/tokenize", json={"prompt": "abc", "add_special_tokens": False}).json()
+    n_ctx = client.get("/props").json()["default_generation_settings"]["n_ctx"]
+    assert plain == {"tokens": list(b"abc"), "count": 3, "max_model_len": n_ctx}
+    assert client.post("/tokenize", json={"prompt": "abc"}).json()["count"] == 4
+    info = client.get("/tokenizer_info").json()
+    props = client.get("/props").json()
+    for name in ("bos_token", "eos_token", "chat_template"):
+        assert info[name] == props[name]
+    special = client.post("/tokenize", json={"content": info["eos_token"]}).json()["tokens"]
+    assert len(special) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "field"), [({}, "content"), ({"content": "a", "prompt": "a"}, "prompt")]
+)
+def test_a_text_to_tokenize_is_given_once(
+    client: httpx.Client, body: dict[str, str], field: str
+) -> None:
+    assert refusal_of(client.post("/tokenize", json=body))["param"] == field
 
 
 def test_pieces_are_text_or_the_bytes_that_are_none(client: httpx.Client) -> None:
@@ -82,7 +105,7 @@ def test_the_documentation_names_every_route_and_sampling_field(client: httpx.Cl
     assert client.get("/docs").status_code == 200
     document = client.get("/openapi.json").json()
     assert set(document["paths"]) == {
-        "/generate", "/tokenize", "/detokenize", "/health", "/metrics", "/live", "/slots",
+        "/generate", "/tokenize", "/detokenize", "/tokenizer_info", "/health", "/metrics", "/live", "/slots",
         "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model}",
         "/v1/chat/completions/input_tokens", "/v1/responses", "/v1/responses/input_tokens",
         "/v1/messages", "/v1/messages/count_tokens", "/apply-template", "/props",

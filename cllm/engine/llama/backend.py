@@ -431,6 +431,8 @@ def _model_info(
         fingerprint=fingerprint(own, config, kv_cache),
         state_key=state_key([file for file in own if file.path not in adapters], config, kv_cache),
         fim=_fim_tokens(model.vocab),
+        bos_token=None if model.vocab.bos is None else model.vocab.text(model.vocab.bos),
+        eos_token=None if model.vocab.eos is None else model.vocab.text(model.vocab.eos),
         files=files,
     )
 
