@@ -37,6 +37,7 @@ class AnswerStream:
 
     A stream that breaks off, as its server ends or its connection is lost, is asked for again with the
     tokens that have arrived, of the next server that answers: no token comes twice, none is missing.
+    A timeout around one step closes the connection too, and the next step asks for the rest.
 
     Attributes
     ----------
@@ -64,6 +65,7 @@ class AnswerStream:
         self._keys = keys
         self._answer = Answer()
         self._submitted: float | None = None
+        self._is_begun = False  # a server has served it
         self._server: str | None = None
         self._response: httpx.Response | None = None
         self._chunks: AsyncIterator[bytes] | None = None
@@ -105,7 +107,7 @@ class AnswerStream:
             try:
                 await self._open()
             except CllmError as error:
-                if not self.n_moves:
+                if not self._is_begun:
                     raise
                 await self._fail(error)
             if self._is_late:
@@ -166,12 +168,13 @@ class AnswerStream:
         if self._response is not None or self._completion is not None or self._is_late:
             return
         now = time.monotonic()
+        is_first = self._submitted is None
         if self._submitted is None:
             self._submitted = now
         body = {**self._body, "generated": [*self._generated, *self._answer.token_ids]}
         if self._timeout is not None:
             left_s = self._timeout - (now - self._submitted)
-            if left_s <= 0.0 and self.n_moves:
+            if left_s <= 0.0 and not is_first:
                 self._is_late = True
                 return
             body["timeout"] = left_s
@@ -183,12 +186,13 @@ class AnswerStream:
                 {"x-request-id": self.request_id},
                 keys=self._keys,
                 but=self._server,
-                is_begun=self.n_moves > 0,
+                is_begun=self._is_begun,
             )
         if self._response is None:
             assert scope.cancelled_caught
             self._is_late = True
             return
+        self._is_begun = True
         self._chunks = self._response.aiter_raw()
         self._reader = EventReader()
         self._events.clear()
@@ -202,6 +206,10 @@ class AnswerStream:
                     self._events += self._reader.feed(await anext(self._chunks))
                 except StopAsyncIteration:
                     raise _CutOffError("the answer has no end") from None
+                except anyio.get_cancelled_exc_class():
+                    await self._close()
+                    self._server = None  # it has not failed
+                    raise
         if scope.cancelled_caught:
             self._is_late = True
             return None

@@ -410,6 +410,28 @@ async def test_an_answer_that_ends_every_server_ends_itself(cllm_server: FakeSer
 
 
 @pytest.mark.full
+async def test_a_timeout_around_one_step_leaves_a_stream_usable(exact: Server) -> None:
+    options: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True, "seed": 3, "temperature": 1.0}
+    n_cancelled = 0
+    async with AsyncClient(exact.url) as client:
+        whole = await client.generate("Tell me", **options)
+        async with client.stream("Tell me", **options) as stream:
+            deltas: list[TokenDelta] = []
+            while not deltas or deltas[-1].finish_reason is None:
+                with anyio.CancelScope() as scope:
+                    if len(deltas) % 4 == n_cancelled % 2:
+                        scope.cancel()
+                    deltas.append(await anext(stream))
+                if scope.cancelled_caught:
+                    n_cancelled += 1
+                    deltas.append(await anext(stream))
+            completion = await stream.completion()
+        assert stream.n_moves == 0, "no server has failed"
+    assert n_cancelled > 8, "more often than servers may fail"
+    assert told(completion) == told(whole)
+    assert [i for delta in deltas for i in delta.token_ids] == list(whole.token_ids)
+
+
 async def test_a_stream_whose_server_is_killed_goes_on_on_another(tmp_path: Path) -> None:
     options = ("--n-ctx", "8192", "--n-batch", "64")
     asked: dict[str, Any] = {"temperature": 0.0, "max_tokens": 400, "ignore_eos": True}
