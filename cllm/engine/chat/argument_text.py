@@ -127,7 +127,7 @@ def _combined(
     if sum(len(part or "") for part in parts) > MAX_TERMINAL:
         raise InvalidRequestError("tools", "the schema of a text", "simpler")
     said = [part for part in dict.fromkeys(parts) if part not in (None, ANY_TEXT)]
-    return f"({' & '.join([ANY_TEXT, *map(str, said)])})" if said else ANY_TEXT
+    return f"({' & '.join(map(str, said))})" if said else ANY_TEXT
 
 
 def _own_parts(document: SchemaDocument, schema: Mapping[str, Any]) -> Iterator[str | None]:

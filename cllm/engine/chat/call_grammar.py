@@ -36,14 +36,15 @@ ATTRIBUTE = r'/ [a-z_]{1,20}="[^"<>&]{0,40}"/'  # that may follow a name
 SPACES = r"/[ \t\r\n]*/"
 PYTHON = Notation(
     quote="'",
-    never_inside=r"/[\x00-\x1f\x7f'\\]/",
+    # Of characters: beside a large `maxLength`, `~(…)` becomes too large an automaton.
+    writable=r"/[^\x00-\x1f\x7f'\\]*/",
     constants={"null": "None", "true": "True", "false": "False"},
     json_strings=True,
     escaped=r"""([^\x00-\x1f\x7f'\\]|\\[\\'"nrt])*""",
 )
 GEMMA = Notation(
     quote=QUOTE,
-    never_inside=literal(QUOTE),
+    writable=f"~({ANY_TEXT} {literal(QUOTE)} {ANY_TEXT})",
     constants={name: name for name in ("null", "true", "false")},
 )
 
@@ -422,7 +423,8 @@ class CallGrammar:
                 written.append(f"{head} {values.json(schema, value.types, quoted)} {end}")
                 continue
             bad = [form.premature, *([f"/{quoted}/"] if quoted else [])]
-            if (text := values.text(schema, value.end, bad, newline=newline)) is not None:
+            writable = f"~({' | '.join(bad)})"
+            if (text := values.text(schema, value.end, writable, newline=newline)) is not None:
                 written.append(f"{head} {text}")
         return values.add(values.name("argument"), " | ".join(written)) if written else None
 

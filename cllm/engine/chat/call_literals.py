@@ -296,7 +296,7 @@ class ElementCalls:
         if depth > MAX_DEPTH:
             raise MismatchError
         members: list[tuple[str, Any]] = []
-        text = ""
+        text, is_call = "", depth == 0
         while True:
             before, _ = yield from reader.until(f"{self.mark}<")
             text += before
@@ -305,19 +305,19 @@ class ElementCalls:
                 break
             if inner.startswith("/"):
                 raise MismatchError
-            is_item = inner == "item" and "array" in schema.types and tag != "invoke"
+            is_item = inner == "item" and "array" in schema.types and not is_call
             inner_schema = schema.item() if is_item else schema.member(inner)
             value = yield from self._element(reader, inner, inner_schema, depth + 1)
             members.append((inner, value))
         if not members:
             if not text.strip() and schema.types == {"array"}:
                 return []
-            if not text.strip() and (tag == "invoke" or schema.types == {"object"}):
+            if not text.strip() and (is_call or schema.types == {"object"}):
                 return {}
-            if tag == "invoke":
+            if is_call:
                 raise MismatchError
             return json.loads(typed_json(text, schema.types))
-        if tag != "invoke" and all(name == "item" for name, _ in members):
+        if not is_call and all(name == "item" for name, _ in members):
             return [value for _, value in members]
         if text.strip() or len(dict(members)) < len(members):
             raise MismatchError  # what a mapping has no place for

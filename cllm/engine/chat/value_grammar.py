@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,8 +39,8 @@ class Notation:
     ----------
     quote : str
         Around text that is written as it is.
-    never_inside : str
-        Expression of characters that such text does not have.
+    writable : str
+        Terminal of texts that can be written so.
     constants : mapping of str to str
         Of `null`, `true` and `false`.
     json_strings : bool
@@ -50,7 +50,7 @@ class Notation:
     """
 
     quote: str
-    never_inside: str
+    writable: str
     constants: Mapping[str, str]
     json_strings: bool = False
     escaped: str = ""
@@ -120,15 +120,15 @@ class ValueGrammar:
         return self.add(self.name("TEXT"), body.replace("'\"'", r'"\""'))
 
     def text(
-        self, schema: object, end: str, bad: Sequence[str], *, newline: str = "", start: str = ""
+        self, schema: object, end: str, writable: str, *, newline: str = "", start: str = ""
     ) -> str | None:
         """Return a rule of text as it is, with its end; None if the schema allows no text.
 
         Parameters
         ----------
         end : str
-        bad : sequence of str
-            Terminals of texts that cannot be written.
+        writable : str
+            Terminal of texts that can be written.
         newline : str
             In Lark, before the end.
         start : str
@@ -139,7 +139,7 @@ class ValueGrammar:
             return None
         first, *behind = self._literals(end)
         terminal = self.name("TEXT")
-        body = f"({text} & ~({' | '.join(bad)})) {newline}"
+        body = f"({text} & {writable}) {newline}"
         if first.startswith("<["):
             self.add(terminal, body)
             return self.add(
@@ -261,8 +261,7 @@ class ValueGrammar:
         quote = self.literal(notation.quote)
         if notation.escaped and text_terminal(self._document, schema) == ANY_TEXT:
             return f"{quote} /{notation.escaped}/ {quote}"
-        bad = [f"({ANY_TEXT} {notation.never_inside} {ANY_TEXT})"]
-        return self.text(schema, notation.quote, bad, start=notation.quote)
+        return self.text(schema, notation.quote, notation.writable, start=notation.quote)
 
     def _native_object(self, schema: object, kind: ObjectSchema, notation: Notation) -> str | None:
         if kind.others:

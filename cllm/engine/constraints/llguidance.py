@@ -28,6 +28,8 @@ MAX_ITEMS_OF_GRAMMARS = 200_000
 # The lexer's work for a token.  Texts of limited length that end at a marker, as calls of tools have
 # them, need more than the 200,000 that are llguidance's default: a tenth of a second, once.
 MAX_LEXING_OF_TOOLS = 6_000_000
+# The same for the first look at a grammar: 1,000,000 by default.
+MAX_LEXING_OF_STARTS = 5_000_000
 N_COMPILED_MAX = 16  # remembered; one may hold tens of MiB
 MAX_PART = 256
 # Any amount of whitespace would be JSON too, and a model that is lost in it never ends.  A schema that
@@ -94,6 +96,7 @@ class Guidance:
         limits = self._llguidance.LLParserLimits(
             step_max_items=MAX_ITEMS_OF_GRAMMARS if field in ("grammar", "lark") else None,
             step_lexer_fuel=MAX_LEXING_OF_TOOLS if field == "tools" else None,
+            initial_lexer_fuel=MAX_LEXING_OF_STARTS if field == "tools" else None,
         )
         try:
             if field == "regex":

@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,10 @@ class Referee:
         self.faults: list[str] = []
         self._path, self._model, self._guidance = path, model, guidance
 
-    def judge(self, seed: int, n: int) -> None:
-        """Try this many schemas."""
+    def judge(self, seed: int, tried: Iterable[tuple[Any, list[dict[str, Any]]]]) -> None:
+        """Try schemas, each with arguments that it allows."""
         chat = ChatTokenizer(self._model.vocab, self._path.read_text(), None)
-        for i, (schema, drawn) in enumerate(cases(seed, n)):
+        for i, (schema, drawn) in enumerate(tried):
             function = {"name": NAME, "description": "Books it.", "parameters": schema}
             options: dict[str, Any] = {"tool_choice": NAME}
             prompt = ChatPrompt.of(
@@ -115,7 +116,7 @@ def main() -> int:
             if options.names and not any(name in path.stem for name in options.names):
                 continue
             started, referee = time.perf_counter(), Referee(path, model, guidance)
-            referee.judge(options.seed, options.n)
+            referee.judge(options.seed, cases(options.seed, options.n))
             total += referee.counts
             faults += referee.faults
             seconds = time.perf_counter() - started

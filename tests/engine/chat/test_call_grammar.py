@@ -19,6 +19,7 @@ from tests.conftest import examples
 from tests.engine.chat.referee import Referee
 from tests.engine.chat.test_chat_template import FEW_IN_FAST, TEMPLATES
 from tests.engine.chat.test_formats import TOOL, USER, call, read_back
+from tests.engine.chat.tool_schemas import cases
 
 # What these write has more in it than a call needs, ids, indentation, Python's notation of lists, the
 # recipient in another place, or elements for the items of lists, which are JSON in a call that is asked for.
@@ -88,9 +89,40 @@ def test_a_call_that_is_asked_for_satisfies_any_schema_and_whatever_one_allows_c
     path: Path, model: Model, guidance: Guidance
 ) -> None:
     referee = Referee(path, model, guidance)
-    referee.judge(seed=7, n=examples(16).max_examples)
+    referee.judge(7, cases(7, examples(16).max_examples))
     assert referee.faults == []
     assert referee.counts["drawn"] > 0
+
+
+def properties(**members: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": members, "required": [*members][:1]}
+
+
+LONG = {"type": "string", "minLength": 1, "maxLength": 100_000}
+LONG_AT_LEAST = {"type": "string", "minLength": 4000, "maxLength": 5000}
+# Random schemas do not have these.
+AWKWARD: list[tuple[Any, list[dict[str, Any]]]] = [
+    (properties(a=LONG, b=LONG), [{"a": "it is" * 800, "b": "x"}]),
+    (properties(a=LONG_AT_LEAST), [{"a": "y" * 4010}]),
+    (
+        properties(a={"anyOf": [{"type": "string", "maxLength": 1000}, {"type": "integer"}]}),
+        [{"a": "12"}, {"a": 12}, {"a": "b" * 1000}],
+    ),
+    (
+        properties(invoke={"type": "string"}, parameter={"type": "integer"}, item={}, name={}),
+        [{"invoke": "a", "parameter": 1, "item": 2}, {"invoke": "b", "name": "c"}],
+    ),
+]
+
+
+@pytest.mark.parametrize("path", FEW_IN_FAST, ids=lambda path: path.stem)
+def test_long_texts_and_names_of_the_notations_can_be_called(
+    path: Path, model: Model, guidance: Guidance
+) -> None:
+    referee = Referee(path, model, guidance)
+    referee.judge(11, AWKWARD)
+    assert referee.faults == []
+    assert referee.counts["written"] > 0
 
 
 def test_a_named_tool_is_the_only_one(model: Model, guidance: Guidance) -> None:
