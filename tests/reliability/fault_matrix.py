@@ -172,6 +172,8 @@ class Tried:
     ----------
     n_calls : int
         Calls of the function in a run of the workload.
+    n_missed : int
+        Runs that made fewer calls: when a request is cancelled, and so the number of decodes, is chance.
     outcomes : Counter
         By the words of the table, how many k.
     wrong : list of str
@@ -181,6 +183,7 @@ class Tried:
     row: Row
     n_calls: int = 0
     n_tried: int = 0
+    n_missed: int = 0
     n_ended: int = 0
     n_exact: int = 0
     n_survived: int = 0
@@ -189,6 +192,9 @@ class Tried:
 
     def add(self, k: int, run: Run, affected: set[str] | None, free: str | None) -> None:
         """Count a run that was checked."""
+        if not run.met and run.n_calls.get(self.row.function, 0) < k:
+            self.n_missed += 1
+            return
         self.n_tried += 1
         self.n_survived += not run.has_failed
         self.n_ended += len(run.failed | run.refused)
@@ -230,7 +236,7 @@ async def try_call(bench: Bench, row: Row, k: int) -> tuple[Run, set[str] | None
     run = await bench.run(fault, FIRST_FAULT) if row.recovers else await bench.run(fault)
     run.met = [met for met in run.met if met.fault is fault]
     if not run.met:
-        run.wrong.append("there was no such call")
+        run.wrong.append("the fault was not met")
         return run, set(), None
     affected, free = affected_by(row, run)
     bench.check(run, affected, free)
@@ -249,7 +255,7 @@ async def try_rows(bench: Bench, rows: Iterable[Row], calls: Sequence[int]) -> l
                 continue
             if k <= tried.n_calls:
                 tried.add(k, *await try_call(bench, row, k))
-        if not tried.n_calls:
+        if not tried.n_calls or (tried.n_missed and not tried.n_tried):
             tried.wrong.append(f"{row}: the workload makes no such call")
         found.append(tried)
         seconds = time.perf_counter() - started
