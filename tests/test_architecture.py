@@ -345,6 +345,21 @@ def test_the_core_depends_on_anyio_and_numpy_alone() -> None:
         assert requirement.startswith("cllm[") or is_pinned or is_bounded
 
 
+# For people, for other programs, and for times of files.
+CLOCK_OF_THE_DAY = {
+    "cllm.engine.chat.chat_template", "cllm.engine.chat.chat_tokenizer",
+    "cllm.engine.file_content", "cllm.engine.process.crash_report",
+    "cllm.engine.thread.prefix_files", "cllm.integrations.pydantic_ai", "cllm.server.formats",
+    "cllm.server.responses", "cllm.server.running", "cllm.server.several", "cllm.server.state",
+}  # fmt: skip
+
+
+def test_no_duration_is_measured_by_a_clock_that_can_be_set() -> None:
+    reads = re.compile(r"\btime\.time(_ns)?\(|datetime\.(now|utcnow|today)\(")
+    found = {module for module, path in PATHS.items() if reads.search(path.read_text())}
+    assert found == CLOCK_OF_THE_DAY
+
+
 def test_no_source_file_holds_what_the_house_forbids() -> None:
     for path in MODULES:
         text = path.read_text()

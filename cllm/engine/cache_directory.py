@@ -58,7 +58,17 @@ def write_cached(name: str, values: Mapping[str, object]) -> None:
     OSError, RuntimeError
         It stays as it was.
     """
-    file = cache_file(name)
+    replace_json(cache_file(name), values)
+
+
+def replace_json(file: Path, values: Mapping[str, object]) -> None:
+    """Write a file of JSON in place of another, and make its directory.
+
+    Raises
+    ------
+    OSError
+        The file stays as it was, and nothing else is left: of a full disk, for example.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     # Another process may read meanwhile: it finds the old file, or the new one.
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.stem}-") as directory:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import anyio
 
@@ -30,6 +31,13 @@ SLOW_WRITE_S = 0.005
 OnDelta = Callable[[int, TokenDelta], Awaitable[None]]
 
 
+class Started(NamedTuple):
+    """When a request began: the clock of the day is for traces, and may be set meanwhile."""
+
+    unix_ns: int
+    monotonic_s: float
+
+
 @dataclass(frozen=True)
 class Observation:
     """What the operator is told of one HTTP request."""
@@ -42,7 +50,7 @@ class Observation:
     params: SamplingParams
 
     @contextmanager
-    def of(self, stream: TokenStream, started_ns: int) -> Iterator[Callable[[Completion], None]]:
+    def of(self, stream: TokenStream, started: Started) -> Iterator[Callable[[Completion], None]]:
         """What to call when the stream has ended, within its span."""
         with self.tracing.request(
             stream.request_id,
@@ -50,7 +58,7 @@ class Observation:
             operation=self.operation,
             model=self.model,
             params=self.params,
-            started_ns=started_ns,
+            started_ns=started.unix_ns,
         ) as trace:
             is_finished = False
 
@@ -65,7 +73,7 @@ class Observation:
                 yield finished
             finally:
                 if not is_finished:
-                    self.metrics.given_up((time.time_ns() - started_ns) / 1e9)
+                    self.metrics.given_up(time.monotonic() - started.monotonic_s)
 
 
 async def run_streams(
@@ -80,10 +88,10 @@ async def run_streams(
     checked, tokenized and in the queue when `on_admitted` is called.  The first failure cancels the
     others and is raised as it is.
     """
-    started_ns = time.time_ns()
+    started = Started(time.time_ns(), time.monotonic())
 
     async def read(index: int, stream: TokenStream) -> Completion:
-        with observation.of(stream, started_ns) as finished:
+        with observation.of(stream, started) as finished:
             on_each = on_delta and partial(on_delta, index)
             completion = await _read(stream, observation.metrics, on_each)
             finished(completion)

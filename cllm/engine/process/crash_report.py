@@ -13,6 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
 
+from cllm.engine.cache_directory import replace_json
+
 
 @dataclass(frozen=True, slots=True)
 class CrashReport:
@@ -59,11 +61,7 @@ def crash_file() -> Path:
 def save_crash(report: CrashReport) -> None:
     """Remember this one instead of the last."""
     with contextlib.suppress(OSError, RuntimeError):
-        file = crash_file()
-        file.parent.mkdir(parents=True, exist_ok=True)
-        written = file.with_suffix(f".{os.getpid()}")
-        written.write_text(json.dumps(asdict(report), indent=1))
-        written.replace(file)  # another process may read meanwhile
+        replace_json(crash_file(), asdict(report))
 
 
 def last_crash() -> CrashReport | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +22,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def report(cause: str) -> CrashReport:
-    return CrashReport.of(Path("/models/a.gguf"), cause, 3)
+    return replace(CrashReport.of(Path("/models/a.gguf"), cause, 3), at="2026-01-31T10:00:00Z")
 
 
 def test_the_last_of_two_is_remembered_and_shown() -> None:
@@ -40,6 +43,23 @@ def test_a_file_that_says_nothing_is_none(state: Path, content: str) -> None:
     crash_file().write_text(content)
     assert last_crash() is None
     assert list(last_crash_check()) == []
+
+
+def test_a_full_disk_keeps_the_last_crash_and_leaves_no_file(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_crash(report("SIGKILL"))
+    write = Path.write_text
+
+    def write_a_part(self: Path, text: str) -> int:
+        write(self, text[:9])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", write_a_part)
+        save_crash(report("SIGSEGV"))
+    assert last_crash() == report("SIGKILL")
+    assert [*crash_file().parent.iterdir()] == [crash_file()]
 
 
 def test_where_nothing_can_be_written_nothing_is_remembered(state: Path) -> None:
