@@ -256,3 +256,21 @@ def read_until(stream: IO[bytes], deadline: float) -> Iterator[bytes]:
                 return
             yield data
     raise TooSlowError
+
+
+def how_ended(code: int) -> str:
+    """Return the name of the signal that ended a process, or its exit status.
+
+    Parameters
+    ----------
+    code : int
+        `returncode` of `subprocess.Popen`: negative for a signal.
+    """
+    if code >= 0:
+        return f"status {code}"
+    if code == -signal.SIGKILL:
+        return "SIGKILL (the kernel sends it when memory runs out)"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:  # most real-time signals
+        return f"signal {-code}"

@@ -12,7 +12,13 @@ from pathlib import Path
 import pytest
 
 import cllm
-from cllm.engine.child_process import EndedError, JsonChild, child_command, child_environment
+from cllm.engine.child_process import (
+    EndedError,
+    JsonChild,
+    child_command,
+    child_environment,
+    how_ended,
+)
 from cllm.engine.process.spawn import Spawned
 from cllm.errors import ClosedError
 
@@ -100,3 +106,14 @@ def test_a_helper_gets_its_arguments_as_they_are() -> None:
     command = child_command("cllm.engine.preflight_child", "a b", "--c")
     assert command[0] == sys.executable
     assert command[-2:] == ["a b", "--c"]
+
+
+@pytest.mark.parametrize(
+    ("code", "how"),
+    [
+        (0, "status 0"), (3, "status 3"), (-6, "SIGABRT"), (-40, "signal 40"),
+        (-9, "SIGKILL (the kernel sends it when memory runs out)"),
+    ],
+)  # fmt: skip
+def test_the_end_of_a_process_has_a_name(code: int, how: str) -> None:
+    assert how_ended(code) == how

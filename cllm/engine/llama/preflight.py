@@ -17,7 +17,6 @@ import json
 import logging
 import math
 import re
-import signal
 import subprocess
 import time
 from contextlib import suppress
@@ -25,7 +24,13 @@ from pathlib import Path
 from typing import IO
 
 from cllm.bindings import find_library
-from cllm.engine.child_process import TooSlowError, child_command, child_environment, read_until
+from cllm.engine.child_process import (
+    TooSlowError,
+    child_command,
+    child_environment,
+    how_ended,
+    read_until,
+)
 from cllm.engine.config import UNSEEN, EngineConfig
 from cllm.engine.llama import preflight_cache
 from cllm.errors import ClosedError, ModelLoadError
@@ -227,10 +232,8 @@ def _check(output: bytes, returncode: int, path: str) -> None:
         failure = answer["reason"], answer["path"]
     except (ValueError, TypeError, KeyError):
         words = last_words[:MAX_WORDS]
-        if returncode < 0:
-            name = signal.Signals(-returncode).name
-            raise ModelLoadError(path, f"{name} ends a process with it: {words}") from None
-        raise ModelLoadError(path, f"a process with it exits ({returncode}): {words}") from None
+        how = f"a process with it ended with {how_ended(returncode)}: {words}"
+        raise ModelLoadError(path, how) from None
     reason, of_path = failure
     if reason is not None:
         raise ModelLoadError(of_path or path, reason)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from cllm.engine.child_process import how_ended
 from cllm.engine.config import N_TEXTS_MAX, EngineConfig
 from cllm.engine.core.messages import Command
 from cllm.engine.file_content import FileContent
@@ -205,10 +206,5 @@ def _log_level() -> int:
 
 
 def _crash_of(code: int, last_words: str) -> CrashError:
-    how = f"status {code}"
-    if code < 0:
-        try:
-            how = signal.Signals(-code).name
-        except ValueError:
-            how = f"signal {-code}"
+    how = how_ended(code)
     return CrashError(f"{how}: {last_words[-1000:]}" if last_words else how)
