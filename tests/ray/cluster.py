@@ -21,6 +21,7 @@ from cllm import EngineConfig
 from cllm.ray import environment
 from cllm.server.config import ServerConfig
 
+FIRST_NODE, OTHER_NODES = "127.0.0.1", "127.0.0.2"
 TEMPORARY = os.environ.get("CLLM_RAY_DIRECTORY", "/tmp/cllm-ray")
 
 
@@ -67,13 +68,19 @@ def main() -> None:
     import cllm.ray
 
     begun = time.monotonic()
-    nodes: dict[str, Any] = {"node_ip_address": "127.0.0.1", "object_store_memory": 100 << 20}
+    nodes: dict[str, Any] = {"object_store_memory": 100 << 20}
     head = {**nodes, "num_cpus": given.cpus[0], "include_dashboard": False}
+    head["node_ip_address"] = FIRST_NODE
     cluster = Cluster(initialize_head=True, head_node_args=head)
+    # An address each, as machines have: HAProxy takes the routers of its own address by turns, and
+    # each router has a table of its own.
+    nodes["node_ip_address"] = OTHER_NODES
     others = [cluster.add_node(num_cpus=n, **nodes) for n in given.cpus[1:]]
     ray.init(address=cluster.address, logging_level="warning", log_to_driver=False)
-    # Two fronts on one machine would want one port.
-    serve.start(http_options=HTTPOptions(host="127.0.0.1", port=given.port, location="HeadOnly"))
+    # Two fronts on one machine would want one port.  Replicas of all nodes listen on this host: the
+    # network of `tools.loopback_only` has the loopback device alone.
+    host = "0.0.0.0" if others else FIRST_NODE
+    serve.start(http_options=HTTPOptions(host=host, port=given.port, location="HeadOnly"))
 
     def deploy(**changes: Any) -> None:
         engine, server = EngineConfig(**{**given.engine, **changes}), ServerConfig(**given.server)
