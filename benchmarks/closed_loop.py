@@ -150,7 +150,7 @@ class ClosedLoop:
         if was_disturbed:
             row_s = costs.prompt_row_ms / 1000.0
             for n_rows, n_prompts, seconds in ((32, 1, row_s), (256, 4, 2 * row_s)):
-                self._sim.core.prompt_cost.observe(n_rows, 0, n_prompts, 0, n_rows * seconds)
+                self._sim.core.cost.prompts.observe(n_rows, 0, n_prompts, 0, n_rows * seconds)
         # When a client comes, and how many requests it has had.
         self._arrivals = [(i * FIRST_GAP_S, i, 0) for i in range(n_clients)]
         self._owners: dict[str, tuple[int, int]] = {}

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from cllm.engine.config import EngineConfig
 from cllm.engine.core import scheduler
+from cllm.engine.core.decode_cost import DecodeCost, TickShape
 from cllm.engine.core.decoder import Decoder
 from cllm.engine.core.kv_cache import KVCache
 from cllm.engine.core.kv_cache_manager import KVCacheManager
@@ -34,15 +35,14 @@ from cllm.engine.core.messages import (
 )
 from cllm.engine.core.output_processor import OutputProcessor, ReadLogprob
 from cllm.engine.core.prefix_tiers import PrefixStore, PrefixTiers
-from cllm.engine.core.prompt_cost import PromptCost
 from cllm.engine.core.recovery import Recovery, Verdict
 from cllm.engine.core.row_cost import RowCost
 from cllm.engine.core.run_queue import MakeSampler, RunQueue, last_delta
-from cllm.engine.core.scheduler import Chunk
+from cllm.engine.core.scheduler import Chunk, is_decoding
 from cllm.engine.core.sequence import Sequence
-from cllm.engine.core.speculation import Speculation, is_decoding
+from cllm.engine.core.speculation import Speculation
 from cllm.engine.core.statistics import EngineStatistics, Recorder
-from cllm.engine.core.tick_cost import TickCost, cells_attended
+from cllm.engine.core.turns import Turns
 from cllm.engine.request import FinishReason, SequenceState, TokenDelta
 from cllm.engine.vocabulary import OutputVocabulary
 from cllm.errors import (
@@ -65,7 +65,7 @@ PROBE_TOKEN = 0  # belongs to no request; every vocabulary has it
 class EngineCore:
     """All requests, and what one tick does with them.
 
-    Its parts are public: `queue`, `manager`, `kv_cache`, `recovery`, `tick_cost`, `row_cost`, `recorder`.
+    Its parts are public: `queue`, `manager`, `kv_cache`, `recovery`, `cost`, `turns`, `recorder`.
 
     Parameters
     ----------
@@ -115,8 +115,9 @@ class EngineCore:
         self.recovery = Recovery()
         self.recorder = Recorder()
         self._trace = TickTrace()
-        self.tick_cost = TickCost()
-        self.row_cost = RowCost() if row_cost is None else row_cost
+        rows = RowCost() if row_cost is None else row_cost
+        self.cost = DecodeCost(rows, is_unified=kv_cache.kv_unified)
+        self.turns = Turns(kv_cache, decoder, config, self.cost)
         # Memory that forgets positions cannot give up a wrong guess.
         self._speculation = speculation if kv_cache.has_pos_min else None
         self.manager = KVCacheManager(
@@ -128,13 +129,13 @@ class EngineCore:
             swap_tokens=kv_cache.n_cells if config.swap_tokens is None else config.swap_tokens,
             clock=clock,
             tiers=self._make_tiers(kv_cache, store),
-            recompute_s=self.tick_cost.known_recompute_s,
+            recompute_s=self.cost.ticks.known_recompute_s,
             may_pause_s=self._may_pause_s,
         )
         self.queue = RunQueue(
             self.manager,
             self.recovery,
-            self.tick_cost,
+            self.cost.ticks,
             self.recorder,
             make_sampler,
             vocabulary,
@@ -155,15 +156,6 @@ class EngineCore:
             on_drafts=self._observe_drafts,
         )
         self._n_rebuilds_in_vain = 0
-        self._is_decoding_only = False  # the tick that is going on
-        self._is_prompts_turn = False
-        self._last_id = -1  # of those that decode, where they take turns
-        # Plans so far, and which was the last of prompts alone.
-        self._n_turns = self._n_prompts_turn = 0
-        self.prompt_cost = PromptCost()
-        # What the last tick that only decoded, and the last one with prompts, has taken.
-        self._decoding_tick_s = self._prompts_tick_s = 0.0
-        self._prompts_turn_s = 0.0  # what the ticks with prompts since then have taken
         self._n_plain_ticks = 0
         # Fewer after llama.cpp found no room where the bookkeeping saw some.
         self._n_rows_max = decoder.n_batch
@@ -253,13 +245,7 @@ class EngineCore:
 
     def next_tick_s(self) -> float:
         """What the next tick, or two, of those that run now take; 0 while nothing is known."""
-        ready = [s for s in self.queue.running if s.is_ready]
-        n_decoding = sum(s.is_decoding for s in ready)
-        n_sets = len({s.loras for s in ready if s.is_decoding}) if self.queue.has_loras else 1
-        seconds = self._prompts_tick_s if n_decoding < len(ready) else 0.0
-        if n_decoding and self.row_cost.table:
-            seconds += n_sets * self.row_cost.measured(-(-n_decoding // n_sets))
-        return seconds
+        return self.turns.next_tick_s(self.queue.running, has_loras=self.queue.has_loras)
 
     def tick(self) -> None:
         """Advance the running sequences by a chunk each, in one decode: all, or one kind of them."""
@@ -272,7 +258,7 @@ class EngineCore:
         chunks = self._plan(started)
         if not chunks:
             return
-        n_cells = cells_attended(chunks)
+        shape = TickShape.of(chunks)
         planned = self._clock()
         recorder.plan_s += planned - started
         self._trace.begin(chunks)
@@ -289,9 +275,8 @@ class EngineCore:
         self._on_batch([])
         decoded = self._clock()
         recorder.decode_s += decoded - planned
-        n_rows = sum(chunk.n_rows for chunk in chunks)
         outputs = self._processor.commit(chunks, logits)
-        recorder.count_tick(n_rows, len(outputs))
+        recorder.count_tick(shape.n_rows, len(outputs))
         self.recovery.on_success()
         self._n_rows_max = self._decoder.n_batch
         if outputs:
@@ -299,97 +284,24 @@ class EngineCore:
             self._processor.sample(outputs, logits)
         ended = self._clock()
         self._trace.end(started, planned, decoded, ended)
-        # Without a plan in which drafts may be made: what those cost is known to their drafter.
-        self.tick_cost.observe(
-            n_rows, n_cells, ended - (planned if self._is_decoding_only else started)
+        self.cost.observe(
+            shape, self.kv_cache.n_held, total_s=ended - started, planned_s=planned - started
         )
-        if self._is_decoding_only:
-            self._decoding_tick_s, self._prompts_turn_s = ended - started, 0.0
-        else:
-            self._prompts_tick_s = ended - started
-            self._prompts_turn_s += ended - started
-            if not any(is_decoding(chunk) for chunk in chunks):
-                self.prompt_cost.observe(
-                    n_rows, n_cells, len(chunks), self.kv_cache.n_held, ended - started
-                )
-        self._learn_row_cost(chunks, n_rows, ended - planned)
-        if not (self._is_decoding_only or self.kv_cache.has_pos_min):
+        if not (shape.is_decoding_only or self.kv_cache.has_pos_min):
             self.manager.keep_checkpoints(chunks)  # which is no part of what rows cost
 
-    def _learn_row_cost(self, chunks: list[Chunk], n_rows: int, seconds: float) -> None:
-        """Remember what so many rows have taken, if there were no others."""
-        # In the per-sequence layout, sequences with unequal numbers of rows are computed apart.
-        is_whole = self.kv_cache.kv_unified or len({chunk.n_rows for chunk in chunks}) == 1
-        if is_whole and self._is_decoding_only:
-            self.row_cost.observe(n_rows, seconds)
-
     def _plan(self, now: float) -> list[Chunk]:
-        """The chunks of this tick; with `target_itl_ms`, prompts keep out of the others' way."""
+        """Return the chunks of this tick, with drafts."""
         running = self.recovery.restrict(self.queue.running)
-        ready = [s for s in running if s.is_ready]
-        decoding = [s for s in ready if s.is_decoding]
-        n_sets = len({s.loras for s in ready}) if self.queue.has_loras else 1
-        n_together = self._begin_turn(decoding, n_ready=len(ready))
-        turn = self._whose_turn(running, decoding, n_sets, now)
         n_rows = min(self._n_rows_max, self.kv_cache.n_free)
-        target_ms = self._config.target_itl_ms
-        chunks = scheduler.plan(
-            turn,
-            # Prompts leave the cells of those whose turn is next.
-            n_rows - (len(decoding) if self._is_prompts_turn else 0),
-            self._n_prompt_rows(turn, n_sets),
-            is_awaited=self._is_prompts_turn or n_sets > 1,
-            n_prefill_chunk=self._config.n_prefill_chunk if target_ms is None else None,
-            n_together=n_together,
-            n_outputs_max=self._decoder.n_outputs_max,
-            now=now,
-        )
-        self._is_decoding_only = all(is_decoding(chunk) for chunk in chunks)
+        chunks = self.turns.plan(running, n_rows, has_loras=self.queue.has_loras, now=now)
         return self._with_drafts(chunks, n_rows)
-
-    def _begin_turn(self, decoding: list[Sequence], *, n_ready: int) -> float:
-        """Whether it is the prompts' turn, and how many rows of them are best computed together."""
-        self._n_turns += 1
-        self._is_prompts_turn = False
-        if not self._decoder.separates_prompts or n_ready == len(decoding):
-            return math.inf
-        n_cells = self.kv_cache.n_held
-        # One short prompt for each token of everybody else is too few for many clients.
-        turn_s = self._prompts_turn_s + self._prompts_tick_s
-        goes_on = turn_s <= self._decoding_tick_s and self.prompt_cost.are_tiles_dear(n_cells)
-        if self._are_kinds_apart(decoding):
-            is_due = scheduler.is_decoding_due(decoding, self._n_prompts_turn)
-            self._is_prompts_turn = goes_on or not is_due
-        if self._is_prompts_turn:
-            self._n_prompts_turn = self._n_turns
-        return self.prompt_cost.n_rows_together(self._decoding_tick_s, n_cells)
-
-    def _are_kinds_apart(self, decoding: list[Sequence]) -> bool:
-        """Whether prompts and those that decode take turns: a tick of both takes longer than two."""
-        is_free = self._config.target_itl_ms is None
-        return self._decoder.separates_prompts and is_free and bool(decoding)
-
-    def _whose_turn(
-        self, running: list[Sequence], decoding: list[Sequence], n_sets: int, now: float
-    ) -> list[Sequence]:
-        """Those of whom this tick may be: of one kind, where kinds are apart, and with one set of adapters."""
-        is_decoding_turn = self._are_kinds_apart(decoding) and not self._is_prompts_turn
-        turn = running
-        if is_decoding_turn:
-            turn = decoding
-        elif self._is_prompts_turn:
-            turn = scheduler.prompts_of(running)
-        if n_sets > 1:
-            turn = scheduler.with_same_loras(turn, now)
-        if is_decoding_turn:
-            turn, self._last_id = scheduler.decoding_of(turn, self._last_id)
-        return turn
 
     def _with_drafts(self, chunks: list[Chunk], n_rows: int) -> list[Chunk]:
         """The chunks with guesses of what comes after them, if this tick may have some."""
-        can_draft = self._is_decoding_only and self.recovery.is_over and not self._n_plain_ticks
+        can_draft = self.recovery.is_over and not self._n_plain_ticks
         self._n_plain_ticks = max(0, self._n_plain_ticks - 1)
-        if self._speculation is None or not can_draft:
+        if self._speculation is None or not can_draft or not all(map(is_decoding, chunks)):
             return chunks
         target_ms = self._config.target_itl_ms
         try:
@@ -403,21 +315,6 @@ class EngineCore:
         except Exception:
             self._give_up_drafts()
             return chunks
-
-    def _n_prompt_rows(self, turn: list[Sequence], n_sets: int) -> int | None:
-        """Rows of prompts in a tick that somebody's next token is in; None: as many as there is room for.
-
-        Where `n_sets` sets of adapters take turns, that token is so many ticks away.
-        """
-        target_ms = self._config.target_itl_ms
-        if target_ms is None:
-            return None
-        decoding = [s.n_computed for s in turn if s.is_decoding]
-        if not decoding and n_sets == 1:
-            return None
-        # Any prompt will do: what a chunk attends to costs less than its rows.
-        n_computed = max((s.n_computed for s in turn if s.is_ready and s.n_pending > 1), default=0)
-        return self.tick_cost.n_prompt_rows(decoding, n_computed, target_ms / 1000.0 / n_sets)
 
     def _observe_drafts(self, sequence: Sequence, n_drafted: int, n_accepted: int) -> None:
         """What became of the drafts of a sequence."""
@@ -437,7 +334,7 @@ class EngineCore:
         self._decoder.set_loras(chunks[0].sequence.loras)
         for chunk in chunks:
             sequence, start = chunk.sequence, chunk.sequence.n_computed
-            sequence.n_turn = self._n_turns
+            sequence.n_turn = self.turns.n
             assert sequence.slot is not None
             tokens = sequence.tokens[start : start + chunk.n_tokens]
             tokens.extend(chunk.drafts)

@@ -9,8 +9,7 @@ from cllm.engine.core.kv_cache import KVCache
 from cllm.engine.core.kv_cache_manager import KVCacheManager
 from cllm.engine.core.messages import ExtentInfo, LiveView, SlotInfo, SlotState, TickInfo
 from cllm.engine.core.run_queue import RunQueue
-from cllm.engine.core.scheduler import Chunk
-from cllm.engine.core.speculation import is_decoding
+from cllm.engine.core.scheduler import Chunk, is_decoding
 
 N_TICKS_WATCHED = 4096  # after a look; nobody who looks ten times a second waits for as many
 N_TICKS_KEPT = 512

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from cllm.engine.core.sequence import Sequence
-from cllm.engine.lora import LoraSet
 
 # llama.cpp's attention on a CPU computes so many rows together, and what is left over one by one:
 # 2,000 tokens beside 4 streams took 15.0 s in batches of 64, and 18.6 s in batches of 68.
@@ -44,6 +43,11 @@ class Chunk:
     def n_outputs(self) -> int:
         """Output rows among its rows, the last of them."""
         return self.sequence.n_outputs(self.n_tokens) + len(self.drafts)
+
+
+def is_decoding(chunk: Chunk) -> bool:
+    """Return whether a chunk is the last token of a sequence, to be sampled after, and no more but drafts."""
+    return chunk.n_tokens == 1 and chunk.completes and chunk.sequence.is_scored
 
 
 def plan(
@@ -96,61 +100,11 @@ def plan(
             n_rows -= n_tokens
             n_taken += n_tokens
             n_spare -= max(0, chunks[-1].n_outputs - 1)
-    chunks.sort(key=lambda c: _seq_id(c.sequence))
+    chunks.sort(key=lambda c: seq_id_of(c.sequence))
     return chunks
 
 
-def prompts_of(running: Iterable[Sequence]) -> list[Sequence]:
-    """Those of whom a tick is that has no rows that only decode."""
-    return [s for s in running if not s.is_ready or s.n_pending > 1]
-
-
-def decoding_of(running: Iterable[Sequence], last_id: int) -> tuple[list[Sequence], int]:
-    """Those of whom a tick is that has no prompts, and the seq_id of the last of them.
-
-    No more of them than one less than a tile of attention: 64 rows have taken twice the time of 63.
-    They take turns: of those that have waited as long, in the order of their seq_ids, from the one
-    after `last_id` on.
-    """
-    decoding = [s for s in running if s.is_decoding]
-    if len(decoding) < ATTENTION_TILE:
-        return decoding, last_id
-    decoding.sort(key=lambda s: (s.n_turn, _seq_id(s) <= last_id, _seq_id(s)))
-    chosen = decoding[: ATTENTION_TILE - 1]
-    return chosen, _seq_id(chosen[-1])
-
-
-def with_same_loras(sequences: Iterable[Sequence], now: float) -> list[Sequence]:
-    """Those of whom one decode can be: llama.cpp computes it with one set of adapters.
-
-    The sets of those that decode take turns, and with them the set of the most urgent prompt.
-    """
-    turns: dict[LoraSet, int] = {}
-    several = list(sequences)
-    ready = [s for s in several if s.is_ready]
-    first = most_urgent((s for s in ready if not s.is_decoding), now)
-    for sequence in ready:
-        if sequence.is_decoding or sequence is first:
-            turns[sequence.loras] = 0
-    for sequence in ready:
-        if (loras := sequence.loras) in turns:
-            turns[loras] = max(turns[loras], sequence.n_turn)
-    if not turns:
-        return several
-    chosen = min(turns, key=turns.__getitem__)
-    return [s for s in several if s.loras == chosen]
-
-
-def is_decoding_due(running: Iterable[Sequence], n_turn: int) -> bool:
-    """Whether those that decode with some set of adapters have had no turn since that one."""
-    last: dict[LoraSet, int] = {}
-    for s in running:
-        if s.is_decoding:
-            last[s.loras] = max(last.get(s.loras, 0), s.n_turn)
-    return any(turn <= n_turn for turn in last.values())
-
-
-def _seq_id(sequence: Sequence) -> int:
+def seq_id_of(sequence: Sequence) -> int:
     """Of a sequence that runs."""
     return sequence.slot.seq_id if sequence.slot else -1
 

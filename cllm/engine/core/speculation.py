@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from cllm.engine.core.row_cost import RowCost
-from cllm.engine.core.scheduler import Chunk
+from cllm.engine.core.scheduler import Chunk, is_decoding
 from cllm.engine.core.sequence import Sequence
 
 # Rows of drafts in one tick, at the most.
@@ -206,11 +206,6 @@ class BudgetedSpeculation:
             seconds += self._row_cost.seconds(n_sequences * (count - n_done))
             n_done = count
         return seconds
-
-
-def is_decoding(chunk: Chunk) -> bool:
-    """Whether a chunk is the last token of a sequence, to be sampled after, and nothing else."""
-    return chunk.n_tokens == 1 and chunk.completes and chunk.sequence.is_scored
 
 
 def verdicts(n_drafted: int, n_accepted: int) -> list[bool]:

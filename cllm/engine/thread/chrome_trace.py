@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 from cllm.engine.core.engine_core import EngineCore
 from cllm.engine.core.messages import Event, Finished
-from cllm.engine.core.scheduler import Chunk
-from cllm.engine.core.speculation import is_decoding
+from cllm.engine.core.scheduler import Chunk, is_decoding
 from cllm.errors import InvalidArgumentError
 
 logger = logging.getLogger("cllm.engine")

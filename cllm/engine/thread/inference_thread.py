@@ -147,7 +147,7 @@ class InferenceThread(EngineHost):
         self._set_n_threads = loaded.set_n_threads
         core.recorder.n_threads = loaded.n_threads_max
         if loaded.set_n_threads is not None and loaded.n_threads_max > 1:
-            costs = [core.tick_cost]
+            costs = [core.cost.ticks]
             if self._embeddings is not None:
                 costs.append(self._embeddings.cost)
             relatives = (os.getppid(),) if self._config.process else ()
@@ -284,7 +284,7 @@ class InferenceThread(EngineHost):
             self._set_n_threads(n_threads)
             recorder.n_threads = n_threads
             # What rows cost with fewer threads says nothing of a quiet machine.
-            core.row_cost.is_paused = n_threads < max(self._config.compute_threads)
+            core.cost.rows.is_paused = n_threads < max(self._config.compute_threads)
 
     def _post_held(self) -> None:
         """Tell the event loop.

@@ -379,7 +379,7 @@ def test_the_time_in_which_drafts_are_made_is_no_cost_of_rows() -> None:
     sim.submit(b"prompt", max_tokens=60)
     sim.run()
     assert sim.now > 3.0
-    assert max(sim.core.row_cost.table.values()) == pytest.approx(0.01)
+    assert max(sim.core.cost.rows.table.values()) == pytest.approx(0.01)
 
 
 def test_what_rows_cost_is_learned_from_ticks_that_only_decode() -> None:
@@ -390,6 +390,6 @@ def test_what_rows_cost_is_learned_from_ticks_that_only_decode() -> None:
     request_id = sim.submit(b"a longer prompt that takes some ticks", max_tokens=60)
     sim.run()
     assert sim.finished[request_id].completion.finish_reason is FinishReason.LENGTH
-    table = sim.core.row_cost.table
+    table = sim.core.cost.rows.table
     assert table  # of what was met often enough
     assert all(seconds == pytest.approx(0.001 * n_rows) for n_rows, seconds in table.items())

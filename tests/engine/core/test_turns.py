@@ -81,7 +81,7 @@ def test_where_a_tile_is_dear_prompts_take_turns_as_long_as_those_that_decode() 
         4, separates_prompts=True, latency_s=lambda runs: 0.1 if len(runs) == 4 else 0.03
     )
     for n_rows, n_prompts, seconds in ((32, 1, 0.01), (128, 2, 0.1)):
-        sim.core.prompt_cost.observe(n_rows, 0, n_prompts, 0, seconds)
+        sim.core.cost.prompts.observe(n_rows, 0, n_prompts, 0, seconds)
     for first in b"pqrs":
         sim.submit(bytes([first]) * 60, max_tokens=1)
     assert n_rows_of(sim, 5) == [(0, 63), (0, 63), (0, 63), (4, 0), (0, 4 * 60 - 3 * 63)]

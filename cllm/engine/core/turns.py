@@ -1,0 +1,188 @@
+"""Turns: whose turn it is in a tick, and how many rows of prompts the tick has.
+
+The rules, in the order in which they narrow the running sequences:
+
+| rule | where | the tick is of |
+|---|---|---|
+| kinds | prompts and decoding sequences are dear together (`separates_prompts`), no `target_itl_ms`, both are there | one kind: prompts, unless some decoding sequences have waited since the last tick of prompts |
+| long turns | kinds are apart, tiles of several prompts are dear | prompts again, as long as their turn is shorter than a tick that decodes |
+| adapters | the sequences have several sets of LoRA adapters | one set: the one that had no turn for longest, among those that decode and that of the most urgent prompt |
+| tiles | a tick of decoding sequences, 64 or more | 63 of them, those first that have waited longest, then in the order of their seq_ids |
+
+The rows of prompts in a tick are limited by
+
+| limit | where |
+|---|---|
+| `n_prefill_chunk` | no `target_itl_ms`, and some sequence waits for the tick |
+| what keeps the gap between two tokens at the target | `target_itl_ms`, and some sequence waits for the tick |
+| what is best computed together | kinds are apart |
+| a row for each decoding sequence is left free | a tick of prompts alone |
+
+`scheduler.plan` then shares the rows.  Pure: no clock, no llama.cpp.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from cllm.engine.config import EngineConfig
+from cllm.engine.core import scheduler
+from cllm.engine.core.decode_cost import DecodeCost
+from cllm.engine.core.decoder import Decoder
+from cllm.engine.core.kv_cache import KVCache
+from cllm.engine.core.scheduler import ATTENTION_TILE, Chunk, most_urgent, seq_id_of
+from cllm.engine.core.sequence import Sequence
+from cllm.engine.lora import LoraSet
+
+
+class Turns:
+    """Plans ticks, one after another.
+
+    Parameters
+    ----------
+    kv_cache : KVCache
+    decoder : Decoder
+        For its limits alone.
+    config : EngineConfig
+    cost : DecodeCost
+
+    Attributes
+    ----------
+    n : int
+        Plans so far: the number of this tick.
+    """
+
+    def __init__(
+        self, kv_cache: KVCache, decoder: Decoder, config: EngineConfig, cost: DecodeCost
+    ) -> None:
+        self.n = 0
+        self._kv_cache = kv_cache
+        self._decoder = decoder
+        self._cost = cost
+        target_ms = config.target_itl_ms
+        self._target_s = None if target_ms is None else target_ms / 1000.0
+        self._n_prefill_chunk = config.n_prefill_chunk if target_ms is None else None
+        self._n_prompts_turn = 0  # the last tick of prompts alone
+        self._last_id = -1  # of the decoding sequences, where they take turns
+
+    def plan(
+        self, running: list[Sequence], n_rows: int, *, has_loras: bool, now: float
+    ) -> list[Chunk]:
+        """Return the chunks of the next tick.
+
+        Parameters
+        ----------
+        n_rows : int
+            Rows that there is room for.
+        has_loras : bool
+            False if no sequence has adapters.
+        """
+        self.n += 1
+        ready = [s for s in running if s.is_ready]
+        decoding = [s for s in ready if s.is_decoding]
+        n_sets = len({s.loras for s in ready}) if has_loras else 1
+        has_both = self._decoder.separates_prompts and len(ready) > len(decoding)
+        n_together = self._cost.n_rows_together(self._kv_cache.n_held) if has_both else math.inf
+        is_prompts = has_both and self._is_prompts_turn(decoding)
+        is_decoding = not is_prompts and self._are_kinds_apart(decoding)
+        turn = running
+        if is_prompts:
+            self._n_prompts_turn = self.n
+            turn = prompts_of(running)
+        if is_decoding:
+            turn = decoding
+        if n_sets > 1:
+            turn = with_same_loras(turn, now)
+        if is_decoding:
+            turn, self._last_id = decoding_of(turn, self._last_id)
+        return scheduler.plan(
+            turn,
+            n_rows - (len(decoding) if is_prompts else 0),
+            self._n_prompt_rows(turn, n_sets),
+            is_awaited=is_prompts or n_sets > 1,
+            n_prefill_chunk=self._n_prefill_chunk,
+            n_together=n_together,
+            n_outputs_max=self._decoder.n_outputs_max,
+            now=now,
+        )
+
+    def next_tick_s(self, running: Iterable[Sequence], *, has_loras: bool) -> float:
+        """Return what the next tick, or two, of these take; 0 while nothing is known."""
+        ready = [s for s in running if s.is_ready]
+        decoding = [s for s in ready if s.is_decoding]
+        n_sets = len({s.loras for s in decoding}) if has_loras else 1
+        return self._cost.next_tick_s(len(decoding), len(ready) - len(decoding), n_sets)
+
+    def _are_kinds_apart(self, decoding: list[Sequence]) -> bool:
+        """Return whether a tick of both kinds would take longer than one of each."""
+        return self._decoder.separates_prompts and self._target_s is None and bool(decoding)
+
+    def _is_prompts_turn(self, decoding: list[Sequence]) -> bool:
+        if not self._are_kinds_apart(decoding):
+            return False
+        is_due = is_decoding_due(decoding, self._n_prompts_turn)
+        return not is_due or self._cost.goes_on(self._kv_cache.n_held)
+
+    def _n_prompt_rows(self, turn: list[Sequence], n_sets: int) -> int | None:
+        """Return the limit of prompt rows that `target_itl_ms` sets; None without one.
+
+        Where `n_sets` sets of adapters take turns, the next token of a stream is so many ticks away.
+        """
+        if self._target_s is None:
+            return None
+        decoding = [s.n_computed for s in turn if s.is_decoding]
+        if not decoding and n_sets == 1:
+            return None
+        # Any prompt will do: what a chunk attends to costs less than its rows.
+        n_computed = max((s.n_computed for s in turn if s.is_ready and s.n_pending > 1), default=0)
+        return self._cost.ticks.n_prompt_rows(decoding, n_computed, self._target_s / n_sets)
+
+
+def prompts_of(running: Iterable[Sequence]) -> list[Sequence]:
+    """Return the sequences of a tick of prompts, those included that are not ready."""
+    return [s for s in running if not s.is_ready or s.n_pending > 1]
+
+
+def decoding_of(running: Iterable[Sequence], last_id: int) -> tuple[list[Sequence], int]:
+    """Return the sequences of a tick that only decodes, and the seq_id of the last of them.
+
+    They are fewer than a tile of attention: 64 rows have taken twice the time of 63.  The others take
+    turns with them: of sequences that have waited as long, those after `last_id` come first.
+    """
+    decoding = [s for s in running if s.is_decoding]
+    if len(decoding) < ATTENTION_TILE:
+        return decoding, last_id
+    decoding.sort(key=lambda s: (s.n_turn, seq_id_of(s) <= last_id, seq_id_of(s)))
+    chosen = decoding[: ATTENTION_TILE - 1]
+    return chosen, seq_id_of(chosen[-1])
+
+
+def with_same_loras(sequences: Iterable[Sequence], now: float) -> list[Sequence]:
+    """Return the sequences of one decode: llama.cpp computes it with one set of adapters.
+
+    The sets of decoding sequences take turns, and with them the set of the most urgent prompt.
+    """
+    turns: dict[LoraSet, int] = {}
+    several = list(sequences)
+    ready = [s for s in several if s.is_ready]
+    first = most_urgent((s for s in ready if not s.is_decoding), now)
+    for sequence in ready:
+        if sequence.is_decoding or sequence is first:
+            turns[sequence.loras] = 0
+    for sequence in ready:
+        if (loras := sequence.loras) in turns:
+            turns[loras] = max(turns[loras], sequence.n_turn)
+    if not turns:
+        return several
+    chosen = min(turns, key=turns.__getitem__)
+    return [s for s in several if s.loras == chosen]
+
+
+def is_decoding_due(running: Iterable[Sequence], n_turn: int) -> bool:
+    """Return whether some set of adapters decodes and had no turn since turn number `n_turn`."""
+    last: dict[LoraSet, int] = {}
+    for s in running:
+        if s.is_decoding:
+            last[s.loras] = max(last.get(s.loras, 0), s.n_turn)
+    return any(turn <= n_turn for turn in last.values())
