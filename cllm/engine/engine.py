@@ -494,7 +494,7 @@ class Engine(EmbeddingMethods):
         """
         check_int("seq_id", seq_id, 0, INT32_MAX, InvalidRequestError)
         with self._serving() as parts:
-            n_tokens: int = await parts.dispatcher.ask(lambda n: EraseSlot(n, seq_id))
+            n_tokens: int = await parts.dispatcher.ask(EraseSlot(seq_id))
             return n_tokens
 
     async def rerank(

@@ -24,14 +24,10 @@ from cllm.engine.core.messages import (
     CancelRequest,
     ClearPrefixCache,
     Command,
-    EraseSlot,
     Event,
-    Inspect,
-    Inspected,
     LiveView,
     PrefixLoaded,
     Read,
-    SlotErased,
 )
 from cllm.engine.core.output_processor import OutputProcessor, ReadLogprob
 from cllm.engine.core.prefix_tiers import PrefixStore, PrefixTiers
@@ -168,7 +164,7 @@ class EngineCore:
 
     # --- Commands ----------------------------------------------------------------------------
     def handle(self, command: Command) -> None:
-        """Do what a command says, all but an `Audit` and a `Shutdown`, which are the thread's."""
+        """Do what a command says; an `Ask` and a `Shutdown` are the thread's."""
         match command:
             case AddRequest(request):
                 self.queue.submit(request)
@@ -180,10 +176,6 @@ class EngineCore:
                 self.manager.forget_prefixes()
             case PrefixLoaded(file, state):
                 self._on_loaded(file, state)
-            case EraseSlot(call_id, seq_id):
-                self.queue.events.append(self._erase_slot(call_id, seq_id))
-            case Inspect(call_id):
-                self.queue.events.append(Inspected(call_id, self.live_view()))
 
     def fail_all(self, cause: BaseException) -> None:
         """The engine has failed: end every request, leaving llama.cpp alone."""
@@ -193,16 +185,22 @@ class EngineCore:
         """Let nobody share what this adapter has computed: it is gone, and another may have its name."""
         self.manager.evict_lora(name)
 
-    def _erase_slot(self, call_id: int, seq_id: int) -> SlotErased:
-        """Free the cells of a cached prefix, unless a request uses its seq_id."""
+    def erase_slot(self, seq_id: int) -> int:
+        """Free the cells of a cached prefix; return the number of its tokens, 0 without one.
+
+        Raises
+        ------
+        InvalidRequestError
+            A request uses this seq_id.
+        """
         if any(s.slot is not None and s.slot.seq_id == seq_id for s in self.queue.running):
-            error = InvalidRequestError("seq_id", seq_id, "that of a slot in which no request runs")
-            return SlotErased(call_id, error=error)
+            limit = "that of a slot in which no request runs"
+            raise InvalidRequestError("seq_id", seq_id, limit)
         for entry in self.manager.prefixes.entries:
             if entry.slot.seq_id == seq_id:
                 self.manager.evict(entry, saves=False)
-                return SlotErased(call_id, len(entry.tokens))
-        return SlotErased(call_id)
+                return len(entry.tokens)
+        return 0
 
     def _on_loaded(self, file: str, state: SequenceState | None) -> None:
         """The file of a prefix has been read, or cannot be."""

@@ -30,6 +30,49 @@ from cllm.errors import (
 MAX_STATE_BYTES = 1 << 30  # of a sequence, that cross to another process in one frame
 
 
+# --- Questions --------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """Compare the bookkeeping with llama.cpp's.  The answer has a text for each discrepancy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inspect:
+    """Return a `LiveView`.  Ticks are recorded for a while from the first such question on."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadLora:
+    """Load an adapter.  The answer is a `LoadedLoras`.
+
+    Attributes
+    ----------
+    scale : float
+        With which it computes requests that name no adapters.
+    """
+
+    name: str
+    path: str
+    scale: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadLora:
+    """Free an adapter when no request uses it any more.  The answer is a `LoadedLoras`."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class EraseSlot:
+    """Free the cells of a cached prefix.  The answer is the number of its tokens."""
+
+    seq_id: int
+
+
+Question = Audit | Inspect | LoadLora | UnloadLora | EraseSlot
+
+
 # --- Commands: event loop → inference thread --------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class AddRequest:
@@ -81,52 +124,18 @@ class PrefixLoaded:
 
 
 @dataclass(frozen=True, slots=True)
-class Audit:
-    """Compare the bookkeeping with llama.cpp's.  Answered by `Audited` with the same `call_id`."""
-
-    call_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class Inspect:
-    """Say what is going on.  Answered by `Inspected` with the same `call_id`.
-
-    Ticks are told for a while from the first such command on.
-    """
-
-    call_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class LoadLora:
-    """Load an adapter.  Answered by `LorasChanged` with the same `call_id`.
+class Ask:
+    """A question, or something to be done between two ticks.  Answered by one `Answered`.
 
     Attributes
     ----------
-    scale : float
-        With which it computes requests that name no adapters.
+    call_id : int
+        Of the answer, too.
+    question : Question
     """
 
     call_id: int
-    name: str
-    path: str
-    scale: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class UnloadLora:
-    """Free an adapter when no request uses it any more.  Answered by `LorasChanged`."""
-
-    call_id: int
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class EraseSlot:
-    """Free the cells of a cached prefix.  Answered by `SlotErased` with the same `call_id`."""
-
-    call_id: int
-    seq_id: int
+    question: Question
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +150,7 @@ Command = (
     | Read
     | ClearPrefixCache
     | PrefixLoaded
-    | Audit
-    | Inspect
-    | LoadLora
-    | UnloadLora
-    | EraseSlot
+    | Ask
     | Shutdown
 )
 
@@ -260,6 +265,16 @@ class LiveView:
     oldest_waiting_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedLoras:
+    """The adapters that are loaded now."""
+
+    loras: tuple[LoraInfo, ...]
+
+
+Answer = tuple[str, ...] | LiveView | LoadedLoras | int
+
+
 # --- Events: inference thread → event loop ----------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Ready:
@@ -311,48 +326,11 @@ class Embedded:
 
 
 @dataclass(frozen=True, slots=True)
-class Audited:
-    """The answer to `Audit`."""
+class Answered:
+    """The answer to an `Ask`: a value, or an error."""
 
     call_id: int
-    discrepancies: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Inspected:
-    """The answer to `Inspect`."""
-
-    call_id: int
-    view: LiveView
-
-
-@dataclass(frozen=True, slots=True)
-class LorasChanged:
-    """The answer to `LoadLora` and `UnloadLora`: what is loaded now.
-
-    Attributes
-    ----------
-    loras : tuple of LoraInfo or None
-        None: what was, with an error.
-    """
-
-    call_id: int
-    loras: tuple[LoraInfo, ...] | None = None
-    error: CllmError | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SlotErased:
-    """The answer to `EraseSlot`.
-
-    Attributes
-    ----------
-    n_tokens : int
-        Number of tokens whose cells were freed.
-    """
-
-    call_id: int
-    n_tokens: int = 0
+    value: Answer | None = None
     error: CllmError | None = None
 
 
@@ -375,16 +353,4 @@ class Ended:
     """The thread has freed everything and ends: the last event of all."""
 
 
-Event = (
-    Ready
-    | Progressed
-    | Finished
-    | Embedded
-    | Audited
-    | Inspected
-    | LorasChanged
-    | SlotErased
-    | Restarted
-    | Stopped
-    | Ended
-)
+Event = Ready | Progressed | Finished | Embedded | Answered | Restarted | Stopped | Ended

@@ -14,22 +14,21 @@ from numpy.typing import NDArray
 from cllm.engine.core.messages import (
     AddEmbedding,
     AddRequest,
+    Answered,
+    Ask,
     Audit,
-    Audited,
     CancelRequest,
-    Command,
     Embedded,
     Ended,
     Event,
     Finished,
     Inspect,
-    Inspected,
     LiveView,
-    LorasChanged,
+    LoadedLoras,
     Progressed,
+    Question,
     Ready,
     Restarted,
-    SlotErased,
     Stopped,
 )
 from cllm.engine.embedding import EmbeddingRequest
@@ -133,19 +132,25 @@ class Dispatcher:
 
     async def audit(self) -> list[str]:
         """Ask the thread to compare its bookkeeping with llama.cpp's."""
-        return list(await self.ask(Audit))
+        return list(await self.ask(Audit()))
 
     async def live_view(self) -> LiveView:
         """Ask the thread what is going on."""
-        view: LiveView = await self.ask(Inspect)
+        view: LiveView = await self.ask(Inspect())
         return view
 
-    async def ask(self, question: Callable[[int], Command]) -> Any:
-        """The answer to a command, which is made with the number of the call."""
+    async def ask(self, question: Question) -> Any:
+        """Return the answer of the inference thread: see each question.
+
+        Raises
+        ------
+        CllmError
+            The answer is an error.
+        """
         self._n_questions += 1
         call_id, reply = self._n_questions, Reply[Any]()
         self._questions[call_id] = reply
-        self._inbox.put(question(call_id))
+        self._inbox.put(Ask(call_id, question))
         try:
             return await reply.wait()
         finally:
@@ -164,17 +169,11 @@ class Dispatcher:
                     waiting = self._embeddings.pop(request_id)
                     rows = np.frombuffer(vectors, np.float32).reshape(-1, n_values or 1)
                     waiting.reply.set(None if error else rows, error)
-                case Audited(call_id, answer) | Inspected(call_id, answer):
+                case Answered(call_id, value, error):
+                    if self.model is not None and isinstance(value, LoadedLoras):
+                        self.model = replace(self.model, loras=value.loras)
                     if reply := self._questions.get(call_id):
-                        reply.set(answer)
-                case LorasChanged(call_id, loras, error):
-                    if self.model is not None and loras is not None:
-                        self.model = replace(self.model, loras=loras)
-                    if reply := self._questions.get(call_id):
-                        reply.set(None, error)
-                case SlotErased(call_id, n_tokens, error):
-                    if reply := self._questions.get(call_id):
-                        reply.set(n_tokens, error)
+                        reply.set(value, error)
                 case Ready(model):
                     self.model = model
                     self.answered.set()

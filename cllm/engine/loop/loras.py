@@ -68,7 +68,7 @@ class Loras:
             if self._thread is None:
                 self._thread = self._workers.start("cllm-lora")
             await self._thread.run(partial(self._check_file, Path(path)))
-            await self._dispatcher.ask(lambda n: LoadLora(n, name, str(path), float(scale)))
+            await self._dispatcher.ask(LoadLora(name, str(path), float(scale)))
             return self.loaded[name]
         finally:
             self._loading.discard(name)
@@ -79,6 +79,6 @@ class Loras:
             raise InvalidRequestError("name", name, "that of a loaded adapter")
         self._leaving.add(name)
         try:
-            await self._dispatcher.ask(lambda n: UnloadLora(n, name))
+            await self._dispatcher.ask(UnloadLora(name))
         finally:
             self._leaving.discard(name)

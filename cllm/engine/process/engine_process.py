@@ -23,12 +23,13 @@ from functools import partial
 
 from cllm.engine.config import EngineConfig
 from cllm.engine.core.messages import (
+    Answered,
     Command,
     Embedded,
     Ended,
     Event,
     Finished,
-    LorasChanged,
+    LoadedLoras,
     Progressed,
     Ready,
     Restarted,
@@ -428,9 +429,8 @@ class EngineProcess(EngineHost):
                     raise error
             case Ended():
                 self._has_ended = True
-            case LorasChanged(loras=loras):
-                if loras is not None:  # which the next process is to begin with
-                    self._on_loras(loras)
+            case Answered(value=LoadedLoras(loras)):  # which the next process is to begin with
+                self._on_loras(loras)
                 return told
             case _:
                 return told

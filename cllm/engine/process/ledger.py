@@ -15,22 +15,16 @@ from dataclasses import dataclass, field, replace
 from cllm.engine.core.messages import (
     AddEmbedding,
     AddRequest,
-    Audit,
-    Audited,
+    Answered,
+    Ask,
     CancelRequest,
     Command,
     Embedded,
-    EraseSlot,
     Event,
     Finished,
-    Inspect,
-    Inspected,
     LoadLora,
-    LorasChanged,
     Progressed,
     Read,
-    SlotErased,
-    UnloadLora,
 )
 from cllm.engine.embedding import EmbeddingRequest
 from cllm.engine.request import (
@@ -200,15 +194,12 @@ class OpenRequest(OpenCall):
         return Finished(self.request_id, delta, error.completion, error)
 
 
-Question = Audit | Inspect | LoadLora | UnloadLora | EraseSlot
-
-
 class Ledger:
     """All open requests.  One thread."""
 
     def __init__(self) -> None:
         self._open: dict[str, OpenCall] = {}
-        self._questions: dict[int, Question] = {}
+        self._questions: dict[int, Ask] = {}
         self._suspects: deque[OpenCall] = deque()
         self._tried: OpenCall | None = None
         self._is_up = False
@@ -244,13 +235,7 @@ class Ledger:
                     reader.n_unread -= n_deltas
                     return [command] if reader.is_given else []
                 return []
-            case (
-                Audit(call_id)
-                | Inspect(call_id)
-                | LoadLora(call_id)
-                | UnloadLora(call_id)
-                | EraseSlot(call_id)
-            ):
+            case Ask(call_id):
                 self._questions[call_id] = command
         return [command] if self._is_up else []
 
@@ -290,12 +275,7 @@ class Ledger:
                     if known is self._tried:
                         self._tried = None
                         commands += self._next()
-                case (
-                    Audited(call_id)
-                    | Inspected(call_id)
-                    | LorasChanged(call_id)
-                    | SlotErased(call_id)
-                ):
+                case Answered(call_id):
                     self._questions.pop(call_id, None)
                     told.append(event)
                 case _:
@@ -351,9 +331,9 @@ class Ledger:
     def _questions_failed(self, cause: Exception) -> list[Event]:
         """Answer the questions that may have ended the process: they are not asked again."""
         ended, told = f"the engine's process ended: {cause}", list[Event]()
-        for call_id, question in list(self._questions.items()):
-            if isinstance(question, LoadLora):
-                told.append(LorasChanged(call_id, error=ModelLoadError(question.path, ended)))
+        for call_id, ask in list(self._questions.items()):
+            if isinstance(ask.question, LoadLora):
+                told.append(Answered(call_id, error=ModelLoadError(ask.question.path, ended)))
                 del self._questions[call_id]
         return told
 

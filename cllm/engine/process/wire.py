@@ -11,7 +11,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, SupportsFloat, SupportsIndex, cast, get_type_hints
+from typing import Any, SupportsFloat, SupportsIndex, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 import numpy as np
@@ -22,30 +22,24 @@ from cllm.engine.core.messages import (
     MAX_STATE_BYTES,
     AddEmbedding,
     AddRequest,
-    Audit,
-    Audited,
+    Answer,
+    Answered,
+    Ask,
     CancelRequest,
     ClearPrefixCache,
     Command,
     Embedded,
     Ended,
-    EraseSlot,
     Event,
     Finished,
-    Inspect,
-    Inspected,
-    LoadLora,
-    LorasChanged,
     Progressed,
+    Question,
     Read,
     Ready,
     Shutdown,
-    SlotErased,
     Stopped,
-    UnloadLora,
 )
 from cllm.engine.core.statistics import EngineStatistics
-from cllm.engine.lora import LoraInfo
 from cllm.engine.request import (
     Completion,
     GenerationRequest,
@@ -99,19 +93,18 @@ class _Embedded(msgspec.Struct, array_like=True, frozen=True):
     error: _Error | None
 
 
-class _LorasChanged(msgspec.Struct, array_like=True, frozen=True):
-    """`LorasChanged`."""
+class _Ask(msgspec.Struct, array_like=True, frozen=True):
+    """`Ask`, the question with the index of its type."""
 
     call_id: int
-    loras: tuple[LoraInfo, ...] | None
-    error: _Error | None
+    question: tuple[int, msgspec.Raw]
 
 
-class _SlotErased(msgspec.Struct, array_like=True, frozen=True):
-    """`SlotErased`."""
+class _Answered(msgspec.Struct, array_like=True, frozen=True):
+    """`Answered`, the value with the index of its type."""
 
     call_id: int
-    n_tokens: int
+    value: tuple[int, msgspec.Raw] | None
     error: _Error | None
 
 
@@ -153,12 +146,10 @@ Told = Event | Logged | Beat
 
 # Written as their index.
 COMMANDS: tuple[type, ...] = (
-    _Request, CancelRequest, Read, ClearPrefixCache, Audit, Inspect, Shutdown, SetLogLevel,
-    AddEmbedding, LoadLora, UnloadLora, EraseSlot,
+    _Request, CancelRequest, Read, ClearPrefixCache, _Ask, Shutdown, SetLogLevel, AddEmbedding,
 )  # fmt: skip
 EVENTS: tuple[type, ...] = (
-    Ready, _Finished, Audited, Inspected, _Stopped, Ended, Logged, Beat, _Embedded,
-    _LorasChanged, _SlotErased,
+    Ready, _Finished, _Answered, _Stopped, Ended, Logged, Beat, _Embedded,
 )  # fmt: skip
 # Request id, text, tokens, log probabilities.
 _Token = tuple[str, str, tuple[int, ...], tuple[TokenLogprob, ...] | None]
@@ -192,6 +183,10 @@ def _encoded(value: object) -> object:
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encoded)
 _commands = msgspec.msgpack.Decoder(_Others)
 _events = msgspec.msgpack.Decoder(_Events)
+_by_question = [msgspec.msgpack.Decoder(kind) for kind in get_args(Question)]
+_by_answer = [msgspec.msgpack.Decoder(kind) for kind in get_args(Answer)]
+_QUESTIONS = get_args(Question)
+_ANSWERS = tuple(get_origin(kind) or kind for kind in get_args(Answer))
 _by_command: list[msgspec.msgpack.Decoder[Any]] = [
     msgspec.msgpack.Decoder(kind) for kind in COMMANDS
 ]
@@ -211,6 +206,8 @@ def decode_commands(frame: bytes | memoryview) -> list[Asked]:
 
 
 def _command_as(command: Asked) -> object:
+    if isinstance(command, Ask):
+        return _Ask(command.call_id, _raw(_QUESTIONS, command.question))
     if not isinstance(command, AddRequest):
         return command
     request = command.request
@@ -225,6 +222,9 @@ def _crossing(state: SequenceState | None) -> SequenceState | None:
 
 
 def _command_of(value: Any) -> Asked:
+    if isinstance(value, _Ask):
+        kind, raw = value.question
+        return Ask(value.call_id, _by_question[kind].decode(raw))
     if not isinstance(value, _Request):
         return cast(Asked, value)
     return AddRequest(GenerationRequest(*(getattr(value, name) for name in _HINTS)))
@@ -263,10 +263,9 @@ def _event_as(event: Told) -> object:
         case Embedded(request_id, vectors, n_values, error):
             told = None if error is None else error_as(error)
             return _Embedded(request_id, vectors, n_values, told)
-        case LorasChanged(call_id, loras, error):
-            return _LorasChanged(call_id, loras, None if error is None else error_as(error))
-        case SlotErased(call_id, n_tokens, error):
-            return _SlotErased(call_id, n_tokens, None if error is None else error_as(error))
+        case Answered(call_id, answer, error):
+            value = None if answer is None else _raw(_ANSWERS, answer)
+            return _Answered(call_id, value, None if error is None else error_as(error))
         case Stopped(error):
             return _Stopped(None if error is None else error_as(error))
     return event
@@ -286,17 +285,18 @@ def _event_of(value: Any) -> Told:
                 failure, EmbeddingError | DeadlineError | EngineFailedError
             )
             return Embedded(request_id, vectors, n_values, failure)
-        case _LorasChanged(call_id=call_id, loras=loras, error=error):
+        case _Answered(call_id=call_id, value=value, error=error):
             failure = None if error is None else error_of(error)
             assert failure is None or isinstance(failure, CllmError)
-            return LorasChanged(call_id, loras, failure)
-        case _SlotErased(call_id=call_id, n_tokens=n_tokens, error=error):
-            failure = None if error is None else error_of(error)
-            assert failure is None or isinstance(failure, CllmError)
-            return SlotErased(call_id, n_tokens, failure)
+            answer = None if value is None else _by_answer[value[0]].decode(value[1])
+            return Answered(call_id, answer, failure)
         case _Stopped(error=error):
             return Stopped(None if error is None else error_of(error))
     return cast(Told, value)
+
+
+def _raw(kinds: Sequence[type], value: object) -> tuple[int, msgspec.Raw]:
+    return kinds.index(type(value)), msgspec.Raw(_encoder.encode(value))
 
 
 def _numbered(kinds: Sequence[type], value: object) -> tuple[int, object]:

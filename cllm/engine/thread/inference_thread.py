@@ -21,8 +21,8 @@ from cllm.engine.core.embedding_core import EmbeddingCore
 from cllm.engine.core.engine_core import EngineCore
 from cllm.engine.core.linger import Linger
 from cllm.engine.core.messages import (
-    Audit,
-    Audited,
+    AddEmbedding,
+    Ask,
     CancelRequest,
     Command,
     Event,
@@ -41,10 +41,10 @@ from cllm.engine.thread.backend import Backend, Loaded
 from cllm.engine.thread.chrome_trace import ChromeTrace
 from cllm.engine.thread.host import EngineHost
 from cllm.engine.thread.interrupter import Abortable, Interrupter
-from cllm.engine.thread.lora_commands import LoraCommands
 from cllm.engine.thread.mailbox import EventOutbox, Inbox
 from cllm.engine.thread.prefix_files import PrefixFiles
 from cllm.engine.thread.processor_load import ProcessorReader
+from cllm.engine.thread.questions import Questions
 from cllm.engine.thread.worker_thread import WorkerThreads
 from cllm.errors import CllmError
 from cllm.memory import available_bytes
@@ -78,14 +78,13 @@ class InferenceThread(EngineHost):
         self._audited_at = float("-inf")
         self._held: list[Event] = []  # not yet posted
         self._is_listened_to = True
-        self._audits: list[Audit] = []  # asked for, not yet answered
         self._trace: ChromeTrace | None = None
         self._busy_since: float | None = None
         self._linger = Linger()
         target_ms = config.target_itl_ms
         self._text_budget = TextBudget(None if target_ms is None else target_ms / 1000.0)
         self._embeddings: EmbeddingCore | None = None
-        self._loras: LoraCommands | None = None
+        self._questions: Questions | None = None
         self._tuner: ThreadTuner | None = None
         self._set_n_threads: Callable[[int], None] | None = None
 
@@ -137,7 +136,7 @@ class InferenceThread(EngineHost):
         self.vocabulary = loaded.vocabulary
         self._interrupter.attach(loaded.decoder, can_truncate=loaded.kv_cache.has_pos_min)
         core = self._make_core(loaded, owned)
-        self._loras = LoraCommands(loaded.loras, core.queue, core.forget_lora)
+        self._questions = Questions(core, loaded.loras, partial(self._audit, core))
         if loaded.encoder is not None:
             self._embeddings = EmbeddingCore(
                 loaded.encoder,
@@ -229,8 +228,7 @@ class InferenceThread(EngineHost):
                         f"the KV cache bookkeeping and llama.cpp disagree: {'; '.join(found)}"
                     )
             events = core.take_events()
-            events += self._answer_audits(core)
-            events += self._loras.take_events() if self._loras is not None else []
+            events += self._questions.take_events() if self._questions is not None else []
             self._publish(core)
             n_ended, started = sum(map(_has_ended_well, events)), time.perf_counter()
             self._linger.on_ends(n_ended, started)
@@ -317,23 +315,20 @@ class InferenceThread(EngineHost):
         return commands
 
     def _handle(self, core: EngineCore, command: Command) -> None:
-        if isinstance(command, Audit):
-            self._audits.append(command)
-        else:
-            core.handle(command)
-        if self._embeddings is not None:
-            self._embeddings.handle(command)
-        if self._loras is not None:
-            self._loras.handle(command)
-        if isinstance(command, CancelRequest):
-            self._interrupter.forget(command.request_id)
-
-    def _answer_audits(self, core: EngineCore) -> list[Event]:
-        """Look for those who have asked, but not while something known is to be mended."""
-        if not self._audits or core.manager.fault is not None:
-            return []
-        audits, self._audits = self._audits, []
-        return [Audited(audit.call_id, tuple(self._audit(core))) for audit in audits]
+        match command:
+            case Ask():
+                assert self._questions is not None
+                self._questions.ask(command)
+            case AddEmbedding():
+                assert self._embeddings is not None
+                self._embeddings.handle(command)
+            case CancelRequest(request_id):
+                core.handle(command)
+                if self._embeddings is not None:
+                    self._embeddings.handle(command)
+                self._interrupter.forget(request_id)
+            case _:
+                core.handle(command)
 
     def _audit_when_idle(self, core: EngineCore) -> None:
         """Audit, at most once a second."""

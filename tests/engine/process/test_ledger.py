@@ -10,15 +10,16 @@ import pytest
 from cllm.engine.core.messages import (
     AddEmbedding,
     AddRequest,
+    Answered,
+    Ask,
     Audit,
-    Audited,
     CancelRequest,
     Command,
     Embedded,
     Event,
     Finished,
+    LoadedLoras,
     LoadLora,
-    LorasChanged,
     Progressed,
     Read,
     UnloadLora,
@@ -70,8 +71,8 @@ class FakeProcess:
                     self.numbers[added.request_id] = added.serial
                 case CancelRequest(request_id) if request_id in self.outputs:
                     self._finish(request_id, (), FinishReason.CANCELLED)
-                case Audit(call_id):
-                    self.events.append(Audited(call_id, ()))
+                case Ask(call_id):
+                    self.events.append(Answered(call_id, ()))
 
     @property
     def batch(self) -> tuple[str, ...]:
@@ -134,7 +135,7 @@ class World:
                     assert request_id not in self.finished, "two ends"
                     self.heard.setdefault(request_id, []).extend(delta.token_ids)
                     self.finished[request_id] = event
-                case Audited(call_id):
+                case Answered(call_id):
                     self.answered.append(call_id)
 
     def deliver(self) -> None:
@@ -264,7 +265,7 @@ def test_what_is_cancelled_while_the_process_is_gone_ends_without_another_token(
 def test_a_question_that_a_crash_has_met_is_asked_again() -> None:
     world = World()
     world.hear(world.ledger.on_crash(CRASH, (), 1.0))
-    world.command(Audit(5))
+    world.command(Ask(5, Audit()))
     world.process = FakeProcess()
     world.process.obey(world.ledger.on_ready())
     world.deliver()
@@ -357,14 +358,14 @@ def test_when_nothing_helps_everybody_is_told() -> None:
 def test_a_load_at_which_the_process_ended_is_told_of_and_not_repeated() -> None:
     ledger = Ledger()
     assert ledger.on_ready() == []
-    load, unload = LoadLora(1, "a", "a.gguf"), UnloadLora(2, "b")
+    load, unload = Ask(1, LoadLora("a", "a.gguf")), Ask(2, UnloadLora("b"))
     assert [*ledger.command(load), *ledger.command(unload)] == [load, unload]
     (told,) = ledger.on_crash(CRASH, [], 0.0)
-    assert isinstance(told, LorasChanged)
-    assert (told.call_id, told.loras) == (1, None)
+    assert isinstance(told, Answered)
+    assert (told.call_id, told.value) == (1, None)
     assert isinstance(told.error, ModelLoadError)
     assert ledger.on_ready() == [unload]
-    answer = LorasChanged(2, ())
+    answer = Answered(2, LoadedLoras(()))
     assert ledger.events([answer], 0.0) == ([answer], [])
     assert ledger.on_crash(CRASH, [], 0.0) == []
     assert ledger.on_ready() == []
@@ -372,7 +373,7 @@ def test_a_load_at_which_the_process_ended_is_told_of_and_not_repeated() -> None
 
 def test_a_load_is_repeated_after_somebody_has_killed_the_process() -> None:
     ledger = Ledger()
-    load = LoadLora(1, "a", "a.gguf")
+    load = Ask(1, LoadLora("a", "a.gguf"))
     ledger.command(load)
     assert ledger.on_ready() == [load]
     assert ledger.on_crash(CRASH, [], 0.0, is_own=False) == []

@@ -13,20 +13,21 @@ from cllm.engine.constraint import NamedConstraint
 from cllm.engine.core.messages import (
     AddEmbedding,
     AddRequest,
+    Answered,
+    Ask,
     Audit,
-    Audited,
     CancelRequest,
     ClearPrefixCache,
     Command,
     Embedded,
     Ended,
+    EraseSlot,
     ExtentInfo,
     Finished,
     Inspect,
-    Inspected,
     LiveView,
+    LoadedLoras,
     LoadLora,
-    LorasChanged,
     Progressed,
     Read,
     Ready,
@@ -133,9 +134,10 @@ def test_a_request_arrives_as_it_was(given_request: GenerationRequest) -> None:
 
 def test_commands_arrive_in_their_order() -> None:
     commands: list[Command] = [
-        CancelRequest("a"), Read("b", 3), ClearPrefixCache(), Audit(1), Inspect(2), Shutdown(),
+        CancelRequest("a"), Read("b", 3), ClearPrefixCache(), Ask(1, Audit()), Ask(2, Inspect()),
+        Shutdown(), Ask(5, EraseSlot(6)),
         AddEmbedding(EmbeddingRequest("e", 4, ((1, 2), (3,)), -1, 0.5, 1.5)),
-        LoadLora(3, "a", "x/a.gguf", 0.5), UnloadLora(4, "a"),
+        Ask(3, LoadLora("a", "x/a.gguf", 0.5)), Ask(4, UnloadLora("a")),
     ]  # fmt: skip
     assert decode_commands(encode_commands(commands)) == commands
 
@@ -145,8 +147,12 @@ def test_events_arrive_as_they_were() -> None:
         Progressed("r", TokenDelta("a", (1,))),
         Progressed("s", TokenDelta("", (2, 3), logprobs=(LOGPROB,))),
         Ready(MODEL, EngineStatistics(n_ticks=3)),
-        Audited(1, ("one", "two")),
-        Inspected(
+        Answered(1, ("one", "two")),
+        Answered(6, ()),
+        Answered(7, 12),
+        Answered(8, error=None),
+        Answered(9, LoadedLoras(())),
+        Answered(
             2,
             LiveView(
                 (SlotInfo(0, SlotState.DECODE, "r", age_s=1.5),),
@@ -158,7 +164,7 @@ def test_events_arrive_as_they_were() -> None:
         ),
         Embedded("e", np.arange(4, dtype=np.float32).tobytes(), 2),
         Embedded("f"),
-        LorasChanged(3, (LoraInfo("a", "a.gguf", 0.5, (1, 2)),)),
+        Answered(3, LoadedLoras((LoraInfo("a", "a.gguf", 0.5, (1, 2)),))),
         Ended(),
         Logged("cllm.engine", 30, "text"),
         Beat(0.5, 1.5),

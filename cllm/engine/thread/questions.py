@@ -1,0 +1,87 @@
+"""Questions: what the event loop asks, answered between two ticks.  Inference thread only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cllm.engine.core.engine_core import EngineCore
+from cllm.engine.core.messages import (
+    Answer,
+    Answered,
+    Ask,
+    Audit,
+    EraseSlot,
+    Event,
+    Inspect,
+    LoadedLoras,
+    LoadLora,
+    Question,
+    UnloadLora,
+)
+from cllm.engine.thread.backend import Loras
+from cllm.errors import CllmError, ModelLoadError
+
+
+class Questions:
+    """Those that are open, the first first.
+
+    Parameters
+    ----------
+    audit : callable
+        Returns where the bookkeeping and llama.cpp disagree.
+    """
+
+    def __init__(self, core: EngineCore, loras: Loras, audit: Callable[[], list[str]]) -> None:
+        self._core = core
+        self._loras = loras
+        self._audit = audit
+        self._open: list[Ask] = []
+
+    def ask(self, ask: Ask) -> None:
+        """Take a question."""
+        self._open.append(ask)
+
+    def take_events(self) -> list[Event]:
+        """Return the answers that there are now; the other questions stay open."""
+        events, asked, self._open = list[Event](), self._open, []
+        for ask in asked:
+            try:
+                answer = self._answer(ask.question)
+            except CllmError as error:
+                events.append(Answered(ask.call_id, error=error))
+                continue
+            if answer is None:
+                self._open.append(ask)
+            else:
+                events.append(Answered(ask.call_id, answer))
+        return events
+
+    def _answer(self, question: Question) -> Answer | None:
+        """Return the answer; None while there is none."""
+        core = self._core
+        match question:
+            case Audit():
+                # Not while something known is to be mended.
+                return None if core.manager.fault is not None else tuple(self._audit())
+            case Inspect():
+                return core.live_view()
+            case EraseSlot(seq_id):
+                return core.erase_slot(seq_id)
+            case LoadLora(name, path, scale):
+                return self._change_loras(lambda: self._loras.load(name, path, scale), path)
+            case UnloadLora(name):
+                if core.queue.n_using(name):
+                    return None
+                answer = self._change_loras(lambda: self._loras.unload(name), name)
+                core.forget_lora(name)
+                return answer
+
+    def _change_loras(self, change: Callable[[], object], path: str) -> Answer:
+        """Change the adapters; any failure is one of cllm's errors, and the engine goes on."""
+        try:
+            change()
+        except CllmError:
+            raise
+        except Exception as error:
+            raise ModelLoadError(path, f"{error!r}") from error
+        return LoadedLoras(self._loras.infos)
