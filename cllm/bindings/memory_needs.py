@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from cllm.bindings._library import captured_log
 from cllm.bindings.context import Context
+from cllm.bindings.embedding_context import EmbeddingContext
 from cllm.bindings.model import Model
 
 MIB = 1 << 20
@@ -37,7 +38,10 @@ class MemoryNeeds(NamedTuple):
 
 
 def memory_needs(
-    path: str | Path, make_context: Callable[[Model], Context], *, n_gpu_layers: int = -1
+    path: str | Path,
+    make_context: Callable[[Model], Context | EmbeddingContext],
+    *,
+    n_gpu_layers: int = -1,
 ) -> MemoryNeeds | None:
     """Return the memory of a context before it is made; None if this llama.cpp does not log it.
 
@@ -64,6 +68,6 @@ def memory_needs(
         make_context(model).close()
     sizes = [float(found[1]) for line in lines if (found := _MEMORY.search(line))]
     compute = [float(found[1]) for line in lines if (found := _COMPUTE.search(line))]
-    if not (sizes and compute):
+    if not compute:
         return None
     return MemoryNeeds(int(sum(sizes) * MIB), int(sum(compute) * MIB))

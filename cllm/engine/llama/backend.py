@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from cllm.bindings import Context, Model, Vocabulary
+from cllm.bindings import Context, EmbeddingContext, Model, Vocabulary
 from cllm.bindings.model import check_model_file
 from cllm.engine.chat.rank_prompt import QWEN3_TEMPLATE, RANK_TEMPLATE
 from cllm.engine.config import NGRAM, EngineConfig
@@ -32,13 +32,18 @@ from cllm.engine.file_content import (
 from cllm.engine.llama import rpc
 from cllm.engine.llama.decoder import LlamaDecoder, make_context, measure_state
 from cllm.engine.llama.determinism import deterministic_decoder
-from cllm.engine.llama.draft_model import DraftModel
-from cllm.engine.llama.encoder import LlamaTextEncoder, NoDecoder, embedding_info
+from cllm.engine.llama.draft_model import DraftModel, make_draft_context
+from cllm.engine.llama.encoder import (
+    LlamaTextEncoder,
+    NoDecoder,
+    embedding_info,
+    make_embedding_context,
+)
 from cllm.engine.llama.fingerprint import fingerprint, state_key
 from cllm.engine.llama.gguf_header import has_plain_matrix
 from cllm.engine.llama.lora_file import check_lora_file
 from cllm.engine.llama.loras import LlamaLoras
-from cllm.engine.llama.memory import check_fits, check_room
+from cllm.engine.llama.memory import PlannedContext, check_fits, check_room
 from cllm.engine.llama.preflight import Preflight, model_files, other_files
 from cllm.engine.llama.row_cost_cache import load_table, save_table, table_key
 from cllm.engine.llama.sampler import SamplerFactory
@@ -91,7 +96,7 @@ class LlamaBackend:
         endpoints = rpc.find_servers(config.rpc, lambda: self._is_stopping)
         self.preflight.run()
         if self._generates:
-            check_room(config, make_context)
+            check_room(config, planned_contexts(config))
         rpc.use_servers(config.rpc, endpoints)
         path = config.model_path
         if config.model is None and not path.is_file():
@@ -274,20 +279,8 @@ class LlamaBackend:
             logger.warning("nothing is guessed: the model's memory cannot give up single positions")
             return None
         drafts = self._open_model(path, owned)  # whose last digits no answer depends on
-        n_seq_ids, n_threads = kv_cache.n_seq_ids, config.compute_threads
-
-        def make() -> Context:
-            return Context(
-                drafts,
-                n_ctx=max(kv_cache.n_cells, 2 * n_seq_ids),
-                n_batch=max(config.n_batch, 2 * n_seq_ids),
-                n_ubatch=config.n_ubatch,
-                n_seq_max=n_seq_ids,
-                n_threads=n_threads[0],
-                n_threads_batch=n_threads[1],
-                swa_full=True,
-            )
-
+        n_cells, n_seq_ids = kv_cache.n_cells, kv_cache.n_seq_ids
+        make = partial(make_draft_context, drafts, config, n_cells, n_seq_ids)
         drafter = DraftModel(drafts, model.vocab, make)
         owned.callback(drafter.close)
         return drafter
@@ -397,6 +390,25 @@ def _contents(config: EngineConfig) -> tuple[FileContent, ...]:
     for file in files:
         check_model_file(str(file))
     return tuple(map(content_of, dict.fromkeys(files)))
+
+
+def planned_contexts(config: EngineConfig) -> list[PlannedContext]:
+    """Return each file that gets a context, with what makes it."""
+
+    def draft(model: Model, config: EngineConfig) -> Context:
+        n_seq_ids = config.kv_layout(model.n_ctx_train, state_bytes=0, is_windowed=False).n_seq_ids
+        return make_draft_context(model, config, config.n_cells, n_seq_ids)
+
+    def texts(model: Model, config: EngineConfig) -> EmbeddingContext:
+        # Any pooling takes as much; a reranker's needs a head that not each file has.
+        return make_embedding_context(model, config, "mean", 1)
+
+    planned: list[PlannedContext] = [(config.model_path, make_context)]
+    if config.draft_model is not None:
+        planned.append((Path(config.draft_model), draft))
+    if config.embedding_model is not None or config.pooling is not None:
+        planned.append((Path(config.embedding_model or config.model_path), texts))
+    return planned
 
 
 def _adapters(config: EngineConfig) -> set[str]:

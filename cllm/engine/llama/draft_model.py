@@ -14,6 +14,7 @@ from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from cllm.bindings import Batch, Context, Model
+from cllm.engine.config import EngineConfig
 from cllm.engine.core.sequence import Sequence
 from cllm.engine.core.speculation import Drafts, verdicts
 from cllm.errors import CllmError, ModelLoadError
@@ -29,6 +30,21 @@ STEP_WEIGHT, STEP_RECOVERY = 0.1, 0.001
 # Tokens that it reads in a tick to catch up with requests, and those left for the first step.
 N_CATCH_UP, N_LAST = 128, 4
 STEP_AT_FIRST_S = 1e-6  # nobody has measured it yet: tried once
+
+
+def make_draft_context(model: Model, config: EngineConfig, n_cells: int, n_seq_ids: int) -> Context:
+    """Return the context of a model that drafts for an engine with this many cells and seq_ids."""
+    n_threads, n_threads_batch = config.compute_threads
+    return Context(
+        model,
+        n_ctx=max(n_cells, 2 * n_seq_ids) if n_cells else 0,
+        n_batch=max(config.n_batch, 2 * n_seq_ids),
+        n_ubatch=config.n_ubatch,
+        n_seq_max=n_seq_ids,
+        n_threads=n_threads,
+        n_threads_batch=n_threads_batch,
+        swa_full=True,
+    )
 
 
 class DraftModel:

@@ -24,6 +24,20 @@ N_BATCH_CPU = 256
 SOFTMAXED = ("qwen3", "qwen3vl")
 
 
+def make_embedding_context(
+    model: Model, config: EngineConfig, pooling: str, n_threads: int
+) -> EmbeddingContext:
+    """Return the context in which an engine computes texts."""
+    return EmbeddingContext(
+        model,
+        n_batch=config.n_ubatch,
+        n_seq_max=min(N_TEXTS_MAX, config.n_ubatch),
+        pooling=pooling,
+        n_threads=n_threads,
+        flash_attn=config.flash_attn,
+    )
+
+
 class LlamaTextEncoder:
     """A `TextEncoder` over a context of its own, on the model that may generate too.
 
@@ -69,14 +83,8 @@ class LlamaTextEncoder:
     def open(self) -> None:
         """See `TextEncoder`."""
         if self._context is None:
-            config = self._config
-            self._context = EmbeddingContext(
-                self._model,
-                n_batch=self.n_batch,
-                n_seq_max=self.n_texts_max,
-                pooling=self._pooling,
-                n_threads=self._n_threads,
-                flash_attn=config.flash_attn,
+            self._context = make_embedding_context(
+                self._model, self._config, self._pooling, self._n_threads
             )
             self._context.set_loras(self._loras.of(self._loras.defaults))
             self._batch = Batch(self.n_batch)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from cllm.bindings import Context, MemoryNeeds, Model, library, memory_needs
+from cllm.bindings import Context, EmbeddingContext, MemoryNeeds, Model, library, memory_needs
 from cllm.engine.config import N_CTX, EngineConfig
 from cllm.engine.llama.gguf_header import read_header
 from cllm.engine.llama.preflight import model_files, other_files
 from cllm.errors import CllmError, ModelLoadError
 from cllm.memory import available_bytes
 
+MakeContext = Callable[[Model, EngineConfig], Context | EmbeddingContext]
+PlannedContext = tuple[Path, MakeContext]  # a file that gets a context, and what makes it
 logger = logging.getLogger("cllm.engine")
 
 MIB = 1 << 20
@@ -63,10 +66,8 @@ def check_fits(config: EngineConfig, loaded: EngineConfig | None) -> None:
         )
 
 
-def check_room(
-    config: EngineConfig, make_context: Callable[[Model, EngineConfig], Context]
-) -> None:
-    """Return if a context and the weights fit into the memory that is available now.
+def check_room(config: EngineConfig, contexts: Iterable[PlannedContext]) -> None:
+    """Return if all contexts and weights fit into the memory that is available now.
 
     llama.cpp computes the memory of the context, unless a rough estimate fits many times.  Mapped weights
     count too.
@@ -87,12 +88,17 @@ def check_room(
     if n_weights + n_ample < available:
         return
 
+    planned = list(contexts)
+
     def needs(n_ctx: int) -> MemoryNeeds | None:
         with_cells = replace(config, n_ctx=n_ctx)
-        return memory_needs(
-            config.model_path,
-            lambda model: make_context(model, with_cells),
-            n_gpu_layers=config.n_gpu_layers,
+        found = [
+            memory_needs(path, partial(_made, make, with_cells), n_gpu_layers=config.n_gpu_layers)
+            for path, make in planned
+        ]
+        known = [one for one in found if one is not None]
+        return (
+            MemoryNeeds(*map(sum, zip(*known, strict=True))) if len(known) == len(found) else None
         )
 
     try:
@@ -111,6 +117,10 @@ def check_room(
     if not config.overcommit:
         raise ModelLoadError(str(config.model_path), f"{reason}; overcommit loads it all the same")
     logger.warning("%s: %s; the system may end the process", config.model_path.name, reason)
+
+
+def _made(make: MakeContext, config: EngineConfig, model: Model) -> Context | EmbeddingContext:
+    return make(model, config)
 
 
 def _bytes(needed: MemoryNeeds | None) -> int:

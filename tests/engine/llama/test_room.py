@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from cllm.bindings._library import captured_log
 from cllm.bindings.memory_needs import _COMPUTE, _MEMORY, MIB
 from cllm.engine.config import EMBEDDED_MODEL
 from cllm.engine.llama import memory
+from cllm.engine.llama.backend import planned_contexts
 from cllm.engine.llama.decoder import make_context
 from tests.conftest import QUIET
 from tools import make_model
@@ -89,10 +92,37 @@ async def test_overcommit_loads_it_with_a_warning(
     assert any("the system may end the process" in message for message in caplog.messages)
 
 
+@pytest.mark.parametrize(
+    ("options", "n_contexts"),
+    [
+        ({}, 1),
+        ({"speculation": str(EMBEDDED_MODEL)}, 2),
+        ({"pooling": "mean"}, 2),
+        ({"speculation": str(EMBEDDED_MODEL), "embedding_model": EMBEDDED_MODEL, "pooling": "mean"}, 3),
+    ],
+)
+def test_the_contexts_of_models_that_draft_and_embed_count_too(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], n_contexts: int
+) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1 * MIB)
+    monkeypatch.setattr(memory, "_is_elsewhere", lambda config: False)
+    config = EngineConfig(n_ctx=4096, n_gpu_layers=0, n_threads=1, **options)
+    planned = planned_contexts(config)
+    alone = [
+        memory_needs(path, partial(memory._made, make, config), n_gpu_layers=0)
+        for path, make in planned
+    ]
+    assert len(alone) == n_contexts
+    wanted = sum(needs.n_context for needs in alone if needs is not None) / MIB
+    with pytest.raises(ModelLoadError) as caught:
+        memory.check_room(config, planned)
+    assert f"it needs {wanted:,.0f} MiB for the KV cache" in caught.value.reason
+
+
 def test_where_it_fits_many_times_llama_cpp_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     def asked(*_: object, **__: object) -> None:
         raise AssertionError("it was asked")
 
     monkeypatch.setattr(memory, "available_bytes", lambda: 64 << 30)
     monkeypatch.setattr(memory, "memory_needs", asked)
-    memory.check_room(EngineConfig(n_ctx=4096), make_context)
+    memory.check_room(EngineConfig(n_ctx=4096), [(EMBEDDED_MODEL, make_context)])
