@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import json
 import os
 import socket
@@ -24,6 +25,7 @@ SERVER: dict[str, Any] = {"model_name": "embedded", "drain_timeout_s": 20.0}
 CLUSTER: dict[str, Any] = {"replicas": 2, "num_cpus": 1}
 START_S = 180.0
 REPLICA_PORTS = 30000, 30016  # the first that Ray gives its replicas
+STATISTICS_PORT, STATUS = 8404, 17  # of HAProxy; the column of its table
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 COUNTING: dict[str, Any] = {"temperature": 0.0, "max_tokens": 600, "ignore_eos": True}
 
@@ -35,6 +37,7 @@ class Cluster:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
+        self._is_routed = changes.get("affinity") == "prefix"
         settings = map(json.dumps, (ENGINE, SERVER, CLUSTER | changes))
         command = [sys.executable, "-m", "tests.ray.cluster", *settings, "--port", str(port)]
         command += ["--cpus", *map(str, cpus)]
@@ -61,6 +64,26 @@ class Cluster:
                 told: dict[str, Any] = json.loads(line)
                 return told
         raise AssertionError(Path(self._log.name).read_text()[-3000:])
+
+    def start(self) -> None:
+        """Wait until the front sends requests to both replicas.
+
+        Ray says earlier that they run.  Until HAProxy knows them, requests go by Ray's own proxy, past the
+        router, and some of them never end.
+        """
+        assert self.wait()["done"] == "start"
+        wait_until(self._front_knows_both, "the front knows both replicas", timeout_s=START_S)
+
+    def _front_knows_both(self) -> bool:
+        try:
+            table = httpx.get(f"http://127.0.0.1:{STATISTICS_PORT}/stats;csv", timeout=5).text
+        except httpx.TransportError:
+            return False
+        servers = [row for row in csv.reader(table.splitlines()) if "SERVE_REPLICA_" in row[1]]
+        backends = {row[0] for row in servers}
+        is_routed = any("ingress-request-router" in name for name in backends)
+        are_up = all(row[STATUS] == "UP" for row in servers)
+        return is_routed == self._is_routed and are_up and len(servers) == 2 * len(backends) > 0
 
     def end(self) -> None:
         """Stop it, if it runs."""

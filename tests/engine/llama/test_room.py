@@ -98,7 +98,14 @@ async def test_overcommit_loads_it_with_a_warning(
         ({}, 1),
         ({"speculation": str(EMBEDDED_MODEL)}, 2),
         ({"pooling": "mean"}, 2),
-        ({"speculation": str(EMBEDDED_MODEL), "embedding_model": EMBEDDED_MODEL, "pooling": "mean"}, 3),
+        (
+            {
+                "speculation": str(EMBEDDED_MODEL),
+                "embedding_model": EMBEDDED_MODEL,
+                "pooling": "mean",
+            },
+            3,
+        ),
     ],
 )
 def test_the_contexts_of_models_that_draft_and_embed_count_too(
