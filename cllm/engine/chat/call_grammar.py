@@ -465,21 +465,45 @@ class RoutedCallGrammar:
 
     def required(self) -> str:
         """Return one call, behind a thought where the model thinks."""
+        return "\n".join([f"start: {self._thought()} call", *self._rules()])
+
+    def strict(self) -> str:
+        """Return messages, of which the last may be a call, which is right."""
+        turn = self.turn
+        headers = " | ".join(map(self._literal, (turn.answer_written, *turn.others_written)))
+        behind = self._up_to(turn.between, "more")
+        start = f"start: (header {behind})* (header TEXT | call)"
+        return "\n".join([start, f"header: {headers}", *self._rules()])
+
+    def or_else(self, schema: str) -> str:
+        """Return a call, or JSON of a schema as the answer, behind a thought where the model thinks."""
+        answer = json_of(enforceable("json_schema", json.loads(schema)), is_strict=True)
+        begin = self._literal(self.turn.answer_written)
+        start = f"start: {self._thought()} (call | {begin} otherwise)"
+        return "\n".join([start, f"otherwise: %json {answer}", *self._rules()])
+
+    def _thought(self) -> str:
+        before, after = self.turn.thought_written
+        return f"({self._literal(before)} {self._up_to(after, 'free')})?" if before else ""
+
+    def _up_to(self, end: str, name: str) -> str:
+        """Return text up to this end: a rule, which `_rules` defines, unless a control token ends it."""
+        literal = self._literal(end)
+        return f"TEXT {literal}" if literal.startswith("<[") else name
+
+    def _literal(self, text: str) -> str:
+        return _joined(text, self.spelled)
+
+    def _rules(self) -> list[str]:
+        """Return `call`, and what it and the messages before it are made of."""
         turn = self.turn
         if not turn.call_written:
             raise not_wanted()
-        thought, (before, after) = "", turn.thought_written
-        literal_with = partial(_joined, spelled=self.spelled)
-        if before:
-            begin, end = literal_with(before), literal_with(after)
-            is_token = end.startswith("<[")
-            free = "/(.|\\n)*/ " + end if is_token else "free"
-            thought = f"({begin} {free})?"
-        rules = [f"start: {thought} call"]
-        if thought.endswith("free)?"):
-            rules.append(f"free[lazy]: /(.|\\n)*/ {literal_with(turn.thought_written[1])}")
         names = " | ".join(f"routed_{i}" for i in range(len(self.tools)))
-        rules += [f"call: {names}", GAP]
+        rules = [r"TEXT: /(.|\n)*/", f"call: {names}", GAP]
+        for name, end in (("free", turn.thought_written[1]), ("more", turn.between)):
+            if end and self._up_to(end, name) == name:
+                rules.append(f"{name}[lazy]: TEXT {self._literal(end)}")
         inner = CallGrammar(turn.calls, self.tools, False, self.spelled) if turn.calls else None
         for i, tool in enumerate(self.tools):
             header = turn.call_written.format(name=tool.name)
@@ -493,16 +517,8 @@ class RoutedCallGrammar:
             else:
                 arguments, others = inner.alone(i)
                 rules += others
-            rules.append(f"routed_{i}: {literal_with(header)} {arguments}")
-        return "\n".join(rules)
-
-    def strict(self) -> str:
-        """Not wanted of this kind."""
-        raise not_wanted()
-
-    def or_else(self, schema: str) -> str:
-        """Not wanted of this kind."""
-        raise not_wanted()
+            rules.append(f"routed_{i}: {self._literal(header)} {arguments}")
+        return rules
 
 
 def unwritable(tool: ToolParameters, name: str) -> InvalidRequestError:

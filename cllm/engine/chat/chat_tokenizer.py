@@ -286,8 +286,8 @@ class _KnownTemplate:
             tuple(parameters_of(prompt.tools or ())),
             prefix,
             self._spelled,
-            self._grammar(prompt, found),
-            self._thinking(prompt, found, prefix),
+            grammar := self._grammar(prompt, found),
+            self._thinking(prompt, found, prefix, has_grammar=grammar is not None),
         )
 
     def _grammar(self, prompt: ChatPrompt, found: OutputFormat) -> str | None:
@@ -319,9 +319,11 @@ class _KnownTemplate:
             say_ignored(tool.field, tool.document.ignored)
         return written
 
-    def _thinking(self, prompt: ChatPrompt, found: OutputFormat, prefix: str) -> Thinking | None:
-        is_call = found.turn is not None and prompt.tool_choice not in ("auto", "none")
-        if (thought := found.thought) is None or is_call:  # its grammar has the thought in it
+    def _thinking(
+        self, prompt: ChatPrompt, found: OutputFormat, prefix: str, *, has_grammar: bool
+    ) -> Thinking | None:
+        is_inside = found.turn is not None and has_grammar  # the grammar has the thought in it
+        if (thought := found.thought) is None or is_inside:
             return None
         start, ends, written = thought
         return Thinking(

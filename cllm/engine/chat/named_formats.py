@@ -54,6 +54,9 @@ NAMED: dict[str, OutputFormat] = {
             ),
             call_written=" to={name}<|message|>",
             thought_written=(" to=self<|message|>", "<|eom|><|start|>assistant"),
+            answer_written=" to=user<|message|>",
+            others_written=(" to=self<|message|>",),
+            between="<|eom|><|start|>assistant",
             markers=("<|start|>", "<|message|>", "<|eom|>", "<|eot|>"),
         )
     ),
@@ -66,6 +69,8 @@ NAMED: dict[str, OutputFormat] = {
             content_route="^all$",
             call_route=r"^(?!all$)(?P<name>\S+)$",
             call_written="{name}\n",
+            answer_written="all\n",
+            between=">>>",
         )
     ),
     "kimi-k2": OutputFormat(

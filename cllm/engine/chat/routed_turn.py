@@ -62,6 +62,10 @@ class RoutedTurn:
         What the model writes before and behind a thought.
     call_written : str
         The header of a call as the model writes it, with `{name}` in it.
+    answer_written, others_written : str, tuple of str
+        The header of an answer, and those of other messages that are no calls.
+    between : str
+        What ends a message that is no call and begins the next one.
     answers, answer : tuple of str, str
         Headers that begin an answer behind thoughts; what ends a thought and begins an answer.
     """
@@ -78,6 +82,9 @@ class RoutedTurn:
     words: str = "(?s:.+)"
     thought_written: tuple[str, str] = ("", "")
     call_written: str = ""
+    answer_written: str = ""
+    others_written: tuple[str, ...] = ()
+    between: str = ""
     answers: tuple[str, ...] = ()
     answer: str = ""
     markers: tuple[str, ...] = field(default=())
@@ -177,6 +184,9 @@ HARMONY = RoutedTurn(
     words=r"<\|(?:channel|constrain)\|>|to=[\w.-]*|\b(?:analysis|commentary|final|json|code|assistant)\b",
     thought_written=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
     call_written="<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
+    answer_written="<|channel|>final<|message|>",
+    others_written=("<|channel|>analysis<|message|>", "<|channel|>commentary<|message|>"),
+    between="<|end|><|start|>assistant",
     answers=("<|channel|>final<|message|>", "<|channel|>commentary"),
     answer="<|end|><|start|>assistant<|channel|>final<|message|>",
     markers=("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +12,18 @@ from typing import Any
 import pytest
 
 from cllm.bindings import Model
+from cllm.engine.chat.call_grammar import RoutedCallGrammar
 from cllm.engine.chat.chat_prompt import ChatPrompt
 from cllm.engine.chat.chat_tokenizer import ChatTokenizer
+from cllm.engine.chat.routed_turn import HARMONY
+from cllm.engine.chat.tool_schema import parameters_of
 from cllm.engine.config import EMBEDDED_MODEL
 from cllm.engine.constraints.llguidance import Guidance
 from tests.conftest import examples
 from tests.engine.chat.referee import Referee
 from tests.engine.chat.test_chat_template import FEW_IN_FAST, TEMPLATES
 from tests.engine.chat.test_formats import TOOL, USER, call, read_back
+from tests.engine.chat.test_output_parser import channels_of
 from tests.engine.chat.tool_schemas import cases
 
 # What these write has more in it than a call needs, ids, indentation, Python's notation of lists, the
@@ -157,6 +162,100 @@ def test_calls_or_an_answer_of_a_schema(model: Model, guidance: Guidance) -> Non
         '<tool_call>\n{"name": "get_weather", "arguments": {"city": "A"}}\n</tool_call>',
     )  # fmt: skip
     assert not is_whole(matcher, model, '"text"')
+
+
+ROUTED = {
+    "openai-gpt-oss-120b": (
+        "<|channel|>analysis<|message|>Hm <b>.<|end|><|start|>assistant",
+        "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>",
+        "<|channel|>final<|message|>",
+    ),
+    "muse-glimmer": (
+        " to=self<|message|>Hm <b>.<|eom|><|start|>assistant",
+        ' to=get_weather<|message|><atem:function_calls>\n<atem:invoke name="get_weather">\n',
+        " to=user<|message|>",
+    ),
+    "meetkai-functionary-medium-v3.2": ("all\nLet me look.>>>", "get_weather\n", "all\n"),
+}
+
+
+@pytest.mark.parametrize("name", ROUTED)
+def test_strict_tools_of_a_model_that_routes_leave_messages_free_and_calls_right(
+    name: str, model: Model, guidance: Guidance
+) -> None:
+    before, header, answer_header = ROUTED[name]
+    is_tagged = "atem" in header
+
+    def call_of(key: str) -> str:
+        if not is_tagged:
+            return header + json.dumps({key: "Oslo"})
+        argument = f'<atem:parameter name="{key}">Oslo</atem:parameter>'
+        return f"{header}{argument}\n</atem:invoke>\n</atem:function_calls>"
+
+    answer = answer_of(model, name, strict=True)
+    assert answer.thinking is None, "the grammar has the thought in it"
+    matcher = guidance.compile("tools", answer.grammar).start().matcher
+    for text in ("", before, before * 2):
+        assert is_whole(matcher, model, f"{text}{answer_header}Hello, <there> {{}}!")
+        assert is_whole(matcher, model, text + call_of("city"))
+        assert not is_whole(matcher, model, text + call_of("town"))
+        _, _, calls = channels_of(answer.parser("x"), [text + call_of("city")])
+        assert [(one, json.loads(two)) for one, two in calls] == [("get_weather", {"city": "Oslo"})]
+
+
+@pytest.mark.parametrize("name", ROUTED)
+def test_calls_or_an_answer_of_a_schema_of_a_model_that_routes(
+    name: str, model: Model, guidance: Guidance
+) -> None:
+    before, header, answer_header = ROUTED[name]
+    answer = answer_of(model, name, json_schema='{"type": "integer"}')
+    matcher = guidance.compile("tools", answer.grammar).start().matcher
+    thought = before if "Hm" in before else ""
+    assert is_whole(matcher, model, f"{thought}{answer_header}42")
+    assert not is_whole(matcher, model, f"{thought}{answer_header}Hello")
+    if "atem" not in header:
+        assert is_whole(matcher, model, thought + header + '{"city": "Oslo"}')
+
+
+def test_markers_of_routed_messages_may_be_control_tokens(model: Model, guidance: Guidance) -> None:
+    tokens = {256: b"<|end|>", 258: b"<|message|>", 259: b"<|channel|>"}
+    numbers = {name.decode(): token for token, name in tokens.items()}
+    grammar = RoutedCallGrammar(HARMONY, parameters_of([TOOL]), False, tokens)
+    matcher = guidance.compile("tools", grammar.strict()).start().matcher
+
+    def is_taken(text: str) -> bool:
+        found: list[int] = []
+        for part in re.split(f"({'|'.join(map(re.escape, numbers))})", text):
+            known = [numbers[part]] if part in numbers else None
+            found += known or model.vocab.tokenize(part, add_special=False)
+        again = matcher.deep_copy()
+        return bool(again.try_consume_tokens(found) == len(found) and again.is_accepting())
+
+    thought, header, answer_header = ROUTED["openai-gpt-oss-120b"]
+    right = json.dumps({"city": "Oslo"})
+    assert is_taken(f"{thought}{answer_header}Hello")
+    assert is_taken(f"{thought * 2}{header}{right}")
+    assert not is_taken(f'{thought}{header}{{"city": 5}}')
+    assert not is_taken(f"{thought}Hello")
+
+
+def answer_of(
+    model: Model, name: str, *, strict: bool = False, json_schema: str | None = None
+) -> Any:
+    """The answer to a chat with a tool, of the model with this template."""
+    (path,) = (path for path in TEMPLATES if path.stem == name)
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    function = {"name": "get_weather", "strict": strict, "parameters": schema}
+    chat = ChatTokenizer(model.vocab, path.read_text(), None)
+    prompt = ChatPrompt.of([USER], tools=[{"type": "function", "function": function}])
+    answer = chat._plain._answer(replace(prompt, json_schema=json_schema), "")
+    chat.close()
+    return answer
 
 
 def test_strict_tools_leave_text_free_and_calls_right(model: Model, guidance: Guidance) -> None:
