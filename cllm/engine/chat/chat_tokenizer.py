@@ -17,7 +17,7 @@ from cllm.engine.chat.call_grammar import CallGrammar, RoutedCallGrammar
 from cllm.engine.chat.chat_prompt import TOOL_CHOICES, ChatPrompt
 from cllm.engine.chat.chat_template import ChatTemplate, template_child
 from cllm.engine.chat.control_tokens import Piece, tokens_of
-from cllm.engine.chat.conversation import mended, mended_tools
+from cllm.engine.chat.conversation import mended, mended_tools, plain_tools
 from cllm.engine.chat.format_detection import QUESTION, detect_format
 from cllm.engine.chat.messages import with_reasoning
 from cllm.engine.chat.named_formats import DEFAULT_CALLS
@@ -245,9 +245,16 @@ class _KnownTemplate:
         if prompt.continue_final_message:
             sentinel = _unused(self._source, messages, tools, kwargs)
             messages[-1] = _marked_end(with_reasoning(messages[-1]), sentinel)
-        pieces = self._pieces(
-            messages, tools, prompt.add_generation_prompt and not sentinel, kwargs
-        )
+        begins_answer = prompt.add_generation_prompt and not sentinel
+        try:
+            pieces = self._pieces(messages, tools, begins_answer, kwargs)
+        except InvalidRequestError as error:
+            if not tools:
+                raise
+            try:
+                pieces = self._pieces(messages, plain_tools(tools), begins_answer, kwargs)
+            except InvalidRequestError:
+                raise error from None
         if sentinel:
             pieces = _cut_at(pieces, sentinel)
         text = "".join(piece.text for piece in pieces)

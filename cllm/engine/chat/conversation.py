@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cllm.engine.chat.call_literals import PythonCalls
@@ -21,6 +21,7 @@ from cllm.engine.chat.named_formats import DEFAULT_CALLS
 from cllm.engine.chat.template_abilities import TemplateAbilities
 
 SYSTEMS = ("system", "developer")
+MAX_PLAIN_DEPTH = 16  # of a schema for a template
 CUT_OFF = "_cut_off"  # where arguments are that are no object
 TOOL_PROMPT = """You may call one or more of these tools, each given with a JSON schema of its \
 arguments:
@@ -161,6 +162,43 @@ def mended_tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]
         {**tool, "function": {**tool["function"], **function}}
         for tool, function in zip(tools, functions, strict=True)
     ]
+
+
+def plain_tools(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the tools for a template that cannot write them as they are.
+
+    Each schema then has one type, a description, and what its type has.  Only the text of the prompt is
+    made of it: calls are constrained by the schemas as they were given.
+    """
+    return [
+        {**tool, "function": {**function, "parameters": _plain_schema(function["parameters"])}}
+        for tool in tools
+        for function in [tool["function"]]
+    ]
+
+
+def _plain_schema(schema: object, depth: int = 0) -> dict[str, Any]:
+    given = dict(schema) if isinstance(schema, Mapping) and depth < MAX_PLAIN_DEPTH else {}
+    options = given.pop("anyOf", None) or given.pop("oneOf", None)
+    for option in options if isinstance(options, list) else ():
+        if isinstance(option, Mapping) and option.get("type") != "null":
+            given = {**option, **given}
+            break
+    kinds = given.get("type")
+    if isinstance(kinds, list):
+        kinds = next((kind for kind in kinds if kind != "null"), None)
+    if not isinstance(kinds, str):
+        kinds = "object" if not depth or "properties" in given or "$ref" in given else "string"
+    plain = {**given, "type": kinds, "description": given.get("description") or ""}
+    if kinds == "object":
+        members = given.get("properties")
+        members = members if isinstance(members, Mapping) else {}
+        plain["properties"] = {k: _plain_schema(v, depth + 1) for k, v in members.items()}
+        plain["required"] = given.get("required") or []
+        plain["additionalProperties"] = _plain_schema(given.get("additionalProperties"), depth + 1)
+    elif kinds == "array":
+        plain["items"] = _plain_schema(given.get("items"), depth + 1)
+    return plain
 
 
 def _mended_message(

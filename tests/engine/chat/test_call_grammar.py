@@ -274,3 +274,33 @@ def test_strict_tools_leave_text_free_and_calls_right(model: Model, guidance: Gu
     assert is_whole(matcher, model, begin + '{"city": "A"}}\n</tool_call>')
     tokens = model.vocab.tokenize(begin + '{"town": 5', add_special=False)
     assert matcher.try_consume_tokens(tokens) < len(tokens)
+
+
+def only(**schema: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": schema}}
+
+
+# Schemas that some template cannot write.
+UNUSUAL: list[Any] = [
+    None, {}, {"type": "object"}, {"type": "object", "required": []}, only(description="x"),
+    only(anyOf=[{"type": "string"}, {"type": "null"}], default=None),
+    only(type=["string", "null"]), only(enum=["x", 1, None]), only(type="array"),
+    only(type="array", items={"anyOf": [{"type": "string"}, {"type": "integer"}]}),
+    only(type="array", prefixItems=[{"type": "string"}], items=False), only(type="object"),
+    only(type="object", additionalProperties={"type": "integer"}),
+    only(type="object", properties={"b": {"type": ["array", "null"], "items": only(enum=[1])}}),
+    {"type": "object", "properties": {"a": True}},
+    {**only(**{"$ref": "#/$defs/A"}), "$defs": {"A": only(type="integer")}},
+    {"anyOf": [only(type="string"), only(type="integer")]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", FEW_IN_FAST, ids=lambda path: path.stem)
+def test_every_template_writes_a_tool_whatever_its_schema_says(path: Path, model: Model) -> None:
+    chat = ChatTokenizer(model.vocab, path.read_text(), None)
+    for schema in UNUSUAL:
+        function = {"name": "book_trip"} | ({} if schema is None else {"parameters": schema})
+        prompt = ChatPrompt.of([USER], tools=[{"type": "function", "function": function}])
+        text = "".join(piece.text for piece in chat.render(prompt).pieces)
+        assert "book_trip" in text, schema
+    chat.close()
