@@ -145,16 +145,28 @@ class KVCacheManager:
                 self._place(sequence, self._match(sequence, running))
 
     def n_shareable(self, sequence: Sequence, running: Iterable[Sequence]) -> int:
-        """The first tokens of a sequence that it would not have to compute now."""
+        """Return the number of first tokens that a sequence would not have to compute now."""
         if sequence.swapped is not None:
             return sequence.n_restorable
-        match = self._match(sequence, running)
-        n_tokens = max(match.n_tokens, match.n_expected)
-        prefix, n_saved = self._in_tiers(sequence, n_tokens)
-        if prefix is not None and prefix.state is None and self.tiers is not None:
+        n_tokens, _, n_saved = self._shareable(sequence, running)
+        return max(n_tokens, n_saved)
+
+    def prefetch(self, sequence: Sequence, running: Iterable[Sequence]) -> None:
+        """Let the prefix be read from its file that a sequence would go on from; the sequence waits for it."""
+        if sequence.swapped is not None or self.tiers is None or not self.tiers.has_files:
+            return
+        _, prefix, _ = self._shareable(sequence, running)
+        if prefix is not None and prefix.state is None:
             sequence.awaits = prefix
             self.tiers.load(prefix)
-        return max(n_tokens, n_saved)
+
+    def _shareable(
+        self, sequence: Sequence, running: Iterable[Sequence]
+    ) -> tuple[int, SavedPrefix | None, int]:
+        """Return the tokens that others have in cells, and a saved prefix that has more, with its number."""
+        match = self._match(sequence, running)
+        n_tokens = max(match.n_tokens, match.n_expected)
+        return n_tokens, *self._in_tiers(sequence, n_tokens)
 
     def _choose_state(self, sequence: Sequence, match: Match) -> None:
         """Let a sequence go on from a copy: its own, or a saved prefix if that is faster than computing it.
@@ -371,7 +383,7 @@ class KVCacheManager:
         if self.kv_cache.kv_unified:
             self._keep_copy(slot, tokens, lora)
             return False
-        if self._is_kept(tokens, lora):
+        if not self._make_way(tokens, lora):
             return False
         self.truncate(slot, n_tokens)
         self.kv_cache.set_cached(slot, True)
@@ -384,7 +396,7 @@ class KVCacheManager:
 
     def _keep_copy(self, slot: Slot, tokens: Tokens, lora: LoraUse) -> bool:
         """Remember the first tokens of a slot under a seq_id of their own, which shares its cells; whether it was new."""
-        if self._is_kept(tokens, lora):
+        if not self._make_way(tokens, lora):
             return False
         kv_cache, entries = self.kv_cache, self.prefixes.entries
         while entries and kv_cache.n_cached_ids >= kv_cache.n_seq_ids - self._n_seq_max:
@@ -396,18 +408,20 @@ class KVCacheManager:
         self._remember(CachedPrefix(tokens, kept, lora))
         return True
 
-    def _is_kept(self, tokens: Tokens, lora: LoraUse) -> bool:
-        """Whether these tokens are cached, perhaps as part of more; what they make needless is evicted."""
-        n_tokens = len(tokens)
-        n_most = None if self._can_truncate else n_tokens
-        covering = self.prefixes.covering(tokens, lora, n_most=n_most)
-        if covering is not None:
+    def _covering(self, tokens: Tokens, lora: LoraUse) -> CachedPrefix | None:
+        """Return a cached prefix that has these tokens, perhaps as part of more."""
+        n_most = None if self._can_truncate else len(tokens)
+        return self.prefixes.covering(tokens, lora, n_most=n_most)
+
+    def _make_way(self, tokens: Tokens, lora: LoraUse) -> bool:
+        """Evict what a new entry makes needless; False if another has these tokens, which is used then."""
+        if (covering := self._covering(tokens, lora)) is not None:
             self.prefixes.touch(covering)
-            return True
+            return False
         if self._can_truncate:  # a part of the longer one does for the shorter
             for entry in self.prefixes.covered_by(tokens, lora):
                 self.evict(entry, saves=False)
-        return False
+        return True
 
     def _remember(self, entry: CachedPrefix) -> None:
         self.prefixes.entries.append(entry)
@@ -429,7 +443,10 @@ class KVCacheManager:
         tiers = self.tiers
         if tiers is None or self.fault is not None or len(tokens) < MIN_SAVED:
             return None
-        if tiers.has(tokens, lora) or self._swap.copy_s(len(tokens)) > self._may_pause_s():
+        if (covering := tiers.covering(tokens, lora)) is not None:
+            tiers.touch(covering)
+            return None
+        if self._swap.copy_s(len(tokens)) > self._may_pause_s():
             return None
         state = self._swap.copy_of(slot, f"prefix of {len(tokens)} tokens")
         return None if state is None else tiers.add(tokens, lora, state)

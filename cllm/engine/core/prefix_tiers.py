@@ -172,13 +172,15 @@ class PrefixTiers:
         n_alike = common_length(prefix.tokens, wanted, prefix.lora, lora)
         return 0 if self._whole_only and n_alike < len(prefix.tokens) else n_alike
 
-    def has(self, tokens: Tokens, lora: LoraUse) -> bool:
-        """Whether these tokens are kept, perhaps as the beginning of more; they are in use then."""
+    @property
+    def has_files(self) -> bool:
+        """True if prefixes may be in files."""
+        return self._store is not None
+
+    def covering(self, tokens: Tokens, lora: LoraUse) -> SavedPrefix | None:
+        """Return a prefix that has these tokens, perhaps as the beginning of more; None if none has."""
         prefix, n_usable = self.match(tokens, lora)
-        if prefix is None or n_usable < len(tokens):
-            return False
-        self.touch(prefix)
-        return True
+        return prefix if n_usable == len(tokens) else None
 
     # --- Coming and going --------------------------------------------------------------------
     def add(self, tokens: Tokens, lora: LoraUse, state: SequenceState) -> SavedPrefix | None:

@@ -81,6 +81,7 @@ class RunQueue:
         if request.state is not None:
             self._manager.adopt(sequence, request.state)
         sequence.n_shareable = self._manager.n_shareable(sequence, self.running)
+        self._manager.prefetch(sequence, self.running)
         logger.debug("request %s: new, %d prompt tokens", request.request_id, sequence.n_prompt)
 
     def cancel(self, request_id: str, *, saves_state: bool = False) -> None:

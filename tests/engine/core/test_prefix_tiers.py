@@ -48,6 +48,24 @@ def sequence_of(parts: list[int]) -> Tokens:
     return tokens_of(*(range(part * 100, part * 100 + 20 + 13 * part) for part in parts))
 
 
+def is_used(tiers: PrefixTiers, tokens: Tokens) -> bool:
+    """Use these tokens, if they are there."""
+    if (covering := tiers.covering(tokens, NO_LORA)) is None:
+        return False
+    tiers.touch(covering)
+    return True
+
+
+def test_a_question_changes_nothing() -> None:
+    tiers = PrefixTiers(n_bytes_max=300)
+    first, second, third = (tokens_of(range(n * 1000, n * 1000 + 64)) for n in range(3))
+    for tokens in (first, second):
+        tiers.add(tokens, NO_LORA, state_of(tokens, 150))
+    assert tiers.covering(first, NO_LORA) is not None
+    tiers.add(third, NO_LORA, state_of(third, 150))
+    assert tiers.covering(first, NO_LORA) is None, "it was asked for, not used"
+
+
 @given(st.lists(PARTS, max_size=10), PARTS, st.booleans())
 def test_what_is_found_is_the_longest_to_the_token(
     kept: list[list[int]], wanted_parts: list[int], whole_only: bool
@@ -55,7 +73,7 @@ def test_what_is_found_is_the_longest_to_the_token(
     tiers, wanted = PrefixTiers(n_bytes_max=MIB, whole_only=whole_only), sequence_of(wanted_parts)
     for parts in kept:
         tokens = sequence_of(parts)
-        if not tiers.has(tokens, NO_LORA):
+        if not is_used(tiers, tokens):
             tiers.add(tokens, NO_LORA, state_of(tokens))
     found, n_found = tiers.match(wanted, NO_LORA)
     best = 0
@@ -77,7 +95,7 @@ def test_it_never_has_more_bytes_than_it_may_and_counts_them(
     tiers = PrefixTiers(n_bytes_max=1000)
     for number, n_bytes in steps:
         tokens = tokens_of(range(number * 1000, number * 1000 + BLOCK + number))
-        if not tiers.has(tokens, NO_LORA):
+        if not is_used(tiers, tokens):
             tiers.add(tokens, NO_LORA, state_of(tokens, n_bytes))
         assert tiers.n_bytes <= 1000
         assert tiers.n_bytes == sum(p.n_bytes for p in tiers._all if p.state is not None)
@@ -91,15 +109,15 @@ def test_what_gives_least_for_its_bytes_and_was_not_used_for_long_goes_first() -
     tiers.add(small, NO_LORA, state_of(small, 50))
     tiers.add(large, NO_LORA, state_of(large, 200))
     tiers.add(new, NO_LORA, state_of(new, 100))
-    assert [tiers.has(tokens, NO_LORA) for tokens in (small, large, new)] == [True, False, True]
+    assert [is_used(tiers, tokens) for tokens in (small, large, new)] == [True, False, True]
     used, other, last = (tokens_of(range(n * 1000, n * 1000 + 64)) for n in range(3, 6))
     tiers.clear()
     for tokens in (used, other):
         tiers.add(tokens, NO_LORA, state_of(tokens, 150))
     tiers.add(last, NO_LORA, state_of(last, 150))  # `used` goes: equal, and the oldest
-    assert tiers.has(other, NO_LORA)
+    assert is_used(tiers, other)
     tiers.add(used, NO_LORA, state_of(used, 150))
-    assert [tiers.has(tokens, NO_LORA) for tokens in (used, other, last)] == [True, True, False]
+    assert [is_used(tiers, tokens) for tokens in (used, other, last)] == [True, True, False]
 
 
 def test_a_longer_one_makes_its_beginnings_needless_but_where_only_all_can_be_used() -> None:
