@@ -73,6 +73,7 @@ class AnswerStream:
         self._events: deque[bytes] = deque()
         self._completion: Completion | None = None
         self._failure: GenerationError | None = None
+        self._last: TokenDelta | None = None  # of a step that was cancelled after it had come
         self._is_late = False  # its time was over, and nobody there to say so
 
     async def __aenter__(self) -> Self:
@@ -103,6 +104,9 @@ class AnswerStream:
         ServerError
             Nobody goes on with it.
         """
+        if self._last is not None:
+            last, self._last = self._last, None
+            return last
         while self._completion is None:
             try:
                 await self._open()
@@ -243,13 +247,18 @@ class AnswerStream:
     async def _end(self, last: TokenDelta, account: Mapping[str, Any]) -> TokenDelta:
         self._answer.add(last, time.monotonic())
         self._conclude(last, account)
-        with anyio.move_on_after(END_S):
-            try:
-                while self._chunks is not None:
-                    await anext(self._chunks)
-            except (StopAsyncIteration, httpx.TransportError):
-                pass
-        await self._close()
+        try:
+            with anyio.move_on_after(END_S):
+                try:
+                    while self._chunks is not None:
+                        await anext(self._chunks)
+                except (StopAsyncIteration, httpx.TransportError):
+                    pass
+        except anyio.get_cancelled_exc_class():
+            self._last = last  # for the next step
+            raise
+        finally:
+            await self._close()
         return last
 
     def _conclude(self, last: TokenDelta, account: Mapping[str, Any]) -> None:

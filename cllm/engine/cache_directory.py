@@ -62,12 +62,12 @@ def write_cached(name: str, values: Mapping[str, object]) -> None:
 
 
 def replace_json(file: Path, values: Mapping[str, object]) -> None:
-    """Write a file of JSON in place of another, and make its directory.
+    """Replace a JSON file in one step, and make its directory.
 
     Raises
     ------
     OSError
-        The file stays as it was, and nothing else is left: of a full disk, for example.
+        The disk is full, for example.  The file is unchanged, and no temporary file is left.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     # Another process may read meanwhile: it finds the old file, or the new one.

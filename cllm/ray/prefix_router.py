@@ -24,7 +24,7 @@ logger = logging.getLogger("cllm.ray")
 
 NAME = "cllm-router"
 STATISTICS_PERIOD_S = 0.2
-# For a replica to say how much it has to do now.
+# Timeout for an answer to `get_queue_len`.
 ANSWER_S = 1.0
 N_ASKED_MAX = 1000
 
@@ -82,6 +82,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc,unused-ignore]
         self._table = PrefixTable()
         # The statistics that were known when a request was last sent there, and how many were since.
         self._sent: dict[str, tuple[object, int]] = {}
+        self._counting: asyncio.Task[None] | None = None
 
     async def choose_replicas(
         self,
@@ -97,7 +98,10 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc,unused-ignore]
         if pending_request is not None and load:
             keys, session = pending_request.args
             if not session and self._table.is_diverted(keys, load):
-                await self._count(by_name)
+                # All that would leave at once wait for one answer: each would subtract what has ended.
+                if self._counting is None or self._counting.done():
+                    self._counting = asyncio.create_task(self._count(by_name))
+                await asyncio.shield(self._counting)
                 load = {name: self._load(name, replica) for name, replica in by_name.items()}
         order = sorted(load, key=lambda name: load[name])
         if pending_request is not None and order:

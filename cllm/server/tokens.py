@@ -28,7 +28,7 @@ MAX_TOKENS = 1 << 20
 async def tokenize(body: TokenizeBody, request: Request) -> Response:
     """The tokens of `content`; with `with_pieces`, the text of each.
 
-    With vLLM's `prompt` in place of `content`, also how many these are, and how many a sequence can have.
+    With vLLM's `prompt` in place of `content`, the answer also has `count` and `max_model_len`.
     """
     state = state_of(request)
     engine = state.serving
@@ -59,7 +59,7 @@ def _asked(body: TokenizeBody, n_ctx: int) -> tuple[str, bool, int | None]:
 
 @router.get("/tokenizer_info", summary="The chat template, and the tokens at the ends of a prompt")
 async def tokenizer_info(request: Request) -> dict[str, str | int | None]:
-    """vLLM's; lm-eval takes its tokens from `/tokenize` of a server that answers this."""
+    """Return what vLLM's route returns; lm-eval asks for it with `tokenizer_backend=remote`."""
     model = state_of(request).serving.model
     return {
         "tokenizer_class": "cllm",

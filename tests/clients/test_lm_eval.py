@@ -40,7 +40,11 @@ def url() -> Iterator[str]:
 def answers_of(model: str, url: str, folder: Path) -> dict[str, list[Any]]:
     command = [sys.executable, "-W", "ignore", "-m", "tests.clients.lm_eval_run"]
     done = subprocess.run(
-        [*command, model, url, str(folder)], capture_output=True, text=True, check=False
+        [*command, model, url, str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]

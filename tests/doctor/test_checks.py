@@ -223,7 +223,7 @@ def test_a_model_that_ends_its_process_ends_a_child_and_is_reported(deadly_model
     check = preflight_check(deadly_model)
     assert (check.name, check.status) == ("preflight", Status.FAILED)
     assert check.text.startswith(
-        f"cannot load {str(deadly_model)!r}: a process with it ended with SIGABRT: "
+        f"cannot load {str(deadly_model)!r}: the process that tried it ended with SIGABRT: "
     )
     assert "GGML_ASSERT" in check.text
     assert by_name(examine(deadly_model, n_threads=1))["preflight"] == check

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import warnings
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -35,9 +36,18 @@ class FakeReplica:
         return SimpleNamespace(unique_id=self.name)
 
     async def get_queue_len(self, *, deadline_s: float) -> int:
+        await asyncio.sleep(0)
         if self.fails:
             raise ConnectionError("the replica is gone")
         return self.n_now
+
+
+def pending(session: str = "") -> Any:
+    """A request with the beginning that all have."""
+    return SimpleNamespace(
+        args=(keys_of(b"a long conversation" * 50), session),
+        routing_context=SimpleNamespace(should_backoff=False),
+    )
 
 
 async def names(
@@ -48,11 +58,7 @@ async def names(
     router.initialize_state()
     chosen: list[str] = []
     for _ in range(N_REQUESTS):
-        pending: Any = SimpleNamespace(
-            args=(keys_of(b"a long conversation" * 50), session),
-            routing_context=SimpleNamespace(should_backoff=False),
-        )
-        ((first,), *_) = await router.choose_replicas(replicas, pending)
+        ((first,), *_) = await router.choose_replicas(replicas, pending(session))
         chosen.append(first.name)
         first.n_now += stays
     return chosen
@@ -75,3 +81,21 @@ async def test_a_replica_that_does_not_answer_keeps_the_number_that_was_counted(
 async def test_a_session_stays_without_a_question() -> None:
     chosen = await names([FakeReplica("a", fails=True), FakeReplica("b", fails=True)], session="s")
     assert len(set(chosen)) == 1
+
+
+async def test_a_burst_after_requests_that_have_ended_is_shared() -> None:
+    replicas = [FakeReplica("a"), FakeReplica("b")]
+    router: Any = PrefixRouter.__new__(PrefixRouter)
+    router.initialize_state()
+
+    async def choose() -> str:
+        ((first,), *_) = await router.choose_replicas(replicas, pending())
+        first.n_now += 1
+        return str(first.name)
+
+    ended = [await choose() for _ in range(9)]
+    for replica in replicas:
+        replica.n_now = 0
+    burst = await asyncio.gather(*(choose() for _ in range(N_REQUESTS)))
+    assert len(set(ended)) == 1
+    assert min(burst.count("a"), burst.count("b")) >= N_REQUESTS // 2 - 8

@@ -173,7 +173,7 @@ async def _ending(start: Any) -> str:
 
 
 def _kind_of_refusal(reason: str) -> str:
-    if (found := re.match(r"(SIG\w+) ends a process with it", reason)) is not None:
+    if (found := re.match(r"the process that tried it ended with (SIG\w+)", reason)) is not None:
         return found[1]
     return "hangs" if "does not end within" in reason else "refused"
 

@@ -192,7 +192,8 @@ class Tried:
 
     def add(self, k: int, run: Run, affected: set[str] | None, free: str | None) -> None:
         """Count a run that was checked."""
-        if not run.met and run.n_calls.get(self.row.function, 0) < k:
+        self.wrong += [f"{self.row}, call {k}: {wrong}" for wrong in run.wrong]
+        if not run.met:
             self.n_missed += 1
             return
         self.n_tried += 1
@@ -200,7 +201,6 @@ class Tried:
         self.n_ended += len(run.failed | run.refused)
         self.n_exact += len(run.whole - {free})
         self.outcomes[_words(run, affected)] += 1
-        self.wrong += [f"{self.row}, call {k}: {wrong}" for wrong in run.wrong]
 
 
 def _words(run: Run, affected: set[str] | None) -> str:
@@ -236,7 +236,8 @@ async def try_call(bench: Bench, row: Row, k: int) -> tuple[Run, set[str] | None
     run = await bench.run(fault, FIRST_FAULT) if row.recovers else await bench.run(fault)
     run.met = [met for met in run.met if met.fault is fault]
     if not run.met:
-        run.wrong.append("the fault was not met")
+        if run.n_calls.get(row.function, 0) >= k:
+            run.wrong.append("the fault was not met")
         return run, set(), None
     affected, free = affected_by(row, run)
     bench.check(run, affected, free)

@@ -36,7 +36,7 @@ ATTRIBUTE = r'/ [a-z_]{1,20}="[^"<>&]{0,40}"/'  # that may follow a name
 SPACES = r"/[ \t\r\n]*/"
 PYTHON = Notation(
     quote="'",
-    # Of characters: beside a large `maxLength`, `~(…)` becomes too large an automaton.
+    # A class of characters: beside a large `maxLength`, `~(…)` becomes too large an automaton.
     writable=r"/[^\x00-\x1f\x7f'\\]*/",
     constants={"null": "None", "true": "True", "false": "False"},
     json_strings=True,
@@ -456,31 +456,50 @@ def _joined(text: str, spelled: Mapping[int, bytes]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RoutedCallGrammar:
-    """The same for calls that are messages with headers; arguments as for `CallGrammar`."""
+    """The same for calls that are messages with headers.
+
+    Parameters
+    ----------
+    turn : RoutedTurn
+    tools, parallel, spelled
+        As of `CallGrammar`.
+    continues : bool
+        The prompt ends inside of a message.
+    """
 
     turn: RoutedTurn
     tools: Sequence[ToolParameters]
     parallel: bool
     spelled: Mapping[int, bytes]
+    continues: bool = False
 
     def required(self) -> str:
         """Return one call, behind a thought where the model thinks."""
+        self._check_begins()
         return "\n".join([f"start: {self._thought()} call", *self._rules()])
 
     def strict(self) -> str:
-        """Return messages, of which the last may be a call, which is right."""
+        """Return any number of messages, then an answer or one valid call."""
         turn = self.turn
         headers = " | ".join(map(self._literal, (turn.answer_written, *turn.others_written)))
         behind = self._up_to(turn.between, "more")
         start = f"start: (header {behind})* (header TEXT | call)"
+        if self.continues:
+            start = f"start: TEXT | {behind} (header {behind})* (header TEXT | call)"
         return "\n".join([start, f"header: {headers}", *self._rules()])
 
     def or_else(self, schema: str) -> str:
         """Return a call, or JSON of a schema as the answer, behind a thought where the model thinks."""
+        self._check_begins()
         answer = json_of(enforceable("json_schema", json.loads(schema)), is_strict=True)
         begin = self._literal(self.turn.answer_written)
         start = f"start: {self._thought()} (call | {begin} otherwise)"
         return "\n".join([start, f"otherwise: %json {answer}", *self._rules()])
+
+    def _check_begins(self) -> None:
+        if self.continues:
+            limit = "false where a call or an answer of a schema is asked for"
+            raise InvalidRequestError("continue_final_message", True, limit)
 
     def _thought(self) -> str:
         before, after = self.turn.thought_written

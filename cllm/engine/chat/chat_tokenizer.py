@@ -308,7 +308,9 @@ class _KnownTemplate:
             return None
         grammar: CallGrammar | RoutedCallGrammar
         if found.turn is not None:
-            grammar = RoutedCallGrammar(found.turn, tools, several, self._spelled)
+            grammar = RoutedCallGrammar(
+                found.turn, tools, several, self._spelled, prompt.continue_final_message
+            )
         else:
             assert found.calls is not None
             grammar = CallGrammar(found.calls, tools, several, self._spelled)
@@ -330,6 +332,9 @@ class _KnownTemplate:
         self, prompt: ChatPrompt, found: OutputFormat, prefix: str, *, has_grammar: bool
     ) -> Thinking | None:
         is_inside = found.turn is not None and has_grammar  # the grammar has the thought in it
+        if is_inside and prompt.reasoning_budget is not None:
+            limit = "left out: calls of this model are constrained together with its thought"
+            raise InvalidRequestError("reasoning_budget", prompt.reasoning_budget, limit)
         if (thought := found.thought) is None or is_inside:
             return None
         start, ends, written = thought

@@ -167,8 +167,9 @@ def mended_tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]
 def plain_tools(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the tools for a template that cannot write them as they are.
 
-    Each schema then has one type, a description, and what its type has.  Only the text of the prompt is
-    made of it: calls are constrained by the schemas as they were given.
+    Each schema then has one type, a description, and what its type has; objects inside of others are
+    written as mappings of text too.  Only the text of the prompt is made of it: calls are constrained by
+    the schemas as they were given.
     """
     return [
         {**tool, "function": {**function, "parameters": _plain_schema(function["parameters"])}}
@@ -195,7 +196,9 @@ def _plain_schema(schema: object, depth: int = 0) -> dict[str, Any]:
         members = members if isinstance(members, Mapping) else {}
         plain["properties"] = {k: _plain_schema(v, depth + 1) for k, v in members.items()}
         plain["required"] = given.get("required") or []
-        plain["additionalProperties"] = _plain_schema(given.get("additionalProperties"), depth + 1)
+        if depth:
+            rest = _plain_schema(given.get("additionalProperties"), depth + 1)
+            plain["additionalProperties"] = rest
     elif kinds == "array":
         plain["items"] = _plain_schema(given.get("items"), depth + 1)
     return plain

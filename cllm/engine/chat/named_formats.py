@@ -70,7 +70,7 @@ NAMED: dict[str, OutputFormat] = {
             call_route=r"^(?!all$)(?P<name>\S+)$",
             call_written="{name}\n",
             answer_written="all\n",
-            between=">>>",
+            between=">>>",  # which an answer of strict tools cannot have in it
         )
     ),
     "kimi-k2": OutputFormat(

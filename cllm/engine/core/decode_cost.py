@@ -22,7 +22,7 @@ from cllm.engine.core.tick_cost import TickCost, cells_attended
 
 @dataclass(frozen=True, slots=True)
 class TickShape:
-    """What a tick computes, for what it takes.
+    """Size of a tick, for estimates of its duration.
 
     Attributes
     ----------
@@ -83,8 +83,9 @@ class DecodeCost:
         self.rows = rows
         self.prompts = PromptCost()
         self._is_unified = is_unified
-        # Of the last tick that only decoded, of the last one with prompts, and of all of those since.
-        self._decoding_tick_s = self._prompts_tick_s = self._prompts_turn_s = 0.0
+        self._decoding_tick_s = 0.0  # the last tick that only decoded
+        self._prompts_tick_s = 0.0  # the last tick with prompts
+        self._prompts_turn_s = 0.0  # all ticks with prompts since the last one that only decoded
 
     def observe(self, tick: TickShape, n_held: int, *, total_s: float, planned_s: float) -> None:
         """Learn from a tick.
@@ -94,11 +95,11 @@ class DecodeCost:
         n_held : int
             Cells in use, of all sequences.
         total_s, planned_s : float
-            Of the tick, and of what came before its decode.
+            Seconds of the whole tick, and of its plan.
         """
         n_rows, n_attended = tick.n_rows, tick.n_attended
         if tick.is_decoding_only:
-            # Without a plan in which drafts may be made: what those cost is known to their drafter.
+            # Planning does not count: it may include drafting, whose cost the drafter knows.
             self.ticks.observe(n_rows, n_attended, total_s - planned_s)
             self._decoding_tick_s, self._prompts_turn_s = total_s, 0.0
             if tick.is_even or self._is_unified:

@@ -152,7 +152,7 @@ class KVCacheManager:
         return max(n_tokens, n_saved)
 
     def prefetch(self, sequence: Sequence, running: Iterable[Sequence]) -> None:
-        """Let the prefix be read from its file that a sequence would go on from; the sequence waits for it."""
+        """Start reading the saved prefix of a sequence from its file; the sequence waits for it."""
         if sequence.swapped is not None or self.tiers is None or not self.tiers.has_files:
             return
         _, prefix, _ = self._shareable(sequence, running)
@@ -163,7 +163,7 @@ class KVCacheManager:
     def _shareable(
         self, sequence: Sequence, running: Iterable[Sequence]
     ) -> tuple[int, SavedPrefix | None, int]:
-        """Return the tokens that others have in cells, and a saved prefix that has more, with its number."""
+        """Return how many tokens others have in cells, the saved prefix that has more, and how many."""
         match = self._match(sequence, running)
         n_tokens = max(match.n_tokens, match.n_expected)
         return n_tokens, *self._in_tiers(sequence, n_tokens)
@@ -414,7 +414,7 @@ class KVCacheManager:
         return self.prefixes.covering(tokens, lora, n_most=n_most)
 
     def _make_way(self, tokens: Tokens, lora: LoraUse) -> bool:
-        """Evict what a new entry makes needless; False if another has these tokens, which is used then."""
+        """Evict what a new entry makes needless; False if a cached prefix has its tokens, which is touched."""
         if (covering := self._covering(tokens, lora)) is not None:
             self.prefixes.touch(covering)
             return False

@@ -48,7 +48,7 @@ class LoadLora:
     Attributes
     ----------
     scale : float
-        With which it computes requests that name no adapters.
+        For requests that name no adapters.
     """
 
     name: str
@@ -130,7 +130,7 @@ class Ask:
     Attributes
     ----------
     call_id : int
-        Of the answer, too.
+        Number that the answer repeats.
     question : Question
     """
 

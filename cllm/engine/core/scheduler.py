@@ -46,7 +46,7 @@ class Chunk:
 
 
 def is_decoding(chunk: Chunk) -> bool:
-    """Return whether a chunk is the last token of a sequence, to be sampled after, and no more but drafts."""
+    """Return whether a chunk is the last token of a sequence, with or without drafts."""
     return chunk.n_tokens == 1 and chunk.completes and chunk.sequence.is_scored
 
 

@@ -15,7 +15,7 @@ The rows of prompts in a tick are limited by
 |---|---|
 | `n_prefill_chunk` | no `target_itl_ms`, and some sequence waits for the tick |
 | what keeps the gap between two tokens at the target | `target_itl_ms`, and some sequence waits for the tick |
-| what is best computed together | kinds are apart |
+| what is best computed together | `separates_prompts`, and a prompt is ready |
 | a row for each decoding sequence is left free | a tick of prompts alone |
 
 `scheduler.plan` then shares the rows.  Pure: no clock, no llama.cpp.
@@ -43,7 +43,7 @@ class Turns:
     ----------
     kv_cache : KVCache
     decoder : Decoder
-        For its limits alone.
+        Only its limits are read.
     config : EngineConfig
     cost : DecodeCost
 
@@ -64,7 +64,7 @@ class Turns:
         self._target_s = None if target_ms is None else target_ms / 1000.0
         self._n_prefill_chunk = config.n_prefill_chunk if target_ms is None else None
         self._n_prompts_turn = 0  # the last tick of prompts alone
-        self._last_id = -1  # of the decoding sequences, where they take turns
+        self._last_id = -1  # seq_id of the last decoding sequence that had its turn
 
     def plan(
         self, running: list[Sequence], n_rows: int, *, has_loras: bool, now: float
@@ -82,9 +82,9 @@ class Turns:
         ready = [s for s in running if s.is_ready]
         decoding = [s for s in ready if s.is_decoding]
         n_sets = len({s.loras for s in ready}) if has_loras else 1
-        has_both = self._decoder.separates_prompts and len(ready) > len(decoding)
-        n_together = self._cost.n_rows_together(self._kv_cache.n_held) if has_both else math.inf
-        is_prompts = has_both and self._is_prompts_turn(decoding)
+        has_prompts = self._decoder.separates_prompts and len(ready) > len(decoding)
+        n_together = self._cost.n_rows_together(self._kv_cache.n_held) if has_prompts else math.inf
+        is_prompts = has_prompts and self._is_prompts_turn(decoding)
         is_decoding = not is_prompts and self._are_kinds_apart(decoding)
         turn = running
         if is_prompts:

@@ -393,7 +393,10 @@ def _contents(config: EngineConfig) -> tuple[FileContent, ...]:
 
 
 def planned_contexts(config: EngineConfig) -> list[PlannedContext]:
-    """Return each file that gets a context, with what makes it."""
+    """Return the contexts that count for an estimate of memory, each with its file.
+
+    A draft model counts also where the model turns out to have a memory that cannot give up guesses.
+    """
 
     def draft(model: Model, config: EngineConfig) -> Context:
         n_seq_ids = config.kv_layout(model.n_ctx_train, state_bytes=0, is_windowed=False).n_seq_ids

@@ -232,7 +232,7 @@ def _check(output: bytes, returncode: int, path: str) -> None:
         failure = answer["reason"], answer["path"]
     except (ValueError, TypeError, KeyError):
         words = last_words[:MAX_WORDS]
-        how = f"a process with it ended with {how_ended(returncode)}: {words}"
+        how = f"the process that tried it ended with {how_ended(returncode)}: {words}"
         raise ModelLoadError(path, how) from None
     reason, of_path = failure
     if reason is not None:

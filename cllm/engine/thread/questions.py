@@ -23,7 +23,7 @@ from cllm.errors import CllmError, ModelLoadError
 
 
 class Questions:
-    """Those that are open, the first first.
+    """Open questions, the oldest first.
 
     Parameters
     ----------
@@ -44,17 +44,20 @@ class Questions:
     def take_events(self) -> list[Event]:
         """Return the answers that there are now; the other questions stay open."""
         events, asked, self._open = list[Event](), self._open, []
-        for ask in asked:
-            try:
-                answer = self._answer(ask.question)
-            except CllmError as error:
-                events.append(Answered(ask.call_id, error=error))
-                continue
-            if answer is None:
-                self._open.append(ask)
-            else:
-                events.append(Answered(ask.call_id, answer))
-        return events
+        try:
+            for ask in asked:
+                try:
+                    answer = self._answer(ask.question)
+                except CllmError as error:
+                    events.append(Answered(ask.call_id, error=error))
+                    continue
+                if answer is None:
+                    self._open.append(ask)
+                else:
+                    events.append(Answered(ask.call_id, answer))
+            return events
+        finally:
+            del events  # the traceback of an error holds this frame
 
     def _answer(self, question: Question) -> Answer | None:
         """Return the answer; None while there is none."""

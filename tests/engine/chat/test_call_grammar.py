@@ -19,6 +19,7 @@ from cllm.engine.chat.routed_turn import HARMONY
 from cllm.engine.chat.tool_schema import parameters_of
 from cllm.engine.config import EMBEDDED_MODEL
 from cllm.engine.constraints.llguidance import Guidance
+from cllm.errors import InvalidRequestError
 from tests.conftest import examples
 from tests.engine.chat.referee import Referee
 from tests.engine.chat.test_chat_template import FEW_IN_FAST, TEMPLATES
@@ -217,6 +218,25 @@ def test_calls_or_an_answer_of_a_schema_of_a_model_that_routes(
         assert is_whole(matcher, model, thought + header + '{"city": "Oslo"}')
 
 
+def test_an_answer_of_a_model_that_routes_may_be_continued(
+    model: Model, guidance: Guidance
+) -> None:
+    answer = answer_of(model, "openai-gpt-oss-120b", strict=True, continue_final_message=True)
+    _, header, _ = ROUTED["openai-gpt-oss-120b"]
+    matcher = guidance.compile("tools", answer.grammar).start().matcher
+    behind = " Oslo is fine.<|end|><|start|>assistant"
+    assert is_whole(matcher, model, " Oslo is fine.")
+    assert is_whole(matcher, model, behind + header + '{"city": "Oslo"}')
+    assert not is_whole(matcher, model, behind + header + '{"town": "Oslo"}')
+    with pytest.raises(InvalidRequestError, match="continue_final_message"):
+        answer_of(model, "openai-gpt-oss-120b", json_schema="{}", continue_final_message=True)
+
+
+def test_a_budget_for_a_thought_that_the_grammar_has_in_it_is_rejected(model: Model) -> None:
+    with pytest.raises(InvalidRequestError, match="reasoning_budget"):
+        answer_of(model, "openai-gpt-oss-120b", strict=True, reasoning_budget=10)
+
+
 def test_markers_of_routed_messages_may_be_control_tokens(model: Model, guidance: Guidance) -> None:
     tokens = {256: b"<|end|>", 258: b"<|message|>", 259: b"<|channel|>"}
     numbers = {name.decode(): token for token, name in tokens.items()}
@@ -239,9 +259,7 @@ def test_markers_of_routed_messages_may_be_control_tokens(model: Model, guidance
     assert not is_taken(f"{thought}Hello")
 
 
-def answer_of(
-    model: Model, name: str, *, strict: bool = False, json_schema: str | None = None
-) -> Any:
+def answer_of(model: Model, name: str, *, strict: bool = False, **changes: Any) -> Any:
     """The answer to a chat with a tool, of the model with this template."""
     (path,) = (path for path in TEMPLATES if path.stem == name)
     schema = {
@@ -253,9 +271,10 @@ def answer_of(
     function = {"name": "get_weather", "strict": strict, "parameters": schema}
     chat = ChatTokenizer(model.vocab, path.read_text(), None)
     prompt = ChatPrompt.of([USER], tools=[{"type": "function", "function": function}])
-    answer = chat._plain._answer(replace(prompt, json_schema=json_schema), "")
-    chat.close()
-    return answer
+    try:
+        return chat._plain._answer(replace(prompt, **changes), "")
+    finally:
+        chat.close()
 
 
 def test_strict_tools_leave_text_free_and_calls_right(model: Model, guidance: Guidance) -> None:

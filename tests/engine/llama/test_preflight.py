@@ -114,7 +114,7 @@ async def test_a_model_that_aborts_its_process_is_an_error_with_llama_cpps_last_
 ) -> None:
     error = await failure_of(deadly_model)
     assert error.path == str(deadly_model)
-    assert error.reason.startswith("a process with it ended with SIGABRT: ")
+    assert error.reason.startswith("the process that tried it ended with SIGABRT: ")
     assert "GGML_ASSERT" in error.reason
     assert [child.returncode for child in children] == [-signal.SIGABRT]
     async with Engine(**OPTIONS) as engine:  # this process is as good as before
@@ -131,7 +131,7 @@ async def test_a_model_that_can_be_loaded_but_not_decoded_with_is_an_error(
     data[place : place + 4] = struct.pack("<f", -1.0)
     damaged = tmp_path / "damaged.gguf"
     damaged.write_bytes(data)
-    assert "a process with it ended with SIGABRT" in (await failure_of(damaged)).reason
+    assert "the process that tried it ended with SIGABRT" in (await failure_of(damaged)).reason
 
 
 @pytest.mark.full
@@ -244,20 +244,20 @@ async def test_a_child_that_closes_its_output_and_stays_is_ended(
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
-        ("", "a process with it ended with status 0: it said nothing"),
+        ("", "the process that tried it ended with status 0: it said nothing"),
         (
             "raise RuntimeError('no luck')",
-            "a process with it ended with status 1: RuntimeError: no luck",
+            "the process that tried it ended with status 1: RuntimeError: no luck",
         ),
-        ("print('not\\n\\n[1]\\n\\n')", "a process with it ended with status 0: [1]"),
-        ("print('{}')", "a process with it ended with status 0: {}"),
+        ("print('not\\n\\n[1]\\n\\n')", "the process that tried it ended with status 0: [1]"),
+        ("print('{}')", "the process that tried it ended with status 0: {}"),
         (
             "import os; os.close(0); os.kill(os.getpid(), 9)",
-            "a process with it ended with SIGKILL (",
+            "the process that tried it ended with SIGKILL (",
         ),
         (
             "print('x' * 1_000_000)",
-            "a process with it ended with status 0: " + "x" * preflight.MAX_WORDS,
+            "the process that tried it ended with status 0: " + "x" * preflight.MAX_WORDS,
         ),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,3 +93,16 @@ def test_an_audit_waits_until_what_is_known_is_mended(sim: Simulator) -> None:
     assert answer(questions, 2, EraseSlot(5)) == Answered(2, 0), "the others are answered"
     sim.tick()
     assert questions.take_events() == [Answered(1, ())]
+
+
+def test_an_answer_that_is_an_error_holds_nothing(sim: Simulator) -> None:
+    questions: Any = Questions(sim.core, FakeLoras(), list)
+    gc.disable()
+    try:
+        questions.ask(Ask(1, LoadLora("b", "b.gguf")))
+        events = questions.take_events()
+        error = weakref.ref(events[0].error)
+        del events  # the caller's own frame
+        assert error() is None
+    finally:
+        gc.enable()
