@@ -70,13 +70,16 @@ class PrefixTable:
     def is_diverted(self, keys: Sequence[Key], load: Mapping[str, int]) -> bool:
         """True if `choose` returns another name than the one that had the longest beginning, for its load."""
         known = self._known(keys, load)
-        return known is not None and load[known] - min(load.values()) > self._max_lead
+        return known is not None and self._is_busy(known, load)
 
     def _best(self, keys: Sequence[Key], load: Mapping[str, int]) -> str:
         known = self._known(keys, load)
-        if known is None or self.is_diverted(keys, load):
+        if known is None or self._is_busy(known, load):
             return min(load, key=lambda name: (load[name], self._n_new[name], name))
         return known
+
+    def _is_busy(self, name: str, load: Mapping[str, int]) -> bool:
+        return load[name] - min(load.values()) > self._max_lead
 
     def _known(self, keys: Sequence[Key], load: Mapping[str, int]) -> str | None:
         names = (self._last.get(key) for key in reversed(keys))

@@ -516,8 +516,6 @@ class RoutedCallGrammar:
     def _rules(self) -> list[str]:
         """Return `call`, and what it and the messages before it are made of."""
         turn = self.turn
-        if not turn.call_written:
-            raise not_wanted()
         names = " | ".join(f"routed_{i}" for i in range(len(self.tools)))
         rules = [r"TEXT: /(.|\n)*/", f"call: {names}", GAP]
         for name, end in (("free", turn.thought_written[1]), ("more", turn.between)):
@@ -544,12 +542,6 @@ def unwritable(tool: ToolParameters, name: str) -> InvalidRequestError:
     """Return the error for a name that a parser would read as another."""
     limit = "a name that calls of this model can have"
     return InvalidRequestError(tool.field.removesuffix(".parameters"), name, limit)
-
-
-def not_wanted() -> InvalidRequestError:
-    """Return the error for calls of a kind that has no grammar."""
-    limit = "auto or none: calls of this model's kind cannot be asked for"
-    return InvalidRequestError("tool_choice", "required or strict", limit)
 
 
 # The rule of a stretch, what makes the rules of a call.

@@ -144,29 +144,22 @@ class KVCacheManager:
             if leader is None or not leader.is_ready or leader.n_computed >= sequence.n_expected:
                 self._place(sequence, self._match(sequence, running))
 
-    def n_shareable(self, sequence: Sequence, running: Iterable[Sequence]) -> int:
-        """Return the number of first tokens that a sequence would not have to compute now."""
-        if sequence.swapped is not None:
-            return sequence.n_restorable
-        n_tokens, _, n_saved = self._shareable(sequence, running)
-        return max(n_tokens, n_saved)
-
-    def prefetch(self, sequence: Sequence, running: Iterable[Sequence]) -> None:
-        """Start reading the saved prefix of a sequence from its file; the sequence waits for it."""
-        if sequence.swapped is not None or self.tiers is None or not self.tiers.has_files:
-            return
-        _, prefix, _ = self._shareable(sequence, running)
-        if prefix is not None and prefix.state is None:
-            sequence.awaits = prefix
-            self.tiers.load(prefix)
-
-    def _shareable(
+    def shareable(
         self, sequence: Sequence, running: Iterable[Sequence]
-    ) -> tuple[int, SavedPrefix | None, int]:
-        """Return how many tokens others have in cells, the saved prefix that has more, and how many."""
+    ) -> tuple[int, SavedPrefix | None]:
+        """Return how many first tokens a sequence would not have to compute now, and their saved prefix."""
+        if sequence.swapped is not None:
+            return sequence.n_restorable, None
         match = self._match(sequence, running)
         n_tokens = max(match.n_tokens, match.n_expected)
-        return n_tokens, *self._in_tiers(sequence, n_tokens)
+        prefix, n_saved = self._in_tiers(sequence, n_tokens)
+        return max(n_tokens, n_saved), prefix
+
+    def prefetch(self, sequence: Sequence, prefix: SavedPrefix | None) -> None:
+        """Start reading the saved prefix of a sequence, if it is in a file; the sequence waits for it."""
+        if prefix is not None and prefix.state is None and self.tiers is not None:
+            sequence.awaits = prefix
+            self.tiers.load(prefix)
 
     def _choose_state(self, sequence: Sequence, match: Match) -> None:
         """Let a sequence go on from a copy: its own, or a saved prefix if that is faster than computing it.
@@ -408,14 +401,10 @@ class KVCacheManager:
         self._remember(CachedPrefix(tokens, kept, lora))
         return True
 
-    def _covering(self, tokens: Tokens, lora: LoraUse) -> CachedPrefix | None:
-        """Return a cached prefix that has these tokens, perhaps as part of more."""
-        n_most = None if self._can_truncate else len(tokens)
-        return self.prefixes.covering(tokens, lora, n_most=n_most)
-
     def _make_way(self, tokens: Tokens, lora: LoraUse) -> bool:
         """Evict what a new entry makes needless; False if a cached prefix has its tokens, which is touched."""
-        if (covering := self._covering(tokens, lora)) is not None:
+        n_most = None if self._can_truncate else len(tokens)
+        if (covering := self.prefixes.covering(tokens, lora, n_most=n_most)) is not None:
             self.prefixes.touch(covering)
             return False
         if self._can_truncate:  # a part of the longer one does for the shorter

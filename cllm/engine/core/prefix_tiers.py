@@ -172,11 +172,6 @@ class PrefixTiers:
         n_alike = common_length(prefix.tokens, wanted, prefix.lora, lora)
         return 0 if self._whole_only and n_alike < len(prefix.tokens) else n_alike
 
-    @property
-    def has_files(self) -> bool:
-        """True if prefixes may be in files."""
-        return self._store is not None
-
     def covering(self, tokens: Tokens, lora: LoraUse) -> SavedPrefix | None:
         """Return a prefix that has these tokens, perhaps as the beginning of more; None if none has."""
         prefix, n_usable = self.match(tokens, lora)

@@ -80,8 +80,8 @@ class RunQueue:
             return
         if request.state is not None:
             self._manager.adopt(sequence, request.state)
-        sequence.n_shareable = self._manager.n_shareable(sequence, self.running)
-        self._manager.prefetch(sequence, self.running)
+        sequence.n_shareable, prefix = self._manager.shareable(sequence, self.running)
+        self._manager.prefetch(sequence, prefix)
         logger.debug("request %s: new, %d prompt tokens", request.request_id, sequence.n_prompt)
 
     def cancel(self, request_id: str, *, saves_state: bool = False) -> None:

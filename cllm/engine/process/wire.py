@@ -183,9 +183,9 @@ def _encoded(value: object) -> object:
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encoded)
 _commands = msgspec.msgpack.Decoder(_Others)
 _events = msgspec.msgpack.Decoder(_Events)
-_by_question = [msgspec.msgpack.Decoder(kind) for kind in get_args(Question)]
-_by_answer = [msgspec.msgpack.Decoder(kind) for kind in get_args(Answer)]
 _QUESTIONS = get_args(Question)
+_by_question = [msgspec.msgpack.Decoder(kind) for kind in _QUESTIONS]
+_by_answer = [msgspec.msgpack.Decoder(kind) for kind in get_args(Answer)]
 _ANSWERS = tuple(get_origin(kind) or kind for kind in get_args(Answer))
 _by_command: list[msgspec.msgpack.Decoder[Any]] = [
     msgspec.msgpack.Decoder(kind) for kind in COMMANDS
