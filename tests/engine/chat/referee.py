@@ -2,7 +2,8 @@
 
 For each template and each of many random schemas, jsonschema is the referee: every call that the grammar
 writes is read as one call that the schema allows, and every drawn argument set can be written and is
-read back unchanged.  No model is needed; the grammar's own choices are random.
+read back unchanged.  No model is needed; the grammar's own choices are random.  With `--calls N` the
+embedded model answers N chats of each template too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import anyio
+
+from cllm import Engine, FinishReason, SamplingParams
 from cllm.bindings import Model
 from cllm.engine.chat.chat_prompt import ChatPrompt
 from cllm.engine.chat.chat_tokenizer import ChatTokenizer
@@ -27,6 +31,10 @@ from tests.engine.chat.test_output_parser import channels_of
 from tests.engine.chat.tool_schemas import NAME, allowed, cases, is_writable, walk, written
 
 N_WALKS = 2
+MESSAGES = [{"role": "user", "content": "Go."}]
+ASKED: dict[str, Any] = {"tool_choice": NAME}
+N_CTX = 16_384
+MAX_TOKENS = 400  # of an answer of the embedded model
 
 
 class Referee:
@@ -48,16 +56,30 @@ class Referee:
         """Try schemas, each with arguments that it allows."""
         chat = ChatTokenizer(self._model.vocab, self._path.read_text(), None)
         for i, (schema, drawn) in enumerate(tried):
-            function = {"name": NAME, "description": "Books it.", "parameters": schema}
-            options: dict[str, Any] = {"tool_choice": NAME}
-            prompt = ChatPrompt.of(
-                [{"role": "user", "content": "Go."}],
-                tools=[{"type": "function", "function": function}],
-                **options,
-            )
+            prompt = ChatPrompt.of(MESSAGES, tools=_tools(schema), **ASKED)
             # Not rendered: some templates take fewer schemas than the grammar.
             self._judge_one(chat._plain._answer(prompt, ""), schema, drawn, seed * 7919 + i)
         chat.close()
+
+    async def ask(self, seed: int, schemas: Iterable[Any]) -> None:
+        """Let the embedded model answer, one chat for each schema."""
+        async with (
+            Engine(chat_template=self._path.read_text(), n_ctx=N_CTX) as engine,
+            anyio.create_task_group() as group,
+        ):
+            for i, schema in enumerate(schemas):
+                group.start_soon(self._ask_one, engine, schema, seed * 7919 + i)
+
+    async def _ask_one(self, engine: Engine, schema: Any, seed: int) -> None:
+        params = SamplingParams(max_tokens=MAX_TOKENS, seed=seed)
+        done = await engine.chat(MESSAGES, params, tools=_tools(schema), **ASKED)
+        if done.finish_reason is FinishReason.LENGTH:
+            self.counts["cut off"] += 1
+            return
+        self.counts["called"] += 1
+        calls = [call.arguments for call in done.tool_calls]
+        if len(calls) != 1 or not allowed(schema, json.loads(calls[0])):
+            self.faults.append(f"answered {done.text!r}, {calls}, of {json.dumps(schema)}")
 
     def _judge_one(self, answer: Any, schema: Any, drawn: list[dict[str, Any]], seed: int) -> None:
         said = json.dumps(schema)
@@ -95,6 +117,11 @@ class Referee:
             self.faults.append(f"read as {calls}: {text} of {said}")
 
 
+def _tools(schema: Any) -> list[dict[str, Any]]:
+    function = {"name": NAME, "description": "Books it.", "parameters": schema}
+    return [{"type": "function", "function": function}]
+
+
 def _read(answer: Any, text: str) -> Any:
     """Return the channels of a call that comes after the thought where every output begins with one."""
     begin, end = answer.output_format.reasoning or ("", "")
@@ -105,6 +132,7 @@ def main() -> int:
     """Judge all templates, and print what was found."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--n", type=int, default=500, help="schemas for each template")
+    parser.add_argument("--calls", type=int, default=0, help="answers for each template")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("names", nargs="*", help="parts of the names of templates")
     options = parser.parse_args()
@@ -117,6 +145,9 @@ def main() -> int:
                 continue
             started, referee = time.perf_counter(), Referee(path, model, guidance)
             referee.judge(options.seed, cases(options.seed, options.n))
+            if options.calls:
+                schemas = [schema for schema, _ in cases(options.seed + 1, options.calls)]
+                anyio.run(referee.ask, options.seed, schemas)
             total += referee.counts
             faults += referee.faults
             seconds = time.perf_counter() - started
