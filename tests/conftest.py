@@ -50,6 +50,16 @@ def few_in_fast(values: Iterable[T], is_fast: Callable[[T], bool]) -> list[Any]:
     return [v if is_fast(v) else pytest.param(v, marks=pytest.mark.full) for v in values]
 
 
+def some_in_fast(values: Iterable[T], every: int = 3) -> list[Any]:
+    """Parameters of a test: all in `make test-full`, in `make test` the first of every few."""
+    return [
+        pytest.param(
+            *(v if isinstance(v, tuple) else (v,)), marks=[pytest.mark.full] * bool(i % every)
+        )
+        for i, v in enumerate(values)
+    ]
+
+
 def is_there(pid: int) -> bool:
     """Whether there is such a process, be it one that has ended and was not waited for."""
     try:

@@ -20,6 +20,7 @@ from cllm.cli.options import EngineFlags, options_table
 from cllm.engine.config import EMBEDDED_MODEL
 from cllm.server import logs, serving
 from tests.cli.children import CTRL_D, Terminal, run_cllm
+from tests.conftest import some_in_fast
 
 serving_listen = serving.listen
 PAGE = Path(__file__).parents[2] / "docs" / "server.md"
@@ -151,7 +152,9 @@ def test_a_server_that_the_network_may_use_without_a_key_says_so(
     assert done.stderr == (warning if is_warned else "")
 
 
-@pytest.mark.parametrize("arguments", [["demo"], ["info"], ["--help"], ["generate", "count:1..3"]])
+@pytest.mark.parametrize(
+    "arguments", some_in_fast([["demo"], ["info"], ["--help"], ["generate", "count:1..3"]])
+)
 def test_a_terminal_without_all_characters_shows_others(arguments: list[str]) -> None:
     environment = {**os.environ, "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
     done = subprocess.run(

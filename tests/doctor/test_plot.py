@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from cllm.doctor import Conclusion, Report, has_matplotlib, save_plot
+from tests.conftest import some_in_fast
 from tests.doctor import synthetic
 
 
 @pytest.mark.skipif(not has_matplotlib(), reason="needs the extra plot")
 @pytest.mark.parametrize(
-    ("name", "magic"), [("a.png", b"\x89PNG"), ("a.svg", b"<?xml"), ("a.pdf", b"%PDF")]
+    ("name", "magic"),
+    some_in_fast([("a.png", b"\x89PNG"), ("a.svg", b"<?xml"), ("a.pdf", b"%PDF")]),
 )
 def test_a_picture_is_written_in_the_format_of_its_name(
     name: str, magic: bytes, tmp_path: Path

@@ -37,7 +37,7 @@ from cllm.engine.config import EMBEDDED_MODEL
 from cllm.engine.process import engine_process, spawn
 from cllm.engine.process.crash_report import last_crash
 from cllm.engine.process.engine_process import EngineProcess
-from tests.conftest import QUIET
+from tests.conftest import QUIET, some_in_fast
 from tests.engine.samplings import SAMPLINGS, SCHEMA
 from tests.lora_files import make_lora
 
@@ -332,7 +332,9 @@ async def test_a_missing_file_is_the_same_error_as_without(tmp_path: Path) -> No
             raise AssertionError("loaded")
 
 
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.EAGAIN, errno.ENOMEM, errno.ENOSPC])
+@pytest.mark.parametrize(
+    "number", some_in_fast([errno.EMFILE, errno.EAGAIN, errno.ENOMEM, errno.ENOSPC], 4)
+)
 async def test_a_process_that_there_is_no_room_for_is_started_later(
     engine: Engine, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from cllm.server import create_app
 from cllm.server.config import ServerConfig
 from cllm.server.event_blocks import Blocks
 from cllm.testing import FakeAnswer, FakeEngine
-from tests.conftest import QUIET
+from tests.conftest import QUIET, some_in_fast
 
 pytestmark = pytest.mark.anyio
 CALLED = FakeAnswer("Let me see.", "I need it.", [("get_weather", {"city": "Oslo"})])
@@ -339,7 +339,7 @@ async def real_engine(anyio_backend: str) -> AsyncIterator[Engine]:
         yield engine
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", some_in_fast(REFUSED))
 async def test_what_strangers_send_is_refused_by_its_name_and_nobody_else_notices(
     name: str, real_engine: Engine
 ) -> None:

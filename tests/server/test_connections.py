@@ -20,6 +20,7 @@ from cllm.server.connections import (
     n_connections_max,
     raise_descriptor_limit,
 )
+from tests.conftest import some_in_fast
 from tests.server.conftest import COMMAND, QUIET_OPTIONS, Server, running
 
 N_CONNECTIONS = 12
@@ -82,7 +83,7 @@ def idle_ones(
             client.sendall(sent)
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n"])
+@pytest.mark.parametrize("sent", some_in_fast([b"GET / HTTP/1.1\r\n", b""]))
 def test_idle_clients_take_no_stream_its_connection(tmp_path: Path, sent: bytes) -> None:
     with running(tmp_path / "log", "--max-connections", str(N_CONNECTIONS)) as server:
         body = {"prompt": "count:1..400", "max_tokens": 300, "temperature": 0, "stream": True}

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from cllm import SamplingOptions
+from tests.conftest import some_in_fast
 from tests.server.conftest import LONG, LONG_ANSWER, ask, events_of, refusal_of
 
 SAMPLING_FIELDS = tuple(SamplingOptions.__annotations__)
@@ -103,7 +104,7 @@ def test_a_prompt_may_be_token_ids(client: httpx.Client) -> None:
     assert ask(client, tokens["tokens"]).json()["text"] == "7"
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", some_in_fast([True, False]))
 def test_an_answer_goes_on_after_the_tokens_that_a_client_has(
     client: httpx.Client, stream: bool
 ) -> None:

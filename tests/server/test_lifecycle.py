@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.conftest import some_in_fast
 from tests.server.conftest import (
     COMMAND,
     ENDLESS,
@@ -322,7 +323,7 @@ def leave(server: Server, request_id: str, is_there: Callable[[], bool], **field
     return said[0]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", some_in_fast([True, False]))
 @pytest.mark.parametrize("state", ["waiting", "prefill", "decode"])
 def test_a_client_that_leaves_ends_its_request_wherever_it_was(
     narrow: Server, state: str, stream: bool

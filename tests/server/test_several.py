@@ -15,6 +15,7 @@ from cllm import Engine, EngineConfig, ModelLoadError
 from cllm.server.config import ServerConfig
 from cllm.server.several import create_models_app
 from cllm.testing import FakeEngine
+from tests.conftest import some_in_fast
 from tests.server.conftest import refusal_of
 
 pytestmark = pytest.mark.anyio
@@ -198,13 +199,13 @@ async def test_what_is_wrong_with_a_request_is_told_as_by_a_server_of_one_model(
 
 @pytest.mark.parametrize(
     ("method", "path", "body", "status"),
-    [
+    some_in_fast([
         ("GET", "/x.png", None, 404), ("GET", "/favicon.ico", None, 404), ("GET", "/generate", None, 405),
         ("OPTIONS", "/v1/completions", None, 405), ("POST", "/nothing", b"{}", 404),
         ("POST", "/v1/completions", b"{", 400), ("POST", "/v1/completions", b"[" + b"[]," * 20_000 + b"0]", 400),
         ("POST", "/completions", b'{"prompt": NaN}', 400), ("GET", "/props", None, 503),
         ("GET", "/slots", None, 503), ("HEAD", "/slots", None, 503), ("PUT", "/v1/completions", b"{}", 405),
-    ],
+    ]),
 )  # fmt: skip
 async def test_only_a_request_that_can_be_answered_loads_a_model(
     method: str, path: str, body: bytes | None, status: int, loads: Loads

@@ -20,7 +20,7 @@ from cllm.errors import (
 )
 from cllm.testing import FakeVocabulary
 from cllm.testing.fake_decoder import FakeRun, Fault
-from tests.conftest import few_in_fast
+from tests.conftest import few_in_fast, some_in_fast
 from tests.simulation.reference import endless
 from tests.simulation.simulator import Simulator, WatchedDecoder
 
@@ -67,7 +67,7 @@ PASSING: list[Fault] = [1, 2, -1, -2, -3, RuntimeError("scripted"), MemoryError(
 
 
 @calls
-@pytest.mark.parametrize("fault", few_in_fast(PASSING, (1, 2, -3).__contains__), ids=str)
+@pytest.mark.parametrize("fault", few_in_fast(PASSING, (1,).__contains__), ids=str)
 def test_a_decode_that_fails_once_costs_nobody_anything(fault: Fault, calls: Sequence[int]) -> None:
     """At each call: all answers are those of the undisturbed run, the bookkeeping right."""
     for n_decode in calls:
@@ -104,12 +104,12 @@ def test_nan_in_a_row_ends_only_the_request_of_that_row(calls: Sequence[int]) ->
 @calls
 @pytest.mark.parametrize(
     ("method", "fault"),
-    [
+    some_in_fast([
         ("seq_rm", False), ("seq_rm", RuntimeError("scripted")),
         ("seq_cp", False), ("seq_cp", RuntimeError("scripted")),
         ("state_seq_get_data", False), ("state_seq_get_data", RuntimeError("scripted")),
         ("state_seq_set_data", False), ("state_seq_set_data", RuntimeError("scripted")),
-    ],
+    ]),
 )  # fmt: skip
 def test_a_cache_call_that_fails_costs_nobody_anything(
     method: str, fault: bool | Exception, calls: Sequence[int]

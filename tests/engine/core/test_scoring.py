@@ -20,6 +20,7 @@ from cllm.engine.sampling.batch_sampler import NotFiniteError
 from cllm.engine.sampling_params import SamplingParams
 from cllm.testing import FakeVocabulary
 from cllm.testing.fake_decoder import Fault
+from tests.conftest import some_in_fast
 from tests.engine.core.test_engine_core_machine import DETERMINISTIC, PARAMS, PROMPTS, CoreMachine
 from tests.simulation.reference import COMPLETED, endless
 from tests.simulation.simulator import Simulator
@@ -127,7 +128,7 @@ def mixed(**options: Any) -> Simulator:
 # --- Chunks, batches, layouts -------------------------------------------------------------------
 @LAYOUTS
 @pytest.mark.parametrize("prefix_cache", [True, False])
-@pytest.mark.parametrize("n_seq_max", [1, 2, 5])
+@pytest.mark.parametrize("n_seq_max", some_in_fast([5, 1, 2]))
 @pytest.mark.parametrize(
     "n_batch",
     [5, pytest.param(6, marks=pytest.mark.full), 8, pytest.param(64, marks=pytest.mark.full)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from cllm.engine.core.checkpoints import MIN_GAIN, TAIL
 from cllm.engine.core.swap_store import SwapStore
 from cllm.engine.llama.decoder import measure_state
 from cllm.errors import CllmError, ContextError
-from tests.conftest import QUIET, running_batch
+from tests.conftest import QUIET, running_batch, some_in_fast
 from tools import make_model
 
 pytestmark = pytest.mark.anyio
@@ -153,8 +154,7 @@ def restoring(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.same_process("what is measured is not measured there")
 @pytest.mark.usefixtures("restoring")
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", WHOLE_ONLY)
+@pytest.mark.parametrize(("name", "layout"), some_in_fast(product(WHOLE_ONLY, LAYOUTS), 4))
 async def test_prompts_share_a_state_or_a_window_up_to_where_they_part(
     name: str, layout: str
 ) -> None:
@@ -171,8 +171,7 @@ async def test_prompts_share_a_state_or_a_window_up_to_where_they_part(
 
 @pytest.mark.same_process("what is measured is not measured there")
 @pytest.mark.usefixtures("restoring")
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", WHOLE_ONLY)
+@pytest.mark.parametrize(("name", "layout"), some_in_fast(product(WHOLE_ONLY, LAYOUTS), 4))
 async def test_each_turn_of_a_chat_goes_on_from_the_prompt_before_it(
     name: str, layout: str
 ) -> None:

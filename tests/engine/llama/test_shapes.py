@@ -11,6 +11,7 @@ from cllm.engine.config import EMBEDDED_MODEL
 from cllm.engine.llama import shapes
 from cllm.engine.llama.decoder import LlamaDecoder
 from cllm.engine.llama.shapes import SHAPES, are_alike
+from tests.conftest import some_in_fast
 from tools import make_model
 
 CONFIG = EngineConfig(model=EMBEDDED_MODEL, n_gpu_layers=0, n_threads=1)
@@ -43,7 +44,9 @@ def test_rows_are_alike_where_rounding_may_explain_it(
     assert are_alike(one, other) is expected
 
 
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-swa", "tiny-hybrid", "tiny-recurrent"])
+@pytest.mark.parametrize(
+    "name", some_in_fast(["tiny-llama", "tiny-swa", "tiny-hybrid", "tiny-recurrent"])
+)
 def test_a_model_that_is_computed_rightly_passes(name: str) -> None:
     assert shapes.misfit(EngineConfig(model=make_model.ensure(name, "F16"))) is None
 
