@@ -144,7 +144,7 @@ class ClosedLoop:
             is_checked=False,
             n_prefill_chunk=128,
             answer=endless,
-            swap_tokens=0,
+            prefix_cache_bytes=0,
             separates_prompts=True,
         )
         if was_disturbed:

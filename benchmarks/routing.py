@@ -233,7 +233,7 @@ class Cluster:
 def _simulator() -> Simulator:
     return Simulator(
         n_ctx=N_CTX, n_seq_max=N_SEQ_MAX, n_batch=N_BATCH, latency_s=_latency, is_checked=False,
-        answer=endless, swap_tokens=0, prefix_cache_bytes=0,
+        answer=endless, prefix_cache_bytes=0,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ REPLACEMENTS = {
     ),
     "slot_save_path": _SLOTS,
     "tick_log": "trace (--trace) writes ticks for Perfetto; they cannot be replayed",
+    "swap_tokens": "prefix_cache_bytes (--prefix-cache-bytes) limits states of preempted requests too",
     "save_slot": _SLOTS,
     "restore_slot": _SLOTS,
 }

@@ -139,8 +139,8 @@ class EngineFlags:
     prefix_cache_bytes: Annotated[
         int | None,
         _engine(
-            "Bytes of host memory for prefixes that have left the KV cells; by default a quarter of what is "
-            "free, 8 GiB at most.",
+            "Bytes of host memory for preempted requests and for prefixes that have left the KV cells; by "
+            "default a quarter of what is free, 8 GiB at most.",
             "--prefix-cache-bytes",
         ),
     ] = None
@@ -155,14 +155,6 @@ class EngineFlags:
             default=_ENGINE.prefix_cache_dir_bytes,
         ),
     ] = None  # fmt: skip
-    swap_tokens: Annotated[
-        int | None,
-        _engine(
-            "Tokens of preempted requests that may be kept in host memory; by default as many as "
-            "--n-ctx.",
-            "--swap-tokens",
-        ),
-    ] = None
     kv_unified: Annotated[
         bool | None,
         _engine(

@@ -62,7 +62,6 @@ class EngineOptions(TypedDict, total=False):
     prefix_cache_bytes: int | None
     prefix_cache_dir: str | Path | None
     prefix_cache_dir_bytes: int
-    swap_tokens: int | None
     n_prefill_chunk: int | None
     target_itl_ms: float | None
     stream_buffer: int
@@ -143,16 +142,14 @@ class EngineConfig:
         KV cells that finished sequences may leave occupied.  None: all that no request wants; they
         are evicted, least recently used first, when one does.
     prefix_cache_bytes : int, optional
-        Host memory for prefixes that have left the KV cells: they come back from there where that is faster
-        than computing them.  None: a quarter of what is available at start, 8 GiB at most; 0: none.
+        Bytes of host memory for what has left the KV cells: states of preempted sequences and prefixes.
+        They come back from there where that is faster than computing them; prefixes leave to make room
+        for sequences.  None: a quarter of what is available at start, 8 GiB at most; 0: none.
     prefix_cache_dir : str or Path, optional
         A directory where they are kept as files too, for engines that come later, or beside.  It holds
         prompts and answers.  None: none.
     prefix_cache_dir_bytes : int
         Of all its files; those that were used longest ago go first.
-    swap_tokens : int, optional
-        Tokens of preempted sequences whose cells may be kept in host memory, where that is cheaper
-        than computing them again; None: as many as `n_ctx`, 0: never.
     n_prefill_chunk : int, optional
         Rows of a tick that a prompt may take while others wait for the tick to end; prompts of up
         to twice as many tokens are not cut, and together take up to twice as many.  None: 128
@@ -228,7 +225,6 @@ class EngineConfig:
     prefix_cache_bytes: int | None = None
     prefix_cache_dir: str | Path | None = None
     prefix_cache_dir_bytes: int = 8 << 30
-    swap_tokens: int | None = None
     n_prefill_chunk: int | None = None
     target_itl_ms: float | None = None
     stream_buffer: int = 64
@@ -265,9 +261,8 @@ class EngineConfig:
         check_int("n_ubatch", self.n_ubatch, 1, 1 << 20)
         for field, low, high in (
             ("n_threads", 1, MAX_THREADS), ("n_threads_batch", 1, MAX_THREADS),
-            ("prefix_cache_tokens", 1, 1 << 26), ("swap_tokens", 0, 1 << 30),
-            ("n_prefill_chunk", 1, 1 << 20), ("prefix_cache_bytes", 0, 1 << 50),
-            ("prefix_cache_dir_bytes", 1, 1 << 50),
+            ("prefix_cache_tokens", 1, 1 << 26), ("n_prefill_chunk", 1, 1 << 20),
+            ("prefix_cache_bytes", 0, 1 << 50), ("prefix_cache_dir_bytes", 1, 1 << 50),
         ):  # fmt: skip
             value = getattr(self, field)
             if value is not None:

@@ -39,7 +39,7 @@ A_PATH = "a path: not empty, without NUL characters"
         ("max_queue", -1, "0 to 1048576"),
         ("prefix_cache", 1, "True or False"),
         ("prefix_cache_tokens", 0, "1 to 67108864"),
-        ("swap_tokens", -1, "0 to 1073741824"),
+        ("prefix_cache_bytes", -1, "0 to 1125899906842624"),
         ("trace", 5.5, A_PATH),
         ("trace", "", A_PATH),
         ("trace", "a\0b", A_PATH),

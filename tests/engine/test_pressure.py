@@ -56,7 +56,9 @@ async def finish_all(streams: list[TokenStream]) -> list[Completion]:
 
 # --- Cells --------------------------------------------------------------------------------------
 @pytest.mark.full
-@pytest.mark.parametrize("options", [{}, {"swap_tokens": 0}, {"prefix_cache": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"prefix_cache_bytes": 0}, {"prefix_cache": False}], ids=str
+)
 async def test_requests_that_need_three_times_the_cache_all_finish_with_the_same_ids(
     anyio_backend: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,7 +76,7 @@ async def test_requests_that_need_three_times_the_cache_all_finish_with_the_same
         assert [c.text for c in tight] == [answer for _, answer in questions]
         statistics = engine.statistics()
         assert statistics.n_preemptions > 0
-        assert (statistics.n_swaps > 0) == ("swap_tokens" not in options)
+        assert (statistics.n_swaps > 0) == ("prefix_cache_bytes" not in options)
         assert statistics.n_finished[FinishReason.STOP] == 10
         await settle(engine)
 

@@ -85,7 +85,7 @@ def drawn_options(choose: random.Random) -> dict[str, Any]:
         "n_prefill_chunk": choose.choice([7, 60, 128, 512]),
         "n_threads": choose.choice([1, 2]),
         "prefix_cache": choose.random() < 0.7,
-        "swap_tokens": choose.choice([0, None]),
+        "prefix_cache_bytes": choose.choice([0, None]),
         "stream_buffer": choose.choice([1, 64]),
     }
 

@@ -68,7 +68,7 @@ for name in ("n_threads", "n_threads_batch"):
     refuse_setting(THREADS, "an integer", **{name: "1"})
 for name, low, high in (
     ("n_gpu_layers", -1, 2**31 - 1), ("max_queue", 0, 1 << 20), ("stream_buffer", 1, 1 << 20),
-    ("prefix_cache_tokens", 1, 1 << 26), ("swap_tokens", 0, 1 << 30),
+    ("prefix_cache_tokens", 1, 1 << 26), ("prefix_cache_bytes", 0, 1 << 50),
     ("n_prefill_chunk", 1, 1 << 20),
 ):  # fmt: skip
     for n in (low - 1, high + 1):

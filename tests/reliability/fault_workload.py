@@ -17,7 +17,7 @@ import anyio
 import pytest
 
 from cllm import Completion, Engine, FinishReason, TokenStream
-from cllm.engine.core import swap_store
+from cllm.engine.core import saved_states
 from cllm.engine.core.messages import CancelRequest, Command
 from cllm.engine.core.row_cost import RowCost
 from cllm.engine.thread import inference_thread
@@ -28,7 +28,7 @@ from tests.reliability.native_faults import Fault, Met, NativeFaults, raises
 from tests.simulation.oracle_drafter import OracleDrafter, OracleEngine, known_answers
 
 N_VOCAB = 260
-OPTIONS: dict[str, Any] = {"n_ctx": 256, "n_seq_max": 3, "swap_tokens": 256, **QUIET}
+OPTIONS: dict[str, Any] = {"n_ctx": 256, "n_seq_max": 3, "prefix_cache_bytes": 1 << 20, **QUIET}
 HEAD = "The river runs down to the sea, and an old man watches it: "
 NUMBERS = r"root ::= [0-9] [0-9] [0-9] [0-9] [0-9] [0-9]"
 EVERY_SAMPLER: dict[str, Any] = {
@@ -374,7 +374,7 @@ def always_the_same() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inference_thread, "AUDIT_EVERY_TICK", False)
         patch.setattr(inference_thread, "IDLE_AUDIT_S", float("inf"))
-        patch.setattr(swap_store.SwapStore, "is_worth", lambda *_: True)
+        patch.setattr(saved_states.SavedStates, "is_worth", lambda *_: True)
         for name in ("seconds", "measured"):  # and not whatever this machine does meanwhile
             patch.setattr(RowCost, name, lambda _self, n_rows: 1.0 + 0.001 * n_rows)
         yield

@@ -24,7 +24,7 @@ from cllm.errors import InvalidRequestError
 from tests.conftest import QUIET
 
 OPTIONS: dict[str, Any] = {
-    "n_ctx": 256, "n_seq_max": 4, "swap_tokens": 256, "prefix_cache_bytes": 2**20, **QUIET
+    "n_ctx": 256, "n_seq_max": 4, "prefix_cache_bytes": 2**20, **QUIET
 }  # fmt: skip
 N_TOGETHER = 10
 HEAD = "The river runs down to the sea, and an old man watches it: "

@@ -10,8 +10,8 @@ import pytest
 from cllm.bindings import Batch, Context, Model
 from cllm.bindings._library import library
 from cllm.engine.config import EMBEDDED_MODEL
+from cllm.engine.core.cells import Cells
 from cllm.engine.core.detokenizer import Detokenizer
-from cllm.engine.core.kv_cache_manager import KVCacheManager
 from cllm.engine.core.output_processor import OutputProcessor
 from cllm.engine.core.recovery import Recovery, Verdict
 from cllm.engine.core.run_queue import RunQueue
@@ -207,7 +207,7 @@ async def test_the_owner_of_a_call_is_the_request_that_it_is_made_for() -> None:
 
 
 # --- A matrix that is right about a wrong engine is one that sees it ------------------------------
-def _forgets_to_look(self: KVCacheManager, seq_id: int, n_tokens: int) -> None:
+def _forgets_to_look(self: Cells, seq_id: int, n_tokens: int) -> None:
     self._memory.seq_rm(seq_id, n_tokens or None)
 
 
@@ -233,7 +233,7 @@ fail_one, report_one, push = OutputProcessor._fail, RunQueue._report, Detokenize
 MUTANT_CALLS = (5, 17, 18)
 MUTANTS: dict[str, tuple[type, str, Callable[..., Any], str, str]] = {
     "ignores what seq_rm says": (
-        KVCacheManager, "_remove", _forgets_to_look, "llama_memory_seq_rm", "False",
+        Cells, "_remove", _forgets_to_look, "llama_memory_seq_rm", "False",
     ),
     "ends who fails once": (
         Recovery, "on_failure", _convicts_at_once, "llama_decode", "-3",

@@ -29,7 +29,7 @@ import anyio
 import pytest
 
 from cllm import Completion, Engine, InvalidArgumentError
-from cllm.engine.core import swap_store
+from cllm.engine.core import saved_states
 from cllm.engine.thread import inference_thread, prefix_files
 from cllm.engine.thread.prefix_files import SUFFIX
 from tests.conftest import QUIET, our_threads
@@ -195,8 +195,8 @@ def always_restored() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inference_thread, "AUDIT_EVERY_TICK", False)
         patch.setattr(inference_thread, "IDLE_AUDIT_S", float("inf"))
-        patch.setattr(swap_store.SwapStore, "restore_s", lambda *_: 0.0)
-        patch.setattr(swap_store.SwapStore, "copy_s", lambda *_: 0.0)
+        patch.setattr(saved_states.SavedStates, "restore_s", lambda *_: 0.0)
+        patch.setattr(saved_states.SavedStates, "copy_s", lambda *_: 0.0)
         patch.setattr(prefix_files, "CLOSE_S", 20.0)  # all that is to be written is
         yield
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from cllm.engine.core.scheduler import seq_id_of
 from cllm.engine.lora import NO_LORA, LoraUse
 from cllm.engine.sampling_params import SamplingParams
 from cllm.testing.fake_decoder import Fault
@@ -74,7 +75,7 @@ class Actor:
                 sim.decoder.call_faults[method, calls[method] + 1] = RuntimeError("scripted")
                 sim.tick(2)
             case ResetPrefixCache():
-                sim.core.manager.evict_all()
+                sim.core.manager.cells.evict_all()
 
     def _submit(self, step: Submit) -> None:
         sim = self._sim
@@ -108,7 +109,7 @@ class Actor:
         """A decode begins: NaN in its first output row ends that row's request, and no other."""
         sim = self._sim
         if sim.decoder.faults.get(sim.decoder.n_decodes + 1) == "nan":
-            owners = {s.slot.seq_id: s.request_id for s in sim.core.queue.running if s.slot}
+            owners = {seq_id_of(s): s.request_id for s in sim.core.queue.running}
             outputs = [owners[run.seq_id] for run in sim.decoder.runs if run.n_outputs]
             self._doomed.update(outputs[:1])
 

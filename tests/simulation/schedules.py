@@ -173,7 +173,7 @@ def random_schedule(seed: int, **options: Any) -> Schedule:
         "kv_unified": choose.random() < 0.7,
         "prefix_cache": choose.random() < 0.7,
         "stream_buffer": choose.randint(1, 4),
-        "swap_tokens": choose.choice((None, 0, 10)),
+        "prefix_cache_bytes": choose.choice((1 << 20, 0, 200)),
         "latency_s": choose.choice((0.0, 0.01)),
     }
     drawn.update(options)

@@ -19,6 +19,7 @@ from cllm.engine.core.kv_cache import KVCache
 from cllm.engine.core.messages import Finished, Progressed
 from cllm.engine.core.ngram_drafter import NgramDrafter
 from cllm.engine.core.row_cost import RowCost
+from cllm.engine.core.scheduler import seq_id_of
 from cllm.engine.core.sequence import Sequence as RunningSequence
 from cllm.engine.core.speculation import N_DRAFT_ROWS, BudgetedSpeculation, Drafter
 from cllm.engine.loop.request_call import texts_told
@@ -129,10 +130,16 @@ class Simulator:
         is_windowed: bool = False,
         draft_share: float | None = None,
         separates_prompts: bool = False,
+        prefix_cache_bytes: int = 1 << 20,
         **options: Any,
     ) -> None:
         self.config = EngineConfig(
-            n_ctx=n_ctx, n_seq_max=n_seq_max, n_batch=n_batch, kv_unified=kv_unified, **options
+            n_ctx=n_ctx,
+            n_seq_max=n_seq_max,
+            n_batch=n_batch,
+            kv_unified=kv_unified,
+            prefix_cache_bytes=prefix_cache_bytes,
+            **options,
         )
         state_bytes = int(not (has_pos_min or is_windowed))
         layout = self.config.kv_layout(n_ctx, state_bytes=state_bytes, is_windowed=is_windowed)
@@ -302,16 +309,16 @@ class Simulator:
         demand(alive.isdisjoint(self.finished), "a request runs or waits after its last event")
         expect(alive | self.finished.keys(), self.requests.keys(), "requests alive or ended")
         expect(len(queue.running) + len(queue.waiting), len(alive), "places in the queue")
-        if core.manager.fault is not None:
+        if core.manager.cells.fault is not None:
             return  # the next tick recreates the context
         expect(core.discrepancies(), [], "where the bookkeeping and the cache differ")
-        held = {s.slot.seq_id: s.tokens[: s.n_computed] for s in queue.running if s.slot}
-        cached = {e.slot.seq_id: e.tokens.tolist() for e in core.manager.prefixes.entries}
+        held = {seq_id_of(s): s.tokens[: s.n_computed] for s in queue.running}
+        cached = {e.slot.seq_id: e.tokens.tolist() for e in core.manager.cells.prefixes.entries}
         demand(held.keys().isdisjoint(cached), "a seq_id has a request and is cached")
         occupied = {i: tokens for i, tokens in (held | cached).items() if tokens}
         expect(decoder.cells, occupied, "tokens in the cache, by seq_id")
-        uses = {s.slot.seq_id: s.request.lora for s in queue.running if s.slot}
-        uses |= {e.slot.seq_id: e.lora for e in core.manager.prefixes.entries}
+        uses = {seq_id_of(s): s.request.lora for s in queue.running}
+        uses |= {e.slot.seq_id: e.lora for e in core.manager.cells.prefixes.entries}
         for seq_id, loras in decoder.cell_loras.items():
             expect(
                 loras, [*map(uses[seq_id].at, range(len(loras)))], f"adapters of seq_id {seq_id}"
@@ -323,8 +330,23 @@ class Simulator:
         expect(kv_cache.n_cached_ids, len(cached), "seq_ids of the prefix cache")
         n_cached_at_most = self.config.n_prefix_cache_tokens(kv_cache.n_cells)
         demand(kv_cache.n_cached <= n_cached_at_most, "more cells cached than may be")
-        demand(all(s.slot is None for s in queue.waiting), "a waiting request has a seq_id")
-        demand(all(s.swapped is None for s in queue.running), "a running request is swapped out")
+        demand(
+            all(s.placement.slot is None for s in queue.waiting), "a waiting request has a seq_id"
+        )
+        demand(
+            all(s.placement.swapped is None for s in queue.running),
+            "a running request is swapped out",
+        )
+        saved, n_prefix_bytes = core.manager.saved, 0
+        if saved.tiers is not None:
+            n_prefix_bytes = saved.tiers.n_bytes
+        placements = [s.placement for s in queue.waiting]
+        states = [p.swapped for p in placements if p.swapped is not None and p.restores is None]
+        n_bytes = n_prefix_bytes + sum(len(state.data) for state in states)
+        expect(saved.n_bytes, n_bytes, "bytes of states in host memory")
+        # A state that a request brings is held whatever its size, and no prefix beside it.
+        n_most = max(self.config.prefix_cache_bytes or 0, n_bytes - n_prefix_bytes)
+        demand(n_bytes <= n_most, "more bytes of states than may be")
 
     def check_idle(self) -> None:
         """The invariants of an engine without requests."""
@@ -343,7 +365,7 @@ class Simulator:
         )
         n_alive = told.n_running, told.n_waiting, told.n_paused
         expect(n_alive, (0, 0, 0), "n_running, n_waiting, n_paused")
-        self.core.manager.evict_all()
+        self.core.manager.cells.evict_all()
         n_left = kv_cache.n_cached, kv_cache.n_cached_ids, kv_cache.n_free
         expect(
             n_left, (0, 0, kv_cache.n_cells), "cells, seq_ids, free cells of an empty prefix cache"

@@ -30,7 +30,7 @@ from cllm.engine.core.messages import (
     Read,
 )
 from cllm.engine.core.output_processor import OutputProcessor, ReadLogprob
-from cllm.engine.core.prefix_tiers import PrefixStore, PrefixTiers
+from cllm.engine.core.prefix_tiers import PrefixStore
 from cllm.engine.core.recovery import Recovery, Verdict
 from cllm.engine.core.row_cost import RowCost
 from cllm.engine.core.run_queue import MakeSampler, RunQueue, last_delta
@@ -122,9 +122,9 @@ class EngineCore:
             self.recorder,
             n_seq_max=config.n_seq_max,
             prefix_cache_tokens=config.n_prefix_cache_tokens(kv_cache.n_cells),
-            swap_tokens=kv_cache.n_cells if config.swap_tokens is None else config.swap_tokens,
+            n_bytes_max=config.prefix_cache_bytes or 0,
+            store=store,
             clock=clock,
-            tiers=self._make_tiers(kv_cache, store),
             recompute_s=self.cost.ticks.known_recompute_s,
             may_pause_s=self._may_pause_s,
         )
@@ -156,12 +156,6 @@ class EngineCore:
         # Fewer after llama.cpp found no room where the bookkeeping saw some.
         self._n_rows_max = decoder.n_batch
 
-    def _make_tiers(self, kv_cache: KVCache, store: PrefixStore | None) -> PrefixTiers | None:
-        n_bytes = self._config.prefix_cache_bytes or 0
-        if not self._config.prefix_cache or not (n_bytes or store):
-            return None
-        return PrefixTiers(n_bytes_max=n_bytes, whole_only=not kv_cache.has_pos_min, store=store)
-
     # --- Commands ----------------------------------------------------------------------------
     def handle(self, command: Command) -> None:
         """Do what a command says; an `Ask` and a `Shutdown` are the thread's."""
@@ -173,7 +167,7 @@ class EngineCore:
             case Read(request_id, n_deltas):
                 self.queue.read(request_id, n_deltas)
             case ClearPrefixCache():
-                self.manager.forget_prefixes()
+                self.manager.cells.forget_prefixes()
             case PrefixLoaded(file, state):
                 self._on_loaded(file, state)
 
@@ -183,7 +177,7 @@ class EngineCore:
 
     def forget_lora(self, name: str) -> None:
         """Let nobody share what this adapter has computed: it is gone, and another may have its name."""
-        self.manager.evict_lora(name)
+        self.manager.cells.forget_lora(name)
 
     def erase_slot(self, seq_id: int) -> int:
         """Free the cells of a cached prefix; return the number of its tokens, 0 without one.
@@ -193,27 +187,27 @@ class EngineCore:
         InvalidRequestError
             A request uses this seq_id.
         """
-        if any(s.slot is not None and s.slot.seq_id == seq_id for s in self.queue.running):
+        if any(scheduler.seq_id_of(s) == seq_id for s in self.queue.running):
             limit = "that of a slot in which no request runs"
             raise InvalidRequestError("seq_id", seq_id, limit)
-        for entry in self.manager.prefixes.entries:
+        for entry in self.manager.cells.prefixes.entries:
             if entry.slot.seq_id == seq_id:
-                self.manager.evict(entry, saves=False)
+                self.manager.cells.evict(entry, saves=False)
                 return len(entry.tokens)
         return 0
 
     def _on_loaded(self, file: str, state: SequenceState | None) -> None:
         """The file of a prefix has been read, or cannot be."""
-        if self.manager.tiers is not None:
-            self.manager.tiers.on_loaded(file, state)
+        if self.manager.saved.tiers is not None:
+            self.manager.saved.tiers.on_loaded(file, state)
 
     def save_prefixes(self) -> None:
         """The engine ends: what is in cells goes to the files."""
-        self.manager.write_all()
+        self.manager.cells.write_all()
 
     def mark_corrupt(self, cause: Exception) -> None:
         """The bookkeeping and llama.cpp do not agree: recreate the context before the next decode."""
-        self.manager.fault = cause
+        self.manager.cells.fault = cause
 
     def take_events(self) -> list[Event]:
         """What happened since this was last called."""
@@ -224,12 +218,12 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether a tick would do anything."""
-        return self.queue.has_work or self.manager.fault is not None
+        return self.queue.has_work or self.manager.cells.fault is not None
 
     @property
     def decodes_next(self) -> bool:
         """Whether a tick has nothing else to do first that takes long: mending, or making drafts."""
-        return self.has_work and self.manager.fault is None and self._speculation is None
+        return self.has_work and self.manager.cells.fault is None and self._speculation is None
 
     @property
     def next_deadline(self) -> float | None:
@@ -239,7 +233,9 @@ class EngineCore:
     @property
     def may_wait(self) -> bool:
         """Whether the next tick may wait for new requests: it mends nothing, and admits nobody."""
-        return bool(self.queue.running) and not self.queue.waiting and self.manager.fault is None
+        return (
+            bool(self.queue.running) and not self.queue.waiting and self.manager.cells.fault is None
+        )
 
     def next_tick_s(self) -> float:
         """What the next tick, or two, of those that run now take; 0 while nothing is known."""
@@ -333,10 +329,12 @@ class EngineCore:
         for chunk in chunks:
             sequence, start = chunk.sequence, chunk.sequence.n_computed
             sequence.n_turn = self.turns.n
-            assert sequence.slot is not None
+            assert sequence.placement.slot is not None
             tokens = sequence.tokens[start : start + chunk.n_tokens]
             tokens.extend(chunk.drafts)
-            self._decoder.add(sequence.slot.seq_id, tokens, start, n_outputs=chunk.n_outputs)
+            self._decoder.add(
+                sequence.placement.slot.seq_id, tokens, start, n_outputs=chunk.n_outputs
+            )
 
     # --- Failures ----------------------------------------------------------------------------
     def _after_failed_decode(self, chunks: list[Chunk], error: Exception) -> None:
@@ -356,7 +354,7 @@ class EngineCore:
             verdict = self.recovery.on_failure(chunks, is_fatal=is_fatal)
         try:
             if self.kv_cache.is_recurrent:
-                self.manager.remove_all()
+                self.manager.cells.remove_all()
                 self.queue.restart_all()
             else:
                 self.manager.read_back(chunks)
@@ -372,7 +370,7 @@ class EngineCore:
         queue, n_rows = self.queue, sum(chunk.n_rows for chunk in chunks)
         first = scheduler.most_urgent((s for s in queue.running if s.is_ready), self._clock())
         holders = [s for s in queue.running if s.n_computed and s is not first]
-        if self.manager.evict_all():
+        if self.manager.cells.evict_all():
             return
         if holders:
             queue.preempt(scheduler.choose_preempted(holders))
@@ -403,7 +401,7 @@ class EngineCore:
 
     def _probe(self) -> None:
         """Decode one token in a seq_id that nobody holds; an abort says nothing."""
-        self.manager.evict_all()
+        self.manager.cells.evict_all()
         slot = self.kv_cache.open()
         self._decoder.clear()
         self._decoder.add(slot.seq_id, [PROBE_TOKEN], 0, n_outputs=0)
@@ -418,8 +416,8 @@ class EngineCore:
 
     def _rebuild_if_corrupt(self) -> None:
         """Recreate the context if the bookkeeping and llama.cpp cannot be trusted to agree."""
-        if self.manager.fault is not None:
-            self._rebuild(self.manager.fault)
+        if self.manager.cells.fault is not None:
+            self._rebuild(self.manager.cells.fault)
 
     def _rebuild(self, cause: Exception) -> None:
         self._n_rebuilds_in_vain += 1
@@ -430,7 +428,7 @@ class EngineCore:
             self._decoder.rebuild()
         except Exception as error:
             raise EngineFailedError(f"the context cannot be recreated: {error}") from cause
-        self.manager.reset()
+        self.manager.cells.reset()
         self.queue.restart_all()
         self.recorder.n_rebuilds += 1
 
@@ -452,7 +450,7 @@ class EngineCore:
 
     def snapshot(self) -> Recorder:
         """What `EngineStatistics.of` reads, as it is now."""
-        queue, tiers = self.queue, self.manager.tiers
+        queue, tiers = self.queue, self.manager.saved.tiers
         if tiers is not None:
             self.recorder.n_prefix_bytes_host = tiers.n_bytes
             self.recorder.n_prefix_bytes_disk = tiers.n_file_bytes

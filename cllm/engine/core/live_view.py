@@ -50,7 +50,7 @@ def view_of(queue: RunQueue, manager: KVCacheManager, trace: TickTrace, now: flo
     """All of it."""
     return LiveView(
         slots=slots_of(queue, manager, now),
-        extents=extents_of(manager.kv_cache),
+        extents=extents_of(manager.cells.kv_cache),
         ticks=trace.take(),
         n_waiting=len(queue.waiting),
         oldest_waiting_s=max((now - s.request.submitted_at for s in queue.waiting), default=0.0),
@@ -78,18 +78,18 @@ def slots_of(queue: RunQueue, manager: KVCacheManager, now: float) -> tuple[Slot
         entry.slot.seq_id: SlotInfo(
             entry.slot.seq_id, SlotState.CACHED, n_computed=entry.slot.n_computed
         )
-        for entry in manager.prefixes.entries
+        for entry in manager.cells.prefixes.entries
     }
     for sequence in queue.running:
-        assert sequence.slot is not None
+        assert sequence.placement.slot is not None
         if sequence.is_paused:
             state = SlotState.PAUSED
-        elif not sequence.is_placed:
+        elif not sequence.placement.is_placed:
             state = SlotState.WAITING
         else:
             state = SlotState.PREFILL if sequence.n_pending > 1 else SlotState.DECODE
-        slots[sequence.slot.seq_id] = SlotInfo(
-            seq_id=sequence.slot.seq_id,
+        slots[sequence.placement.slot.seq_id] = SlotInfo(
+            seq_id=sequence.placement.slot.seq_id,
             state=state,
             request_id=sequence.request_id,
             n_prompt=sequence.n_prompt,
@@ -101,5 +101,5 @@ def slots_of(queue: RunQueue, manager: KVCacheManager, now: float) -> tuple[Slot
         )
     return tuple(
         slots.get(seq_id, SlotInfo(seq_id, SlotState.FREE))
-        for seq_id in range(manager.kv_cache.n_seq_ids)
+        for seq_id in range(manager.cells.kv_cache.n_seq_ids)
     )

@@ -105,11 +105,11 @@ class OutputProcessor:
         outputs, row = [], 0
         for chunk in chunks:
             sequence, n_outputs, completes = chunk.sequence, chunk.n_outputs, chunk.completes
-            assert sequence.slot is not None
+            assert sequence.placement.slot is not None
             n_prompt_left = max(0, sequence.n_prompt - sequence.n_computed)
             self._recorder.n_prefill_tokens += min(chunk.n_tokens, n_prompt_left)
             # Of the drafts too: what turns out to be wrong is removed when that is known.
-            self._kv_cache.advance(sequence.slot, chunk.n_rows)
+            self._kv_cache.advance(sequence.placement.slot, chunk.n_rows)
             sequence.n_drafted += len(chunk.drafts)
             self._recorder.n_drafted_tokens += len(chunk.drafts)
             rows = logits[row : row + n_outputs]
@@ -138,7 +138,7 @@ class OutputProcessor:
                     sequence.n_accepted += 1
                     self._recorder.n_accepted_tokens += 1
                 self._advance(sequence, token, logits[output.row], sampled)
-                if is_right and sequence.slot is not None:
+                if is_right and sequence.placement.slot is not None:
                     accepted = output.n_accepted + 1
                     following.append(output._replace(row=output.row + 1, n_accepted=accepted))
                 elif output.drafts:
@@ -154,8 +154,8 @@ class OutputProcessor:
 
     def _remove_surplus(self, sequence: Sequence) -> None:
         """Leave nothing computed after the last token but one: those were drafts."""
-        if sequence.slot is not None:
-            self._manager.truncate(sequence.slot, sequence.n_settled)
+        if sequence.placement.slot is not None:
+            self._manager.cells.truncate(sequence.placement.slot, sequence.n_settled)
 
     def _score(self, sequence: Sequence, logits: NDArray[np.float32]) -> bool:
         """Show these rows to those who want to know what the tokens after them were chosen from."""
@@ -201,7 +201,7 @@ class OutputProcessor:
         self._queue.finish(sequence, last_delta(FinishReason.ERROR), cause=error)
         if isinstance(error, NotFiniteError) and self._nan_spreads:
             # Even after it was removed: only a cleared buffer is clean.
-            self._manager.fault = error
+            self._manager.cells.fault = error
 
     def _append_text(self, sequence: Sequence, token: int, logprobs: Logprobs) -> None:
         """Turn a new token into text and an event, the last one where the output ends."""

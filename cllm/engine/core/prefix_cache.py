@@ -117,7 +117,8 @@ class PrefixCache:
                 source, entry, n_tokens = cached.slot, cached, n_common
         leader, n_expected = None, n_tokens
         for other in running:
-            if other is sequence or not other.is_placed or other.slot is None:
+            slot = other.placement.slot
+            if other is sequence or not other.placement.is_placed or slot is None:
                 continue
             own = other.tokens
             if n_tokens >= min(n_wanted, len(own)) or own[n_tokens] != wanted[n_tokens]:
@@ -130,7 +131,7 @@ class PrefixCache:
                 continue
             n_now = min(n_common, other.n_computed)
             if n_now >= n_min and n_now > n_tokens:
-                source, entry, n_tokens = other.slot, None, n_now
+                source, entry, n_tokens = slot, None, n_now
             n_coming = n_common
             if not other.is_scored:  # such rows come few at a time: not worth waiting for
                 n_coming = min(n_common, max(other.n_settled, other.n_computed))

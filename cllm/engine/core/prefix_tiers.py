@@ -290,6 +290,11 @@ class PrefixTiers:
             self._n_bytes -= prefix.n_bytes
             prefix.state = None
 
+    def limit(self, n_bytes_max: int) -> None:
+        """Change the limit of host memory; what is beyond it leaves."""
+        self.n_bytes_max = n_bytes_max
+        self._fit()
+
     def _fit(self, *, but: SavedPrefix | None = None) -> None:
         """Give up host memory until no more is used than may be."""
         while self._n_bytes > self.n_bytes_max:

@@ -80,7 +80,7 @@ class RunQueue:
             return
         if request.state is not None:
             self._manager.adopt(sequence, request.state)
-        sequence.n_shareable, prefix = self._manager.shareable(sequence, self.running)
+        sequence.placement.n_shareable, prefix = self._manager.shareable(sequence, self.running)
         self._manager.prefetch(sequence, prefix)
         logger.debug("request %s: new, %d prompt tokens", request.request_id, sequence.n_prompt)
 
@@ -104,7 +104,7 @@ class RunQueue:
     @property
     def has_work(self) -> bool:
         """Whether anybody wants tokens; a paused sequence waits for its reader, another for a file."""
-        return any(not (s.is_paused or s.is_loading) for s in self._by_id.values())
+        return any(not (s.is_paused or s.placement.is_loading) for s in self._by_id.values())
 
     @property
     def has_loras(self) -> bool:
@@ -140,7 +140,7 @@ class RunQueue:
             if self._manager.allocate(first, self.running, now):
                 self.waiting.remove(first)
                 self.running.append(first)
-                logger.debug("request %s: prefill in %r", first.request_id, first.slot)
+                logger.debug("request %s: prefill in %r", first.request_id, first.placement.slot)
                 continue
             # Readers that have stopped must not keep the queue waiting.
             paused = [s for s in self.running if s.is_paused]
@@ -152,12 +152,12 @@ class RunQueue:
 
     def make_room(self, n_rows: int, now: float) -> None:
         """Evict for a batch of `n_rows`, and preempt until every decoding sequence has a cell."""
-        manager = self._manager
-        manager.evict_until(scheduler.n_rows_wanted(self.running, n_rows))
+        manager, cells = self._manager, self._manager.cells
+        cells.evict_until(scheduler.n_rows_wanted(self.running, n_rows))
         while any(s.is_ready for s in self.running):
             n_needed = max(1, scheduler.n_rows_needed(self.running))
             holders = [s for s in self.running if s.n_computed]
-            if manager.kv_cache.n_free >= n_needed or len(self.running) == 1 or not holders:
+            if cells.kv_cache.n_free >= n_needed or len(self.running) == 1 or not holders:
                 return
             self.preempt(scheduler.choose_preempted(holders))
             manager.place_followers(self.running, now)
@@ -174,7 +174,7 @@ class RunQueue:
     def restart_all(self) -> None:
         """The KV cache is new: every running sequence computes its tokens again."""
         for sequence in list(self.running):
-            sequence.leave()
+            sequence.placement.leave()
             self._requeue(sequence)
 
     def _requeue(self, sequence: Sequence) -> None:
@@ -205,7 +205,7 @@ class RunQueue:
         self._manager.leave(sequence, keep=cause is None)
         error = None
         if cause is not None:
-            self._manager.distrust(sequence)
+            self._manager.saved.distrust(sequence)
             error = GenerationError.of(sequence.request_id, cause)
         self._report(sequence, delta, error, state)
 
@@ -224,7 +224,7 @@ class RunQueue:
         del self._by_id[sequence.request_id]
         self._n_with_loras -= sequence.request.lora != NO_LORA
         (self.running if sequence in self.running else self.waiting).remove(sequence)
-        self._manager.forget(sequence)
+        self._manager.saved.forget(sequence)
         self._recovery.forget(sequence)
         # What fails now comes too late to change anything but the text.
         try:

@@ -106,7 +106,8 @@ def plan(
 
 def seq_id_of(sequence: Sequence) -> int:
     """Of a sequence that runs."""
-    return sequence.slot.seq_id if sequence.slot else -1
+    slot = sequence.placement.slot
+    return slot.seq_id if slot else -1
 
 
 def _n_polite(
@@ -142,8 +143,9 @@ def _with_followers(running: Iterable[Sequence], now: float) -> Mapping[str, tup
     """How urgent each sequence is, or the most urgent of those that wait for its tokens."""
     urgencies = {s.request_id: s.urgency(now) for s in running}
     for follower in running:
-        if follower.leader is not None and not follower.is_paused:
-            leader_id = follower.leader.request_id
+        leader = follower.placement.leader
+        if leader is not None and not follower.is_paused:
+            leader_id = leader.request_id
             own = urgencies.get(leader_id)
             if own is not None:
                 urgencies[leader_id] = min(own, follower.urgency(now))
@@ -160,7 +162,7 @@ def next_admitted(waiting: Iterable[Sequence], now: float) -> Sequence | None:
 
     Whose prefix is being read from a file is not asked yet.
     """
-    return most_urgent((s for s in waiting if not (s.is_paused or s.is_loading)), now)
+    return most_urgent((s for s in waiting if not (s.is_paused or s.placement.is_loading)), now)
 
 
 def has_room(

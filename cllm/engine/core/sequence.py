@@ -12,16 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cllm.checks import INT32_MAX
-from cllm.engine.core.checkpoints import NEVER
 from cllm.engine.core.detokenizer import Detokenizer
 from cllm.engine.core.kv_cache import Slot
-from cllm.engine.core.prefix_tiers import SavedPrefix
+from cllm.engine.core.placement import Placement
 from cllm.engine.lora import LoraSet
 from cllm.engine.request import (
     Completion,
     FinishReason,
     GenerationRequest,
-    SequenceState,
     Timings,
     TokenLogprob,
     Usage,
@@ -56,26 +54,10 @@ class Sequence:
     ----------
     tokens : list of int
         Prompt and output; the position of a token is its index.
-    slot : Slot or None
-        Its place in the KV cache while it is running; None while it waits.
+    placement : Placement
+        Where it stands towards the KV cache.
     sampler : TokenSampler or None
         None for greedy sampling.  Kept when the sequence is preempted.
-    is_placed : bool
-        It computes its own tokens.  Until then it may hold a seq_id, but no cell.
-    leader : Sequence or None
-        Computes the first `n_expected` tokens, which this one waits for rather than computing
-        them twice.
-    n_shareable : int
-        The first tokens that others had computed, or were to, when it was submitted.
-    swapped : SequenceState or None
-        Its cells, if they were saved when it was preempted, or before it was suspended; or those of a
-        prefix that it has in common with another.
-    n_restorable : int
-        So many tokens of `swapped` are its own.
-    restores : SavedPrefix or None
-        The prefix that `swapped` is from.
-    awaits : SavedPrefix or None
-        A prefix that is being read from a file, for which it waits.
     n_cached : int
         Prompt tokens that were shared and not computed.
     n_drafted, n_accepted : int
@@ -84,12 +66,6 @@ class Sequence:
         Deltas that the reader has not taken yet.
     n_given : int
         Tokens of the prompt, and of the output as far as it was sampled elsewhere.
-    saved : list of SavedPrefix
-        Those in host memory that it has computed, or gone on from: of no use to anybody if it fails.
-    parted : set of int
-        How many tokens others have in common with it who could not share them, or wait for them.
-    n_checkpoint : int
-        So many tokens are computed when its memory is kept next.
     n_turn : int
         When a tick last had tokens of it: ticks are counted from 1 on.
     n_scored, n_to_score : int
@@ -103,17 +79,7 @@ class Sequence:
         self.tokens = [*request.prompt_token_ids, *request.generated_token_ids]
         self.n_prompt = len(request.prompt_token_ids)
         self.n_given = len(self.tokens)
-        self.slot: Slot | None = None
-        self.is_placed = False
-        self.leader: Sequence | None = None
-        self.n_expected = self.n_shareable = 0
-        self.parted: set[int] = set()
-        self.n_checkpoint = NEVER
-        self.swapped: SequenceState | None = None
-        self.n_restorable = 0
-        self.restores: SavedPrefix | None = None
-        self.awaits: SavedPrefix | None = None
-        self.saved: list[SavedPrefix] = []
+        self.placement: Placement[Sequence] = Placement()
         self.n_cached = self.n_drafted = self.n_accepted = 0
         self.detokenizer = Detokenizer(request.params.stop, strips_space=request.strips_space)
         first_scored = request.first_scored
@@ -141,14 +107,9 @@ class Sequence:
         return self.n_unread >= self._stream_buffer
 
     @property
-    def is_loading(self) -> bool:
-        """Whether what it goes on from is being read from a file."""
-        return self.awaits is not None and self.awaits.is_loading
-
-    @property
     def n_computed(self) -> int:
-        """Tokens whose keys and values are in the KV cache."""
-        return self.slot.n_computed if self.slot else 0
+        """Number of tokens whose keys and values are in the KV cache."""
+        return self.placement.n_computed
 
     @property
     def n_pending(self) -> int:
@@ -163,7 +124,7 @@ class Sequence:
     @property
     def n_next(self) -> int:
         """Pending tokens that can be computed in one decode."""
-        return min(self.n_pending, self.n_alike, self.n_checkpoint - self.n_computed)
+        return min(self.n_pending, self.n_alike, self.placement.n_checkpoint - self.n_computed)
 
     @property
     def loras(self) -> LoraSet:
@@ -173,7 +134,7 @@ class Sequence:
     @property
     def n_to_compute(self) -> int:
         """Pending tokens without those that a leader computes."""
-        return self.n_pending - (self.n_expected if self.leader else 0)
+        return self.n_pending - (self.placement.n_expected if self.placement.leader else 0)
 
     @property
     def is_scored(self) -> bool:
@@ -205,7 +166,7 @@ class Sequence:
     @property
     def is_ready(self) -> bool:
         """Whether a tick can compute tokens of it."""
-        return self.is_placed and not self.is_paused
+        return self.placement.is_placed and not self.is_paused
 
     @property
     def is_decoding(self) -> bool:
@@ -221,7 +182,7 @@ class Sequence:
         """
         request = self.request
         deadline = float("inf") if request.deadline is None else request.deadline
-        n_left = self.n_to_compute - (0 if self.slot else self.n_shareable)
+        n_left = self.n_to_compute - (0 if self.placement.slot else self.placement.n_shareable)
         n_parts = 0 if self.n_output else -(-n_left // N_ALIKE)
         return (aged_priority(request, now), n_parts, deadline, request.serial)
 
@@ -237,21 +198,17 @@ class Sequence:
 
     def start(self, slot: Slot, now: float) -> None:
         """Start running in `slot`."""
-        self.slot = slot
+        self.placement.slot = slot
         if self._admitted_at is None:
             self._admitted_at = now
 
     def place(self, n_shared: int) -> int:
         """Start computing after `n_shared` tokens; return how many of them are prompt tokens."""
-        self.is_placed, self.leader, self.n_expected = True, None, 0
+        self.placement.compute()
         n_cached = min(n_shared, self.n_prompt)
         if not self.n_sampled and not self.n_preemptions:
             self.n_cached = n_cached
         return n_cached
-
-    def leave(self) -> None:
-        """It holds nothing any more."""
-        self.slot, self.leader, self.is_placed, self.n_expected = None, None, False, 0
 
     def recall(self, vocabulary: OutputVocabulary) -> None:
         """Bring text and sampler to where tokens that were sampled elsewhere have brought them.
@@ -326,5 +283,6 @@ class Sequence:
         )
 
     def __repr__(self) -> str:
-        where = f"seq_id={self.slot.seq_id}" if self.slot else "waiting"
+        slot = self.placement.slot
+        where = f"seq_id={slot.seq_id}" if slot else "waiting"
         return f"<Sequence {self.request_id} {where} {self.n_computed}/{len(self.tokens)}>"

@@ -200,8 +200,8 @@ class DraftModel:
 
 
 def _seq_id(sequence: Sequence) -> int:
-    assert sequence.slot is not None
-    return sequence.slot.seq_id
+    assert sequence.placement.slot is not None
+    return sequence.placement.slot.seq_id
 
 
 def _n_same(held: list[int], tokens: list[int]) -> int:

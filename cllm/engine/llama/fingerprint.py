@@ -19,7 +19,7 @@ SETTINGS = (
 # What decides about batches, on which answers depend unless the engine is deterministic.
 BATCH_SETTINGS = (
     "n_seq_max", "n_batch", "n_ubatch", "compute_threads", "n_gpu_layers", "rpc", "flash_attn",
-    "prefix_cache", "prefix_cache_tokens", "prefix_cache_bytes", "swap_tokens", "n_prefill_chunk", "target_itl_ms",
+    "prefix_cache", "prefix_cache_tokens", "prefix_cache_bytes", "n_prefill_chunk", "target_itl_ms",
 )  # fmt: skip
 
 

@@ -160,7 +160,7 @@ class InferenceThread(EngineHost):
             config = replace(config, n_prefill_chunk=loaded.n_prefill_chunk)
         kv_cache = loaded.kv_cache
         if config.prefix_cache_bytes is None:
-            config = replace(config, prefix_cache_bytes=_default_bytes(config))
+            config = replace(config, prefix_cache_bytes=_default_bytes())
         store = self._make_store(loaded, owned)
         speculation = None
         if loaded.drafter is not None:
@@ -371,11 +371,10 @@ class InferenceThread(EngineHost):
         self._recorder = core.snapshot()
 
 
-def _default_bytes(config: EngineConfig) -> int:
-    """Host memory for prefixes that have left the cells, where the settings leave it open."""
-    available = available_bytes() if config.prefix_cache else 0
-    n_bytes = min(MAX_PREFIX_BYTES, (available or 0) // PREFIX_SHARE)
-    logger.info("prefix cache: up to %d MiB of host memory", n_bytes >> 20)
+def _default_bytes() -> int:
+    """Return the host memory for states that have left the cells, where the settings leave it open."""
+    n_bytes = min(MAX_PREFIX_BYTES, (available_bytes() or 0) // PREFIX_SHARE)
+    logger.info("states outside the KV cells: up to %d MiB of host memory", n_bytes >> 20)
     return n_bytes
 
 

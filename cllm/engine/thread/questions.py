@@ -65,7 +65,7 @@ class Questions:
         match question:
             case Audit():
                 # Not while something known is to be mended.
-                return None if core.manager.fault is not None else tuple(self._audit())
+                return None if core.manager.cells.fault is not None else tuple(self._audit())
             case Inspect():
                 return core.live_view()
             case EraseSlot(seq_id):

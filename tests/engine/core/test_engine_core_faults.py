@@ -8,6 +8,7 @@ import pytest
 
 from cllm.engine.constraint import Mask
 from cllm.engine.core.messages import Finished
+from cllm.engine.core.scheduler import seq_id_of
 from cllm.engine.request import FinishReason, GenerationRequest
 from cllm.engine.sampling.batch_sampler import NotFiniteError
 from cllm.engine.sampling.row_scan import RowScan
@@ -87,7 +88,7 @@ def test_nan_in_a_row_ends_only_the_request_of_that_row(calls: Sequence[int]) ->
 
         def look(sim: Simulator = sim, owners: list[str] = owners, n: int = n_decode) -> None:
             if sim.decoder.n_decodes + 1 == n:
-                ids = {s.slot.seq_id: s.request_id for s in sim.core.queue.running if s.slot}
+                ids = {seq_id_of(s): s.request_id for s in sim.core.queue.running}
                 owners += [ids[run.seq_id] for run in sim.decoder.runs if run.n_outputs][:1]
 
         sim.decoder.on_decode = look

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from cllm.engine.core.scheduler import seq_id_of
 from cllm.engine.request import FinishReason
 from cllm.engine.sampling_params import SamplingParams
 from cllm.testing.fake_decoder import Fault
@@ -41,7 +42,7 @@ class CoreMachine(RuleBasedStateMachine):
         prefix_cache=st.booleans(),
         memory=st.sampled_from(["whole", "whole", "whole", "recurrent", "windowed"]),
         stream_buffer=st.integers(1, 4),
-        swap_tokens=st.sampled_from([None, 0, 10]),
+        prefix_cache_bytes=st.sampled_from([1 << 20, 0, 200]),
         latency_s=st.sampled_from([0.0, 0.01]),
     )
     def make(
@@ -53,7 +54,7 @@ class CoreMachine(RuleBasedStateMachine):
         prefix_cache: bool,
         memory: str,
         stream_buffer: int,
-        swap_tokens: int | None,
+        prefix_cache_bytes: int,
         latency_s: float,
     ) -> None:
         self.sim = Simulator(
@@ -65,7 +66,7 @@ class CoreMachine(RuleBasedStateMachine):
             has_pos_min=memory == "whole",
             is_windowed=memory == "windowed",
             stream_buffer=stream_buffer,
-            swap_tokens=swap_tokens,
+            prefix_cache_bytes=prefix_cache_bytes,
             latency_s=latency_s,
         )
 
@@ -112,7 +113,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule()
     def reset_prefix_cache(self) -> None:
-        self.sim.core.manager.evict_all()
+        self.sim.core.manager.cells.evict_all()
         assert self.sim.kv_cache.n_cached == 0
 
     # Several rules that tick: hypothesis leaves some rules out of each example.
@@ -150,12 +151,12 @@ class CoreMachine(RuleBasedStateMachine):
         now = sim.now
         due = {r for r in self.alive() if (sim.requests[r].deadline or 1e9) <= now}
         paused = {r for r in self.alive() if sim.is_paused(r)}
-        is_faulty = sim.core.manager.fault is not None or bool(sim.decoder.call_faults)
+        is_faulty = sim.core.manager.cells.fault is not None or bool(sim.decoder.call_faults)
         owners: dict[int, str] = {}
 
         def look() -> None:
             running = sim.core.queue.running
-            owners.update((s.slot.seq_id, s.request_id) for s in running if s.slot)
+            owners.update((seq_id_of(s), s.request_id) for s in running)
 
         sim.decoder.on_decode = look
         heard = sim.tick()

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from cllm.engine.core.cells import MIN_STREAM_SHARE
 from cllm.engine.core.checkpoints import INTERVAL, MIN_GAIN, TAIL
-from cllm.engine.core.kv_cache_manager import MIN_STREAM_SHARE
 from cllm.engine.request import FinishReason
 from cllm.engine.sampling_params import SamplingParams
 from cllm.errors import DecodeFailedError
@@ -217,8 +217,9 @@ def test_those_who_come_together_compute_what_they_share_once_in_the_per_sequenc
 
 def test_without_host_memory_no_state_is_kept_in_the_per_sequence_layout() -> None:
     sim = Simulator(
-        n_ctx=2048, n_seq_max=2, n_batch=64, kv_unified=False, has_pos_min=False, answer=endless
-    )
+        n_ctx=2048, n_seq_max=2, n_batch=64, kv_unified=False, has_pos_min=False, answer=endless,
+        prefix_cache_bytes=0,
+    )  # fmt: skip
     sim.submit(bytes(200), max_tokens=2)
     sim.run()
     assert sim.core.statistics().n_checkpoints == 0
@@ -275,7 +276,7 @@ def test_the_least_recently_used_prefix_is_evicted_first(kv_unified: bool) -> No
     sim.run()
     sim.submit(b"c" * 20, max_tokens=1)
     sim.run()
-    kept = {entry.tokens[0] for entry in sim.core.manager.prefixes.entries}
+    kept = {entry.tokens[0] for entry in sim.core.manager.cells.prefixes.entries}
     assert kept == set(b"ac")
     assert sim.core.statistics().n_evictions == 1
 
@@ -348,7 +349,7 @@ def test_a_long_prompt_is_kept_at_few_places(memory: dict[str, Any]) -> None:
     prompt = bytes(range(1, 251)) * 40
     sim.submit(prompt, max_tokens=1)
     sim.run()
-    kept = [len(entry.tokens) for entry in sim.core.manager.prefixes.entries]
+    kept = [len(entry.tokens) for entry in sim.core.manager.cells.prefixes.entries]
     assert kept == [2048, 4096, 6144, 8192, len(prompt) - TAIL, len(prompt)]
     again = sim.submit(prompt[:7000] + b"other", max_tokens=1)
     sim.run()
@@ -397,19 +398,19 @@ def test_cached_prefixes_give_way_before_anybody_is_preempted() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("swap_tokens", [None, 0], ids=["swapped", "recomputed"])
+@pytest.mark.parametrize("prefix_cache_bytes", [1 << 20, 0], ids=["swapped", "recomputed"])
 def test_a_preempted_stream_goes_on_with_the_same_tokens(
-    temperature: float, swap_tokens: int | None
+    temperature: float, prefix_cache_bytes: int
 ) -> None:
     params = SamplingParams(temperature=temperature, stop=["zzzz"])
     sim = Simulator(
-        n_ctx=24, n_seq_max=3, n_batch=4, answer=endless, swap_tokens=swap_tokens, latency_s=0.01
+        n_ctx=24, n_seq_max=3, n_batch=4, answer=endless, prefix_cache_bytes=prefix_cache_bytes, latency_s=0.01
     )  # fmt: skip
     request_ids = [sim.submit(bytes([letter]) * 4, params=params) for letter in b"xyz"]
     sim.run()
     statistics = sim.core.statistics()
     assert statistics.n_preemptions > 0
-    assert (statistics.n_swaps > 0) == (swap_tokens is None)
+    assert (statistics.n_swaps > 0) == (prefix_cache_bytes > 0)
     preempted = [r for r in request_ids if sim.finished[r].completion.timings.n_preemptions]
     assert preempted, "the completion says so"
     assert request_ids[0] not in preempted, "the oldest never is"
@@ -423,14 +424,16 @@ def test_a_preempted_stream_goes_on_with_the_same_tokens(
 def test_a_damaged_swap_is_computed_again(how: str) -> None:
     sim = Simulator(n_ctx=24, n_seq_max=2, n_batch=4, answer=endless, latency_s=0.01)
     request_ids = [sim.submit(bytes([letter]) * 4) for letter in b"xy"]
-    while not any(s.swapped for s in sim.core.queue.waiting):
+    while not any(s.placement.swapped for s in sim.core.queue.waiting):
         sim.tick()
-    (victim,) = (s for s in sim.core.queue.waiting if s.swapped)
-    assert victim.swapped is not None
+    (victim,) = (s for s in sim.core.queue.waiting if s.placement.swapped)
+    assert victim.placement.swapped is not None
     if how == "flipped":
-        data = bytearray(victim.swapped.data)
+        data = bytearray(victim.placement.swapped.data)
         data[len(data) // 2] ^= 1
-        victim.swapped = type(victim.swapped)(bytes(data), victim.swapped.n_tokens)
+        victim.placement.swapped = type(victim.placement.swapped)(
+            bytes(data), victim.placement.swapped.n_tokens
+        )
     else:
         n_calls = sim.decoder.n_calls["state_seq_set_data"]
         sim.decoder.call_faults["state_seq_set_data", n_calls + 1] = False
@@ -470,10 +473,10 @@ def test_a_reader_that_stops_gets_no_more_than_the_buffer(stream_buffer: int) ->
     assert sim.outcome(request_id) == sim.alone(request_id)
 
 
-@pytest.mark.parametrize("swap_tokens", [None, 0], ids=["swapped", "kept as a prefix"])
-def test_readers_that_stop_in_every_seq_id_do_not_stall_the_queue(swap_tokens: int | None) -> None:
+@pytest.mark.parametrize("prefix_cache_bytes", [1 << 20, 0], ids=["swapped", "kept as a prefix"])
+def test_readers_that_stop_in_every_seq_id_do_not_stall_the_queue(prefix_cache_bytes: int) -> None:
     sim = Simulator(
-        n_seq_max=2, answer=endless, stream_buffer=4, swap_tokens=swap_tokens, latency_s=0.01
+        n_seq_max=2, answer=endless, stream_buffer=4, prefix_cache_bytes=prefix_cache_bytes, latency_s=0.01
     )  # fmt: skip
     holders = [sim.submit(b"h" * 5), sim.submit(b"i" * 5)]
     sim.stopped.update(holders)

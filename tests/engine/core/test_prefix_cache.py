@@ -61,8 +61,8 @@ class World:
         sequence = self.sequence(tokens, n_output=n_output)
         sequence.start(self.kv_cache.open(), 0.0)
         if is_placed:
-            assert sequence.slot is not None
-            self.kv_cache.advance(sequence.slot, n_computed)
+            assert sequence.placement.slot is not None
+            self.kv_cache.advance(sequence.placement.slot, n_computed)
             sequence.place(0)
         sequence.n_unread = int(is_paused)
         self.running.append(sequence)
@@ -131,7 +131,7 @@ def test_a_match_is_the_longest_by_definition(
     else:
         assert match.entry is None
         assert match.source in [
-            s.slot for s, n in zip(world.running, n_now, strict=True) if n == n_best
+            s.placement.slot for s, n in zip(world.running, n_now, strict=True) if n == n_best
         ]
     if is_worth_it:
         assert match.n_expected == n_awaited
@@ -177,7 +177,7 @@ def test_the_most_recent_of_equals_wins_and_one_that_was_touched_is_the_most_rec
 def test_a_cached_prefix_wins_over_a_running_sequence_that_has_as_much() -> None:
     world = World()
     running = world.run([1, 2, 3, 4], 3)
-    assert world.match([1, 2, 3, 9]).source is running.slot
+    assert world.match([1, 2, 3, 9]).source is running.placement.slot
     entry = world.keep([1, 2, 3])
     assert world.match([1, 2, 3, 9]).entry is entry
 
@@ -209,7 +209,7 @@ def test_nobody_waits_for_one_that_computes_nothing(is_paused: bool, is_placed: 
 def test_what_a_paused_sequence_has_computed_is_shared() -> None:
     world = World()
     paused = world.run([1, 2, 3, 4, 5], 3, is_paused=True)
-    assert world.match([1, 2, 3, 4, 9]) == Match(source=paused.slot, n_tokens=3)
+    assert world.match([1, 2, 3, 4, 9]) == Match(source=paused.placement.slot, n_tokens=3)
 
 
 @pytest.mark.parametrize(
@@ -261,5 +261,5 @@ def test_where_only_whole_sequences_can_be_shared_a_part_of_one_is_not() -> None
     assert world.match([1, 9], whole_only=True).source is None
     running = world.run([1, 2, 3, 8], 3)
     match = world.match([1, 2, 3, 9], whole_only=True)
-    assert (match.source, match.n_tokens, match.leader) == (running.slot, 3, None)
+    assert (match.source, match.n_tokens, match.leader) == (running.placement.slot, 3, None)
     assert world.match([1, 2, 5], whole_only=True).source is kept.slot

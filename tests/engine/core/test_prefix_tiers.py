@@ -260,8 +260,8 @@ def test_what_others_share_in_cells_is_not_restored_beside_them() -> None:
     sim = Simulator(n_ctx=1024, n_seq_max=4, answer=endless, prefix_cache_bytes=MIB)
     prompt = bytes(range(200))
     served(sim, prompt + b"1")
-    for entry in list(sim.core.manager.prefixes.entries):
-        sim.core.manager._save_copy(entry.slot, entry.tokens, entry.lora)
+    for entry in list(sim.core.manager.cells.prefixes.entries):
+        sim.core.manager.cells.save(entry.slot, entry.tokens, entry.lora)
     assert served(sim, prompt + b"2") == 1
     assert sim.core.statistics().n_restored_prefixes == 0
 
@@ -271,15 +271,15 @@ def test_it_is_not_restored_where_that_takes_longer_than_computing_it() -> None:
     first, other = bytes(range(200)), b"o" * 230
     served(sim, first + b"1")
     served(sim, other)
-    sim.core.manager._recompute_s = lambda n_tokens: 0.001 * n_tokens
-    sim.core.manager._swap._learn_restoring(200, 200.0)
+    sim.core.manager.saved._recompute_s = lambda n_tokens: 0.001 * n_tokens
+    sim.core.manager.saved._learn_restoring(200, 200.0)
     assert served(sim, first + b"2") > 150
     sim.check_outcomes()
 
 
 def test_what_is_learned_of_small_copies_says_nothing_about_large_ones() -> None:
     sim = small({}, prefix_cache_bytes=MIB)
-    swap = sim.core.manager._swap
+    swap = sim.core.manager.saved
     swap._learn_restoring(10, 1.0)
     assert (swap.restore_s(20), swap.restore_s(200)) == (2.0, 0.0)
     swap._learn_restoring(200, 2.0)
@@ -313,7 +313,7 @@ def test_who_is_suspended_while_it_waits_takes_nothing_of_others_along() -> None
     waiting = sim.submit(head + b"w" * 95, max_tokens=4)
     sim.tick()
     (sequence,) = sim.core.queue.waiting
-    assert sequence.restores is not None
+    assert sequence.placement.restores is not None
     sim.core.queue.cancel(waiting, saves_state=True)
     sim.hear()
     ended = sim.finished[waiting]
@@ -331,11 +331,11 @@ def test_a_prefix_that_is_longer_than_what_there_is_room_for_stays_where_it_is()
     served(sim, b"x" * 500)
     sim.submit(b"r" * 200, max_tokens=200)
     sim.tick(8)
-    n_saved = len(sim.core.manager.tiers or ())
+    n_saved = len(sim.core.manager.saved.tiers or ())
     request_id = sim.submit(head + b"w", max_tokens=4)
     sim.run()
     assert sim.finished[request_id].completion.usage.n_cached == 0
-    assert len(sim.core.manager.tiers or ()) >= n_saved
+    assert len(sim.core.manager.saved.tiers or ()) >= n_saved
     sim.check_outcomes()
 
 
@@ -343,7 +343,7 @@ def test_forgetting_the_prefix_cache_forgets_what_has_left_it() -> None:
     sim = small({}, prefix_cache_bytes=MIB)
     served(sim, bytes(range(200)))
     served(sim, b"o" * 230)
-    sim.core.manager.forget_prefixes()
+    sim.core.manager.cells.forget_prefixes()
     assert served(sim, bytes(range(200))) == 200
 
 
@@ -393,7 +393,7 @@ def test_whatever_comes_and_fails_answers_are_as_alone(seed: int, memory: dict[s
 def test_a_copy_that_would_break_the_pace_of_streams_is_not_made(target_ms: float | None) -> None:
     sim = small({}, n_seq_max=2, prefix_cache_bytes=MIB, target_itl_ms=target_ms)
     served(sim, b"a" * 100)
-    sim.core.manager._swap._s_per_token = 0.002
+    sim.core.manager.saved._s_per_token = 0.002
     sim.submit(b"s", max_tokens=60)
     sim.tick(3)
     sim.submit(b"o" * 150, max_tokens=1)

@@ -77,8 +77,8 @@ class World:
         self.verdicts.append(verdict)
         if verdict is Verdict.REBUILD:
             for sequence in self.running:
-                assert sequence.slot is not None
-                self.kv_cache.truncate(sequence.slot, 0)
+                assert sequence.placement.slot is not None
+                self.kv_cache.truncate(sequence.placement.slot, 0)
         elif verdict is Verdict.END:
             (chunk,) = chunks
             self.ended.append(chunk.sequence.request.serial)
@@ -94,8 +94,8 @@ class World:
     def succeed(self, chunks: list[Chunk]) -> None:
         for chunk in chunks:
             sequence, completes = chunk.sequence, chunk.completes
-            assert sequence.slot is not None
-            self.kv_cache.advance(sequence.slot, chunk.n_tokens)
+            assert sequence.placement.slot is not None
+            self.kv_cache.advance(sequence.placement.slot, chunk.n_tokens)
             if completes:
                 sequence.append(1, 0.0)
         self.recovery.on_success()
@@ -105,11 +105,11 @@ class World:
                 self.leave(sequence)
 
     def leave(self, sequence: Sequence) -> None:
-        assert sequence.slot is not None
+        assert sequence.placement.slot is not None
         self.running.remove(sequence)
-        self.kv_cache.release(sequence.slot)
+        self.kv_cache.release(sequence.placement.slot)
         self.recovery.forget(sequence)
-        sequence.leave()
+        sequence.placement.leave()
 
     def run(self) -> None:
         for _ in range(300):

@@ -62,7 +62,8 @@ def running(*sequences: Sequence) -> list[Sequence]:
 
 
 def follow(follower: Sequence, leader: Sequence, n_expected: int) -> None:
-    follower.leader, follower.n_expected, follower.is_placed = leader, n_expected, False
+    follower.placement.follow(leader, n_expected)
+    follower.placement.is_placed = False
 
 
 # --- plan ------------------------------------------------------------------------------------
@@ -270,15 +271,15 @@ def test_a_prompt_that_has_nearly_been_computed_is_a_short_one() -> None:
     kv_cache = KVCache(n_cells=1000, n_seq_ids=1, n_ctx_seq=1000)
     nearly.start(kv_cache.open(), 0.0)
     nearly.place(0)
-    assert nearly.slot is not None
-    kv_cache.advance(nearly.slot, 900)
+    assert nearly.placement.slot is not None
+    kv_cache.advance(nearly.placement.slot, 900)
     assert nearly.urgency(0.0) < new.urgency(0.0)
 
 
 def test_a_prompt_that_others_have_nearly_computed_is_a_short_one() -> None:
     turn, new = sequence_of(1000, 1), sequence_of(300, 2)
     assert next_admitted([turn, new], 0.0) is new
-    turn.n_shareable = 990
+    turn.placement.n_shareable = 990
     assert next_admitted([turn, new], 0.0) is turn
 
 

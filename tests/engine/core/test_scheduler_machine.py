@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from cllm.engine.core import scheduler
 from cllm.engine.core.kv_cache import KVCache
-from cllm.engine.core.scheduler import Chunk, plan
+from cllm.engine.core.scheduler import Chunk, plan, seq_id_of
 from cllm.engine.core.sequence import AGEING_S, Sequence
 from tests.engine.core.test_scheduler import DETERMINISTIC, STREAM_BUFFER, sequence_of
 
@@ -40,19 +40,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             deadline=None if due_in is None else self.now + due_in,
         )  # fmt: skip
         arrived.start(self.kv_cache.open(), self.now)
-        leaders = [s for s in self.running if s.is_placed and s.n_prompt > 1]
+        leaders = [s for s in self.running if s.placement.is_placed and s.n_prompt > 1]
         if n_prompt > 1 and leaders and data.draw(st.booleans()):
-            arrived.leader = data.draw(st.sampled_from(leaders))
-            arrived.n_expected = min(arrived.leader.n_prompt, n_prompt) - 1
+            arrived.placement.leader = data.draw(st.sampled_from(leaders))
+            arrived.placement.n_expected = min(arrived.placement.leader.n_prompt, n_prompt) - 1
         else:
             arrived.place(0)
         self.running.append(arrived)
 
-    @precondition(lambda self: any(s.leader for s in self.running))
+    @precondition(lambda self: any(s.placement.leader for s in self.running))
     @rule()
     def the_followers_have_waited_enough(self) -> None:
         for sequence in self.running:
-            if not sequence.is_placed:
+            if not sequence.placement.is_placed:
                 sequence.place(0)
 
     @precondition(lambda self: self.running)
@@ -61,9 +61,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         """The followers of one that has ended may still name it when the next tick is planned."""
         sequence = data.draw(st.sampled_from(self.running))
         self.running.remove(sequence)
-        assert sequence.slot is not None
-        self.kv_cache.release(sequence.slot)
-        sequence.leave()
+        assert sequence.placement.slot is not None
+        self.kv_cache.release(sequence.placement.slot)
+        sequence.placement.leave()
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), n_unread=st.sampled_from([0, 0, STREAM_BUFFER, STREAM_BUFFER + 1]))
@@ -78,8 +78,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def tick(self, n_prompt_rows: int | None) -> None:
         for chunk in self.check(self.n_batch, n_prompt_rows):
             sequence, completes = chunk.sequence, chunk.completes
-            assert sequence.slot is not None
-            self.kv_cache.advance(sequence.slot, chunk.n_tokens)
+            assert sequence.placement.slot is not None
+            self.kv_cache.advance(sequence.placement.slot, chunk.n_tokens)
             assert completes == (sequence.n_pending == 0), "only a completed chunk is sampled"
             if completes:
                 sequence.append(7, self.now)
@@ -91,12 +91,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def urgency(self, sequence: Sequence) -> tuple[int, int, float, int]:
         """A leader's is that of the most urgent sequence that waits for it, if that is more."""
-        followers = [s for s in self.running if s.leader is sequence and not s.is_paused]
+        followers = [s for s in self.running if s.placement.leader is sequence and not s.is_paused]
         return min(s.urgency(self.now) for s in (sequence, *followers))
 
     def check(self, n_rows: int, n_prompt_rows: int | None) -> list[Chunk]:
         """A plan, and whether it keeps its promises."""
-        ready = [s for s in self.running if s.is_placed and not s.is_paused]
+        ready = [s for s in self.running if s.placement.is_placed and not s.is_paused]
         decoding = [s for s in ready if s.n_pending == 1]
         prompts = sorted((s for s in ready if s.n_pending > 1), key=self.urgency)
         chunks = plan(self.running, n_rows, n_prompt_rows, n_outputs_max=256, now=self.now)
@@ -115,7 +115,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 n_rows_left -= expected[sequence]
         assert planned == expected, "all rows are used, by those and only those who may"
 
-        seq_ids = [c.sequence.slot.seq_id for c in chunks if c.sequence.slot]
+        seq_ids = [seq_id_of(c.sequence) for c in chunks]
         assert seq_ids == sorted(seq_ids), "chunks are in the order of their seq_ids"
         turned = plan(
             reversed(self.running), n_rows, n_prompt_rows, n_outputs_max=256, now=self.now

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
-from cllm.engine.core.kv_cache_manager import MIN_STREAM_SHARE
+from cllm.engine.core.cells import MIN_STREAM_SHARE
+from cllm.engine.core.scheduler import seq_id_of
 from cllm.engine.request import FinishReason, GenerationRequest, TokenLogprob
 from cllm.engine.sampling.batch_sampler import NotFiniteError
 from cllm.engine.sampling_params import SamplingParams
@@ -226,12 +227,12 @@ def test_continuations_of_one_prompt_cost_one_prompt(at_once: bool) -> None:
 
 
 # --- Pressure -----------------------------------------------------------------------------------
-@pytest.mark.parametrize("swap_tokens", [None, 0], ids=["swapped", "recomputed"])
+@pytest.mark.parametrize("prefix_cache_bytes", [1 << 20, 0], ids=["swapped", "recomputed"])
 def test_a_prompt_that_is_preempted_half_scored_goes_on_where_it_was(
-    swap_tokens: int | None,
+    prefix_cache_bytes: int,
 ) -> None:
     sim = Simulator(
-        n_ctx=64, n_seq_max=3, n_batch=3, answer=endless, swap_tokens=swap_tokens, latency_s=0.01
+        n_ctx=64, n_seq_max=3, n_batch=3, answer=endless, prefix_cache_bytes=prefix_cache_bytes, latency_s=0.01
     )  # fmt: skip
     for letter in b"xy":
         sim.submit(bytes([letter]) * 4, max_tokens=30)
@@ -242,7 +243,7 @@ def test_a_prompt_that_is_preempted_half_scored_goes_on_where_it_was(
     (victim,) = sim.core.queue.waiting
     assert victim.request_id == scored
     assert 3 < victim.n_scored < 30, "half scored"
-    assert (victim.swapped is not None) == (swap_tokens is None)
+    assert (victim.placement.swapped is not None) == (prefix_cache_bytes > 0)
     sim.run()
     check_all(sim, is_undisturbed=True)
 
@@ -381,7 +382,7 @@ class ScoringMachine(CoreMachine):
         completing: set[str] = set()
 
         def look() -> None:
-            running = {s.slot.seq_id: s for s in sim.core.queue.running if s.slot}
+            running = {seq_id_of(s): s for s in sim.core.queue.running}
             for run in sim.decoder.runs:
                 sequence = running[run.seq_id]
                 owners.extend([sequence.request_id] * run.n_outputs)

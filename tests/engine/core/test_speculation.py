@@ -85,7 +85,7 @@ def test_an_answer_that_ends_among_its_drafts_leaves_no_more_than_it_said_to_the
     request_id = sim.submit(b"prompt", stop=["de"])
     sim.run()
     assert sim.outcome(request_id).text == "abc"
-    (entry,) = sim.core.manager.prefixes.entries
+    (entry,) = sim.core.manager.cells.prefixes.entries
     assert bytes(entry.tokens.tolist()) == b"promptabcd"
 
 

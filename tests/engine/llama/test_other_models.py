@@ -16,7 +16,7 @@ from cllm import Completion, Engine, FinishReason
 from cllm.bindings import Model
 from cllm.engine.config import EngineConfig
 from cllm.engine.core.checkpoints import MIN_GAIN, TAIL
-from cllm.engine.core.swap_store import SwapStore
+from cllm.engine.core.saved_states import SavedStates
 from cllm.engine.llama.decoder import measure_state
 from cllm.errors import CllmError, ContextError
 from tests.conftest import QUIET, running_batch, some_in_fast
@@ -148,8 +148,8 @@ def file_of(name: str, layout: str) -> Path:
 @pytest.fixture
 def restoring(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies are put back however long that takes: these models compute a token in no time."""
-    monkeypatch.setattr(SwapStore, "restore_s", lambda *_: 0.0)
-    monkeypatch.setattr(SwapStore, "copy_s", lambda *_: 0.0)
+    monkeypatch.setattr(SavedStates, "restore_s", lambda *_: 0.0)
+    monkeypatch.setattr(SavedStates, "copy_s", lambda *_: 0.0)
 
 
 @pytest.mark.same_process("what is measured is not measured there")

@@ -1,0 +1,291 @@
+"""Cells: the KV cells of one context, in the bookkeeping and in llama.cpp at once.  Inference thread only.
+
+Every call that gives cells to a seq_id or takes them away is here: sharing prefixes, keeping what
+finished sequences computed, evicting it, truncating and removing.  After a removal `Cells` looks
+whether llama.cpp did it.  If it did not, `fault` says so: nothing may be decoded before the context
+has been recreated (`reset`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from cllm.engine.core.decoder import CacheMemory
+from cllm.engine.core.kv_cache import KVCache, Slot
+from cllm.engine.core.prefix_cache import CachedPrefix, Match, PrefixCache
+from cllm.engine.core.prefix_tiers import SavedPrefix, Tokens
+from cllm.engine.core.saved_states import SavedStates
+from cllm.engine.core.sequence import Sequence
+from cllm.engine.core.statistics import Recorder
+from cllm.engine.lora import LoraUse
+from cllm.errors import LlamaCallError
+
+logger = logging.getLogger("cllm.engine")
+
+# Copying a sequence between streams moves the whole stream: not worth it for less of it than this.
+# A cell's copy takes 1/370 of a token's computation in a model of two layers, 1/1500 in one of 30.
+MIN_STREAM_SHARE = 1 / 512
+# Going on in a stream costs what was cached behind the common part: not more than was common.
+MIN_TAKEN_SHARE = 1 / 2
+
+
+class Cells:
+    """What seq_ids hold.
+
+    Parameters
+    ----------
+    memory : CacheMemory
+    kv_cache : KVCache
+    saved : SavedStates
+        Where prefixes go that leave the cells.
+    n_seq_max : int
+        Number of sequences that may run at once.
+    prefix_cache_tokens : int
+        Number of cells that finished prefixes may hold; 0 shares nothing, not even between running
+        sequences.
+
+    Attributes
+    ----------
+    fault : Exception or None
+        Why the bookkeeping and llama.cpp may disagree.
+    prefixes : PrefixCache
+    can_truncate : bool
+        False for memory that forgets positions: it cannot give up a part, nor lend one.
+    """
+
+    def __init__(
+        self,
+        memory: CacheMemory,
+        kv_cache: KVCache,
+        saved: SavedStates,
+        recorder: Recorder,
+        *,
+        n_seq_max: int,
+        prefix_cache_tokens: int,
+    ) -> None:
+        self._memory = memory
+        self.kv_cache = kv_cache
+        self._saved = saved
+        self._recorder = recorder
+        self._n_seq_max = n_seq_max
+        self._n_tokens_max = prefix_cache_tokens
+        self.can_truncate = kv_cache.has_pos_min
+        self.prefixes = PrefixCache()
+        self.fault: Exception | None = None
+
+    @property
+    def shares(self) -> bool:
+        """True if sequences share prefixes."""
+        return self._n_tokens_max > 0
+
+    # --- Sharing -----------------------------------------------------------------------------
+    def match(self, sequence: Sequence, running: Iterable[Sequence]) -> Match:
+        """Return what a sequence could share, whether or not it has a state of its own."""
+        if not self.shares:
+            return Match()
+        n_min = 1 if self.kv_cache.kv_unified else int(self.kv_cache.n_ctx_seq * MIN_STREAM_SHARE)
+        return self.prefixes.match(sequence, running, n_min=n_min, whole_only=not self.can_truncate)
+
+    def open(self, match: Match) -> Slot:
+        """Return a seq_id for a running sequence: a free one, or in the per-sequence layout a cached one.
+
+        There a cached prefix that is mostly shared becomes the running sequence, uncopied.
+        """
+        kv_cache = self.kv_cache
+        if kv_cache.kv_unified:
+            return kv_cache.open()
+        shared = match.entry if match.leader is None else None
+        if shared is not None and match.n_tokens >= MIN_TAKEN_SHARE * len(shared.tokens):
+            return self._take_over(shared)
+        # llama.cpp computes each unbroken row of seq_ids in a batch of its own: leave no gaps,
+        # though it cost a cached prefix.
+        live = kv_cache.live_ids
+        entries = {entry.slot.seq_id: entry for entry in self.prefixes.entries}
+        ages = {entry.slot.seq_id: age for age, entry in enumerate(self.prefixes.entries, 1)}
+
+        def cost(seq_id: int) -> tuple[int, int, int]:
+            ends = [*live, seq_id]
+            return max(ends) - min(ends) + 1 - len(ends), ages.get(seq_id, 0), seq_id
+
+        best = min((*kv_cache.free_ids, *entries), key=cost)
+        if shared is not None and best == shared.slot.seq_id:
+            return self._take_over(shared)
+        if best in entries:
+            self.evict(entries[best])
+        return kv_cache.open(best)
+
+    def _take_over(self, entry: CachedPrefix) -> Slot:
+        """Make a cached prefix a running sequence; nothing is copied."""
+        self.prefixes.entries.remove(entry)
+        self.kv_cache.set_cached(entry.slot, False)
+        return entry.slot
+
+    def share(self, match: Match, slot: Slot) -> None:
+        """Let a slot hold what a match found, and nothing else."""
+        if match.source is not None and slot.n_computed == 0:
+            if match.entry is not None:
+                self.prefixes.touch(match.entry)
+            self._copy(match.source, slot, match.n_tokens)
+        self.truncate(slot, match.n_tokens)
+
+    def _copy(self, source: Slot, slot: Slot, n_tokens: int) -> None:
+        """Let `slot` hold the first positions of `source`."""
+        end = n_tokens if n_tokens < source.n_computed else None
+        try:
+            if self.kv_cache.kv_unified or end is None:
+                self._memory.seq_cp(source.seq_id, slot.seq_id, None, end)
+                self.kv_cache.share(source, slot, n_tokens)
+            else:
+                self._memory.seq_cp(source.seq_id, slot.seq_id)
+                self.kv_cache.share(source, slot, source.n_computed)
+                self.truncate(slot, n_tokens)
+        except Exception as error:
+            self.fault = error
+
+    # --- Removing ----------------------------------------------------------------------------
+    def truncate(self, slot: Slot, n_tokens: int) -> None:
+        """Leave the first `n_tokens` positions of a slot."""
+        if n_tokens < slot.n_computed:
+            self._remove(slot.seq_id, n_tokens)
+            self.kv_cache.truncate(slot, n_tokens)
+
+    def empty(self, slot: Slot) -> None:
+        """Remove all positions of a seq_id, whatever the bookkeeping says."""
+        self._remove(slot.seq_id, 0)
+        self.kv_cache.truncate(slot, 0)
+
+    def release(self, slot: Slot) -> int:
+        """Remove all positions of a seq_id, and give it back; return the number of cells freed."""
+        self._remove(slot.seq_id, 0)
+        return self.kv_cache.release(slot)
+
+    def _remove(self, seq_id: int, n_tokens: int) -> None:
+        """Remove the positions of a seq_id from `n_tokens` on, and look."""
+        try:
+            removed = self._memory.seq_rm(seq_id, n_tokens or None)
+            left = self._memory.seq_pos_max(seq_id)
+        except Exception as error:
+            self.fault = error
+            return
+        if not removed or left != (n_tokens - 1 if n_tokens else None):
+            self.fault = LlamaCallError(
+                "llama_memory_seq_rm", int(removed), f"seq_id {seq_id} still ends at {left}"
+            )
+
+    # --- Keeping -----------------------------------------------------------------------------
+    def keep(self, slot: Slot, tokens: Tokens, lora: LoraUse) -> bool:
+        """Remember what a finished sequence computed; return True if its slot was handed over."""
+        n_tokens = min(slot.n_computed, self._n_tokens_max)
+        if not n_tokens or self.fault is not None:
+            return False
+        if n_tokens < slot.n_computed and not self.can_truncate:
+            return False
+        tokens = tokens[:n_tokens].copy()
+        if self.kv_cache.kv_unified:
+            self.keep_copy(slot, tokens, lora)
+            return False
+        if not self._make_way(tokens, lora):
+            return False
+        self.truncate(slot, n_tokens)
+        self.kv_cache.set_cached(slot, True)
+        self._remember(CachedPrefix(tokens, slot, lora))
+        return True
+
+    def keep_copy(self, slot: Slot, tokens: Tokens, lora: LoraUse) -> bool:
+        """Remember the first tokens of a slot under a seq_id that shares its cells; return whether it is new."""
+        if not self._make_way(tokens, lora):
+            return False
+        kv_cache, entries = self.kv_cache, self.prefixes.entries
+        while entries and kv_cache.n_cached_ids >= kv_cache.n_seq_ids - self._n_seq_max:
+            self.evict(entries[0])
+        if not kv_cache.free_ids:
+            return False
+        kept = kv_cache.open(is_cached=True)
+        self._copy(slot, kept, len(tokens))
+        self._remember(CachedPrefix(tokens, kept, lora))
+        return True
+
+    def _make_way(self, tokens: Tokens, lora: LoraUse) -> bool:
+        """Evict what a new entry makes needless; False if a cached prefix has its tokens, which is touched."""
+        n_most = None if self.can_truncate else len(tokens)
+        if (covering := self.prefixes.covering(tokens, lora, n_most=n_most)) is not None:
+            self.prefixes.touch(covering)
+            return False
+        if self.can_truncate:  # a part of the longer one does for the shorter
+            for entry in self.prefixes.covered_by(tokens, lora):
+                self.evict(entry, saves=False)
+        return True
+
+    def _remember(self, entry: CachedPrefix) -> None:
+        self.prefixes.entries.append(entry)
+        while self.kv_cache.n_cached > self._n_tokens_max:
+            self.evict(self.prefixes.entries[0])
+
+    def save(self, slot: Slot, tokens: Tokens, lora: LoraUse) -> SavedPrefix | None:
+        """Save what a slot holds outside the cells; return None if that is not worth it."""
+        return None if self.fault is not None else self._saved.add(slot, tokens, lora)
+
+    def write_all(self) -> None:
+        """Write the cached prefixes to files, as many as are taken, the most recently used first."""
+        for entry in reversed(self.prefixes.entries):
+            if self._saved.tiers is None or not self._saved.tiers.writes:
+                return
+            self.save(entry.slot, entry.tokens, entry.lora)
+
+    # --- Evicting ----------------------------------------------------------------------------
+    def evict(self, entry: CachedPrefix, *, saves: bool = True) -> None:
+        """Remove a cached prefix from the cells; save it if that is worth it."""
+        self.prefixes.entries.remove(entry)
+        if saves:
+            self.save(entry.slot, entry.tokens, entry.lora)
+        n_cells = self.release(entry.slot)
+        self._recorder.n_evictions += 1
+        logger.debug("cached prefix of %d tokens: evicted, %d cells", len(entry.tokens), n_cells)
+
+    def evict_until(self, n_free: int) -> None:
+        """Evict cached prefixes, least recently used first, until so many cells are free."""
+        while self.kv_cache.n_free < n_free and self.prefixes.entries:
+            self.evict(self.prefixes.entries[0])
+
+    def forget_lora(self, name: str) -> None:
+        """Forget what an adapter has computed, here and in saved states: another may get its name."""
+        for entry in [e for e in self.prefixes.entries if e.lora.uses(name)]:
+            self.evict(entry, saves=False)
+        if self._saved.tiers is not None:
+            self._saved.tiers.forget_lora(name)
+
+    def evict_all(self) -> int:
+        """Evict every cached prefix and save none; return their number."""
+        n_entries = len(self.prefixes.entries)
+        while self.prefixes.entries:
+            self.evict(self.prefixes.entries[0], saves=False)
+        return n_entries
+
+    def forget_prefixes(self) -> None:
+        """Forget what finished requests have left, in cells, host memory and files."""
+        self.evict_all()
+        if self._saved.tiers is not None:
+            self._saved.tiers.clear()
+
+    # --- After a failure ---------------------------------------------------------------------
+    def read_back(self, slot: Slot) -> None:
+        """Take over what llama.cpp holds of a slot after a failed decode."""
+        self.kv_cache.read_back(slot, self._memory)
+
+    def remove_all(self) -> None:
+        """Remove every sequence after a failed decode of a recurrent model.
+
+        llama.cpp may have moved states between cells, so none can be trusted.
+        """
+        for seq_id in self.kv_cache.held_ids:
+            self._remove(seq_id, 0)
+        fault = self.fault
+        self.reset()
+        self.fault = fault
+
+    def reset(self) -> None:
+        """Begin anew: the context is new and empty."""
+        self.kv_cache.clear()
+        self.prefixes.entries.clear()
+        self.fault = None
