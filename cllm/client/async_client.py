@@ -6,11 +6,11 @@ import base64
 import math
 import re
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Self
 
+import anyio
 import httpx
 import numpy as np
 from numpy.typing import NDArray
@@ -19,23 +19,18 @@ from cllm.checks import MAX_SEED
 from cllm.client.answer_stream import MAX_MOVES, AnswerStream
 from cllm.client.refusals import ServerError
 from cllm.client.replicas import Replicas
-from cllm.engine.loop.request_call import (
-    ChatOptions,
-    ChatPromptOptions,
-    Prompt,
-    call_of,
-    chat_prompt_of,
-)
-from cllm.engine.request import Completion
-from cllm.engine.sampling_params import SamplingOptions, SamplingParams
-from cllm.errors import InvalidArgumentError, InvalidRequestError
+from cllm.engine.chat.chat_prompt import ChatPrompt
+from cllm.engine.loop.generates import Generates
+from cllm.engine.loop.request_call import Prompt, RequestCall
+from cllm.errors import InvalidArgumentError, InvalidRequestError, QueueFullError
 from cllm.routing.prefix_table import keys_of, prompt_bytes
 
 HEADER_VALUE = re.compile(r"[!-~]([ -~]{0,1022}[!-~])?")
+N_AT_ONCE = 64  # requests of `generate_all`
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # what a server takes as `X-Request-ID`
 
 
-class AsyncClient:
+class AsyncClient(Generates[AnswerStream]):
     """Requests to servers of one model, with the methods of `Engine`.
 
     Use it with `async with`.  All methods belong to the event loop (asyncio or trio) in which it was
@@ -97,124 +92,35 @@ class AsyncClient:
         """Close all connections."""
         await self._replicas.aclose()
 
-    def stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        timeout: float | None = None,
-        request_id: str | None = None,
-        generated: Sequence[int] = (),
-        lora: Mapping[str, float] | None = None,
-        parse_special: bool = False,
-        **sampling: Unpack[SamplingOptions],
-    ) -> AnswerStream:
-        """The output of one request, token by token; arguments as for `Engine.stream`.
+    def _open(self, call: RequestCall) -> AnswerStream:
+        """Return the stream of a request.
 
-        `prompt_logprobs` cannot be had: they are no part of a stream over HTTP.  What is drawn has a seed, so that a stream that goes on elsewhere draws the same.
-
-        Raises
-        ------
-        InvalidRequestError
-            Names the field, the value and the limit.  What needs the model is raised when the stream is
-            entered.
+        `prompt_logprobs` cannot be had: they are no part of a stream over HTTP.  What is drawn has a
+        seed, so that a stream that goes on elsewhere draws the same.
         """
-        call = call_of(
-            prompt,
-            params,
-            sampling,
-            priority,
-            timeout,
-            request_id,
-            generated,
-            lora,
-            parse_special=parse_special,
+        if not REQUEST_ID.fullmatch(call.request_id):
+            limit = "1 to 128 letters, digits, '.', '_', ':' and '-'"
+            raise InvalidRequestError("request_id", call.request_id, limit)
+        body = {**self._model, **_prompt_of(call), **_sampling_of(call), "priority": call.priority}
+        if call.lora is not None:
+            body["lora"] = dict(call.lora)
+        if call.tenant:
+            body["tenant"] = call.tenant
+        return AnswerStream(
+            self._replicas,
+            body,
+            request_id=call.request_id,
+            generated=call.generated,
+            timeout=call.timeout,
+            keys=self._session or keys_of(prompt_bytes(body)),
         )
-        assert isinstance(call.prompt, str | tuple)
-        # Always sent: a server's own default is llama-server's, and not an engine's.
-        said = {"prompt": call.prompt, "parse_special": parse_special}
-        body = {**said, **_sampling_of(params, sampling)}
-        return self._stream(body, call.request_id, priority, timeout, call.generated, lora)
 
-    async def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        timeout: float | None = None,
-        request_id: str | None = None,
-        generated: Sequence[int] = (),
-        lora: Mapping[str, float] | None = None,
-        parse_special: bool = False,
-        **sampling: Unpack[SamplingOptions],
-    ) -> Completion:
-        """The whole output of one request; arguments as for `stream`.
+    @property
+    def _n_at_once(self) -> int:
+        return N_AT_ONCE
 
-        Raises
-        ------
-        RequestError
-            The request cannot be served; a `GenerationError` carries the partial completion.
-        ServerError
-            No server answers.
-        """
-        async with self.stream(
-            prompt,
-            params,
-            priority=priority,
-            timeout=timeout,
-            request_id=request_id,
-            generated=generated,
-            lora=lora,
-            parse_special=parse_special,
-            **sampling,
-        ) as stream:
-            return await stream.completion()
-
-    def stream_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        timeout: float | None = None,
-        request_id: str | None = None,
-        generated: Sequence[int] = (),
-        lora: Mapping[str, float] | None = None,
-        **options: Unpack[ChatOptions],
-    ) -> AnswerStream:
-        """The answer to a chat, token by token; arguments as for `Engine.stream_chat`."""
-        chat = {name: options[name] for name in _CHAT_OPTIONS & options.keys()}  # type: ignore[literal-required]
-        prompt, sampling = chat_prompt_of(messages, options)
-        call = call_of(prompt, params, sampling, priority, timeout, request_id, generated, lora)
-        body = {"messages": [*map(dict, messages)], **chat, **_sampling_of(params, sampling)}
-        return self._stream(body, call.request_id, priority, timeout, call.generated, lora)
-
-    async def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        timeout: float | None = None,
-        request_id: str | None = None,
-        generated: Sequence[int] = (),
-        lora: Mapping[str, float] | None = None,
-        **options: Unpack[ChatOptions],
-    ) -> Completion:
-        """The whole answer to a chat; arguments as for `stream_chat`, errors as for `generate`."""
-        async with self.stream_chat(
-            messages,
-            params,
-            priority=priority,
-            timeout=timeout,
-            request_id=request_id,
-            generated=generated,
-            lora=lora,
-            **options,
-        ) as stream:
-            return await stream.completion()
+    async def _wait_for_room(self, error: QueueFullError) -> None:
+        await anyio.sleep(error.retry_after_s)
 
     async def embed(
         self,
@@ -263,30 +169,6 @@ class AsyncClient:
             raise ServerError(f"{url} does not answer as cllm does: {error!r}") from None
         return np.frombuffer(b"".join(rows), np.float32).reshape(len(rows), -1)
 
-    def _stream(
-        self,
-        body: Mapping[str, Any],
-        request_id: str,
-        priority: int,
-        timeout: float | None,
-        generated: Sequence[int],
-        lora: Mapping[str, float] | None,
-    ) -> AnswerStream:
-        if not REQUEST_ID.fullmatch(request_id):
-            limit = "1 to 128 letters, digits, '.', '_', ':' and '-'"
-            raise InvalidRequestError("request_id", request_id, limit)
-        body = {**self._model, **body, "priority": priority}
-        if lora is not None:
-            body["lora"] = dict(lora)
-        return AnswerStream(
-            self._replicas,
-            body,
-            request_id=request_id,
-            generated=generated,
-            timeout=timeout,
-            keys=self._session or keys_of(prompt_bytes(body)),
-        )
-
 
 def _header_of(field: str, value: str) -> str:
     """A value that a header can have."""
@@ -301,14 +183,28 @@ def _several(urls: Sequence[str]) -> list[str]:
     return list(urls)
 
 
-_CHAT_OPTIONS = ChatPromptOptions.__annotations__.keys()
+def _prompt_of(call: RequestCall) -> dict[str, Any]:
+    """Return the fields of a body that say what is asked."""
+    prompt = call.prompt
+    if not isinstance(prompt, ChatPrompt):
+        # Always sent: a server's own default is llama-server's, and not an engine's.
+        return {"prompt": prompt, "parse_special": call.parse_special}
+    return {
+        "messages": prompt.messages,
+        "tools": prompt.tools,
+        "tool_choice": prompt.tool_choice,
+        "parallel_tool_calls": prompt.parallel_tool_calls,
+        "add_generation_prompt": prompt.add_generation_prompt,
+        "continue_final_message": prompt.continue_final_message,
+        "reasoning_effort": prompt.reasoning_effort,
+        "reasoning_budget": prompt.reasoning_budget,
+        "chat_template_kwargs": dict(prompt.template_kwargs),
+    }
 
 
-def _sampling_of(params: SamplingParams | None, sampling: SamplingOptions) -> dict[str, Any]:
-    """The sampling fields of a body: what is not given, the model may say."""
-    given: dict[str, Any] = dict(sampling)
-    if params is not None:
-        given = {field.name: getattr(params, field.name) for field in fields(params)}
+def _sampling_of(call: RequestCall) -> dict[str, Any]:
+    """Return the sampling fields of a body: what is not given, the model may say."""
+    given = {name: getattr(call.params, name) for name in call.given}
     if given.get("seed") is None and given.get("temperature") != 0.0:
         given["seed"] = secrets.randbelow(MAX_SEED + 1)
     given["logit_bias"] = {

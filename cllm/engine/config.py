@@ -7,7 +7,7 @@ import itertools
 import json
 import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypedDict
@@ -64,6 +64,7 @@ class EngineOptions(TypedDict, total=False):
     prefix_cache_dir_bytes: int
     n_prefill_chunk: int | None
     target_itl_ms: float | None
+    tenant_weights: Mapping[str, float] | None
     stream_buffer: int
     stall_timeout_s: float
     process: bool
@@ -157,6 +158,8 @@ class EngineConfig:
     target_itl_ms : float, optional
         Milliseconds between two tokens of a stream while a prompt comes in: its chunks are sized
         so that the median is near this and hardly a gap 1.2 times as long.
+    tenant_weights : mapping of str to float, optional
+        Share of each named tenant of requests beside others of the same priority; 1 for all others.
     stream_buffer : int
         Deltas held for a reader that does not read, before its sequence pauses.
     stall_timeout_s : float
@@ -227,6 +230,7 @@ class EngineConfig:
     prefix_cache_dir_bytes: int = 8 << 30
     n_prefill_chunk: int | None = None
     target_itl_ms: float | None = None
+    tenant_weights: Mapping[str, float] | None = None
     stream_buffer: int = 64
     stall_timeout_s: float = 30.0
     process: bool = False
@@ -289,6 +293,7 @@ class EngineConfig:
             raise InvalidArgumentError("type_v", self.type_v, limit)
         check_int("max_queue", self.max_queue, 0, 1 << 20)
         check_int("stream_buffer", self.stream_buffer, 1, 1 << 20)
+        _check_weights(self.tenant_weights)
         check_float("stall_timeout_s", self.stall_timeout_s, 0.001, 1e6)
         if self.hang_timeout_s is not None:
             check_float("hang_timeout_s", self.hang_timeout_s, 1.0, 1e6)
@@ -484,6 +489,17 @@ class KVLayout(NamedTuple):
 def is_jinja(template: object) -> bool:
     """Whether this is a template, and not the name of a file."""
     return isinstance(template, str) and ("{{" in template or "{%" in template)
+
+
+def _check_weights(weights: object) -> None:
+    if weights is None:
+        return
+    if not isinstance(weights, Mapping):
+        raise InvalidArgumentError("tenant_weights", weights, "a mapping of names to weights")
+    for name, weight in weights.items():
+        if not isinstance(name, str):
+            raise InvalidArgumentError("tenant_weights", name, "names as str")
+        check_float(f"tenant_weights[{name!r}]", weight, 0.001, 1000.0)
 
 
 def _check_path(field: str, path: object) -> None:

@@ -3,42 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import anyio
 
 from cllm.checks import INT32_MAX, check_int
-from cllm.engine.chat.chat_prompt import ChatPrompt
 from cllm.engine.chat.template_abilities import TemplateAbilities
 from cllm.engine.core.messages import EraseSlot
 from cllm.engine.embedder import EmbeddingMethods
 from cllm.engine.embedding import Ranked
 from cllm.engine.loop.channel import Channel
 from cllm.engine.loop.embedding_calls import ranking
-from cllm.engine.loop.generate_all import run_all
-from cllm.engine.loop.request_call import (
-    ChatOptions,
-    ChatPromptOptions,
-    Prompt,
-    RequestCall,
-    call_of,
-    chat_prompt_of,
-)
+from cllm.engine.loop.generates import Generates
+from cllm.engine.loop.request_call import ChatPromptOptions, Prompt, RequestCall, chat_prompt_of
 from cllm.engine.loop.saved_generation import SavedGeneration
 from cllm.engine.loop.stream import TokenStream
 from cllm.engine.lora import LoraInfo
-from cllm.engine.request import Completion, RenderedPrompt, Score
-from cllm.engine.sampling_params import SamplingOptions, SamplingParams
+from cllm.engine.request import RenderedPrompt, Score
+from cllm.engine.sampling_params import SamplingOptions
 from cllm.errors import DeadlineError, InvalidRequestError, QueueFullError
 from cllm.removed import replacement
 
-R = TypeVar("R")
 
-
-class Engine(EmbeddingMethods):
+class Engine(Generates[TokenStream], EmbeddingMethods):
     """One llama.cpp model, many requests at once.
 
     Use it with `async with`: that loads the model, off the event loop, and frees everything at the
@@ -74,97 +64,23 @@ class Engine(EmbeddingMethods):
             raise AttributeError(text, name=name, obj=self)
 
     # --- Requests ----------------------------------------------------------------------------
-    def stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        timeout: float | None = None,
-        request_id: str | None = None,
-        generated: Sequence[int] = (),
-        lora: Mapping[str, float] | None = None,
-        parse_special: bool = False,
-        **sampling: Unpack[SamplingOptions],
-    ) -> TokenStream:
-        """The output of one request, token by token.
-
-        Parameters
-        ----------
-        prompt : str or sequence of int
-            Text, or token ids.
-        params : SamplingParams, optional
-            Or its fields as keyword arguments, not both.
-        priority : int
-            Lower is more urgent; orders the queue and chooses whom to preempt.
-        timeout : float, optional
-            Seconds from submission; then the request ends with `deadline`.
-        request_id : str, optional
-        generated : sequence of int
-            The beginning of the output, sampled before, here or elsewhere: it goes on after these
-            tokens as if it had never been cut, and the deltas and the completion have what comes
-            after them.  `max_tokens` counts them; a `seed` makes what is drawn the same.
-        lora : mapping of str to float, optional
-            Names of loaded adapters, and with which scale each computes this request: these and no
-            others.  None: those of `EngineConfig.lora` with their scales.
-        parse_special : bool
-            Names of control tokens in a text, such as `<|im_start|>`, are these tokens, as in
-            llama-server.  False: they are text, which is right where a stranger wrote the prompt.
-
-        Raises
-        ------
-        InvalidRequestError
-            Names the field, the value and the limit.  What needs the model to be known is raised
-            when the stream is entered.
-        """
-        return self._stream(
-            self._call(
-                prompt,
-                params,
-                sampling,
-                priority,
-                timeout,
-                request_id,
-                generated,
-                lora,
-                parse_special=parse_special,
-            )
-        )
-
-    def _call(
-        self,
-        prompt: Prompt | ChatPrompt,
-        params: SamplingParams | None,
-        sampling: SamplingOptions,
-        priority: int,
-        timeout: float | None,
-        request_id: str | None,
-        generated: Sequence[int] = (),
-        lora: Mapping[str, float] | None = None,
-        *,
-        parse_special: bool = False,
-    ) -> RequestCall:
-        """The arguments of a request; what they leave out of sampling, the model may say."""
-        given = sampling if params is not None else {**self.sampling_defaults, **sampling}
-        return call_of(
-            prompt,
-            params,
-            given,
-            priority,
-            timeout,
-            request_id,
-            generated,
-            lora,
-            parse_special=parse_special,
-        )
-
-    def _stream(self, call: RequestCall) -> TokenStream:
+    def _open(self, call: RequestCall) -> TokenStream:
         self._check_serving()
 
         async def open_channel(call: RequestCall) -> Channel:
             return await self._parts.input_processor.open(call)
 
         return TokenStream(call, open_channel)
+
+    def _sampling_defaults(self) -> SamplingOptions:
+        return self.sampling_defaults
+
+    @property
+    def _n_at_once(self) -> int:
+        return 2 * self.config.n_seq_max
+
+    async def _wait_for_room(self, error: QueueFullError) -> None:
+        await self._parts.gate.wait_left()
 
     def resume(
         self,
@@ -209,181 +125,6 @@ class Engine(EmbeddingMethods):
             return await processor.open(call, saved.on(processor.model))
 
         return TokenStream(call, open_channel)
-
-    async def _complete(self, call: RequestCall) -> Completion:
-        async with self._stream(call) as stream:
-            return await stream.completion()
-
-    async def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        timeout: float | None = None,
-        request_id: str | None = None,
-        generated: Sequence[int] = (),
-        lora: Mapping[str, float] | None = None,
-        parse_special: bool = False,
-        **sampling: Unpack[SamplingOptions],
-    ) -> Completion:
-        """The whole output of one request; arguments as for `stream`.
-
-        Raises
-        ------
-        RequestError
-            The request cannot be served; a `GenerationError` carries the partial completion.
-        ClosedError, EngineFailedError
-            The engine does not serve requests.
-        """
-        return await self._complete(
-            self._call(
-                prompt,
-                params,
-                sampling,
-                priority,
-                timeout,
-                request_id,
-                generated,
-                lora,
-                parse_special=parse_special,
-            )
-        )
-
-    async def generate_all(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        timeout: float | None = None,
-        return_exceptions: bool = False,
-        on_progress: Callable[[int, int], None] | None = None,
-        lora: Mapping[str, float] | None = None,
-        **sampling: Unpack[SamplingOptions],
-    ) -> list[Completion]:
-        """The outputs of many requests, in the order of their prompts.
-
-        Submits no more than the queue takes, and waits for room where others have filled it.
-
-        Parameters
-        ----------
-        return_exceptions : bool
-            Put what a request raised into the list instead of raising the first and cancelling
-            the others (annotated as completions only, as in `asyncio.gather`).
-        on_progress : callable, optional
-            Called with `(n_done, n_total)`.
-        """
-
-        async def run(prompt: Prompt) -> Completion:
-            return await self.generate(
-                prompt, params, priority=priority, timeout=timeout, lora=lora, **sampling
-            )
-
-        return await run_all(
-            self._patient(run),
-            prompts,
-            n_at_once=2 * self.config.n_seq_max,
-            return_exceptions=return_exceptions,
-            on_progress=on_progress,
-        )
-
-    def _patient(self, run: Callable[[Prompt], Awaitable[R]]) -> Callable[[Prompt], Awaitable[R]]:
-        """The same for many prompts: where the queue is full, it waits for room."""
-
-        async def run_when_possible(prompt: Prompt) -> R:
-            while True:
-                try:
-                    return await run(prompt)
-                except QueueFullError:
-                    await self._parts.gate.wait_left()
-
-        return run_when_possible
-
-    def stream_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        timeout: float | None = None,
-        request_id: str | None = None,
-        generated: Sequence[int] = (),
-        lora: Mapping[str, float] | None = None,
-        **options: Unpack[ChatOptions],
-    ) -> TokenStream:
-        """The answer to a chat, token by token, by the model's own chat template.
-
-        Parameters
-        ----------
-        messages : sequence of mapping
-            As OpenAI has them: `{"role": "user", "content": "Hello"}`.  Control tokens that they
-            spell out stay text.
-        tools : sequence of mapping, optional
-            That the model may call, as OpenAI has them.  Calls are in the deltas' `tool_calls`.
-        tool_choice : str
-            "auto", "none", "required", or the name of one of the tools.
-        parallel_tool_calls : bool
-            The model may call several at once.
-        reasoning_effort : str, optional
-            "none" to "max": how much the model is to think, where its template knows of that.
-        reasoning_budget : int, optional
-            Tokens that the model may think; then the end of its thought is written.
-        continue_final_message : bool
-            The last message is the beginning of the answer, of which the rest is streamed.
-        add_generation_prompt : bool
-            End the prompt with the beginning of an answer.
-        chat_template_kwargs : mapping, optional
-            More variables for the template, such as `{"enable_thinking": False}`.
-        **options
-            Or the fields of `SamplingParams`, if there is no `params`.
-
-        Raises
-        ------
-        InvalidRequestError
-            Names the message and the field.  Other arguments and errors as for `stream`; what the
-            template does not like is raised when the stream is entered.
-        """
-        prompt, sampling = chat_prompt_of(messages, options)
-        return self._stream(
-            self._call(
-                prompt,
-                params,
-                sampling,
-                priority,
-                timeout,
-                request_id,
-                generated,
-                lora,
-            )
-        )
-
-    async def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        timeout: float | None = None,
-        request_id: str | None = None,
-        generated: Sequence[int] = (),
-        lora: Mapping[str, float] | None = None,
-        **options: Unpack[ChatOptions],
-    ) -> Completion:
-        """The whole answer to a chat; arguments as for `stream_chat`, errors as for `generate`."""
-        prompt, sampling = chat_prompt_of(messages, options)
-        return await self._complete(
-            self._call(
-                prompt,
-                params,
-                sampling,
-                priority,
-                timeout,
-                request_id,
-                generated,
-                lora,
-            )
-        )
 
     async def render_chat(
         self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatPromptOptions]
@@ -548,11 +289,5 @@ class Engine(EmbeddingMethods):
             yes, no = [(await self._scored(prompt, answer, priority)).total for answer in answers]
             return 1.0 / (1.0 + math.exp(min(no - yes, 700.0)))
 
-        scores = await run_all(
-            self._patient(ask),
-            prompts,
-            n_at_once=2 * self.config.n_seq_max,
-            return_exceptions=False,
-            on_progress=None,
-        )
+        scores = await self._run_all(ask, prompts)
         return ranking(scores, list(map(len, prompts)))

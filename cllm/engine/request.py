@@ -107,6 +107,8 @@ class GenerationRequest:
         What the KV cache held of its first tokens when it was suspended.
     excluded : tuple of int
         What the first token after the generated ones must not be.
+    tenant : str
+        The tenant that it counts for.
     """
 
     request_id: str
@@ -129,6 +131,7 @@ class GenerationRequest:
     lora: LoraUse = NO_LORA
     state: SequenceState | None = None
     excluded: tuple[int, ...] = ()
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)

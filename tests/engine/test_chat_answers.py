@@ -324,9 +324,9 @@ async def test_the_sampling_of_the_models_file_is_the_default(
 ) -> None:
     async with Engine(n_ctx=512, **QUIET) as engine:
         assert engine.sampling_defaults == {"temperature": 0.25, "top_k": 7}
-        call = engine._call("x", None, {"top_k": 3}, 0, None, None)
+        call = engine.stream("x", top_k=3)._call
         assert (call.params.temperature, call.params.top_k) == (0.25, 3)
-        call = engine._call("x", SamplingParams(), {}, 0, None, None)
+        call = engine.stream("x", SamplingParams())._call
         assert call.params == SamplingParams()
     assert "general.sampling.min_p = much: left out" in caplog.text
     assert "general.sampling.penalty_last_n = -5: left out" in caplog.text

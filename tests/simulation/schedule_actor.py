@@ -70,7 +70,8 @@ class Actor:
                 what: Fault = RuntimeError("scripted") if fault == "raise" else fault
                 sim.decoder.faults[sim.decoder.n_decodes + 1] = what
                 sim.tick(2)
-            case FailCall(method):
+            case FailCall(method) if method != "set_loras" or sim.core.recovery.is_over:
+                # The adapters are set for a decode, which fails: as above.
                 calls = sim.decoder.n_calls
                 sim.decoder.call_faults[method, calls[method] + 1] = RuntimeError("scripted")
                 sim.tick(2)
@@ -86,6 +87,7 @@ class Actor:
             params=params,
             priority=step.priority,
             timeout=step.timeout,
+            tenant=step.tenant,
             lora=LoraUse(((step.lora, 1.0),), (), step.lora_start) if step.lora else NO_LORA,
         )
 
@@ -100,6 +102,7 @@ class Actor:
             request.prompt_token_ids,
             params=request.params,
             priority=request.priority,
+            tenant=request.tenant,
             generated=generated,
             lora=request.lora,
             state=ended.state,

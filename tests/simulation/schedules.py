@@ -193,6 +193,7 @@ def _client(choose: random.Random, name: str) -> list[Step]:
             stop=choose.choice(((), (), ("ab",), ("b", "é"))),
             priority=choose.randint(-1, 1),
             timeout=choose.choice((None, None, None, 2.0)),
+            tenant=choose.choice(("", "", "a", "b")),
             lora=choose.choice(("", "", "a", "b")),
             lora_start=choose.choice((0, 0, 3)),
         )

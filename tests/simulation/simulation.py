@@ -246,7 +246,7 @@ def _simpler(step: Step) -> Iterable[Step]:
             yield FailDecode(-3)
         case Submit():
             plain = Submit(step.name, step.prompt, step.max_tokens)
-            for name in ("temperature", "stop", "priority", "timeout"):
+            for name in ("temperature", "stop", "priority", "timeout", "tenant"):
                 if getattr(step, name) != getattr(plain, name):
                     yield replace(step, **{name: getattr(plain, name)})
             if len(step.prompt) > 1:

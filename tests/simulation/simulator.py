@@ -226,6 +226,7 @@ class Simulator:
         resamples: bool = False,
         lora: LoraUse = NO_LORA,
         state: SequenceState | None = None,
+        tenant: str = "",
         **sampling: Any,
     ) -> str:
         """Submit a request, greedy unless it says otherwise, and return its id (r0, r1, …)."""
@@ -242,6 +243,7 @@ class Simulator:
             resamples=resamples,
             lora=lora,
             state=state,
+            tenant=tenant,
         )
         self.requests[request.request_id] = request
         self.core.queue.submit(request)

@@ -21,6 +21,7 @@ class Submit:
     stop: tuple[str, ...] = ()
     priority: int = 0
     timeout: float | None = None
+    tenant: str = ""
     lora: str = ""
     lora_start: int = 0
 

@@ -137,6 +137,7 @@ class EngineCore:
             vocabulary,
             stream_buffer=config.stream_buffer,
             clock=clock,
+            tenant_weights=config.tenant_weights or {},
         )
         self._processor = OutputProcessor(
             vocabulary,

@@ -7,7 +7,7 @@ looks whether it is gone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from cllm.engine.core import scheduler
@@ -16,6 +16,7 @@ from cllm.engine.core.messages import Event, Finished
 from cllm.engine.core.recovery import Recovery
 from cllm.engine.core.sequence import Sequence
 from cllm.engine.core.statistics import Recorder
+from cllm.engine.core.tenants import Tenants, yielding
 from cllm.engine.core.tick_cost import TickCost
 from cllm.engine.lora import NO_LORA
 from cllm.engine.request import FinishReason, GenerationRequest, SequenceState, TokenDelta
@@ -50,6 +51,7 @@ class RunQueue:
         *,
         stream_buffer: int,
         clock: Callable[[], float],
+        tenant_weights: Mapping[str, float],
     ) -> None:
         self._manager = manager
         self._recovery = recovery
@@ -59,6 +61,7 @@ class RunQueue:
         self._vocabulary = vocabulary
         self._stream_buffer = stream_buffer
         self._clock = clock
+        self._tenants = Tenants(tenant_weights)
         self._by_id: dict[str, Sequence] = {}
         self._n_with_loras = 0
         self.waiting: list[Sequence] = []
@@ -68,7 +71,8 @@ class RunQueue:
     # --- Commands ----------------------------------------------------------------------------
     def submit(self, request: GenerationRequest) -> None:
         """Take a request into the queue."""
-        sequence = Sequence(request, stream_buffer=self._stream_buffer)
+        tenant = self._tenants.enter(request.tenant)
+        sequence = Sequence(request, tenant, stream_buffer=self._stream_buffer)
         self._by_id[request.request_id] = sequence
         self._n_with_loras += request.lora != NO_LORA
         self.waiting.append(sequence)
@@ -137,18 +141,36 @@ class RunQueue:
     def admit(self, now: float) -> None:
         """Let the most urgent of those that wait run, as long as there is room."""
         while (first := scheduler.next_admitted(self.waiting, now)) is not None:
-            if self._manager.allocate(first, self.running, now):
-                self.waiting.remove(first)
-                self.running.append(first)
-                logger.debug("request %s: prefill in %r", first.request_id, first.placement.slot)
-                continue
-            # Readers that have stopped must not keep the queue waiting.
-            paused = [s for s in self.running if s.is_paused]
-            active = [s for s in self.running if not s.is_paused]
-            if not paused or not self._manager.could_allocate(first, active, paused):
+            if not self._start(first, now):
                 break
-            self.preempt(scheduler.choose_preempted(paused), keep=True)
         self._manager.place_followers(self.running, now)
+
+    def _start(self, first: Sequence, now: float) -> bool:
+        """Let a waiting sequence run, and preempt what is in its way; False if there is no room."""
+        while not self._manager.allocate(first, self.running, now):
+            if not (preempted := self._in_the_way(first)):
+                return False
+            for sequence in preempted:
+                self.preempt(sequence, keep=True)
+        self.waiting.remove(first)
+        self.running.append(first)
+        logger.debug("request %s: prefill in %r", first.request_id, first.placement.slot)
+        return True
+
+    def _in_the_way(self, first: Sequence) -> list[Sequence]:
+        """Return running sequences whose place a waiting one may have; none if that is not enough."""
+        could_allocate = self._manager.could_allocate
+        # Readers that have stopped must not keep the queue waiting.
+        paused = [s for s in self.running if s.is_paused]
+        active = [s for s in self.running if not s.is_paused]
+        if paused and could_allocate(first, active, paused):
+            return [scheduler.choose_preempted(paused)]
+        yielded: list[Sequence] = []
+        for sequence in yielding(first, self.running):
+            yielded.append(sequence)
+            if could_allocate(first, [s for s in self.running if s not in yielded], yielded):
+                return yielded
+        return []
 
     def make_room(self, n_rows: int, now: float) -> None:
         """Evict for a batch of `n_rows`, and preempt until every decoding sequence has a cell."""
@@ -222,6 +244,7 @@ class RunQueue:
         state: SequenceState | None = None,
     ) -> None:
         del self._by_id[sequence.request_id]
+        self._tenants.leave(sequence.tenant)
         self._n_with_loras -= sequence.request.lora != NO_LORA
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         self._manager.saved.forget(sequence)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from cllm.engine.core.sequence import Sequence
+from cllm.engine.core.tenants import by_turn, seats
 
 # llama.cpp's attention on a CPU computes so many rows together, and what is left over one by one:
 # 2,000 tokens beside 4 streams took 15.0 s in batches of 64, and 18.6 s in batches of 68.
@@ -77,7 +78,7 @@ def plan(
     n_rows = max(0, n_rows)
     decoding = [s for s in ready if s.is_decoding]
     if len(decoding) > n_rows:
-        decoding = sorted(decoding, key=lambda s: s.urgency(now))[:n_rows]
+        decoding = sorted(decoding, key=by_turn(decoding, now))[:n_rows]
     chunks = [Chunk(s, 1) for s in decoding]
     n_rows -= len(chunks)
     if n_prompt_rows is not None:
@@ -139,22 +140,24 @@ def _n_tokens_for(sequence: Sequence, n_outputs: int) -> int:
     return sequence.n_pending - max(0, sequence.n_outputs(sequence.n_pending) - n_outputs)
 
 
-def _with_followers(running: Iterable[Sequence], now: float) -> Mapping[str, tuple[object, ...]]:
-    """How urgent each sequence is, or the most urgent of those that wait for its tokens."""
-    urgencies = {s.request_id: s.urgency(now) for s in running}
+def _with_followers(running: list[Sequence], now: float) -> Mapping[str, tuple[object, ...]]:
+    """Return the sort key of each sequence, or the smallest of those that wait for its tokens."""
+    key = by_turn(running, now)
+    urgencies = {s.request_id: key(s) for s in running}
     for follower in running:
         leader = follower.placement.leader
         if leader is not None and not follower.is_paused:
             leader_id = leader.request_id
             own = urgencies.get(leader_id)
             if own is not None:
-                urgencies[leader_id] = min(own, follower.urgency(now))
+                urgencies[leader_id] = min(own, key(follower))
     return urgencies
 
 
 def most_urgent(sequences: Iterable[Sequence], now: float) -> Sequence | None:
-    """Who is served first."""
-    return min(sequences, key=lambda s: s.urgency(now), default=None)
+    """Return the sequence that is served first."""
+    several = list(sequences)
+    return min(several, key=by_turn(several, now), default=None)
 
 
 def next_admitted(waiting: Iterable[Sequence], now: float) -> Sequence | None:
@@ -183,8 +186,18 @@ def has_room(
 
 
 def choose_preempted(running: Iterable[Sequence]) -> Sequence:
-    """Who gives up its cells: a paused sequence, else the least urgent, newest one."""
-    return max(running, key=lambda s: (s.is_paused, s.request.priority, s.request.serial))
+    """Return the sequence that gives up its cells: a paused one, else the least urgent, newest one.
+
+    Of several tenants, one of the tenant that has most for its weight.
+    """
+    several = list(running)
+    taken = seats(several)
+
+    def key(s: Sequence) -> tuple[bool, int, float, int]:
+        share = taken[s.tenant.name] / s.tenant.weight
+        return s.is_paused, s.request.priority, share, s.request.serial
+
+    return max(several, key=key)
 
 
 def n_rows_needed(running: Iterable[Sequence]) -> int:

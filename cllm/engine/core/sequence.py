@@ -6,6 +6,7 @@ output) and `n_computed`, and every tick moves the second towards the first.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -47,6 +48,27 @@ def aged_priority(request: Prioritized, now: float) -> int:
     return request.priority - int((now - request.submitted_at) / AGEING_S)
 
 
+@dataclass(eq=False, slots=True)
+class Tenant:
+    """A client, or a group of clients, with a share of the engine.
+
+    Attributes
+    ----------
+    served : float
+        Rows of its requests, divided by its weight.
+    n_requests : int
+        Number of its requests that have not ended.
+    last_turn_at : float
+        When a tick last had rows of it.
+    """
+
+    name: str
+    weight: float = 1.0
+    served: float = 0.0
+    n_requests: int = 0
+    last_turn_at: float = float("-inf")
+
+
 class Sequence:
     """One request from submission to its last delta.
 
@@ -54,6 +76,8 @@ class Sequence:
     ----------
     tokens : list of int
         Prompt and output; the position of a token is its index.
+    tenant : Tenant
+        The tenant that it counts for.
     placement : Placement
         Where it stands towards the KV cache.
     sampler : TokenSampler or None
@@ -73,8 +97,11 @@ class Sequence:
         before the next of them is an output row.
     """
 
-    def __init__(self, request: GenerationRequest, *, stream_buffer: int = 64) -> None:
+    def __init__(
+        self, request: GenerationRequest, tenant: Tenant | None = None, *, stream_buffer: int = 64
+    ) -> None:
         self.request = request
+        self.tenant = Tenant(request.tenant) if tenant is None else tenant
         self.sampler: TokenSampler | None = None
         self.tokens = [*request.prompt_token_ids, *request.generated_token_ids]
         self.n_prompt = len(request.prompt_token_ids)

@@ -7,6 +7,7 @@ The rules, in the order in which they narrow the running sequences:
 | kinds | prompts and decoding sequences are dear together (`separates_prompts`), no `target_itl_ms`, both are there | one kind: prompts, unless some decoding sequences have waited since the last tick of prompts |
 | long turns | kinds are apart, tiles of several prompts are dear | prompts again, as long as their turn is shorter than a tick that decodes |
 | adapters | the sequences have several sets of LoRA adapters | one set: the one that had no turn for longest, among those that decode and that of the most urgent prompt |
+| tenants | requests of several tenants wait for rows or a seq_id (`tenants`) | first the tenant that is furthest behind its share, within a level of priority |
 | tiles | a tick of decoding sequences, 64 or more | 63 of them, those first that have waited longest, then in the order of their seq_ids |
 
 The rows of prompts in a tick are limited by
@@ -33,6 +34,7 @@ from cllm.engine.core.decoder import Decoder
 from cllm.engine.core.kv_cache import KVCache
 from cllm.engine.core.scheduler import ATTENTION_TILE, Chunk, most_urgent, seq_id_of
 from cllm.engine.core.sequence import Sequence
+from cllm.engine.core.tenants import charge
 from cllm.engine.lora import LoraSet
 
 
@@ -96,7 +98,7 @@ class Turns:
             turn = with_same_loras(turn, now)
         if is_decoding:
             turn, self._last_id = decoding_of(turn, self._last_id)
-        return scheduler.plan(
+        chunks = scheduler.plan(
             turn,
             n_rows - (len(decoding) if is_prompts else 0),
             self._n_prompt_rows(turn, n_sets),
@@ -106,6 +108,8 @@ class Turns:
             n_outputs_max=self._decoder.n_outputs_max,
             now=now,
         )
+        charge(((chunk.sequence, chunk.n_rows) for chunk in chunks), now)
+        return chunks
 
     def next_tick_s(self, running: Iterable[Sequence], *, has_loras: bool) -> float:
         """Return what the next tick, or two, of these take; 0 while nothing is known."""

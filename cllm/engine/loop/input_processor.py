@@ -231,6 +231,7 @@ class InputProcessor:
             resamples=bool(call.generated) and resamples(call.params, constraint, thinking),
             seed=call.seed,
             excluded=call.excluded,
+            tenant=call.tenant,
         )
         channels, is_whole = None, continuation is not None
         if answer is not None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypedDict, cast
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypedDict
 
 from cllm.checks import (
     INT32_MAX,
@@ -33,6 +33,11 @@ Prompt = str | Sequence[int]
 MAX_CHARACTERS_PER_TOKEN = 64
 
 
+def new_request_id() -> str:
+    """Return an id that no other request has."""
+    return secrets.token_hex(8)
+
+
 @dataclass(frozen=True, slots=True)
 class RequestCall:
     """The arguments of `Engine.stream`, checked as far as they can be without the model.
@@ -53,13 +58,17 @@ class RequestCall:
         See `GenerationRequest`.
     parse_special : bool
         Names of control tokens in a prompt that is text are these tokens.
+    tenant : str
+        See `GenerationRequest`.
+    given : tuple of str
+        Fields of `params` that the caller has set: the others are defaults.
     """
 
     prompt: str | tuple[int, ...] | ChatPrompt
     params: SamplingParams
-    priority: int
-    timeout: float | None
-    request_id: str
+    priority: int = 0
+    timeout: float | None = None
+    request_id: str = field(default_factory=new_request_id)
     first_scored: int | None = None
     generated: tuple[int, ...] = ()
     lora: Mapping[str, float] | None = None
@@ -67,6 +76,8 @@ class RequestCall:
     ids_seed: str = ""
     excluded: tuple[int, ...] = ()
     parse_special: bool = False
+    tenant: str = ""
+    given: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         error = InvalidRequestError
@@ -86,6 +97,58 @@ class RequestCall:
         token_ids_of("generated", self.generated)
         token_ids_of("excluded", self.excluded)
         check_bool("parse_special", self.parse_special, error)
+        if not isinstance(self.tenant, str) or len(self.tenant) > 256:
+            raise error("tenant", self.tenant, "a string of at most 256 characters")
+        encode_text("tenant", self.tenant, error)
+
+    @classmethod
+    def of(
+        cls,
+        prompt: Prompt | ChatPrompt,
+        params: SamplingParams | None,
+        options: Mapping[str, Any],
+        defaults: SamplingOptions,
+    ) -> RequestCall:
+        """Return the call of the arguments that all ways to make a request have in common.
+
+        Parameters
+        ----------
+        options : mapping
+            Those of `PromptOptions`.
+        defaults : SamplingOptions
+            Sampling fields for those that are neither in `params` nor in `options`.
+
+        Raises
+        ------
+        TypeError
+            There are `params` and single sampling fields.
+        InvalidRequestError
+            Names the field, the value and the limit.
+        """
+        is_chat = isinstance(prompt, ChatPrompt)
+        known = _CALL_OPTIONS if is_chat else _CALL_OPTIONS | {"parse_special"}
+        sampling = {name: value for name, value in options.items() if name not in known}
+        own = {name: value for name, value in options.items() if name in known}
+        if params is not None and sampling:
+            raise TypeError("params cannot be combined with single sampling fields")
+        given = _SAMPLING_FIELDS if params is not None else tuple(sampling)
+        if params is None:
+            params = params_from({**defaults, **sampling})  # type: ignore[typeddict-item]
+        if own.get("request_id") is None:
+            own["request_id"] = new_request_id()
+        own["generated"] = token_ids_of("generated", own.get("generated", ()))
+        if isinstance(lora := own.get("lora"), Mapping):
+            own["lora"] = dict(lora)
+        call = cls(
+            _constrained(prompt, params)
+            if isinstance(prompt, ChatPrompt)
+            else check_prompt(prompt),
+            params,
+            given=given,
+            **own,
+        )
+        call.check_generated()
+        return call
 
     def check_generated(self) -> None:
         """Refuse to go on after an output that is complete."""
@@ -93,11 +156,6 @@ class RequestCall:
         if n_most is not None and n_generated and n_generated >= n_most:
             limit = f"fewer tokens than max_tokens, which is {n_most}"
             raise InvalidRequestError("generated", n_generated, limit)
-
-
-def new_request_id() -> str:
-    """An id that no other request has."""
-    return secrets.token_hex(8)
 
 
 class ChatPromptOptions(TypedDict, total=False):
@@ -113,14 +171,35 @@ class ChatPromptOptions(TypedDict, total=False):
     chat_template_kwargs: Mapping[str, Any] | None
 
 
-class ChatOptions(ChatPromptOptions, SamplingOptions, total=False):
-    """What `Engine.chat` takes beside messages: how to render them, and sampling fields."""
+class RequestOptions(SamplingOptions, total=False):
+    """Keyword arguments of every request: how it is queued, and sampling fields; see `Engine.stream`."""
+
+    priority: int
+    timeout: float | None
+    request_id: str | None
+    generated: Sequence[int]
+    lora: Mapping[str, float] | None
+    tenant: str
+
+
+class PromptOptions(RequestOptions, total=False):
+    """Keyword arguments of a request with a raw prompt."""
+
+    parse_special: bool
+
+
+class ChatOptions(ChatPromptOptions, RequestOptions, total=False):
+    """Keyword arguments of a chat: how to render it, and those of every request."""
+
+
+_SAMPLING_FIELDS = tuple(f.name for f in fields(SamplingParams))
+_CALL_OPTIONS = RequestOptions.__annotations__.keys() - SamplingOptions.__annotations__.keys()
 
 
 def chat_prompt_of(
     messages: Sequence[Mapping[str, Any]], options: ChatOptions | ChatPromptOptions
-) -> tuple[ChatPrompt, SamplingOptions]:
-    """The chat, and what is left of the options.
+) -> tuple[ChatPrompt, dict[str, Any]]:
+    """Return the chat, and the options that do not say how to render it.
 
     Raises
     ------
@@ -131,48 +210,16 @@ def chat_prompt_of(
     known = ChatPromptOptions.__annotations__
     chat = {name: given.pop(name) for name in known.keys() & given.keys()}
     chat["template_kwargs"] = chat.pop("chat_template_kwargs", None)
-    return ChatPrompt.of(messages, **chat), cast(SamplingOptions, given)
-
-
-def call_of(
-    prompt: Prompt | ChatPrompt,
-    params: SamplingParams | None,
-    sampling: SamplingOptions,
-    priority: int,
-    timeout: float | None,
-    request_id: str | None,
-    generated: Sequence[int] = (),
-    lora: Mapping[str, float] | None = None,
-    *,
-    parse_special: bool = False,
-) -> RequestCall:
-    """The arguments that all ways to make a request have in common."""
-    if params is not None and sampling:
-        raise TypeError("params cannot be combined with single sampling fields")
-    params = params_from(sampling) if params is None else params
-    call = RequestCall(
-        prompt=_constrained(prompt, params)
-        if isinstance(prompt, ChatPrompt)
-        else check_prompt(prompt),
-        params=params,
-        priority=priority,
-        timeout=timeout,
-        request_id=new_request_id() if request_id is None else request_id,
-        generated=token_ids_of("generated", generated),
-        lora=lora if lora is None or not isinstance(lora, Mapping) else dict(lora),
-        parse_special=parse_special,
-    )
-    call.check_generated()
-    return call
+    return ChatPrompt.of(messages, **chat), given
 
 
 def _constrained(prompt: ChatPrompt, params: SamplingParams) -> ChatPrompt:
     """The chat with what its answer is constrained to, if calls are no part of that."""
     if not prompt.tools or not isinstance(params, SamplingParams):
         return prompt
-    for field in ("grammar", "lark", "regex"):
-        if (given := getattr(params, field)) is not None:
-            raise InvalidRequestError(field, given, "left out beside tools")
+    for name in ("grammar", "lark", "regex"):
+        if (given := getattr(params, name)) is not None:
+            raise InvalidRequestError(name, given, "left out beside tools")
     if params.json_schema is None:
         return prompt
     return replace(prompt, json_schema=str(params.json_schema))
@@ -180,10 +227,10 @@ def _constrained(prompt: ChatPrompt, params: SamplingParams) -> ChatPrompt:
 
 def params_from(sampling: SamplingOptions) -> SamplingParams:
     """Sampling parameters from keyword arguments; an unknown name is refused."""
-    known = {field.name for field in fields(SamplingParams)}
     for name, value in sampling.items():
-        if name not in known:
-            raise InvalidRequestError(name, value, f"one of {', '.join(sorted(known))}")
+        if name not in _SAMPLING_FIELDS:
+            limit = f"one of {', '.join(sorted(_SAMPLING_FIELDS))}"
+            raise InvalidRequestError(name, value, limit)
     return SamplingParams(**sampling)
 
 
@@ -231,14 +278,14 @@ def check_tokens(
         raise InvalidRequestError("prompt", "", "at least one token")
     if (n_tokens := len(tokens) + len(generated)) > n_ctx:
         raise PromptTooLongError(n_tokens, n_ctx)
-    for field, ids in (
+    for name, ids in (
         ("prompt", tokens),
         ("generated", generated),
         ("stop_token_ids", params.stop_token_ids),
         ("logit_bias", tuple(params.logit_bias)),
     ):
         if ids and max(ids) >= n_vocab:
-            raise InvalidRequestError(field, max(ids), f"token ids 0 to {n_vocab - 1}")
+            raise InvalidRequestError(name, max(ids), f"token ids 0 to {n_vocab - 1}")
 
 
 def texts_told(

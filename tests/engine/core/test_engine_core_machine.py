@@ -78,12 +78,18 @@ class CoreMachine(RuleBasedStateMachine):
         params=PARAMS,
         priority=st.integers(-1, 1),
         timeout=st.sampled_from([None, None, None, 3.0, 20.0]),
+        tenant=st.sampled_from(["", "", "a", "b"]),
     )
     def submit(
-        self, prompt: bytes, params: SamplingParams, priority: int, timeout: float | None
+        self,
+        prompt: bytes,
+        params: SamplingParams,
+        priority: int,
+        timeout: float | None,
+        tenant: str,
     ) -> None:
         prompt = prompt[: self.sim.decoder.n_ctx_seq]
-        self.sim.submit(prompt, params=params, priority=priority, timeout=timeout)
+        self.sim.submit(prompt, params=params, priority=priority, timeout=timeout, tenant=tenant)
 
     @precondition(lambda self: self.alive())
     @rule(data=st.data())
@@ -141,7 +147,7 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(n_tails=st.lists(st.integers(1, 8), min_size=1, max_size=4), params=PARAMS)
     def submit_several_and_tick(self, n_tails: list[int], params: SamplingParams) -> None:
         for n_tail in n_tails:
-            self.submit(b"head" + b"w" * n_tail, params, 0, None)
+            self.submit(b"head" + b"w" * n_tail, params, 0, None, "")
         self.tick(2)
 
     def _tick(self) -> None:

@@ -1,0 +1,230 @@
+"""Generates: one way into every request, of `Engine` and of `AsyncClient`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Generic, Protocol, Self, TypeVar, Unpack
+
+from cllm.engine.loop.generate_all import run_all
+from cllm.engine.loop.request_call import (
+    ChatOptions,
+    Prompt,
+    PromptOptions,
+    RequestCall,
+    RequestOptions,
+    chat_prompt_of,
+)
+from cllm.engine.request import Completion
+from cllm.engine.sampling_params import SamplingOptions, SamplingParams
+from cllm.errors import QueueFullError
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class CompletionStream(Protocol):
+    """A stream that has a completion at its end."""
+
+    async def __aenter__(self) -> Self: ...
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None: ...
+    async def completion(self) -> Completion: ...
+
+
+StreamT = TypeVar("StreamT", bound=CompletionStream)
+
+
+class Generates(ABC, Generic[StreamT]):
+    """The methods that make requests.  A subclass says how a checked request becomes a stream."""
+
+    @abstractmethod
+    def _open(self, call: RequestCall) -> StreamT:
+        """Return the stream of a request; it is submitted when the stream is entered."""
+
+    @abstractmethod
+    async def _wait_for_room(self, error: QueueFullError) -> None:
+        """Wait until another request may be submitted, after one was rejected."""
+
+    @property
+    @abstractmethod
+    def _n_at_once(self) -> int:
+        """Number of requests of one call that are submitted at once."""
+
+    def _sampling_defaults(self) -> SamplingOptions:
+        """Return the sampling fields of requests that leave them out."""
+        return {}
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        **options: Unpack[PromptOptions],
+    ) -> StreamT:
+        """Return the output of one request as a stream of deltas.
+
+        Parameters
+        ----------
+        prompt : str or sequence of int
+            Text, or token ids.
+        params : SamplingParams, optional
+            Or its fields as keyword arguments, not both.
+        priority : int
+            Lower is more urgent; orders the queue and chooses the request to preempt.  Default 0.
+        timeout : float, optional
+            Seconds from submission; then the request ends with `deadline`.
+        request_id : str, optional
+            Id of the request; None: a new one.
+        generated : sequence of int
+            The beginning of the output, sampled before, here or elsewhere: it goes on after these
+            tokens as if it had never been cut, and the deltas and the completion have what comes
+            after them.  `max_tokens` counts them; a `seed` makes what is drawn the same.
+        lora : mapping of str to float, optional
+            Names of loaded adapters, and with which scale each computes this request: these and no
+            others.  None: those of `EngineConfig.lora` with their scales.
+        tenant : str
+            The tenant that the request counts for.  Tenants share the engine by their weights
+            (`EngineConfig.tenant_weights`) within a level of priority.  Default "".
+        parse_special : bool
+            Names of control tokens in a text, such as `<|im_start|>`, are these tokens, as in
+            llama-server.  False: they are text, which is right where a stranger wrote the prompt.
+        **options
+            Or the fields of `SamplingParams`, if there is no `params`.
+
+        Raises
+        ------
+        InvalidRequestError
+            Names the field, the value and the limit.  What needs the model to be known is raised
+            when the stream is entered.
+        """
+        return self._open(RequestCall.of(prompt, params, options, self._sampling_defaults()))
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        **options: Unpack[PromptOptions],
+    ) -> Completion:
+        """Return the whole output of one request; arguments as for `stream`.
+
+        Raises
+        ------
+        RequestError
+            The request cannot be served; a `GenerationError` carries the partial completion.
+        ClosedError, EngineFailedError
+            The engine does not serve requests.
+        """
+        async with self.stream(prompt, params, **options) as stream:
+            return await stream.completion()
+
+    async def generate_all(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        return_exceptions: bool = False,
+        on_progress: Callable[[int, int], None] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[Completion]:
+        """Return the outputs of many requests, in the order of their prompts.
+
+        Submits no more than the queue takes, and waits for room where others have filled it.
+
+        Parameters
+        ----------
+        return_exceptions : bool
+            Put what a request raised into the list instead of raising the first and cancelling
+            the others (annotated as completions only, as in `asyncio.gather`).
+        on_progress : callable, optional
+            Called with `(n_done, n_total)`.
+        **options
+            As for `stream`, but for `request_id`, `generated` and `parse_special`.
+        """
+
+        async def run(prompt: Prompt) -> Completion:
+            return await self.generate(prompt, params, **options)
+
+        return await self._run_all(
+            run, prompts, return_exceptions=return_exceptions, on_progress=on_progress
+        )
+
+    async def _run_all(
+        self,
+        run: Callable[[Prompt], Awaitable[R]],
+        prompts: Sequence[Prompt],
+        *,
+        return_exceptions: bool = False,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> list[R]:
+        """Run a request for each prompt; one that finds the queue full waits for room."""
+
+        async def run_when_possible(prompt: Prompt) -> R:
+            while True:
+                try:
+                    return await run(prompt)
+                except QueueFullError as error:
+                    await self._wait_for_room(error)
+
+        return await run_all(
+            run_when_possible,
+            prompts,
+            n_at_once=self._n_at_once,
+            return_exceptions=return_exceptions,
+            on_progress=on_progress,
+        )
+
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> StreamT:
+        """Return the answer to a chat as a stream of deltas, by the model's own chat template.
+
+        Parameters
+        ----------
+        messages : sequence of mapping
+            As OpenAI has them: `{"role": "user", "content": "Hello"}`.  Control tokens that they
+            spell out stay text.
+        tools : sequence of mapping, optional
+            That the model may call, as OpenAI has them.  Calls are in the deltas' `tool_calls`.
+        tool_choice : str
+            "auto", "none", "required", or the name of one of the tools.
+        parallel_tool_calls : bool
+            The model may call several at once.
+        reasoning_effort : str, optional
+            "none" to "max": how much the model is to think, where its template knows of that.
+        reasoning_budget : int, optional
+            Tokens that the model may think; then the end of its thought is written.
+        continue_final_message : bool
+            The last message is the beginning of the answer, of which the rest is streamed.
+        add_generation_prompt : bool
+            End the prompt with the beginning of an answer.
+        chat_template_kwargs : mapping, optional
+            More variables for the template, such as `{"enable_thinking": False}`.
+        **options
+            As for `stream`, but for `parse_special`.
+
+        Raises
+        ------
+        InvalidRequestError
+            Names the message and the field.  Other arguments and errors as for `stream`; what the
+            template does not like is raised when the stream is entered.
+        """
+        prompt, left = chat_prompt_of(messages, options)
+        return self._open(RequestCall.of(prompt, params, left, self._sampling_defaults()))
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> Completion:
+        """Return the whole answer to a chat; arguments as for `stream_chat`, errors as for `generate`."""
+        async with self.stream_chat(messages, params, **options) as stream:
+            return await stream.completion()

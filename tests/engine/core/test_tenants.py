@@ -1,0 +1,166 @@
+"""Fair queuing: tenants share rows and seq_ids by their weights, within a level of priority."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cllm.engine.core.sequence import AGEING_S, Sequence
+from cllm.engine.core.tenants import N_REMEMBERED, Tenants, by_turn, yielding
+from cllm.engine.request import GenerationRequest
+from cllm.engine.sampling_params import SamplingParams
+from tests.simulation.reference import endless
+from tests.simulation.simulator import Simulator
+
+
+def sequence_of(n_tokens: int, *, tenant: str, priority: int = 0) -> Sequence:
+    request = GenerationRequest(
+        f"{tenant}{n_tokens}", n_tokens, (1,) * n_tokens, SamplingParams(), priority, 0.0, None,
+        tenant=tenant,
+    )  # fmt: skip
+    return Sequence(request)
+
+
+LAYOUTS = pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"n_ctx": 160}, {"kv_unified": False, "n_ctx": 1024}, {"has_pos_min": False},
+        {"prefix_cache": False}, {"prefix_cache_bytes": 0, "n_ctx": 160}, {"separates_prompts": True},
+    ],
+    ids=str,
+)  # fmt: skip
+
+
+def flooded(n_requests: int = 200, *, latency_s: float = 0.01, **options: Any) -> Simulator:
+    """An engine that computes what one tenant has sent at once."""
+    sim = Simulator(
+        **{"n_ctx": 512, "n_seq_max": 4, "n_batch": 64, "answer": endless, **options},
+        latency_s=latency_s,
+    )
+    for n in range(n_requests):
+        sim.submit(f"request {n} of a".encode(), max_tokens=20, tenant="a")
+    sim.tick(6)
+    return sim
+
+
+def n_ticks_to_first_token(sim: Simulator, **options: Any) -> int:
+    request_id = sim.submit(b"the only one of b", max_tokens=3, **options)
+    for n in range(1, 400):
+        sim.tick()
+        if sim.tokens[request_id]:
+            return n
+    raise AssertionError("no token in 400 ticks")
+
+
+@LAYOUTS
+def test_a_flood_of_one_tenant_delays_a_request_of_another_by_a_turn_at_most(
+    options: dict[str, Any],
+) -> None:
+    alone = n_ticks_to_first_token(flooded(0, **options), tenant="b")
+    sim = flooded(200, **options)
+    assert n_ticks_to_first_token(sim, tenant="b") <= alone + 1 + bool(
+        options.get("separates_prompts")
+    )
+    sim.run(at_most=5000)
+    sim.check_outcomes()
+    sim.check_idle()
+
+
+def test_a_flood_that_has_waited_for_long_is_no_more_urgent_than_a_new_tenant() -> None:
+    sim = flooded(200, latency_s=AGEING_S)
+    assert n_ticks_to_first_token(sim, tenant="b") <= 2
+
+
+def test_in_one_tenant_the_same_request_waits_for_its_turn_in_the_queue() -> None:
+    assert n_ticks_to_first_token(flooded(40), tenant="a") > 50
+
+
+@pytest.mark.parametrize("tenant", ["", "a", "b"])
+def test_one_tenant_is_served_like_none(tenant: str) -> None:
+    plain, named = (Simulator(n_ctx=64, n_seq_max=3, n_batch=8, answer=endless) for _ in range(2))
+    for sim, name in ((plain, ""), (named, tenant)):
+        for n in range(12):
+            sim.submit(bytes([65 + n]) * (3 + n), max_tokens=9, priority=n % 3, tenant=name)
+    while plain.core.has_work:
+        assert plain.tick() == named.tick()
+    assert plain.tokens == named.tokens
+
+
+@pytest.mark.parametrize(("weights", "ratio"), [({}, 1.0), ({"a": 3.0}, 3.0), ({"b": 2.0}, 0.5)])
+def test_two_floods_have_rows_by_their_weights(weights: dict[str, float], ratio: float) -> None:
+    sim = Simulator(
+        n_ctx=4096, n_seq_max=12, n_batch=64, answer=endless, tenant_weights=weights, latency_s=0.01
+    )
+    for n in range(400):
+        sim.submit(f"{n} of a request".encode() * 3, max_tokens=20, tenant="ab"[n % 2])
+    rows: Counter[str] = Counter()
+    for _ in range(100):
+        sim.tick()
+        for sequence in sim.core.queue.running:
+            rows[sequence.request.tenant] += 1
+    assert rows["a"] / rows["b"] == pytest.approx(ratio, rel=0.2)
+
+
+def test_a_level_of_priority_goes_before_shares_and_the_other_tenant_still_has_turns() -> None:
+    sim = flooded(200, latency_s=0.1)
+    n_ticks = n_ticks_to_first_token(sim, tenant="b", priority=1)
+    assert sim.now > AGEING_S, "it waited for a level"
+    assert n_ticks < 400
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.integers(-1, 1), st.integers(1, 50)),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_who_yields_leaves_no_tenant_with_less_than_the_one_that_comes(
+    drawn: list[tuple[str, int, int]],
+) -> None:
+    several = [sequence_of(n, tenant=name, priority=level) for name, level, n in drawn]
+    waiting, running = several[0], several[1:]
+    left = list(running)
+    own = waiting.tenant.name
+    for victim in yielding(waiting, running):
+        left.remove(victim)
+        assert victim.tenant.name != own
+        assert victim.request.priority >= waiting.request.priority
+        assert names_of(left)[victim.tenant.name] >= names_of(running)[own] + 1
+
+
+def names_of(sequences: list[Sequence]) -> Counter[str]:
+    return Counter(s.tenant.name for s in sequences)
+
+
+def test_a_tenant_that_comes_back_has_neither_saved_up_nor_got_rid_of_its_share() -> None:
+    tenants = Tenants()
+    a, b = tenants.enter("a"), tenants.enter("b")
+    a.served, b.served = 100.0, 40.0
+    tenants.leave(b)
+    assert tenants.enter("b").served == 100.0, "time without requests is not saved up"
+    tenants.leave(a)
+    b.served = 60.0
+    assert tenants.enter("a").served == 100.0, "nor forgotten by leaving"
+
+
+def test_names_of_clients_are_remembered_up_to_a_limit() -> None:
+    tenants = Tenants()
+    stays = tenants.enter("stays")
+    for n in range(N_REMEMBERED + 100):
+        tenants.leave(tenants.enter(f"tenant {n}"))
+    assert len(tenants._all) == N_REMEMBERED + 1
+    tenants.leave(stays)
+    assert not tenants._all
+
+
+def test_the_tenant_that_is_furthest_behind_is_first() -> None:
+    several = [sequence_of(1, tenant=name) for name in "abc"]
+    for sequence, served in zip(several, (30.0, 10.0, 20.0), strict=True):
+        sequence.tenant.served = served
+    in_turn = sorted(several, key=by_turn(several, 0.0))
+    assert [s.tenant.name for s in in_turn] == ["b", "c", "a"]
