@@ -184,6 +184,13 @@ class EngineFlags:
             "--hang-timeout-s", default=_ENGINE.hang_timeout_s,
         ),
     ] = None  # fmt: skip
+    tenant_weights: Annotated[
+        list[str] | None,
+        _engine(
+            "NAME=WEIGHT: the share of a tenant's requests beside those of others, which have 1.  May be repeated.",
+            "--tenant-weight", default=None,
+        ),
+    ] = None  # fmt: skip
     rpc: Annotated[
         list[str] | None,
         _engine(
@@ -300,6 +307,8 @@ class EngineFlags:
         }
         if self.lora:
             options["lora"] = tuple(map(_adapter, self.lora))
+        if self.tenant_weights:
+            options["tenant_weights"] = dict(map(_weight, self.tenant_weights))
         if self.rpc:  # llama.cpp's programs take them with commas between
             options["rpc"] = tuple(address for text in self.rpc for address in text.split(","))
         models = cast(list[str], options.pop("model", []))
@@ -362,6 +371,16 @@ def model_file(given: str | None) -> Path | None:
         return find_model(given) if is_name(given) else Path(given)
     except InvalidArgumentError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def _weight(text: str) -> tuple[str, float]:
+    """Read NAME=WEIGHT."""
+    name, _, weight = text.rpartition("=")
+    try:
+        return name, float(weight)
+    except ValueError:
+        hint = "--tenant-weight"
+        raise typer.BadParameter(f"{text!r} is not NAME=WEIGHT", param_hint=hint) from None
 
 
 def _adapter(given: str) -> tuple[str, float] | tuple[str, str, float]:

@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response
 from cllm.server.problems import Problem
 
 MAX_CONTAINERS = 1 << 14
+TENANT_HEADER = "x-tenant"
 LARGE = re.compile(rb"[eE]\+?[0-9]{3}|[0-9]{300}")  # numbers that may be beyond a float
 MAX_BRACKETS = 1 << 18  # of which some may be text
 
@@ -114,6 +115,9 @@ class SafeRoute(APIRoute):
 
         async def handle(request: Request) -> Response:
             value = await json_of(request)
+            tenant = request.headers.get(TENANT_HEADER)
+            if tenant is not None and "tenant" in body_type.model_fields and isinstance(value, dict):
+                value["tenant"] = tenant  # by a proxy that knows its clients
             try:
                 body = body_type.model_validate(value)
             except ValidationError as error:

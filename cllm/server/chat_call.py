@@ -48,7 +48,7 @@ class ChatCall:
         The arguments of `Engine.stream_chat` about the chat itself.
     params : SamplingParams
     scheduling : mapping
-        `priority`, `timeout` and `lora`.
+        `priority`, `tenant`, `timeout` and `lora`.
     fields : sequence of str
         Where each message comes from, if the client does not call it `messages[i]`.
     """

@@ -85,8 +85,7 @@ def _stream_of(
     engine, prompt = state.serving, body.prompt
     check_length(engine, body.generated)
     scheduling: dict[str, Any] = {
-        "priority": body.priority,
-        "timeout": body.timeout,
+        **body.turn,
         "generated": body.generated,
         "lora": loras_of(engine, body.lora, body.model),
     }

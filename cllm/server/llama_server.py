@@ -191,8 +191,7 @@ def _answer(state: ServerState, body: Any, prompts: Sequence[Prompt], request: R
             seeded(params, number % n),
             lora=lora,
             parse_special=True,
-            priority=body.priority,
-            timeout=body.timeout,
+            **body.turn,
             request_id=f"{engine_id}-{number}" if number else engine_id,
         )
 

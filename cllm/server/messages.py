@@ -18,7 +18,7 @@ from cllm.server.event_blocks import CALL, REASONING, Block, Blocks, Step
 from cllm.server.fields import Flag, Integer, Number, Text, Texts
 from cllm.server.loras import loras_of
 from cllm.server.problems import Problem, invalid
-from cllm.server.schemas import Body, constraint_of, sampling_of
+from cllm.server.schemas import Body, Queued, constraint_of, sampling_of
 from cllm.server.state import log_request, request_id_of, state_of
 
 router = APIRouter(prefix="/v1", route_class=SafeRoute, tags=["Anthropic"])
@@ -53,7 +53,7 @@ class CountBody(Body):
     thread: dict[str, Any] | Flag | None = None
 
 
-class MessagesBody(CountBody):
+class MessagesBody(Queued, CountBody):
     """`POST /v1/messages`."""
 
     max_tokens: Integer
@@ -135,7 +135,8 @@ async def chat_call_of(engine: Engine, body: CountBody, params: SamplingParams) 
     if isinstance(effort, str):
         options["reasoning_effort"] = effort
     options = await hinted(engine, options)
-    scheduling = {"lora": loras_of(engine, None, body.model)}
+    turn = body.turn if isinstance(body, MessagesBody) else {}
+    scheduling = {**turn, "lora": loras_of(engine, None, body.model)}
     return ChatCall(chat, options, params, scheduling, fields=fields)
 
 

@@ -141,8 +141,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
         await hinted(engine, chat_options(body, tools)),
         params,
         {
-            "priority": body.priority,
-            "timeout": body.timeout,
+            **body.turn,
             "lora": loras_of(engine, body.lora, body.model),
         },
     )
@@ -259,8 +258,7 @@ def _options(
 ) -> dict[str, Any]:
     is_first = not (number or index)
     return {
-        "priority": body.priority,
-        "timeout": body.timeout,
+        **body.turn,
         "request_id": request_id if is_first else f"{request_id}-{number}-{index}",
     }
 

@@ -26,7 +26,7 @@ from cllm.server.event_blocks import CALL, REASONING, Block, Blocks, Step
 from cllm.server.fields import Flag, Integer, Number, Text
 from cllm.server.loras import loras_of
 from cllm.server.problems import Problem, invalid
-from cllm.server.schemas import Body, constraint_of, sampling_of
+from cllm.server.schemas import Queued, constraint_of, sampling_of
 from cllm.server.state import log_request, request_id_of, state_of
 
 router = APIRouter(prefix="/v1", route_class=SafeRoute, tags=["OpenAI"])
@@ -51,7 +51,7 @@ ID_PREFIXES = {
 }  # fmt: skip
 
 
-class ResponsesBody(Body):
+class ResponsesBody(Queued):
     """`POST /v1/responses`."""
 
     harmless: ClassVar = frozenset(
@@ -94,7 +94,7 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
     call = replace(
         call,
         options=await hinted(engine, call.options),
-        scheduling={"lora": loras_of(engine, None, body.model)},
+        scheduling={**body.turn, "lora": loras_of(engine, None, body.model)},
     )
     form = ResponseForm(request_id, state.model_name, body)
     observation = state.observation(request, "chat", call.params)

@@ -161,7 +161,21 @@ class Body(BaseModel):
         }
 
 
-class _Request(Body):
+class Queued(Body):
+    """A request that takes its turn among others."""
+
+    priority: Integer = Field(0, description="Lower is more urgent")
+    tenant: Text = Field(
+        "", description="Tenant that the request counts for; the header X-Tenant goes before it"
+    )
+
+    @property
+    def turn(self) -> dict[str, Any]:
+        """How the request is queued: arguments of `Engine.stream`."""
+        return {"priority": self.priority, "tenant": self.tenant}
+
+
+class _Request(Queued):
     model: Text | None = None
     stream: Flag | None = False
     lora: Loras | None = Field(
@@ -169,7 +183,11 @@ class _Request(Body):
         description="LoRA adapters: names and scales, or llama-server's list of `id` and `scale`",
     )
     timeout: Number | None = Field(None, description="Seconds from submission")
-    priority: Integer = Field(0, description="Lower is more urgent")
+
+    @property
+    def turn(self) -> dict[str, Any]:
+        """See `Queued`."""
+        return {**super().turn, "timeout": self.timeout}
 
 
 class ChatOptionFields(_Request):
