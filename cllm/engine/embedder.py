@@ -168,7 +168,7 @@ class EmbeddingMethods(Lifecycle):
             Not a text, longer than 1 MiB, or with a lone surrogate.
         """
         with self._serving() as parts:
-            return await parts.input_processor.tokenize(
+            return await parts.input_processor.texts.tokenize(
                 text, add_special=add_special, parse_special=parse_special
             )
 
@@ -181,7 +181,7 @@ class EmbeddingMethods(Lifecycle):
             Not a sequence of token ids.
         """
         with self._serving() as parts:
-            return await parts.input_processor.detokenize(token_ids)
+            return await parts.input_processor.texts.detokenize(token_ids)
 
     async def pieces(self, token_ids: Sequence[int]) -> list[bytes]:
         """The bytes that each of `token_ids` adds to a text; one may be part of a character.
@@ -192,7 +192,7 @@ class EmbeddingMethods(Lifecycle):
             Not a sequence of token ids.
         """
         with self._serving() as parts:
-            return await parts.input_processor.pieces(token_ids)
+            return await parts.input_processor.texts.pieces(token_ids)
 
 
 class Embedder(EmbeddingMethods):

@@ -15,9 +15,9 @@ from cllm.engine.chat.template_abilities import TemplateAbilities
 from cllm.engine.core.messages import EraseSlot
 from cllm.engine.embedder import EmbeddingMethods
 from cllm.engine.embedding import Ranked
-from cllm.engine.loop.channel import Channel
 from cllm.engine.loop.embedding_calls import ranking
 from cllm.engine.loop.generates import Generates
+from cllm.engine.loop.input_processor import InputProcessor
 from cllm.engine.loop.request_call import ChatPromptOptions, Prompt, RequestCall, chat_prompt_of
 from cllm.engine.loop.saved_generation import SavedGeneration
 from cllm.engine.loop.stream import TokenStream
@@ -66,11 +66,10 @@ class Engine(Generates[TokenStream], EmbeddingMethods):
     # --- Requests ----------------------------------------------------------------------------
     def _open(self, call: RequestCall) -> TokenStream:
         self._check_serving()
+        return TokenStream(call, self._source)
 
-        async def open_channel(call: RequestCall) -> Channel:
-            return await self._parts.input_processor.open(call)
-
-        return TokenStream(call, open_channel)
+    def _source(self) -> InputProcessor:
+        return self._parts.input_processor
 
     def _sampling_defaults(self) -> SamplingOptions:
         return self.sampling_defaults
@@ -119,12 +118,7 @@ class Engine(Generates[TokenStream], EmbeddingMethods):
             timeout=timeout,
             request_id=saved.request_id if request_id is None else request_id,
         )
-
-        async def open_channel(call: RequestCall) -> Channel:
-            processor = self._parts.input_processor
-            return await processor.open(call, saved.on(processor.model))
-
-        return TokenStream(call, open_channel)
+        return TokenStream(call, self._source, saved.on)
 
     async def render_chat(
         self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatPromptOptions]
@@ -138,7 +132,7 @@ class Engine(Generates[TokenStream], EmbeddingMethods):
         """
         with self._serving() as parts:
             prompt, _ = chat_prompt_of(messages, options)
-            return await parts.input_processor.render_chat(prompt)
+            return await parts.input_processor.texts.render_chat(prompt)
 
     async def template_abilities(self) -> TemplateAbilities | None:
         """What the chat template can do; None if there is no template.
@@ -149,7 +143,7 @@ class Engine(Generates[TokenStream], EmbeddingMethods):
             The template cannot be used, or what renders it is not installed.
         """
         with self._serving() as parts:
-            return await parts.input_processor.template_abilities()
+            return await parts.input_processor.texts.template_abilities()
 
     async def score(
         self, prompt: Prompt, continuation: Prompt, *, lora: Mapping[str, float] | None = None
@@ -183,7 +177,7 @@ class Engine(Generates[TokenStream], EmbeddingMethods):
         with self._serving() as parts:
             call = await parts.input_processor.score_call(prompt, continuation, priority, lora)
             # Its tokens are of this model, though another may take over meanwhile.
-            async with TokenStream(call, parts.input_processor.open) as stream:
+            async with TokenStream(call, lambda: parts.input_processor) as stream:
                 return Score.of(await stream.completion())
 
     # --- Adapters ----------------------------------------------------------------------------

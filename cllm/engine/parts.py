@@ -17,6 +17,7 @@ from cllm.engine.loop.embedding_calls import EmbeddingCalls
 from cllm.engine.loop.input_processor import InputProcessor
 from cllm.engine.loop.loop_guard import LoopGuard
 from cllm.engine.loop.loras import Loras
+from cllm.engine.loop.prompt_tokenizer import PromptTokenizer
 from cllm.engine.loop.queue_gate import QueueGate
 from cllm.engine.thread.backend import Backend
 from cllm.engine.thread.host import EngineHost
@@ -88,15 +89,15 @@ def start_parts(
         check = partial(check_host, host)
         tokenizer = workers.start("cllm-tokenizer")
         loras = Loras(dispatcher, workers, backend.check_lora, is_fixed=config.deterministic)
+        last_vocabulary = partial(check, draining=True)
         input_processor = InputProcessor(
             check,
             gate,
             dispatcher,
             loras,
+            PromptTokenizer(last_vocabulary, dispatcher.loaded, workers, tokenizer),
             stream_buffer=config.stream_buffer,
-            constraints=backend.constraints(partial(check, draining=True), workers),
-            workers=workers,
-            tokenizer=tokenizer,
+            constraints=backend.constraints(last_vocabulary, workers),
             can_speculate=config.speculation is not None,
         )
         embeddings = EmbeddingCalls(

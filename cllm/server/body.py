@@ -116,7 +116,11 @@ class SafeRoute(APIRoute):
         async def handle(request: Request) -> Response:
             value = await json_of(request)
             tenant = request.headers.get(TENANT_HEADER)
-            if tenant is not None and "tenant" in body_type.model_fields and isinstance(value, dict):
+            if (
+                tenant is not None
+                and "tenant" in body_type.model_fields
+                and isinstance(value, dict)
+            ):
                 value["tenant"] = tenant  # by a proxy that knows its clients
             try:
                 body = body_type.model_validate(value)

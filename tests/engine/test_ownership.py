@@ -146,7 +146,7 @@ async def test_an_engine_that_was_closed_before_it_was_entered_is_closed(
 async def test_a_dropped_engine_warns_and_its_threads_end(anyio_backend: str) -> None:
     engine = await FakeEngine().__aenter__()
     assert (await engine.generate("hello")).text == "hello"
-    inference, tokenizer = engine._parts.thread, engine._parts.input_processor._tokenizer._thread
+    inference, tokenizer = engine._parts.thread, engine._parts.input_processor.texts.worker._thread
     with pytest.warns(ResourceWarning, match="dropped without being closed: use `async with`"):  # noqa: PT031
         del engine
         gc.collect()
@@ -187,7 +187,7 @@ async def test_the_error_of_a_request_does_not_keep_a_dropped_engine(
 async def test_nothing_is_freed_while_a_text_is_tokenized(anyio_backend: str, how: str) -> None:
     """Its caller has given up; the vocabulary is used all the same."""
     engines = [await FakeEngine().__aenter__()]
-    inference, worker = engines[0]._parts.thread, engines[0]._parts.input_processor._tokenizer
+    inference, worker = engines[0]._parts.thread, engines[0]._parts.input_processor.texts.worker
     begun, may_go_on, seen = threading.Event(), threading.Event(), list[bool]()
 
     def tokenize() -> None:

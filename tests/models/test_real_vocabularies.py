@@ -13,7 +13,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import gguf
 import pytest
@@ -22,12 +22,13 @@ from cllm.bindings import Model, Vocabulary
 from cllm.bindings._llama_h import TokenAttr, VocabType
 from cllm.engine.constraints.compiler import ConstraintCompiler
 from cllm.engine.core.detokenizer import Detokenizer
-from cllm.engine.loop.channel import Prepared
 from cllm.engine.loop.dispatcher import Dispatcher
 from cllm.engine.loop.input_processor import InputProcessor
 from cllm.engine.loop.loras import Loras
+from cllm.engine.loop.prompt_tokenizer import PromptTokenizer
 from cllm.engine.loop.queue_gate import QueueGate
 from cllm.engine.loop.request_call import RequestCall
+from cllm.engine.request import GenerationRequest
 from cllm.engine.sampling_params import SamplingParams
 from cllm.engine.thread.worker_thread import WorkerThreads
 
@@ -301,16 +302,17 @@ async def opened(vocab: object, prompt: str | tuple[int, ...], gate: QueueGate) 
     """`strips_space` of the request that input_processor makes of a prompt."""
     found: list[bool] = []
 
-    def submit(prepared: Prepared, stream_buffer: int) -> None:
-        found.append(prepared.request.strips_space)
+    def channel(call: RequestCall, request: GenerationRequest, *_: object, **__: object) -> None:
+        found.append(request.strips_space)
 
+    model = SimpleNamespace(n_ctx_train=10**6, n_ctx=64, fingerprint="fp", generates=True, loras=())
     dispatcher = SimpleNamespace(
-        model=SimpleNamespace(
-            n_ctx_train=10**6, n_ctx=64, fingerprint="fp", generates=True, loras=()
-        ),
+        model=model,
+        loaded=lambda: model,
+        channel=channel,
         is_open=lambda request_id: False,
         next_serial=lambda: 1,
-        submit=submit,
+        submit=lambda channel: None,
     )
     workers = WorkerThreads()
     input_processor = InputProcessor(
@@ -318,12 +320,16 @@ async def opened(vocab: object, prompt: str | tuple[int, ...], gate: QueueGate) 
         gate,
         cast(Dispatcher, dispatcher),
         Loras(cast(Dispatcher, dispatcher), workers, lambda path: None, is_fixed=True),
+        PromptTokenizer(
+            lambda: cast(Vocabulary, vocab),
+            cast(Any, lambda: model),
+            workers,
+            workers.start("cllm-tokenizer"),
+        ),
         stream_buffer=64,
         constraints=ConstraintCompiler(
             lambda: cast(Vocabulary, vocab), workers, n_threads=1, files=tuple
         ),
-        workers=workers,
-        tokenizer=workers.start("cllm-tokenizer"),
         can_speculate=False,
     )
     try:

@@ -288,9 +288,9 @@ class Bench:
         """What the engine remembers, so that it asks llama.cpp again."""
         forget_words(self.engine._check_serving())
         if any(fault.function in ABOUT_CHATS for fault in faults):
-            if (chat := self.engine._parts.input_processor._chat) is not None:
+            if (chat := self.engine._parts.input_processor.texts._chat) is not None:
                 chat.close()
-            self.engine._parts.input_processor._chats = None
+            self.engine._parts.input_processor.texts._chats = None
 
     async def count_calls(self, function: str, *faults: Fault) -> int:
         """How often a run with no other faults than these calls a function."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import anyio
 import anyio.lowlevel
@@ -20,7 +18,6 @@ from cllm.engine.request import (
     Completion,
     FinishReason,
     GenerationRequest,
-    ModelInfo,
     SequenceState,
     Timings,
     TokenDelta,
@@ -71,45 +68,6 @@ class Continuation:
         return bool(self.unread) and self.unread[-1].finish_reason is not None
 
 
-class Source(Protocol):
-    """Where channels come from: the `InputProcessor`."""
-
-    @property
-    def model(self) -> ModelInfo: ...
-    def tokenize(self, text: str, *, add_special: bool = True) -> Awaitable[list[int]]: ...
-    def open(
-        self, call: RequestCall, continuation: Continuation | None = None
-    ) -> Awaitable[Channel]: ...
-    def reopen(
-        self, channel: Channel, call: RequestCall, continuation: Continuation
-    ) -> Awaitable[Channel]: ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
-    """A request that can be submitted, and what the event loop knows of it.
-
-    Attributes
-    ----------
-    call : RequestCall
-        With what was drawn for it.
-    source : callable
-        A weak reference: the inference thread knows the channels, and must not keep an engine that is dropped.
-    channels : OutputChannels or None
-        Of a chat.
-    told : str
-        What its reader has been told of `generated`.
-    """
-
-    call: RequestCall
-    request: GenerationRequest
-    source: Callable[[], Source | None]
-    answer: AnswerFormat | None = None
-    channels: OutputChannels | None = None
-    told: str = ""
-    continuation: Continuation | None = None
-
-
 class Lease:
     """A request that somebody is to give up, and no more: who holds it keeps nothing else alive.
 
@@ -138,9 +96,25 @@ class Channel:
     At most `capacity` deltas and the last one are ever held: the inference thread computes no more
     than the reader has told it to have read.
 
+    Parameters
+    ----------
+    capacity : int
+        Deltas that it holds at most.
+    outputs : OutputChannels, optional
+        Of a chat.
+
     Attributes
     ----------
-    prepared : Prepared
+    call : RequestCall
+        With what was drawn for it.
+    request : GenerationRequest
+        What the inference thread gets.
+    answer : AnswerFormat or None
+        How the answer to a chat is read.
+    told : str
+        Text of `call.generated`, which its reader has had.
+    continuation : Continuation or None
+        What it goes on from.
     lease : Lease
     completion : Completion or None
         All of the output, once it has ended.
@@ -149,17 +123,29 @@ class Channel:
     """
 
     def __init__(
-        self, prepared: Prepared, inbox: Inbox, loop_guard: LoopGuard, capacity: int
+        self,
+        call: RequestCall,
+        request: GenerationRequest,
+        inbox: Inbox,
+        loop_guard: LoopGuard,
+        capacity: int,
+        *,
+        answer: AnswerFormat | None = None,
+        outputs: OutputChannels | None = None,
+        told: str = "",
+        continuation: Continuation | None = None,
     ) -> None:
-        self.prepared = prepared
-        self._channels = prepared.channels
-        self.request_id = prepared.request.request_id
-        self.lease = Lease(self.request_id, inbox)
+        self.call = call
+        self.request = request
+        self.answer = answer
+        self.told = told
+        self.continuation = continuation
+        self._outputs = outputs
+        self.lease = Lease(request.request_id, inbox)
         self._inbox = inbox
         # Half of the buffer is read before the thread is told: it goes on computing meanwhile.
         self._n_told_at_once = max(1, capacity // 2)
         self._n_read = 0
-        continuation = prepared.continuation
         self._deltas = deque(() if continuation is None else continuation.unread)
         self._waiter: anyio.Event | None = None
         self._loop_guard = loop_guard
@@ -173,17 +159,9 @@ class Channel:
         self.error: ClosedError | GenerationError | EngineFailedError | None = None
 
     @property
-    def source(self) -> Source:
-        """Where it comes from.
-
-        Raises
-        ------
-        ClosedError
-            The engine is gone.
-        """
-        if (source := self.prepared.source()) is None:
-            raise ClosedError("the engine was closed")
-        return source
+    def request_id(self) -> str:
+        """Id of the request."""
+        return self.request.request_id
 
     @property
     def is_finished(self) -> bool:
@@ -197,11 +175,11 @@ class Channel:
 
     def push(self, delta: TokenDelta) -> None:
         """A delta has arrived."""
-        if self._channels is not None:
+        if self._outputs is not None:
             try:
-                delta = self._channels.split(delta)
+                delta = self._outputs.split(delta)
             except Exception:
-                self._give_up_channels()
+                self._give_up_outputs()
         self._deltas.append(delta)
         self.wake()
 
@@ -209,8 +187,8 @@ class Channel:
         """The last delta has arrived."""
         self.lease.is_over = True
         completion = event.completion
-        if self.prepared.continuation is not None:
-            completion = whole(self.prepared, self.prepared.continuation, completion)
+        if self.continuation is not None:
+            completion = self._whole(self.continuation, completion)
         self.completion = completion
         self.error = event.error
         self._state = event.state
@@ -219,20 +197,20 @@ class Channel:
             return
         self._is_taken = False
         delta = event.delta
-        if self._channels is not None:
+        if self._outputs is not None:
             try:
-                delta, self.completion = self._channels.finish(delta, completion)
+                delta, self.completion = self._outputs.finish(delta, completion)
             except Exception:
-                self._give_up_channels()
+                self._give_up_outputs()
         if isinstance(self.error, GenerationError):
             self.error.completion = self.completion
         self._deltas.append(delta)
         self.wake()
 
-    def _give_up_channels(self) -> None:
+    def _give_up_outputs(self) -> None:
         """A fault of the parser's is nobody else's, and ends no stream: all is text from here on."""
         logger.exception("the answer of %s cannot be split into channels", self.request_id)
-        self._channels = None
+        self._outputs = None
 
     def cancel(self) -> None:
         """Nobody wants the rest."""
@@ -274,11 +252,34 @@ class Channel:
 
     def whole_completion(self) -> Completion:
         """Its completion, with the tokens that it went on from."""
-        prepared, completion = self.prepared, self.completion
+        completion = self.completion
         assert completion is not None
-        if prepared.continuation is not None or not prepared.call.generated:
+        if self.continuation is not None or not self.call.generated:
             return completion
-        return whole(prepared, Continuation(prepared.request.prompt_token_ids), completion)
+        return self._whole(Continuation(self.request.prompt_token_ids), completion)
+
+    def _whole(self, continuation: Continuation, last: Completion) -> Completion:
+        """Return all of an output of which `last` is what came after the tokens that it went on from."""
+        generated, earlier = self.call.generated, continuation.earlier
+        usage = replace(last.usage, n_output=len(generated) + last.usage.n_output)
+        timings = last.timings
+        if earlier is not None:
+            usage = replace(
+                usage,
+                n_cached=earlier.usage.n_cached,
+                n_drafted=earlier.usage.n_drafted + usage.n_drafted,
+                n_accepted=earlier.usage.n_accepted + usage.n_accepted,
+            )
+            is_same = continuation.submitted_at is not None
+            timings = _joined(earlier.timings, timings, is_same_submission=is_same)
+        return replace(
+            last,
+            text=self.told + last.text,
+            token_ids=generated + last.token_ids,
+            usage=usage,
+            timings=timings,
+            logprobs=None if last.logprobs is None else continuation.logprobs + last.logprobs,
+        )
 
     def fail(self, error: ClosedError | EngineFailedError) -> None:
         """Nothing more will arrive."""
@@ -319,30 +320,6 @@ class Channel:
                 self._inbox.put(Read(self.request_id, self._n_read))
             self._n_read = 0
         return self._deltas.popleft()
-
-
-def whole(prepared: Prepared, continuation: Continuation, last: Completion) -> Completion:
-    """All of an output of which `last` is what came after the tokens that it went on from."""
-    call, earlier = prepared.call, continuation.earlier
-    usage = replace(last.usage, n_output=len(call.generated) + last.usage.n_output)
-    timings = last.timings
-    if earlier is not None:
-        usage = replace(
-            usage,
-            n_cached=earlier.usage.n_cached,
-            n_drafted=earlier.usage.n_drafted + usage.n_drafted,
-            n_accepted=earlier.usage.n_accepted + usage.n_accepted,
-        )
-        is_same = continuation.submitted_at is not None
-        timings = _joined(earlier.timings, timings, is_same_submission=is_same)
-    return replace(
-        last,
-        text=prepared.told + last.text,
-        token_ids=call.generated + last.token_ids,
-        usage=usage,
-        timings=timings,
-        logprobs=None if last.logprobs is None else continuation.logprobs + last.logprobs,
-    )
 
 
 def _joined(first: Timings, last: Timings, *, is_same_submission: bool) -> Timings:

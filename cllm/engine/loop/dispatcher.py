@@ -33,10 +33,11 @@ from cllm.engine.core.messages import (
 )
 from cllm.engine.embedding import EmbeddingRequest
 from cllm.engine.health import Restart
-from cllm.engine.loop.channel import Channel, Prepared
+from cllm.engine.loop.channel import Channel
 from cllm.engine.loop.loop_guard import LoopGuard
 from cllm.engine.loop.queue_gate import QueueGate
-from cllm.engine.request import ModelInfo
+from cllm.engine.loop.request_call import RequestCall
+from cllm.engine.request import GenerationRequest, ModelInfo
 from cllm.engine.thread.mailbox import Inbox
 from cllm.engine.thread.worker_thread import Reply
 from cllm.errors import ClosedError, EngineFailedError
@@ -98,20 +99,25 @@ class Dispatcher:
         self.stopped = anyio.Event()
         self.ended = anyio.Event()
 
+    def loaded(self) -> ModelInfo:
+        """Return what is loaded; the thread is ready."""
+        assert self.model is not None
+        return self.model
+
     def is_open(self, request_id: str) -> bool:
         """Whether a request of this id is being worked on."""
         return request_id in self._channels
 
-    def submit(self, prepared: Prepared, capacity: int) -> Channel:
-        """Send a request to the thread; its deltas arrive in the channel."""
-        channel = Channel(prepared, self._inbox, self._loop_guard, capacity)
-        self._channels[channel.request_id] = channel
-        self._inbox.put(AddRequest(prepared.request))
-        return channel
+    def channel(
+        self, call: RequestCall, request: GenerationRequest, capacity: int, **options: Any
+    ) -> Channel:
+        """Return a channel of a request that is not submitted yet; see `Channel`."""
+        return Channel(call, request, self._inbox, self._loop_guard, capacity, **options)
 
-    def open_finished(self, prepared: Prepared) -> Channel:
-        """A channel that has everything already."""
-        return Channel(prepared, self._inbox, self._loop_guard, capacity=1)
+    def submit(self, channel: Channel) -> None:
+        """Send the request of a channel to the thread; its deltas arrive in the channel."""
+        self._channels[channel.request_id] = channel
+        self._inbox.put(AddRequest(channel.request))
 
     def embed(self, request: EmbeddingRequest) -> OpenEmbedding:
         """Send texts to the thread."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import secrets
 import warnings
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -17,17 +16,19 @@ import anyio.lowlevel
 from cllm.checks import MAX_SEED, check_int
 from cllm.engine.loop.banned_strings import Ban, BannedStrings
 from cllm.engine.loop.channel import Channel, Continuation, Lease
+from cllm.engine.loop.input_processor import InputProcessor
 from cllm.engine.loop.request_call import RequestCall, new_request_id, token_ids_of
 from cllm.engine.loop.saved_generation import SavedGeneration
 from cllm.engine.lora import NO_LORA
-from cllm.engine.request import Completion, FinishReason, TokenDelta, TokenLogprob
+from cllm.engine.request import Completion, FinishReason, ModelInfo, TokenDelta, TokenLogprob
 from cllm.errors import ClosedError, GenerationError, InvalidRequestError
 
 MAX_FORKS = 256
 # Tokens that are excluded in one place for a banned string, before the one before is, and at the most.
 N_TRIES, MAX_TRIES = 8, 256
 
-OpenChannel = Callable[[RequestCall], Awaitable[Channel]]
+FindSource = Callable[[], InputProcessor]
+Continues = Callable[[ModelInfo], Continuation]
 
 
 class TokenStream:
@@ -53,10 +54,15 @@ class TokenStream:
         The stream was closed, or its reader cancelled, before its end.
     """
 
-    def __init__(self, call: RequestCall, open_channel: OpenChannel) -> None:
+    def __init__(
+        self, call: RequestCall, find_source: FindSource, continues: Continues | None = None
+    ) -> None:
         self.request_id = call.request_id
         self._call = call
-        self._open_channel: OpenChannel | None = open_channel
+        # An engine may get another model before the request is submitted.
+        self._find_source, self._continues = find_source, continues
+        self._source: InputProcessor | None = None
+        self._is_submitting = False
         self._channel: Channel | None = None
         self._is_closed = self._is_given_up = False
         self._is_entered = self._has_ended = False
@@ -167,7 +173,7 @@ class TokenStream:
         if self._is_closed:
             raise ClosedError("the stream is closed: there is nothing to suspend")
         # What adapters have computed is another's, for all that a file can say of it.
-        has_own = channel.prepared.request.lora == NO_LORA
+        has_own = channel.request.lora == NO_LORA
         state = await channel.take(saves_state=has_own)
         if channel.error is not None:
             raise channel.error
@@ -176,8 +182,8 @@ class TokenStream:
         if not unread and not channel.is_taken:
             raise ClosedError("the output has ended: there is nothing to suspend")
         self._abandon()
-        prepared, earlier = channel.prepared, channel.whole_completion()
-        call, generated = prepared.call, earlier.token_ids
+        earlier = channel.whole_completion()
+        call, generated = channel.call, earlier.token_ids
         is_before = len(generated) == len(call.generated)
         call = replace(
             call,
@@ -186,14 +192,14 @@ class TokenStream:
             excluded=call.excluded if is_before else (),
         )
         continuation = Continuation(
-            prompt_token_ids=prepared.request.prompt_token_ids,
-            answer=prepared.answer,
+            prompt_token_ids=channel.request.prompt_token_ids,
+            answer=channel.answer,
             earlier=earlier,
             logprobs=earlier.logprobs or (),
             unread=unread,
             state=state,
         )
-        return SavedGeneration.of(call, continuation, channel.source.model)
+        return SavedGeneration.of(call, continuation, self._opener.model)
 
     def fork(self, n: int) -> list[TokenStream]:
         """So many more streams that begin with what has been read of this one, which goes on.
@@ -215,19 +221,19 @@ class TokenStream:
         """
         check_int("n", n, 1, MAX_FORKS, InvalidRequestError)
         channel, seed = self._present, self._call.params.seed
-        source = channel.source
+        source = self._opener
         continuation = self._continuation()
         made = []
         for i in range(1, n + 1):
             drawn = secrets.randbelow(MAX_SEED + 1) if seed is None else seed + i
             call = replace(
-                channel.prepared.call,
+                channel.call,
                 generated=self._position,
                 request_id=new_request_id(),
                 seed=drawn % (MAX_SEED + 1),
                 excluded=(),
             )
-            made.append(TokenStream(call, partial(source.open, continuation=continuation)))
+            made.append(TokenStream(call, lambda: source, lambda model: continuation))
         return made
 
     async def rewind(self, n_tokens: int) -> None:
@@ -248,7 +254,7 @@ class TokenStream:
         await self._submit()
         position = self._position
         check_int("n_tokens", n_tokens, 1, len(position), InvalidRequestError)
-        seed = self._present.prepared.call.seed
+        seed = self._present.call.seed
         next_seed = 0 if seed is None else (seed + 1) % (MAX_SEED + 1)
         self._is_given_up = False
         await self._go_on_from(position[:-n_tokens], seed=next_seed)
@@ -265,11 +271,11 @@ class TokenStream:
             probabilities are asked for, which nobody has computed.  Nothing has changed.
         """
         channel = await self._submit()
-        if channel.prepared.call.params.logprobs is not None:
+        if channel.call.params.logprobs is not None:
             limit = "left out where tokens are injected"
-            raise InvalidRequestError("logprobs", channel.prepared.call.params.logprobs, limit)
+            raise InvalidRequestError("logprobs", channel.call.params.logprobs, limit)
         if isinstance(text, str):
-            tokens = tuple(await channel.source.tokenize(text, add_special=False))
+            tokens = tuple(await self._opener.texts.tokenize(text, add_special=False))
         else:
             tokens = token_ids_of("text", text)
         if not tokens:
@@ -280,30 +286,30 @@ class TokenStream:
     @property
     def _position(self) -> tuple[int, ...]:
         """The tokens of the output that its reader has had."""
-        prepared = self._present.prepared
-        given, continuation = prepared.call.generated, prepared.continuation
+        channel = self._present
+        given, continuation = channel.call.generated, channel.continuation
         unread = () if continuation is None else continuation.unread
         n_given = len(given) - sum(len(delta.token_ids) for delta in unread)
         return (*given[:n_given], *self._read_ids)
 
     def _check_logprobs(self) -> None:
         """Refuse to put together what is not there."""
-        prepared = self._present.prepared
-        n_top = prepared.call.params.logprobs
-        if n_top is not None and prepared.call.generated and prepared.continuation is None:
+        channel = self._present
+        n_top = channel.call.params.logprobs
+        if n_top is not None and channel.call.generated and channel.continuation is None:
             limit = "left out: nobody has computed those of the generated tokens"
             raise InvalidRequestError("logprobs", n_top, limit)
 
     def _continuation(self) -> Continuation:
         """What a request takes along that goes on from here."""
         self._check_logprobs()
-        prepared = self._present.prepared
-        before = prepared.continuation
+        channel = self._present
+        before = channel.continuation
         logprobs = () if before is None else before.logprobs
         n_given = len(self._position) - len(self._read_ids)
         return Continuation(
-            prompt_token_ids=prepared.request.prompt_token_ids,
-            answer=prepared.answer,
+            prompt_token_ids=channel.request.prompt_token_ids,
+            answer=channel.answer,
             logprobs=(*logprobs[:n_given], *self._read_logprobs),
         )
 
@@ -318,14 +324,14 @@ class TokenStream:
         """Replace the request by one that has these tokens, the last of which may be unread."""
         channel, continuation = self._present, self._continuation()
         channel.check_idle()
-        call = channel.prepared.call
+        call = channel.call
         call = replace(
             call,
             generated=generated,
             seed=call.seed if seed is None else seed,
             excluded=tuple(excluded),
         )
-        request = channel.prepared.request
+        request = channel.request
         coming = tuple(logprob for delta in unread for logprob in delta.logprobs or ())
         continuation = replace(
             continuation,
@@ -335,7 +341,7 @@ class TokenStream:
             deadline=request.deadline,
         )
         try:
-            self._adopt(await channel.source.reopen(channel, call, continuation))
+            self._adopt(await self._opener.reopen(channel, call, continuation))
         except anyio.get_cancelled_exc_class():
             if channel.is_taken:  # what ran has ended, and nothing goes on
                 self._abandon()
@@ -397,17 +403,26 @@ class TokenStream:
             raise ClosedError("the stream has not been entered")
         return self._channel
 
+    @property
+    def _opener(self) -> InputProcessor:
+        """What has opened the channel, and can go on with it."""
+        if self._source is None:
+            raise ClosedError("the stream has not been entered")
+        return self._source
+
     async def _submit(self) -> Channel:
         """Submit once; later calls return the same channel."""
         if self._channel is None:
-            if self._open_channel is None:
+            if self._is_submitting:
                 raise anyio.BusyResourceError("submitting")
-            open_channel, self._open_channel = self._open_channel, None
+            self._is_submitting = True
             try:
-                channel = await open_channel(self._call)
-            except BaseException:
-                self._open_channel = open_channel  # nothing was submitted: it may be tried again
-                raise
+                source = self._find_source()
+                continuation = None if self._continues is None else self._continues(source.model)
+                channel = await source.open(self._call, continuation)
+            finally:
+                self._is_submitting = False  # if nothing was submitted, it may be tried again
+            self._source = source
             self._adopt(channel)
         return self._present
 

@@ -297,7 +297,7 @@ async def test_a_deadline_holds_while_a_text_is_tokenized(
         await anyio.sleep_forever()
         return []
 
-    monkeypatch.setattr(engine._parts.input_processor, "tokenize", never)
+    monkeypatch.setattr(engine._parts.input_processor.texts, "tokenize", never)
     done = await engine.generate("1+1=", timeout=0.05, prompt_logprobs=0)
     assert (done.finish_reason, done.prompt_token_ids) == (FinishReason.DEADLINE, ())
     monkeypatch.undo()

@@ -57,7 +57,7 @@ async def test_a_failed_engine_frees_nothing_while_a_text_is_tokenized(
             return vocabulary.tokenize("a text", add_special=False)
 
         async def use_the_vocabulary() -> None:
-            tokens.extend(await engine._parts.input_processor._tokenizer.run(tokenize))
+            tokens.extend(await engine._parts.input_processor.texts.worker.run(tokenize))
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(use_the_vocabulary)

@@ -1,0 +1,246 @@
+"""PromptTokenizer: texts, chats and token ids, as a request needs them.  Event loop only.
+
+Texts are tokenized off the loop where they are long.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from cllm.checks import check_bool, check_several
+from cllm.engine.chat.chat_prompt import ChatPrompt
+from cllm.engine.chat.chat_tokenizer import AnswerFormat, ChatTokenizer
+from cllm.engine.chat.control_tokens import ControlTokens, Piece
+from cllm.engine.chat.template_abilities import TemplateAbilities
+from cllm.engine.loop.request_call import (
+    Prompt,
+    RequestCall,
+    check_length,
+    check_lengths,
+    check_prompt,
+    texts_told,
+)
+from cllm.engine.request import ModelInfo, RenderedPrompt
+from cllm.engine.sampling_params import SamplingParams
+from cllm.engine.thread.worker_thread import WorkerThread, WorkerThreads
+from cllm.engine.vocabulary import EngineVocabulary
+from cllm.errors import InvalidRequestError
+
+logger = logging.getLogger("cllm.engine")
+
+# Texts up to this many characters are tokenized on the event loop, in microseconds; longer ones can
+# recurse deeply or take long and go to a thread with a large stack.
+SHORT_TEXT = 64
+SHORT_TOKENS = 1024
+MARKS = re.compile(r"[<\[]")  # what names of control tokens have, and few texts
+
+
+class PromptTokenizer:
+    """From text to token ids and back.
+
+    Parameters
+    ----------
+    vocabulary : callable
+        Returns the vocabulary while the last requests are served, or raises why they are not.
+    model : callable
+        Returns what is loaded.
+    workers : WorkerThreads
+        Those of the engine.
+    worker : WorkerThread
+        The one of them for texts.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Callable[[], EngineVocabulary],
+        model: Callable[[], ModelInfo],
+        workers: WorkerThreads,
+        worker: WorkerThread,
+    ) -> None:
+        self.vocabulary = vocabulary
+        self._model = model
+        self._workers = workers
+        self.worker = worker
+        self._has_warned = self._has_warned_of_names = False
+        self._names: ControlTokens | None = None
+        self._chats: ChatTokenizer | None = None
+
+    # --- Prompts -----------------------------------------------------------------------------
+    async def tokens(
+        self, prompt: str | tuple[int, ...], *, parse_special: bool = False
+    ) -> tuple[int, ...]:
+        if not isinstance(prompt, str):
+            return prompt
+        check_length(prompt, self._model().n_ctx)
+        if not parse_special:
+            await self._warn_of_control_tokens(prompt)
+        return tuple(await self.tokenize(prompt, parse_special=parse_special))
+
+    async def scored(
+        self, prompt: Prompt, continuation: Prompt
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the tokens of a prompt, and those of a continuation as it would be generated."""
+        prompt = check_prompt(prompt)
+        continuation = check_prompt(continuation, "continuation")
+        before = await self.tokens(prompt)
+        after = await self._continuation(prompt, before, continuation)
+        for field, tokens in (("prompt", before), ("continuation", after)):
+            if not tokens:
+                raise InvalidRequestError(field, "", "at least one token")
+        n_vocab = self.vocabulary().n_tokens
+        if max(after) >= n_vocab:
+            raise InvalidRequestError("continuation", max(after), f"token ids 0 to {n_vocab - 1}")
+        return before, after
+
+    async def _continuation(
+        self,
+        prompt: str | tuple[int, ...],
+        before: tuple[int, ...],
+        continuation: str | tuple[int, ...],
+    ) -> tuple[int, ...]:
+        """The tokens of a continuation as it would be generated: after those of the prompt."""
+        if not isinstance(continuation, str):
+            return continuation
+        check_length(continuation, self._model().n_ctx, "continuation")
+        if isinstance(prompt, str):
+            both = await self.tokens(prompt + continuation)
+            if both[: len(before)] == before:
+                return both[len(before) :]
+        return tuple(await self.tokenize(continuation, add_special=False))
+
+    async def texts_of_generated(
+        self, call: RequestCall, answer: AnswerFormat | None, *, strips_space: bool
+    ) -> list[str]:
+        """Return the text that each token of `generated` has added to what the reader has."""
+        if not call.generated:
+            return []
+        vocabulary = self.vocabulary()
+
+        def tell() -> list[str]:
+            return texts_told(
+                call.generated,
+                call.params,
+                vocabulary,
+                spelled={} if answer is None else answer.spelled,
+                strips_space=strips_space,
+            )
+
+        is_short = len(call.generated) <= SHORT_TOKENS
+        return tell() if is_short else await self.worker.run(tell)
+
+    def warn_of_length(self, n_tokens: int) -> None:
+        """Once: a prompt longer than any that the model was trained on."""
+        model = self._model()
+        if n_tokens > model.n_ctx_train and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "a prompt of %d tokens: %s was trained on %d at most",
+                n_tokens, model.name or model.path, model.n_ctx_train,
+            )  # fmt: skip
+
+    async def with_stop_tokens(self, params: SamplingParams) -> SamplingParams:
+        """Return the parameters with the control tokens that stop strings name: these have no text."""
+        found: list[int] = []
+        vocabulary = self.vocabulary()
+        for text in filter(MARKS.search, params.stop):
+            if (await self._control_names()).search(text) is not None:
+                tokens = vocabulary.tokenize(text, add_special=False, parse_special=True)
+                known = (*params.stop_token_ids, *found)
+                found += tokens if len(tokens) == 1 and tokens[0] not in known else []
+        if not found:
+            return params
+        return replace(params, stop_token_ids=(*params.stop_token_ids, *found))
+
+    async def _warn_of_control_tokens(self, prompt: str) -> None:
+        """Warn once of a prompt that spells control tokens, which are text there."""
+        if self._has_warned_of_names or not MARKS.search(prompt):
+            return
+        found = (await self._control_names()).search(prompt)
+        if found is not None:
+            self._has_warned_of_names = True
+            logger.warning(
+                "a prompt spells the control token %r, which is text there: parse_special=True makes it "
+                "the token",
+                found.group(),
+            )
+
+    async def _control_names(self) -> ControlTokens:
+        """Return the names of control tokens, found when they are first wanted."""
+        if self._names is None:
+            vocabulary = self.vocabulary()
+            self._names = await self.worker.run(lambda: ControlTokens(vocabulary.control_names()))
+        return self._names
+
+    # --- Chats -------------------------------------------------------------------------------
+    async def chat_tokens(self, prompt: ChatPrompt) -> tuple[tuple[int, ...], AnswerFormat | None]:
+        chat = self._chat
+        rendered = await self.worker.run(lambda: chat.render(prompt))
+        return await self._piece_tokens(rendered.pieces), rendered.answer
+
+    async def _piece_tokens(self, pieces: Sequence[Piece]) -> tuple[int, ...]:
+        check_lengths([piece.text for piece in pieces], self._model().n_ctx, "messages")
+        self.vocabulary()
+        chat = self._chat
+        return tuple(await self.worker.run(lambda: chat.tokenize(pieces)))
+
+    async def render_chat(self, prompt: ChatPrompt) -> RenderedPrompt:
+        """See `Engine.render_chat`."""
+        chat = self._chat
+        rendered = await self.worker.run(lambda: chat.render(prompt))
+        text = "".join(piece.text for piece in rendered.pieces)
+        return RenderedPrompt(text, await self._piece_tokens(rendered.pieces))
+
+    async def template_abilities(self) -> TemplateAbilities | None:
+        """See `Engine.template_abilities`."""
+        if self._model().chat_template is None:
+            return None
+        chat = self._chat
+        return await self.worker.run(lambda: chat.abilities)
+
+    @property
+    def _chat(self) -> ChatTokenizer:
+        """Made when the first chat comes."""
+        if self._chats is None:
+            model, vocabulary = self._model(), self.vocabulary()
+            self._chats = ChatTokenizer(vocabulary, model.chat_template, model.tool_chat_template)
+            self._workers.end_first(self._chats.close)
+        return self._chats
+
+    # --- For callers -------------------------------------------------------------------------
+    async def tokenize(
+        self, text: str, *, add_special: bool = True, parse_special: bool = False
+    ) -> list[int]:
+        """See `Engine.tokenize`."""
+        vocabulary = self.vocabulary()
+        check_bool("add_special", add_special)
+        check_bool("parse_special", parse_special)
+
+        def call() -> list[int]:
+            return vocabulary.tokenize(text, add_special=add_special, parse_special=parse_special)
+
+        if not isinstance(text, str) or len(text) <= SHORT_TEXT:
+            return call()
+        return await self.worker.run(call)
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """See `Engine.detokenize`."""
+        vocabulary = self.vocabulary()
+        check_several("token_ids", token_ids, "a sequence of token ids")
+
+        def call() -> str:
+            return vocabulary.join(token_ids).decode("utf-8", "replace")
+
+        return call() if len(token_ids) <= SHORT_TOKENS else await self.worker.run(call)
+
+    async def pieces(self, token_ids: Sequence[int]) -> list[bytes]:
+        """See `Engine.pieces`."""
+        vocabulary = self.vocabulary()
+        check_several("token_ids", token_ids, "a sequence of token ids")
+
+        def call() -> list[bytes]:
+            return [vocabulary.piece(token) for token in token_ids]
+
+        return call() if len(token_ids) <= SHORT_TOKENS else await self.worker.run(call)
