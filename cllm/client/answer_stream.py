@@ -11,9 +11,10 @@ from typing import Any, NoReturn, Self
 import anyio
 import httpx
 
-from cllm.client.events import DONE, Answer, EventReader, delta_of, object_of
+from cllm.client.events import DONE, EventReader, completion_of, delta_of, object_of
 from cllm.client.refusals import UNAVAILABLE, ServerError, failure_of
 from cllm.client.replicas import Replicas
+from cllm.engine.completion_builder import CompletionBuilder
 from cllm.engine.request import Completion, FinishReason, TokenDelta
 from cllm.errors import CllmError, GenerationError
 from cllm.routing.prefix_table import Key
@@ -63,7 +64,7 @@ class AnswerStream:
         self._generated = list(generated)
         self._timeout = timeout
         self._keys = keys
-        self._answer = Answer()
+        self._answer = CompletionBuilder()
         self._submitted: float | None = None
         self._is_begun = False  # a server has served it
         self._server: str | None = None
@@ -263,12 +264,13 @@ class AnswerStream:
 
     def _conclude(self, last: TokenDelta, account: Mapping[str, Any]) -> None:
         now = time.monotonic()
-        self._completion = self._answer.completion(
+        self._completion = completion_of(
+            self._answer,
             self.request_id,
             last,
             account,
-            submitted=now if self._submitted is None else self._submitted,
-            ended=now,
+            submitted_at=now if self._submitted is None else self._submitted,
+            ended_at=now,
             n_moves=self.n_moves,
         )
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
+from cllm.engine.completion_builder import CompletionBuilder
 from cllm.engine.request import (
     Completion,
     FinishReason,
-    Timings,
     TokenDelta,
     TokenLogprob,
-    ToolCall,
     ToolCallDelta,
     Usage,
 )
@@ -86,77 +85,34 @@ def _logprob_of(told: Mapping[str, Any]) -> TokenLogprob:
     )
 
 
-@dataclass(slots=True)
-class Answer:
-    """What there is of an answer, however many servers it came from.
-
-    Attributes
-    ----------
-    token_ids : list of int
-    token_times : list of float
-        When each arrived.
-    """
-
-    token_ids: list[int] = field(default_factory=list)
-    token_times: list[float] = field(default_factory=list)
-    _texts: list[str] = field(default_factory=list)
-    _reasoning: list[str] = field(default_factory=list)
-    _logprobs: list[TokenLogprob] | None = None
-    _calls: dict[int, ToolCall] = field(default_factory=dict)
-
-    def add(self, delta: TokenDelta, now: float) -> None:
-        """The next delta."""
-        self.token_ids += delta.token_ids
-        self.token_times += [now] * len(delta.token_ids)
-        self._texts.append(delta.text)
-        self._reasoning.append(delta.reasoning)
-        if delta.logprobs is not None:
-            self._logprobs = [*(self._logprobs or ()), *delta.logprobs]
-        for call in delta.tool_calls:
-            known = self._calls.get(call.index, ToolCall("", "", ""))
-            self._calls[call.index] = ToolCall(
-                call.id or known.id, call.name or known.name, known.arguments + call.arguments
-            )
-
-    def completion(
-        self,
-        request_id: str,
-        last: TokenDelta,
-        account: Mapping[str, Any],
-        *,
-        submitted: float,
-        ended: float,
-        n_moves: int,
-    ) -> Completion:
-        """All of it; `account` is what the last event says of usage and times, if there was one."""
-        usage, timings = account.get("usage", {}), account.get("timings", {})
-        queued_s = (timings.get("queued_ms") or 0.0) / 1000.0
-        assert last.finish_reason is not None
-        return Completion(
-            request_id=request_id,
-            text="".join(self._texts),
-            token_ids=tuple(self.token_ids),
-            prompt_token_ids=tuple(account.get("prompt_token_ids", ())),
-            finish_reason=last.finish_reason,
-            stop_reason=last.stop_reason,
-            usage=Usage(
-                n_prompt=usage.get("prompt_tokens", 0),
-                n_cached=usage.get("cached_tokens", 0),
-                n_output=len(self.token_ids),
-                n_reasoning=usage.get("reasoning_tokens", 0),
-            ),
-            timings=replace(
-                Timings.of(
-                    submitted,
-                    submitted + queued_s,
-                    self.token_times,
-                    ended,
-                    timings.get("n_preemptions", 0),
-                ),
-                n_moves=n_moves,
-            ),
-            logprobs=None if self._logprobs is None else tuple(self._logprobs),
-            reasoning="".join(self._reasoning),
-            tool_calls=tuple(call for _, call in sorted(self._calls.items())),
-            fingerprint=account.get("fingerprint", ""),
-        )
+def completion_of(
+    answer: CompletionBuilder,
+    request_id: str,
+    last: TokenDelta,
+    account: Mapping[str, Any],
+    *,
+    submitted_at: float,
+    ended_at: float,
+    n_moves: int,
+) -> Completion:
+    """Return all of an answer; `account` is what the last event says of usage and times, if there was one."""
+    usage, timings = account.get("usage", {}), account.get("timings", {})
+    assert last.finish_reason is not None
+    done = answer.completion(
+        request_id,
+        last.finish_reason,
+        last.stop_reason,
+        usage=Usage(
+            n_prompt=usage.get("prompt_tokens", 0),
+            n_cached=usage.get("cached_tokens", 0),
+            n_output=0,
+            n_reasoning=usage.get("reasoning_tokens", 0),
+        ),
+        submitted_at=submitted_at,
+        admitted_at=submitted_at + (timings.get("queued_ms") or 0.0) / 1000.0,
+        ended_at=ended_at,
+        n_preemptions=timings.get("n_preemptions", 0),
+        prompt_token_ids=account.get("prompt_token_ids", ()),
+        fingerprint=account.get("fingerprint", ""),
+    )
+    return replace(done, timings=replace(done.timings, n_moves=n_moves))

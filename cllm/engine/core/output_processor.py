@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from cllm.engine.core.kv_cache import KVCache
 from cllm.engine.core.kv_cache_manager import KVCacheManager
 from cllm.engine.core.messages import Progressed
-from cllm.engine.core.run_queue import RunQueue, last_delta
+from cllm.engine.core.run_queue import RunQueue, last_delta, push
 from cllm.engine.core.scheduler import Chunk
 from cllm.engine.core.sequence import Sequence
 from cllm.engine.core.statistics import Recorder
@@ -164,7 +164,7 @@ class OutputProcessor:
             for row in logits[: sequence.n_to_score - sequence.n_scored]:
                 token = sequence.tokens[sequence.n_scored]
                 if sequence.n_scored < sequence.n_prompt:
-                    sequence.append_prompt_logprob(self._read_logprob(row, token, n_top))
+                    sequence.prompt_logprobs.append(self._read_logprob(row, token, n_top))
                 elif sampler is not None:
                     self._sampler.resample(row, sampler, token)
                 sequence.n_scored += 1
@@ -187,11 +187,11 @@ class OutputProcessor:
             except Exception as error:
                 self._fail(sequence, error)  # without the token: each has its log probability
                 return
-        sequence.append(token, now)
+        sequence.tokens.append(token)
         self._recorder.n_output_tokens += 1
-        logprobs = None if logprob is None else sequence.append_logprob(logprob)
+        logprobs = None if logprob is None else (logprob,)
         try:
-            self._append_text(sequence, token, logprobs)
+            self._append_text(sequence, token, logprobs, now)
         except Exception as error:
             end = TokenDelta("", (token,), FinishReason.ERROR, logprobs=logprobs)
             self._queue.finish(sequence, end, cause=error)
@@ -203,13 +203,13 @@ class OutputProcessor:
             # Even after it was removed: only a cleared buffer is clean.
             self._manager.cells.fault = error
 
-    def _append_text(self, sequence: Sequence, token: int, logprobs: Logprobs) -> None:
+    def _append_text(self, sequence: Sequence, token: int, logprobs: Logprobs, now: float) -> None:
         """Turn a new token into text and an event, the last one where the output ends."""
         params = sequence.request.params
         if self._vocabulary.is_eog(token) or token in params.stop_token_ids:
             self._end(sequence, TokenDelta("", (token,), FinishReason.STOP, token, logprobs))
             return
-        text = sequence.append_text(sequence.push(token, self._vocabulary))
+        text = push(sequence, token, self._vocabulary)
         reason, stop_reason = None, None
         if (match := sequence.detokenizer.stop_match) is not None:
             reason, stop_reason = FinishReason.STOP, match
@@ -222,6 +222,7 @@ class OutputProcessor:
             self._end(sequence, delta)
             return
         sequence.n_unread += 1
+        sequence.output.add(delta, now)
         self._queue.events.append(Progressed(sequence.request_id, delta))
 
     def _end(self, sequence: Sequence, delta: TokenDelta) -> None:

@@ -21,7 +21,7 @@ from cllm.engine.core.tick_cost import TickCost
 from cllm.engine.lora import NO_LORA
 from cllm.engine.request import FinishReason, GenerationRequest, SequenceState, TokenDelta
 from cllm.engine.sampling.batch_sampler import TokenSampler
-from cllm.engine.vocabulary import OutputVocabulary
+from cllm.engine.vocabulary import OutputVocabulary, spelled_piece
 from cllm.errors import EngineFailedError, GenerationError
 
 logger = logging.getLogger("cllm.engine")
@@ -78,7 +78,7 @@ class RunQueue:
         self.waiting.append(sequence)
         try:
             sequence.sampler = self._make_sampler(request)
-            sequence.recall(self._vocabulary)
+            recall(sequence, self._vocabulary)
         except Exception as error:
             self.finish(sequence, last_delta(FinishReason.ERROR), cause=error)
             return
@@ -251,27 +251,46 @@ class RunQueue:
         self._recovery.forget(sequence)
         # What fails now comes too late to change anything but the text.
         try:
-            held_back = sequence.append_text(sequence.detokenizer.flush())
-            delta = replace(delta, text=delta.text + held_back)
+            delta = replace(delta, text=delta.text + sequence.detokenizer.flush())
             if delta.logprobs is None and sequence.request.params.logprobs is not None:
                 delta = replace(delta, logprobs=())
             if sequence.sampler is not None:
                 sequence.sampler.close()
         except Exception:
             logger.exception("request %s: after its end", sequence.request_id)
-        reason, stop_reason = delta.finish_reason, delta.stop_reason
-        assert reason is not None
-        completion = sequence.completion(reason, stop_reason, self._clock())
+        now = self._clock()
+        sequence.output.add(delta, now)
+        completion = sequence.completion(delta, now)
         if error is not None:
             error.completion = completion
         self.events.append(Finished(sequence.request_id, delta, completion, error, state))
-        self._recorder.count_finished(reason)
+        self._recorder.count_finished(completion.finish_reason)
         logger.debug(
             "request %s: finished, %s (%s), %d output tokens",
-            sequence.request_id, reason, stop_reason, sequence.n_output,
+            sequence.request_id, delta.finish_reason, delta.stop_reason, sequence.n_output,
         )  # fmt: skip
 
 
 def last_delta(reason: FinishReason, token_ids: tuple[int, ...] = ()) -> TokenDelta:
     """An end without text, and without a `stop_reason`."""
     return TokenDelta("", token_ids, reason)
+
+
+def recall(sequence: Sequence, vocabulary: OutputVocabulary) -> None:
+    """Bring text and sampler to where tokens that were sampled elsewhere have brought them.
+
+    Raises
+    ------
+    InvalidArgumentError
+        The output could not have gone on with one of them.
+    """
+    request, sampler = sequence.request, sequence.sampler
+    for token in request.generated_token_ids:
+        push(sequence, token, vocabulary)
+        if sampler is not None and not request.resamples:
+            sampler.recall(token)
+
+
+def push(sequence: Sequence, token: int, vocabulary: OutputVocabulary) -> str:
+    """Return the text that is certain once the output has gone on with this token."""
+    return sequence.detokenizer.push(spelled_piece(sequence.request.spelled, vocabulary, token))

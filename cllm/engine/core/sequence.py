@@ -13,20 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cllm.checks import INT32_MAX
+from cllm.engine.completion_builder import CompletionBuilder
 from cllm.engine.core.detokenizer import Detokenizer
 from cllm.engine.core.kv_cache import Slot
 from cllm.engine.core.placement import Placement
 from cllm.engine.lora import LoraSet
 from cllm.engine.request import (
     Completion,
-    FinishReason,
     GenerationRequest,
-    Timings,
+    TokenDelta,
     TokenLogprob,
     Usage,
 )
 from cllm.engine.sampling.batch_sampler import TokenSampler
-from cllm.engine.vocabulary import OutputVocabulary, spelled_piece
 
 # One level of priority is worth so many seconds of waiting: nothing starves.
 AGEING_S = 5.0
@@ -92,6 +91,12 @@ class Sequence:
         Tokens of the prompt, and of the output as far as it was sampled elsewhere.
     n_turn : int
         When a tick last had tokens of it: ticks are counted from 1 on.
+    output : CompletionBuilder
+        The deltas of its output.
+    admitted_at : float or None
+        When it first ran.
+    prompt_logprobs : list of TokenLogprob
+        Those of prompt tokens, from `first_scored` on.
     n_scored, n_to_score : int
         Tokens whose logits have been seen, or are never wanted, and how many that shall be; the row
         before the next of them is an output row.
@@ -112,14 +117,12 @@ class Sequence:
         first_scored = request.first_scored
         self.n_scored = self.n_prompt if first_scored is None else first_scored
         self.n_to_score = self.n_given if request.resamples else self.n_prompt
-        self._prompt_logprobs: list[TokenLogprob] = []
-        self._logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self.output = CompletionBuilder()
         self.n_unread = request.n_unread
         self._stream_buffer = stream_buffer
         self.n_preemptions = self.n_turn = 0
-        self._texts: list[str] = []
-        self._admitted_at: float | None = None
-        self._token_times: list[float] = []
+        self.admitted_at: float | None = None
         self._array: NDArray[np.int32] = np.array(self.tokens, np.int32)
         self._n_in_array = self.n_given
 
@@ -226,8 +229,8 @@ class Sequence:
     def start(self, slot: Slot, now: float) -> None:
         """Start running in `slot`."""
         self.placement.slot = slot
-        if self._admitted_at is None:
-            self._admitted_at = now
+        if self.admitted_at is None:
+            self.admitted_at = now
 
     def place(self, n_shared: int) -> int:
         """Start computing after `n_shared` tokens; return how many of them are prompt tokens."""
@@ -237,55 +240,14 @@ class Sequence:
             self.n_cached = n_cached
         return n_cached
 
-    def recall(self, vocabulary: OutputVocabulary) -> None:
-        """Bring text and sampler to where tokens that were sampled elsewhere have brought them.
-
-        Raises
-        ------
-        InvalidArgumentError
-            The output could not have gone on with one of them.
-        """
-        request, sampler = self.request, self.sampler
-        for token in request.generated_token_ids:
-            self.push(token, vocabulary)
-            if sampler is not None and not request.resamples:
-                sampler.recall(token)
-
-    def push(self, token: int, vocabulary: OutputVocabulary) -> str:
-        """The text that is certain once the output has gone on with this token."""
-        return self.detokenizer.push(spelled_piece(self.request.spelled, vocabulary, token))
-
-    def append(self, token: int, now: float) -> None:
-        """Add a sampled token."""
-        self.tokens.append(token)
-        self._token_times.append(now)
-
-    def append_prompt_logprob(self, logprob: TokenLogprob) -> None:
-        """Add the log probability of the next prompt token."""
-        self._prompt_logprobs.append(logprob)
-
-    def append_logprob(self, logprob: TokenLogprob) -> tuple[TokenLogprob]:
-        """Add the log probability of a sampled token."""
-        self._logprobs.append(logprob)
-        return (logprob,)
-
-    def append_text(self, text: str) -> str:
-        """Record text on its way to the caller."""
-        if text:
-            self._texts.append(text)
-        return text
-
-    def completion(
-        self, reason: FinishReason, stop_reason: str | int | None, now: float
-    ) -> Completion:
-        """All of the output, for the last event."""
-        return Completion(
-            request_id=self.request_id,
-            text="".join(self._texts),
-            token_ids=tuple(self.tokens[self.n_given :]),
-            prompt_token_ids=self.request.prompt_token_ids,
-            finish_reason=reason,
-            stop_reason=stop_reason,
+    def completion(self, last: TokenDelta, now: float) -> Completion:
+        """Return all of the output, for the last event; its last delta is in `output`."""
+        request, first_scored = self.request, self.request.first_scored
+        assert last.finish_reason is not None
+        return self.output.completion(
+            self.request_id,
+            last.finish_reason,
+            last.stop_reason,
             usage=Usage(
                 n_prompt=self.n_prompt,
                 n_cached=self.n_cached,
@@ -293,20 +255,15 @@ class Sequence:
                 n_drafted=self.n_drafted,
                 n_accepted=self.n_accepted,
             ),
-            timings=Timings.of(
-                self.request.submitted_at,
-                now if self._admitted_at is None else self._admitted_at,
-                self._token_times,
-                now,
-                self.n_preemptions,
-            ),
-            fingerprint=self.request.fingerprint,
-            logprobs=None if self.request.params.logprobs is None else tuple(self._logprobs),
+            submitted_at=request.submitted_at,
+            admitted_at=now if self.admitted_at is None else self.admitted_at,
+            ended_at=now,
+            n_preemptions=self.n_preemptions,
+            prompt_token_ids=request.prompt_token_ids,
             prompt_logprobs=(
-                None
-                if self.request.first_scored is None
-                else (*[None] * self.request.first_scored, *self._prompt_logprobs)
+                None if first_scored is None else (*[None] * first_scored, *self.prompt_logprobs)
             ),
+            fingerprint=request.fingerprint,
         )
 
     def __repr__(self) -> str:

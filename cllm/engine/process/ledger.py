@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from cllm.engine.completion_builder import CompletionBuilder
 from cllm.engine.core.messages import (
     AddEmbedding,
     AddRequest,
@@ -31,9 +32,7 @@ from cllm.engine.request import (
     Completion,
     FinishReason,
     GenerationRequest,
-    Timings,
     TokenDelta,
-    TokenLogprob,
     Usage,
 )
 from cllm.engine.sampling.row_sampler import resamples
@@ -114,10 +113,8 @@ class OpenRequest(OpenCall):
 
     Attributes
     ----------
-    token_ids, logprobs, texts
+    output : CompletionBuilder
         What its reader has been told.
-    times : list of float
-        When.
     n_unread : int
         Deltas that the reader has not taken.
     n_new : int
@@ -125,21 +122,18 @@ class OpenRequest(OpenCall):
     """
 
     request: GenerationRequest
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
+    output: CompletionBuilder = field(default_factory=CompletionBuilder)
     n_unread: int = 0
     n_new: int = 0
 
     def command(self) -> Command:
         """See `OpenCall`: as far as its reader has heard of it."""
         request = self.request
-        if self.token_ids or self.n_unread:
+        if self.output.token_ids or self.n_unread:
             request = replace(
                 request,
-                excluded=() if self.token_ids else request.excluded,
-                generated_token_ids=(*request.generated_token_ids, *self.token_ids),
+                excluded=() if self.output.token_ids else request.excluded,
+                generated_token_ids=(*request.generated_token_ids, *self.output.token_ids),
                 resamples=resamples(request.params, request.constraint, request.thinking),
                 n_unread=self.n_unread,
             )
@@ -154,32 +148,22 @@ class OpenRequest(OpenCall):
         """Its reader is told this."""
         if self.request.state is not None:  # which may be large, and serves to begin alone
             self.request = replace(self.request, state=None)
-        self.token_ids += delta.token_ids
-        self.logprobs += delta.logprobs or ()
-        if delta.text:
-            self.texts.append(delta.text)
-        if delta.token_ids:
-            self.times.append(now)
+        self.output.add(delta, now)
 
     def completion(
         self, reason: FinishReason, stop_reason: str | int | None, now: float, n_cached: int = 0
     ) -> Completion:
-        """All that its reader has been told."""
+        """Return all that its reader has been told."""
         request = self.request
-        return Completion(
-            request_id=request.request_id,
-            text="".join(self.texts),
-            token_ids=tuple(self.token_ids),
+        return self.output.completion(
+            request.request_id,
+            reason,
+            stop_reason,
+            usage=Usage(n_prompt=len(request.prompt_token_ids), n_cached=n_cached, n_output=0),
+            submitted_at=request.submitted_at,
+            admitted_at=request.submitted_at,
+            ended_at=now,
             prompt_token_ids=request.prompt_token_ids,
-            finish_reason=reason,
-            stop_reason=stop_reason,
-            usage=Usage(
-                n_prompt=len(request.prompt_token_ids),
-                n_cached=n_cached,
-                n_output=len(self.token_ids),
-            ),
-            timings=Timings.of(request.submitted_at, request.submitted_at, self.times, now),
-            logprobs=None if request.params.logprobs is None else tuple(self.logprobs),
             fingerprint=request.fingerprint,
         )
 
@@ -190,6 +174,7 @@ class OpenRequest(OpenCall):
             error = EngineFailedError.of(cause)
         has_logprobs = self.request.params.logprobs is not None
         delta = TokenDelta("", (), FinishReason.ERROR, logprobs=() if has_logprobs else None)
+        self.output.add(delta, now)
         error.completion = self.completion(FinishReason.ERROR, None, now)
         return Finished(self.request_id, delta, error.completion, error)
 

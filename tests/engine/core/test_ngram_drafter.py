@@ -30,7 +30,7 @@ def sequence_of(tokens: list[int]) -> Sequence:
 
 def says(sequence: Sequence, tokens: list[int]) -> None:
     for token in tokens:
-        sequence.append(token, 0.0)
+        sequence.tokens.append(token)
 
 
 @given(st.lists(TOKENS, max_size=30), st.lists(st.lists(TOKENS, max_size=4), max_size=10))

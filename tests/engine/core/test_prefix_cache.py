@@ -46,7 +46,7 @@ class World:
         )
         sequence = Sequence(request, stream_buffer=1)
         for token in tokens[n_prompt:]:
-            sequence.append(token, 0.0)
+            sequence.tokens.append(token)
         return sequence
 
     def run(

@@ -97,7 +97,7 @@ class World:
             assert sequence.placement.slot is not None
             self.kv_cache.advance(sequence.placement.slot, chunk.n_tokens)
             if completes:
-                sequence.append(1, 0.0)
+                sequence.tokens.append(1)
         self.recovery.on_success()
         for sequence in list(self.running):
             if len(sequence.tokens) > N_TOKENS:

@@ -261,7 +261,7 @@ def test_of_a_level_short_prompts_are_first_but_not_for_ever() -> None:
 
 def test_a_preempted_output_goes_on_before_new_prompts_are_begun() -> None:
     preempted, short = sequence_of(1000, 1), sequence_of(2, 2)
-    preempted.append(7, 0.0)
+    preempted.tokens.append(7)
     assert next_admitted([short, preempted], 0.0) is preempted
 
 

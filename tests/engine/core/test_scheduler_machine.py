@@ -82,7 +82,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.kv_cache.advance(sequence.placement.slot, chunk.n_tokens)
             assert completes == (sequence.n_pending == 0), "only a completed chunk is sampled"
             if completes:
-                sequence.append(7, self.now)
+                sequence.tokens.append(7)
                 sequence.n_unread += 1
 
     @rule(n_rows=st.integers(-1, 5), n_prompt_rows=st.none() | st.integers(-1, 5))
