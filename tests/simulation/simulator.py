@@ -327,7 +327,9 @@ class Simulator:
             )
         expect(decoder.n_cells_used, kv_cache.n_held, "cells in use")
         demand(decoder.n_cells_used <= decoder.n_ctx, "more cells in use than there are")
-        expect((len(held), kv_cache.n_live_ids), (len(queue.running),) * 2, "seq_ids of requests")
+        expect(
+            (len(held), len(kv_cache.live_ids)), (len(queue.running),) * 2, "seq_ids of requests"
+        )
         demand(len(held) <= self.config.n_seq_max, "more sequences run than n_seq_max")
         expect(kv_cache.n_cached_ids, len(cached), "seq_ids of the prefix cache")
         n_cached_at_most = self.config.n_prefix_cache_tokens(kv_cache.n_cells)
@@ -355,7 +357,7 @@ class Simulator:
         queue, kv_cache = self.core.queue, self.kv_cache
         expect(sorted(self.finished), sorted(self.requests), "requests that got their last event")
         expect(
-            (kv_cache.n_used, kv_cache.n_live_ids), (0, 0), "cells and seq_ids of requests, idle"
+            (kv_cache.n_used, len(kv_cache.live_ids)), (0, 0), "cells and seq_ids of requests, idle"
         )
         expect((queue.running, queue.waiting), ([], []), "who runs and who waits, idle")
         expect((self.core.has_work, self.core.next_deadline), (False, None), "work, and deadlines")

@@ -243,6 +243,14 @@ class Cells:
         self._recorder.n_evictions += 1
         logger.debug("cached prefix of %d tokens: evicted, %d cells", len(entry.tokens), n_cells)
 
+    def erase(self, seq_id: int) -> int:
+        """Evict the cached prefix of a seq_id, and save none; return the number of its tokens, 0 without one."""
+        for entry in self.prefixes.entries:
+            if entry.slot.seq_id == seq_id:
+                self.evict(entry, saves=False)
+                return len(entry.tokens)
+        return 0
+
     def evict_until(self, n_free: int) -> None:
         """Evict cached prefixes, least recently used first, until so many cells are free."""
         while self.kv_cache.n_free < n_free and self.prefixes.entries:

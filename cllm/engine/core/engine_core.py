@@ -39,7 +39,7 @@ from cllm.engine.core.sequence import Sequence
 from cllm.engine.core.speculation import Speculation
 from cllm.engine.core.statistics import EngineStatistics, Recorder
 from cllm.engine.core.turns import Turns
-from cllm.engine.request import FinishReason, SequenceState, TokenDelta
+from cllm.engine.request import FinishReason, TokenDelta
 from cllm.engine.vocabulary import OutputVocabulary
 from cllm.errors import (
     DecodeFailedError,
@@ -169,8 +169,8 @@ class EngineCore:
                 self.queue.read(request_id, n_deltas)
             case ClearPrefixCache():
                 self.manager.cells.forget_prefixes()
-            case PrefixLoaded(file, state):
-                self._on_loaded(file, state)
+            case PrefixLoaded(file, state) if (tiers := self.manager.saved.tiers) is not None:
+                tiers.on_loaded(file, state)
 
     def fail_all(self, cause: BaseException) -> None:
         """The engine has failed: end every request, leaving llama.cpp alone."""
@@ -191,16 +191,7 @@ class EngineCore:
         if any(scheduler.seq_id_of(s) == seq_id for s in self.queue.running):
             limit = "that of a slot in which no request runs"
             raise InvalidRequestError("seq_id", seq_id, limit)
-        for entry in self.manager.cells.prefixes.entries:
-            if entry.slot.seq_id == seq_id:
-                self.manager.cells.evict(entry, saves=False)
-                return len(entry.tokens)
-        return 0
-
-    def _on_loaded(self, file: str, state: SequenceState | None) -> None:
-        """The file of a prefix has been read, or cannot be."""
-        if self.manager.saved.tiers is not None:
-            self.manager.saved.tiers.on_loaded(file, state)
+        return self.manager.cells.erase(seq_id)
 
     def save_prefixes(self) -> None:
         """The engine ends: what is in cells goes to the files."""

@@ -93,6 +93,8 @@ class KVCache:
     ----------
     n_used, n_cached : int
         Distinct cells held by live requests, and by the prefix cache; some may be both.
+    n_held : int
+        Distinct cells held by either.
     """
 
     def __init__(
@@ -117,18 +119,13 @@ class KVCache:
         """Nothing is held any more: the context is new."""
         self._free_ids = list(range(self.n_seq_ids))
         self._slots: dict[int, Slot] = {}
-        self.n_used = self.n_cached = self._n_held = 0
+        self.n_used = self.n_cached = self.n_held = 0
 
     # --- What there is -----------------------------------------------------------------------
     @property
     def n_free(self) -> int:
         """Cells that nothing holds."""
-        return self.n_cells - self._n_held
-
-    @property
-    def n_held(self) -> int:
-        """Cells that live sequences or cached ones hold."""
-        return self._n_held
+        return self.n_cells - self.n_held
 
     @property
     def n_available(self) -> int:
@@ -149,11 +146,6 @@ class KVCache:
     def held_ids(self) -> list[int]:
         """seq_ids in use, in ascending order."""
         return sorted(self._slots)
-
-    @property
-    def n_live_ids(self) -> int:
-        """seq_ids of live requests."""
-        return len(self._slots) - self.n_cached_ids
 
     @property
     def n_cached_ids(self) -> int:
@@ -208,13 +200,13 @@ class KVCache:
             leaf = slot.leaf = Extent(leaf, start, start)
             self._hold(leaf, slot.is_cached, +1)
         leaf.end = slot.n_computed = start + n_tokens
-        self._n_held += n_tokens
+        self.n_held += n_tokens
         if slot.is_cached:
             self.n_cached += n_tokens
         else:
             self.n_used += n_tokens
         assert slot.n_computed <= self.n_ctx_seq, slot
-        assert self._n_held <= self.n_cells, self
+        assert self.n_held <= self.n_cells, self
 
     def share(self, source: Slot, slot: Slot, n_tokens: int) -> None:
         """An empty slot holds the first `n_tokens` positions of another, too."""
@@ -242,11 +234,11 @@ class KVCache:
 
     def release(self, slot: Slot) -> int:
         """The seq_id has been emptied; return how many cells that freed."""
-        n_held = self._n_held
+        n_held = self.n_held
         self.truncate(slot, 0)
         del self._slots[slot.seq_id]
         insort(self._free_ids, slot.seq_id)
-        return n_held - self._n_held
+        return n_held - self.n_held
 
     def set_cached(self, slot: Slot, is_cached: bool) -> None:
         """Hand a slot from a live request to the prefix cache, or back."""
@@ -272,7 +264,7 @@ class KVCache:
         else:
             before, extent.n_live = extent.n_live, extent.n_live + change
             self.n_used += ((extent.n_live > 0) - (before > 0)) * n_cells
-        self._n_held += ((extent.n_live + extent.n_cached > 0) - was_held) * n_cells
+        self.n_held += ((extent.n_live + extent.n_cached > 0) - was_held) * n_cells
 
     def _cut(self, slot: Slot, n_tokens: int) -> Extent:
         """The extent of a slot that ends at `n_tokens`, made by a cut if there is none."""
@@ -308,7 +300,7 @@ class KVCache:
         """Where the sums of cells are not what the slots hold."""
         extents = {e for slot in self._slots.values() for e in slot.extents()}
         sums = [
-            ("held", self._n_held, sum(e.end - e.start for e in extents)),
+            ("held", self.n_held, sum(e.end - e.start for e in extents)),
             ("in use", self.n_used, sum(e.end - e.start for e in extents if e.n_live)),
             ("cached", self.n_cached, sum(e.end - e.start for e in extents if e.n_cached)),
         ]

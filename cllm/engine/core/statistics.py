@@ -204,7 +204,7 @@ class Recorder:
         self.n_waiting, self.n_running, self.n_paused = n_waiting, n_running, n_paused
         self.n_kv_cells_used, self.n_kv_cells_cached = kv_cache.n_used, kv_cache.n_cached
         self.n_kv_cells = kv_cache.n_cells
-        self.n_seq_ids_used, self.n_seq_ids_cached = kv_cache.n_live_ids, kv_cache.n_cached_ids
+        self.n_seq_ids_used, self.n_seq_ids_cached = len(kv_cache.live_ids), kv_cache.n_cached_ids
         self.uptime_s = time.perf_counter() - self._started_at
         snapshot = Recorder.__new__(Recorder)
         # After every tick: copy.copy takes five times as long.

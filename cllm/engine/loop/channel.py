@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import anyio
@@ -24,7 +25,7 @@ from cllm.engine.request import (
     TokenLogprob,
 )
 from cllm.engine.thread.mailbox import Inbox
-from cllm.errors import ClosedError, EngineFailedError, GenerationError
+from cllm.errors import ClosedError, EngineFailedError, GenerationError, InvalidRequestError
 
 logger = logging.getLogger("cllm.engine")
 
@@ -257,6 +258,39 @@ class Channel:
         if self.continuation is not None or not self.call.generated:
             return completion
         return self._whole(Continuation(self.request.prompt_token_ids), completion)
+
+    # --- What goes on from here --------------------------------------------------------------
+    def position(self, read_ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the tokens of the output that its reader has had, `read_ids` the last of them."""
+        given, before = self.call.generated, self.continuation
+        unread = () if before is None else before.unread
+        n_given = len(given) - sum(len(delta.token_ids) for delta in unread)
+        return (*given[:n_given], *read_ids)
+
+    def check_logprobs(self) -> None:
+        """Reject log probabilities of tokens for which none were computed.
+
+        Raises
+        ------
+        InvalidRequestError
+        """
+        n_top = self.call.params.logprobs
+        if n_top is not None and self.call.generated and self.continuation is None:
+            limit = "left out: those of the generated tokens were not computed"
+            raise InvalidRequestError("logprobs", n_top, limit)
+
+    def continued(
+        self, read_ids: Sequence[int], read_logprobs: Sequence[TokenLogprob]
+    ) -> Continuation:
+        """Return what a request takes along that goes on after what the reader has had."""
+        self.check_logprobs()
+        logprobs = () if self.continuation is None else self.continuation.logprobs
+        n_given = len(self.position(read_ids)) - len(read_ids)
+        return Continuation(
+            prompt_token_ids=self.request.prompt_token_ids,
+            answer=self.answer,
+            logprobs=(*logprobs[:n_given], *read_logprobs),
+        )
 
     def _whole(self, continuation: Continuation, last: Completion) -> Completion:
         """Return all of an output of which `last` is what came after the tokens that it went on from."""

@@ -169,7 +169,7 @@ class TokenStream:
         """
         channel = await self._submit()
         channel.check_idle()
-        self._check_logprobs()
+        channel.check_logprobs()
         if self._is_closed:
             raise ClosedError("the stream is closed: there is nothing to suspend")
         # What adapters have computed is another's, for all that a file can say of it.
@@ -286,32 +286,11 @@ class TokenStream:
     @property
     def _position(self) -> tuple[int, ...]:
         """The tokens of the output that its reader has had."""
-        channel = self._present
-        given, continuation = channel.call.generated, channel.continuation
-        unread = () if continuation is None else continuation.unread
-        n_given = len(given) - sum(len(delta.token_ids) for delta in unread)
-        return (*given[:n_given], *self._read_ids)
-
-    def _check_logprobs(self) -> None:
-        """Refuse to put together what is not there."""
-        channel = self._present
-        n_top = channel.call.params.logprobs
-        if n_top is not None and channel.call.generated and channel.continuation is None:
-            limit = "left out: nobody has computed those of the generated tokens"
-            raise InvalidRequestError("logprobs", n_top, limit)
+        return self._present.position(self._read_ids)
 
     def _continuation(self) -> Continuation:
         """What a request takes along that goes on from here."""
-        self._check_logprobs()
-        channel = self._present
-        before = channel.continuation
-        logprobs = () if before is None else before.logprobs
-        n_given = len(self._position) - len(self._read_ids)
-        return Continuation(
-            prompt_token_ids=channel.request.prompt_token_ids,
-            answer=channel.answer,
-            logprobs=(*logprobs[:n_given], *self._read_logprobs),
-        )
+        return self._present.continued(self._read_ids, self._read_logprobs)
 
     async def _go_on_from(
         self,

@@ -192,7 +192,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         kv_cache = self.kv_cache
         assert kv_cache.free_ids == self.free_ids
         assert kv_cache.live_ids == sorted(self.live)
-        assert (kv_cache.n_live_ids, kv_cache.n_cached_ids) == (len(self.live), len(self.cached))
+        assert (len(kv_cache.live_ids), kv_cache.n_cached_ids) == (len(self.live), len(self.cached))
 
     @invariant()
     def every_slot_knows_what_it_shares(self) -> None:
