@@ -198,7 +198,7 @@ class SchemaDocument:
         self._types: dict[int, frozenset[str]] = {}
         self._constants: dict[tuple[int, object], bool] = {}
         self._found_kinds: dict[tuple[int, str], list[Any]] = {}
-        self._found_choices: dict[int, list[str] | None] = {}
+        self._exclusions = Exclusions(self)
         self.texts: dict[int, str | None] = {}  # of `text_terminal`
         self._joined: dict[tuple[int, ...], tuple[dict[str, Any], Sequence[object]]] = {}
         self._index(root, "")
@@ -423,7 +423,9 @@ class SchemaDocument:
     ) -> dict[str, Any]:
         kept: dict[str, Any] = {}
         for keyword, value in schema.items():
-            if keyword == "oneOf" and self._exclude_each_other(_list_of(schema, keyword)):
+            if keyword == "oneOf" and self._exclusions.exclude_each_other(
+                _list_of(schema, keyword)
+            ):
                 parts = {"anyOf": [close(part) for part in value]}
                 kept.setdefault("allOf", []).append(parts)
             elif keyword == "$ref" and isinstance(value, str):
@@ -515,7 +517,7 @@ class SchemaDocument:
         InvalidRequestError
             A strict schema has keywords that have no part in `ObjectSchema`, or too many kinds.
         """
-        return self._kinds(schema, seen, "object", ObjectSchema(), self._own_object, _merged)
+        return self._kinds(schema, seen, "object", ObjectSchema(), _own_object, _merged)
 
     def _kinds(
         self,
@@ -546,58 +548,41 @@ class SchemaDocument:
             return self._kinds(part, seen, kind, anything, own, merge)
 
         for part in self.all_of(schema):
-            found = self._both(found, of(part), merge)
+            found = _both(self._name, found, of(part), merge)
         for keyword in ("anyOf", "oneOf"):
             if parts := _list_of(schema, keyword):
                 kinds = [of(part) for part in parts]
-                if keyword == "oneOf" and not self._are_disjoint(kinds):
+                if keyword == "oneOf" and not self._exclusions.are_disjoint(kinds):
                     self.cannot("oneOf", "its parts must exclude each other")
-                found = self._both(found, [one for several in kinds for one in several], merge)
+                found = _both(
+                    self._name, found, [one for several in kinds for one in several], merge
+                )
         if id(schema) in self._bases:
             self._found_kinds[id(schema), kind] = found
         return found
 
-    def _own_object(self, schema: Mapping[str, Any]) -> ObjectSchema:
-        properties = _mapping(schema.get("properties"))
-        patterns = _mapping(schema.get("patternProperties"))
-        required = schema.get("required")
-        required = list(dict.fromkeys(required)) if isinstance(required, list) else []
-        rest = schema.get("additionalProperties", True)
-        named = {key: (value, *_fitting(patterns, key)) for key, value in properties.items()}
-        for key in required:
-            named.setdefault(key, _fitting(patterns, key) or (rest,))
-        values = {key: schema[key] for key in ("const", "enum") if key in schema}
-        return ObjectSchema(
-            properties=named,
-            required=tuple(required),
-            additional=schema.get("additionalProperties"),
-            patterns=patterns,
-            n_min=_count(schema, "minProperties") or 0,
-            n_max=_count(schema, "maxProperties"),
-            others=(values,) if values else (),
-            names_keys="properties" in schema,
-        )
 
-    def _both(
-        self, first: Sequence[Kind], second: Sequence[Kind], merge: Callable[[Kind, Kind], Kind]
-    ) -> list[Kind]:
-        if len(first) * len(second) > N_ALTERNATIVES_MAX:
-            limit = f"of at most {N_ALTERNATIVES_MAX} kinds of values"
-            raise InvalidRequestError(self._name, f"{len(first)} times {len(second)}", limit)
-        return [merge(one, other) for one in first for other in second]
+class Exclusions:
+    """Finds out whether parts of a `oneOf` exclude each other, as far as is known."""
 
-    def _exclude_each_other(self, parts: Sequence[object]) -> bool:
+    def __init__(self, document: SchemaDocument) -> None:
+        self._document = document
+        self._found_choices: dict[int, list[str] | None] = {}  # by the identity of a schema
+
+    def exclude_each_other(self, parts: Sequence[object]) -> bool:
         """Return whether no value satisfies two of these schemas, as far as is known."""
-        types = [self.types(part) for part in parts]
+        types = [self._document.types(part) for part in parts]
         n_of_each = Counter(chain.from_iterable(types))
         if any(n > 1 for name, n in n_of_each.items() if name != "object"):
             return False
         kinds = [
-            self.objects(part) for part, of in zip(parts, types, strict=True) if "object" in of
+            self._document.objects(part)
+            for part, of in zip(parts, types, strict=True)
+            if "object" in of
         ]
         return len(parts) > 0 and self._are_apart(kinds, self._differ)
 
-    def _are_disjoint(self, kinds: Sequence[Sequence[object]]) -> bool:
+    def are_disjoint(self, kinds: Sequence[Sequence[object]]) -> bool:
         return self._are_apart(kinds, lambda a, b: self._excludes(a, b) and self._excludes(b, a))
 
     def _are_apart(
@@ -619,7 +604,7 @@ class SchemaDocument:
             return False
         for key in set.intersection(*required):
             found = [
-                [self._choices(self.joined(one.properties[key])) for one in part]
+                [self._choices(self._document.joined(one.properties[key])) for one in part]
                 for part in objects
             ]
             own = [{value for values in part for value in values or ()} for part in found]
@@ -647,8 +632,8 @@ class SchemaDocument:
     ) -> bool:
         if not one or not other:
             return False
-        first, second = self.joined(one), self.joined(other)
-        if not self.types(first) & self.types(second):
+        first, second = self._document.joined(one), self._document.joined(other)
+        if not self._document.types(first) & self._document.types(second):
             return True
         known = [self._choices(schema) for schema in (first, second)]
         return None not in known and not set(known[0] or ()) & set(known[1] or ())
@@ -661,10 +646,42 @@ class SchemaDocument:
             return [json.dumps(value, sort_keys=True) for value in values]
         if id(schema) not in self._found_choices:
             self._found_choices[id(schema)] = None  # of a schema that refers to itself
-            found = (self._choices(part) for part in self.all_of(schema))
+            found = (self._choices(part) for part in self._document.all_of(schema))
             known = next((values for values in found if values is not None), None)
             self._found_choices[id(schema)] = known
         return self._found_choices[id(schema)]
+
+
+def _own_object(schema: Mapping[str, Any]) -> ObjectSchema:
+    properties = _mapping(schema.get("properties"))
+    patterns = _mapping(schema.get("patternProperties"))
+    required = schema.get("required")
+    required = list(dict.fromkeys(required)) if isinstance(required, list) else []
+    rest = schema.get("additionalProperties", True)
+    named = {key: (value, *_fitting(patterns, key)) for key, value in properties.items()}
+    for key in required:
+        named.setdefault(key, _fitting(patterns, key) or (rest,))
+    values = {key: schema[key] for key in ("const", "enum") if key in schema}
+    return ObjectSchema(
+        properties=named,
+        required=tuple(required),
+        additional=schema.get("additionalProperties"),
+        patterns=patterns,
+        n_min=_count(schema, "minProperties") or 0,
+        n_max=_count(schema, "maxProperties"),
+        others=(values,) if values else (),
+        names_keys="properties" in schema,
+    )
+
+
+def _both(
+    name: str, first: Sequence[Kind], second: Sequence[Kind], merge: Callable[[Kind, Kind], Kind]
+) -> list[Kind]:
+    """Return the kinds of values that are of both."""
+    if len(first) * len(second) > N_ALTERNATIVES_MAX:
+        limit = f"of at most {N_ALTERNATIVES_MAX} kinds of values"
+        raise InvalidRequestError(name, f"{len(first)} times {len(second)}", limit)
+    return [merge(one, other) for one in first for other in second]
 
 
 def _own_array(schema: Mapping[str, Any]) -> ArraySchema:
