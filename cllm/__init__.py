@@ -27,13 +27,9 @@ if TYPE_CHECKING:
     from cllm.engine.loop.saved_generation import SavedGeneration
     from cllm.engine.loop.stream import TokenStream
     from cllm.engine.lora import LoraInfo
-    from cllm.engine.request import (
+    from cllm.engine.output import (
         Completion,
-        FimTokens,
         FinishReason,
-        ModelInfo,
-        RenderedPrompt,
-        Score,
         Timings,
         TokenDelta,
         TokenLogprob,
@@ -41,6 +37,7 @@ if TYPE_CHECKING:
         ToolCallDelta,
         Usage,
     )
+    from cllm.engine.request import FimTokens, ModelInfo, RenderedPrompt, Score
     from cllm.engine.sampling_params import SamplingOptions, SamplingParams
     from cllm.errors import (
         CllmError,
@@ -127,7 +124,7 @@ _MODULE_OF = {
     "Classification": "cllm.engine.embedding",
     "CllmError": "cllm.errors",
     "ClosedError": "cllm.errors",
-    "Completion": "cllm.engine.request",
+    "Completion": "cllm.engine.output",
     "DeadlineError": "cllm.errors",
     "DownloadError": "cllm.errors",
     "Embedder": "cllm.engine.embedder",
@@ -142,7 +139,7 @@ _MODULE_OF = {
     "EngineStatus": "cllm.engine.health",
     "ExtentInfo": "cllm.engine.core.messages",
     "FimTokens": "cllm.engine.request",
-    "FinishReason": "cllm.engine.request",
+    "FinishReason": "cllm.engine.output",
     "GenerationError": "cllm.errors",
     "Health": "cllm.engine.health",
     "InvalidArgumentError": "cllm.errors",
@@ -170,13 +167,13 @@ _MODULE_OF = {
     "TemplateAbilities": "cllm.engine.chat.template_abilities",
     "TickInfo": "cllm.engine.core.messages",
     "TickTimes": "cllm.engine.core.statistics",
-    "Timings": "cllm.engine.request",
-    "TokenDelta": "cllm.engine.request",
-    "TokenLogprob": "cllm.engine.request",
+    "Timings": "cllm.engine.output",
+    "TokenDelta": "cllm.engine.output",
+    "TokenLogprob": "cllm.engine.output",
     "TokenStream": "cllm.engine.loop.stream",
-    "ToolCall": "cllm.engine.request",
-    "ToolCallDelta": "cllm.engine.request",
-    "Usage": "cllm.engine.request",
+    "ToolCall": "cllm.engine.output",
+    "ToolCallDelta": "cllm.engine.output",
+    "Usage": "cllm.engine.output",
 }
 
 

@@ -40,7 +40,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self, TypeVar
 
 if TYPE_CHECKING:
-    from cllm.engine.request import Completion
+    from cllm.engine.output import Completion
 
 E = TypeVar("E", bound=BaseException)
 

@@ -96,7 +96,7 @@ class Model(NativeHandle):
         self.path = path
         self.vocab_only = bool(vocab_only)
         with self._closed_on_error():
-            self.vocab = Vocabulary(self)
+            self.vocab = Vocabulary(self, path)
             self._describe()
             # Whether a GPU computes: what a CPU does for each row of a batch, it does for many at once.
             self.is_on_gpu = params.n_gpu_layers != 0 and lib.has_gpu

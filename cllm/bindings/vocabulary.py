@@ -9,15 +9,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cllm.bindings import _llama_h as h
+from cllm.bindings._handle import NativeHandle
 from cllm.bindings._library import library
 from cllm.checks import INT32_MAX, check_bool, check_int, encode_prompt, encode_text
 from cllm.errors import InvalidArgumentError, LlamaCallError
-
-if TYPE_CHECKING:
-    from cllm.bindings.model import Model
 
 
 class Vocabulary:
@@ -25,6 +23,8 @@ class Vocabulary:
 
     Attributes
     ----------
+    path : str
+        File of the model.
     n_tokens : int
     kind : VocabType
     bos, eos, eot, nl, pad, sep : int or None
@@ -34,8 +34,9 @@ class Vocabulary:
         Whether `tokenize(add_special=True)` adds them.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: NativeHandle, path: str) -> None:
         lib = library()
+        self.path = path
         self._model = model
         self._vocab = lib.llama_model_get_vocab(model._shared_pointer)
         self._pieces: dict[int, bytes] = {}
@@ -59,11 +60,6 @@ class Vocabulary:
         n_suppressed = ctypes.c_int32(0)
         suppressed = lib.llama_vocab_get_suppress_tokens(self._vocab, n_suppressed)
         self.suppressed = tuple(suppressed[i] for i in range(n_suppressed.value))
-
-    @property
-    def path(self) -> str:
-        """The file of the model."""
-        return self._model.path
 
     @property
     def _pointer(self) -> Any:

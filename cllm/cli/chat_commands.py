@@ -6,14 +6,11 @@ import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cllm import InvalidRequestError, SamplingParams
+from cllm.cli.chat_session import Chat
 from cllm.cli.history import turns_of
 from cllm.cli.terminal import complain, note, visible
-
-if TYPE_CHECKING:
-    from cllm.cli.chat import Chat
 
 N_SHOWN = 64  # tokens of /tokens
 

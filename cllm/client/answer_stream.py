@@ -15,7 +15,7 @@ from cllm.client.events import DONE, EventReader, completion_of, delta_of, objec
 from cllm.client.refusals import UNAVAILABLE, ServerError, failure_of
 from cllm.client.replicas import Replicas
 from cllm.engine.completion_builder import CompletionBuilder
-from cllm.engine.request import Completion, FinishReason, TokenDelta
+from cllm.engine.output import Completion, FinishReason, TokenDelta
 from cllm.errors import CllmError, GenerationError
 from cllm.routing.prefix_table import Key
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from cllm.engine.completion_builder import CompletionBuilder
-from cllm.engine.request import (
+from cllm.engine.output import (
     Completion,
     FinishReason,
     TokenDelta,

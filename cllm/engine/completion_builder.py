@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from cllm.engine.request import (
+from cllm.engine.output import (
     Completion,
     FinishReason,
     Timings,

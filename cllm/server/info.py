@@ -11,7 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
 from cllm import EngineStatus, SamplingParams, __version__
-from cllm.server.live_feed import period_s
+from cllm.server.live_feed import frame_of, period_s
 from cllm.server.problems import RETRY_AFTER_S
 from cllm.server.replies import Reply, Writer
 from cllm.server.state import state_of
@@ -83,7 +83,7 @@ async def live(request: Request) -> Response:
 
     async def produce(writer: Writer) -> None:
         while not state.is_draining:
-            frame = await state.live.frame()
+            frame = await state.live.get(lambda: frame_of(state))
             await writer.event(frame)
             with anyio.move_on_after(period_s(frame)):
                 await state.stopping.wait()

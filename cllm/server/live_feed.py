@@ -7,38 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
-
-import anyio
+from typing import Any
 
 from cllm import CllmError, Engine, EngineStatus, LiveView, __version__
+from cllm.server.latest_frame import PERIOD_S
+from cllm.server.state import ServerState
 
-if TYPE_CHECKING:
-    from cllm.server.state import ServerState
-
-PERIOD_S = 0.1
 IDLE_PERIOD_S = 0.5  # where nothing has happened since the last look: it wakes the inference thread
 QUANTILES = (0.5, 0.99)
-
-
-class LiveFeed:
-    """The latest frame, made for the first who wants one that is new.  Event loop only."""
-
-    def __init__(self, state: ServerState) -> None:
-        self._state = state
-        self._lock = anyio.Lock()
-        self._frame: dict[str, Any] = {}
-        self._made_at = -PERIOD_S
-        self._n_frames = 0
-
-    async def frame(self) -> dict[str, Any]:
-        """What is so now, or was less than a period ago."""
-        async with self._lock:
-            if time.monotonic() - self._made_at >= PERIOD_S / 2:
-                self._n_frames += 1
-                self._frame = {"number": self._n_frames, **await _frame_of(self._state)}
-                self._made_at = time.monotonic()
-            return self._frame
 
 
 def period_s(frame: dict[str, Any]) -> float:
@@ -47,7 +23,8 @@ def period_s(frame: dict[str, Any]) -> float:
     return IDLE_PERIOD_S if is_idle else PERIOD_S
 
 
-async def _frame_of(state: ServerState) -> dict[str, Any]:
+async def frame_of(state: ServerState) -> dict[str, Any]:
+    """Return what is so now."""
     engine = state.engine
     if engine is None or state.is_draining:
         is_failed = state.failure is not None

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from cllm import Engine, SamplingParams
 from cllm.server.config import ServerConfig
 from cllm.server.formats import Served
-from cllm.server.live_feed import LiveFeed
+from cllm.server.latest_frame import LatestFrame
 from cllm.server.metrics import Metrics
 from cllm.server.problems import shutting_down, too_many_messages, unavailable
 from cllm.server.running import Observation
@@ -51,7 +51,7 @@ class ServerState:
         """Another event loop begins: what belonged to the last one is made again."""
         self.engine, self.failure = None, None
         self.stopping = anyio.Event()
-        self.live = LiveFeed(self)
+        self.live = LatestFrame()
         # Texts that are tokenized for their own sake must not keep prompts waiting.
         self.tokenizing = anyio.CapacityLimiter(2)
 

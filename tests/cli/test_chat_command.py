@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 
 from cllm import Engine, EngineConfig, SamplingParams
-from cllm.cli.chat import Chat
 from cllm.cli.chat_commands import ChatCommands
+from cllm.cli.chat_session import Chat
 from cllm.cli.history import History, Messages, Turn
 from cllm.cli.terminal import StandardOutput
 from tests.cli.children import BACKSPACE, CTRL_C, CTRL_D, ENDLESS, Terminal, run_cllm

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cllm import CllmError, SamplingParams, ToolCall
-from cllm.cli.chat import MAX_ROUNDS, Chat
+from cllm.cli.chat_session import MAX_ROUNDS, Chat
 from cllm.cli.terminal import StandardOutput
 from cllm.cli.tool_file import load_tools, run_tool
 from cllm.testing import FakeAnswer, FakeEngine

@@ -14,7 +14,7 @@ import pytest
 from cllm import ClosedError, Engine, InvalidRequestError, PromptTooLongError, SamplingParams
 from cllm.bindings import Batch, Context, Model
 from cllm.engine.config import EMBEDDED_MODEL
-from cllm.engine.request import Completion, TokenLogprob
+from cllm.engine.output import Completion, TokenLogprob
 from cllm.errors import RequestError
 from tests.conftest import QUIET, submitted_together
 

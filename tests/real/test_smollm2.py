@@ -16,7 +16,7 @@ import pytest
 
 from cllm import Engine, FinishReason, ModelLoadError
 from cllm.engine.config import EMBEDDED_MODEL
-from cllm.engine.request import TokenLogprob
+from cllm.engine.output import TokenLogprob
 from tests.conftest import QUIET
 from tools.real_model import MODEL
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cllm import Completion
-from cllm.engine.request import TokenLogprob
+from cllm.engine.output import TokenLogprob
 
 # A row's numbers depend a little on those beside it, as products of f16 do.
 LOGPROB_NOISE = 0.05

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from cllm.engine.constraint import Mask
 from cllm.engine.lora import NO_LORA, LoraUse
-from cllm.engine.request import FinishReason
+from cllm.engine.output import FinishReason
 from cllm.engine.sampling.row_scan import RowScan
 from cllm.engine.sampling_params import SamplingParams
 from cllm.testing.fake_decoder import Answer, seen_token

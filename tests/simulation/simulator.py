@@ -24,7 +24,8 @@ from cllm.engine.core.sequence import Sequence as RunningSequence
 from cllm.engine.core.speculation import N_DRAFT_ROWS, BudgetedSpeculation, Drafter
 from cllm.engine.loop.request_call import texts_told
 from cllm.engine.lora import NO_LORA, LoraUse
-from cllm.engine.request import FinishReason, GenerationRequest, SequenceState
+from cllm.engine.output import FinishReason
+from cllm.engine.request import GenerationRequest, SequenceState
 from cllm.engine.sampling.logprobs import LogprobReader
 from cllm.engine.sampling_params import SamplingParams
 from cllm.testing.fake_decoder import Answer, FakeDecoder, Fault, Latency, Poison

@@ -25,7 +25,7 @@ from cllm.engine.chat.text_reader import (
     TextReader,
 )
 from cllm.engine.chat.tool_schema import ANYTHING, Tool, ValueSchema, parameters_of
-from cllm.engine.request import ToolCallDelta
+from cllm.engine.output import ToolCallDelta
 
 N_HELD = 256
 # What looked like a call for longer than that is text as a whole: it is not searched once more.

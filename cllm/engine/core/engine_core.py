@@ -39,7 +39,7 @@ from cllm.engine.core.sequence import Sequence
 from cllm.engine.core.speculation import Speculation
 from cllm.engine.core.statistics import EngineStatistics, Recorder
 from cllm.engine.core.turns import Turns
-from cllm.engine.request import FinishReason, TokenDelta
+from cllm.engine.output import FinishReason, TokenDelta
 from cllm.engine.vocabulary import OutputVocabulary
 from cllm.errors import (
     DecodeFailedError,

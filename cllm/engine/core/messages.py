@@ -12,13 +12,8 @@ from cllm.engine.core.statistics import EngineStatistics
 from cllm.engine.embedding import EmbeddingRequest
 from cllm.engine.health import Restart
 from cllm.engine.lora import LoraInfo
-from cllm.engine.request import (
-    Completion,
-    GenerationRequest,
-    ModelInfo,
-    SequenceState,
-    TokenDelta,
-)
+from cllm.engine.output import Completion, TokenDelta
+from cllm.engine.request import GenerationRequest, ModelInfo, SequenceState
 from cllm.errors import (
     CllmError,
     DeadlineError,

@@ -16,7 +16,7 @@ from cllm.engine.core.run_queue import RunQueue, last_delta, push
 from cllm.engine.core.scheduler import Chunk
 from cllm.engine.core.sequence import Sequence
 from cllm.engine.core.statistics import Recorder
-from cllm.engine.request import FinishReason, TokenDelta, TokenLogprob
+from cllm.engine.output import FinishReason, TokenDelta, TokenLogprob
 from cllm.engine.sampling.batch_sampler import BatchSampler, NotFiniteError
 from cllm.engine.vocabulary import OutputVocabulary
 

@@ -19,7 +19,8 @@ from cllm.engine.core.statistics import Recorder
 from cllm.engine.core.tenants import Tenants, yielding
 from cllm.engine.core.tick_cost import TickCost
 from cllm.engine.lora import NO_LORA
-from cllm.engine.request import FinishReason, GenerationRequest, SequenceState, TokenDelta
+from cllm.engine.output import FinishReason, TokenDelta
+from cllm.engine.request import GenerationRequest, SequenceState
 from cllm.engine.sampling.batch_sampler import TokenSampler
 from cllm.engine.vocabulary import OutputVocabulary, spelled_piece
 from cllm.errors import EngineFailedError, GenerationError

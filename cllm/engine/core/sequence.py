@@ -18,13 +18,8 @@ from cllm.engine.core.detokenizer import Detokenizer
 from cllm.engine.core.kv_cache import Slot
 from cllm.engine.core.placement import Placement
 from cllm.engine.lora import LoraSet
-from cllm.engine.request import (
-    Completion,
-    GenerationRequest,
-    TokenDelta,
-    TokenLogprob,
-    Usage,
-)
+from cllm.engine.output import Completion, TokenDelta, TokenLogprob, Usage
+from cllm.engine.request import GenerationRequest
 from cllm.engine.sampling.batch_sampler import TokenSampler
 
 # One level of priority is worth so many seconds of waiting: nothing starves.

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Self
 
 from cllm.engine.core.kv_cache import KVCache
-from cllm.engine.request import FinishReason
+from cllm.engine.output import FinishReason
 
 
 @dataclass(frozen=True, slots=True)

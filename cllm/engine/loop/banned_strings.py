@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from cllm.engine.request import TokenDelta
+from cllm.engine.output import TokenDelta
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,15 +15,8 @@ from cllm.engine.core.messages import CancelRequest, Finished, Read
 from cllm.engine.loop.loop_guard import LoopGuard
 from cllm.engine.loop.output_channels import OutputChannels
 from cllm.engine.loop.request_call import RequestCall
-from cllm.engine.request import (
-    Completion,
-    FinishReason,
-    GenerationRequest,
-    SequenceState,
-    Timings,
-    TokenDelta,
-    TokenLogprob,
-)
+from cllm.engine.output import Completion, FinishReason, Timings, TokenDelta, TokenLogprob
+from cllm.engine.request import GenerationRequest, SequenceState
 from cllm.engine.thread.mailbox import Inbox
 from cllm.errors import ClosedError, EngineFailedError, GenerationError, InvalidRequestError
 

@@ -16,7 +16,7 @@ from cllm.engine.loop.request_call import (
     RequestOptions,
     chat_prompt_of,
 )
-from cllm.engine.request import Completion
+from cllm.engine.output import Completion
 from cllm.engine.sampling_params import SamplingOptions, SamplingParams
 from cllm.errors import QueueFullError
 

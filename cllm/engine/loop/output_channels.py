@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cllm.engine.chat.output_parser import OutputParser, ParsedText
-from cllm.engine.request import Completion, FinishReason, TokenDelta, ToolCall, ToolCallDelta
+from cllm.engine.output import Completion, FinishReason, TokenDelta, ToolCall, ToolCallDelta
 
 ONE_TOKEN = (0,)  # whichever it is: they are counted
 

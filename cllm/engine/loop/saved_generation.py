@@ -11,8 +11,9 @@ from typing import Any, Self, get_type_hints
 from cllm.engine.chat.chat_prompt import ChatPrompt
 from cllm.engine.loop.channel import Continuation
 from cllm.engine.loop.request_call import RequestCall, token_ids_of
+from cllm.engine.output import Completion, TokenDelta, TokenLogprob
 from cllm.engine.plain_values import as_plain, of_plain
-from cllm.engine.request import Completion, ModelInfo, SequenceState, TokenDelta, TokenLogprob
+from cllm.engine.request import ModelInfo, SequenceState
 from cllm.engine.sampling_params import SamplingParams
 from cllm.engine.state_file import DamagedFileError, read_state_file, write_state_file
 from cllm.errors import InvalidArgumentError, InvalidRequestError

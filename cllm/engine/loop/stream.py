@@ -20,7 +20,8 @@ from cllm.engine.loop.input_processor import InputProcessor
 from cllm.engine.loop.request_call import RequestCall, new_request_id, token_ids_of
 from cllm.engine.loop.saved_generation import SavedGeneration
 from cllm.engine.lora import NO_LORA
-from cllm.engine.request import Completion, FinishReason, ModelInfo, TokenDelta, TokenLogprob
+from cllm.engine.output import Completion, FinishReason, TokenDelta, TokenLogprob
+from cllm.engine.request import ModelInfo
 from cllm.errors import ClosedError, GenerationError, InvalidRequestError
 
 MAX_FORKS = 256

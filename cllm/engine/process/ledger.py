@@ -28,13 +28,8 @@ from cllm.engine.core.messages import (
     Read,
 )
 from cllm.engine.embedding import EmbeddingRequest
-from cllm.engine.request import (
-    Completion,
-    FinishReason,
-    GenerationRequest,
-    TokenDelta,
-    Usage,
-)
+from cllm.engine.output import Completion, FinishReason, TokenDelta, Usage
+from cllm.engine.request import GenerationRequest
 from cllm.engine.sampling.row_sampler import resamples
 from cllm.errors import (
     EmbeddingError,

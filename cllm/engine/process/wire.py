@@ -40,13 +40,8 @@ from cllm.engine.core.messages import (
     Stopped,
 )
 from cllm.engine.core.statistics import EngineStatistics
-from cllm.engine.request import (
-    Completion,
-    GenerationRequest,
-    SequenceState,
-    TokenDelta,
-    TokenLogprob,
-)
+from cllm.engine.output import Completion, TokenDelta, TokenLogprob
+from cllm.engine.request import GenerationRequest, SequenceState
 from cllm.errors import (
     CllmError,
     DeadlineError,

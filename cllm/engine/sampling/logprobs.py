@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.engine.request import TokenLogprob
+from cllm.engine.output import TokenLogprob
 from cllm.engine.sampling.batch_sampler import NOT_FINITE, NotFiniteError
 from cllm.engine.sampling.row_scan import RowScan
 from cllm.engine.vocabulary import SpellingVocabulary

@@ -36,7 +36,8 @@ from cllm.engine.core.speculation import BudgetedSpeculation
 from cllm.engine.core.statistics import EngineStatistics, Recorder
 from cllm.engine.core.text_budget import TextBudget
 from cllm.engine.core.thread_tuner import ThreadTuner
-from cllm.engine.request import FinishReason, ModelInfo
+from cllm.engine.output import FinishReason
+from cllm.engine.request import ModelInfo
 from cllm.engine.thread.backend import Backend, Loaded
 from cllm.engine.thread.chrome_trace import ChromeTrace
 from cllm.engine.thread.host import EngineHost

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cllm.engine.core.sequence import AGEING_S
-from cllm.engine.request import FinishReason
+from cllm.engine.output import FinishReason
 from cllm.engine.sampling_params import SamplingParams
 from cllm.testing.fake_decoder import FakeRun
 from tests.simulation.reference import END, GREEDY, Outcome, endless, says

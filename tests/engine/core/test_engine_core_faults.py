@@ -9,7 +9,8 @@ import pytest
 from cllm.engine.constraint import Mask
 from cllm.engine.core.messages import Finished
 from cllm.engine.core.scheduler import seq_id_of
-from cllm.engine.request import FinishReason, GenerationRequest
+from cllm.engine.output import FinishReason
+from cllm.engine.request import GenerationRequest
 from cllm.engine.sampling.batch_sampler import NotFiniteError
 from cllm.engine.sampling.row_scan import RowScan
 from cllm.engine.sampling_params import SamplingParams

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cllm.engine.core.scheduler import seq_id_of
-from cllm.engine.request import FinishReason
+from cllm.engine.output import FinishReason
 from cllm.engine.sampling_params import SamplingParams
 from cllm.testing.fake_decoder import Fault
 from tests.conftest import examples

@@ -8,7 +8,7 @@ import pytest
 
 from cllm.engine.core.cells import MIN_STREAM_SHARE
 from cllm.engine.core.checkpoints import INTERVAL, MIN_GAIN, TAIL
-from cllm.engine.request import FinishReason
+from cllm.engine.output import FinishReason
 from cllm.engine.sampling_params import SamplingParams
 from cllm.errors import DecodeFailedError
 from tests.simulation.reference import endless, says

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm.engine.core.messages import Finished
-from cllm.engine.request import FinishReason
+from cllm.engine.output import FinishReason
 from cllm.engine.sampling.row_scan import RowScan
 from cllm.engine.sampling_params import SamplingParams
 from cllm.testing.fake_engine import AskedSampler

@@ -16,7 +16,8 @@ from hypothesis.stateful import rule
 
 from cllm.engine.core.cells import MIN_STREAM_SHARE
 from cllm.engine.core.scheduler import seq_id_of
-from cllm.engine.request import FinishReason, GenerationRequest, TokenLogprob
+from cllm.engine.output import FinishReason, TokenLogprob
+from cllm.engine.request import GenerationRequest
 from cllm.engine.sampling.batch_sampler import NotFiniteError
 from cllm.engine.sampling_params import SamplingParams
 from cllm.testing import FakeVocabulary

@@ -12,7 +12,8 @@ from cllm.engine.core.row_cost import RowCost
 from cllm.engine.core.scheduler import Chunk
 from cllm.engine.core.sequence import Sequence
 from cllm.engine.core.speculation import N_DRAFT_ROWS, BudgetedSpeculation, Drafts
-from cllm.engine.request import FinishReason, GenerationRequest
+from cllm.engine.output import FinishReason
+from cllm.engine.request import GenerationRequest
 from cllm.engine.sampling_params import SamplingParams
 from cllm.testing.fake_decoder import FakeRun
 from tests.simulation.reference import END, endless, says

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cllm.engine.core.kv_cache import KVCache
 from cllm.engine.core.statistics import EngineStatistics, Recorder
-from cllm.engine.request import FinishReason
+from cllm.engine.output import FinishReason
 
 
 def test_every_counter_comes_out_under_its_own_name() -> None:

@@ -25,15 +25,9 @@ from cllm.engine.core.messages import (
     UnloadLora,
 )
 from cllm.engine.embedding import EmbeddingRequest
+from cllm.engine.output import Completion, FinishReason, Timings, TokenDelta, Usage
 from cllm.engine.process.ledger import Ledger
-from cllm.engine.request import (
-    Completion,
-    FinishReason,
-    GenerationRequest,
-    Timings,
-    TokenDelta,
-    Usage,
-)
+from cllm.engine.request import GenerationRequest
 from cllm.engine.sampling_params import SamplingParams
 from cllm.errors import EmbeddingError, EngineFailedError, GenerationError, ModelLoadError
 

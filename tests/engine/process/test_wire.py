@@ -41,6 +41,7 @@ from cllm.engine.core.messages import (
 from cllm.engine.core.statistics import EngineStatistics
 from cllm.engine.embedding import EmbeddingInfo, EmbeddingRequest
 from cllm.engine.lora import LoraInfo, LoraUse
+from cllm.engine.output import Completion, FinishReason, Timings, TokenDelta, TokenLogprob, Usage
 from cllm.engine.process import wire
 from cllm.engine.process.frames import FrameReader, framed
 from cllm.engine.process.wire import (
@@ -52,19 +53,7 @@ from cllm.engine.process.wire import (
     encode_commands,
     encode_events,
 )
-from cllm.engine.request import (
-    Completion,
-    FimTokens,
-    FinishReason,
-    GenerationRequest,
-    ModelInfo,
-    SequenceState,
-    Thinking,
-    Timings,
-    TokenDelta,
-    TokenLogprob,
-    Usage,
-)
+from cllm.engine.request import FimTokens, GenerationRequest, ModelInfo, SequenceState, Thinking
 from cllm.engine.sampling_params import SamplingParams
 from cllm.errors import (
     CllmError,

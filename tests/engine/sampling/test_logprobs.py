@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from cllm.engine.request import TokenLogprob
+from cllm.engine.output import TokenLogprob
 from cllm.engine.sampling.batch_sampler import NotFiniteError
 from cllm.engine.sampling.logprobs import LogprobReader
 from cllm.testing import FakeVocabulary

@@ -1,0 +1,216 @@
+"""Chat: a conversation with a model on a terminal, without its prompt and its commands."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+from cllm import (
+    ChatPromptOptions,
+    Completion,
+    Engine,
+    FinishReason,
+    PromptTooLongError,
+    RequestError,
+    SamplingParams,
+    TokenStream,
+)
+from cllm.cli.history import History, Message, Messages, Turn
+from cllm.cli.terminal import DIM, StandardOutput, complain, is_terminal, note, styled
+from cllm.cli.tool_file import FunctionTool, run_tool
+
+# Calls of tools in one turn, before a model that goes on calling is stopped.
+MAX_ROUNDS = 16
+
+
+class Chat:
+    """Asks for messages and answers them.  Event loop only.
+
+    Attributes
+    ----------
+    history : History
+    params : SamplingParams
+        Of the next answers.
+    attached : list of str
+        What goes before the next message.
+    has_failed : bool
+        Whether a message could not be answered.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        params: SamplingParams,
+        system: str | None,
+        out: StandardOutput,
+        tools: Mapping[str, FunctionTool] | None = None,
+        effort: str | None = None,
+    ) -> None:
+        self._tools = tools or {}
+        self._options: ChatPromptOptions = {"reasoning_effort": effort}
+        if self._tools:
+            self._options["tools"] = [tool.definition for tool in self._tools.values()]
+        # Beyond the context of its training a model goes on, but not sensibly.
+        n_ctx = min(engine.model.n_ctx, engine.model.n_ctx_train)
+        self._engine = engine
+        self.params = params
+        self.history = History(system, n_ctx=n_ctx, n_answer_max=params.max_tokens)
+        self.attached: list[str] = []
+        self._out = out
+        self._last: Completion | None = None
+        self._stream: TokenStream | None = None
+        self._is_stopped = False
+        self.has_failed = False
+
+    @property
+    def name(self) -> str:
+        """Name of the model, or of its file."""
+        return self._engine.model.name or self._engine.config.model_path.name
+
+    @property
+    def is_of_toy(self) -> bool:
+        """True if the embedded model answers."""
+        return self._engine.config.model is None
+
+    async def stop(self) -> None:
+        """End the answer where it is."""
+        self._is_stopped = True
+        if self._stream is not None:
+            await self._stream.cancel()
+
+    # --- Answers -----------------------------------------------------------------------------
+    async def answer(self, message: str) -> None:
+        """Answer a message, with as much of the chat as there is room for."""
+        self._is_stopped = False
+        try:
+            turns = await self.history.fitting(
+                message, count=self.count, count_prompt=self.count_prompt
+            )
+            while not await self._answer_after(turns, message):
+                turns = turns[1:]
+        except RequestError as error:
+            self.has_failed = True
+            complain(str(error))
+
+    async def _answer_after(self, turns: list[Turn], message: str) -> bool:
+        """Print an answer as it comes and remember it; False if the prompt is too long."""
+        said: list[Message] = []
+        for _ in range(MAX_ROUNDS):
+            messages = [*self.history.messages(turns, message), *said]
+            stream = self._engine.stream_chat(messages, self.params, **self._options)
+            try:
+                async with self._opened(stream):
+                    if not said and (n_dropped := self.history.keep(turns)):
+                        note(f"The context is full: the first {_turns(n_dropped)} were dropped.")
+                    completion = await self._print(stream)
+            except PromptTooLongError:
+                if not turns or said:
+                    raise
+                return False
+            said.append(completion.as_message())
+            if completion.finish_reason is not FinishReason.TOOL_CALLS:
+                break
+            for call in completion.tool_calls:
+                result = await run_tool(self._tools, call)
+                note(f"{call.name} {call.arguments} → {result}")
+                said.append({"role": "tool", "tool_call_id": call.id, "content": result})
+        else:
+            note(f"The model goes on calling: stopped after {MAX_ROUNDS} rounds.")
+        self._remember(message, said, completion)
+        return True
+
+    async def _print(self, stream: TokenStream) -> Completion:
+        """Write an answer as it comes: thoughts to standard error, where somebody sees them."""
+        text, shows_thoughts = "", is_terminal(sys.stderr)
+        try:
+            async for delta in stream:
+                text += delta.text
+                if delta.reasoning and shows_thoughts:
+                    print(
+                        styled(delta.reasoning, DIM, sys.stderr),
+                        end="",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                if delta.text:
+                    await self._out.write(delta.text)
+            return await stream.completion()
+        finally:
+            if text and not text.endswith("\n"):
+                await self._out.write("\n")
+
+    def _remember(self, message: str, said: list[Message], completion: Completion) -> None:
+        """Keep what there is of an answer, and say how it went."""
+        usage = completion.usage
+        is_stopped = completion.finish_reason is FinishReason.CANCELLED
+        if is_stopped and not completion.text:
+            note("Stopped before there was an answer; the message is taken back.")
+            return
+        self._last = completion
+        self.history.turns.append(
+            Turn(message, tuple(said), n_tokens=usage.n_prompt + usage.n_output)
+        )
+        if completion.stop_reason == "context":
+            note("The context is full: the answer ends here.")
+        if is_stopped or self._out.is_terminal:
+            told = f"{self.name}: {_pace(completion)}"
+            note(f"stopped: {told}" if is_stopped else told)
+
+    @asynccontextmanager
+    async def _opened(self, stream: TokenStream) -> AsyncIterator[TokenStream]:
+        """A stream that Ctrl-C cancels, though it be pressed before there was one."""
+        try:
+            async with stream:
+                self._stream = stream
+                if self._is_stopped:
+                    await stream.cancel()
+                yield stream
+        finally:
+            self._stream = None
+
+    async def count(self, text: str) -> int:
+        """Tokens of a text."""
+        return len(await self._engine.tokenize(text, add_special=False))
+
+    async def tokenize(self, text: str) -> list[tuple[int, str]]:
+        """The tokens of a text, and each as text."""
+        tokens = await self._engine.tokenize(text, add_special=False)
+        return [(token, await self._engine.detokenize([token])) for token in tokens]
+
+    async def count_prompt(self, messages: Messages) -> int:
+        """Tokens of a prompt.  It gets computed, which is not lost: the next one begins with it."""
+        try:
+            asked = self._engine.stream_chat(messages, max_tokens=1, **self._options)
+            async with self._opened(asked) as stream:
+                return (await stream.completion()).usage.n_prompt
+        except PromptTooLongError as error:
+            return error.n_prompt
+
+    def statistics(self) -> str:
+        """How long the chat is, and how the last answer went."""
+        history = self.history
+        # The last token of an answer that fills the context has no cell any more.
+        n_tokens = min(history.n_tokens, history.n_ctx)
+        lines = [f"{_turns(len(history.turns))}, {n_tokens:,} of {history.n_ctx:,} tokens"]
+        if self._last is not None:
+            usage = self._last.usage
+            lines.append(f"last answer: {_pace(self._last)}")
+            n_computed = usage.n_prompt - usage.n_cached
+            lines.append(f"last prompt: {n_computed:,} of {usage.n_prompt:,} tokens computed")
+        return "\n".join(lines)
+
+
+def _turns(n: int) -> str:
+    return f"{n} turn" if n == 1 else f"{n} turns"
+
+
+def _pace(completion: Completion) -> str:
+    """How long an answer is, and how fast it came."""
+    timings, n_output = completion.timings, completion.usage.n_output
+    parts = [f"{n_output} tokens"]
+    if n_output > 1 and timings.decode_s > 0:
+        parts.append(f"{(n_output - 1) / timings.decode_s:,.0f} tokens/s")
+    if timings.ttft_s is not None:
+        parts.append(f"first after {timings.ttft_s * 1000:,.0f} ms")
+    return ", ".join(parts)

@@ -1,0 +1,238 @@
+"""Output values: what an engine gives, frozen.  They import nothing of cllm: errors carry them."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
+from typing import Any
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How likely the model held a token to be, before any sampler.
+
+    Attributes
+    ----------
+    text : str
+        As the vocabulary spells it: a control token by its name, U+FFFD for a part of a character.
+    bytes : bytes
+        What it adds to a text that it stands in; nothing for a control token.
+    logprob : float
+        Natural logarithm of its probability; -inf if it had none.
+    top : tuple of TokenLogprob
+        The most likely tokens in its place, itself among them if it was one, most likely first.
+    """
+
+    token_id: int
+    text: str
+    bytes: builtins.bytes
+    logprob: float
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """The next piece of a call of a tool.
+
+    Attributes
+    ----------
+    index : int
+        Which call of the answer, from 0 on.
+    id, name : str or None
+        With the first piece of a call; None with the others.
+    arguments : str
+        The next piece of the JSON text of its arguments.
+    """
+
+    index: int
+    id: str | None
+    name: str | None
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool.
+
+    Attributes
+    ----------
+    arguments : str
+        JSON text: an object, unless the output was cut off inside of it.
+    """
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """What one tick added to an output.
+
+    Attributes
+    ----------
+    text : str
+        Whole characters that can no longer change; may be empty.  Of a chat: what a reader is shown.
+    token_ids : tuple of int
+        Every sampled token, the end-of-generation token included.
+    finish_reason : FinishReason or None
+        None until the last delta.
+    stop_reason : str, int or None
+        For `stop`: the stop string or the token id; for `length`: "max_tokens" or "context".
+    logprobs : tuple of TokenLogprob or None
+        One for each of `token_ids`; None unless asked for.
+    reasoning : str
+        Of a chat: what the model thinks.
+    tool_calls : tuple of ToolCallDelta
+        Of a chat: pieces of calls.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one request.
+
+    Attributes
+    ----------
+    n_prompt, n_cached : int
+        Given, and those of them that were taken from a shared prefix.
+    n_output, n_reasoning : int
+        Sampled, and those of them that are reasoning.
+    n_drafted, n_accepted : int
+        Computed as guesses of the output (speculation), and those of them that were right.
+    """
+
+    n_prompt: int
+    n_cached: int
+    n_output: int
+    n_reasoning: int = 0
+    n_drafted: int = 0
+    n_accepted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Times of one request in seconds.
+
+    Attributes
+    ----------
+    queued_s, prefill_s, decode_s, total_s : float
+        Submit to admission, admission to the first token, first to last token, submit to end.
+    ttft_s : float or None
+        Submit to the first token; None if there was none.
+    itl_p50_s, itl_max_s : float or None
+        Between tokens: median and largest; None with fewer than two tokens.
+    n_preemptions : int
+    n_moves : int
+        How often it was taken up on another server, or on another connection (`cllm.client`).
+    """
+
+    queued_s: float
+    prefill_s: float
+    decode_s: float
+    ttft_s: float | None
+    total_s: float
+    itl_p50_s: float | None
+    itl_max_s: float | None
+    n_preemptions: int
+    n_moves: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        submitted: float,
+        admitted: float,
+        tokens: Sequence[float],
+        ended: float,
+        n_preemptions: int = 0,
+    ) -> Timings:
+        """From when things happened; `tokens` are the times of each."""
+        first = tokens[0] if tokens else ended
+        gaps = sorted(later - earlier for earlier, later in pairwise(tokens))
+        n = len(gaps)  # without `statistics`, which takes longer to import than all of this
+        return cls(
+            queued_s=admitted - submitted,
+            prefill_s=first - admitted,
+            decode_s=tokens[-1] - first if tokens else 0.0,
+            ttft_s=first - submitted if tokens else None,
+            total_s=ended - submitted,
+            itl_p50_s=(gaps[(n - 1) // 2] + gaps[n // 2]) / 2 if gaps else None,
+            itl_max_s=gaps[-1] if gaps else None,
+            n_preemptions=n_preemptions,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """All of one output; for a request that ended early, what there was of it.
+
+    Of one that went on after `generated` tokens: what came after them, but all of its calls.
+
+    Attributes
+    ----------
+    logprobs : tuple of TokenLogprob or None
+        One for each of `token_ids`; None unless asked for.
+    prompt_logprobs : tuple or None
+        One for each of `prompt_token_ids`, None for the first, which follows nothing; None unless
+        asked for.  What there is of it, if the request ended before its prompt was computed.
+    reasoning : str
+        Of a chat: what the model thought.
+    tool_calls : tuple of ToolCall
+        Of a chat.
+    fingerprint : str
+        Of model, library, CPU features and settings: while it is the same, a `deterministic` engine
+        gives the same answer to the same request.
+    """
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    usage: Usage
+    timings: Timings
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    fingerprint: str = ""
+
+    def as_message(self) -> dict[str, Any]:
+        """The assistant's message, as OpenAI has it, for the next turn of a chat."""
+        content = self.text if self.text or not self.tool_calls else None
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in self.tool_calls
+            ]
+        return message

@@ -1,0 +1,30 @@
+"""LatestFrame: one frame for all that watch the engine at the same time.  Event loop only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import anyio
+
+PERIOD_S = 0.1
+
+
+class LatestFrame:
+    """The latest frame, made for the first reader that wants a new one."""
+
+    def __init__(self) -> None:
+        self._lock = anyio.Lock()
+        self._frame: dict[str, Any] = {}
+        self._made_at = -PERIOD_S
+        self._n_frames = 0
+
+    async def get(self, make: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
+        """Return what is so now, or was less than a period ago; `make` is asked if that is too old."""
+        async with self._lock:
+            if time.monotonic() - self._made_at >= PERIOD_S / 2:
+                self._n_frames += 1
+                self._frame = {"number": self._n_frames, **await make()}
+                self._made_at = time.monotonic()
+            return self._frame
