@@ -143,6 +143,26 @@ async def test_a_deadline_ends_it_as_it_ends_an_engines(exact: Server) -> None:
         assert ended.finish_reason is FinishReason.DEADLINE
 
 
+async def test_many_prompts_are_answered_in_their_order(exact: Server) -> None:
+    done: list[tuple[int, int]] = []
+    async with AsyncClient(exact.url) as client:
+        answers = await client.generate_all(
+            PROMPTS, temperature=0.0, max_tokens=8, on_progress=lambda *n: done.append(n)
+        )
+        alone = [await client.generate(p, temperature=0.0, max_tokens=8) for p in PROMPTS]
+        with pytest.raises(InvalidRequestError, match="max_tokens"):
+            await client.generate_all(PROMPTS, max_tokens=-5)
+    assert [a.text for a in answers] == [a.text for a in alone]
+    assert done[-1] == (len(PROMPTS), len(PROMPTS))
+
+
+async def test_many_prompts_wait_where_the_queue_is_full(tmp_path: Path) -> None:
+    with running(tmp_path / "log", "--n-seq-max", "1", "--max-queue", "1") as server:
+        async with AsyncClient(server.url) as client:
+            answers = await client.generate_all([f"{n}+1=" for n in range(4)], max_tokens=2)
+    assert len(answers) == 4
+
+
 # --- Refused ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("prompt", "options", "error"),
