@@ -24,6 +24,7 @@ MAX_TEXT_BYTES = 1 << 20  # that are tokenized at once: some tokenizers take qua
 MAX_CHAT_BYTES = 4 << 20  # of all messages, as much as a template may write
 MAX_SEED = 2**32 - 2  # 2**32 - 1 asks llama.cpp for a random seed
 MAX_THREADS = 512
+MAX_TENANT = 256  # characters of a name
 
 
 def check_int(
@@ -68,6 +69,14 @@ def check_bool(field: str, value: object, error: ErrorType = InvalidArgumentErro
     if not isinstance(value, bool):
         raise error(field, value, "True or False")
     return value
+
+
+def check_tenant(field: str, name: object, error: ErrorType = InvalidArgumentError) -> str:
+    """Return the name of a tenant: a text of at most 256 characters."""
+    if not isinstance(name, str) or len(name) > MAX_TENANT:
+        raise error(field, name, f"a string of at most {MAX_TENANT} characters")
+    encode_text(field, name, error)
+    return name
 
 
 def check_several(

@@ -375,8 +375,10 @@ def model_file(given: str | None) -> Path | None:
 
 def _weight(text: str) -> tuple[str, float]:
     """Read NAME=WEIGHT."""
-    name, _, weight = text.rpartition("=")
+    name, separator, weight = text.rpartition("=")
     try:
+        if not separator:
+            raise ValueError(text)
         return name, float(weight)
     except ValueError:
         hint = "--tenant-weight"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypedDict
 
-from cllm.checks import MAX_THREADS, check_bool, check_float, check_int
+from cllm.checks import MAX_THREADS, check_bool, check_float, check_int, check_tenant
 from cllm.engine.lora import MAX_SCALE, LoraInfo, check_lora_name
 from cllm.engine.rpc_address import N_SERVERS_MAX, rpc_address
 from cllm.errors import InvalidArgumentError
@@ -230,7 +230,7 @@ class EngineConfig:
     prefix_cache_dir_bytes: int = 8 << 30
     n_prefill_chunk: int | None = None
     target_itl_ms: float | None = None
-    tenant_weights: Mapping[str, float] | None = None
+    tenant_weights: Mapping[str, float] | tuple[tuple[str, float], ...] | None = None
     stream_buffer: int = 64
     stall_timeout_s: float = 30.0
     process: bool = False
@@ -293,7 +293,7 @@ class EngineConfig:
             raise InvalidArgumentError("type_v", self.type_v, limit)
         check_int("max_queue", self.max_queue, 0, 1 << 20)
         check_int("stream_buffer", self.stream_buffer, 1, 1 << 20)
-        _check_weights(self.tenant_weights)
+        object.__setattr__(self, "tenant_weights", _checked_weights(self.tenant_weights))
         check_float("stall_timeout_s", self.stall_timeout_s, 0.001, 1e6)
         if self.hang_timeout_s is not None:
             check_float("hang_timeout_s", self.hang_timeout_s, 1.0, 1e6)
@@ -491,15 +491,17 @@ def is_jinja(template: object) -> bool:
     return isinstance(template, str) and ("{{" in template or "{%" in template)
 
 
-def _check_weights(weights: object) -> None:
-    if weights is None:
-        return
-    if not isinstance(weights, Mapping):
-        raise InvalidArgumentError("tenant_weights", weights, "a mapping of names to weights")
-    for name, weight in weights.items():
-        if not isinstance(name, str):
-            raise InvalidArgumentError("tenant_weights", name, "names as str")
+def _checked_weights(weights: object) -> tuple[tuple[str, float], ...] | None:
+    """Return a checked copy that can be hashed: pairs of a name and a weight."""
+    try:
+        pairs = tuple(dict(weights or ()).items())  # type: ignore[call-overload]
+    except (TypeError, ValueError):
+        limit = "a mapping of names to weights"
+        raise InvalidArgumentError("tenant_weights", weights, limit) from None
+    for name, weight in pairs:
+        check_tenant("tenant_weights", name)
         check_float(f"tenant_weights[{name!r}]", weight, 0.001, 1000.0)
+    return pairs or None
 
 
 def _check_path(field: str, path: object) -> None:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import ClassVar, Self, Unpack
+from typing import ClassVar, ParamSpec, Self, TypeVar, Unpack
 
 import anyio
 
@@ -42,6 +42,9 @@ from cllm.hub.download import find_model
 from cllm.hub.names import is_name
 
 logger = logging.getLogger("cllm.engine")
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Lifecycle:
@@ -110,7 +113,7 @@ class Lifecycle:
             backend,
             self._child_backend,
             self._loop_guard,
-            self._check_host,
+            _weakly(self._check_host),
             self._on_restart,
         )
         self._started.append(parts)
@@ -405,6 +408,18 @@ class Lifecycle:
         status = "new" if present is None else present.value
         n_open = sum(parts.gate.n_open for parts in list(self._started))
         return f"<Engine {self.config.model_path.name} {status} open={n_open}>"
+
+
+def _weakly(method: Callable[P, T]) -> Callable[P, T]:
+    """Return a method that does not keep its engine: streams hold the parts that have it."""
+    found = weakref.WeakMethod(method)
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if (bound := found()) is None:
+            raise ClosedError("the engine was closed")
+        return bound(*args, **kwargs)
+
+    return call
 
 
 def _stop_leaked(hosts: list[EngineHost], name: str, generation: int) -> None:

@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 import cllm
@@ -125,6 +126,15 @@ def test_every_field_of_the_configuration_has_an_option_or_is_for_programs() -> 
 
 def test_the_page_about_the_server_has_the_table_of_options() -> None:
     assert "\n".join(options_table()) in PAGE.read_text()
+
+
+def test_weights_of_tenants_have_names() -> None:
+    config = EngineFlags(tenant_weights=["a=2", "b=x=0.5"]).config()
+    assert config.tenant_weights == (("a", 2.0), ("b=x", 0.5))
+    assert hash(config) == hash(EngineFlags(tenant_weights=["a=2", "b=x=0.5"]).config())
+    for text in ("3", "a=much", "a=0"):
+        with pytest.raises(typer.BadParameter, match="tenant_weights|NAME=WEIGHT"):
+            EngineFlags(tenant_weights=[text]).config()
 
 
 def test_adapters_are_files_with_or_without_a_name_and_a_scale() -> None:

@@ -152,6 +152,8 @@ async def test_many_prompts_are_answered_in_their_order(exact: Server) -> None:
         alone = [await client.generate(p, temperature=0.0, max_tokens=8) for p in PROMPTS]
         with pytest.raises(InvalidRequestError, match="max_tokens"):
             await client.generate_all(PROMPTS, max_tokens=-5)
+        with pytest.raises(InvalidRequestError, match="request_id"):
+            await client.generate_all(PROMPTS, request_id="x")  # type: ignore[call-arg]
     assert [a.text for a in answers] == [a.text for a in alone]
     assert done[-1] == (len(PROMPTS), len(PROMPTS))
 

@@ -155,6 +155,24 @@ async def test_a_dropped_engine_warns_and_its_threads_end(anyio_backend: str) ->
     assert not tokenizer.is_alive()
 
 
+@pytest.mark.anyio
+async def test_a_stream_that_is_still_held_does_not_keep_a_dropped_engine(
+    anyio_backend: str,
+) -> None:
+    engine = await FakeEngine().__aenter__()
+    stream = engine.stream("hello", max_tokens=4)
+    async with stream:
+        assert (await stream.completion()).text
+    inference = engine._parts.thread
+    with pytest.warns(ResourceWarning, match="dropped without being closed"):  # noqa: PT031
+        del engine
+        gc.collect()
+    inference.join(10)
+    assert not inference.is_alive
+    with pytest.raises(ClosedError):
+        await stream.rewind(1)
+
+
 @pytest.mark.full
 @pytest.mark.anyio
 @pytest.mark.parametrize("has_failed", [False, True])

@@ -117,7 +117,7 @@ def test_the_documentation_names_every_route_and_sampling_field(client: httpx.Cl
             assert set(operation["responses"]) == {"200", "4XX", "503"}
     fields = document["components"]["schemas"]["GenerateBody"]["properties"]
     others = {
-        "model", "prompt", "messages", "generated", "stream", "timeout", "priority", "lora",
+        "model", "prompt", "messages", "generated", "stream", "timeout", "priority", "tenant", "lora",
         "return_prompt_token_ids", "parse_special", *CHAT_OPTIONS,
     }  # fmt: skip
     assert {*SamplingOptions.__annotations__, *others} == set(fields)

@@ -346,7 +346,8 @@ class Simulator:
         if saved.tiers is not None:
             n_prefix_bytes = saved.tiers.n_bytes
         placements = [s.placement for s in queue.waiting]
-        states = [p.swapped for p in placements if p.swapped is not None and p.restores is None]
+        demand(all(p.restores is None for p in placements), "who waits holds a prefix of others")
+        states = [p.swapped for p in placements if p.swapped is not None]
         n_bytes = n_prefix_bytes + sum(len(state.data) for state in states)
         expect(saved.n_bytes, n_bytes, "bytes of states in host memory")
         # A state that a request brings is held whatever its size, and no prefix beside it.

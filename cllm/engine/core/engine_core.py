@@ -137,7 +137,7 @@ class EngineCore:
             vocabulary,
             stream_buffer=config.stream_buffer,
             clock=clock,
-            tenant_weights=config.tenant_weights or {},
+            tenants=self.turns.tenants,
         )
         self._processor = OutputProcessor(
             vocabulary,

@@ -135,6 +135,8 @@ class KVCacheManager:
         if placement.swapped is not None:
             match = Match()
         if not self._has_room(sequence, match, running):
+            if placement.restores is not None:  # or its bytes would be held, though its prefix left
+                self.saved.forget(sequence)
             return False
         sequence.start(self.cells.open(match), now)
         if placement.swapped:
@@ -185,7 +187,7 @@ class KVCacheManager:
             n_most = min(placement.n_restorable, sequence.n_settled)
             if match.n_tokens >= n_most:
                 self.saved.forget(sequence)
-        placement.awaits = None
+        self.saved.stop_awaiting(sequence)
         if placement.swapped is not None:
             return
         n_shared = max(match.n_tokens, match.n_expected)
@@ -319,8 +321,6 @@ class KVCacheManager:
     def save(self, sequence: Sequence) -> SequenceState | None:
         """Return the state of a sequence that is to go on elsewhere; None if there is none."""
         placement = sequence.placement
-        if placement.restores is not None:  # of which only the beginning is its own
-            return None
         slot = placement.slot
         if placement.swapped is not None or slot is None:
             return placement.swapped

@@ -42,6 +42,8 @@ class SavedPrefix:
         The name of its file.
     is_loading : bool
         The file is being read.
+    is_awaited : bool
+        A sequence waits for it, so it stays in host memory.
     """
 
     tokens: Tokens
@@ -50,6 +52,7 @@ class SavedPrefix:
     lora: LoraUse = NO_LORA
     file: str | None = None
     is_loading: bool = False
+    is_awaited: bool = False
     priority: float = 0.0
 
 
@@ -222,6 +225,7 @@ class PrefixTiers:
         """Have the file of a prefix read."""
         assert self._store is not None
         assert prefix.file is not None
+        prefix.is_awaited = True
         if not prefix.is_loading:
             prefix.is_loading = True
             self._store.load(prefix.file)
@@ -242,7 +246,7 @@ class PrefixTiers:
             prefix.state, prefix.n_bytes = state, len(state.data)
             self._n_bytes += prefix.n_bytes
             self.touch(prefix)
-            self._fit(but=prefix)  # somebody waits for it
+            self._fit()
 
     def forget(self, prefix: SavedPrefix) -> None:
         """It is of no use, here or in its file."""
@@ -295,10 +299,10 @@ class PrefixTiers:
         self.n_bytes_max = n_bytes_max
         self._fit()
 
-    def _fit(self, *, but: SavedPrefix | None = None) -> None:
+    def _fit(self) -> None:
         """Give up host memory until no more is used than may be."""
         while self._n_bytes > self.n_bytes_max:
-            held = (p for p in self._all if p.state is not None and p is not but)
+            held = (p for p in self._all if p.state is not None and not p.is_awaited)
             least = min(held, key=attrgetter("priority"), default=None)
             if least is None:
                 break

@@ -7,7 +7,7 @@ looks whether it is gone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 from cllm.engine.core import scheduler
@@ -52,7 +52,7 @@ class RunQueue:
         *,
         stream_buffer: int,
         clock: Callable[[], float],
-        tenant_weights: Mapping[str, float],
+        tenants: Tenants,
     ) -> None:
         self._manager = manager
         self._recovery = recovery
@@ -62,7 +62,7 @@ class RunQueue:
         self._vocabulary = vocabulary
         self._stream_buffer = stream_buffer
         self._clock = clock
-        self._tenants = Tenants(tenant_weights)
+        self._tenants = tenants
         self._by_id: dict[str, Sequence] = {}
         self._n_with_loras = 0
         self.waiting: list[Sequence] = []

@@ -111,6 +111,7 @@ class SavedStates:
         if placement.swapped is not None and placement.restores is None:
             self._hold(-len(placement.swapped.data))
         placement.swapped = placement.restores = None
+        self.stop_awaiting(sequence)
 
     def _hold(self, n_bytes: int) -> None:
         """Count bytes of a sequence's state; saved prefixes have what is left."""
@@ -170,6 +171,13 @@ class SavedStates:
         assert self.tiers is not None
         sequence.placement.awaits = prefix
         self.tiers.load(prefix)
+
+    def stop_awaiting(self, sequence: Sequence) -> None:
+        """Let the prefix that a sequence waits for leave again, if there is one."""
+        placement = sequence.placement
+        if placement.awaits is not None:
+            placement.awaits.is_awaited = False
+            placement.awaits = None
 
     def distrust(self, sequence: Sequence) -> None:
         """Forget the prefixes that a failed sequence has saved or gone on from."""

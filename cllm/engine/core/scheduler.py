@@ -106,7 +106,7 @@ def plan(
 
 
 def seq_id_of(sequence: Sequence) -> int:
-    """Of a sequence that runs."""
+    """Return the seq_id of a sequence; -1 if it does not run."""
     slot = sequence.placement.slot
     return slot.seq_id if slot else -1
 
@@ -142,7 +142,7 @@ def _n_tokens_for(sequence: Sequence, n_outputs: int) -> int:
 
 def _with_followers(running: list[Sequence], now: float) -> Mapping[str, tuple[object, ...]]:
     """Return the sort key of each sequence, or the smallest of those that wait for its tokens."""
-    key = by_turn(running, now)
+    key = by_turn([s for s in running if not (s.is_paused or s.is_decoding)], now)
     urgencies = {s.request_id: key(s) for s in running}
     for follower in running:
         leader = follower.placement.leader
@@ -188,13 +188,14 @@ def has_room(
 def choose_preempted(running: Iterable[Sequence]) -> Sequence:
     """Return the sequence that gives up its cells: a paused one, else the least urgent, newest one.
 
-    Of several tenants, one of the tenant that has most for its weight.
+    Of several tenants, one of the tenant that would still have most for its weight: the oldest of all
+    sequences stays, and comes to its end.
     """
     several = list(running)
     taken = seats(several)
 
     def key(s: Sequence) -> tuple[bool, int, float, int]:
-        share = taken[s.tenant.name] / s.tenant.weight
+        share = (taken[s.tenant.name] - 1) / s.tenant.weight
         return s.is_paused, s.request.priority, share, s.request.serial
 
     return max(several, key=key)

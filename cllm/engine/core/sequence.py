@@ -52,15 +52,15 @@ class Tenant:
         Rows of its requests, divided by its weight.
     n_requests : int
         Number of its requests that have not ended.
-    last_turn_at : float
-        When a tick last had rows of it.
+    admitted_at : float
+        When a request of it last began to run.
     """
 
     name: str
     weight: float = 1.0
     served: float = 0.0
     n_requests: int = 0
-    last_turn_at: float = float("-inf")
+    admitted_at: float = float("-inf")
 
 
 class Sequence:
@@ -224,6 +224,7 @@ class Sequence:
     def start(self, slot: Slot, now: float) -> None:
         """Start running in `slot`."""
         self.placement.slot = slot
+        self.tenant.admitted_at = now
         if self.admitted_at is None:
             self.admitted_at = now
 

@@ -1,11 +1,14 @@
-"""Tenants: who has had how many rows, and whose requests come next.  Pure; inference thread only.
+"""Tenants: how many rows each has had, and whose requests come next.  Inference thread only.
 
 Deficit round robin without a fixed quantum: a tenant's share is its rows divided by its weight, and
-the tenant that is furthest behind has the next turn.  A tenant that comes, or comes back, starts level
-with the one that is furthest behind: time without requests is not saved up.
+the tenant that is furthest behind has the next turn.  Nothing is saved up: a tenant that comes, or
+comes back, starts level with the one that is furthest behind, and none is taken for further behind than
+`MAX_DEFICIT` rows, which a tenant with little to do would be.
 
-A level of priority goes before shares.  A tenant that has had no turn for `AGEING_S` seconds rises by
-one level, so that none starves.  Within a tenant its requests have their usual order.
+A level of priority goes before shares.  A request of the tenant that is furthest behind rises by one
+level for every `AGEING_S` seconds in which it waits and none of its tenant's is admitted: others catch
+up with a tenant's share, so none starves, and a tenant's own flood makes none of its requests older.
+Within a tenant its requests have their usual order, and a request is as urgent as any behind it there.
 """
 
 from __future__ import annotations
@@ -14,10 +17,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+from cllm.checks import INT32_MAX
 from cllm.engine.core.sequence import AGEING_S, Sequence, Tenant
 
 # Names come from clients: of tenants without requests so many are remembered.
 N_REMEMBERED = 1000
+MAX_DEFICIT = 256  # rows, or twice those of a tick if they are more
 
 
 class Tenants:
@@ -48,36 +53,57 @@ class Tenants:
     def leave(self, tenant: Tenant) -> None:
         """Count a request that has ended."""
         tenant.n_requests -= 1
-        idle = [t.name for t in self._all.values() if not t.n_requests]
-        if len(idle) == len(self._all):
-            self._all.clear()
-        elif len(idle) > N_REMEMBERED:
-            del self._all[idle[0]]
+        if not tenant.n_requests:
+            idle = [t.name for t in self._all.values() if not t.n_requests]
+            if len(idle) == len(self._all):
+                self._all.clear()
+            elif len(idle) > N_REMEMBERED:
+                del self._all[idle[0]]
+
+    def charge(self, rows: Iterable[tuple[Sequence, int]]) -> None:
+        """Count the rows of a tick, as it is planned, for the tenants of its sequences."""
+        if len(self._all) < 2:
+            return
+        n_in_all = 0
+        for sequence, n_rows in rows:
+            sequence.tenant.served += n_rows / sequence.tenant.weight
+            n_in_all += n_rows
+        most = max(t.served for t in self._all.values())
+        for tenant in self._all.values():
+            bound = max(MAX_DEFICIT, 2 * n_in_all) / tenant.weight
+            tenant.served = max(tenant.served, most - bound)
 
 
-def by_turn(sequences: Iterable[Sequence], now: float) -> Callable[[Sequence], tuple[Any, ...]]:
-    """Return the sort key of these sequences: the smallest is served first.
+def by_turn(wanting: Iterable[Sequence], now: float) -> Callable[[Sequence], tuple[Any, ...]]:
+    """Return the sort key of sequences that want the same: the smallest is served first.
 
     Sequences of one tenant are sorted by `Sequence.urgency` alone.
     """
     of_tenant: dict[str, list[Sequence]] = {}
-    for s in sequences:
+    for s in wanting:
         of_tenant.setdefault(s.tenant.name, []).append(s)
     if len(of_tenant) <= 1:
         return lambda s: s.urgency(now)
-    turns = {
-        name: _turn(min(several, key=lambda s: s.urgency(now)), now)
-        for name, several in of_tenant.items()
-    }
-    return lambda s: (*turns[s.tenant.name], *s.urgency(now))
+    tenants = [several[0].tenant for several in of_tenant.values()]
+    first, second = sorted(tenants, key=lambda t: t.served)[:2]
+    rises = first if first.served < second.served else None
 
+    def level_of(s: Sequence) -> int:
+        """Return the level of a request among those of other tenants."""
+        waited_s = now - max(s.request.submitted_at, s.tenant.admitted_at)
+        return s.request.priority - (int(waited_s / AGEING_S) if s.tenant is rises else 0)
 
-def _turn(first: Sequence, now: float) -> tuple[int, float, float, str]:
-    """Return the sort key of a tenant by its most urgent sequence."""
-    tenant, request = first.tenant, first.request
-    waited_s = now - max(request.submitted_at, tenant.last_turn_at)
-    level = request.priority - int(waited_s / AGEING_S)
-    return level, tenant.served, tenant.last_turn_at, tenant.name
+    levels: dict[Sequence, int] = {}
+    for several in of_tenant.values():
+        level = INT32_MAX
+        for s in sorted(several, key=lambda s: s.urgency(now), reverse=True):
+            level = levels[s] = min(level, level_of(s))
+
+    def key(s: Sequence) -> tuple[Any, ...]:
+        level = levels[s] if s in levels else level_of(s)
+        return level, s.tenant.served, s.tenant.admitted_at, s.tenant.name, *s.urgency(now)
+
+    return key
 
 
 def seats(running: Iterable[Sequence]) -> Counter[str]:
@@ -106,11 +132,3 @@ def yielding(waiting: Sequence, running: Collection[Sequence]) -> Iterator[Seque
         left.remove(victim)
         taken[victim.tenant.name] -= 1
         yield victim
-
-
-def charge(rows: Iterable[tuple[Sequence, int]], now: float) -> None:
-    """Count the rows of a tick for the tenants of its sequences."""
-    for sequence, n_rows in rows:
-        tenant = sequence.tenant
-        tenant.served += n_rows / tenant.weight
-        tenant.last_turn_at = now

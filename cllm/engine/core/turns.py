@@ -19,7 +19,7 @@ The rows of prompts in a tick are limited by
 | what is best computed together | `separates_prompts`, and a prompt is ready |
 | a row for each decoding sequence is left free | a tick of prompts alone |
 
-`scheduler.plan` then shares the rows.  Pure: no clock, no llama.cpp.
+`scheduler.plan` then shares the rows, which count for their tenants.  No clock, no llama.cpp.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from cllm.engine.core.decoder import Decoder
 from cllm.engine.core.kv_cache import KVCache
 from cllm.engine.core.scheduler import ATTENTION_TILE, Chunk, most_urgent, seq_id_of
 from cllm.engine.core.sequence import Sequence
-from cllm.engine.core.tenants import charge
+from cllm.engine.core.tenants import Tenants
 from cllm.engine.lora import LoraSet
 
 
@@ -53,12 +53,15 @@ class Turns:
     ----------
     n : int
         Plans so far: the number of this tick.
+    tenants : Tenants
+        The tenants that have requests.
     """
 
     def __init__(
         self, kv_cache: KVCache, decoder: Decoder, config: EngineConfig, cost: DecodeCost
     ) -> None:
         self.n = 0
+        self.tenants = Tenants(dict(config.tenant_weights or ()))
         self._kv_cache = kv_cache
         self._decoder = decoder
         self._cost = cost
@@ -108,7 +111,7 @@ class Turns:
             n_outputs_max=self._decoder.n_outputs_max,
             now=now,
         )
-        charge(((chunk.sequence, chunk.n_rows) for chunk in chunks), now)
+        self.tenants.charge((chunk.sequence, chunk.n_rows) for chunk in chunks)
         return chunks
 
     def next_tick_s(self, running: Iterable[Sequence], *, has_loras: bool) -> float:

@@ -9,16 +9,16 @@ from typing import Any, Generic, Protocol, Self, TypeVar, Unpack
 
 from cllm.engine.loop.generate_all import run_all
 from cllm.engine.loop.request_call import (
+    BatchOptions,
     ChatOptions,
     Prompt,
     PromptOptions,
     RequestCall,
-    RequestOptions,
     chat_prompt_of,
 )
 from cllm.engine.output import Completion
 from cllm.engine.sampling_params import SamplingOptions, SamplingParams
-from cllm.errors import QueueFullError
+from cllm.errors import InvalidRequestError, QueueFullError
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -129,7 +129,7 @@ class Generates(ABC, Generic[StreamT]):
         *,
         return_exceptions: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[BatchOptions],
     ) -> list[Completion]:
         """Return the outputs of many requests, in the order of their prompts.
 
@@ -144,7 +144,15 @@ class Generates(ABC, Generic[StreamT]):
             Called with `(n_done, n_total)`.
         **options
             As for `stream`, but for `request_id`, `generated` and `parse_special`.
+
+        Raises
+        ------
+        InvalidRequestError
+            Names what is wrong with the options, or with a prompt.
         """
+        for name in ("request_id", "generated", "parse_special"):
+            if name in options:
+                raise InvalidRequestError(name, options.get(name), "left out of several requests")
 
         async def run(prompt: Prompt) -> Completion:
             return await self.generate(prompt, params, **options)

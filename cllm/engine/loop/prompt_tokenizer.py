@@ -72,6 +72,7 @@ class PromptTokenizer:
     async def tokens(
         self, prompt: str | tuple[int, ...], *, parse_special: bool = False
     ) -> tuple[int, ...]:
+        """Return the tokens of a raw prompt."""
         if not isinstance(prompt, str):
             return prompt
         check_length(prompt, self._model().n_ctx)
@@ -132,7 +133,7 @@ class PromptTokenizer:
         return tell() if is_short else await self.worker.run(tell)
 
     def warn_of_length(self, n_tokens: int) -> None:
-        """Once: a prompt longer than any that the model was trained on."""
+        """Warn once of a prompt that is longer than any that the model was trained on."""
         model = self._model()
         if n_tokens > model.n_ctx_train and not self._has_warned:
             self._has_warned = True
@@ -176,6 +177,7 @@ class PromptTokenizer:
 
     # --- Chats -------------------------------------------------------------------------------
     async def chat_tokens(self, prompt: ChatPrompt) -> tuple[tuple[int, ...], AnswerFormat | None]:
+        """Return the tokens of a chat, and how an answer to it is read."""
         chat = self._chat
         rendered = await self.worker.run(lambda: chat.render(prompt))
         return await self._piece_tokens(rendered.pieces), rendered.answer
@@ -202,7 +204,7 @@ class PromptTokenizer:
 
     @property
     def _chat(self) -> ChatTokenizer:
-        """Made when the first chat comes."""
+        """What renders chats, made when the first comes."""
         if self._chats is None:
             model, vocabulary = self._model(), self.vocabulary()
             self._chats = ChatTokenizer(vocabulary, model.chat_template, model.tool_chat_template)

@@ -17,6 +17,7 @@ from cllm.checks import (
     check_bool,
     check_float,
     check_int,
+    check_tenant,
     encode_text,
 )
 from cllm.engine.chat.chat_prompt import ChatPrompt
@@ -97,9 +98,7 @@ class RequestCall:
         token_ids_of("generated", self.generated)
         token_ids_of("excluded", self.excluded)
         check_bool("parse_special", self.parse_special, error)
-        if not isinstance(self.tenant, str) or len(self.tenant) > 256:
-            raise error("tenant", self.tenant, "a string of at most 256 characters")
-        encode_text("tenant", self.tenant, error)
+        check_tenant("tenant", self.tenant, error)
 
     @classmethod
     def of(
@@ -171,15 +170,20 @@ class ChatPromptOptions(TypedDict, total=False):
     chat_template_kwargs: Mapping[str, Any] | None
 
 
-class RequestOptions(SamplingOptions, total=False):
-    """Keyword arguments of every request: how it is queued, and sampling fields; see `Engine.stream`."""
+class BatchOptions(SamplingOptions, total=False):
+    """Keyword arguments of several requests: how they are queued, and sampling fields."""
 
     priority: int
     timeout: float | None
-    request_id: str | None
-    generated: Sequence[int]
     lora: Mapping[str, float] | None
     tenant: str
+
+
+class RequestOptions(BatchOptions, total=False):
+    """Keyword arguments of every request; see `Engine.stream`."""
+
+    request_id: str | None
+    generated: Sequence[int]
 
 
 class PromptOptions(RequestOptions, total=False):

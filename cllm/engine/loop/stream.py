@@ -61,7 +61,8 @@ class TokenStream:
         self.request_id = call.request_id
         self._call = call
         # An engine may get another model before the request is submitted.
-        self._find_source, self._continues = find_source, continues
+        self._find_source: FindSource | None = find_source
+        self._continues = continues
         self._source: InputProcessor | None = None
         self._is_submitting = False
         self._channel: Channel | None = None
@@ -396,13 +397,15 @@ class TokenStream:
             if self._is_submitting:
                 raise anyio.BusyResourceError("submitting")
             self._is_submitting = True
+            assert self._find_source is not None
             try:
                 source = self._find_source()
                 continuation = None if self._continues is None else self._continues(source.model)
                 channel = await source.open(self._call, continuation)
             finally:
                 self._is_submitting = False  # if nothing was submitted, it may be tried again
-            self._source = source
+            # A stream keeps what goes on with it, and not the engine.
+            self._source, self._find_source, self._continues = source, None, None
             self._adopt(channel)
         return self._present
 

@@ -313,7 +313,9 @@ def test_who_is_suspended_while_it_waits_takes_nothing_of_others_along() -> None
     waiting = sim.submit(head + b"w" * 95, max_tokens=4)
     sim.tick()
     (sequence,) = sim.core.queue.waiting
-    assert sequence.placement.restores is not None
+    placement = sequence.placement
+    assert placement.n_shareable == 100, "there is what it could go on from"
+    assert (placement.restores, placement.swapped) == (None, None), "and it holds nothing of it"
     sim.core.queue.cancel(waiting, saves_state=True)
     sim.hear()
     ended = sim.finished[waiting]

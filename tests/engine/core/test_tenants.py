@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -91,18 +92,26 @@ def test_one_tenant_is_served_like_none(tenant: str) -> None:
 
 
 @pytest.mark.parametrize(("weights", "ratio"), [({}, 1.0), ({"a": 3.0}, 3.0), ({"b": 2.0}, 0.5)])
-def test_two_floods_have_rows_by_their_weights(weights: dict[str, float], ratio: float) -> None:
+def test_two_floods_have_rows_by_their_weights(
+    weights: dict[str, float], ratio: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sim = Simulator(
         n_ctx=4096, n_seq_max=12, n_batch=64, answer=endless, tenant_weights=weights, latency_s=0.01
     )
     for n in range(400):
         sim.submit(f"{n} of a request".encode() * 3, max_tokens=20, tenant="ab"[n % 2])
     rows: Counter[str] = Counter()
-    for _ in range(100):
-        sim.tick()
-        for sequence in sim.core.queue.running:
-            rows[sequence.request.tenant] += 1
-    assert rows["a"] / rows["b"] == pytest.approx(ratio, rel=0.2)
+    charge = sim.core.turns.tenants.charge
+
+    def count(charged: Iterable[tuple[Sequence, int]]) -> None:
+        several = list(charged)
+        for sequence, n_rows in several:
+            rows[sequence.tenant.name] += n_rows
+        charge(several)
+
+    monkeypatch.setattr(sim.core.turns.tenants, "charge", count)
+    sim.tick(150)
+    assert rows["a"] / rows["b"] == pytest.approx(ratio, rel=0.15)
 
 
 def test_a_level_of_priority_goes_before_shares_and_the_other_tenant_still_has_turns() -> None:
@@ -110,6 +119,56 @@ def test_a_level_of_priority_goes_before_shares_and_the_other_tenant_still_has_t
     n_ticks = n_ticks_to_first_token(sim, tenant="b", priority=1)
     assert sim.now > AGEING_S, "it waited for a level"
     assert n_ticks < 400
+
+
+def test_a_request_of_a_tenant_that_streams_rises_too_while_others_are_more_urgent() -> None:
+    sim = Simulator(n_ctx=2048, n_seq_max=4, n_batch=64, answer=endless, latency_s=0.1)
+    stream = sim.submit(b"a stream of a", max_tokens=1500, tenant="a")
+    sim.tick(3)
+    for n in range(400):
+        sim.submit(f"request {n} of b".encode(), max_tokens=4, tenant="b", priority=-1)
+    waits = sim.submit(b"the next one of a", max_tokens=2, tenant="a")
+    while not sim.tokens[waits]:
+        sim.tick()
+        assert sim.now < 4 * AGEING_S
+    assert stream not in sim.finished
+
+
+def test_an_old_request_of_little_priority_holds_up_no_other_of_its_tenant() -> None:
+    sim = flooded(100, latency_s=0.1)
+    sim.submit(b"in the background", max_tokens=400, tenant="b", priority=3)
+    for _ in range(int(5 * AGEING_S / 0.1)):
+        sim.tick()
+    assert n_ticks_to_first_token(sim, tenant="b") <= 2
+
+
+def test_a_tenant_with_little_to_do_saves_nothing_up() -> None:
+    sim = Simulator(n_ctx=8192, n_seq_max=4, n_batch=64, answer=endless, latency_s=0.001)
+    sim.submit(b"a long stream of a", max_tokens=5000, tenant="a")
+    for n in range(1500):
+        sim.submit(f"{n} of b".encode(), max_tokens=20, tenant="b")
+    sim.tick(1000)
+    for n in range(300):
+        sim.submit(f"{n} of a".encode(), max_tokens=20, tenant="a")
+    rows: Counter[str] = Counter()
+    for _ in range(400):
+        sim.tick()
+        rows.update(s.request.tenant for s in sim.core.queue.running)
+    assert rows["b"] > rows["a"] / 2
+
+
+def test_the_oldest_of_all_is_never_preempted_for_room() -> None:
+    sim = Simulator(
+        n_ctx=120, n_seq_max=3, n_batch=16, answer=endless, prefix_cache_bytes=0,
+        prefix_cache=False, tenant_weights={"a": 2.0},
+    )  # fmt: skip
+    oldest = sim.submit(b"the oldest, of b", max_tokens=60, tenant="b")
+    for n in range(10):
+        sim.submit(f"{n} of a".encode(), max_tokens=60, tenant="a")
+    sim.run(at_most=5000)
+    assert sim.finished[oldest].completion.timings.n_preemptions == 0
+    assert sim.core.statistics().n_preemptions > 0
+    sim.check_outcomes()
 
 
 @given(
