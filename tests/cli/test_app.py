@@ -133,7 +133,7 @@ def test_weights_of_tenants_have_names() -> None:
     assert config.tenant_weights == (("a", 2.0), ("b=x", 0.5))
     assert hash(config) == hash(EngineFlags(tenant_weights=["a=2", "b=x=0.5"]).config())
     for text in ("3", "a=much", "a=0"):
-        with pytest.raises(typer.BadParameter, match="tenant_weights|NAME=WEIGHT"):
+        with pytest.raises(typer.BadParameter, match=r"tenant_weights|NAME=WEIGHT"):
             EngineFlags(tenant_weights=[text]).config()
 
 

@@ -38,13 +38,10 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 }
 # Each kind of state that a sampler has; `make test-full` takes the others too.
 FEW = (
-    "greedy penalties",
     "dry",
-    "xtc",
     "mirostat 2",
     "adaptive",
     "stop strings",
     "schema",
-    "grammar",
 )
 FEW_IN_FAST = few_in_fast(SAMPLINGS, FEW.__contains__)

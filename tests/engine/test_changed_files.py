@@ -15,7 +15,7 @@ import pytest
 from cllm import Engine, EngineFailedError, InvalidRequestError, ModelChangedError, ModelLoadError
 from cllm.engine.config import EMBEDDED_MODEL
 from cllm.engine.file_content import MappedFiles, check_content, content_of
-from tests.conftest import QUIET
+from tests.conftest import QUIET, some_in_fast
 from tests.file_changes import (
     CHANGES,
     FILE_KINDS,
@@ -165,7 +165,7 @@ async def test_an_adapter_that_was_loaded_later_is_held_to_what_it_was(model: Pa
 # --- Without a crash ----------------------------------------------------------------------------
 @pytest.mark.anyio
 @pytest.mark.parametrize("process", [False, True])
-@pytest.mark.parametrize("write", [overwrite, overwrite_unseen])
+@pytest.mark.parametrize("write", some_in_fast([overwrite_unseen, overwrite]))
 async def test_weights_that_are_written_to_compute_no_token(
     model: Path, process: bool, write: Change
 ) -> None:

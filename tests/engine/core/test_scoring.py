@@ -308,7 +308,9 @@ def test_only_the_request_whose_rows_fail_alone_ends_with_an_error(
     check_all(sim)
 
 
-@pytest.mark.parametrize("method", ["seq_rm", "seq_cp", "state_seq_get_data", "state_seq_set_data"])
+@pytest.mark.parametrize(
+    "method", some_in_fast(["seq_rm", "seq_cp", "state_seq_get_data", "state_seq_set_data"], 2)
+)
 @pytest.mark.parametrize("fault", [False, RuntimeError("scripted")], ids=str)
 def test_a_cache_call_that_fails_costs_no_score(method: str, fault: bool | Exception) -> None:
     sim = mixed()

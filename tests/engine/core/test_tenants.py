@@ -14,6 +14,7 @@ from cllm.engine.core.sequence import AGEING_S, Sequence
 from cllm.engine.core.tenants import N_REMEMBERED, Tenants, by_turn, yielding
 from cllm.engine.request import GenerationRequest
 from cllm.engine.sampling_params import SamplingParams
+from tests.conftest import some_in_fast
 from tests.simulation.reference import endless
 from tests.simulation.simulator import Simulator
 
@@ -28,10 +29,10 @@ def sequence_of(n_tokens: int, *, tenant: str, priority: int = 0) -> Sequence:
 
 LAYOUTS = pytest.mark.parametrize(
     "options",
-    [
-        {}, {"n_ctx": 160}, {"kv_unified": False, "n_ctx": 1024}, {"has_pos_min": False},
-        {"prefix_cache": False}, {"prefix_cache_bytes": 0, "n_ctx": 160}, {"separates_prompts": True},
-    ],
+    some_in_fast([
+        {}, {"n_ctx": 160}, {"kv_unified": False, "n_ctx": 1024}, {"separates_prompts": True},
+        {"prefix_cache": False}, {"prefix_cache_bytes": 0, "n_ctx": 160}, {"has_pos_min": False},
+    ]),
     ids=str,
 )  # fmt: skip
 
