@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -90,6 +91,12 @@ def pytest_configure(config: pytest.Config) -> None:
         defaults = EngineConfig.__init__.__kwdefaults__
         assert defaults is not None
         defaults["process"] = True
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Look for no garbage among what was collected: that took 7 % of the processors' time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

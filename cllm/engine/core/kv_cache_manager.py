@@ -124,9 +124,13 @@ class KVCacheManager:
         return self.saved.find(sequence, n_shared, min(n_most, kv_cache.n_ctx_seq))
 
     # --- In ----------------------------------------------------------------------------------
+    def has_seat(self, running: list[Sequence]) -> bool:
+        """Return whether fewer sequences run than may."""
+        return len(running) < self._n_seq_max
+
     def allocate(self, sequence: Sequence, running: list[Sequence], now: float) -> bool:
         """Let a waiting sequence run, with what it can share; False if there is no room for it."""
-        if len(running) >= self._n_seq_max:
+        if not self.has_seat(running):
             return False
         match = self.cells.match(sequence, running)
         n_parted = match.n_parted
@@ -151,7 +155,7 @@ class KVCacheManager:
         self, sequence: Sequence, active: list[Sequence], paused: list[Sequence]
     ) -> bool:
         """Return whether there would be room for a sequence if the paused ones were preempted."""
-        if len(active) >= self._n_seq_max:
+        if not self.has_seat(active):
             return False
         slots = [s.placement.slot for s in paused]
         n_freed = self._kv_cache.n_freed_by([slot for slot in slots if slot is not None])

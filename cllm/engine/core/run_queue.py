@@ -141,10 +141,19 @@ class RunQueue:
 
     def admit(self, now: float) -> None:
         """Let the most urgent of those that wait run, as long as there is room."""
-        while (first := scheduler.next_admitted(self.waiting, now)) is not None:
+        while self._has_seat and (first := scheduler.next_admitted(self.waiting, now)) is not None:
             if not self._start(first, now):
                 break
         self._manager.place_followers(self.running, now)
+
+    @property
+    def _has_seat(self) -> bool:
+        """True if a seq_id is free, or a running sequence may have to give up its own."""
+        return (
+            self._manager.has_seat(self.running)
+            or self._tenants.are_several
+            or any(s.is_paused for s in self.running)
+        )
 
     def _start(self, first: Sequence, now: float) -> bool:
         """Let a waiting sequence run, and preempt what is in its way; False if there is no room."""

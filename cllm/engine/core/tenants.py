@@ -38,6 +38,11 @@ class Tenants:
         self._weights = dict(weights or {})
         self._all: dict[str, Tenant] = {}
 
+    @property
+    def are_several(self) -> bool:
+        """True if more than one tenant is known."""
+        return len(self._all) > 1
+
     def enter(self, name: str) -> Tenant:
         """Count a new request; return its tenant."""
         tenant = self._all.pop(name, None)
@@ -62,7 +67,7 @@ class Tenants:
 
     def charge(self, rows: Iterable[tuple[Sequence, int]]) -> None:
         """Count the rows of a tick, as it is planned, for the tenants of its sequences."""
-        if len(self._all) < 2:
+        if not self.are_several:
             return
         n_in_all = 0
         for sequence, n_rows in rows:
