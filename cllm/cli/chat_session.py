@@ -121,7 +121,7 @@ class Chat:
         return True
 
     async def _print(self, stream: TokenStream) -> Completion:
-        """Write an answer as it comes: thoughts to standard error, where somebody sees them."""
+        """Write an answer as it comes, and its thoughts to standard error if that is a terminal."""
         text, shows_thoughts = "", is_terminal(sys.stderr)
         try:
             async for delta in stream:

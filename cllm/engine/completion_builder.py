@@ -18,7 +18,7 @@ from cllm.engine.output import (
 
 @dataclass(eq=False, slots=True)
 class CompletionBuilder:
-    """What there is of an output.
+    """The deltas of one output, joined as they come.
 
     Attributes
     ----------

@@ -81,7 +81,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """What one tick added to an output.
+    """Tokens and text that one tick added to an output.
 
     Attributes
     ----------

@@ -10,8 +10,8 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -20,6 +20,9 @@ import anyio.to_thread
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+
+from cllm import Engine
+from cllm.server import create_app
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
@@ -256,6 +259,14 @@ def hasty(path: Path, **settings: Any) -> Iterator[Server]:
 def anyio_backend() -> str:
     """The clients run on one loop; the server has its own."""
     return "asyncio"
+
+
+@asynccontextmanager
+async def client_of(engine: Engine) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the app of an engine, in this process."""
+    transport = httpx.ASGITransport(create_app(engine))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        yield client
 
 
 @pytest.fixture(scope="session")

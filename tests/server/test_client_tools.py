@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from cllm.server import create_app
 from cllm.testing import FakeAnswer, FakeEngine
 from tests.conftest import some_in_fast
+from tests.server.conftest import client_of
 
 ASK = {"role": "user", "content": "Go."}
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -46,10 +46,8 @@ async def serving(
             prompts.append(prompt)
         return answer
 
-    async with FakeEngine(answering, n_ctx=16384) as engine:
-        transport = httpx.ASGITransport(create_app(engine))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-            yield http
+    async with FakeEngine(answering, n_ctx=16384) as engine, client_of(engine) as http:
+        yield http
 
 
 def calling(name: str, **arguments: Any) -> FakeAnswer:

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from cllm.server import create_app
 from cllm.server.logs import ConsoleFormatter
 from cllm.testing import FakeEngine
+from tests.server.conftest import client_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
@@ -78,10 +78,8 @@ def with_words(value: Any, words: str) -> Iterator[Any]:
 
 @pytest.fixture
 async def http(anyio_backend: str) -> AsyncIterator[httpx.AsyncClient]:
-    async with FakeEngine(lambda _: "Yes.") as engine:
-        transport = httpx.ASGITransport(create_app(engine))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            yield client
+    async with FakeEngine(lambda _: "Yes.") as engine, client_of(engine) as client:
+        yield client
 
 
 @pytest.mark.parametrize("route", BODIES)

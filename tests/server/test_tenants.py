@@ -13,9 +13,8 @@ from cllm import Engine
 from cllm.client import AsyncClient
 from cllm.engine.loop.request_call import RequestCall
 from cllm.engine.loop.stream import TokenStream
-from cllm.server import create_app
 from cllm.testing import FakeEngine
-from tests.server.conftest import Server
+from tests.server.conftest import Server, client_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
@@ -46,10 +45,8 @@ def tenants(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 async def http() -> AsyncIterator[httpx.AsyncClient]:
-    async with FakeEngine(lambda prompt: "2") as engine:
-        transport = httpx.ASGITransport(create_app(engine))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            yield client
+    async with FakeEngine(lambda prompt: "2") as engine, client_of(engine) as client:
+        yield client
 
 
 @pytest.mark.parametrize("path", ROUTES)

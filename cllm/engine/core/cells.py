@@ -31,7 +31,7 @@ MIN_TAKEN_SHARE = 1 / 2
 
 
 class Cells:
-    """What seq_ids hold.
+    """Cells of the seq_ids of one context.
 
     Parameters
     ----------

@@ -15,7 +15,7 @@ LeaderT = TypeVar("LeaderT")
 
 @dataclass(eq=False, slots=True)
 class Placement(Generic[LeaderT]):
-    """What a sequence holds, waits for and can go on from.
+    """Place of a sequence in the KV cache, and the states that it can go on from.
 
     Attributes
     ----------

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from cllm.engine.core.sequence import Sequence
-from cllm.engine.core.tenants import by_turn, seats
+from cllm.engine.core.tenants import by_turn, seats, share_without
 
 # llama.cpp's attention on a CPU computes so many rows together, and what is left over one by one:
 # 2,000 tokens beside 4 streams took 15.0 s in batches of 64, and 18.6 s in batches of 68.
@@ -195,8 +195,7 @@ def choose_preempted(running: Iterable[Sequence]) -> Sequence:
     taken = seats(several)
 
     def key(s: Sequence) -> tuple[bool, int, float, int]:
-        share = (taken[s.tenant.name] - 1) / s.tenant.weight
-        return s.is_paused, s.request.priority, share, s.request.serial
+        return s.is_paused, s.request.priority, share_without(s, taken), s.request.serial
 
     return max(several, key=key)
 

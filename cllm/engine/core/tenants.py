@@ -35,7 +35,7 @@ class Tenants:
     """
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
-        self._weights = dict(weights or {})
+        self._weights = weights or {}
         self._all: dict[str, Tenant] = {}
 
     @property
@@ -116,6 +116,11 @@ def seats(running: Iterable[Sequence]) -> Counter[str]:
     return Counter(s.tenant.name for s in running)
 
 
+def share_without(s: Sequence, taken: Mapping[str, int]) -> float:
+    """Return the sequences that its tenant would still have without this one, divided by its weight."""
+    return (taken[s.tenant.name] - 1) / s.tenant.weight
+
+
 def yielding(waiting: Sequence, running: Collection[Sequence]) -> Iterator[Sequence]:
     """Yield running sequences that may be preempted for one of a tenant with fewer, one after another.
 
@@ -127,12 +132,12 @@ def yielding(waiting: Sequence, running: Collection[Sequence]) -> Iterator[Seque
     others = [s for s in running if s.tenant.name != own.name]
     left = [s for s in others if s.request.priority >= waiting.request.priority]
 
-    def share_without(s: Sequence) -> float:
-        return (taken[s.tenant.name] - 1) / s.tenant.weight
+    def key(s: Sequence) -> tuple[float, int, int]:
+        return share_without(s, taken), s.request.priority, s.request.serial
 
     while left:
-        victim = max(left, key=lambda s: (share_without(s), s.request.priority, s.request.serial))
-        if share_without(victim) < n_own:
+        victim = max(left, key=key)
+        if share_without(victim, taken) < n_own:
             return
         left.remove(victim)
         taken[victim.tenant.name] -= 1

@@ -204,7 +204,7 @@ class PromptTokenizer:
 
     @property
     def _chat(self) -> ChatTokenizer:
-        """What renders chats, made when the first comes."""
+        """Renderer of chats; the first chat makes it."""
         if self._chats is None:
             model, vocabulary = self._model(), self.vocabulary()
             self._chats = ChatTokenizer(vocabulary, model.chat_template, model.tool_chat_template)

@@ -386,7 +386,7 @@ class TokenStream:
 
     @property
     def _opener(self) -> InputProcessor:
-        """What has opened the channel, and can go on with it."""
+        """Input processor that has opened the channel."""
         if self._source is None:
             raise ClosedError("the stream has not been entered")
         return self._source
