@@ -13,10 +13,15 @@ from cllm.errors import InvalidArgumentError
 # Ring buffers of this length are allocated at once; more than a context can hold is useless.
 MAX_LAST_N = 1 << 20
 MAX_BREAKERS = 64
+MAX_LOGPROBS = 256
 MAX_BIAS = 1e4
 MIN_TEMPERATURE = 1e-3  # below, but for 0, the largest probability is not finite
 
 INTEGER_RANGES = {
+    "max_tokens": (1, INT32_MAX),
+    "min_tokens": (0, INT32_MAX),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
     "top_k": (-1, INT32_MAX),
     "repeat_last_n": (-1, MAX_LAST_N),
     "dry_allowed_length": (0, MAX_LAST_N),

@@ -22,7 +22,7 @@ MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "_native" not in p.parts)
 
 # The order of `cllm.engine`: a module imports from earlier lines, and from its own package.
 VALUES = (
-    "checks errors hub log_once memory processors removed sampling_limits engine.cache_directory engine.child_process engine.completion_builder engine.config engine.constraint engine.embedding engine.file_content engine.health engine.json_schema engine.lora engine.output engine.plain_values engine.request engine.rpc_address"
+    "checks errors hub log_once memory processors removed sampling_limits settings engine.cache_directory engine.child_process engine.completion_builder engine.config engine.constraint engine.embedding engine.file_content engine.health engine.json_schema engine.lora engine.output engine.plain_values engine.request engine.rpc_address"
     " engine.sampling_params engine.state_file engine.vocabulary"
 )
 LAYERS = [
@@ -54,6 +54,7 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
         "cllm.bindings",
         ("cllm.bindings", "cllm.checks", "cllm.errors", "cllm.memory", "cllm.sampling_limits"),
     ),
+    ("cllm.settings", ("cllm.checks", "cllm.errors")),
     (
         "cllm.testing.fake_server",
         ("cllm", "cllm.testing", "cllm.engine", "cllm.errors", "cllm.server"),
@@ -65,6 +66,10 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
     (
         "cllm.server.fields",
         ("cllm", "cllm.server", "cllm.engine.sampling_params", "cllm.sampling_limits"),
+    ),
+    (
+        "cllm.server.config",
+        ("cllm.checks", "cllm.sampling_limits", "cllm.settings"),
     ),
     ("cllm.server", ("cllm", "cllm.server", "cllm.errors", "cllm.log_once", "cllm.removed")),
     (
@@ -99,11 +104,22 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
     ("cllm.doctor", ("cllm.doctor", "cllm.bindings", "cllm.checks", "cllm.errors", "cllm.memory")),
     ("cllm.cli.bench_report", ("cllm", "cllm.cli", "cllm.processors")),
     ("cllm.cli.app", ("cllm", "cllm.cli", "cllm.doctor", "cllm.removed")),
-    ("cllm.cli.config_file", ("cllm", "cllm.cli", "cllm.removed")),
+    ("cllm.cli.option_sources", ("cllm", "cllm.cli", "cllm.removed")),
     ("cllm.cli.doctor", ("cllm", "cllm.cli", "cllm.doctor")),
     ("cllm.cli.info", ("cllm", "cllm.cli", "cllm.doctor")),
     ("cllm.cli.tokenize", ("cllm", "cllm.cli", "cllm.doctor")),
-    ("cllm.cli.options", ("cllm", "cllm.cli", "cllm.hub")),
+    (
+        "cllm.cli.options",
+        (
+            "cllm",
+            "cllm.cli",
+            "cllm.engine.config",
+            "cllm.errors",
+            "cllm.hub",
+            "cllm.server.config",
+            "cllm.settings",
+        ),
+    ),
     ("cllm.cli.pull", ("cllm", "cllm.cli", "cllm.hub")),
     # The interpreter of the engine's process begins before the server is imported.
     (

@@ -23,7 +23,7 @@ ENGINE = """
     anyio.run(main)
 """
 CASES = {
-    "server": ("fastapi", "import cllm.server"),
+    "server": ("fastapi", "from cllm.server import create_app"),
     "client": ("httpx", "import cllm.client"),
     "langchain": ("langchain_core", "import cllm.integrations.langchain"),
     "llama-index": ("llama_index", "import cllm.integrations.llama_index"),

@@ -9,7 +9,7 @@ import typer
 
 from cllm import Engine, EngineConfig
 from cllm.cli import app
-from cllm.cli.config_file import _options_of
+from cllm.cli.option_sources import _of_file
 from cllm.removed import REPLACEMENTS, replacement
 
 OPTIONS = [
@@ -39,7 +39,7 @@ def test_a_removed_option_in_a_file_names_its_replacement(
     path.write_text(f"{option.removeprefix('--')} = 5\n")
     command = typer.main.get_command(app.command_line("serve"))
     with pytest.raises(typer.BadParameter, match=instead):
-        _options_of(typer.Context(command), path)
+        _of_file(typer.Context(command), {}, path)
 
 
 def test_a_removed_setting_of_an_engine_names_its_replacement() -> None:

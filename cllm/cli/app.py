@@ -38,6 +38,7 @@ def command_line(asked: str | None = None) -> typer.Typer:
         help="One llama.cpp model as a first-class citizen of an asyncio program.",
         invoke_without_command=True,
         pretty_exceptions_enable=False,
+        rich_markup_mode=None,
     )
     app.callback()(_options)
     for name in [asked] if asked in MODULES else MODULES:

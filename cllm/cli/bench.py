@@ -201,7 +201,7 @@ def _checked_plot(path: Path | None) -> Path | None:
     return path
 
 
-@with_flags
+@with_flags(n_seq_max=None, max_queue=MAX_CONCURRENCY, prefix_cache=False)
 def bench(
     engine: EngineFlags,
     concurrency: Annotated[
@@ -225,7 +225,5 @@ def bench(
     config = engine.config(
         n_ctx=workload.n_cells,
         n_seq_max=max(workload.concurrencies),
-        max_queue=MAX_CONCURRENCY,
-        prefix_cache=False,
     )
     return run(_bench, config, workload, as_json, _checked_plot(plot))

@@ -132,7 +132,7 @@ async def _chat(
     return 1 if is_script and chat.has_failed else 0
 
 
-@with_flags
+@with_flags(n_seq_max=1)
 def chat(
     engine: EngineFlags,
     sampling: SamplingFlags,
@@ -151,5 +151,5 @@ def chat(
     told = None if system is None else text_or_file(system, "--system")
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
-    config = engine.config(n_seq_max=1)
+    config = engine.config()
     return run(_chat, config, sampling.params(), told, functions, reasoning_effort)

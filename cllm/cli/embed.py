@@ -132,7 +132,7 @@ async def _parts(given: Iterable[str]) -> AsyncIterator[list[str]]:
         yield part
 
 
-@with_flags
+@with_flags()
 def embed(
     texts: Annotated[
         list[str],

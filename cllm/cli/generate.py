@@ -254,7 +254,7 @@ async def _generate(
     return 0 if is_right else 1
 
 
-@with_flags
+@with_flags()
 def generate(
     prompts: Annotated[
         list[str],

@@ -12,17 +12,29 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypedDict
 
-from cllm.checks import MAX_THREADS, check_bool, check_float, check_int, check_tenant
+from cllm.checks import MAX_THREADS, ErrorType, check_float, check_int, check_tenant
 from cllm.engine.lora import MAX_SCALE, LoraInfo, check_lora_name
 from cllm.engine.rpc_address import N_SERVERS_MAX, rpc_address
 from cllm.errors import InvalidArgumentError
 from cllm.processors import usable_processors
 from cllm.removed import replacement
+from cllm.settings import (
+    Affects,
+    boolean,
+    boolean_or,
+    check_settings,
+    file_path,
+    integer,
+    number,
+    one_of,
+    or_word,
+    setting,
+    settings_of,
+)
 
 N_SEQ_IDS = 256  # LLAMA_MAX_SEQ: all that libllama has
 AUTO: Final = "auto"
 NGRAM: Final = "ngram"
-POOLINGS = ("mean", "cls", "last", "rank")
 N_CTX = 4096
 N_TEXTS_MAX = 64  # that become vectors in one batch
 N_CACHED_IDS = 16  # of the prefix cache, at the most
@@ -30,10 +42,59 @@ STATES_BYTES = 512 << 20  # of the states of recurrent models that are kept for 
 
 UNSEEN: Final = "unseen"
 PLAIN_TYPES = ("f32", "f16", "bf16")  # of the KV cache, not quantized
+BATCHES = Affects.BATCHES
+ANSWERS = Affects.ANSWERS | Affects.STATE
 EMBEDDED_MODEL = Path(__file__).parent.parent / "models" / "cllm-tiny.gguf"
 
 
 LoraSetting = tuple[str | Path, float] | tuple[str, str | Path, float]
+
+
+def is_jinja(template: object) -> bool:
+    """Return whether this is a template, and not the name of a file."""
+    return isinstance(template, str) and ("{{" in template or "{%" in template)
+
+
+def _template(name: str, given: object, error: ErrorType) -> object:
+    return given if is_jinja(given) else file_path(name, given, error)
+
+
+def _weights(name: str, given: object, error: ErrorType) -> tuple[tuple[str, float], ...] | None:
+    """Return a checked copy that can be hashed: pairs of a name and a weight."""
+    try:
+        pairs = tuple(dict(given).items())  # type: ignore[call-overload]
+    except (TypeError, ValueError):
+        raise error(name, given, "a mapping of names to weights") from None
+    for tenant, weight in pairs:
+        check_tenant(name, tenant, error)
+        check_float(f"{name}[{tenant!r}]", weight, 0.001, 1000.0, error)
+    return pairs or None
+
+
+def _rpc_addresses(name: str, given: object, error: ErrorType) -> tuple[str, ...]:
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise error(name, given, "a sequence of HOST:PORT")
+    if len(given) > N_SERVERS_MAX:
+        raise error(name, given, f"at most {N_SERVERS_MAX} servers")
+    if len(set(map(rpc_address, given))) < len(given):
+        raise error(name, given, "each server once: it has one client at a time")
+    return tuple(given)
+
+
+def _adapters(name: str, given: object, error: ErrorType) -> tuple[LoraSetting, ...]:
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+        raise error(name, given, "a sequence of (path, scale)")
+    names: set[str] = set()
+    for lora in given:
+        if not isinstance(lora, list | tuple) or len(lora) not in (2, 3):
+            raise error(name, lora, "(path, scale) or (name, path, scale)")
+        *own, path, scale = lora
+        file_path(name, path, error)
+        check_float(f"scale of {path}", scale, -MAX_SCALE, MAX_SCALE, error)
+        if own and (check_lora_name(own[0], InvalidArgumentError) in names):
+            raise error(name, own[0], "a name that no other adapter has")
+        names.update(own)
+    return tuple(map(tuple, given))
 
 
 class EngineOptions(TypedDict, total=False):
@@ -91,112 +152,139 @@ class EngineOptions(TypedDict, total=False):
 class EngineConfig:
     """The settings of an engine.
 
+    The first sentence about a field is the help of its option, where a value of None is what happens
+    without the option.
+
     Parameters
     ----------
     model : str or Path, optional
-        A GGUF file, or its name (`hf:user/repo:quant`), which an engine replaces by the file when it is
-        entered; None is the embedded model.
-    n_ctx : int
-        KV cells in all, shared by the sequences; 0 takes the model's training length, "auto" that
-        where memory allows it, and at least 4096, the default.
+        A GGUF file, or hf:USER/REPO[:QUANT], which is downloaded once; by default the embedded model.
+        An engine replaces a name by the file when it is entered.
+    n_ctx : int or "auto"
+        KV cells in all, shared by the sequences; 0: as many as the model was trained for; auto: as
+        many of those as memory allows, at least 4096.  "auto" is the default of the command line.
     n_seq_max : int
-        Running sequences, 1 to 255; 256 without prefix cache.
-    n_batch, n_ubatch : int
-        Rows of a tick, and of a physical batch; `n_batch` at least `n_seq_max`.
-    n_threads, n_threads_batch : int, optional
-        Compute threads for one row and for many, at most; None: the physical cores this process may
-        use.  The engine uses fewer while other programs keep the processors busy, unless it is
-        `deterministic`.
+        Sequences that run at once, 1 to 255.  256 without prefix cache.
+    n_batch : int
+        Rows of a tick; at least `n_seq_max`.
+    n_ubatch : int
+        Rows of a physical batch.
+    n_threads : int, optional
+        Compute threads at most; by default the physical cores that this process may use, and one for
+        the embedded model.  The engine uses fewer while other programs keep the processors busy, unless
+        it is `deterministic`.
+    n_threads_batch : int, optional
+        Compute threads for batches of several rows at most; by default as many as for one row.
     n_gpu_layers : int
-        Layers on the GPU; -1 means all that fit.
+        Layers on the GPU; -1: all that fit.
     kv_unified : bool or "auto"
-        One KV buffer for all sequences; False gives each its own share of `n_ctx`, and no request
-        may be longer: what ran before does not change the answers of who runs alone, but for hits
-        of the prefix cache.  "auto": False if `deterministic`, or if `n_ctx` has room for
-        `n_seq_max` sequences, and one more for the prefix cache, as long as the model was trained
-        for; not with recurrent memory or scaled positions.
+        One KV buffer for all sequences, or an equal share of `n_ctx` for each; by default shares where
+        each is as long as the model was trained for.  With shares no request may be longer than one, and
+        what ran before does not change the answer of a request that runs alone, except for hits of the
+        prefix cache.  "auto" is False if `deterministic`, or if `n_ctx` has room for `n_seq_max` sequences
+        and one more for the prefix cache, each as long as the model was trained for; it is True with
+        recurrent memory and with scaled positions.
     flash_attn : bool, optional
-        None lets llama.cpp decide.
+        Flash attention; by default llama.cpp decides.
     deterministic : bool
-        Tokens and log probabilities of a request depend on the request alone, to the bit: not on
-        the others in its batch, on chunks, prefix cache, preemption or threads.  CPU only, and
-        slower (docs/determinism.md).  Loading a model ends with a test of it, and is refused where
-        that fails.
+        Give the same tokens for the same request, to the bit, with any other requests beside it.  Log
+        probabilities too, and independent of chunks, prefix cache, preemption and threads.  CPU only, and
+        slower (docs/determinism.md).  Loading a model ends with a test of it, and fails where the test does.
     speculation : "ngram", str or Path, optional
-        Guess tokens and compute the guesses with the token they follow, as many as are worth their
-        time: the answers stay what they were, and may come sooner.  "ngram": from the tokens of the
-        request itself.  A path: by a smaller model with the same vocabulary, a GGUF file.  What a
-        JSON schema or an expression forces is guessed with either.
-    type_k, type_v : str
-        Data type of the KV cache: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0 or iq4_nl.
-        With `deterministic`, f16 becomes bf16.
-    use_mmap, use_mlock, check_tensors : bool
-        Map the file, lock it in memory, look for NaN in the weights.
+        Guess tokens, and compute the guesses with the token they follow: "ngram", or the file of a smaller
+        model with the same vocabulary.  As many as are worth their time: the answers stay the same, and may
+        come sooner.  "ngram" guesses from the tokens of the request itself.  Tokens that a JSON schema or
+        an expression forces are guessed with either.
+    type_k : str
+        Data type of the keys: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0 or iq4_nl.  With
+        `deterministic`, f16 becomes bf16.
+    type_v : str
+        Data type of the values, as `type_k`.
+    use_mmap : bool
+        Map the file.
+    use_mlock : bool
+        Lock the model in memory.
     overcommit : bool
-        Load the model where it does not fit into the memory that is available, with a warning.
+        Load a model that does not fit into the available memory, with a warning.
+    check_tensors : bool
+        Look for NaN in the weights.
     max_queue : int
-        Requests that may wait for a seq_id; one more is a `QueueFullError`.
+        Requests that may wait for a sequence.  One more raises a `QueueFullError`; a server answers 429.
     prefix_cache : bool
-        Share the cells of shared prefixes of prompts: with running sequences, and with what
-        finished ones have left.
+        Share the cells of common prefixes of prompts.  With running sequences, and with what finished ones
+        have left.
     prefix_cache_tokens : int, optional
-        KV cells that finished sequences may leave occupied.  None: all that no request wants; they
-        are evicted, least recently used first, when one does.
+        KV cells for the prefixes of finished requests; by default all that no request needs.  The least
+        recently used prefix is evicted when a request needs its cells.
     prefix_cache_bytes : int, optional
-        Bytes of host memory for what has left the KV cells: states of preempted sequences and prefixes.
-        They come back from there where that is faster than computing them; prefixes leave to make room
-        for sequences.  None: a quarter of what is available at start, 8 GiB at most; 0: none.
+        Bytes of host memory for preempted requests, and for prefixes that have left the KV cells; by default
+        a quarter of what is free, 8 GiB at most.  They come back from there where that is faster than
+        computing them; prefixes leave to make room for sequences.  0: none.
     prefix_cache_dir : str or Path, optional
-        A directory where they are kept as files too, for engines that come later, or beside.  It holds
-        prompts and answers.  None: none.
+        A directory where prefixes are kept as files too, for other engines and later ones.  It holds
+        prompts and answers.
     prefix_cache_dir_bytes : int
-        Of all its files; those that were used longest ago go first.
+        Bytes of all files in that directory.  The least recently used file is deleted first.
     n_prefill_chunk : int, optional
-        Rows of a tick that a prompt may take while others wait for the tick to end; prompts of up
-        to twice as many tokens are not cut, and together take up to twice as many.  None: 128
-        where the CPU computes, `n_batch` where a GPU does.  Not used with `target_itl_ms`.
+        Rows of a prompt in a tick that other requests wait for; by default 128 on a CPU, and `n_batch` on
+        a GPU.  Prompts of up to twice as many tokens are not cut, and together take up to twice as many.
+        Not used with `target_itl_ms`.
     target_itl_ms : float, optional
-        Milliseconds between two tokens of a stream while a prompt comes in: its chunks are sized
-        so that the median is near this and hardly a gap 1.2 times as long.
+        Milliseconds between two tokens of a stream while a prompt is computed.  Chunks of prompts are sized
+        so that the median is near this, and few gaps are 1.2 times as long.
     tenant_weights : mapping of str to float, optional
-        Share of each named tenant of requests beside others of the same priority; 1 for all others.
+        Shares of tenants beside others of the same priority, NAME=WEIGHT; 1 for a tenant that is not named.
     stream_buffer : int
         Deltas held for a reader that does not read, before its sequence pauses.
     stall_timeout_s : float
-        Seconds in one tick after which `health()` says "stalled".
+        Seconds in one tick after which the health is "stalled".
     process : bool
-        Run llama.cpp in a process of its own: if that ends, a new one goes on with every request.
+        Run llama.cpp in a process of its own: if it ends, a new one continues all requests.
     hang_timeout_s : float, optional
-        With `process`: after so many seconds without a sign of life, or in one tick that computes
-        nothing, it is killed and started anew; with `rpc`, in any tick.  None: never.
+        Seconds without a sign of life after which that process is restarted.  The same holds for one tick
+        that computes nothing, and with `rpc` for any tick.  None: never.
     rpc : sequence of str
-        Experimental: `HOST:PORT` of llama.cpp's RPC servers, to whose memory layers go as to a GPU's.  With
-        `process` only, and in private networks (docs/cluster.md).
+        Experimental: HOST:PORT of llama.cpp's RPC servers, which take layers as GPUs do; with a process
+        only.  In private networks only (docs/cluster.md).
     trace : str or Path, optional
-        Write ticks and requests to this file in Chrome's trace format, which Perfetto shows.  It holds no
-        prompts and no answers.  With `process`, each restart begins a file of its own: `FILE.1`, …
+        Write ticks and requests to this file in Chrome's trace format, for Perfetto.  It holds no prompts
+        and no answers.  With `process`, each restart begins a file of its own: `FILE.1`, …
     preflight : bool or "unseen"
-        Load the model and decode a few tokens in a child process first: a damaged file, which can
-        end or hang the process that loads it, is a `ModelLoadError` then.  "unseen": not for files
-        that have passed before with this library, as the cache directory remembers, nor for the
-        embedded model.
-    rope_scaling, rope_freq_base, rope_freq_scale, yarn_* :
-        RoPE; None and 0 take the model's.
+        Load the model in another process first.  A damaged file, which can end or hang the process that
+        loads it, raises a `ModelLoadError` then.  "unseen": only a file that has not passed before with this
+        library, as the cache directory remembers, and that is not the embedded model.
+    rope_scaling : str, optional
+        RoPE scaling: none, linear, yarn or longrope; by default the model's.
+    rope_freq_base : float
+        RoPE base frequency; 0: the model's.
+    rope_freq_scale : float
+        RoPE frequency scale; 0: the model's.
+    yarn_ext_factor : float, optional
+        YaRN extrapolation mix; by default the model's.
+    yarn_attn_factor : float, optional
+        YaRN attention factor; by default the model's.
+    yarn_beta_fast : float, optional
+        YaRN low correction dimension; by default the model's.
+    yarn_beta_slow : float, optional
+        YaRN high correction dimension; by default the model's.
+    yarn_orig_ctx : int
+        YaRN: positions that the model was trained with; 0: the model's.
     lora : sequence of (path, scale) or (name, path, scale)
-        Adapters: with this scale they compute what names none itself.  Without a name they have
-        that of their file, less its end.
+        A LoRA adapter, [NAME=]FILE[:SCALE]; with scale 0 for requests that name it.  The scale holds for
+        requests that name no adapter.  Without a name an adapter has that of its file, less its end.
     chat_template : str or Path, optional
-        Jinja, or a file with it, in place of the model's own: what has `{{` or `{%` in it is Jinja.
+        Jinja, or a file with it, in place of the model's own template.  Text with `{{` or `{%` is Jinja.
     model_sampling : bool
-        Sampling fields that a request leaves out are what the model's file says
-        (`general.sampling.*`), where it says so.
+        Take the sampling parameters of the model's file (`general.sampling.*`) for fields that a request
+        leaves out.
     pooling : str, optional
-        For `embed`: a text's vector is the "mean" of its tokens' vectors, that of the first ("cls")
-        or of the "last"; "rank": the scores of the model's classifier, for `rerank` and `classify`.
-        None: as the model's file says.  A text of more than `n_ubatch` tokens is refused.
+        How a text becomes a vector: mean, cls, last or rank; by default as the model's file says.  "mean",
+        "cls" and "last": the mean of its tokens' vectors, the first or the last; "rank": the scores of the
+        model's classifier, for `rerank` and `classify`.  A text of more than `n_ubatch` tokens is rejected.
     embedding_model : str or Path, optional
-        A model for `embed`, `rerank` and `classify` beside the one that generates, computed by the same
-        thread: streams keep their pace.  None: that one.
+        A model for texts beside the one that generates: a GGUF file, or hf:USER/REPO[:QUANT].  It computes
+        `embed`, `rerank` and `classify` in the same thread: streams keep their pace.  None: the model that
+        generates.
 
     Raises
     ------
@@ -204,120 +292,91 @@ class EngineConfig:
         Names the field, the value and the limit.
     """
 
-    model: str | Path | None = None
-    n_ctx: int | Literal["auto"] = N_CTX
-    n_seq_max: int = 16
-    n_batch: int = 512
-    n_ubatch: int = 512
-    n_threads: int | None = None
-    n_threads_batch: int | None = None
-    n_gpu_layers: int = -1
-    kv_unified: bool | Literal["auto"] = AUTO
-    flash_attn: bool | None = None
-    deterministic: bool = False
-    speculation: str | Path | None = None
-    type_k: str = "f16"
-    type_v: str = "f16"
-    use_mmap: bool = True
-    use_mlock: bool = False
-    overcommit: bool = False
-    check_tensors: bool = False
-    max_queue: int = 256
-    prefix_cache: bool = True
-    prefix_cache_tokens: int | None = None
-    prefix_cache_bytes: int | None = None
-    prefix_cache_dir: str | Path | None = None
-    prefix_cache_dir_bytes: int = 8 << 30
-    n_prefill_chunk: int | None = None
-    target_itl_ms: float | None = None
-    tenant_weights: Mapping[str, float] | tuple[tuple[str, float], ...] | None = None
-    stream_buffer: int = 64
-    stall_timeout_s: float = 30.0
-    process: bool = False
-    hang_timeout_s: float | None = 60.0
-    rpc: Sequence[str] = ()
-    trace: str | Path | None = None
-    preflight: bool | Literal["unseen"] = False
-    rope_scaling: str | None = None
-    rope_freq_base: float = 0.0
-    rope_freq_scale: float = 0.0
-    yarn_ext_factor: float | None = None
-    yarn_attn_factor: float | None = None
-    yarn_beta_fast: float | None = None
-    yarn_beta_slow: float | None = None
-    yarn_orig_ctx: int = 0
-    lora: Sequence[LoraSetting] = ()
-    chat_template: str | Path | None = None
-    model_sampling: bool = True
-    pooling: str | None = None
-    embedding_model: str | Path | None = None
+    model: str | Path | None = setting(None, file_path, "-m --model --model-path")
+    n_ctx: int | Literal["auto"] = setting(
+        N_CTX, or_word(AUTO, integer(0, 1 << 26)), "-c --n-ctx --ctx-size"
+    )
+    n_seq_max: int = setting(
+        16, integer(1, N_SEQ_IDS), "--n-seq-max -np --parallel", affects=BATCHES
+    )
+    n_batch: int = setting(512, integer(1, 1 << 20), "-b --n-batch --batch-size", affects=BATCHES)
+    n_ubatch: int = setting(
+        512, integer(1, 1 << 20), "-ub --n-ubatch --ubatch-size", affects=BATCHES
+    )
+    n_threads: int | None = setting(
+        None, integer(1, MAX_THREADS), "-t --threads --n-threads", affects=BATCHES
+    )
+    n_threads_batch: int | None = setting(
+        None, integer(1, MAX_THREADS), "-tb --threads-batch", affects=BATCHES
+    )
+    n_gpu_layers: int = setting(
+        -1,
+        integer(-1, 2**31 - 1),
+        "-ngl --n-gpu-layers --gpu-layers",
+        affects=BATCHES | Affects.STATE,
+    )
+    kv_unified: bool | Literal["auto"] = setting(
+        AUTO, boolean_or(AUTO), "--kv-unified/--no-kv-unified -kvu/-no-kvu"
+    )
+    flash_attn: bool | None = setting(None, boolean, affects=BATCHES | Affects.STATE)
+    deterministic: bool = setting(False, boolean, affects=ANSWERS)
+    speculation: str | Path | None = setting(
+        None, or_word(NGRAM, file_path), "--speculation -md --model-draft"
+    )
+    # The bindings know the types, and the limits of RoPE.
+    type_k: str = setting("f16", None, "--type-k -ctk --cache-type-k", affects=ANSWERS)
+    type_v: str = setting("f16", None, "--type-v -ctv --cache-type-v", affects=ANSWERS)
+    use_mmap: bool = setting(True, boolean, "--mmap/--no-mmap")
+    use_mlock: bool = setting(False, boolean, "--mlock/--no-mlock")
+    overcommit: bool = setting(False, boolean)
+    check_tensors: bool = setting(False, boolean)
+    max_queue: int = setting(256, integer(0, 1 << 20))
+    prefix_cache: bool = setting(True, boolean, affects=BATCHES)
+    prefix_cache_tokens: int | None = setting(None, integer(1, 1 << 26), affects=BATCHES)
+    prefix_cache_bytes: int | None = setting(None, integer(0, 1 << 50), affects=BATCHES)
+    prefix_cache_dir: str | Path | None = setting(None, file_path)
+    prefix_cache_dir_bytes: int = setting(8 << 30, integer(1, 1 << 50))
+    n_prefill_chunk: int | None = setting(None, integer(1, 1 << 20), affects=BATCHES)
+    target_itl_ms: float | None = setting(None, number(0.1, 1e6), affects=BATCHES)
+    tenant_weights: Mapping[str, float] | tuple[tuple[str, float], ...] | None = setting(
+        None, _weights, "--tenant-weight"
+    )
+    stream_buffer: int = setting(64, integer(1, 1 << 20))
+    stall_timeout_s: float = setting(30.0, number(0.001, 1e6))
+    process: bool = setting(False, boolean, "--process/--no-process --supervise/--no-supervise")
+    hang_timeout_s: float | None = setting(60.0, number(1.0, 1e6), is_optional=True)
+    rpc: Sequence[str] = setting((), _rpc_addresses, affects=BATCHES | Affects.STATE)
+    trace: str | Path | None = setting(None, file_path)
+    preflight: bool | Literal["unseen"] = setting(False, boolean_or(UNSEEN))
+    rope_scaling: str | None = setting(None, affects=ANSWERS)
+    rope_freq_base: float = setting(0.0, affects=ANSWERS)
+    rope_freq_scale: float = setting(0.0, affects=ANSWERS)
+    yarn_ext_factor: float | None = setting(None, affects=ANSWERS)
+    yarn_attn_factor: float | None = setting(None, affects=ANSWERS)
+    yarn_beta_fast: float | None = setting(None, affects=ANSWERS)
+    yarn_beta_slow: float | None = setting(None, affects=ANSWERS)
+    yarn_orig_ctx: int = setting(0, affects=ANSWERS)
+    lora: Sequence[LoraSetting] = setting((), _adapters)
+    chat_template: str | Path | None = setting(None, _template)
+    model_sampling: bool = setting(True, boolean)
+    pooling: str | None = setting(None, one_of("mean", "cls", "last", "rank"))
+    embedding_model: str | Path | None = setting(None, file_path)
 
     def __post_init__(self) -> None:
-        check_bool("prefix_cache", self.prefix_cache)
-        check_int("n_seq_max", self.n_seq_max, 1, 255 if self.prefix_cache else 256)
-        if self.n_ctx != AUTO:
-            check_int("n_ctx", self.n_ctx, 0, 1 << 26)
+        check_settings(self)
+        check_int("n_seq_max", self.n_seq_max, 1, N_SEQ_IDS - self.prefix_cache)
+        check_int("n_batch", self.n_batch, self.n_seq_max, 1 << 20)
         if 0 < self.n_cells < self.n_seq_max:
             raise InvalidArgumentError(
                 "n_ctx", self.n_ctx, f"0 or at least n_seq_max ({self.n_seq_max})"
             )
-        check_int("n_batch", self.n_batch, self.n_seq_max, 1 << 20)
-        check_int("n_ubatch", self.n_ubatch, 1, 1 << 20)
-        for field, low, high in (
-            ("n_threads", 1, MAX_THREADS), ("n_threads_batch", 1, MAX_THREADS),
-            ("prefix_cache_tokens", 1, 1 << 26), ("n_prefill_chunk", 1, 1 << 20),
-            ("prefix_cache_bytes", 0, 1 << 50), ("prefix_cache_dir_bytes", 1, 1 << 50),
-        ):  # fmt: skip
-            value = getattr(self, field)
-            if value is not None:
-                check_int(field, value, low, high)
-        if self.target_itl_ms is not None:
-            check_float("target_itl_ms", self.target_itl_ms, 0.1, 1e6)
-        check_int("n_gpu_layers", self.n_gpu_layers, -1, 2**31 - 1)
-        for field in (
-            "use_mmap", "use_mlock", "overcommit", "check_tensors", "model_sampling", "deterministic",
-            "process",
-        ):  # fmt: skip
-            check_bool(field, getattr(self, field))
-        if self.kv_unified != AUTO and not isinstance(self.kv_unified, bool):
-            raise InvalidArgumentError("kv_unified", self.kv_unified, f"True, False or {AUTO!r}")
         if self.deterministic:
             self._check_deterministic()
-        self._check_rpc()
-        if self.flash_attn is not None:
-            check_bool("flash_attn", self.flash_attn)
         if self.flash_attn is False and self.type_v not in PLAIN_TYPES:
             limit = (
                 f"{', '.join(PLAIN_TYPES)} with flash_attn=False: only flash attention reads others"
             )
             raise InvalidArgumentError("type_v", self.type_v, limit)
-        check_int("max_queue", self.max_queue, 0, 1 << 20)
-        check_int("stream_buffer", self.stream_buffer, 1, 1 << 20)
-        object.__setattr__(self, "tenant_weights", _checked_weights(self.tenant_weights))
-        check_float("stall_timeout_s", self.stall_timeout_s, 0.001, 1e6)
-        if self.hang_timeout_s is not None:
-            check_float("hang_timeout_s", self.hang_timeout_s, 1.0, 1e6)
-        for field in ("model", "trace", "speculation", "embedding_model", "prefix_cache_dir"):
-            if (path := getattr(self, field)) is not None:
-                _check_path(field, path)
-        if self.preflight != UNSEEN and not isinstance(self.preflight, bool):
-            raise InvalidArgumentError("preflight", self.preflight, f"True, False or {UNSEEN!r}")
-        _check_loras(self.lora)
-        if self.pooling is not None and self.pooling not in POOLINGS:
-            raise InvalidArgumentError("pooling", self.pooling, "one of " + ", ".join(POOLINGS))
-        if self.chat_template is not None and not is_jinja(self.chat_template):
-            _check_path("chat_template", self.chat_template)
-
-    def _check_rpc(self) -> None:
-        """Addresses, and what they cannot be had with."""
-        if isinstance(self.rpc, str) or not isinstance(self.rpc, Sequence):
-            raise InvalidArgumentError("rpc", self.rpc, "a sequence of HOST:PORT")
-        if len(self.rpc) > N_SERVERS_MAX:
-            raise InvalidArgumentError("rpc", self.rpc, f"at most {N_SERVERS_MAX} servers")
-        if len(set(map(rpc_address, self.rpc))) < len(self.rpc):
-            raise InvalidArgumentError(
-                "rpc", self.rpc, "each server once: it has one client at a time"
-            )
         if self.rpc and not self.process:
             limit = (
                 "left out without process=True: a server that dies ends the process that uses it"
@@ -326,7 +385,6 @@ class EngineConfig:
         if self.rpc and self.deterministic:
             limit = "left out with deterministic: it has been shown on this machine's CPU only"
             raise InvalidArgumentError("rpc", self.rpc, limit)
-        object.__setattr__(self, "rpc", tuple(self.rpc))  # of JSON: a list
 
     def _check_deterministic(self) -> None:
         """What it cannot be had with."""
@@ -360,14 +418,12 @@ class EngineConfig:
             See `read_chat_template`.
         """
         paths: dict[str, Any] = {
-            name: str(Path(given).absolute())
-            for name in ("trace", "embedding_model", "model")
-            if (given := getattr(self, name)) is not None
+            name: str(Path(given).expanduser().absolute())
+            for name, stated in settings_of(EngineConfig).items()
+            if stated.check is file_path and (given := getattr(self, name)) is not None
         }
         if self.draft_model is not None:
-            paths["speculation"] = str(self.draft_model.absolute())
-        if self.prefix_cache_dir is not None:
-            paths["prefix_cache_dir"] = str(Path(self.prefix_cache_dir).expanduser().absolute())
+            paths["speculation"] = str(self.draft_model.expanduser().absolute())
         template = self.read_chat_template()
         return replace(
             self,
@@ -427,6 +483,14 @@ class EngineConfig:
 
         return used(self.type_k), used(self.type_v)
 
+    def resolved(self) -> EngineConfig:
+        """Return the same settings, with the threads and the types of the KV cache that are used."""
+        n_threads, n_threads_batch = self.compute_threads
+        type_k, type_v = self.kv_types
+        return replace(
+            self, n_threads=n_threads, n_threads_batch=n_threads_batch, type_k=type_k, type_v=type_v
+        )
+
     def kv_layout(
         self, n_ctx_train: int, *, state_bytes: int = 0, is_windowed: bool = False
     ) -> KVLayout:
@@ -484,45 +548,6 @@ class KVLayout(NamedTuple):
 
     kv_unified: bool
     n_seq_ids: int
-
-
-def is_jinja(template: object) -> bool:
-    """Whether this is a template, and not the name of a file."""
-    return isinstance(template, str) and ("{{" in template or "{%" in template)
-
-
-def _checked_weights(weights: object) -> tuple[tuple[str, float], ...] | None:
-    """Return a checked copy that can be hashed: pairs of a name and a weight."""
-    try:
-        pairs = tuple(dict(weights or ()).items())  # type: ignore[call-overload]
-    except (TypeError, ValueError):
-        limit = "a mapping of names to weights"
-        raise InvalidArgumentError("tenant_weights", weights, limit) from None
-    for name, weight in pairs:
-        check_tenant("tenant_weights", name)
-        check_float(f"tenant_weights[{name!r}]", weight, 0.001, 1000.0)
-    return pairs or None
-
-
-def _check_path(field: str, path: object) -> None:
-    text = os.fspath(path) if isinstance(path, os.PathLike) else path
-    if not isinstance(text, str) or not text or "\0" in text:
-        raise InvalidArgumentError(field, path, "a path: not empty, without NUL characters")
-
-
-def _check_loras(loras: object) -> None:
-    if not isinstance(loras, Sequence) or isinstance(loras, str | bytes):
-        raise InvalidArgumentError("lora", loras, "a sequence of (path, scale)")
-    names: set[str] = set()
-    for lora in loras:
-        if not isinstance(lora, list | tuple) or len(lora) not in (2, 3):
-            raise InvalidArgumentError("lora", lora, "(path, scale) or (name, path, scale)")
-        *name, path, scale = lora
-        _check_path("lora", path)
-        check_float(f"scale of {path}", scale, -MAX_SCALE, MAX_SCALE)
-        if name and (check_lora_name(name[0], InvalidArgumentError) in names):
-            raise InvalidArgumentError("lora", name[0], "a name that no other adapter has")
-        names.update(name)
 
 
 def _lora_infos(loras: Sequence[LoraSetting]) -> tuple[LoraInfo, ...]:

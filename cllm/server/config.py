@@ -5,95 +5,116 @@ from __future__ import annotations
 import ipaddress
 from dataclasses import dataclass, replace
 
-from cllm import InvalidArgumentError
+from cllm.checks import INT32_MAX, ErrorType
+from cllm.sampling_limits import MAX_LOGPROBS
+from cllm.settings import boolean, check_settings, integer, nonblank, number, setting, texts
+
+MIN_S, MAX_S = 0.001, 1e6  # of timeouts, in seconds
+
+
+def _host_names(name: str, given: object, error: ErrorType) -> tuple[str, ...]:
+    return tuple(each.lower() for each in texts(name, given, error))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """The settings of a server; those of its engine are an `EngineConfig`.
 
+    The first sentence about a field is the help of its option.
+
     Parameters
     ----------
     host : str
-        On a loopback address only requests that name a loopback host are answered; on others,
-        without a key, those for an address, for a name without a dot or of the local network, and
-        for this machine's own name: a web page cannot reach the server under a name of its own
-        (DNS rebinding).
-    allowed_hosts : tuple of str
-        More host names that requests may be for; `*` is all.
+        Address to listen on.  On a loopback address only requests that name a loopback host are answered; on
+        others, without a key, those for an address, for a name without a dot or of the local network, and for
+        this machine's own name: a web page cannot reach the server under a name of its own (DNS rebinding).
     port : int
-        0 takes a free one.
+        Port to listen on; 0 takes a free one.
     api_key : str, optional
-        Asked for as `Authorization: Bearer …`, except by `/health` and `/docs`.
+        Key that clients send as a bearer token.  `/health` and `/docs` need none.
     model_name : str, optional
-        What `/v1/models` says; by default the name of the file.
+        Name of the model for clients; by default that of the file.
+    allowed_hosts : tuple of str
+        A host name that requests may be for besides this machine's own; "*": any.
     cors_origins : tuple of str
-        Web pages of other hosts that may use the server, as `https://host`; `*` is all, none is the
-        default.
+        A web page that may use the server, as https://host; "*": any.
     page : bool
-        Serve a page at `/`: to chat, and to look at the engine.  Without a key, as `/docs` is: what it
-        asks for needs one.
+        Serve a page at / with a chat and a view of the engine.  The page needs no key, as `/docs`; its
+        requests do.
     log_prompts : bool
         Put prompts and answers into the log.
     otlp_traces_endpoint : str, optional
-        Sends a span for each request there, as OTLP over HTTP; needs the extra `tracing`.
-    max_connections : int, optional
-        By default 4,096.  Fewer where the process may have fewer descriptors.
-    max_body_bytes : int, optional
-        By default 4 MiB, or 64 bytes for each token of the context.
-    max_header_bytes : int
-    header_timeout_s, body_timeout_s : float
-        For a client to send all of its headers, all of its body.
-    write_timeout_s : float
-        For a client to take what was sent to it; then it is cut off.
-    keep_alive_s : float
-        An idle connection is closed after it.
+        URL that takes a span for each request, as OTLP over HTTP (extra tracing).
     ping_interval_s : float
-        A stream that has nothing to say says so after each so many seconds, by a comment, or by an
-        event that changes nothing; 0: never.
-    drain_timeout_s : float
-        After SIGTERM, for what runs to finish.
-    model_keep_alive_s : float, optional
-        Of several models: one that nobody uses is freed after it.  None: never.
-    max_models : int, optional
-        Of several models: so many are loaded at once, at the most; by default as many as memory allows.
-    max_n, max_prompts, max_logprobs : int
-        Caps for one request.
+        Seconds after which a stream that waits says so; 0: never.  By a comment, or by an event that changes
+        nothing.
+    max_connections : int, optional
+        Connections at once; by default 4096, or what the limit of descriptors allows.  Idle ones are closed
+        for more.
     max_messages : int, optional
-        Of one chat; by default 1,024, or one for each 16 tokens of the context.
+        Messages of one chat; by default 1024, or one for each 16 tokens of context.
+    max_body_bytes : int, optional
+        Bytes of one request; by default 4 MiB, or 64 for each token of context.
+    max_header_bytes : int
+        Bytes of the headers of one request.
+    max_n : int
+        Answers to one request.
+    max_prompts : int
+        Prompts of one request.
+    max_logprobs : int
+        Most likely tokens that one request may ask for at each position.
+    header_timeout_s : float
+        Seconds for a client to send all of its headers.
+    body_timeout_s : float
+        Seconds for a client to send all of its body.
+    write_timeout_s : float
+        Seconds for a client to take what was sent to it, before it is cut off.
+    keep_alive_s : float
+        Seconds until an idle connection is closed.
+    drain_timeout_s : float
+        Seconds for running requests to finish after SIGTERM.
+    model_keep_alive_s : float, optional
+        With several models: seconds until an unused one is freed.  None: never.
+    max_models : int, optional
+        With several models: how many are loaded at once; by default as many as memory allows.
+
+    Raises
+    ------
+    InvalidArgumentError
+        Names the field, the value and the limit.
     """
 
-    host: str = "127.0.0.1"
-    allowed_hosts: tuple[str, ...] = ()
-    port: int = 18081
-    api_key: str | None = None
-    model_name: str | None = None
-    cors_origins: tuple[str, ...] = ()
-    page: bool = True
-    log_prompts: bool = False
-    otlp_traces_endpoint: str | None = None
-    max_connections: int | None = None
-    max_body_bytes: int | None = None
-    max_header_bytes: int = 32 << 10
-    header_timeout_s: float = 10.0
-    body_timeout_s: float = 30.0
-    write_timeout_s: float = 30.0
-    keep_alive_s: float = 30.0
-    ping_interval_s: float = 15.0
-    drain_timeout_s: float = 30.0
-    model_keep_alive_s: float | None = 300.0
-    max_models: int | None = None
-    max_n: int = 16
-    max_prompts: int = 64
-    max_logprobs: int = 20
-    max_messages: int | None = None
+    host: str = setting("127.0.0.1", nonblank)
+    port: int = setting(18081, integer(0, 65535))
+    api_key: str | None = setting(None, nonblank)
+    model_name: str | None = setting(None, nonblank, "--model-name -a --alias")
+    allowed_hosts: tuple[str, ...] = setting((), _host_names, "--allowed-host")
+    cors_origins: tuple[str, ...] = setting((), texts, "--cors-origin")
+    page: bool = setting(True, boolean)
+    log_prompts: bool = setting(False, boolean)
+    otlp_traces_endpoint: str | None = setting(
+        None, nonblank, variable="OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
+    )
+    ping_interval_s: float = setting(15.0, number(0, MAX_S), "--ping-interval")
+    max_connections: int | None = setting(None, integer(1, INT32_MAX))
+    max_messages: int | None = setting(None, integer(1, INT32_MAX))
+    max_body_bytes: int | None = setting(None, integer(1, 1 << 40))
+    max_header_bytes: int = setting(32 << 10, integer(256, 1 << 30))
+    max_n: int = setting(16, integer(1, 1 << 20))
+    max_prompts: int = setting(64, integer(1, 1 << 20))
+    max_logprobs: int = setting(20, integer(0, MAX_LOGPROBS))
+    header_timeout_s: float = setting(10.0, number(MIN_S, MAX_S), "--header-timeout")
+    body_timeout_s: float = setting(30.0, number(MIN_S, MAX_S), "--body-timeout")
+    write_timeout_s: float = setting(30.0, number(MIN_S, MAX_S), "--write-timeout")
+    keep_alive_s: float = setting(30.0, number(0, MAX_S), "--connection-keep-alive")
+    drain_timeout_s: float = setting(30.0, number(0, MAX_S), "--drain-timeout")
+    model_keep_alive_s: float | None = setting(
+        300.0, number(0, MAX_S), "--keep-alive", is_optional=True
+    )
+    max_models: int | None = setting(None, integer(1, INT32_MAX), "--max-models --models-max")
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "allowed_hosts", tuple(name.lower() for name in self.allowed_hosts)
-        )
-        if self.api_key is not None and not self.api_key.strip():
-            raise InvalidArgumentError("api_key", self.api_key, "text that is not blank")
+        check_settings(self)
 
     def n_messages_max(self, n_ctx: int) -> int:
         """Return how many messages a chat may have."""
@@ -106,6 +127,11 @@ class ServerConfig:
     def of_model(self, name: str) -> ServerConfig:
         """The same for one of several models."""
         return replace(self, model_name=name)
+
+    @property
+    def shown_host(self) -> str:
+        """`host` as a URL has it."""
+        return f"[{self.host}]" if ":" in self.host else self.host
 
     @property
     def is_open_to_the_network(self) -> bool:

@@ -14,14 +14,13 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from cllm import SamplingOptions, SamplingParams
 from cllm.engine.sampling_params import CONSTRAINTS as CONSTRAINTS
 from cllm.engine.sampling_params import (
-    INTEGER_RANGES,
     MAX_BIASES,
     MAX_SCHEMA_BYTES,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKENS,
     SAMPLERS,
 )
-from cllm.sampling_limits import FLOAT_RANGES, MAX_BREAKERS
+from cllm.sampling_limits import FLOAT_RANGES, INTEGER_RANGES, MAX_BREAKERS
 from cllm.server.problems import invalid
 
 MAX_LORAS = 64

@@ -22,7 +22,7 @@ app.command()(serve)
     [
         ([], True, False),
         (["--supervise"], True, False),
-        (["--process", "--no-supervise"], True, False),
+        (["--no-supervise", "--process"], True, False),
         (["--process", "--preflight"], True, True),
         (["--no-process"], False, "unseen"),
         (["--no-supervise"], False, "unseen"),

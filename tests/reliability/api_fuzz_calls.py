@@ -7,8 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from cllm.engine.sampling_params import INTEGER_RANGES
-from cllm.sampling_limits import FLOAT_RANGES
+from cllm.sampling_limits import FLOAT_RANGES, INTEGER_RANGES
 
 N_VOCAB = 260
 

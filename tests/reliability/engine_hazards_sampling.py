@@ -6,14 +6,13 @@ from typing import Any
 
 from cllm import Completion, SamplingParams
 from cllm.engine.sampling_params import (
-    INTEGER_RANGES,
     MAX_BIASES,
     MAX_STOP_BYTES,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKENS,
-    MAY_BE_NONE,
 )
-from cllm.sampling_limits import FLOAT_RANGES, MAX_BREAKERS
+from cllm.sampling_limits import FLOAT_RANGES, INTEGER_RANGES, MAX_BREAKERS
+from cllm.settings import settings_of
 from tests.reliability.engine_hazard_case import (
     INF,
     N_VOCAB,
@@ -68,7 +67,7 @@ for name, (low, high) in INTEGER_RANGES.items():
         refuse_number(name, number, row, f"{low} to {high}", in_full_only=is_far)
     for wrong in (NAN, INF, "1", True, []):
         refuse_number(name, wrong, row, "an integer", in_full_only=wrong not in (NAN, "1"))
-    if name not in MAY_BE_NONE:
+    if not settings_of(SamplingParams)[name].is_optional:
         refuse_number(name, None, row, "an integer", in_full_only=True)
 for name, (lowest, highest) in FLOAT_RANGES.items():
     for value in (NAN, INF, -INF, 10**400):

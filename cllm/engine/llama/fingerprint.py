@@ -11,16 +11,7 @@ from cllm.bindings import find_library, system_info
 from cllm.engine.config import EngineConfig
 from cllm.engine.core.kv_cache import KVCache
 from cllm.engine.file_content import FileContent
-
-SETTINGS = (
-    "rope_scaling", "rope_freq_base", "rope_freq_scale", "yarn_ext_factor", "yarn_attn_factor",
-    "yarn_beta_fast", "yarn_beta_slow", "yarn_orig_ctx", "deterministic", "kv_types",
-)  # fmt: skip
-# What decides about batches, on which answers depend unless the engine is deterministic.
-BATCH_SETTINGS = (
-    "n_seq_max", "n_batch", "n_ubatch", "compute_threads", "n_gpu_layers", "rpc", "flash_attn",
-    "prefix_cache", "prefix_cache_tokens", "prefix_cache_bytes", "n_prefill_chunk", "target_itl_ms",
-)  # fmt: skip
+from cllm.settings import Affects, settings_of
 
 
 def fingerprint(files: Sequence[FileContent], config: EngineConfig, kv_cache: KVCache) -> str:
@@ -33,9 +24,10 @@ def fingerprint(files: Sequence[FileContent], config: EngineConfig, kv_cache: KV
     kv_cache : KVCache
         Its layout, and how many positions a sequence may have: an output may end there.
     """
-    names = SETTINGS if config.deterministic else (*SETTINGS, *BATCH_SETTINGS)
+    # Answers depend on batches, unless the engine is deterministic.
+    affects = Affects.ANSWERS if config.deterministic else Affects.ANSWERS | Affects.BATCHES
     values = {
-        **_values(config, kv_cache, names),
+        **_values(config, kv_cache, affects),
         "scales": [lora.scale for lora in config.loras],
         "n_ctx_seq": kv_cache.n_ctx_seq,
         "cllm": _version(),
@@ -48,15 +40,18 @@ def state_key(files: Sequence[FileContent], config: EngineConfig, kv_cache: KVCa
 
     Numbers from another kind of CPU would do too, but not where answers are to be the same to the bit.
     """
-    return _digest(
-        _values(config, kv_cache, (*SETTINGS, "flash_attn", "n_gpu_layers", "rpc")), files
-    )[:32]
+    return _digest(_values(config, kv_cache, Affects.STATE), files)[:32]
 
 
-def _values(config: EngineConfig, kv_cache: KVCache, names: tuple[str, ...]) -> dict[str, object]:
+def _values(config: EngineConfig, kv_cache: KVCache, affects: Affects) -> dict[str, object]:
     _, build = find_library()
+    used = config.resolved()
     return {
-        "settings": {name: getattr(config, name) for name in names},
+        "settings": {
+            name: getattr(used, name)
+            for name, stated in settings_of(EngineConfig).items()
+            if stated.affects & affects
+        },
         "kv_unified": kv_cache.kv_unified,
         "build": build,
         "cpu": system_info(),

@@ -369,7 +369,7 @@ def test_the_child_gets_every_setting_of_a_load() -> None:
         if name == "model":
             expected = str(expected)
         if name == "lora":
-            expected = [["b.gguf", 0.5]]
+            expected = (("b.gguf", 0.5),)
         assert getattr(told, name) == expected, name
 
 

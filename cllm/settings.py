@@ -1,0 +1,184 @@
+"""The table of settings: each field of a configuration states its default, its limits and its option once.
+
+A configuration is a frozen dataclass whose fields are made by `setting`, and whose docstring describes
+each field in an entry of its own.  From these come:
+
+- the checks and the conversions (`check_settings`, called by `__post_init__`),
+- the options of the command line, the keys of `--config` and the environment variables
+  (`cllm/cli/options.py`, `cllm/cli/option_sources.py`): the help is the first sentence of the entry,
+- the tables of options in docs/server.md,
+- what a fingerprint depends on (`Setting.affects`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from enum import Flag, auto
+from typing import Any, Final
+
+from cllm.checks import ErrorType, check_bool, check_float, check_int
+from cllm.errors import InvalidArgumentError
+
+Check = Callable[[str, object, ErrorType], object]
+KEY: Final = "setting"
+# An entry of a numpy docstring: names, a type, and indented lines.
+ENTRY = re.compile(r"^([\w, ]+?) :[^\n]*\n((?:    [^\n]*\n?)+)", re.MULTILINE)
+END_OF_SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"`0-9])")
+
+_SETTINGS: dict[type[Any], dict[str, Setting]] = {}
+
+
+class Affects(Flag):
+    """What depends on a setting, besides speed and memory."""
+
+    NOTHING = 0
+    ANSWERS = auto()  # of every engine
+    BATCHES = auto()  # and by them the answers of an engine that is not deterministic
+    STATE = auto()  # the bytes of a sequence's saved state
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is stated of one field, besides its name, its type and its default.
+
+    Parameters
+    ----------
+    check : callable, optional
+        Return the value to keep; raise what the given error type makes of field, value and limit.
+        None: the bindings check it.
+    flags : str
+        Names of the option, with spaces between; empty: from the name of the field; "-": no option.
+    affects : Affects
+        What depends on it.
+    is_optional : bool
+        None is a value.
+    variable : str, optional
+        An environment variable that sets the option besides `CLLM_…`.
+    """
+
+    check: Check | None
+    flags: str
+    affects: Affects
+    is_optional: bool
+    variable: str | None
+
+
+def setting(
+    default: Any,
+    check: Check | None = None,
+    flags: str = "",
+    *,
+    affects: Affects = Affects.NOTHING,
+    is_optional: bool | None = None,
+    variable: str | None = None,
+    hash: bool | None = None,
+) -> Any:
+    """Return a dataclass field with a `Setting`; one whose default is None may be None."""
+    optional = default is None if is_optional is None else is_optional
+    stated = Setting(check, flags, affects, optional, variable)
+    if type(default).__hash__ is None:  # a read-only mapping, for dataclasses not a default
+        return field(default_factory=lambda: default, hash=hash, metadata={KEY: stated})
+    return field(default=default, hash=hash, metadata={KEY: stated})
+
+
+def settings_of(kind: type[Any]) -> dict[str, Setting]:
+    """Return what is stated of the fields of a configuration, by name."""
+    if kind not in _SETTINGS:  # asked for each request
+        _SETTINGS[kind] = {each.name: each.metadata[KEY] for each in fields(kind)}
+    return _SETTINGS[kind]
+
+
+def check_settings(configuration: Any, error: ErrorType = InvalidArgumentError) -> None:
+    """Check each field of a frozen configuration, and keep what its check returns.
+
+    Raises
+    ------
+    InvalidArgumentError
+        Or `error`: names the field, the value and the limit.
+    """
+    for name, stated in settings_of(type(configuration)).items():
+        value = getattr(configuration, name)
+        if stated.check is None or (value is None and stated.is_optional):
+            continue
+        kept = stated.check(name, value, error)
+        if kept is not value:
+            object.__setattr__(configuration, name, kept)
+
+
+def descriptions(kind: type[Any]) -> dict[str, str]:
+    """Return the first sentence about each field, from the docstring of a configuration."""
+    found: dict[str, str] = {}
+    for names, text in ENTRY.findall(inspect.cleandoc(kind.__doc__ or "")):
+        sentence = END_OF_SENTENCE.split(" ".join(text.split()))[0]
+        found.update(dict.fromkeys(names.split(", "), sentence))
+    return found
+
+
+def boolean(name: str, value: object, error: ErrorType) -> bool:
+    """Check that a value is True or False."""
+    return check_bool(name, value, error)
+
+
+def file_path(name: str, value: object, error: ErrorType) -> object:
+    """Check that a value is the name of a file."""
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise error(name, value, "a path: not empty, without NUL characters")
+    return value
+
+
+def nonblank(name: str, value: object, error: ErrorType) -> object:
+    """Check that a value is a text that is not blank."""
+    if not isinstance(value, str) or not value.strip():
+        raise error(name, value, "text that is not blank")
+    return value
+
+
+def texts(name: str, value: object, error: ErrorType) -> tuple[str, ...]:
+    """Return a sequence of texts as a tuple."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise error(name, value, "a sequence of texts")
+    for each in value:
+        nonblank(name, each, error)
+    return tuple(value)
+
+
+def integer(low: int, high: int) -> Check:
+    """Return a check for integers from `low` to `high`."""
+    return lambda name, value, error: check_int(name, value, low, high, error)
+
+
+def number(low: float, high: float) -> Check:
+    """Return a check for finite numbers from `low` to `high`."""
+    return lambda name, value, error: check_float(name, value, low, high, error)
+
+
+def one_of(*names: str) -> Check:
+    """Return a check for a few words."""
+
+    def check(name: str, value: object, error: ErrorType) -> object:
+        if value not in names:
+            raise error(name, value, "one of " + ", ".join(names))
+        return value
+
+    return check
+
+
+def boolean_or(word: str) -> Check:
+    """Return a check for True, False or one word."""
+
+    def check(name: str, value: object, error: ErrorType) -> object:
+        if value != word and not isinstance(value, bool):
+            raise error(name, value, f"True, False or {word!r}")
+        return value
+
+    return check
+
+
+def or_word(word: str, otherwise: Check) -> Check:
+    """Return a check for one word, or what another check takes."""
+    return lambda name, value, error: value if value == word else otherwise(name, value, error)

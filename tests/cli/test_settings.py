@@ -1,0 +1,195 @@
+"""The table of settings: what is stated of a field once is its check, its option, its help and its page."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import typer
+
+from cllm import EngineConfig, EngineOptions, SamplingOptions, SamplingParams
+from cllm.cli.app import command_line, run
+from cllm.cli.options import (
+    READERS,
+    EngineFlags,
+    Flags,
+    SamplingFlags,
+    ServerFlags,
+    options_of,
+    options_table,
+)
+from cllm.server import ServerConfig, logs, serving
+from cllm.settings import KEY, Setting, descriptions, settings_of
+
+KINDS: tuple[type[Flags], ...] = (EngineFlags, ServerFlags, SamplingFlags)
+PAGE = Path(__file__).parents[2] / "docs" / "server.md"
+# What is typed for an option that does not take "40".
+TYPED = {
+    "type_k": "q8_0", "type_v": "q8_0", "pooling": "mean", "lora": "n=b.gguf:0.5",
+    "tenant_weights": "a=2", "rpc": "127.0.0.1:50052", "max_header_bytes": "400",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_field_states_a_setting_and_has_a_sentence(kind: type[Flags]) -> None:
+    said = descriptions(kind.configuration)
+    for field in fields(kind.configuration):
+        assert isinstance(field.metadata[KEY], Setting), field.name
+        assert said[field.name].endswith("."), field.name
+        assert len(said[field.name]) < 160, field.name
+
+
+@pytest.mark.parametrize(
+    ("options", "configuration"), [(EngineOptions, EngineConfig), (SamplingOptions, SamplingParams)]
+)
+def test_the_keyword_arguments_are_the_fields(options: Any, configuration: Any) -> None:
+    """Type checkers cannot derive one from the other."""
+    hints = get_type_hints(configuration)
+    hints.pop("model", None)
+    for name, hint in get_type_hints(options).items():
+        # A configuration keeps a mapping as pairs.
+        assert set(get_args(hint)) <= set(get_args(hints.pop(name))) or hint, name
+    assert not hints
+
+
+@pytest.mark.parametrize("kind", [EngineFlags, ServerFlags])
+def test_the_page_about_the_server_has_the_tables_of_options(kind: type[Flags]) -> None:
+    assert "\n".join(options_table(kind)) in PAGE.read_text()
+
+
+def test_every_field_of_a_configuration_has_an_option() -> None:
+    for kind in (EngineFlags, ServerFlags):
+        assert options_of(kind).keys() - kind.extra == settings_of(kind.configuration).keys()
+
+
+@pytest.mark.parametrize("name", ["generate", "chat", "serve", "bench", "embed"])
+def test_a_command_takes_every_option_of_the_engine(name: str) -> None:
+    group: Any = typer.main.get_command(command_line())
+    taken = {parameter.name for parameter in group.commands[name].params}
+    assert taken >= options_of(EngineFlags).keys()
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, ServerConfig]]:
+    """The settings of the servers that were to be run."""
+    configs: list[tuple[EngineConfig, ServerConfig]] = []
+
+    def note(engine: EngineConfig, server: ServerConfig, *_: object) -> int:
+        configs.append((engine, server))
+        return 0
+
+    listen = serving.listen
+    monkeypatch.setattr(serving, "listen", lambda host, port: listen("127.0.0.1", 0))
+    monkeypatch.setattr(serving, "serve", note)
+    monkeypatch.setattr(logs, "configure_logging", lambda: None)
+    monkeypatch.setattr("cllm.cli.options.find_model", Path)
+    return configs
+
+
+@pytest.mark.parametrize("source", ["environment", "file", "typed"])
+def test_every_option_of_a_server_may_be_typed_or_come_from_a_file_or_the_environment(
+    source: str,
+    served: list[tuple[EngineConfig, ServerConfig]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    group: Any = typer.main.get_command(command_line("serve"))
+    options = {parameter.name: parameter for parameter in group.commands["serve"].params}
+    for kind in (EngineFlags, ServerFlags):
+        for name in settings_of(kind.configuration):
+            parameter = options[name]
+            default = name == "process" or getattr(kind.configuration(), name) is True
+            text = str(not default).lower() if parameter.is_flag else TYPED.get(name, "40")
+            long = next(each for each in parameter.opts if each.startswith("--"))
+            arguments: list[str] = []
+            with monkeypatch.context() as patch:
+                if source == "environment":
+                    patch.setenv("CLLM_" + long[2:].replace("-", "_").upper(), text)
+                elif source == "file":
+                    value = text if parameter.is_flag else f'"{text}"'
+                    (tmp_path / "a.toml").write_text(f"{long[2:]} = {value}")
+                    arguments = ["--config", str(tmp_path / "a.toml")]
+                elif parameter.is_flag:
+                    off = next(each for each in parameter.secondary_opts if each.startswith("--"))
+                    arguments = [off if default else long]
+                else:
+                    arguments = [long, text]
+                patch.setattr(sys, "argv", ["cllm", "serve", *arguments])
+                assert run() == 0, (name, text, capsys.readouterr().err)
+            engine, server = served.pop()
+            made = getattr(engine if kind is EngineFlags else server, name)
+            if parameter.is_flag:
+                assert made is not default, name
+            else:
+                assert made != getattr(kind.configuration(), name), name
+
+
+def test_what_is_typed_goes_before_the_environment_and_that_before_the_file(
+    served: list[tuple[EngineConfig, ServerConfig]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "cllm.toml"
+    path.write_text("n-ctx = 1024\nmax-queue = 1\nn-seq-max = 2\ncors-origin = ['https://a']")
+    for variable, value in {
+        "CLLM_CONFIG": str(path), "CLLM_MAX_QUEUE": "3", "CLLM_N_SEQ_MAX": "4",
+        "CLLM_ALLOWED_HOST": "a.example,b.example", "CLLM_PREFIX_CACHE": "off", "CLLM_PORT": "",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(sys, "argv", ["cllm", "serve", "-np", "5"])
+    assert run() == 0
+    ((engine, server),) = served
+    assert (engine.n_ctx, engine.max_queue, engine.n_seq_max) == (1024, 3, 5)
+    assert (server.allowed_hosts, server.cors_origins) == (
+        ("a.example", "b.example"),
+        ("https://a",),
+    )
+    assert (engine.prefix_cache, server.port) == (False, 18081)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "told"),
+    [
+        ("CLLM_PORT", "70000", "CLLM_PORT: port is 70000, must be 0 to 65535"),
+        ("CLLM_PORT", "x", "CLLM_PORT: "),
+        ("CLLM_PAGE", "perhaps", "CLLM_PAGE: "),
+        ("CLLM_TENANT_WEIGHT", "a=2,b", "CLLM_TENANT_WEIGHT: 'b' is not NAME=WEIGHT"),
+        ("CLLM_CTX_SIZE", "-1", "CLLM_CTX_SIZE: n_ctx is -1, must be 0 to"),
+        ("CLLM_CONFIG", "/nowhere.toml", "cannot read /nowhere.toml"),
+    ],
+)
+def test_a_wrong_variable_is_an_error_that_names_it(
+    variable: str,
+    value: str,
+    told: str,
+    served: list[tuple[EngineConfig, ServerConfig]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(sys, "argv", ["cllm", "serve"])
+    assert run() == 2
+    assert told in capsys.readouterr().err
+    assert not served
+
+
+def test_weights_of_tenants_have_names() -> None:
+    read = READERS["tenant_weights"]
+    config = EngineConfig(tenant_weights=read(["a=2", "b=x=0.5"]))
+    assert config.tenant_weights == (("a", 2.0), ("b=x", 0.5))
+    assert hash(config) == hash(EngineConfig(tenant_weights=read(["a=2", "b=x=0.5"])))
+    for text in ("3", "a=much"):
+        with pytest.raises(typer.BadParameter, match=r"NAME=WEIGHT"):
+            read([text])
+
+
+def test_adapters_are_files_with_or_without_a_name_and_a_scale() -> None:
+    given = ["a.gguf", "b.gguf:0.5", "c:d.gguf", "pirate=e.gguf", "poet=f.gguf:0", "x/y=z.gguf:2"]
+    assert READERS["lora"](given) == (
+        ("a.gguf", 1.0), ("b.gguf", 0.5), ("c:d.gguf", 1.0),
+        ("pirate", "e.gguf", 1.0), ("poet", "f.gguf", 0.0), ("x/y=z.gguf", 2.0),
+    )  # fmt: skip
