@@ -60,9 +60,11 @@ def _of_file(context: typer.Context, known: Mapping[str, Any], path: Path) -> di
             hint = f"; did you mean {near[0]}?" if near else ""
             if instead := replacement(key):
                 hint = f"; instead: {instead}"
-            raise typer.BadParameter(f"{path}: {key} is not an option{hint}")
+            raise typer.BadParameter(f"{key} is not an option{hint}", param_hint=str(path))
         if parameter.name in options:
-            raise typer.BadParameter(f"{path}: {key} is there under another name too")
+            raise typer.BadParameter(
+                "it is there under another name too", param_hint=f"{path}: {key}"
+            )
         typed = _typed(value, parameter, f"{path}: {key}")
         options[parameter.name] = _checked(context, typed, parameter, f"{path}: {key}")
     return options
@@ -77,7 +79,7 @@ def _of_environment(
         if not (given := environment.get(variable)):  # an empty one is none, as for other programs
             continue
         if parameter.name in options:
-            raise typer.BadParameter(f"{variable} is there under another name too")
+            raise typer.BadParameter("it is there under another name too", param_hint=variable)
         typed = given.split(",") if parameter.multiple else given
         options[parameter.name] = _checked(context, typed, parameter, variable)
     return options
@@ -90,19 +92,19 @@ def _read(path: Path) -> dict[str, Any]:
         problem = error.strerror or str(error)
     except ValueError as error:  # no UTF-8, no TOML
         problem = str(error)
-    raise typer.BadParameter(f"cannot read {path}: {problem}")
+    raise typer.BadParameter(f"cannot read {path}: {problem}", param_hint="--config")
 
 
 def _typed(value: Any, parameter: Any, where: str) -> Any:
     """Return a value of a file as it would be typed, if it could be."""
     if parameter.is_flag:
         if not isinstance(value, bool):
-            raise typer.BadParameter(f"{where} is {value!r}, must be true or false")
+            raise typer.BadParameter(f"{value!r}, must be true or false", param_hint=where)
         return value
     values = value if parameter.multiple and isinstance(value, list) else [value]
     if not all(type(one) in (str, int, float) for one in values):
         what = "a list of texts" if parameter.multiple else "a text or a number"
-        raise typer.BadParameter(f"{where} is {value!r}, must be {what}")
+        raise typer.BadParameter(f"{value!r}, must be {what}", param_hint=where)
     return list(map(str, values)) if parameter.multiple else str(value)
 
 
@@ -111,5 +113,5 @@ def _checked(context: typer.Context, typed: Any, parameter: Any, where: str) -> 
     try:
         parameter.process_value(context, typed)
     except typer.BadParameter as error:
-        raise typer.BadParameter(f"{where}: {error.message}") from None
+        raise typer.BadParameter(error.message, param_hint=where) from None
     return typed
