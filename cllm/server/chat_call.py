@@ -4,35 +4,32 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.responses import Response
 
 from cllm import (
     Completion,
     Engine,
-    FinishReason,
     InvalidRequestError,
-    PromptTooLongError,
     SamplingParams,
     TokenDelta,
     TokenStream,
     ToolCallDelta,
 )
 from cllm.log_once import log_once
+from cllm.server.answers import AnswerForm, answer
 from cllm.server.client_tools import ClientTools
 from cllm.server.fields import MAX_SEED
-from cllm.server.problems import TOO_LONG, Problem, problem_of, shutting_down, too_long
-from cllm.server.replies import Reply, Writer
-from cllm.server.running import Observation, check_in_time, run_streams
+from cllm.server.problems import Problem, problem_of
+from cllm.server.running import Observation
 from cllm.server.schemas import ChatOptionFields
 from cllm.server.state import ServerState
 
 logger = logging.getLogger("cllm.server")
 
-Event = tuple[str, dict[str, Any]]
 # As `reasoning_effort` may be.
 EFFORTS = frozenset(["none", "minimal", "low", "medium", "high", "xhigh", "max"])
 
@@ -59,10 +56,8 @@ class ChatCall:
     scheduling: Mapping[str, Any] = field(default_factory=dict)
     fields: Sequence[str] = ()
 
-    def problem_of(self, error: Exception, prompt_field: str) -> Problem:
+    def problem_of(self, error: Exception) -> Problem:
         """Return the answer to an error, by the names that the client knows."""
-        if isinstance(error, PromptTooLongError):
-            return too_long(error, prompt_field)
         if isinstance(error, InvalidRequestError):
             error = self._as_said(error)
         return problem_of(error)
@@ -88,94 +83,32 @@ class ChatCall:
         ]
 
 
-class ChatForm(Protocol):
-    """The shape of one route's answers.
-
-    Attributes
-    ----------
-    prompt_field : str
-        What a prompt that is too long is called.
-    tells_overflows : bool
-        A stream whose prompt is too long has status 200, and fails by an event.
-    """
-
-    prompt_field: str
-    tells_overflows: bool
-
-    def begin(self) -> Iterator[Event]:
-        """The first events, if they have not been told."""
-
-    def ping(self) -> Event:
-        """An event that changes nothing."""
-
-    def events(self, delta: TokenDelta) -> Iterator[Event]:
-        """Names and objects of the events for one delta."""
-
-    def end(self, completion: Completion) -> Iterator[Event]:
-        """The last events."""
-
-    def failed(self, problem: Problem) -> Iterator[Event]:
-        """The last events of an answer that failed on its way."""
-
-    def whole(self, completion: Completion) -> dict[str, Any]:
-        """The whole answer."""
-
-
 def answer_chat(
     state: ServerState,
     call: ChatCall,
-    form: ChatForm,
+    form: AnswerForm,
     observation: Observation,
     request_id: str,
     *,
     is_streamed: bool,
+    n: int = 1,
 ) -> Response:
-    """One answer, whole or as named events."""
+    """Return the answers to a chat, whole or as events."""
     engine = state.serving
 
-    async def produce(writer: Writer) -> None:
-        async def on_delta(_: int, delta: TokenDelta) -> None:
-            for name, event in form.events(delta):
-                await writer.event(event, name)
+    def open_streams(engine_id: str) -> list[TokenStream]:
+        state.check_messages(len(call.messages), form.prompt_field)
+        return call.streams(engine, engine_id, n)
 
-        async def on_admitted() -> None:
-            await writer.begin()
-            for name, event in form.begin():
-                await writer.event(event, name)
-
-        async def run() -> Completion:
-            state.check_messages(len(call.messages), form.prompt_field)
-            with state.unique(request_id) as engine_id:
-                streams = call.streams(engine, engine_id)
-                (done,) = await run_streams(
-                    streams,
-                    observation,
-                    on_delta if is_streamed else None,
-                    on_admitted if is_streamed else None,
-                )
-            if done.finish_reason is FinishReason.CANCELLED:
-                raise shutting_down()
-            check_in_time([done])
-            return done
-
-        try:
-            done = await run()
-        except Exception as error:
-            problem = call.problem_of(error, form.prompt_field)
-            tells = is_streamed and form.tells_overflows and problem.code == TOO_LONG
-            if not (writer.is_streaming or tells):
-                raise problem from error
-            last = form.failed(problem)
-        else:
-            if not is_streamed:
-                await writer.json(lambda: form.whole(done))
-                return
-            last = form.end(done)
-        for name, event in last:
-            await writer.event(event, name)
-        await writer.close()
-
-    return Reply(produce, state.config.ping_interval_s, form.ping)
+    return answer(
+        state,
+        form,
+        open_streams,
+        observation,
+        request_id,
+        is_streamed=is_streamed,
+        problem=call.problem_of,
+    )
 
 
 def as_delta(completion: Completion) -> TokenDelta:

@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import codecs
 import time
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
-from cllm import Completion, FinishReason, TokenDelta, TokenLogprob, ToolCallDelta
+from cllm import Completion, Engine, FinishReason, TokenDelta, TokenLogprob, ToolCallDelta
+from cllm.server.answers import AnswerForm
 from cllm.server.client_tools import CUSTOM, ClientTools, text_input_of
+from cllm.server.replies import Event
+from cllm.server.state import Served
 
 LOWEST = -9999.0  # OpenAI's stand-in for a probability of 0: JSON has no infinity
-
-
-class Format(Protocol):
-    """The shape of one endpoint's answers."""
-
-    def chunks(self, index: int, delta: TokenDelta) -> Iterator[dict[str, Any]]:
-        """The events for one delta of the choice `index`."""
-
-    request_id: str
-
-    def usage_chunk(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The event before the last, if usage is wanted."""
-
-    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The whole answer."""
 
 
 def finish_reason_of(reason: FinishReason | None) -> str | None:
@@ -43,19 +32,28 @@ def deadline_of(reason: FinishReason | None) -> dict[str, str]:
     return {"stop_reason": "deadline"} if reason is FinishReason.DEADLINE else {}
 
 
-class Served(NamedTuple):
-    """What a reply says of the model: the name that clients know, and `Completion.fingerprint`."""
+class _OpenAIForm(AnswerForm):
+    """What OpenAI's two routes have in common.
 
-    name: str
-    fingerprint: str
+    Parameters
+    ----------
+    n_choices : int
+        Of each prompt.
+    wants_usage : bool
+        Send the usage before the end of a stream.
+    """
 
-
-class _Common:
     def __init__(
-        self, prefix: str, kind: str, request_id: str, model: Served, *, n_choices: int
+        self,
+        prefix: str,
+        kind: str,
+        request_id: str,
+        model: Served,
+        n_choices: int,
+        wants_usage: bool,
     ) -> None:
-        self.request_id = request_id
         self._n_choices = n_choices
+        self._wants_usage = wants_usage
         self._head = {
             "id": f"{prefix}-{request_id}",
             "object": kind,
@@ -64,8 +62,19 @@ class _Common:
             "system_fingerprint": model.fingerprint,
         }
 
-    def usage_chunk(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        return {**self._chunk_head, "choices": [], "usage": self._usage(completions)}
+    @abstractmethod
+    def _chunks(self, index: int, delta: TokenDelta) -> Iterator[dict[str, Any]]: ...
+
+    def events(self, index: int, delta: TokenDelta) -> Iterator[Event]:
+        """See `AnswerForm`."""
+        for chunk in self._chunks(index, delta):
+            yield None, chunk
+
+    def end(self, done: Sequence[Completion]) -> Iterator[Event]:
+        """See `AnswerForm`."""
+        if self._wants_usage:
+            yield None, {**self._chunk_head, "choices": [], "usage": self._usage(done)}
+        yield from super().end(done)
 
     def _usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """Tokens of all choices; a prompt counts once, however many choices it has."""
@@ -92,7 +101,7 @@ class _Common:
         return self._head
 
 
-class CompletionFormat(_Common):
+class CompletionForm(_OpenAIForm):
     """`text_completion`.
 
     Parameters
@@ -102,10 +111,6 @@ class CompletionFormat(_Common):
     is_prompt_only : bool
         Tell of the prompts and of nothing behind them.
 
-    Attributes
-    ----------
-    first_pieces : sequence of bytes
-        Of the first token of each prompt, which has no log probability; wanted for echoes with some.
     """
 
     def __init__(
@@ -115,26 +120,34 @@ class CompletionFormat(_Common):
         echoes: Sequence[str],
         *,
         n_choices: int,
+        wants_usage: bool,
         is_prompt_only: bool = False,
     ) -> None:
-        super().__init__("cmpl", "text_completion", request_id, model, n_choices=n_choices)
+        kind = "text_completion"
+        super().__init__("cmpl", kind, request_id, model, n_choices, wants_usage)
         self._is_prompt_only = is_prompt_only
-        self.first_pieces: Sequence[bytes] = ()
+        # Of the first token of each prompt, which has no log probability.
+        self._first_pieces: Sequence[bytes] = ()
         self._echoes = list(echoes)
         self._offsets = [len(echo) for echo in echoes]
         # A character may be spelled by several tokens: it counts for the last of them.
         self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in echoes]
 
-    def chunks(self, index: int, delta: TokenDelta) -> Iterator[dict[str, Any]]:
-        """See `Format`."""
+    def _chunks(self, index: int, delta: TokenDelta) -> Iterator[dict[str, Any]]:
         text, self._echoes[index] = self._echoes[index] + delta.text, ""
         reason = finish_reason_of(delta.finish_reason)
         if text or delta.token_ids or reason is not None:
             choice = self._choice(index, text, delta.logprobs, reason)
             yield {**self._head, "choices": [{**choice, **deadline_of(delta.finish_reason)}]}
 
+    async def look_up(self, engine: Engine, done: Sequence[Completion]) -> None:
+        """See `AnswerForm`."""
+        if done[0].prompt_logprobs is not None:
+            firsts = [one.prompt_token_ids[0] for one in done]
+            self._first_pieces = await engine.pieces(firsts)
+
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """See `Format`."""
+        """See `AnswerForm`."""
         choices = []
         for i, completion in enumerate(completions):
             text = self._echoes[i] + ("" if self._is_prompt_only else completion.text)
@@ -172,7 +185,7 @@ class CompletionFormat(_Common):
     ) -> dict[str, Any]:
         """Return OpenAI's lists; the first token of a prompt, which nothing precedes, has no number."""
         offsets = []
-        first = self.first_pieces[index] if self.first_pieces else b""
+        first = self._first_pieces[index] if self._first_pieces else b""
         for i, logprob in enumerate(logprobs):
             offsets.append(self._offsets[index])
             piece = first if logprob is None else logprob.bytes
@@ -191,7 +204,7 @@ class CompletionFormat(_Common):
         }
 
 
-class ChatFormat(_Common):
+class ChatCompletionForm(_OpenAIForm):
     """`chat.completion`, and `chat.completion.chunk` for its parts.
 
     Parameters
@@ -200,10 +213,19 @@ class ChatFormat(_Common):
         Those that were offered: a call of a custom one is told as such.
     """
 
+    prompt_field = "messages"
+
     def __init__(
-        self, request_id: str, model: Served, tools: ClientTools, *, n_choices: int
+        self,
+        request_id: str,
+        model: Served,
+        tools: ClientTools,
+        *,
+        n_choices: int,
+        wants_usage: bool,
     ) -> None:
-        super().__init__("chatcmpl", "chat.completion", request_id, model, n_choices=n_choices)
+        kind = "chat.completion"
+        super().__init__("chatcmpl", kind, request_id, model, n_choices, wants_usage)
         self._begun: set[int] = set()
         self._tools = tools
         # Of each choice, the call of a custom tool that is open: its number, and its arguments.
@@ -213,8 +235,7 @@ class ChatFormat(_Common):
     def _chunk_head(self) -> dict[str, Any]:
         return {**self._head, "object": "chat.completion.chunk"}
 
-    def chunks(self, index: int, delta: TokenDelta) -> Iterator[dict[str, Any]]:
-        """See `Format`."""
+    def _chunks(self, index: int, delta: TokenDelta) -> Iterator[dict[str, Any]]:
         if index not in self._begun:
             self._begun.add(index)
             yield self._chunk(index, {"role": "assistant", "content": ""})
@@ -280,7 +301,7 @@ class ChatFormat(_Common):
         return {"id": call["id"], "type": CUSTOM, CUSTOM: custom}
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """See `Format`."""
+        """See `AnswerForm`."""
         choices = [
             {
                 "index": i,

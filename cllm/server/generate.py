@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -20,13 +20,13 @@ from cllm import (
     TokenStream,
     ToolCallDelta,
 )
+from cllm.server.answers import AnswerForm, answer
 from cllm.server.body import SafeRoute
 from cllm.server.chat_call import ChatCall, chat_options, hinted
 from cllm.server.client_tools import messages_of
 from cllm.server.loras import loras_of
 from cllm.server.problems import Problem, invalid
-from cllm.server.replies import Reply, Writer
-from cllm.server.running import run_streams
+from cllm.server.replies import Event
 from cllm.server.schemas import CHAT_OPTIONS, GenerateBody, GenerateFields, sampling_of
 from cllm.server.state import ServerState, log_request, request_id_of, state_of
 
@@ -41,47 +41,53 @@ async def generate(body: GenerateBody, request: Request) -> Response:
     params = sampling_of(body, engine.sampling_defaults)
     check_logprobs(state, params)
     options = await hinted(engine, chat_options(body))
-    open_stream = _stream_of(state, body, params, options)
+    open_streams = _streams_of(state, body, params, options)
     if body.stream and params.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "is for answers that are not streamed")
     log_request(state, request_id, body.messages or body.prompt)
     operation = "text_completion" if body.messages is None else "chat"
     observation = state.observation(request, operation, params)
 
-    async def produce(writer: Writer) -> None:
-        last: dict[str, Any] = {}
+    form = GenerateForm(request_id, wants_prompt=bool(body.return_prompt_token_ids))
+    return answer(state, form, open_streams, observation, request_id, is_streamed=bool(body.stream))
 
-        async def on_delta(_: int, delta: TokenDelta) -> None:
-            if delta.finish_reason in (None, FinishReason.ERROR):
-                await writer.event(_event_of(delta))
-            else:
-                last.update(_event_of(delta))
 
-        with state.unique(request_id) as engine_id:
-            on_each = on_delta if body.stream else None
-            on_admitted = writer.begin if body.stream else None
-            (completion,) = await run_streams(
-                [open_stream(engine_id)], observation, on_each, on_admitted
-            )
-        account = _account_of(completion)
-        if body.return_prompt_token_ids:
-            account["prompt_token_ids"] = completion.prompt_token_ids
-        if body.stream:
-            await writer.event(last | account)
-            await writer.end()
+class GenerateForm(AnswerForm):
+    """cllm's own answers: the last event has the usage and the timings too."""
+
+    def __init__(self, request_id: str, *, wants_prompt: bool) -> None:
+        self._request_id = request_id
+        self._wants_prompt = wants_prompt
+        self._last: dict[str, Any] = {}
+
+    def events(self, index: int, delta: TokenDelta) -> Iterator[Event]:
+        """See `AnswerForm`."""
+        if delta.finish_reason in (None, FinishReason.ERROR):
+            yield None, _event_of(delta)
         else:
-            is_long = bool(completion.logprobs or completion.prompt_logprobs)
-            await writer.json(
-                lambda: {"id": request_id, **_answer_of(completion), **account}, is_long=is_long
-            )
+            self._last = _event_of(delta)
 
-    return Reply(produce, state.config.ping_interval_s)
+    def check(self, done: Sequence[Completion]) -> None:
+        """Return: an answer says why it ended."""
+
+    def end(self, done: Sequence[Completion]) -> Iterator[Event]:
+        """See `AnswerForm`."""
+        yield None, self._last | self._account(done[0])
+        yield from super().end(done)
+
+    def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
+        """See `AnswerForm`."""
+        return {"id": self._request_id, **_answer_of(done[0]), **self._account(done[0])}
+
+    def _account(self, completion: Completion) -> dict[str, Any]:
+        prompt = {"prompt_token_ids": completion.prompt_token_ids} if self._wants_prompt else {}
+        return {**_account_of(completion), **prompt}
 
 
-def _stream_of(
+def _streams_of(
     state: ServerState, body: GenerateFields, params: SamplingParams, options: dict[str, Any]
-) -> Callable[[str], TokenStream]:
-    """What makes the stream that a body asks for, under an id."""
+) -> Callable[[str], list[TokenStream]]:
+    """Return what makes the stream that a body asks for, under an id."""
     engine, prompt = state.serving, body.prompt
     check_length(engine, body.generated)
     scheduling: dict[str, Any] = {
@@ -94,14 +100,14 @@ def _stream_of(
             raise invalid("prompt", "must be left out beside messages")
         state.check_messages(len(body.messages))
         call = ChatCall(messages_of(body.messages), options, params, scheduling)
-        return lambda engine_id: call.streams(engine, engine_id)[0]
+        return lambda engine_id: call.streams(engine, engine_id)
     if prompt is None:
         raise invalid("prompt", "must be there, or messages in its place")
     for name in sorted(CHAT_OPTIONS & body.model_fields_set):
         raise invalid(name, "is for messages, not for a prompt")
     check_length(engine, prompt)
     scheduling["parse_special"] = body.parse_special
-    return lambda engine_id: engine.stream(prompt, params, request_id=engine_id, **scheduling)
+    return lambda engine_id: [engine.stream(prompt, params, request_id=engine_id, **scheduling)]
 
 
 def check_length(engine: Engine, prompt: str | Sequence[int]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -21,6 +21,7 @@ from cllm import (
     TokenLogprob,
     TokenStream,
 )
+from cllm.server.answers import AnswerForm, answer
 from cllm.server.body import SafeRoute
 from cllm.server.chat_call import seeded
 from cllm.server.fields import MAX_SEED, NO_LIMIT, SAMPLING_FIELDS
@@ -29,8 +30,8 @@ from cllm.server.generate import check_length, check_logprobs
 from cllm.server.infill import Gap, infill_prompt
 from cllm.server.loras import loras_of
 from cllm.server.problems import Problem, invalid, shutting_down
-from cllm.server.replies import Reply, Writer
-from cllm.server.running import check_in_time, run_streams
+from cllm.server.replies import Event
+from cllm.server.running import check_in_time
 from cllm.server.schemas import (
     InfillBody,
     LlamaServerCompletionBody,
@@ -180,58 +181,24 @@ def _answer(state: ServerState, body: Any, prompts: Sequence[Prompt], request: R
     params = _params_of(body, engine)
     check_logprobs(state, params)
     lora = loras_of(engine, body.lora, body.model)
-    is_prompt_only = body.n_predict == 0
     log_request(state, request_id, prompts)
     observation = state.observation(request, "text_completion", params)
-    lines = [Lines(body.n_indent, body.t_max_predict_ms / 1000) for _ in prompts for _ in range(n)]
 
-    def stream_of(engine_id: str, number: int) -> TokenStream:
-        return engine.stream(
-            prompts[number // n],
-            seeded(params, number % n),
-            lora=lora,
-            parse_special=True,
-            **body.turn,
-            request_id=f"{engine_id}-{number}" if number else engine_id,
-        )
-
-    async def produce(writer: Writer) -> None:
-        async def on_delta(index: int, delta: TokenDelta) -> None:
-            output = lines[index]
-            if output.is_over or is_prompt_only:
-                return
-            text = output.add(delta)
-            if output.is_over:
-                await streams[index].cancel()
-            if body.stream and (text or delta.token_ids):
-                await writer.event(_part(index, text, delta, output))
-
-        with state.unique(request_id) as engine_id:
-            streams = [stream_of(engine_id, number) for number in range(len(lines))]
-            on_each = on_delta if body.stream or body.n_indent or body.t_max_predict_ms else None
-            on_admitted = writer.begin if body.stream else None
-            done = await run_streams(streams, observation, on_each, on_admitted)
-        for output, one in zip(lines, done, strict=True):
-            if one.finish_reason is FinishReason.CANCELLED and not output.is_over:
-                raise shutting_down()
-        check_in_time(done)
-        form = AnswerForm(state.model_name, body, params, is_prompt_only)
-        wants_prompt = form.wants("prompt")
-        texts = [
-            await engine.detokenize(one.prompt_token_ids) if wants_prompt else "" for one in done
+    def open_streams(engine_id: str) -> list[TokenStream]:
+        return [
+            engine.stream(
+                prompts[number // n],
+                seeded(params, number % n),
+                lora=lora,
+                parse_special=True,
+                **body.turn,
+                request_id=f"{engine_id}-{number}" if number else engine_id,
+            )
+            for number in range(n * len(prompts))
         ]
-        answers = [
-            form.whole(index, one, lines[index], texts[index]) for index, one in enumerate(done)
-        ]
-        if body.stream:
-            for answer in answers:
-                await writer.event(answer)
-            await writer.close()
-        else:
-            is_long = any(one.logprobs is not None for one in done)
-            await writer.json(lambda: answers if len(answers) > 1 else answers[0], is_long=is_long)
 
-    return Reply(produce, state.config.ping_interval_s)
+    form = OutputForm(state.model_name, body, params, n * len(prompts))
+    return answer(state, form, open_streams, observation, request_id, is_streamed=bool(body.stream))
 
 
 def _part(index: int, text: str, delta: TokenDelta, output: Lines) -> dict[str, Any]:
@@ -248,39 +215,76 @@ def _part(index: int, text: str, delta: TokenDelta, output: Lines) -> dict[str, 
     return part
 
 
-@dataclass(frozen=True)
-class AnswerForm:
+class OutputForm(AnswerForm):
     """How llama-server writes what a request has come to."""
 
-    model_name: str
-    body: LlamaServerFields
-    params: SamplingParams
-    is_prompt_only: bool
+    def __init__(
+        self, model_name: str, body: LlamaServerFields, params: SamplingParams, n_outputs: int
+    ) -> None:
+        self._model_name = model_name
+        self._body = body
+        self._params = params
+        self._is_prompt_only = body.n_predict == 0
+        max_s = body.t_max_predict_ms / 1000
+        self._lines = [Lines(body.n_indent, max_s) for _ in range(n_outputs)]
+        self._prompts = [""] * n_outputs
+        self.reads_deltas = bool(body.n_indent or max_s)
 
-    def wants(self, name: str) -> bool:
-        """Return whether a field is wanted, or one inside of it."""
-        wanted = self.body.response_fields
-        return wanted is None or any(path.split("/")[0] == name for path in wanted)
+    def events(self, index: int, delta: TokenDelta) -> Iterator[Event]:
+        """See `AnswerForm`."""
+        output = self._lines[index]
+        if not (output.is_over or self._is_prompt_only):
+            text = output.add(delta)
+            if text or delta.token_ids:
+                yield None, _part(index, text, delta, output)
 
-    def whole(self, index: int, done: Completion, output: Lines, prompt: str) -> dict[str, Any]:
+    def is_over(self, index: int) -> bool:
+        """See `AnswerForm`."""
+        return self._lines[index].is_over
+
+    def check(self, done: Sequence[Completion]) -> None:
+        """See `AnswerForm`."""
+        for output, one in zip(self._lines, done, strict=True):
+            if one.finish_reason is FinishReason.CANCELLED and not output.is_over:
+                raise shutting_down()
+        check_in_time(done)
+
+    async def look_up(self, engine: Engine, done: Sequence[Completion]) -> None:
+        """See `AnswerForm`."""
+        wanted = self._body.response_fields
+        if wanted is None or any(path.split("/")[0] == "prompt" for path in wanted):
+            self._prompts = [await engine.detokenize(one.prompt_token_ids) for one in done]
+
+    def end(self, done: Sequence[Completion]) -> Iterator[Event]:
+        """See `AnswerForm`."""
+        for index, one in enumerate(done):
+            yield None, self._output(index, one)
+
+    def whole(self, done: Sequence[Completion]) -> object:
+        """See `AnswerForm`."""
+        outputs = [self._output(index, one) for index, one in enumerate(done)]
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    def _output(self, index: int, done: Completion) -> dict[str, Any]:
         """Return the answer for one output, after what has been streamed of it."""
-        is_streamed = self.body.stream
-        text = output.text if output.is_over else "" if self.is_prompt_only else done.text
-        tokens = done.token_ids if self.body.return_tokens and not is_streamed else ()
-        n_output = 0 if self.is_prompt_only else done.usage.n_output
+        output = self._lines[index]
+        is_streamed = self._body.stream
+        text = output.text if output.is_over else "" if self._is_prompt_only else done.text
+        tokens = done.token_ids if self._body.return_tokens and not is_streamed else ()
+        n_output = 0 if self._is_prompt_only else done.usage.n_output
         has_stopped = done.finish_reason is FinishReason.STOP and not output.is_over
         by_word = has_stopped and isinstance(done.stop_reason, str)
         answer: dict[str, Any] = {
             "index": index,
             "content": "" if is_streamed else text,
-            "tokens": () if self.is_prompt_only else tokens,
+            "tokens": () if self._is_prompt_only else tokens,
             "id_slot": NO_SLOT,
             "stop": True,
-            "model": self.model_name,
+            "model": self._model_name,
             "tokens_predicted": n_output,
             "tokens_evaluated": done.usage.n_prompt,
-            "generation_settings": _settings(self.params),
-            "prompt": prompt,
+            "generation_settings": _settings(self._params),
+            "prompt": self._prompts[index],
             "has_new_line": "\n" in text,
             "truncated": False,
             "stop_type": "word" if by_word else "eos" if has_stopped else "limit",
@@ -291,7 +295,7 @@ class AnswerForm:
         }
         if done.logprobs is not None and not is_streamed:
             answer["completion_probabilities"] = _probabilities(done.logprobs)
-        paths = self.body.response_fields
+        paths = self._body.response_fields
         return answer if paths is None else _picked(answer, paths)
 
 

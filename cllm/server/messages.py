@@ -11,6 +11,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from cllm import Completion, Engine, FinishReason, SamplingParams, TokenDelta
+from cllm.server.answers import AnswerForm
 from cllm.server.body import SafeRoute
 from cllm.server.chat_call import ChatCall, answer_chat, as_delta, hinted
 from cllm.server.client_tools import ClientTools
@@ -228,11 +229,10 @@ def _result(block: Mapping[str, Any]) -> Any:
     return f"Error: {content}" if isinstance(content, str) else ["Error:", content]
 
 
-class MessageForm:
-    """A `ChatForm`: the message, and the events that build it."""
+class MessageForm(AnswerForm):
+    """the message, and the events that build it."""
 
     prompt_field = "messages"
-    tells_overflows = False
 
     def __init__(self, request_id: str, model: str) -> None:
         self._head = {
@@ -245,17 +245,17 @@ class MessageForm:
         self._has_begun = False
 
     def ping(self) -> Event:
-        """See `ChatForm`."""
+        """See `AnswerForm`."""
         return _event("ping")
 
-    def events(self, delta: TokenDelta) -> Iterator[Event]:
-        """See `ChatForm`."""
+    def events(self, index: int, delta: TokenDelta) -> Iterator[Event]:
+        """See `AnswerForm`."""
         yield from self.begin()
         for step in self._blocks.steps(delta):
             yield from _step_events(step)
 
     def begin(self) -> Iterator[Event]:
-        """See `ChatForm`."""
+        """See `AnswerForm`."""
         if not self._has_begun:
             self._has_begun = True
             usage = {"input_tokens": 0, "output_tokens": 0}
@@ -267,19 +267,20 @@ class MessageForm:
             }
             yield _event("message_start", message={**self._head, **nothing})
 
-    def end(self, completion: Completion) -> Iterator[Event]:
-        """See `ChatForm`."""
+    def end(self, done: Sequence[Completion]) -> Iterator[Event]:
+        """See `AnswerForm`."""
         for step in self._blocks.end():
             yield from _step_events(step)
-        yield _event("message_delta", delta=_stop(completion), usage=_usage(completion))
+        yield _event("message_delta", delta=_stop(done[0]), usage=_usage(done[0]))
         yield _event("message_stop")
 
     def failed(self, problem: Problem) -> Iterator[Event]:
-        """See `ChatForm`."""
+        """See `AnswerForm`."""
         yield _event("error", error=problem.body["error"])
 
-    def whole(self, completion: Completion) -> dict[str, Any]:
-        """See `ChatForm`."""
+    def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
+        """See `AnswerForm`."""
+        (completion,) = done
         list(self._blocks.steps(as_delta(completion)))
         content = [_block(block) for block in self._blocks.done]
         usage = _usage(completion)

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from cllm import Engine, FinishReason, PromptTooLongError, SamplingParams, TokenDelta, TokenStream
+from cllm import Engine, SamplingParams, TokenStream
+from cllm.server.answers import answer
 from cllm.server.body import SafeRoute
-from cllm.server.chat_call import ChatCall, chat_options, client_tools_of, hinted, seeded
+from cllm.server.chat_call import (
+    ChatCall,
+    answer_chat,
+    chat_options,
+    client_tools_of,
+    hinted,
+    seeded,
+)
 from cllm.server.client_tools import messages_of
 from cllm.server.fields import CONSTRAINTS, MAX_SEED
-from cllm.server.formats import ChatFormat, CompletionFormat, Format
+from cllm.server.formats import ChatCompletionForm, CompletionForm
 from cllm.server.generate import check_length, check_logprobs
 from cllm.server.loras import loras_of
-from cllm.server.problems import Problem, invalid, shutting_down, too_long
-from cllm.server.replies import Reply, Writer
-from cllm.server.running import Observation, check_in_time, run_streams
+from cllm.server.problems import Problem, invalid
 from cllm.server.schemas import (
     ChatBody,
     ChatFields,
@@ -115,11 +121,16 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     log_request(state, request_id, body.prompt)
     echoes = [await _echo(engine, prompt) if body.echo else "" for prompt in prompts]
     all_echoes = [echo for echo in echoes for _ in range(n)]
-    form = CompletionFormat(
-        request_id, state.served, all_echoes, n_choices=n, is_prompt_only=is_prompt_only
+    form = CompletionForm(
+        request_id,
+        state.served,
+        all_echoes,
+        n_choices=n,
+        wants_usage=_wants_usage(body),
+        is_prompt_only=is_prompt_only,
     )
     observation = state.observation(request, "text_completion", params)
-    return _answer(state, body, streams, form, observation)
+    return answer(state, form, streams, observation, request_id, is_streamed=bool(body.stream))
 
 
 @router.post("/chat/completions", summary="Answer a chat")
@@ -127,7 +138,6 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     """OpenAI's chat completions, by the model's own template."""
     state, request_id = state_of(request), request_id_of(request)
     engine = state.serving
-    state.check_messages(len(body.messages))
     n_top = (body.top_logprobs or 0) if body.logprobs else None
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs", "needs logprobs to be true")
@@ -145,14 +155,14 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
             "lora": loras_of(engine, body.lora, body.model),
         },
     )
-
-    def streams(engine_id: str) -> list[TokenStream]:
-        return call.streams(engine, engine_id, n)
-
     log_request(state, request_id, body.messages)
-    form = ChatFormat(request_id, state.served, tools, n_choices=n)
+    form = ChatCompletionForm(
+        request_id, state.served, tools, n_choices=n, wants_usage=_wants_usage(body)
+    )
     observation = state.observation(request, "chat", params)
-    return _answer(state, body, streams, form, observation, prompt_field="messages")
+    return answer_chat(
+        state, call, form, observation, request_id, is_streamed=bool(body.stream), n=n
+    )
 
 
 @router.post("/chat/completions/input_tokens", summary="How many tokens a chat has")
@@ -164,47 +174,8 @@ async def chat_input_tokens(body: ChatBody, request: Request) -> dict[str, Any]:
     return {"object": "response.input_tokens", "input_tokens": len(rendered.token_ids)}
 
 
-def _answer(
-    state: ServerState,
-    body: CompletionFields | ChatFields,
-    streams: Callable[[str], list[TokenStream]],
-    form: Format,
-    observation: Observation,
-    *,
-    prompt_field: str = "prompt",
-) -> Response:
-    wants_usage = body.stream_options is not None and body.stream_options.include_usage
-
-    async def produce(writer: Writer) -> None:
-        async def on_delta(index: int, delta: TokenDelta) -> None:
-            for chunk in form.chunks(index, delta):
-                await writer.event(chunk)
-
-        try:
-            with state.unique(form.request_id) as engine_id:
-                done = await run_streams(
-                    streams(engine_id),
-                    observation,
-                    on_delta if body.stream else None,
-                    writer.begin if body.stream else None,
-                )
-        except PromptTooLongError as error:
-            raise too_long(error, prompt_field) from None
-        if any(one.finish_reason is FinishReason.CANCELLED for one in done):
-            raise shutting_down()
-        check_in_time(done)
-        if not body.stream:
-            if isinstance(form, CompletionFormat) and done[0].prompt_logprobs is not None:
-                firsts = [one.prompt_token_ids[0] for one in done]
-                form.first_pieces = await state.serving.pieces(firsts)
-            is_long = any(one.logprobs is not None for one in done)
-            await writer.json(lambda: form.whole(done), is_long=is_long)
-            return
-        if wants_usage:
-            await writer.event(form.usage_chunk(done))
-        await writer.end()
-
-    return Reply(produce, state.config.ping_interval_s)
+def _wants_usage(body: CompletionFields | ChatFields) -> bool:
+    return body.stream_options is not None and bool(body.stream_options.include_usage)
 
 
 def _params(

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from cllm.server.problems import problem_of
 
-Event = tuple[str, Mapping[str, Any]]
+Event = tuple[str | None, Mapping[str, Any] | str]  # a name, if a client wants one; the data
 DONE = "[DONE]"
 PING = b": ping\n\n"
 # How deep an answer is taken apart: choices, their log probabilities, the tokens of those.

@@ -12,6 +12,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from cllm import Completion, FinishReason, SamplingOptions, TokenDelta
+from cllm.server.answers import AnswerForm
 from cllm.server.body import SafeRoute
 from cllm.server.chat_call import ChatCall, answer_chat, as_delta, hinted
 from cllm.server.client_tools import (
@@ -224,8 +225,8 @@ def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
     return messages[-1]
 
 
-class ResponseForm:
-    """A `ChatForm`: the response object, and the events that build it."""
+class ResponseForm(AnswerForm):
+    """the response object, and the events that build it."""
 
     prompt_field = "input"
     tells_overflows = True  # Codex compacts its history for this event alone
@@ -256,14 +257,14 @@ class ResponseForm:
             "truncation": "disabled",
         }
 
-    def events(self, delta: TokenDelta) -> Iterator[Event]:
-        """See `ChatForm`."""
+    def events(self, index: int, delta: TokenDelta) -> Iterator[Event]:
+        """See `AnswerForm`."""
         yield from self.begin()
         for step in self._blocks.steps(delta):
             yield from self._step(step)
 
     def begin(self) -> Iterator[Event]:
-        """See `ChatForm`."""
+        """See `AnswerForm`."""
         if not self._has_begun:
             self._has_begun = True
             begun = self._response("in_progress", [], None)
@@ -271,27 +272,28 @@ class ResponseForm:
             yield self._event("response.in_progress", response=begun)
 
     def ping(self) -> Event:
-        """See `ChatForm`: Codex counts its time from event to event, and hears no comments."""
+        """See `AnswerForm`: Codex counts its time from event to event, and hears no comments."""
         response = self._response("in_progress", [], None)
         return self._event("response.in_progress", response=response)
 
-    def end(self, completion: Completion) -> Iterator[Event]:
-        """See `ChatForm`."""
-        whole = self.whole(completion)
+    def end(self, done: Sequence[Completion]) -> Iterator[Event]:
+        """See `AnswerForm`."""
+        whole = self.whole(done)
         for step in self._blocks.end():
             yield from self._step(step, whole["output"][-1]["status"])
         yield self._event(f"response.{whole['status']}", response=whole)
 
     def failed(self, problem: Problem) -> Iterator[Event]:
-        """See `ChatForm`."""
+        """See `AnswerForm`."""
         yield from self.begin()
         error = {"code": problem.code or "server_error", "message": str(problem)}
         items = [self._item(block, "incomplete") for block in self._blocks.done]
         whole = {**self._response("failed", items, None), "error": error}
         yield self._event("response.failed", response=whole)
 
-    def whole(self, completion: Completion) -> dict[str, Any]:
-        """See `ChatForm`."""
+    def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
+        """See `AnswerForm`."""
+        (completion,) = done
         blocks = self._blocks
         if not self._has_begun:  # not streamed
             list(blocks.steps(as_delta(completion)))

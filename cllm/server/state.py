@@ -7,13 +7,13 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import anyio
 from starlette.requests import Request
 
 from cllm import Engine, SamplingParams
 from cllm.server.config import ServerConfig
-from cllm.server.formats import Served
 from cllm.server.latest_frame import LatestFrame
 from cllm.server.metrics import Metrics
 from cllm.server.problems import shutting_down, too_many_messages, unavailable
@@ -21,6 +21,13 @@ from cllm.server.running import Observation
 from cllm.server.tracing import Tracing
 
 logger = logging.getLogger("cllm.server")
+
+
+class Served(NamedTuple):
+    """What a reply says of the model: the name that clients know, and `Completion.fingerprint`."""
+
+    name: str
+    fingerprint: str
 
 
 class ServerState:

@@ -1,0 +1,151 @@
+"""How a request for text is answered: `AnswerForm`, the shape of one route's answers, and `answer`."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+
+from starlette.responses import Response
+
+from cllm import Completion, Engine, FinishReason, PromptTooLongError, TokenDelta, TokenStream
+from cllm.server.problems import TOO_LONG, Problem, problem_of, shutting_down, too_long
+from cllm.server.replies import DONE, Event, Reply, Writer
+from cllm.server.running import Observation, check_in_time, run_streams
+from cllm.server.state import ServerState
+
+logger = logging.getLogger("cllm.server")
+
+
+class AnswerForm(ABC):
+    """The shape of one route's answers; without more said, events are those of OpenAI's chats.
+
+    Attributes
+    ----------
+    prompt_field : str
+        Name of the field with the prompt, for an error.
+    tells_overflows : bool
+        True if a stream whose prompt is too long has status 200, and fails by an event.
+    reads_deltas : bool
+        True if an answer that is not streamed is made of deltas too.
+    """
+
+    prompt_field = "prompt"
+    tells_overflows = False
+    reads_deltas = False
+
+    def begin(self) -> Iterable[Event]:
+        """Return the first events, unless they have been sent."""
+        return ()
+
+    def ping(self) -> Event | None:
+        """Return an event that changes nothing; None: a comment will do."""
+        return None
+
+    @abstractmethod
+    def events(self, index: int, delta: TokenDelta) -> Iterable[Event]:
+        """Return the events for one delta of the choice `index`."""
+
+    def is_over(self, index: int) -> bool:
+        """Return True if the rest of a choice is not wanted."""
+        return False
+
+    def check(self, done: Sequence[Completion]) -> None:
+        """Return if the completions are an answer.
+
+        Raises
+        ------
+        Problem, DeadlineError
+        """
+        if any(one.finish_reason is FinishReason.CANCELLED for one in done):
+            raise shutting_down()
+        check_in_time(done)
+
+    async def look_up(self, engine: Engine, done: Sequence[Completion]) -> None:
+        """Ask the engine for what else the answer has."""
+        return
+
+    def end(self, done: Sequence[Completion]) -> Iterable[Event]:
+        """Return the last events."""
+        return [(None, DONE)]
+
+    def failed(self, problem: Problem) -> Iterable[Event]:
+        """Return the last events of an answer that failed on its way."""
+        return [(None, problem.body), (None, DONE)]
+
+    @abstractmethod
+    def whole(self, done: Sequence[Completion]) -> object:
+        """Return the whole answer, for JSON."""
+
+
+def answer(
+    state: ServerState,
+    form: AnswerForm,
+    open_streams: Callable[[str], list[TokenStream]],
+    observation: Observation,
+    request_id: str,
+    *,
+    is_streamed: bool,
+    problem: Callable[[Exception], Problem] = problem_of,
+) -> Response:
+    """Return an answer, whole or as events, that is given up when the client leaves.
+
+    Parameters
+    ----------
+    open_streams : callable
+        Called with an id for the engine; the streams, not submitted yet.
+    problem : callable
+        Return the answer to an error, by the names that the client knows.
+    """
+    engine = state.serving
+
+    async def run(writer: Writer) -> Sequence[Completion]:
+        async def on_delta(index: int, delta: TokenDelta) -> None:
+            for name, event in form.events(index, delta):
+                if is_streamed:
+                    await writer.event(event, name)
+            if form.is_over(index):
+                await streams[index].cancel()
+
+        async def on_admitted() -> None:
+            await writer.begin()
+            for name, event in form.begin():
+                await writer.event(event, name)
+
+        with state.unique(request_id) as engine_id:
+            streams = open_streams(engine_id)
+            done = await run_streams(
+                streams,
+                observation,
+                on_delta if is_streamed or form.reads_deltas else None,
+                on_admitted if is_streamed else None,
+            )
+        form.check(done)
+        await form.look_up(engine, done)
+        return done
+
+    async def produce(writer: Writer) -> None:
+        try:
+            done = await run(writer)
+        except Exception as error:
+            if isinstance(error, PromptTooLongError):
+                failure = too_long(error, form.prompt_field)
+            else:
+                failure = problem(error)
+            tells = is_streamed and form.tells_overflows and failure.code == TOO_LONG
+            if failure.status == 500:
+                logger.error("request %s failed", request_id, exc_info=error)
+            if not (writer.is_streaming or tells):
+                raise failure from error
+            last = form.failed(failure)
+        else:
+            if not is_streamed:
+                is_long = any(one.logprobs or one.prompt_logprobs for one in done)
+                await writer.json(lambda: form.whole(done), is_long=is_long)
+                return
+            last = form.end(done)
+        for name, event in last:
+            await writer.event(event, name)
+        await writer.close()
+
+    return Reply(produce, state.config.ping_interval_s, form.ping)
