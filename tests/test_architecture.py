@@ -64,7 +64,7 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
         ("cllm", "cllm.testing", "cllm.engine", "cllm.errors", "cllm.checks", "cllm.removed"),
     ),
     (
-        "cllm.server.fields",
+        "cllm.server.bodies.fields",
         ("cllm", "cllm.server", "cllm.engine.sampling_params", "cllm.sampling_limits"),
     ),
     (
@@ -175,7 +175,7 @@ LIBRARIES: list[tuple[str, str]] = [
     ("cllm.server.engine_task", "anyio starlette trio"),
     ("cllm.testing.fake_rules", "yaml"),
     ("cllm.testing.fake_server", "anyio fastapi starlette"),
-    ("cllm.server.tracing", "anyio fastapi opentelemetry starlette"),
+    ("cllm.server.operation.tracing", "anyio fastapi opentelemetry starlette"),
     (
         "cllm.server",
         "anyio fastapi fastapi_offline httptools orjson prometheus_client pydantic pydantic_core starlette"
@@ -376,8 +376,8 @@ def test_the_core_depends_on_anyio_and_numpy_alone() -> None:
 CLOCK_OF_THE_DAY = {
     "cllm.engine.chat.chat_template", "cllm.engine.chat.chat_tokenizer",
     "cllm.engine.file_content", "cllm.engine.process.crash_report",
-    "cllm.engine.thread.prefix_files", "cllm.integrations.pydantic_ai", "cllm.server.formats",
-    "cllm.server.responses", "cllm.server.running", "cllm.server.several", "cllm.server.state",
+    "cllm.engine.thread.prefix_files", "cllm.integrations.pydantic_ai", "cllm.server.answers.formats",
+    "cllm.server.routes.responses", "cllm.server.answers.running", "cllm.server.several", "cllm.server.state",
 }  # fmt: skip
 
 

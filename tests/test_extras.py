@@ -31,7 +31,7 @@ CASES = {
     "ray": ("ray", "from cllm.ray import app"),
     "tracing": (
         "opentelemetry.exporter",
-        "from cllm.server.tracing import Tracing; Tracing('http://127.0.0.1:1')",
+        "from cllm.server.operation.tracing import Tracing; Tracing('http://127.0.0.1:1')",
     ),
     "hub": ("huggingface_hub", ENGINE.format(options="'hf:user/repo'", call="health()")),
     "process": ("msgspec", ENGINE.format(options="process=True", call="health()")),

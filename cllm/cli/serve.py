@@ -45,7 +45,7 @@ def serve(
     with _engine_process() if process and fake is None else nullcontext():
         with extra("server"), importing():
             from cllm.server.app import create_app
-            from cllm.server.logs import configure_logging
+            from cllm.server.operation.logs import configure_logging
             from cllm.server.serving import listen
             from cllm.server.serving import serve as run
         # In a process of its own a file that ends it while it is loaded ends nothing else.

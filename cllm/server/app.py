@@ -14,7 +14,12 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from cllm import CllmError, Engine, EngineConfig, __version__
-from cllm.server import (
+from cllm.server.config import ServerConfig
+from cllm.server.engine_task import EngineTask, MountedStart, make_engine
+from cllm.server.http.limits import STATIC_URL, HeadAsGet, Limits, OtherPaths
+from cllm.server.http.problems import RESPONSES, Problem, answer_problem
+from cllm.server.operation.metrics import AnswerCounter
+from cllm.server.routes import (
     embeddings,
     generate,
     info,
@@ -26,12 +31,7 @@ from cllm.server import (
     slots,
     tokens,
 )
-from cllm.server.config import ServerConfig
-from cllm.server.engine_task import EngineTask, MountedStart, make_engine
-from cllm.server.limits import STATIC_URL, HeadAsGet, Limits, OtherPaths
-from cllm.server.metrics import AnswerCounter
-from cllm.server.page import add_page
-from cllm.server.problems import RESPONSES, Problem, answer_problem
+from cllm.server.routes.page import add_page
 from cllm.server.state import ServerState
 
 N_CTX_UNKNOWN = 128 << 10  # of several models: the body says which one is asked

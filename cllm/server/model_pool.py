@@ -18,8 +18,8 @@ from cllm import CllmError, Engine, EngineConfig, ModelLoadError
 from cllm.server.app import create_app
 from cllm.server.config import ServerConfig
 from cllm.server.engine_task import EngineTask
-from cllm.server.metrics import Metrics
-from cllm.server.problems import unavailable
+from cllm.server.http.problems import unavailable
+from cllm.server.operation.metrics import Metrics
 
 logger = logging.getLogger("cllm.server")
 

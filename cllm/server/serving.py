@@ -15,13 +15,13 @@ from fastapi import FastAPI
 from cllm import EngineConfig
 from cllm.server.app import create_app
 from cllm.server.config import ServerConfig
-from cllm.server.connections import (
+from cllm.server.http.connections import (
     N_AT_ONCE,
     Connections,
     n_connections_max,
     raise_descriptor_limit,
 )
-from cllm.server.protocol import protocol_with
+from cllm.server.http.protocol import protocol_with
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # A drain ends what does not end in time; uvicorn's own limit, which tears answers, is for the rest.

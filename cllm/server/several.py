@@ -15,12 +15,12 @@ from starlette.types import Message, Receive, Scope, Send
 
 from cllm import Engine, EngineConfig, __version__
 from cllm.server.app import add_guards
-from cllm.server.body import parsed
 from cllm.server.config import ServerConfig
 from cllm.server.engine_task import make_engine
-from cllm.server.limits import HeadAsGet, is_open, route_path, with_known_path
+from cllm.server.http.body import parsed
+from cllm.server.http.limits import HeadAsGet, is_open, route_path, with_known_path
+from cllm.server.http.problems import Problem, answer_problem, problem_of, unavailable
 from cllm.server.model_pool import ModelPool, PooledModel
-from cllm.server.problems import Problem, answer_problem, problem_of, unavailable
 
 
 def create_models_app(

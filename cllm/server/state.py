@@ -13,12 +13,12 @@ import anyio
 from starlette.requests import Request
 
 from cllm import Engine, SamplingParams
+from cllm.server.answers.running import Observation
 from cllm.server.config import ServerConfig
-from cllm.server.latest_frame import LatestFrame
-from cllm.server.metrics import Metrics
-from cllm.server.problems import shutting_down, too_many_messages, unavailable
-from cllm.server.running import Observation
-from cllm.server.tracing import Tracing
+from cllm.server.http.problems import shutting_down, too_many_messages, unavailable
+from cllm.server.operation.latest_frame import LatestFrame
+from cllm.server.operation.metrics import Metrics
+from cllm.server.operation.tracing import Tracing
 
 logger = logging.getLogger("cllm.server")
 

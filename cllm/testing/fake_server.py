@@ -22,8 +22,8 @@ from cllm.engine.config import EngineConfig
 from cllm.errors import EngineFailedError
 from cllm.server.app import create_app
 from cllm.server.config import ServerConfig
-from cllm.server.limits import route_path
-from cllm.server.problems import Problem
+from cllm.server.http.limits import route_path
+from cllm.server.http.problems import Problem
 from cllm.server.serving import Server, listen
 from cllm.testing.fake_engine import FakeEngine
 from cllm.testing.fake_rules import FakeRule, FakeRules

@@ -15,7 +15,8 @@ import cllm
 from cllm.bindings import find_library
 from cllm.cli.app import command_line
 from cllm.engine.config import EMBEDDED_MODEL
-from cllm.server import logs, serving
+from cllm.server import serving
+from cllm.server.operation import logs
 from tests.cli.children import CTRL_D, Terminal, run_cllm
 from tests.conftest import some_in_fast
 

@@ -14,8 +14,9 @@ import typer
 
 from cllm import EngineConfig
 from cllm.cli.app import command_line, run
-from cllm.server import logs, serving
+from cllm.server import serving
 from cllm.server.config import ServerConfig
+from cllm.server.operation import logs
 from tests.cli.test_app import COMMANDS
 
 listen = serving.listen

@@ -40,7 +40,7 @@ def test_the_options_become_settings_of_the_engine(
         return 0
 
     monkeypatch.setattr("cllm.server.serving.serve", served)
-    monkeypatch.setattr("cllm.server.logs.configure_logging", lambda: None)
+    monkeypatch.setattr("cllm.server.operation.logs.configure_logging", lambda: None)
     CliRunner().invoke(app, ["--port", "0", *options], standalone_mode=False)
     (engine,) = given
     assert (engine.process, engine.preflight) == (process, preflight)

@@ -21,7 +21,8 @@ from cllm.cli.options import (
     options_of,
     options_table,
 )
-from cllm.server import ServerConfig, logs, serving
+from cllm.server import ServerConfig, serving
+from cllm.server.operation import logs
 from cllm.settings import KEY, Setting, descriptions, settings_of
 
 KINDS: tuple[type[Flags], ...] = (EngineFlags, ServerFlags, SamplingFlags)

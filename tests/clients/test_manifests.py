@@ -16,7 +16,7 @@ from cllm.cli.app import command_line
 from cllm.ray import ClusterSettings
 from cllm.ray.environment import wanted
 from cllm.server.config import ServerConfig
-from cllm.server.metrics import GAUGES
+from cllm.server.operation.metrics import GAUGES
 
 validate = pytest.importorskip(
     "kubernetes_validate",

@@ -16,9 +16,9 @@ for module in ("anthropic", "openai"):
 import anthropic
 import openai
 
-from cllm.server.messages import CountBody, MessagesBody
-from cllm.server.responses import ResponsesBody
-from cllm.server.schemas import HINTS, ChatBody, CompletionBody
+from cllm.server.bodies.schemas import HINTS, ChatBody, CompletionBody
+from cllm.server.routes.messages import CountBody, MessagesBody
+from cllm.server.routes.responses import ResponsesBody
 
 OPENAI = openai.OpenAI(api_key="none")
 ANTHROPIC = anthropic.Anthropic(api_key="none")

@@ -9,7 +9,7 @@ from typing import Any
 
 from cllm import EngineConfig
 from cllm.server.config import ServerConfig
-from cllm.server.logs import configure_logging
+from cllm.server.operation.logs import configure_logging
 from cllm.server.serving import listen, serve
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from cllm import Engine, TokenDelta, ToolCallDelta
 from cllm.server import create_app
+from cllm.server.answers.event_blocks import Blocks
 from cllm.server.config import ServerConfig
-from cllm.server.event_blocks import Blocks
 from cllm.testing import FakeAnswer, FakeEngine
 from tests.conftest import QUIET, some_in_fast
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cllm import ClosedError, QueueFullError
-from cllm.server import answers
+from cllm.server.answers import answer
 from cllm.testing import FakeEngine
 from tests.server.conftest import client_of
 
@@ -46,15 +46,15 @@ async def test_what_fails_is_a_status_before_the_head_and_an_event_after_it(
             await on_admitted()
         raise error
 
-    monkeypatch.setattr(answers, "run_streams", fail)
+    monkeypatch.setattr(answer, "run_streams", fail)
     async with FakeEngine(lambda _: "2") as engine, client_of(engine) as client:
         with caplog.at_level(logging.ERROR, "cllm.server"):
-            answer = await client.post(path, json={**ROUTES[path], "stream": True})
-    assert answer.status_code == (200 if has_begun else status)
-    assert "a secret" not in answer.text
-    assert '"error":' in answer.text
+            reply = await client.post(path, json={**ROUTES[path], "stream": True})
+    assert reply.status_code == (200 if has_begun else status)
+    assert "a secret" not in reply.text
+    assert '"error":' in reply.text
     if has_begun and path != "/v1/responses":
         told = '"type":"' if path == "/v1/messages" else "data: [DONE]"
-        assert told in answer.text
+        assert told in reply.text
     logged = [record for record in caplog.records if record.exc_info]
     assert [record.exc_info[1] for record in logged if record.exc_info] == [error] * is_logged

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from cllm.server.problems import Problem
-from cllm.server.schemas import ChatBody, CompletionBody, DetokenizeBody, GenerateBody
+from cllm.server.bodies.schemas import ChatBody, CompletionBody, DetokenizeBody, GenerateBody
+from cllm.server.http.problems import Problem
 
 MANY = 2000  # more than any of these may have, and each one wrong
 N_OF_A_UNION = 2  # each of its members says why it does not match

@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cllm.server import connections
-from cllm.server.connections import (
+from cllm.server.http import connections
+from cllm.server.http.connections import (
     N_DEFAULT,
     N_MIN,
     Connections,

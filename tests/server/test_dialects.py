@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from cllm.server import create_app
-from cllm.server.dialects import translated
-from cllm.server.schemas import ChatBody
+from cllm.server.bodies.dialects import translated
+from cllm.server.bodies.schemas import ChatBody
 from cllm.testing import FakeEngine
 
 pytestmark = pytest.mark.anyio

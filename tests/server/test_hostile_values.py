@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cllm.server.logs import ConsoleFormatter
+from cllm.server.operation.logs import ConsoleFormatter
 from cllm.testing import FakeEngine
 from tests.server.conftest import client_of
 

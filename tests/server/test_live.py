@@ -11,8 +11,8 @@ import anyio
 import httpx
 import pytest
 
-from cllm.server.latest_frame import PERIOD_S
-from cllm.server.live_feed import IDLE_PERIOD_S, period_s
+from cllm.server.operation.latest_frame import PERIOD_S
+from cllm.server.routes.live_feed import IDLE_PERIOD_S, period_s
 from tests.server.conftest import Server
 
 ENDLESS = {"prompt": "count:1..199", "temperature": 0, "ignore_eos": True, "max_tokens": 2000}

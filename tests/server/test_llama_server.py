@@ -13,8 +13,8 @@ import pytest
 
 from cllm import FimTokens, TokenDelta
 from cllm.server import create_app
-from cllm.server.infill import Gap, infill_prompt
-from cllm.server.llama_server import Lines
+from cllm.server.answers.infill import Gap, infill_prompt
+from cllm.server.routes.llama_server import Lines
 from cllm.testing import FakeEngine
 
 pytestmark = pytest.mark.anyio

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cllm.server.logs import JsonFormatter, _is_fault
+from cllm.server.operation.logs import JsonFormatter, _is_fault
 from tests.server.conftest import running
 
 

@@ -15,7 +15,7 @@ import pytest
 
 import cllm
 from cllm import SamplingOptions
-from cllm.server.schemas import CHAT_OPTIONS
+from cllm.server.bodies.schemas import CHAT_OPTIONS
 from tests.server.conftest import Server, ask, refusal_of, samples_of, streaming, wait_until
 
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from cllm.server.config import ServerConfig
-from cllm.server.page import FILES
+from cllm.server.routes.page import FILES
 from tests.server.conftest import refusal_of
 from tests.server.test_access import asgi
 

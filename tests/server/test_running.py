@@ -8,9 +8,9 @@ import time
 import pytest
 
 from cllm import SamplingParams, TokenDelta
-from cllm.server.metrics import Metrics
-from cllm.server.running import Observation, run_streams
-from cllm.server.tracing import Tracing
+from cllm.server.answers.running import Observation, run_streams
+from cllm.server.operation.metrics import Metrics
+from cllm.server.operation.tracing import Tracing
 from cllm.testing import FakeEngine
 
 pytestmark = pytest.mark.anyio

@@ -15,7 +15,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from cllm import CllmError, SamplingParams
-from cllm.server.tracing import Tracing
+from cllm.server.operation.tracing import Tracing
 from tests.server.conftest import Server, ask, hasty, streaming
 
 pytestmark = pytest.mark.full

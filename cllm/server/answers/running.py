@@ -20,8 +20,8 @@ from cllm import (
     TokenDelta,
     TokenStream,
 )
-from cllm.server.metrics import Metrics
-from cllm.server.tracing import Tracing
+from cllm.server.operation.metrics import Metrics
+from cllm.server.operation.tracing import Tracing
 
 logger = logging.getLogger("cllm.server")
 

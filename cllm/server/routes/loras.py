@@ -8,8 +8,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from cllm import Engine
-from cllm.server.body import SafeRoute
-from cllm.server.problems import invalid
+from cllm.server.http.body import SafeRoute
+from cllm.server.http.problems import invalid
 from cllm.server.state import state_of
 
 router = APIRouter(route_class=SafeRoute, tags=["operation"])

@@ -11,9 +11,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
 from cllm import EngineStatus, SamplingParams, __version__
-from cllm.server.live_feed import frame_of, period_s
-from cllm.server.problems import RETRY_AFTER_S
-from cllm.server.replies import Reply, Writer
+from cllm.server.http.problems import RETRY_AFTER_S
+from cllm.server.http.replies import Reply, Writer
+from cllm.server.routes.live_feed import frame_of, period_s
 from cllm.server.state import state_of
 
 router = APIRouter(tags=["operation"])

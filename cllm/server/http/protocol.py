@@ -12,8 +12,8 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from cllm.server.connections import Connections
-from cllm.server.problems import Problem
+from cllm.server.http.connections import Connections
+from cllm.server.http.problems import Problem
 
 ANY_NUMBER = Connections(sys.maxsize)
 LINGER_S = 2.0  # that a client may go on sending after the answer that ends its connection

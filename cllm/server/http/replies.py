@@ -18,7 +18,7 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from cllm.server.problems import problem_of
+from cllm.server.http.problems import problem_of
 
 Event = tuple[str | None, Mapping[str, Any] | str]  # a name, if a client wants one; the data
 DONE = "[DONE]"

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cllm.log_once import log_once
-from cllm.server.problems import invalid
+from cllm.server.http.problems import invalid
 
 logger = logging.getLogger("cllm.server")
 

@@ -20,12 +20,12 @@ from cllm import (
     ToolCallDelta,
 )
 from cllm.log_once import log_once
-from cllm.server.answers import AnswerForm, answer
-from cllm.server.client_tools import ClientTools
-from cllm.server.fields import MAX_SEED
-from cllm.server.problems import Problem, problem_of
-from cllm.server.running import Observation
-from cllm.server.schemas import ChatOptionFields
+from cllm.server.answers.answer import AnswerForm, answer
+from cllm.server.answers.client_tools import ClientTools
+from cllm.server.answers.running import Observation
+from cllm.server.bodies.fields import MAX_SEED
+from cllm.server.bodies.schemas import ChatOptionFields
+from cllm.server.http.problems import Problem, problem_of
 from cllm.server.state import ServerState
 
 logger = logging.getLogger("cllm.server")

@@ -21,7 +21,7 @@ from cllm.engine.sampling_params import (
     SAMPLERS,
 )
 from cllm.sampling_limits import FLOAT_RANGES, INTEGER_RANGES, MAX_BREAKERS
-from cllm.server.problems import invalid
+from cllm.server.http.problems import invalid
 
 MAX_LORAS = 64
 

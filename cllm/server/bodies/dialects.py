@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cllm.server.fields import NO_LIMIT
+from cllm.server.bodies.fields import NO_LIMIT
 
 MIN_TEMPERATURE = 1e-3  # less is what clients send for 0
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict")

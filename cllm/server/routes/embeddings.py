@@ -16,11 +16,11 @@ from pydantic import Field
 from starlette.responses import Response
 
 from cllm import Embeddings, InvalidRequestError, Ranked
-from cllm.server.body import SafeRoute
-from cllm.server.fields import Flag, Integer, Number, Prompts, Text
-from cllm.server.problems import invalid
-from cllm.server.replies import Reply, Writer
-from cllm.server.schemas import Body
+from cllm.server.bodies.fields import Flag, Integer, Number, Prompts, Text
+from cllm.server.bodies.schemas import Body
+from cllm.server.http.body import SafeRoute
+from cllm.server.http.problems import invalid
+from cllm.server.http.replies import Reply, Writer
 from cllm.server.state import ServerState, log_request, request_id_of, state_of
 
 router = APIRouter(route_class=SafeRoute, tags=["embeddings"])

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cllm import Completion, Engine, FinishReason, TokenDelta, TokenLogprob, ToolCallDelta
-from cllm.server.answers import AnswerForm
-from cllm.server.client_tools import CUSTOM, ClientTools, text_input_of
-from cllm.server.replies import Event
+from cllm.server.answers.answer import AnswerForm
+from cllm.server.answers.client_tools import CUSTOM, ClientTools, text_input_of
+from cllm.server.http.replies import Event
 from cllm.server.state import Served
 
 LOWEST = -9999.0  # OpenAI's stand-in for a probability of 0: JSON has no infinity

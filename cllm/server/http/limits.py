@@ -14,7 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cllm.server.config import ServerConfig, is_loopback
-from cllm.server.problems import Problem, overflow
+from cllm.server.http.problems import Problem, overflow
 
 STATIC_URL = "/static"
 PAGE_URL = "/page"

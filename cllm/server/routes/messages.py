@@ -11,15 +11,15 @@ from pydantic import Field
 from starlette.responses import Response
 
 from cllm import Completion, Engine, FinishReason, SamplingParams, TokenDelta
-from cllm.server.answers import AnswerForm
-from cllm.server.body import SafeRoute
-from cllm.server.chat_call import ChatCall, answer_chat, as_delta, hinted
-from cllm.server.client_tools import ClientTools
-from cllm.server.event_blocks import CALL, REASONING, Block, Blocks, Step
-from cllm.server.fields import Flag, Integer, Number, Text, Texts
-from cllm.server.loras import loras_of
-from cllm.server.problems import Problem, invalid
-from cllm.server.schemas import Body, Queued, constraint_of, sampling_of
+from cllm.server.answers.answer import AnswerForm
+from cllm.server.answers.chat_call import ChatCall, answer_chat, as_delta, hinted
+from cllm.server.answers.client_tools import ClientTools
+from cllm.server.answers.event_blocks import CALL, REASONING, Block, Blocks, Step
+from cllm.server.bodies.fields import Flag, Integer, Number, Text, Texts
+from cllm.server.bodies.schemas import Body, Queued, constraint_of, sampling_of
+from cllm.server.http.body import SafeRoute
+from cllm.server.http.problems import Problem, invalid
+from cllm.server.routes.loras import loras_of
 from cllm.server.state import log_request, request_id_of, state_of
 
 router = APIRouter(prefix="/v1", route_class=SafeRoute, tags=["Anthropic"])

@@ -12,10 +12,9 @@ from pydantic import Field
 from starlette.responses import Response
 
 from cllm import Completion, FinishReason, SamplingOptions, TokenDelta
-from cllm.server.answers import AnswerForm
-from cllm.server.body import SafeRoute
-from cllm.server.chat_call import ChatCall, answer_chat, as_delta, hinted
-from cllm.server.client_tools import (
+from cllm.server.answers.answer import AnswerForm
+from cllm.server.answers.chat_call import ChatCall, answer_chat, as_delta, hinted
+from cllm.server.answers.client_tools import (
     CUSTOM,
     FUNCTION,
     ClientTool,
@@ -23,11 +22,12 @@ from cllm.server.client_tools import (
     object_of,
     text_input_of,
 )
-from cllm.server.event_blocks import CALL, REASONING, Block, Blocks, Step
-from cllm.server.fields import Flag, Integer, Number, Text
-from cllm.server.loras import loras_of
-from cllm.server.problems import Problem, invalid
-from cllm.server.schemas import Queued, constraint_of, sampling_of
+from cllm.server.answers.event_blocks import CALL, REASONING, Block, Blocks, Step
+from cllm.server.bodies.fields import Flag, Integer, Number, Text
+from cllm.server.bodies.schemas import Queued, constraint_of, sampling_of
+from cllm.server.http.body import SafeRoute
+from cllm.server.http.problems import Problem, invalid
+from cllm.server.routes.loras import loras_of
 from cllm.server.state import log_request, request_id_of, state_of
 
 router = APIRouter(prefix="/v1", route_class=SafeRoute, tags=["OpenAI"])

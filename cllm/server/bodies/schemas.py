@@ -12,8 +12,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 from cllm import SamplingOptions, SamplingParams
-from cllm.server.dialects import translated
-from cllm.server.fields import (
+from cllm.server.bodies.dialects import translated
+from cllm.server.bodies.fields import (
     SAMPLING_FIELDS,
     Flag,
     Integer,
@@ -30,7 +30,7 @@ from cllm.server.fields import (
     Tokens,
     sampling_fields,
 )
-from cllm.server.problems import invalid
+from cllm.server.http.problems import invalid
 
 # Names that others know and that change nothing here.
 HARMLESS = frozenset(

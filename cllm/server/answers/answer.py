@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from starlette.responses import Response
 
 from cllm import Completion, Engine, FinishReason, PromptTooLongError, TokenDelta, TokenStream
-from cllm.server.problems import TOO_LONG, Problem, problem_of, shutting_down, too_long
-from cllm.server.replies import DONE, Event, Reply, Writer
-from cllm.server.running import Observation, check_in_time, run_streams
+from cllm.server.answers.running import Observation, check_in_time, run_streams
+from cllm.server.http.problems import TOO_LONG, Problem, problem_of, shutting_down, too_long
+from cllm.server.http.replies import DONE, Event, Reply, Writer
 from cllm.server.state import ServerState
 
 logger = logging.getLogger("cllm.server")

@@ -10,9 +10,9 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from cllm.server.limits import PAGE_URL
+from cllm.server.http.limits import PAGE_URL
 
-FILES = Path(__file__).parent / "page_files"
+FILES = Path(__file__).parents[1] / "page_files"
 # Nothing from elsewhere, no inline script: what a model writes stays text whatever happens.
 HEADERS = {
     "Content-Security-Policy": (

@@ -21,23 +21,23 @@ from cllm import (
     TokenLogprob,
     TokenStream,
 )
-from cllm.server.answers import AnswerForm, answer
-from cllm.server.body import SafeRoute
-from cllm.server.chat_call import seeded
-from cllm.server.fields import MAX_SEED, NO_LIMIT, SAMPLING_FIELDS
-from cllm.server.formats import deadline_of
-from cllm.server.generate import check_length, check_logprobs
-from cllm.server.infill import Gap, infill_prompt
-from cllm.server.loras import loras_of
-from cllm.server.problems import Problem, invalid, shutting_down
-from cllm.server.replies import Event
-from cllm.server.running import check_in_time
-from cllm.server.schemas import (
+from cllm.server.answers.answer import AnswerForm, answer
+from cllm.server.answers.chat_call import seeded
+from cllm.server.answers.formats import deadline_of
+from cllm.server.answers.infill import Gap, infill_prompt
+from cllm.server.answers.running import check_in_time
+from cllm.server.bodies.fields import MAX_SEED, NO_LIMIT, SAMPLING_FIELDS
+from cllm.server.bodies.schemas import (
     InfillBody,
     LlamaServerCompletionBody,
     LlamaServerFields,
     sampling_of,
 )
+from cllm.server.http.body import SafeRoute
+from cllm.server.http.problems import Problem, invalid, shutting_down
+from cllm.server.http.replies import Event
+from cllm.server.routes.generate import check_length, check_logprobs
+from cllm.server.routes.loras import loras_of
 from cllm.server.state import ServerState, log_request, request_id_of, state_of
 
 router = APIRouter(route_class=SafeRoute, tags=["llama-server"])

@@ -10,9 +10,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from cllm import Engine, SamplingParams, TokenStream
-from cllm.server.answers import answer
-from cllm.server.body import SafeRoute
-from cllm.server.chat_call import (
+from cllm.server.answers.answer import answer
+from cllm.server.answers.chat_call import (
     ChatCall,
     answer_chat,
     chat_options,
@@ -20,13 +19,10 @@ from cllm.server.chat_call import (
     hinted,
     seeded,
 )
-from cllm.server.client_tools import messages_of
-from cllm.server.fields import CONSTRAINTS, MAX_SEED
-from cllm.server.formats import ChatCompletionForm, CompletionForm
-from cllm.server.generate import check_length, check_logprobs
-from cllm.server.loras import loras_of
-from cllm.server.problems import Problem, invalid
-from cllm.server.schemas import (
+from cllm.server.answers.client_tools import messages_of
+from cllm.server.answers.formats import ChatCompletionForm, CompletionForm
+from cllm.server.bodies.fields import CONSTRAINTS, MAX_SEED
+from cllm.server.bodies.schemas import (
     ChatBody,
     ChatFields,
     CompletionBody,
@@ -34,6 +30,10 @@ from cllm.server.schemas import (
     constraint_of,
     sampling_of,
 )
+from cllm.server.http.body import SafeRoute
+from cllm.server.http.problems import Problem, invalid
+from cllm.server.routes.generate import check_length, check_logprobs
+from cllm.server.routes.loras import loras_of
 from cllm.server.state import ServerState, log_request, request_id_of, state_of
 
 router = APIRouter(prefix="/v1", route_class=SafeRoute, tags=["OpenAI"])

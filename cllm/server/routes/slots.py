@@ -9,7 +9,7 @@ import anyio
 from fastapi import APIRouter, Request
 
 from cllm.removed import replacement
-from cllm.server.problems import Problem, unavailable
+from cllm.server.http.problems import Problem, unavailable
 from cllm.server.state import state_of
 
 SLOTS_S = 5.0

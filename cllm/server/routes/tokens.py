@@ -10,12 +10,12 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from cllm import Engine
-from cllm.server.body import SafeRoute
-from cllm.server.chat_call import chat_options, hinted
-from cllm.server.client_tools import messages_of
-from cllm.server.problems import invalid, too_many
-from cllm.server.replies import Reply, Writer, list_parts
-from cllm.server.schemas import ChatBody, DetokenizeBody, TokenizeBody
+from cllm.server.answers.chat_call import chat_options, hinted
+from cllm.server.answers.client_tools import messages_of
+from cllm.server.bodies.schemas import ChatBody, DetokenizeBody, TokenizeBody
+from cllm.server.http.body import SafeRoute
+from cllm.server.http.problems import invalid, too_many
+from cllm.server.http.replies import Reply, Writer, list_parts
 from cllm.server.state import ServerState, state_of
 
 router = APIRouter(route_class=SafeRoute, tags=["llama-server"])

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cllm import CllmError, Engine, EngineStatus, LiveView, __version__
-from cllm.server.latest_frame import PERIOD_S
+from cllm.server.operation.latest_frame import PERIOD_S
 from cllm.server.state import ServerState
 
 IDLE_PERIOD_S = 0.5  # where nothing has happened since the last look: it wakes the inference thread

@@ -20,14 +20,14 @@ from cllm import (
     TokenStream,
     ToolCallDelta,
 )
-from cllm.server.answers import AnswerForm, answer
-from cllm.server.body import SafeRoute
-from cllm.server.chat_call import ChatCall, chat_options, hinted
-from cllm.server.client_tools import messages_of
-from cllm.server.loras import loras_of
-from cllm.server.problems import Problem, invalid
-from cllm.server.replies import Event
-from cllm.server.schemas import CHAT_OPTIONS, GenerateBody, GenerateFields, sampling_of
+from cllm.server.answers.answer import AnswerForm, answer
+from cllm.server.answers.chat_call import ChatCall, chat_options, hinted
+from cllm.server.answers.client_tools import messages_of
+from cllm.server.bodies.schemas import CHAT_OPTIONS, GenerateBody, GenerateFields, sampling_of
+from cllm.server.http.body import SafeRoute
+from cllm.server.http.problems import Problem, invalid
+from cllm.server.http.replies import Event
+from cllm.server.routes.loras import loras_of
 from cllm.server.state import ServerState, log_request, request_id_of, state_of
 
 router = APIRouter(route_class=SafeRoute)

@@ -16,7 +16,7 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
-from cllm.server.problems import Problem
+from cllm.server.http.problems import Problem
 
 MAX_CONTAINERS = 1 << 14
 TENANT_HEADER = "x-tenant"

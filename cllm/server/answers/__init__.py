@@ -1,0 +1,1 @@
+"""How a request for text is answered: chats, tools, shapes of answers."""

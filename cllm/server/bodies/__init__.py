@@ -1,0 +1,1 @@
+"""The bodies of requests: their fields, their types, and what clients of other servers write."""

@@ -1,0 +1,1 @@
+"""The routes, by the server whose clients call them."""
