@@ -6,9 +6,9 @@ import base64
 import math
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import anyio
 import httpx
@@ -17,15 +17,18 @@ from numpy.typing import NDArray
 
 from cllm.checks import MAX_SEED
 from cllm.client.answer_stream import MAX_MOVES, AnswerStream
+from cllm.client.events import LOWEST
 from cllm.client.refusals import ServerError
 from cllm.client.replicas import Replicas
 from cllm.engine.chat.chat_prompt import ChatPrompt
 from cllm.engine.loop.generates import Generates
 from cllm.engine.loop.request_call import Prompt, RequestCall
+from cllm.engine.request import Score
 from cllm.errors import InvalidArgumentError, InvalidRequestError, QueueFullError
 from cllm.routing.prefix_table import keys_of, prompt_bytes
 
 HEADER_VALUE = re.compile(r"[!-~]([ -~]{0,1022}[!-~])?")
+T = TypeVar("T")
 N_AT_ONCE = 64  # requests of `generate_all`
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # what a server takes as `X-Request-ID`
 
@@ -151,23 +154,53 @@ class AsyncClient(Generates[AnswerStream]):
             "priority": priority,
             "timeout": timeout,
         }
+
+        def vectors(told: Any) -> NDArray[np.float32]:
+            rows = [base64.b64decode(row["embedding"]) for row in told["data"]]
+            return np.frombuffer(b"".join(rows), np.float32).reshape(len(rows), -1)
+
+        return await self._asked("/v1/embeddings", body, vectors)
+
+    async def score(
+        self, prompt: Prompt, continuation: Prompt, *, lora: Mapping[str, float] | None = None
+    ) -> Score:
+        """Return how likely the model holds a continuation to be; arguments as for `Engine.score`.
+
+        Raises
+        ------
+        RequestError
+            The texts cannot be served.
+        ServerError
+            No server answers.
+        """
+        body = {**self._model, "prompt": prompt, "continuation": continuation}
+        if lora is not None:
+            body["lora"] = dict(lora)
+
+        def score(told: Any) -> Score:
+            logprobs = tuple(-math.inf if p <= LOWEST else p for p in told["logprobs"])
+            return Score(tuple(told["token_ids"]), logprobs, sum(logprobs))
+
+        return await self._asked("/generate/score", body, score)
+
+    async def _asked(self, path: str, body: Mapping[str, Any], read: Callable[[Any], T]) -> T:
+        """Return what is read of an answer that is not a stream; another server is asked when one ends."""
         url: str | None = None
         for _ in range(MAX_MOVES + 1):
-            url, response = await self._replicas.post("/v1/embeddings", body, but=url)
+            url, response = await self._replicas.post(path, body, but=url)
             try:
                 await response.aread()
                 break
-            except httpx.TransportError as error:  # its server has ended: another
+            except httpx.TransportError as error:
                 failure = error
             finally:
                 await self._replicas.close(url, response)
         else:
             raise ServerError(f"cut off {MAX_MOVES + 1} times, at last: {failure!r}")
         try:
-            rows = [base64.b64decode(row["embedding"]) for row in response.json()["data"]]
+            return read(response.json())
         except (KeyError, TypeError, ValueError) as error:
             raise ServerError(f"{url} does not answer as cllm does: {error!r}") from None
-        return np.frombuffer(b"".join(rows), np.float32).reshape(len(rows), -1)
 
 
 def _header_of(field: str, value: str) -> str:

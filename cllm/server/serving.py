@@ -21,7 +21,7 @@ from cllm.server.http.connections import (
     n_connections_max,
     raise_descriptor_limit,
 )
-from cllm.server.http.protocol import protocol_with
+from cllm.server.http.protocol import WireLimits, protocol_with
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # A drain ends what does not end in time; uvicorn's own limit, which tears answers, is for the rest.
@@ -44,11 +44,13 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 http=protocol_with(
-                    max_header_bytes=config.max_header_bytes,
-                    header_timeout_s=config.header_timeout_s,
-                    write_timeout_s=config.write_timeout_s,
-                    on_refused=partial(app.state.server.metrics.answered, "none"),
-                    connections=Connections(n_max),
+                    WireLimits(
+                        max_header_bytes=config.max_header_bytes,
+                        header_timeout_s=config.header_timeout_s,
+                        write_timeout_s=config.write_timeout_s,
+                        on_refused=partial(app.state.server.metrics.answered, "none"),
+                        connections=Connections(n_max),
+                    )
                 ),
                 backlog=N_AT_ONCE,
                 timeout_keep_alive=int(config.keep_alive_s),

@@ -115,6 +115,12 @@ async def test_a_server_gives_what_an_engine_gives(exact: Server) -> None:
         assert told(whole) == told(await engine.chat(messages, **options))
         begun = await client.chat(messages, generated=whole.token_ids[:3], **options)
         assert begun.token_ids == whole.token_ids[3:]
+        scored: list[tuple[Any, Any]] = [("1+1=", "2"), ("1+1=", "7 and more"), ([97, 98], [99])]
+        for before, after in scored:
+            mine_score = await client.score(before, after)
+            assert mine_score == await engine.score(before, after)
+        with pytest.raises(InvalidRequestError, match="continuation"):
+            await client.score("1+1=", "")
         texts: list[str | list[int]] = ["a river", "the sea", [97, 98]]
         vectors = await client.embed(texts)
         assert np.allclose(vectors, await engine.embed(texts), atol=1e-5)

@@ -221,6 +221,15 @@ GenerateBody: Any = create_model(
 )
 
 
+class ScoreBody(Body):
+    """`POST /generate/score`."""
+
+    model: Text | None = None
+    prompt: Prompt = Field(description="Text, or token ids", examples=["1+1="])
+    continuation: Prompt = Field(description="Text, or token ids", examples=["2"])
+    lora: Loras | None = None
+
+
 class StreamOptions(Body):
     """OpenAI's `stream_options`."""
 

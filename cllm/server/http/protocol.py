@@ -7,7 +7,8 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -61,195 +62,206 @@ class LingeringTransport:
             self._transport.resume_reading()
 
 
-def protocol_with(
-    *,
-    max_header_bytes: int,
-    header_timeout_s: float,
-    write_timeout_s: float,
-    on_refused: Callable[[int], None] = lambda _: None,
-    connections: Connections = ANY_NUMBER,
-) -> type[HttpToolsProtocol]:
-    """Uvicorn's protocol class, for clients that send and read within so many seconds.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WireLimits:
+    """What connections have in common.
 
-    Parameters
+    Attributes
     ----------
     max_header_bytes : int
         Of a request line, headers and trailers, and of what comes without completing any of them.
+    header_timeout_s, write_timeout_s : float
+        Seconds for a client to send its headers, and to take what was sent to it.
     on_refused : callable
         Called with the status of an answer that no application has given.
     connections : Connections
         All that there are.
     """
 
-    class PunctualProtocol(HttpToolsProtocol):
-        _header_timer: asyncio.TimerHandle | None = None
-        _write_timer: asyncio.TimerHandle | None = None
-        _n_header_bytes = 0  # of this request
-        _n_pending = 0  # bytes received since a head, a part of a body or a request was complete
-        _data = b""  # what is being parsed
-        _is_in_body = _is_refused = False
-        _refusal: Problem | None = None  # of what has come before it could be answered
+    max_header_bytes: int
+    header_timeout_s: float
+    write_timeout_s: float
+    on_refused: Callable[[int], None] = lambda _: None
+    connections: Connections = ANY_NUMBER
 
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(LingeringTransport(transport, self._may_send))  # type: ignore[arg-type]
-            # Writing pauses as soon as the system takes no more: from then on time runs.
-            transport.set_write_buffer_limits(high=0)
-            if connections.add(self):
-                self._await_headers()
-            else:
-                self._refuse(Problem(503, "too many connections"))
 
-        def data_received(self, data: bytes) -> None:
-            if self._refusal is not None or self.transport.is_closing():
-                return
-            self._n_pending += len(data)
-            self._data = data
-            super().data_received(data)
-            self._data = b""
-            if self._n_pending > max_header_bytes:
-                self._refuse(_too_large(max_header_bytes))
-            elif self.cycle is None or self.cycle.response_complete:
-                self._await_headers()  # of the next request, after what is left of this one
-            else:
-                self._stop_header_timer()
+class PunctualProtocol(HttpToolsProtocol):
+    """Uvicorn's protocol, for clients that send and read within so many seconds."""
 
-        def on_message_begin(self) -> None:
-            """Requests wait for each other: nothing is parsed that is not yet to be answered."""
-            if self.cycle is not None and not self.cycle.response_complete:
-                raise Problem(400, "a request must wait for the answer to the one before it")
-            self._n_header_bytes = 0
-            super().on_message_begin()
+    limits: ClassVar[WireLimits]
+    _header_timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
+    _n_header_bytes = 0  # of this request
+    _n_pending = 0  # bytes received since a head, a part of a body or a request was complete
+    _data = b""  # what is being parsed
+    _is_in_body = _is_refused = False
+    _refusal: Problem | None = None  # of what has come before it could be answered
 
-        def on_url(self, url: bytes) -> None:
-            self._count(len(url))
-            super().on_url(url)
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(LingeringTransport(transport, self._may_send))  # type: ignore[arg-type]
+        # Writing pauses as soon as the system takes no more: from then on time runs.
+        transport.set_write_buffer_limits(high=0)
+        if self.limits.connections.add(self):
+            self._await_headers()
+        else:
+            self._refuse(Problem(503, "too many self.limits.connections"))
 
-        def on_header(self, name: bytes, value: bytes) -> None:
-            self._count(len(name) + len(value) + 4)  # ": " and CRLF
-            if not self._is_in_body:  # trailers are no headers
-                super().on_header(name, value)
+    def data_received(self, data: bytes) -> None:
+        if self._refusal is not None or self.transport.is_closing():
+            return
+        self._n_pending += len(data)
+        self._data = data
+        super().data_received(data)
+        self._data = b""
+        if self._n_pending > self.limits.max_header_bytes:
+            self._refuse(_too_large(self.limits.max_header_bytes))
+        elif self.cycle is None or self.cycle.response_complete:
+            self._await_headers()  # of the next request, after what is left of this one
+        else:
+            self._stop_header_timer()
 
-        def _count(self, n_bytes: int) -> None:
-            self._n_header_bytes += n_bytes
-            if self._n_header_bytes > max_header_bytes:
-                raise _too_large(max_header_bytes)
+    def on_message_begin(self) -> None:
+        """Requests wait for each other: nothing is parsed that is not yet to be answered."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            raise Problem(400, "a request must wait for the answer to the one before it")
+        self._n_header_bytes = 0
+        super().on_message_begin()
 
-        def on_headers_complete(self) -> None:
-            _check_framing(self.headers, self.parser)
-            if not self.parser.should_upgrade():  # or it comes once more, without that
-                super().on_headers_complete()
-                self._n_pending, self._is_in_body = 0, True
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
 
-        def on_body(self, body: bytes) -> None:
-            self._n_pending = 0
-            super().on_body(body)
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value) + 4)  # ": " and CRLF
+        if not self._is_in_body:  # trailers are no headers
+            super().on_header(name, value)
 
-        def on_message_complete(self) -> None:
-            if not self.parser.should_upgrade():
-                self._n_pending, self._is_in_body = 0, False
-                super().on_message_complete()
+    def _count(self, n_bytes: int) -> None:
+        self._n_header_bytes += n_bytes
+        if self._n_header_bytes > self.limits.max_header_bytes:
+            raise _too_large(self.limits.max_header_bytes)
 
-        def pause_writing(self) -> None:
-            super().pause_writing()
+    def on_headers_complete(self) -> None:
+        _check_framing(self.headers, self.parser)
+        if not self.parser.should_upgrade():  # or it comes once more, without that
+            super().on_headers_complete()
+            self._n_pending, self._is_in_body = 0, True
+
+    def on_body(self, body: bytes) -> None:
+        self._n_pending = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            self._n_pending, self._is_in_body = 0, False
+            super().on_message_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reader()
+
+    def resume_writing(self) -> None:
+        self._stop_write_timer()
+        super().resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_header_timer()
+        self._stop_write_timer()
+        self.limits.connections.discard(self)
+        super().connection_lost(exc)
+
+    def close_idle(self) -> None:
+        """See `Closable`."""
+        self._stop_header_timer()
+        self.transport.close()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """A request that would rather be HTTP/2 (h2c) is one of HTTP/1.1; its body comes yet.
+
+        The parser takes what follows for another protocol's.
+        """
+        upgrade = sys.exception()
+        assert isinstance(upgrade, httptools.HttpParserUpgrade)
+        rest = self._data[upgrade.args[0] :]
+        fields = [(n, v) for n, v in self.headers if n != b"upgrade"]
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%b: %b" % field for field in fields]
+        self.parser = httptools.HttpRequestParser(self)
+        self.data_received(b"\r\n".join([*lines, b"", rest]))
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._refusal is not None:
+            self._refuse(self._refusal)
+
+    def send_400_response(self, msg: str) -> None:
+        """The parser makes nothing of what has come, or is told so by its callbacks."""
+        error = sys.exception()
+        problem = None if error is None else error.__context__
+        if "Content-Length overflow" in str(error):
+            problem = Problem(413, "the body has more bytes than can be counted")
+        if not isinstance(problem, Problem):
+            problem = Problem(400, "this is not HTTP")
+        self._refuse(problem)
+
+    def _may_send(self) -> bool:
+        return self._is_in_body or self._is_refused
+
+    def _await_headers(self) -> None:
+        if self._header_timer is None:
+            self.limits.connections.set_idle(self, True)
+            self._header_timer = self.loop.call_later(self.limits.header_timeout_s, self._on_late)
+
+    def _stop_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self.limits.connections.set_idle(self, False)
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _on_late(self) -> None:
+        self._header_timer = None
+        if not self.transport.is_closing():
+            late = f"the headers took more than {self.limits.header_timeout_s:g} s"
+            self._refuse(Problem(408, late))
+
+    def _await_reader(self) -> None:
+        self._stop_write_timer()
+        n_unsent = self.transport.get_write_buffer_size()
+        self._write_timer = self.loop.call_later(
+            self.limits.write_timeout_s, self._on_unread, n_unsent
+        )
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _on_unread(self, n_unsent: int) -> None:
+        """Cut off a client that has read nothing; `close` would wait for it for ever."""
+        if self.transport.get_write_buffer_size() < n_unsent:
             self._await_reader()
+        else:
+            self.transport.abort()
 
-        def resume_writing(self) -> None:
-            self._stop_write_timer()
-            super().resume_writing()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._stop_header_timer()
-            self._stop_write_timer()
-            connections.discard(self)
-            super().connection_lost(exc)
-
-        def close_idle(self) -> None:
-            """See `Closable`."""
-            self._stop_header_timer()
+    def _refuse(self, problem: Problem) -> None:
+        """Answer what cannot be read on, and close; after the answer that is due before."""
+        cycle = self.cycle
+        is_due = cycle is not None and not cycle.response_complete
+        if is_due and not self._is_in_body:
+            self._refusal = problem
+        elif self._is_in_body and cycle.response_started:
+            self.transport.close()
+        elif not self.transport.is_closing():
+            self._is_refused = True
+            self.limits.on_refused(problem.status)
+            self.transport.write(_on_wire(problem))
             self.transport.close()
 
-        def _unsupported_upgrade_warning(self) -> None:
-            """A request that would rather be HTTP/2 (h2c) is one of HTTP/1.1; its body comes yet.
 
-            The parser takes what follows for another protocol's.
-            """
-            upgrade = sys.exception()
-            assert isinstance(upgrade, httptools.HttpParserUpgrade)
-            rest = self._data[upgrade.args[0] :]
-            fields = [(n, v) for n, v in self.headers if n != b"upgrade"]
-            version = self.parser.get_http_version().encode()
-            lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
-            lines += [b"%b: %b" % field for field in fields]
-            self.parser = httptools.HttpRequestParser(self)
-            self.data_received(b"\r\n".join([*lines, b"", rest]))
-
-        def on_response_complete(self) -> None:
-            super().on_response_complete()
-            if self._refusal is not None:
-                self._refuse(self._refusal)
-
-        def send_400_response(self, msg: str) -> None:
-            """The parser makes nothing of what has come, or is told so by its callbacks."""
-            error = sys.exception()
-            problem = None if error is None else error.__context__
-            if "Content-Length overflow" in str(error):
-                problem = Problem(413, "the body has more bytes than can be counted")
-            if not isinstance(problem, Problem):
-                problem = Problem(400, "this is not HTTP")
-            self._refuse(problem)
-
-        def _may_send(self) -> bool:
-            return self._is_in_body or self._is_refused
-
-        def _await_headers(self) -> None:
-            if self._header_timer is None:
-                connections.set_idle(self, True)
-                self._header_timer = self.loop.call_later(header_timeout_s, self._on_late)
-
-        def _stop_header_timer(self) -> None:
-            if self._header_timer is not None:
-                connections.set_idle(self, False)
-                self._header_timer.cancel()
-                self._header_timer = None
-
-        def _on_late(self) -> None:
-            self._header_timer = None
-            if not self.transport.is_closing():
-                late = f"the headers took more than {header_timeout_s:g} s"
-                self._refuse(Problem(408, late))
-
-        def _await_reader(self) -> None:
-            self._stop_write_timer()
-            n_unsent = self.transport.get_write_buffer_size()
-            self._write_timer = self.loop.call_later(write_timeout_s, self._on_unread, n_unsent)
-
-        def _stop_write_timer(self) -> None:
-            if self._write_timer is not None:
-                self._write_timer.cancel()
-                self._write_timer = None
-
-        def _on_unread(self, n_unsent: int) -> None:
-            """Cut off a client that has read nothing; `close` would wait for it for ever."""
-            if self.transport.get_write_buffer_size() < n_unsent:
-                self._await_reader()
-            else:
-                self.transport.abort()
-
-        def _refuse(self, problem: Problem) -> None:
-            """Answer what cannot be read on, and close; after the answer that is due before."""
-            cycle = self.cycle
-            is_due = cycle is not None and not cycle.response_complete
-            if is_due and not self._is_in_body:
-                self._refusal = problem
-            elif self._is_in_body and cycle.response_started:
-                self.transport.close()
-            elif not self.transport.is_closing():
-                self._is_refused = True
-                on_refused(problem.status)
-                self.transport.write(_on_wire(problem))
-                self.transport.close()
-
-    return PunctualProtocol
+def protocol_with(limits: WireLimits) -> type[HttpToolsProtocol]:
+    """Return uvicorn's protocol class with these limits."""
+    return type("PunctualProtocol", (PunctualProtocol,), {"limits": limits})
 
 
 def _check_framing(

@@ -23,14 +23,22 @@ from cllm import (
 from cllm.server.answers.answer import AnswerForm, answer
 from cllm.server.answers.chat_call import ChatCall, chat_options, hinted
 from cllm.server.answers.client_tools import messages_of
-from cllm.server.bodies.schemas import CHAT_OPTIONS, GenerateBody, GenerateFields, sampling_of
+from cllm.server.bodies.schemas import (
+    CHAT_OPTIONS,
+    GenerateBody,
+    GenerateFields,
+    ScoreBody,
+    sampling_of,
+)
 from cllm.server.http.body import SafeRoute
 from cllm.server.http.problems import Problem, invalid
-from cllm.server.http.replies import Event
+from cllm.server.http.replies import Event, Reply, Writer
 from cllm.server.routes.loras import loras_of
 from cllm.server.state import ServerState, log_request, request_id_of, state_of
 
 router = APIRouter(route_class=SafeRoute)
+
+LOWEST = -9999.0  # stands for -inf, which JSON has not
 
 
 @router.post("/generate", tags=["cllm"], summary="Generate text, or answer a chat")
@@ -50,6 +58,29 @@ async def generate(body: GenerateBody, request: Request) -> Response:
 
     form = GenerateForm(request_id, wants_prompt=bool(body.return_prompt_token_ids))
     return answer(state, form, open_streams, observation, request_id, is_streamed=bool(body.stream))
+
+
+@router.post("/generate/score", tags=["cllm"], summary="How likely a continuation is")
+async def score(body: ScoreBody, request: Request) -> Response:
+    """Return the log probability of each token of a continuation after a prompt, and their sum."""
+    state = state_of(request)
+    engine = state.serving
+    for given in (body.prompt, body.continuation):
+        check_length(engine, given)
+    lora = loras_of(engine, body.lora, body.model)
+    log_request(state, request_id_of(request), body.prompt)
+
+    async def produce(writer: Writer) -> None:
+        found = await engine.score(body.prompt, body.continuation, lora=lora)
+        logprobs = [max(logprob, LOWEST) for logprob in found.logprobs]
+        told = {
+            "token_ids": found.token_ids,
+            "logprobs": logprobs,
+            "total": max(found.total, LOWEST),
+        }
+        await writer.json(lambda: told)
+
+    return Reply(produce)
 
 
 class GenerateForm(AnswerForm):
@@ -199,6 +230,6 @@ def logprob_of(logprob: TokenLogprob) -> dict[str, Any]:
         "token_id": logprob.token_id,
         "text": logprob.text,
         "bytes": list(logprob.bytes),
-        "logprob": max(logprob.logprob, -9999.0),
+        "logprob": max(logprob.logprob, LOWEST),
         "top": [logprob_of(other) for other in logprob.top],
     }
