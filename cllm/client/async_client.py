@@ -173,7 +173,7 @@ class AsyncClient(Generates[AnswerStream]):
         ServerError
             No server answers.
         """
-        body = {**self._model, "prompt": prompt, "continuation": continuation}
+        body: dict[str, Any] = {**self._model, "prompt": prompt, "continuation": continuation}
         if lora is not None:
             body["lora"] = dict(lora)
 
