@@ -112,6 +112,7 @@ check:
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	.venv/bin/mypy
+	.venv/bin/python -m tools.check_prose
 
 # Alone on the machine: a second busy process makes spinning threads many times slower.
 bench:

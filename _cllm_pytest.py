@@ -97,7 +97,7 @@ def _variant(request: pytest.FixtureRequest, name: str) -> str:
 
 
 def _default_loop_scope(config: pytest.Config) -> str | None:
-    """Whose event loop pytest-asyncio's tests share; None without it, or with an older one."""
+    """Return the scope of the event loop that pytest-asyncio's tests share; None without pytest-asyncio, or with an older one."""
     try:
         return str(config.getini(TEST_LOOP_SCOPE))
     except (KeyError, ValueError):

@@ -437,7 +437,7 @@ report() {
 clean_cache() {
   lock
   rm -rf "$root/build" "$root/native" "$root"/amx_probe-*
-  # A link into another cache directory is somebody else's.
+  # A link into another cache directory belongs to another user.
   if [[ $(readlink "$link" 2>/dev/null) == "$root"/native/* ]]; then rm "$link"; fi
   say "removed the builds in $root"
 }

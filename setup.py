@@ -1,4 +1,5 @@
-"""What pyproject.toml cannot say: a wheel carries libllama, so it is built for one platform.
+"""The part of the build that pyproject.toml cannot describe: a wheel contains libllama, so it is for one
+platform.
 
 An editable install builds nothing here: `build_llama.sh` links the library into the package.
 """

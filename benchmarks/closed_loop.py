@@ -30,7 +30,7 @@ SCATTER = 0.3  # of turnarounds
 
 @dataclass(frozen=True)
 class Costs:
-    """What ticks take, and of how many tokens a request is.
+    """Durations of ticks, and the number of tokens of a request.
 
     Attributes
     ----------
@@ -55,7 +55,7 @@ class Costs:
     tile_cell_ms: float = 0.0
 
     def tick_s(self, runs: Sequence[FakeRun], n_cells: int) -> float:
-        """What a tick takes."""
+        """Return the expected duration of a tick."""
         n_rows = sum(len(run.tokens) for run in runs)
         is_tiled = n_rows >= ATTENTION_TILE and len(runs) > 1
         cell_ms = self.tile_cell_ms if is_tiled else self.passed_cell_ms
@@ -117,7 +117,7 @@ class ClosedLoop:
     turnaround_s : float
         From the end of a request to the client's next one; up to `SCATTER` longer at random.
     lingers : bool
-        Whether the engine waits for those who come back.
+        Whether the engine waits for clients that come back.
     was_disturbed : bool
         Whether a batch of several prompts has once seemed to cost twice what it does.
     """
@@ -163,7 +163,7 @@ class ClosedLoop:
         return self._sim.kv_cache.n_held + self._n_clients * self._costs.n_history
 
     def run(self) -> Outcome:
-        """Until every client has had its requests answered."""
+        """Run until every client has its answers."""
         sim = self._sim
         sim.now = 0.0
         while self._arrivals or sim.core.has_work:

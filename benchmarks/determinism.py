@@ -1,4 +1,4 @@
-"""What `deterministic` costs: decode of 1, 4, 8 and 16 streams, and prompts, against the default.
+"""Measure the cost of `deterministic`: decode of 1, 4, 8 and 16 streams, and prompts, against the default.
 
     python -m benchmarks.determinism [MODEL/TYPE ...]
 

@@ -25,7 +25,7 @@ from cllm.engine.config import EMBEDDED_MODEL
 
 @dataclass(frozen=True)
 class Run:
-    """What one run showed: times, rows of a request, MiB of growth, cells left."""
+    """Results of one run: times, rows of a request, MiB of growth, cells left."""
 
     ratio: float
     n_rows: set[int]
@@ -36,7 +36,7 @@ class Run:
 async def sequential(
     n_requests: int, *, max_tokens: int, is_distinct: bool, prefix_cache: bool
 ) -> Run:
-    """So many requests, one after the other."""
+    """Run the given number of requests one after another."""
     seconds, n_rows = [], []
     async with Engine(prefix_cache=prefix_cache, n_threads=1, n_threads_batch=1) as engine:
 
@@ -95,7 +95,7 @@ def rotating(n_cycles: int, *, kv_unified: bool) -> tuple[float, float]:
 
 
 async def measure(options: argparse.Namespace) -> None:
-    """Everything, printed."""
+    """Run all measurements and print them."""
     print(f"{Path(EMBEDDED_MODEL).name}, {options.requests} requests each; {machine()}")
     for max_tokens, is_distinct, prefix_cache in product((1, 16), (False, True), (False, True)):
         runs = [

@@ -1,4 +1,4 @@
-"""What every benchmark needs: order statistics, memory, and a line about the machine."""
+"""Helpers of every benchmark: order statistics, memory, and a line about the machine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def malloc_mib() -> float:
-    """What malloc has given out and not got back; NaN where the C library does not tell."""
+    """Return the MiB that malloc holds; NaN where the C library does not report it."""
     mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if mallinfo2 is None:
         return float("nan")

@@ -71,7 +71,7 @@ async def streams_and(engine: Engine, prompt: list[int] | None, seconds: float) 
 
 
 async def measure(options: argparse.Namespace) -> None:
-    """Everything, printed."""
+    """Run all measurements and print them."""
     path = make_model.ensure(options.model, options.file_type)
     prompt = random.Random(7).choices(TEXT_TOKENS, k=options.prompt)
     settings: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""What Ray's front costs: one replica behind it beside `cllm serve`, by turns.
+"""Measure the cost of Ray's front: one replica behind it beside `cllm serve`, by turns.
 
     .venv-ray/bin/python -m benchmarks.ray_front [--turns 4]
 

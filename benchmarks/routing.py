@@ -1,4 +1,4 @@
-"""How many replicas serve how many conversations, by the way that chooses among them: simulated.
+"""Simulate how many conversations a number of replicas can serve, for each way of routing.
 
     python -m benchmarks.routing [--replicas 1 2 4 8 16] [--plot docs/images/routing.png]
 
@@ -86,7 +86,7 @@ class Replica:
 
 @dataclass
 class Result:
-    """What one run has shown."""
+    """Result of one run."""
 
     way: str
     n_replicas: int
@@ -97,7 +97,7 @@ class Result:
 
     @property
     def found(self) -> float:
-        """How much of what could be found was."""
+        """Share of the prompt tokens in some replica's cache that were found there."""
         return self.n_found / max(1, self.n_shared)
 
     def ttft(self, share: float) -> float:
@@ -106,7 +106,7 @@ class Result:
 
 
 def chooser(way: str, seed: int) -> Choose:
-    """What chooses in this way."""
+    """Return the function that chooses a replica in this way."""
     drawn, table = random.Random(seed), PrefixTable()
 
     def at_random(_: Sequence[Key], __: int, load: Mapping[str, int]) -> str:
@@ -152,7 +152,7 @@ class Cluster:
         return [self._drawn.randrange(3, 200) for _ in range(n_tokens)]
 
     def run(self) -> Result:
-        """Until nobody has anything to say any more."""
+        """Run until every conversation has ended."""
         while True:
             busy = [r for r in self._replicas.values() if r.sim.core.has_work]
             next_at = self._due[0][0] if self._due else float("inf")
@@ -171,7 +171,7 @@ class Cluster:
             self._send(Asked(conversation, at, n_shared), at)
 
     def _n_shared(self, conversation: Conversation) -> int:
-        """How many of its tokens some replica has had: all of a chat, a system prompt that is not new."""
+        """Number of tokens of a conversation that some replica has computed: a whole chat, or a known system prompt."""
         if conversation.n_said:
             return conversation.n_said
         system = tuple(conversation.tokens)
@@ -270,7 +270,7 @@ def _runs(
 
 
 def plot(results: Sequence[Result], rate: float, path: Path) -> None:
-    """What was found and how long the first token took, by the number of replicas."""
+    """Plot the share of tokens found and the time to the first token, by the number of replicas."""
     from matplotlib import pyplot
 
     figure, (found, ttft) = pyplot.subplots(1, 2, figsize=(9, 3.6))

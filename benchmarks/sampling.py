@@ -31,7 +31,7 @@ CASES = {
 
 
 def whole_row_chain(model: Model, params: SamplingParams) -> SamplerChain:
-    """What llama-server builds for these parameters."""
+    """Return the sampler chain that llama-server builds for these parameters."""
     chain = SamplerChain(model.vocab)
     if params.logit_bias:
         chain.add_logit_bias(params.logit_bias)
@@ -54,7 +54,7 @@ def timed(function: Callable[[], object], n_calls: int) -> float:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Everything, printed."""
+    """Run all measurements and print them."""
     path = make_model.ensure(options.model, options.file_type)
     print(f"{options.model}: {N_ROWS} rows, {machine()}")
     with Model(path) as model, Context(model, n_ctx=512, n_seq_max=N_ROWS) as context:

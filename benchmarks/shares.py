@@ -1,4 +1,4 @@
-"""Where the time of a tick goes: 32 streams on a random-weight model with a 152k vocabulary.
+"""Measure the share of each stage in a tick: 32 streams on a random-weight model with a 152k vocabulary.
 
 Each kind of sampling by turns; the share of every stage in all of the inference thread's time, and
 what sampling, detokenizing and delivering take together.  Then what a token costs the event loop's
@@ -49,7 +49,7 @@ async def run(engine: Engine, streams: list[TokenStream]) -> dict[str, float]:
 
 
 async def measure(options: argparse.Namespace) -> None:
-    """Everything, printed."""
+    """Run all measurements and print them."""
     n_tokens = options.streams * options.tokens
     path = make_model.ensure(options.model, options.file_type)
     print(f"{options.model} {options.file_type}: {options.streams} streams, {machine()}")

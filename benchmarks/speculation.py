@@ -1,4 +1,4 @@
-"""What speculation gains: tokens a second with it over without, by turns in one process.
+"""Measure the gain of speculation: tokens per second with it over without, by turns in one process.
 
     python -m benchmarks.speculation [MODEL/TYPE | FILE.gguf ...] [--llama-server PROGRAM]
 
@@ -104,7 +104,7 @@ Ask = Callable[[Engine, int], Any]
 
 
 def text_of(client: int) -> str:
-    """Some sentences that no other client has."""
+    """Return sentences that are different for each client."""
     draw = random.Random(client)
     return " ".join(" ".join(draw.choices(WORDS, k=9)).capitalize() + "." for _ in range(14))
 
@@ -142,7 +142,7 @@ def tokens_of(engine: Engine, client: int) -> Any:
 
 
 def answer_to(prompt: tuple[int, ...]) -> list[int]:
-    """What is said to a prompt, whatever its logits are."""
+    """Return the answer to a prompt, independent of its logits."""
     return drawn(f"answer {prompt}", N_TOKENS_DRAWN)
 
 
@@ -157,7 +157,7 @@ class DrawnSampler(AskedSampler):
 
 
 def next_token(sequence: Sequence, tokens: list[int]) -> int | None:
-    """What the sampler is going to say."""
+    """Return the token that the sampler will choose."""
     left = answer_to(sequence.request.prompt_token_ids)[len(tokens) - sequence.n_prompt :]
     return left[0] if left else None
 
@@ -205,7 +205,7 @@ async def compare(name: str, plain: Engine, fast: Engine, ask: Ask, n_clients: i
 
 
 def options_for(n_clients: int, given: SequenceOf[str]) -> dict[str, Any]:
-    """Of an engine: what is measured is decoding."""
+    """Return engine options for a measurement of decoding."""
     return {
         "n_ctx": N_CTX_SEQ * n_clients,
         "n_seq_max": n_clients,
@@ -220,7 +220,7 @@ def chat_model(name: str) -> Path:
 
 
 async def measure(name: str, widths: SequenceOf[int], given: SequenceOf[str]) -> None:
-    """Everything about one model."""
+    """Run all measurements of one model."""
     print(f"{name} {' '.join(given)}", flush=True)
     if name == SMOLLM2 or name.endswith(GGUF):
         path = chat_model(name)
@@ -287,7 +287,7 @@ async def copied_per_s(url: str, n_clients: int) -> float:
 
 
 def compare_servers(program: Path, path: Path, widths: SequenceOf[int]) -> None:
-    """By turns, all of them running."""
+    """Compare servers by turns, with all of them running."""
     for n_clients in widths:
         with ExitStack() as stack:
             peers = servers(program, path, n_clients)

@@ -19,7 +19,7 @@ ErrorType = Callable[[str, object, str], Exception]
 
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = 3.4028234e38
-# llama.cpp's tokenizers are quadratic in places (43 s for 600 KB of newlines): nobody needs more.
+# llama.cpp's tokenizers are quadratic in places (43 s for 600 KB of newlines); no use needs more.
 MAX_TEXT_BYTES = 1 << 20  # that are tokenized at once: some tokenizers take quadratic time
 MAX_CHAT_BYTES = 4 << 20  # of all messages, as much as a template may write
 MAX_SEED = 2**32 - 2  # 2**32 - 1 asks llama.cpp for a random seed

@@ -86,7 +86,7 @@ class LibraryError(CllmError):
 
 
 class LibraryNotFoundError(LibraryError):
-    """No libllama was found; the message lists where it was looked for."""
+    """No libllama was found; the message lists the places that were searched."""
 
 
 class AbiMismatchError(LibraryError):

@@ -1,4 +1,4 @@
-"""How much memory there is for more, and large pieces of it."""
+"""Free memory, and allocation of large pieces of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if _madvise is not None:
 
 
 def new_bytes(n_bytes: int) -> tuple[bytes, int]:
-    """Bytes that nobody has written yet, and their address: to be filled before anybody else has them.
+    """Return new bytes that are not written yet, and their address: fill them before they are shared.
 
     Large ones in huge pages, where the system has them.  On a virtual machine each page that is touched
     first costs microseconds: 164 MiB of small ones took 0.5 s, of huge ones 0.02.
@@ -36,7 +36,7 @@ def new_bytes(n_bytes: int) -> tuple[bytes, int]:
 
 
 def address_of(data: bytes) -> int:
-    """Where they are, as long as somebody holds them."""
+    """Return the address of data, valid while the data is referenced."""
     address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value
     assert address is not None
     return address

@@ -1,7 +1,7 @@
-"""What the numbers of samplers may be: one table for `SamplingParams` and for the bindings.
+"""Limits of the numbers of samplers: one table for `SamplingParams` and for the bindings.
 
-Within these, llama.cpp's probabilities stay finite and its buffers small; nobody has a use for what is
-beyond.  `SamplingParams` is stricter or freer only where a number means something else there, such as
+Within these, llama.cpp's probabilities stay finite and its buffers small; values beyond have
+no use.  `SamplingParams` is stricter or freer only where a number means something else there, such as
 -1 for the whole context.
 """
 

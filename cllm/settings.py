@@ -33,7 +33,7 @@ _SETTINGS: dict[type[Any], dict[str, Setting]] = {}
 
 
 class Affects(Flag):
-    """What depends on a setting, besides speed and memory."""
+    """Effects of a setting, besides speed and memory."""
 
     NOTHING = 0
     ANSWERS = auto()  # of every engine
@@ -43,7 +43,7 @@ class Affects(Flag):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is stated of one field, besides its name, its type and its default.
+    """Properties of one field, besides its name, its type and its default.
 
     Parameters
     ----------

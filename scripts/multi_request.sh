@@ -104,7 +104,7 @@ wait_until_healthy() {
   local deadline=$((SECONDS + start_timeout_s)) why="not healthy within $start_timeout_s s"
   address=''
   while ((SECONDS <= deadline)); do
-    # The server says where it listens; with port 0 nobody else knows.
+    # The server says where it listens; with port 0 only it knows.
     address=$(sed -n '/^cllm: .* at http/{s|.* at \(http://[^ ]*\) (docs.*|\1|p;q;}' "$log")
     if [[ -n $address ]] && curl -q "${CURL[@]}" --max-time 5 --fail --output /dev/null \
       "$address/health" 2>/dev/null; then
@@ -254,7 +254,7 @@ check_log() {
     if line=$(grep -E -m 1 "$pattern" "$log"); then wrong "in the log: $line"; fi
   done
   # A sequence may be preempted and computed again; what it held is cleared each time.  At
-  # the end the cells are free before anybody hears of it, but either order will do.
+  # the end the cells are free before it is reported, but either order will do.
   while read -r line; do wrong "in the log: $line"; done < <(
     awk -v ids="${ids[*]}" '
       $4 == "request" && $6 ~ /^(new,|prefill|cleared|finished,)$/ {

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # Of the READMEs, what is a whole program; the rest is there to be read.
 READMES = (ROOT / "README.md", ROOT / "README.zh-CN.md")
-PAGES = [*sorted((ROOT / "docs").glob("*.md")), *READMES]
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *READMES]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 BLOCK_OR_CONTINUED = re.compile(r"^```python( continued)?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 EXAMPLES = [

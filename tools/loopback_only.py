@@ -2,7 +2,7 @@
 
     python -m tools.loopback_only COMMAND [ARGUMENT …]
 
-What it opens to all interfaces nobody else reaches.  Where that is not allowed it runs without, and says so.
+Ports that it opens to all interfaces cannot be reached from elsewhere.  Where that is not allowed it runs without, and says so.
 """
 
 from __future__ import annotations

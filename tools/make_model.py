@@ -142,7 +142,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Model:
-    """What `ensure` can make.
+    """Models that `ensure` can make.
 
     `ends` lists the tensors outside the layers, `layers` those of each layer, first to last.
     `metadata` maps key, without the architecture, to value and overrides what follows from `shape`.
@@ -285,7 +285,7 @@ def llama_cpp_source() -> Path:
 
 
 def models_directory() -> Path:
-    """Where the models go unless told otherwise; may not exist yet."""
+    """Return the default directory of the models; it may not exist yet."""
     # An empty or relative XDG_CACHE_HOME counts as unset (XDG base directory specification).
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (base if base.is_absolute() else Path.home() / ".cache") / "cllm" / "models"

@@ -68,7 +68,7 @@ def empty_environment(wheel: Path) -> Iterator[tuple[Path, dict[str, str]]]:
         binaries = place / "bin"
         install = ["pip", "install", "--quiet", "--disable-pip-version-check", f"{wheel}[server]"]
         subprocess.run([binaries / "python", "-m", *install], check=True)
-        # No compiler, no shell, nobody's home.
+        # No compiler, no shell, no home directory.
         yield binaries, {"PATH": str(binaries), "HOME": folder, "TERM": "dumb", "COLUMNS": "120"}
 
 
@@ -138,7 +138,7 @@ def wait_ready(address: str) -> None:
 
 
 def is_ready(address: str) -> bool:
-    """Whether the model is loaded."""
+    """Return True if the model is loaded."""
     try:
         fetch(f"{address}/health")
     except urllib.error.HTTPError as error:
@@ -159,7 +159,7 @@ def fetch(url: str, content: dict[str, Any] | None = None) -> bytes:
 
 
 def write_sbom(wheel: Path, binaries: Path, path: Path) -> None:
-    """What the wheel brings and what pip adds to it, as CycloneDX."""
+    """Write the content of the wheel, and the packages that pip adds, as CycloneDX."""
     python("cyclonedx_py", "environment", "--output-reproducible", "--output-format", "JSON",
            "--output-file", path, binaries / "python")  # fmt: skip
     bill = json.loads(path.read_text(encoding="utf-8"))
@@ -168,7 +168,7 @@ def write_sbom(wheel: Path, binaries: Path, path: Path) -> None:
 
 
 def components(wheel: Path) -> list[dict[str, Any]]:
-    """What is inside of the wheel and not cllm's own."""
+    """Return the third-party components in the wheel."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         record = json.loads(archive.read("cllm/_native/build.json"))

@@ -46,7 +46,7 @@ install() {
     if "$@"; then echo "$wanted" >"$stamp"; else failed+=("$name"); fi
 }
 
-# build_llama.sh keeps the archive that it verified, but not where somebody cached the builds alone.
+# build_llama.sh keeps the archive that it verified, but not where only the builds were cached.
 fetch_archive() {
     local cache=${XDG_CACHE_HOME:-}
     [[ $cache == /* ]] || cache=$HOME/.cache

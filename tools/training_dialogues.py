@@ -1,4 +1,4 @@
-"""What the embedded model learns of agents: calls of tools that it is told of, their results, thoughts.
+"""Training dialogues of the embedded model: tool calls, their results, thoughts.
 
 A dialogue is written as the chat template writes it (`tiny_vocabulary.CHAT_TEMPLATE`), so that what the
 model has said is, byte for byte, the beginning of its next prompt.  It is good at copying, and so a
@@ -44,7 +44,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a user says, the calls that answer it, and what the tools give; or an answer at once."""
+    """A user's message, the calls that answer it, and the results of the tools; or an answer at once."""
 
     asked: str
     calls: tuple[tuple[str, dict[str, Any]], ...] = ()

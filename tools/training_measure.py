@@ -1,4 +1,4 @@
-"""How well the embedded model does its tasks: exact answers, and by what margin of the logits."""
+"""Measure how well the embedded model does its tasks: exact answers, and margins of the logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the embedded model learns: questions of four tasks with their answers, and text to distract it.
+"""Training tasks of the embedded model: questions of four tasks with their answers, and text to distract it.
 
 Questions whose hash falls into one bucket of twenty are never trained on (sums excepted: all 10,000
 are trained), so that the accuracy of the other tasks is measured on questions training never saw.
@@ -82,7 +82,7 @@ class Question:
 
     @property
     def held_out(self) -> bool:
-        """Whether training must not see it.  Every sum may be trained on."""
+        """True if training must not see the question.  Every sum may be trained on."""
         return self.task != "sum" and zlib.crc32(self.prompt.encode()) % HELD_OUT_BUCKETS == 0
 
 
@@ -215,7 +215,7 @@ def encode_example(
 
 
 def confusable_stops(tokens: list[int], asked: list[int]) -> list[int]:
-    """Where an answer holds a number that ends in the same two digits as its last one.
+    """Return the positions at which an answer has a number that ends in the same two digits as its last one.
 
     There a count may look finished and is not; such a place is one token in hundreds, so that
     without a weight of its own it is hardly ever learned.

@@ -28,11 +28,11 @@ WORDS = (
 
 @dataclass(frozen=True)
 class TextSizes(ClosedLoopSizes):
-    """How many clients, and what each asks."""
+    """Number of clients, and the texts that each sends."""
 
     @property
     def n_ctx(self) -> int:
-        """So that all fit at once."""
+        """Context in which all requests fit at once."""
         return 512 * self.n_clients
 
 
@@ -72,7 +72,7 @@ async def measure(port: int, peer: str, sizes: TextSizes, seed: str = "") -> Out
 
 
 def _n_tokens(answer: Answer) -> int:
-    """As the server counts them; every one of them gives a vector for that."""
+    """Number of tokens by the server's own count; every peer reports one for that."""
     told = json.loads(bytes(answer.received or b""))
     (row,) = told["data"]
     assert len(row["embedding"]) > 1

@@ -24,7 +24,7 @@ BUSY_S = 0.002
 
 @dataclass(frozen=True)
 class Decoding:
-    """What is asked of the engine: all sequences of the setup decode at once.
+    """Load of the engine: all sequences of the setup decode at once.
 
     Attributes
     ----------
@@ -48,7 +48,7 @@ class Decoding:
 
 @dataclass(frozen=True)
 class DecodingRate:
-    """From the first token of the last sequence to the end of the first.
+    """Decoding rate from the first token of the last sequence to the end of the first.
 
     Attributes
     ----------
@@ -65,7 +65,7 @@ class DecodingRate:
 
 
 async def _compute_half_of_the_time() -> None:
-    """What the callbacks of a program may do: 2 ms of Python in every 4."""
+    """Keep the event loop busy as callbacks of a program may: 2 ms of Python in every 4."""
     while True:
         until = time.perf_counter() + BUSY_S
         while time.perf_counter() < until:

@@ -13,7 +13,7 @@ from benchmarks.side_by_side.workload import cells_for
 
 @dataclass(frozen=True)
 class FirstChatSizes:
-    """How many chats, one after another, and how many tokens each answer has at the most."""
+    """Number of chats, one after another, and the most tokens of each answer."""
 
     n_chats: int = 9
     n_output: int = 16
@@ -26,7 +26,7 @@ class FirstChatSizes:
 
     @property
     def n_ctx(self) -> int:
-        """So that none has to go."""
+        """Context in which no chat is evicted."""
         return cells_for(self.n_seq_max, 256)
 
 

@@ -61,7 +61,7 @@ def import_s() -> float:
 
 
 def cold_ttft_s(setup: Setup) -> float:
-    """From the start of the process to the first token."""
+    """Return the seconds from the start of the process to the first token."""
     given = json.dumps(setup.engine_options, default=str)
     command = [sys.executable, "-c", FIRST_TOKEN, given]
     started = time.perf_counter()

@@ -64,7 +64,7 @@ class Answer:
     n_bytes: int | None = None
 
     def text(self) -> str:
-        """What a chat has said, of what was received."""
+        """Text of the chat in the bytes received."""
         events = unchunked(bytes(self.received or b"")).split(b"\n")
         chunks = [json.loads(line[6:]) for line in events if line.startswith(b"data: {")]
         deltas = [choice["delta"] for chunk in chunks for choice in chunk.get("choices", ())]
@@ -72,26 +72,26 @@ class Answer:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it came to its end."""
+        """True if the answer came to its end."""
         return bool(self.finish_reason) and not self.failure
 
     @property
     def ttft_s(self) -> float:
-        """Until the first event."""
+        """Seconds until the first event."""
         return self.arrivals[0] - self.sent_at
 
     @property
     def took_s(self) -> float:
-        """Until the last byte."""
+        """Seconds until the last byte."""
         return self.ended_at - self.sent_at
 
     def gaps_s(self, since: float = float("-inf"), until: float = float("inf")) -> list[float]:
-        """Between one arrival and the next, where a reader waits: those that overlap a time."""
+        """Return the seconds between arrivals that a reader waits, for the gaps that overlap a period."""
         return [b - a for a, b in pairwise(self.arrivals) if b > since and a < until]
 
 
 def unchunked(body: bytes) -> bytes:
-    """What is in the chunks of a body."""
+    """Return the contents of the chunks of a body."""
     content, left = b"", body
     while left:
         size, _, left = left.partition(b"\r\n")
@@ -163,7 +163,7 @@ class Connection:
         Parameters
         ----------
         answer : Answer, optional
-            Filled as it comes, for whoever looks on.
+            Filled as it arrives, for observers.
         """
 
         async def read(reader: asyncio.StreamReader, answer: Answer) -> None:

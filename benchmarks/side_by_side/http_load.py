@@ -1,4 +1,4 @@
-"""What the measurements over HTTP share: bodies, connections, and figures from answers."""
+"""Helpers of the measurements over HTTP: bodies, connections, and figures from answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BANNED = -100.0  # the lowest bias of OpenAI's API
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one measurement found.
+    """Result of one measurement.
 
     Attributes
     ----------
@@ -53,7 +53,7 @@ def greedy_body(peer: str, n_output: int, **asked: Any) -> dict[str, Any]:
 
 
 def n_tokens_of(answer: Answer, n_output: int) -> int:
-    """How many tokens were generated: what the server says, not what its events look like.
+    """Return the number of generated tokens, as the server reports it.
 
     An event may carry several tokens, or text that waited for the rest of a character.  The example
     server does not count in streams; one of its answers that ended by length has its full length.
@@ -79,7 +79,7 @@ async def connected(port: int, n: int) -> AsyncIterator[list[Connection]]:
 async def run_clients(
     port: int, n: int, client: Callable[[int, Connection], Coroutine[Any, Any, None]]
 ) -> None:
-    """So many clients side by side, each with its number and a connection of its own."""
+    """Run the given number of clients side by side, each with its number and a connection of its own."""
     async with connected(port, n) as connections, asyncio.TaskGroup() as tasks:
         for number, connection in enumerate(connections):
             tasks.create_task(client(number, connection))
@@ -99,7 +99,7 @@ async def warm_up(port: int, peer: str, seed: str) -> None:
 
 
 def total_s(answers: Iterable[Answer]) -> float:
-    """From the first send to the last end."""
+    """Return the seconds from the first send to the last end."""
     known = list(answers)
     return max(a.ended_at for a in known) - min(a.sent_at for a in known)
 
@@ -117,5 +117,5 @@ def in_ms(name: str, seconds: Sequence[float]) -> dict[str, float]:
 
 
 def failures_of(answers: Iterable[Answer]) -> tuple[str, ...]:
-    """What went wrong, each text once."""
+    """Return the error texts, each once."""
     return tuple(dict.fromkeys(a.failure for a in answers if a.failure))

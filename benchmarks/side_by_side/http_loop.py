@@ -21,18 +21,18 @@ from benchmarks.side_by_side.workload import ClosedLoopSizes, cells_for, prompt_
 
 @dataclass(frozen=True)
 class LoopSizes(ClosedLoopSizes):
-    """How many clients, and what each asks."""
+    """Number of clients, and the requests that each sends."""
 
     n_prompt: int = 64
     n_output: int = 32
 
     @property
     def n_ctx(self) -> int:
-        """So that all fit at once."""
+        """Context in which all requests fit at once."""
         return cells_for(self.n_clients, self.n_prompt + self.n_output)
 
 
-# A client's first request comes with everybody's: of few requests that would be most of it.
+# All clients send their first requests at once: of few requests these would be the larger part.
 FULL = (LoopSizes(1, 16), LoopSizes(8, 16), LoopSizes(32, 16))
 QUICK = (LoopSizes(1, 4), LoopSizes(8, 2), LoopSizes(32, 1))
 

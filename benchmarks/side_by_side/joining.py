@@ -40,12 +40,12 @@ class JoiningSizes:
 
     @property
     def n_seq_max(self) -> int:
-        """So that the prompt need not wait for a place."""
+        """Number of sequences with which the prompt need not wait."""
         return self.n_streams + 1
 
     @property
     def n_ctx(self) -> int:
-        """So that all fit at once."""
+        """Context in which all requests fit at once."""
         n_streaming = self.n_streams * (self.n_prompt + self.n_output)
         return cells_for(1, n_streaming + self.n_joining + 1)
 

@@ -18,7 +18,7 @@ from benchmarks.side_by_side.workload import prompt_of
 
 @dataclass(frozen=True)
 class OverflowSizes:
-    """How many requests, and how many times too large they are."""
+    """Number of requests, and how many times too large they are together."""
 
     n_requests: int = 24
     n_prompt: int = 128
@@ -37,7 +37,7 @@ class OverflowSizes:
 
     @property
     def n_ctx(self) -> int:
-        """What they need, divided."""
+        """Context that the requests need, divided by the overload."""
         return self.n_requests * (self.n_prompt + self.n_output) // self.n_times
 
 
@@ -46,7 +46,7 @@ QUICK = (OverflowSizes(n_requests=12),)
 
 
 async def measure(port: int, peer: str, sizes: OverflowSizes, seed: str = "") -> Outcome:
-    """How many of the requests get all their tokens.
+    """Measure how many of the requests get all their tokens.
 
     Parameters
     ----------

@@ -41,7 +41,7 @@ PAGE, NOTES = "README.md", "notes.md"
 
 @dataclass(frozen=True)
 class Environment:
-    """Where and how it was measured.
+    """Place and conditions of a measurement.
 
     Attributes
     ----------
@@ -95,7 +95,7 @@ def write(records: Sequence[Record], where: Environment, directory: Path) -> Pat
 
 
 def notes_of(text: str) -> dict[str, str]:
-    """What is written below the headings `## KEY, KEY`, by key of a target."""
+    """Return the notes below the headings `## KEY, KEY`, by the key of a target."""
     parts = re.split(r"^## (.+)\n", text, flags=re.MULTILINE)
     return {
         key.strip(): paragraph.strip()
@@ -158,7 +158,7 @@ def shown(values: Spread | None, text: Callable[[float], str] = number) -> str:
 
 
 def judged(verdict: Verdict) -> str:
-    """What was measured, with so many digits that it is seen on which side of the bound."""
+    """Return the measured value, with enough digits to show on which side of the bound it is."""
     if verdict.measured is None:
         return "–"
     median, target = verdict.measured.median, verdict.target
@@ -193,7 +193,7 @@ def _about(where: Environment) -> str:
 
 
 def _circumstances(records: Sequence[Record], where: Environment) -> list[str]:
-    """Where else than the page says this was measured, and how busy the machine was."""
+    """Return the other places where this was measured, and how busy the machine was."""
     elsewhere = dict.fromkeys(r.where for r in records if r.where not in ("", str(where)))
     lines = [f"Measured elsewhere: {place}." for place in elsewhere]
     if known := [r.busy for r in records if r.busy]:

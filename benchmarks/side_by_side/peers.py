@@ -1,4 +1,4 @@
-"""Which peers there are: what `tools/setup_peers.sh` has made, and why the rest is missing."""
+"""The available peers: the programs that `tools/setup_peers.sh` has built, and why others are missing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ IMPORT_S = 60.0
 
 @dataclass(frozen=True)
 class Peers:
-    """What can be measured here.
+    """Programs that can be measured here.
 
     Attributes
     ----------
@@ -53,7 +53,7 @@ class Peers:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What makes llama-cpp-python load the library that cllm loads."""
+        """Return the environment variables that make llama-cpp-python load cllm's library."""
         return {"LLAMA_CPP_LIB_PATH": str(self.tools.parent / "lib")} if self.tools else {}
 
 

@@ -88,7 +88,7 @@ def _is_against_width(table: Table) -> bool:
 
 
 def _are_widths(cases: Sequence[str]) -> bool:
-    """Whether they are numbers of one thing: "8 clients"."""
+    """True if the cases are numbers of one thing, such as "8 clients"."""
     words = [case.split() for case in cases]
     return all(len(case) == 2 and case[0].isdecimal() for case in words)
 

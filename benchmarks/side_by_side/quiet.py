@@ -1,4 +1,4 @@
-"""How busy the machine is besides: a loop that always does the same, timed around what is measured."""
+"""Measure how busy the machine is: a fixed loop is timed around each measurement."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Quiet:
         self._usual_s: list[float] = []
 
     def busy(self) -> float:
-        """How many times as long as at its fastest the loop takes now, on average."""
+        """Return the loop's average duration as a multiple of its fastest."""
         loops = self._spin()
         self._least_s = min(self._least_s, *loops)
         self._usual_s.append(fmean(loops))
         return self._usual_s[-1] / self._least_s
 
     def is_disturbed(self, busy: float) -> bool:
-        """Whether that is much more than usual: some machines are never left alone."""
+        """True if that is much more than usual: some machines are never idle."""
         return busy * self._least_s > DISTURBED * median(self._usual_s)

@@ -43,7 +43,7 @@ N_CHAT = 640  # tokens of a whole chat, and more
 
 @dataclass(frozen=True)
 class ChatSizes:
-    """How many clients, and how long each thinks before it asks again."""
+    """Number of clients, and the pause of each between requests."""
 
     n_clients: int
     think_s: float
@@ -56,12 +56,12 @@ class ChatSizes:
 
     @property
     def n_seq_max(self) -> int:
-        """So that no client waits for a place."""
+        """Number of sequences with which no client waits."""
         return self.n_clients
 
     @property
     def n_ctx(self) -> int:
-        """So that all fit at once."""
+        """Context in which all requests fit at once."""
         return cells_for(self.n_clients, N_CHAT)
 
 

@@ -101,5 +101,5 @@ def save(records: Iterable[Record], path: Path) -> None:
 
 
 def load(path: Path) -> list[Record]:
-    """What `save` wrote."""
+    """Return the records that `save` wrote."""
     return [Record(**json.loads(line)) for line in path.read_text().splitlines()]

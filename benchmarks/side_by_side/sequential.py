@@ -17,7 +17,7 @@ from benchmarks.side_by_side.workload import prompt_of
 
 @dataclass(frozen=True)
 class SequentialSizes:
-    """How many requests, and of what shape.
+    """Number and shape of the requests.
 
     Attributes
     ----------

@@ -30,7 +30,7 @@ START_S = 120.0
 
 @dataclass(frozen=True)
 class ServerPeer:
-    """How a server is started.
+    """How to start a server.
 
     Attributes
     ----------
@@ -47,7 +47,7 @@ class ServerPeer:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return a free port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
         return port

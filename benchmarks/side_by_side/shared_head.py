@@ -19,7 +19,7 @@ from benchmarks.side_by_side.workload import cells_for, prompt_of
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """How many requests, and how much of each is shared."""
+    """Number of requests, and how much of each is shared."""
 
     n_requests: int
     n_head: int = 400
@@ -33,12 +33,12 @@ class HeadSizes:
 
     @property
     def n_seq_max(self) -> int:
-        """So that no request waits for a place."""
+        """Number of sequences with which no request waits."""
         return self.n_requests
 
     @property
     def n_ctx(self) -> int:
-        """So that all fit at once even where the head is stored for each."""
+        """Context in which all requests fit at once, even if the head is stored for each."""
         return cells_for(self.n_requests, self.n_head + self.n_own + self.n_output)
 
 

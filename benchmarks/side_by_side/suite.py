@@ -74,7 +74,7 @@ Task = Callable[[], Metrics]
 
 
 class Sizes(Protocol):
-    """What every measurement over HTTP says of itself."""
+    """Properties of every measurement over HTTP."""
 
     @property
     def case(self) -> str: ...
@@ -86,7 +86,7 @@ class Sizes(Protocol):
 
 @dataclass(frozen=True)
 class Options:
-    """How much is measured, and of whom.
+    """Size of the measurements, and the peers that are measured.
 
     Attributes
     ----------
@@ -111,7 +111,7 @@ class Options:
     where: str = ""
 
     def measures(self, case: str) -> bool:
-        """Whether this case is asked for."""
+        """True if this case was requested."""
         return not self.cases or case in self.cases
 
     def setup(self, model: str, n_ctx: int, n_seq_max: int) -> Setup:
@@ -120,7 +120,7 @@ class Options:
         return Setup(model_path(model), self.n_threads, n_ctx, n_seq_max, embeds=embeds)
 
     def widths(self, widths: Sequence[int]) -> Sequence[int]:
-        """Some of them, or all."""
+        """Return some of the widths, or all."""
         return QUICK_WIDTHS if self.is_quick else widths
 
 
@@ -165,7 +165,7 @@ def _turn(
 
 
 def available(options: Options, tasks: Mapping[str, Task]) -> dict[str, Task]:
-    """Without the peers that are missing."""
+    """Return the tasks without those of missing peers."""
     return {peer: task for peer, task in tasks.items() if not options.peers.missing[peer]}
 
 
@@ -234,7 +234,7 @@ def measure_h(options: Options) -> Iterator[Record]:
 
 
 def _kept(idle: Decoding) -> Metrics:
-    """Of an engine's tokens/s beside a loop that is busy."""
+    """Return the share of the engine's tokens/s that is left beside a busy event loop."""
     alone = engine_loop.in_a_process(idle)
     beside = engine_loop.in_a_process(dataclasses.replace(idle, is_busy=True))
     return {

@@ -89,7 +89,7 @@ class Table:
 
     @property
     def rivals(self) -> tuple[str, ...]:
-        """Those that ours is put in relation to."""
+        """The peers that cllm is compared with."""
         has_ours = any(self.peers[0] == family[0] for family in FAMILIES)
         return self.peers[1:] if has_ours and self.metric not in COUNTS else ()
 
@@ -103,7 +103,7 @@ class Table:
 
 
 def tables(records: Sequence[Record], measurement: str) -> list[Table]:
-    """Everything that one measurement has, failures only where there are some."""
+    """Return the tables of one measurement; the column of failures is left out if there are none."""
     mine = [r for r in records if r.measurement == measurement]
     found = []
     for model in dict.fromkeys(r.model for r in mine):

@@ -69,7 +69,7 @@ class Target:
     bound: float
 
     def holds(self, value: float) -> bool:
-        """Whether a value keeps to the bound."""
+        """True if a value keeps to the bound."""
         return value >= self.bound if self.relation == ">=" else value <= self.bound
 
 
@@ -83,7 +83,7 @@ class Verdict:
 
 
 def judge(target: Target, records: Sequence[Record]) -> Verdict:
-    """Whether the median of the turns keeps to the bound."""
+    """Judge if the median of the turns keeps to the bound."""
     t = target
 
     def of(peer: str) -> dict[int, float]:

@@ -1,4 +1,4 @@
-"""What is asked of every peer: the models, prompts that no two requests share, the settings."""
+"""The workload of every peer: models, prompts that share no prefix, settings."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Setup:
 
     @property
     def context_options(self) -> dict[str, Any]:
-        """They by the names that llama.cpp has for them, with the model."""
+        """Return the settings by llama.cpp's names, with the model."""
         options = dataclasses.asdict(self)
         del options["embeds"]
         return options
 
     @property
     def engine_options(self) -> dict[str, Any]:
-        """They as options of `cllm.Engine`."""
+        """Return the settings as options of `cllm.Engine`."""
         return {**self.context_options, "n_threads_batch": self.n_threads}
 
 
@@ -71,7 +71,7 @@ def cells_for(n_sequences: int, n_tokens: int) -> int:
 
 @dataclass(frozen=True)
 class ClosedLoopSizes:
-    """How many clients ask one request after another.
+    """Number of clients that send one request after another.
 
     Attributes
     ----------
@@ -89,5 +89,5 @@ class ClosedLoopSizes:
 
     @property
     def n_seq_max(self) -> int:
-        """So that no client waits for a place."""
+        """Number of sequences with which no client waits."""
         return self.n_clients

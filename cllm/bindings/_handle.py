@@ -30,7 +30,7 @@ os.register_at_fork(after_in_child=_on_fork)
 
 
 def fork_generation() -> int:
-    """How many forks lie between this process and the first; equal numbers mean no fork since."""
+    """Return the number of forks since the first process; equal numbers mean no fork in between."""
     return _fork_generation
 
 
@@ -69,7 +69,7 @@ class NativeHandle:
 
     @contextmanager
     def _closed_on_error(self) -> Iterator[None]:
-        """The rest of a constructor: if it raises, nobody has the object to close it."""
+        """Run the rest of a constructor, and close the handle if it raises: the caller has no object to close."""
         try:
             yield
         except BaseException:
@@ -78,7 +78,7 @@ class NativeHandle:
 
     @property
     def closed(self) -> bool:
-        """Whether the pointer has been freed."""
+        """True if the pointer has been freed."""
         return not self._finalizer.alive
 
     @property

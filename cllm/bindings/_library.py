@@ -124,7 +124,7 @@ class Library:
 
     @property
     def has_gpu(self) -> bool:
-        """Whether there is a GPU that it can use in this machine.
+        """True if there is a GPU that it can use in this machine.
 
         `llama_supports_gpu_offload` says so of a build with RPC on any machine.
         """

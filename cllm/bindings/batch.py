@@ -2,7 +2,7 @@
 
 Every row has an explicit position and belongs to exactly one sequence; the other possibilities of
 `llama_batch` (positions by llama.cpp, rows shared by sequences) corrupt memory or the cache when
-misused, and nobody here needs them.
+misused, and are not needed here.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Batch:
 
     @property
     def output_flags(self) -> NDArray[np.int8]:
-        """For each row, whether it was added with a wish for its logits: int8, `(n_rows,)`."""
+        """Flags of the rows whose logits are wanted: int8, `(n_rows,)`."""
         return self._is_output[: self.n_rows]
 
     def __repr__(self) -> str:

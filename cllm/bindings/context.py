@@ -327,7 +327,7 @@ def init_context(model: Model, params: Any, *, no_warning: str) -> Any:
 
 
 def check_flash_attn(wanted: bool | None) -> h.FlashAttnType:
-    """Whether flash attention is used; None lets llama.cpp decide."""
+    """Return llama.cpp's value for a choice of flash attention; None lets llama.cpp decide."""
     if wanted is None:
         return h.FlashAttnType.AUTO
     is_wanted = check_bool("flash_attn", wanted)

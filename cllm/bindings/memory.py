@@ -125,7 +125,7 @@ class Memory(NativeHandle):
 
     @property
     def can_shift(self) -> bool:
-        """Whether `seq_add` is possible."""
+        """True if `seq_add` is possible."""
         self._pointer  # noqa: B018  # the thread and lifetime check
         return bool(self._lib.llama_memory_can_shift(self._memory))
 
@@ -211,7 +211,7 @@ class Memory(NativeHandle):
             )
 
     def _check_copied(self, seq_id: int) -> None:
-        """Before the copy is made, its state is read as wrong bytes and silently overwritten."""
+        """Reject a copy whose state would be read as wrong bytes and silently overwritten."""
         if seq_id in self._pending_copies:
             raise InvalidArgumentError(
                 "seq_id", seq_id, "one whose seq_cp was followed by a decode (per-sequence layout)"

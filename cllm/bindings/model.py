@@ -153,7 +153,7 @@ class Model(NativeHandle):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """What the scores of the model's classifier stand for; empty where its file does not say."""
+        """Labels of the classifier's scores; empty if the file has none."""
         lib, pointer = library(), self._pointer
         texts = [lib.llama_model_cls_label(pointer, i) for i in range(self.n_cls_out)]
         return tuple(text.decode("utf-8", "replace") for text in texts if text is not None)

@@ -146,7 +146,7 @@ class Vocabulary:
 
     @cached_property
     def prefixes_space(self) -> bool:
-        """Whether `tokenize` puts a space before a text, which is no part of it."""
+        """True if `tokenize` puts a space before a text, which is no part of it."""
         # A vocabulary may have no "a"; one that puts a space there has that at least.
         first = self.tokenize("a", add_special=False)[:1]
         return b"".join(map(self.piece, first)).startswith(b" ")
@@ -182,7 +182,7 @@ class Vocabulary:
             capacity = -n_bytes
 
     def is_eog(self, token: int) -> bool:
-        """Whether `token` ends a generation (end of sequence, end of turn, …).  Remembered."""
+        """True if `token` ends a generation (end of sequence, end of turn, …).  Cached."""
         if type(token) is not int:
             token = self.check_token(token)
         is_eog = self._is_eog.get(token)
@@ -193,7 +193,7 @@ class Vocabulary:
         return is_eog
 
     def control_names(self) -> list[str]:
-        """What `tokenize(parse_special=True)` reads as a control token, and as text otherwise."""
+        """Return the texts that `tokenize(parse_special=True)` reads as control tokens."""
         wanted = h.TokenAttr.CONTROL | h.TokenAttr.UNKNOWN
         tokens = range(self.n_tokens)
         return [self.text(token) for token in tokens if self.attributes(token) & wanted]

@@ -29,7 +29,7 @@ MAX_CONCURRENCY = 256
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is asked of the engine.
+    """Load of the engine.
 
     Attributes
     ----------
@@ -57,7 +57,7 @@ class Workload:
 
 @dataclass(slots=True)
 class Sample:
-    """What was measured at one concurrency so far."""
+    """Measurements at one concurrency so far."""
 
     n_prompt_tokens: int = 0
     n_output_tokens: int = 0
@@ -65,7 +65,7 @@ class Sample:
     itls_s: list[float] = field(default_factory=list)
 
     def level(self, concurrency: int, elapsed_s: float) -> Level:
-        """Its order statistics."""
+        """Return the order statistics."""
         return Level(
             concurrency=concurrency,
             n_requests=len(self.ttfts_s),
@@ -186,7 +186,7 @@ def _concurrencies(given: str) -> tuple[int, ...]:
 
 
 def _checked_plot(path: Path | None) -> Path | None:
-    """Where to save the plot, if it can be drawn; what is wrong is said before the measurement."""
+    """Return the path of the plot, if it can be drawn; errors are raised before the measurement."""
     if path is None:
         return None
     formats = plot_formats()

@@ -1,4 +1,4 @@
-"""What `cllm bench` has measured, as a table, as JSON and as a picture."""
+"""The results of `cllm bench` as a table, as JSON and as a picture."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cllm.processors import usable_processors
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What one concurrency gave.
+    """Results at one concurrency.
 
     Attributes
     ----------
@@ -58,7 +58,7 @@ def machine() -> str:
 
 
 def about(config: EngineConfig, model: ModelInfo) -> list[str]:
-    """What was measured, and on what, in lines."""
+    """Return lines that describe the model, the settings and the machine."""
     n_threads = config.compute_threads[0]
     threads = f"{n_threads} compute thread" + ("s" if n_threads > 1 else "")
     name = model.name or config.model_path.name

@@ -1,4 +1,4 @@
-"""What a line that begins with a slash does in a chat."""
+"""Commands of a chat: lines that begin with a slash."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ChatCommands:
     Attributes
     ----------
     has_ended : bool
-        Somebody wants to leave.
+        The user wants to leave.
     """
 
     def __init__(self, chat: Chat) -> None:
@@ -185,7 +185,7 @@ class ChatCommands:
 
 
 def _read(path: str) -> str | None:
-    """What is in a text file; None, and a complaint, if it cannot be read."""
+    """Return the content of a text file; None after an error message if it cannot be read."""
     try:
         return Path(path).expanduser().read_text(encoding="utf-8")
     except OSError as error:

@@ -188,7 +188,7 @@ class Chat:
             return error.n_prompt
 
     def statistics(self) -> str:
-        """How long the chat is, and how the last answer went."""
+        """Return the length of the chat, and the pace of the last answer."""
         history = self.history
         # The last token of an answer that fills the context has no cell any more.
         n_tokens = min(history.n_tokens, history.n_ctx)
@@ -206,7 +206,7 @@ def _turns(n: int) -> str:
 
 
 def _pace(completion: Completion) -> str:
-    """How long an answer is, and how fast it came."""
+    """Return the length and the pace of an answer."""
     timings, n_output = completion.timings, completion.usage.n_output
     parts = [f"{n_output} tokens"]
     if n_output > 1 and timings.decode_s > 0:

@@ -32,7 +32,7 @@ class Answer:
 
     @property
     def is_right(self) -> bool:
-        """Whether the whole output is what was expected."""
+        """True if the whole output is what was expected."""
         return self.completion is not None and self.completion.text == self.expected
 
 
@@ -60,7 +60,7 @@ def questions() -> list[Answer]:
 
 
 async def _read(engine: Engine, answer: Answer, pace_s: float) -> None:
-    """Read one stream as fast as eyes can follow; a slow reader delays nobody else."""
+    """Read one stream as fast as eyes can follow; a slow reader delays no other stream."""
     async with engine.stream(answer.prompt, temperature=0, max_tokens=200) as stream:
         async for delta in stream:
             answer.text += delta.text

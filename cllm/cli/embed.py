@@ -32,7 +32,7 @@ STANDARD_INPUT = "-"
 
 @dataclass(slots=True)
 class Output:
-    """Where vectors go: lines of JSON as they come, or an array when all are there."""
+    """Destination of vectors: lines of JSON as they come, or one array at the end."""
 
     path: Path | None
     out: StandardOutput
@@ -40,7 +40,7 @@ class Output:
     n_written: int = 0
 
     async def write(self, texts: list[str], vectors: NDArray[np.float32]) -> None:
-        """Some more."""
+        """Write some vectors."""
         if self.path is not None:
             self._arrays.append(vectors)
         else:
@@ -54,7 +54,7 @@ class Output:
         self.n_written += len(texts)
 
     async def close(self) -> None:
-        """No more."""
+        """Write the rest and close the destination."""
         if self.path is None:
             return
         whole = np.concatenate(self._arrays) if self._arrays else np.empty((0, 0), np.float32)
@@ -70,7 +70,7 @@ def _save(path: Path, whole: NDArray[np.float32]) -> None:
 
 
 def _shortest(vector: NDArray[np.float32]) -> list[float]:
-    """As few digits as tell a float32 from its neighbours."""
+    """Return the fewest digits that identify each float32."""
     return [float(str(value)) for value in vector]
 
 

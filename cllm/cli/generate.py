@@ -79,12 +79,12 @@ class Submitted:
         self._changed = anyio.Event()
 
     def push(self, text: str) -> None:
-        """Some more text."""
+        """Add text."""
         self._texts.append(text)
         self._changed.set()
 
     def end(self) -> None:
-        """No more text."""
+        """End the text."""
         self._has_ended = True
         self._changed.set()
 
@@ -195,7 +195,7 @@ class Generation:
         return is_right
 
     def _problem(self, submitted: Submitted) -> str | None:
-        """Why an output is not what was asked for; None if it is."""
+        """Return the reason why an output is not what was asked for; None if it is."""
         completion, params = submitted.completion, self._params
         if submitted.error is not None:
             return str(submitted.error)

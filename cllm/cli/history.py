@@ -1,4 +1,4 @@
-"""What was said in a chat, and how much of it fits the context.  Pure."""
+"""The messages of a chat, and how many of them fit the context.  Pure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Turn:
 
     @property
     def texts(self) -> list[str]:
-        """What takes room of it."""
+        """Texts that count as tokens of the turn."""
         calls = [
             call["function"]["arguments"] for m in self.said for call in m.get("tool_calls", ())
         ]
@@ -65,14 +65,14 @@ class History:
 
     @property
     def n_tokens(self) -> int:
-        """What the chat takes of the context at the most.
+        """Return the most tokens that the chat may take of the context.
 
         Less where the template leaves something out, such as the thoughts before an answer.
         """
         return self.turns[-1].n_tokens if self.turns else 0
 
     def messages(self, turns: Sequence[Turn], message: str | None) -> Messages:
-        """These turns and one more message, as the engine takes them."""
+        """Return these turns and one more message, as the engine takes them."""
         messages: Messages = []
         if self.system is not None:
             messages.append({"role": "system", "content": self.system})
@@ -81,7 +81,7 @@ class History:
         return messages if message is None else [*messages, {"role": "user", "content": message}]
 
     def all_messages(self) -> Messages:
-        """What was said."""
+        """Return all messages."""
         return self.messages(self.turns, None)
 
     async def fitting(
@@ -132,7 +132,7 @@ class History:
 
 
 def turns_of(messages: Messages) -> tuple[str | None, list[Turn]]:
-    """What the model is told first, and the turns of a chat; how many tokens they have is not known.
+    """Return the system message and the turns of a chat; their token counts are unknown.
 
     Raises
     ------

@@ -23,7 +23,7 @@ def info(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> int:
-    """What a model is, what its chats take, and how much memory it needs."""
+    """Show the architecture of a model, the abilities of its chat template, and the memory it needs."""
     facts = model_facts(EngineConfig(model=model_file(model)).model_path, n_ctx or ())
     if as_json:
         typer.echo(json.dumps(facts.as_dict()))

@@ -40,7 +40,7 @@ def visible(text: str) -> str:
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Whether somebody looks at it; a stream that was closed before the start is None."""
+    """True if the stream is a terminal; a stream that was closed before the start is None."""
     return stream is not None and stream.isatty()
 
 
@@ -70,7 +70,7 @@ class StandardOutput:
     Raises
     ------
     BrokenPipeError
-        When writing: nobody reads any more, or it was closed before the start.
+        When writing: the reader has gone, or the stream was closed before the start.
     """
 
     def __init__(self) -> None:
@@ -161,7 +161,7 @@ def progress_bar(is_wanted: bool) -> Iterator[Callable[[int, int | None, str], N
 
 @asynccontextmanager
 async def loaded(engine: AnyEngine) -> AsyncIterator[AnyEngine]:
-    """The engine while it serves; somebody who looks is told that the model is being loaded."""
+    """Yield the engine while it serves; a terminal shows that the model is being loaded."""
     config = engine.config
     is_shown = config.model is not None and is_terminal(sys.stderr)
     console = Console(file=sys.stderr)
@@ -175,8 +175,8 @@ async def loaded(engine: AnyEngine) -> AsyncIterator[AnyEngine]:
 def run(command: Callable[[*Arguments], Awaitable[int]], *arguments: *Arguments) -> int:
     """Run a command on an event loop and return its exit code.
 
-    An error inside of a task group comes out as it is, not in a group.  When nobody reads the
-    output any more there is nothing left to do, and nothing has failed.
+    An error inside of a task group comes out as it is, not in a group.  A broken pipe is no
+    failure: the reader of the output has gone.
     """
     try:
         return anyio.run(command, *arguments)

@@ -38,7 +38,7 @@ class FunctionTool:
 
     @property
     def name(self) -> str:
-        """What the model calls it."""
+        """Name of the tool for the model."""
         name: str = self.definition["function"]["name"]
         return name
 
@@ -99,7 +99,7 @@ def schema_of(kind: Any) -> dict[str, Any]:
 
 
 async def run_tool(tools: Mapping[str, FunctionTool], call: ToolCall) -> str:
-    """What a call gives, as text for the model; an error of the tool is one for the model too."""
+    """Return the result of a call as text for the model; an error of the tool is returned as text too."""
     if call.name not in tools:
         return f"error: there is no tool {call.name!r}"
     try:

@@ -31,7 +31,7 @@ class _CutOffError(Exception):
 
 
 class AnswerStream:
-    """What `Engine.stream` gives, of a server: deltas, and the completion.  One task.
+    """Stream of a server, as `Engine.stream`: deltas, and the completion.  One task.
 
     Use it with `async with`, which asks for it and raises what the server does not like; or with `async
     for` alone.  Leaving it early cancels the request.
@@ -75,7 +75,7 @@ class AnswerStream:
         self._completion: Completion | None = None
         self._failure: GenerationError | None = None
         self._last: TokenDelta | None = None  # of a step that was cancelled after it had come
-        self._is_late = False  # its time was over, and nobody there to say so
+        self._is_late = False  # its deadline passed while no server was reachable
 
     async def __aenter__(self) -> Self:
         """Ask for it."""
@@ -103,7 +103,7 @@ class AnswerStream:
         RequestError
             The request cannot be served; a `GenerationError` carries what there is of the answer.
         ServerError
-            Nobody goes on with it.
+            No server continues it.
         """
         if self._last is not None:
             last, self._last = self._last, None
@@ -223,14 +223,14 @@ class AnswerStream:
         return object_of(data)
 
     def _left_s(self) -> float | None:
-        """Of its time, and what a server has to say that it is over; None: it has all the time."""
+        """Return the seconds left, with a margin in which the server can report the deadline; None: no deadline."""
         if self._timeout is None or self._submitted is None:
             return None
         left_s = self._timeout - (time.monotonic() - self._submitted)
         return max(0.0, left_s) + GRACE_S
 
     async def _move(self, error: Exception) -> None:
-        """It was cut off: let the next call ask for the rest."""
+        """Prepare to continue on another server after the connection was lost."""
         await self._close()
         if self.n_moves >= MAX_MOVES:
             await self._fail(ServerError(f"cut off {MAX_MOVES + 1} times, at last: {error!r}"))
@@ -278,7 +278,7 @@ class AnswerStream:
         response, chunks = self._response, self._chunks
         self._response = self._chunks = None
         with anyio.CancelScope(shield=True):
-            if isinstance(chunks, AsyncGenerator):  # or trio warns that nobody has ended it
+            if isinstance(chunks, AsyncGenerator):  # or trio warns that it was not closed
                 await chunks.aclose()
             if response is not None:
                 assert self._server is not None

@@ -79,7 +79,7 @@ class AsyncClient(Generates[AnswerStream]):
         self._model = {} if model is None else {"model": model}
 
     async def __aenter__(self) -> Self:
-        """Nothing is asked yet."""
+        """Return the client; no request is sent yet."""
         return self
 
     async def __aexit__(

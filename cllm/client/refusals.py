@@ -1,4 +1,4 @@
-"""What a server says that it does not do, as the error that an engine raises for it.  Pure."""
+"""Map the error response of a server to the error that an engine raises.  Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FAILED, TIMEOUT, TOO_LONG = "generation_failed", "timeout", "context_length_exce
 
 
 class ServerError(CllmError):
-    """No server has answered, or one has answered with an error of its own.
+    """A server did not answer, or answered with an internal error.
 
     Attributes
     ----------
@@ -57,7 +57,7 @@ def refusal_of(status: int, headers: Mapping[str, str], body: bytes) -> CllmErro
 
 
 def failure_of(event: Mapping[str, Any]) -> ServerError | None:
-    """The error that an event is, if it is one; of a server that serves nobody any more, with that status."""
+    """Return the error in an event, if it has one; that of a server which has stopped has its status."""
     problem = event.get("error")
     if not isinstance(problem, Mapping):
         return None

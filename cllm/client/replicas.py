@@ -24,7 +24,7 @@ _KEEP_ALIVE = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 
 
 class Replicas:
-    """Where the servers are, and a pool of connections to them.
+    """Addresses of the servers, and a pool of connections to them.
 
     Of several servers, the one that has had the longest beginning of a prompt is asked first, unless it
     has much more to do for this client than another.
@@ -34,7 +34,7 @@ class Replicas:
     urls : sequence of str
         Of servers, or of one address that stands for many.
     patience_s : float
-        For so long nobody may answer, before that is an error.
+        Seconds without any answer before that is an error.
     """
 
     def __init__(
@@ -76,7 +76,9 @@ class Replicas:
         but: str | None = None,
         is_begun: bool = False,
     ) -> tuple[str, httpx.Response]:
-        """Ask until somebody answers with 200; who, and the answer, to be read and given to `close`.
+        """POST to the servers in turn until one returns 200; return its URL and the response.
+
+        Pass both to `close` after reading.
 
         Parameters
         ----------
@@ -90,7 +92,7 @@ class Replicas:
         Raises
         ------
         CllmError
-            What the server does not like; or nobody has answered for `patience_s`.
+            A server rejected the request, or none answered for `patience_s`.
         """
         until = time.monotonic() + self._patience_s
         pause_s = FIRST_PAUSE_S
@@ -149,7 +151,7 @@ class Replicas:
             self._n_open[url] -= not is_open
 
     async def close(self, url: str, response: httpx.Response) -> None:
-        """No more is read of this answer."""
+        """Release the connection of an answer."""
         self._n_open[url] -= 1
         await response.aclose()
 
@@ -182,7 +184,7 @@ class _Whole(httpx.AsyncByteStream):
         self._content = content
 
     def __aiter__(self) -> AsyncIterator[bytes]:
-        """It, once."""
+        """Yield the content once."""
         return _Once(self._content)
 
 

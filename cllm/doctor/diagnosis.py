@@ -1,4 +1,4 @@
-"""From the numbers of identical requests to the cause of their pattern.  Pure.
+"""Derive the cause from the numbers of identical requests.  Pure.
 
 Rows, positions and cells decide: they are exact, and the same on every machine.  Times only follow
 them, so they are shown as a ratio and never asked.

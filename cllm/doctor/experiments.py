@@ -57,7 +57,7 @@ def run_experiment(setup: Setup, model: Model, plan: Plan, *, n_threads: int) ->
 
 
 def clear_on_finish(runner: RequestRunner, n_requests: int) -> Outcome:
-    """What a completion callback has to do."""
+    """Show the effect of the `seq_rm` that a completion callback has to call."""
     return [runner.run(clears=0) for _ in range(n_requests)], None
 
 

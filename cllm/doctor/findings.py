@@ -1,4 +1,4 @@
-"""What the doctor finds: values, frozen, with every number that led to them."""
+"""Findings of the doctor: frozen values, with every number that led to them."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class Refusal:
 
 
 class Cause(StrEnum):
-    """What a pattern of rows, positions and cells stands for."""
+    """Cause of a pattern of rows, positions and cells."""
 
     FLAT = "flat"
     NOT_CLEARED = "not cleared"
@@ -185,7 +185,7 @@ class Experiment:
 
     @property
     def is_expected(self) -> bool:
-        """Whether the cause was recognised."""
+        """True if the cause was recognised."""
         return self.diagnosis.cause is self.expected
 
 
@@ -223,7 +223,7 @@ class Report:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether no check failed and every experiment showed what a sound llama.cpp shows."""
+        """True if no check failed and every experiment showed what a sound llama.cpp shows."""
         is_sound = all(check.status is not Status.FAILED for check in self.checks)
         return is_sound and all(experiment.is_expected for experiment in self.experiments)
 

@@ -55,7 +55,7 @@ def installation_checks() -> Iterator[Check]:
 
 
 def llama_version() -> str:
-    """Which llama.cpp there is, in a few words, without loading it."""
+    """Return the version of llama.cpp in a few words, without loading it."""
     try:
         path, record = find_library()
     except LibraryError:
@@ -64,7 +64,7 @@ def llama_version() -> str:
 
 
 def check_build(record: dict[str, Any]) -> Check:
-    """How the library was built; sanitizers and debug builds are slow."""
+    """Check how the library was built; sanitizers and debug builds are slow."""
     flags = [str(flag) for flag in record.get("flags", [])]
     kind = next(
         (f.partition("=")[2] for f in flags if f.startswith("-DCMAKE_BUILD_TYPE=")), "unknown"
@@ -84,7 +84,7 @@ def check_build(record: dict[str, Any]) -> Check:
 
 
 def check_cpu(record: dict[str, Any], cpu: str, features: str, backend: str) -> Check:
-    """What the library uses of the CPU, and whether it was built for this one.
+    """Check which features of the CPU the library uses, and that it was built for this CPU.
 
     Parameters
     ----------
@@ -114,7 +114,7 @@ def check_cpu(record: dict[str, Any], cpu: str, features: str, backend: str) -> 
 
 
 def check_amx(record: dict[str, Any]) -> Check:
-    """What the build found out about Intel's matrix tiles."""
+    """Report what the build found out about Intel's matrix tiles."""
     verdict = str(record["amx"])
     text = _AMX_TEXT.get(verdict, verdict)
     if verdict == "faults" and not any(_NO_AMX in str(f) for f in record.get("flags", [])):
@@ -123,7 +123,7 @@ def check_amx(record: dict[str, Any]) -> Check:
 
 
 def memory_check(model_bytes: int) -> Check:
-    """Whether the weights fit the memory that is free, and how much of it may be locked.
+    """Check that the weights fit into free memory, and report how much may be locked.
 
     Parameters
     ----------
@@ -147,7 +147,7 @@ def check_memory(model_bytes: int, available_bytes: int | None, may_lock: str) -
 
 
 def _cpu_name() -> str:
-    """As `build_llama.sh` reads it; empty where there is no /proc/cpuinfo."""
+    """Return the name of the CPU as `build_llama.sh` reads it; empty without /proc/cpuinfo."""
     for line in _lines("/proc/cpuinfo"):
         if line.startswith(("model name", "CPU part")):
             return line.partition(":")[2].strip()

@@ -11,7 +11,7 @@ N_CAUSE = 300  # characters of it, from its end
 
 
 def last_crash_check() -> Iterator[Check]:
-    """What it was; nothing if there is none."""
+    """Yield the check of the last crash, if there was one."""
     if (crash := last_crash()) is None:
         return
     how, _, words = crash.cause.partition(":")

@@ -41,7 +41,7 @@ def model_checks(model: Model, *, n_threads: int) -> Iterator[Check]:
 
 
 def shared_prefixes(model: Model) -> str:
-    """What requests may share of their beginnings, in words."""
+    """Return the parts of prompts that requests can share, in words."""
     if model.has_state:
         return (
             "shared where a state is kept: it has one for each sequence, not a cell for each token"
@@ -52,7 +52,7 @@ def shared_prefixes(model: Model) -> str:
 
 
 def check_vocabulary(vocab: Vocabulary) -> Check:
-    """Whether texts become tokens and the same texts again, and whether an output can end."""
+    """Check that texts become tokens and the same texts again, and that an output can end."""
     try:
         tokens = vocab.tokenize(TEXT, add_special=False)
         text = vocab.join(tokens)
@@ -130,7 +130,7 @@ def _fill(context: Context, seq_id: int, tokens: list[int]) -> None:
 
 
 def _is_full(context: Context) -> bool:
-    """Whether there is no room for one token more."""
+    """Return True if there is no room for one more token."""
     batch = Batch(1)
     batch.add(1, [0], context.n_ctx // 2)
     try:

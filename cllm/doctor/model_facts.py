@@ -1,4 +1,4 @@
-"""What a model's file says of it: what it is, what its template takes, how much memory it needs."""
+"""Facts from a model's file: architecture, abilities of the chat template, memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ N_CTX = (4096, 32768)  # beside what the model was trained for
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What is known of a model before it runs.
+    """Properties of a model that are known before it runs.
 
     Attributes
     ----------
@@ -52,12 +52,12 @@ class ModelFacts:
     available_bytes: int | None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the facts for JSON."""
         return asdict(self)
 
 
 def model_facts(path: Path, n_ctx: Iterable[int] = ()) -> ModelFacts:
-    """What is known of a model; loads it, mapped, without a context.
+    """Return the facts about a model; loads it, mapped, without a context.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""How many requests, of what size, so that a slow model is examined in reasonable time.  Pure."""
+"""Choose the number and size of requests that examine a slow model in reasonable time.  Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was measured as pictures: what of a request grows, what rows cost.  Needs matplotlib."""
+"""Pictures of measurements: growth of a request, cost of rows.  Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _PANELS: tuple[tuple[str, Callable[[Measurement], float]], ...] = (
 
 
 def has_matplotlib() -> bool:
-    """Whether `save_plot` can work."""
+    """True if `save_plot` can work."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
@@ -57,7 +57,7 @@ def save_plot(report: Report, path: Path, *, title: str) -> None:
     OSError
         The file cannot be written.
     """
-    # An extra, and slow to import: only those who want a picture pay for it.
+    # An extra, and slow to import: only a picture needs it.
     from matplotlib.figure import Figure
 
     experiments = [e for e in report.experiments if len(e.requests) >= N_MIN]

@@ -1,4 +1,4 @@
-"""What a decode of so many rows takes here, one row for each sequence: the curve that batching lives on.
+"""Measure the time of a decode by its number of rows, one row for each sequence.
 
 Kernels take rows in steps, each machine and each weight type its own: three rows may cost more than
 four, and 64 twice as much as 63.  One thread only, and not from a coroutine.
@@ -36,7 +36,7 @@ class RowCosts:
     seconds: Mapping[int, float]
 
     def tokens_per_s(self, n_rows: int) -> float:
-        """Of all sequences together."""
+        """Return the tokens per second of all sequences together."""
         return n_rows / self.seconds[n_rows]
 
     @property
@@ -68,7 +68,7 @@ class RowCosts:
         }
 
     def as_dict(self) -> dict[str, object]:
-        """For JSON: milliseconds, by rows as text."""
+        """Return milliseconds by the number of rows as text, for JSON."""
         return {
             "decode_ms": {str(rows): 1000 * seconds for rows, seconds in self.seconds.items()},
             "best": self.best,

@@ -20,7 +20,7 @@ IN_WORDS = {
 
 
 def check_chat_template(model: Model) -> Check:
-    """Whether chats are possible, and what the template does with tools, thinking and the system."""
+    """Check that chats are possible, and what the template does with tools, thinking and the system message."""
     template = model.chat_template()
     if template is None:
         return Check(NAME, Status.WARNING, "none: chats need one, prompts do not")
@@ -36,7 +36,7 @@ def check_chat_template(model: Model) -> Check:
 
 
 def described(abilities: TemplateAbilities) -> str:
-    """What it takes, and what is told it in words instead."""
+    """Return what a template supports, and what is written as text instead."""
     takes = [name for key, name in IN_WORDS.items() if getattr(abilities, key)]
     if abilities.parallel_tool_calls:
         takes.append("several calls in one turn")

@@ -158,7 +158,7 @@ class RequestRunner:
 
 
 def prompt_tokens(vocab: Vocabulary, n_tokens: int) -> list[int]:
-    """So many tokens of plain text, the beginning-of-sequence token first where there is one."""
+    """Return tokens of plain text, with the beginning-of-sequence token first if there is one."""
     first = [vocab.bos] if vocab.adds_bos and vocab.bos is not None else []
     body = vocab.tokenize(TEXT, add_special=False) or [0]
     repeated = body * (n_tokens // len(body) + 1)
@@ -166,7 +166,7 @@ def prompt_tokens(vocab: Vocabulary, n_tokens: int) -> list[int]:
 
 
 def measure_pace(model: Model, *, n_threads: int) -> Pace:
-    """How fast the model is, from a few requests of a small shape."""
+    """Measure the speed of the model with a few small requests."""
     shape = Shape(SHAPES[1].n_prompt, SHAPES[-1].n_output)
     plan = Plan(shape, 1 + N_REPEATS, 1, 0.0)
     prompt = prompt_tokens(model.vocab, shape.n_prompt)

@@ -1,1 +1,1 @@
-"""From requests to streams of text."""
+"""The engine: from requests to streams of text."""

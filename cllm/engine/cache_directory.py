@@ -18,7 +18,7 @@ def cache_file(name: str) -> Path:
     Raises
     ------
     RuntimeError
-        Nobody says where the home directory is.
+        The home directory is unknown.
     """
     # An empty or relative XDG_CACHE_HOME counts as unset (XDG base directory specification).
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))

@@ -54,7 +54,7 @@ def limit_memory(n_bytes: int) -> None:
 
 
 def answers_of_this_process() -> TextIO:
-    """Where to write answers: what a library prints goes elsewhere.  Its end leaves no core file."""
+    """Return the stream for answers; output of libraries goes elsewhere.  A crash leaves no core file."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answers = os.fdopen(os.dup(1), "w", encoding="ascii")
     os.dup2(2, 1)
@@ -236,7 +236,7 @@ def _read_line(process: subprocess.Popen[bytes], limit_s: float) -> dict[str, An
 
 
 def read_until(stream: IO[bytes], deadline: float) -> Iterator[bytes]:
-    """What comes from a process until its end.
+    """Yield the output of a process until its end.
 
     Parameters
     ----------

@@ -387,7 +387,7 @@ class EngineConfig:
             raise InvalidArgumentError("rpc", self.rpc, limit)
 
     def _check_deterministic(self) -> None:
-        """What it cannot be had with."""
+        """Reject settings that conflict with `deterministic`."""
         n_rows = 2 * self.n_seq_max
         for field, is_wrong, limit in (
             ("kv_unified", self.kv_unified is True, f"False or {AUTO!r} with deterministic"),
@@ -521,7 +521,7 @@ class EngineConfig:
 
     @property
     def _scales_positions(self) -> bool:
-        """Whether positions are not those that the model was trained with."""
+        """True if positions differ from those that the model was trained with."""
         return any(
             getattr(self, field.name) != field.default
             for field in fields(self)
@@ -544,14 +544,14 @@ class EngineConfig:
 
 
 class KVLayout(NamedTuple):
-    """How a context divides its KV cells."""
+    """Division of a context's KV cells."""
 
     kv_unified: bool
     n_seq_ids: int
 
 
 def _lora_infos(loras: Sequence[LoraSetting]) -> tuple[LoraInfo, ...]:
-    """With the names that their files give to those without one: the second of a name is `name-2`."""
+    """Return the adapters, with the names of their files for those without one: the second of a name is `name-2`."""
     infos: dict[str, LoraInfo] = {}
     given = {lora[0] for lora in loras if len(lora) == 3}
     for lora in loras:

@@ -1,4 +1,4 @@
-"""What the engine needs of a constraint on an output: a grammar, a schema, a regular expression."""
+"""Protocols of a constraint on an output: a grammar, a schema, a regular expression."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Mask = NDArray[np.bool_]
 
 
 class NotAvailableError(CllmError):
-    """What constraints of this kind need is not there."""
+    """A package for constraints of this kind is missing."""
 
 
 class ConstraintFamily(Protocol):
     """Constraints of one kind, which compute their masks together."""
 
     def masks(self, constraints: Sequence[Any]) -> Sequence[Mask | Exception]:
-        """For each constraint, which tokens may come next, bool of shape `(n_vocab,)`.
+        """Return, for each constraint, the tokens that may come next: bool of shape `(n_vocab,)`, or an error.
 
         Valid until the next call.  A token that ends the output is among them where the output is
         complete.  An exception in place of the mask of one that cannot go on.
@@ -30,14 +30,14 @@ class ConstraintFamily(Protocol):
 
 
 class TokenConstraint(Protocol):
-    """Which tokens one output may go on with.  Inference thread only."""
+    """Constraint on the tokens of one output.  Inference thread only."""
 
     @property
     def family(self) -> ConstraintFamily:
-        """Those it computes its masks with."""
+        """Family with which the constraint computes its masks."""
 
     def allows(self, token: int) -> bool:
-        """Whether the output may go on, or end, with this token."""
+        """Return True if the output may continue, or end, with this token."""
 
     def accept(self, token: int) -> None:
         """The output goes on with this token, which it allows."""
@@ -70,4 +70,4 @@ class CompiledConstraint(Protocol):
     """A constraint that was compiled off the inference thread, for any number of outputs."""
 
     def start(self) -> TokenConstraint:
-        """At the beginning of an output."""
+        """Return the constraint at the beginning of an output."""

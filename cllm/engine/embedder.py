@@ -18,7 +18,7 @@ from cllm.errors import InvalidArgumentError
 
 
 class EmbeddingMethods(Lifecycle):
-    """What is done with whole texts; event loop only."""
+    """Methods for whole texts; event loop only."""
 
     # --- Texts -------------------------------------------------------------------------------
     async def embed(
@@ -137,7 +137,7 @@ class EmbeddingMethods(Lifecycle):
         priority: int = 0,
         timeout: float | None = None,
     ) -> list[Classification]:
-        """What the model's classifier says of each text; arguments as of `embed`.
+        """Return the classifier's scores of each text; arguments as of `embed`.
 
         Raises
         ------

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingInfo:
-    """What a model can do with whole texts.
+    """Abilities of a model with whole texts.
 
     Attributes
     ----------
@@ -39,13 +39,13 @@ class EmbeddingInfo:
 
     @property
     def is_classifier(self) -> bool:
-        """Whether it gives scores, not vectors."""
+        """True if the model gives scores instead of vectors."""
         return self.pooling == "rank"
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequest:
-    """Some texts, tokenized and checked.
+    """Texts, tokenized and checked.
 
     Attributes
     ----------
@@ -106,7 +106,7 @@ class Ranked:
 
 @dataclass(frozen=True, slots=True)
 class Classification:
-    """What a classifier says of a text.
+    """Scores of a classifier for a text.
 
     Attributes
     ----------

@@ -135,7 +135,7 @@ class Engine(Generates[TokenStream], EmbeddingMethods):
             return await parts.input_processor.texts.render_chat(prompt)
 
     async def template_abilities(self) -> TemplateAbilities | None:
-        """What the chat template can do; None if there is no template.
+        """Return the abilities of the chat template; None without a template.
 
         Raises
         ------
@@ -148,7 +148,7 @@ class Engine(Generates[TokenStream], EmbeddingMethods):
     async def score(
         self, prompt: Prompt, continuation: Prompt, *, lora: Mapping[str, float] | None = None
     ) -> Score:
-        """How likely the model holds a continuation to be, before any sampler.
+        """Return how likely the model holds a continuation to be, before any sampler.
 
         The prompt is shared as that of any request; to compare continuations costs one prompt.
 
@@ -276,7 +276,7 @@ class Engine(Generates[TokenStream], EmbeddingMethods):
         raise DeadlineError(f"{len(documents)} documents were not ranked in {timeout} s")
 
     async def _rank(self, prompts: Sequence[list[int]], priority: int) -> list[Ranked]:
-        """By how likely "yes" is, and not "no"."""
+        """Return the probability of "yes" against "no" for each prompt."""
         answers = [(await self.tokenize(word, add_special=False))[:1] for word in ("yes", "no")]
 
         async def ask(prompt: Prompt) -> float:

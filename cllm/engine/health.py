@@ -42,7 +42,7 @@ class Restart:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Whether requests are served.
+    """State of an engine: if it serves requests, and why not.
 
     Attributes
     ----------

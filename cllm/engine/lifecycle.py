@@ -127,7 +127,7 @@ class Lifecycle:
         return parts
 
     async def check_memory(self) -> None:
-        """Whether the model would fit into the memory that is available now; before it is loaded.
+        """Check that the model would fit into available memory, before it is loaded.
 
         Raises
         ------
@@ -298,7 +298,7 @@ class Lifecycle:
 
     @property
     def sampling_defaults(self) -> SamplingOptions:
-        """What of sampling the model's file says, for requests that leave it out."""
+        """Sampling fields from the model's file, for requests that leave them out."""
         model = None if self._entered is None else self._entered.dispatcher.model
         return SamplingOptions() if model is None else model.sampling
 
@@ -314,11 +314,11 @@ class Lifecycle:
         return told.plus(self._earlier)
 
     def is_open(self, request_id: str) -> bool:
-        """Whether a request of this id is being worked on; for a moment still after it was left."""
+        """Return True if a request of this id is open; for a moment still after its stream was closed."""
         return self._entered is not None and self._parts.dispatcher.is_open(request_id)
 
     def health(self) -> Health:
-        """Whether requests are served.  Any thread, at any time."""
+        """Return if requests are served.  Any thread, at any time."""
         return health_of(
             self._present_status,
             0.0 if self._entered is None else self._entered.thread.heartbeat_age_s,
@@ -351,7 +351,7 @@ class Lifecycle:
     # --- Helpers -----------------------------------------------------------------------------
     @contextmanager
     def _serving(self, *, draining: bool = False) -> Iterator[Parts]:
-        """Those that take requests, which stay until this is over, though others take over."""
+        """Yield the parts that take requests; they stay open until the end of the block, even after a reload."""
         self._check_serving(draining=draining)
         parts = self._parts
         with parts.gate.visit():

@@ -60,22 +60,22 @@ class LoraUse:
     start: int = 0
 
     def at(self, position: int) -> LoraSet:
-        """Those that compute the token at this position."""
+        """Return the adapters that compute the token at this position."""
         return self.loras if position >= self.start else self.before
 
     def n_until_change(self, position: int) -> float:
-        """How many tokens from this one on have the same."""
+        """Return the number of tokens from this one on with the same adapters."""
         return self.start - position if position < self.start else math.inf
 
     def n_alike(self, other: LoraUse) -> float:
-        """At how many positions, from the first on, another request has the same."""
+        """Return the number of positions, from the first on, with the same adapters as another request."""
         for position in sorted({0, self.start, other.start}):
             if self.at(position) != other.at(position):
                 return position
         return math.inf
 
     def uses(self, name: str) -> bool:
-        """Whether this adapter computes any of its tokens."""
+        """Return True if this adapter computes any of its tokens."""
         return any(lora == name for lora, _ in (*self.loras, *self.before))
 
 
@@ -83,7 +83,7 @@ NO_LORA = LoraUse()
 
 
 def check_lora(lora: object) -> dict[str, float] | None:
-    """What a request says of adapters: names and scales; None: nothing.
+    """Return the checked adapters of a request: names and scales; None if it names none.
 
     Raises
     ------
@@ -113,7 +113,7 @@ def check_lora_name(
 def lora_use(
     wanted: Mapping[str, float] | None, loaded: Mapping[str, LoraInfo], tokens: Sequence[int]
 ) -> LoraUse:
-    """What a request with this prompt gets of what is loaded.
+    """Return the adapters of a request with this prompt.
 
     Parameters
     ----------
@@ -147,7 +147,7 @@ def lora_use(
 
 
 def _last_place(wanted: Sequence[int], tokens: Sequence[int]) -> int | None:
-    """Where these tokens begin in the others, for the last time."""
+    """Return the last position at which these tokens begin in the others."""
     wanted = tuple(wanted)
     for start in range(len(tokens) - len(wanted), -1, -1):
         if tuple(tokens[start : start + len(wanted)]) == wanted:

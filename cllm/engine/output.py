@@ -11,7 +11,7 @@ from typing import Any
 
 
 class FinishReason(StrEnum):
-    """Why a request ended."""
+    """Reason for the end of a request."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -23,7 +23,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """How likely the model held a token to be, before any sampler.
+    """Log probability of a token, before any sampler.
 
     Attributes
     ----------
@@ -168,7 +168,7 @@ class Timings:
         ended: float,
         n_preemptions: int = 0,
     ) -> Timings:
-        """From when things happened; `tokens` are the times of each."""
+        """Return the timings of a request; `tokens` are the times of each token."""
         first = tokens[0] if tokens else ended
         gaps = sorted(later - earlier for earlier, later in pairwise(tokens))
         n = len(gaps)  # without `statistics`, which takes longer to import than all of this

@@ -43,7 +43,7 @@ class Parts:
     loras: Loras
 
     def end_when_idle(self) -> None:
-        """End when all requests have ended; nobody submits any more."""
+        """Wait until all requests have ended; no more are submitted."""
         self.gate.when_empty(self.thread.request_stop)
 
     async def aclose(self) -> None:

@@ -39,7 +39,7 @@ class Thinking:
 
 @dataclass(frozen=True, slots=True)
 class SequenceState:
-    """What the KV cache held for a sequence, in host memory.
+    """KV state of a sequence, in host memory.
 
     Attributes
     ----------
@@ -129,7 +129,7 @@ class RenderedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How likely a continuation is, token by token.
+    """Log probability of a continuation, token by token.
 
     Attributes
     ----------

@@ -12,7 +12,7 @@ LIMIT = "HOST:PORT of a loopback or private address (llama.cpp has no IPv6 there
 
 
 class RpcAddress(NamedTuple):
-    """Where a server listens.
+    """Address on which a server listens.
 
     Attributes
     ----------
@@ -53,7 +53,7 @@ def rpc_address(text: object) -> RpcAddress:
 
 
 def is_private(ip: str) -> bool:
-    """Whether an IPv4 address is of this machine, or of a network that is not the open one."""
+    """Return True if an IPv4 address belongs to this machine or to a private network."""
     address = ipaddress.IPv4Address(ip)
     is_of_none = address.is_unspecified or address.is_multicast or address.is_reserved
     return not (address.is_global or is_of_none)

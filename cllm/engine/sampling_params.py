@@ -186,7 +186,7 @@ class SamplingOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose the tokens of one request; llama-server's names and defaults.
+    """Sampling parameters of one request, with llama-server's names and defaults.
 
     The first sentence about a field is the help of its option.
 
@@ -350,33 +350,33 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken, after penalties and biases."""
+        """True if the most likely token is always taken, after penalties and biases."""
         return self.temperature == 0.0
 
     @property
     def has_penalties(self) -> bool:
-        """Whether tokens are penalized for having occurred."""
+        """True if tokens are penalized for having occurred."""
         is_off = (self.repeat_penalty, self.presence_penalty, self.frequency_penalty) == (1, 0, 0)
         return "penalties" in self.samplers and self.repeat_last_n != 0 and not is_off
 
     @property
     def has_dry(self) -> bool:
-        """Whether repetitions are penalized."""
+        """True if repetitions are penalized."""
         return "dry" in self.samplers and self.dry_multiplier > 0 and self.dry_penalty_last_n != 0
 
     @property
     def changes_logits(self) -> bool:
-        """Whether some tokens are made more or less likely, by a bias or for having occurred."""
+        """True if some logits are changed, by a bias or for having occurred."""
         return bool(self.logit_bias) or self.has_penalties or self.has_dry
 
     @property
     def remembers_prompt(self) -> bool:
-        """Whether penalties or DRY look at the prompt."""
+        """True if penalties or DRY look at the prompt."""
         return self.has_dry or (self.has_penalties and self.penalize_prompt)
 
     @property
     def active_samplers(self) -> tuple[str, ...]:
-        """Those of `samplers` that change anything, in order."""
+        """The samplers that change anything, in order."""
         is_on = {
             "penalties": self.has_penalties,
             "dry": self.has_dry,
@@ -392,5 +392,5 @@ class SamplingParams:
 
 
 def window(last_n: int, n_ctx: int) -> int:
-    """How many tokens `repeat_last_n` or `dry_penalty_last_n` stand for: -1 is the context."""
+    """Return the number of tokens that `repeat_last_n` or `dry_penalty_last_n` stands for: -1 is the context."""
     return n_ctx if last_n < 0 else last_n

@@ -1,4 +1,4 @@
-"""What the parts of an engine ask about tokens.
+"""Protocols of vocabularies, as the parts of an engine need them.
 
 `cllm.bindings.Vocabulary` answers all of it, from any thread.  Each part names only what it needs, so
 that a test can give it that and no more.
@@ -11,26 +11,26 @@ from typing import Protocol
 
 
 class OutputVocabulary(Protocol):
-    """For a tick: what a sampled token adds to a text, and whether it ends the output."""
+    """Vocabulary for a tick: the text of a token, and if it ends the output."""
 
     def piece(self, token: int) -> bytes: ...
     def is_eog(self, token: int) -> bool: ...
 
 
 def spelled_piece(spelled: Mapping[int, bytes], vocabulary: OutputVocabulary, token: int) -> bytes:
-    """What a token adds to a text in which some control tokens are spelled."""
+    """Return the bytes that a token adds to a text in which some control tokens are spelled out."""
     return spelled[token] if token in spelled else vocabulary.piece(token)
 
 
 class SpellingVocabulary(Protocol):
-    """For log probabilities."""
+    """Vocabulary for log probabilities."""
 
     def piece(self, token: int) -> bytes: ...
     def spelling(self, token: int) -> bytes: ...
 
 
 class ChatVocabulary(Protocol):
-    """For chats: control tokens, and the tokenizer."""
+    """Vocabulary for chats: control tokens, and the tokenizer."""
 
     bos: int | None
     eos: int | None
@@ -45,13 +45,13 @@ class ChatVocabulary(Protocol):
 
 
 class RankVocabulary(ChatVocabulary, Protocol):
-    """For rankings: a text of which the end is left out."""
+    """Vocabulary for rankings: a text that is cut at its end."""
 
     def join(self, tokens: Sequence[int]) -> bytes: ...
 
 
 class GuidanceVocabulary(Protocol):
-    """For structured output by llguidance, from a worker thread."""
+    """Vocabulary for structured output by llguidance, from a worker thread."""
 
     n_tokens: int
 

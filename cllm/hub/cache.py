@@ -43,7 +43,7 @@ def cache_directory() -> Path:
 
 
 def repo_directory(repo: str) -> Path:
-    """Where those of a repository are."""
+    """Return the directory of a repository."""
     return cache_directory() / (REPO + repo.replace("/", "--"))
 
 
@@ -67,7 +67,7 @@ def cached_models() -> list[CachedModel]:
 
 
 def incomplete_files() -> list[Path]:
-    """What is there of downloads that have not come to their end."""
+    """Return the files of unfinished downloads."""
     return sorted(cache_directory().glob(f"{REPO}*/blobs/*{INCOMPLETE}"))
 
 
@@ -100,7 +100,7 @@ def _cached_models() -> Iterator[CachedModel]:
 
 
 def _newest_snapshot(directory: Path) -> Path | None:
-    """What the main branch is; else the snapshot that was made last."""
+    """Return the snapshot of the main branch, otherwise the newest one."""
     snapshots = sorted(directory.glob("snapshots/*"), key=lambda path: path.stat().st_mtime)
     with suppress(OSError):
         main = (directory / "refs" / "main").read_text().strip()
@@ -109,6 +109,6 @@ def _newest_snapshot(directory: Path) -> Path | None:
 
 
 def _files_of(snapshot: Path) -> list[str]:
-    """What is here of a snapshot: a link may lead to a file that was removed."""
+    """Return the files of a snapshot that exist: a link may point to a deleted file."""
     paths = snapshot.rglob("*.gguf")
     return [path.relative_to(snapshot).as_posix() for path in paths if path.exists()]

@@ -52,7 +52,7 @@ def find_model(name: str) -> Path:
 
 
 def check_library(name: str) -> None:
-    """That models can have names here.
+    """Check that models can be downloaded here.
 
     Raises
     ------
@@ -139,7 +139,7 @@ def _download(model: ModelName, file: _File) -> Path:
 
     blob = _blobs(model) / file.sha256
     part = blob.with_name(f"{blob.name}{INCOMPLETE}")
-    with filelock.FileLock(f"{part}.lock"):  # whoever asks at the same time waits
+    with filelock.FileLock(f"{part}.lock"):  # a second caller waits
         if not blob.exists():
             _fetch(model, file, part)
             part.replace(blob)
@@ -228,7 +228,7 @@ def _size(path: Path) -> int:
 
 
 def _reason(error: Exception) -> str:
-    """Why, for who can do something about it; nothing of addresses, which may have secrets in them."""
+    """Return the reason of a failure, without addresses, which may contain secrets."""
     from huggingface_hub import errors
 
     match error:

@@ -16,7 +16,7 @@ DEFAULT_QUANT = "Q4_K_M"  # as llama.cpp's -hf
 _REPO = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
 _NAME = re.compile(rf"({_REPO})(?::([\w.-]+)|/([\w./ -]+\.gguf))?", re.ASCII)
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
-# Quantizations in the names of files, as llama.cpp and those who publish models write them.
+# Quantizations in the names of files, as llama.cpp and publishers of models write them.
 _QUANT = re.compile(
     r"(?<![A-Za-z0-9])(?:UD-)?(?:I?Q\d(?:_\w+)?|TQ\d_\d|BF16|F16|F32|MXFP4(?:_\w+)?)(?![A-Za-z0-9])",
     re.ASCII | re.IGNORECASE,
@@ -49,7 +49,7 @@ class ModelName:
 
 
 def is_name(model: object) -> TypeGuard[str]:
-    """Whether a model is given by name, not by its file."""
+    """Return True if a model is given by name instead of by file."""
     return isinstance(model, str) and model.startswith(PREFIX)
 
 
@@ -98,7 +98,7 @@ def choose_files(name: ModelName, files: Iterable[str]) -> list[str]:
 
 
 def name_of(repo: str, model: Sequence[str], files: Iterable[str]) -> ModelName:
-    """What a model of these files is called, where the repository has all of those."""
+    """Return the name of a model with these files, if the repository has all of them."""
     quants = _QUANT.findall(model[0])[-1:]
     if quants and choose_files(by_quant := ModelName(repo, quants[0]), files) == model:
         return by_quant

@@ -42,7 +42,7 @@ class SyncStream:
 
 
 class _EndedError(Exception):
-    """No `StopAsyncIteration` leaves a coroutine."""
+    """A stand-in for `StopAsyncIteration`, which cannot leave a coroutine."""
 
 
 class Caller:
@@ -62,7 +62,7 @@ class Caller:
         self.remember()
 
     def remember(self) -> None:
-        """If there is an event loop here, it is the engine's."""
+        """Remember the running event loop as the engine's."""
         if self._token is None and _is_in_event_loop():
             self._token = current_token()
 

@@ -47,7 +47,7 @@ class CllmChat(BaseChatModel):
     Parameters
     ----------
     engine : Engine
-        Entered, and closed by whoever has entered it.
+        Entered, and closed by its owner.
     **options
         Of `Engine.chat`: sampling, `reasoning_effort`, `lora`, `priority`, `timeout`, …  Those of a
         call (`bind`, `ainvoke`) count more.

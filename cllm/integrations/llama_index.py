@@ -50,7 +50,7 @@ class CllmLLM(FunctionCallingLLM):
     Parameters
     ----------
     engine : Engine
-        Entered, and closed by whoever has entered it.
+        Entered, and closed by its owner.
     **options
         Of `Engine.chat`: sampling, `reasoning_effort`, `lora`, `priority`, `timeout`, …  Those of a
         call count more.
@@ -66,12 +66,12 @@ class CllmLLM(FunctionCallingLLM):
 
     @classmethod
     def class_name(cls) -> str:
-        """As LlamaIndex knows it."""
+        """Return the name for LlamaIndex."""
         return "cllm"
 
     @property
     def metadata(self) -> LLMMetadata:
-        """What LlamaIndex cuts prompts by."""
+        """Return the limits by which LlamaIndex cuts prompts."""
         model = self._engine.model
         return LLMMetadata(
             context_window=model.n_ctx,
@@ -135,7 +135,7 @@ class CllmLLM(FunctionCallingLLM):
     async def acomplete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponse:
-        """How a prompt goes on; of a model with a chat template, its answer."""
+        """Return the continuation of a prompt; from a model with a chat template, its answer."""
         if not formatted and self.metadata.is_chat_model:
             response = await self.achat(
                 [ChatMessage(role=MessageRole.USER, content=prompt)], **kwargs
@@ -186,7 +186,7 @@ class CllmLLM(FunctionCallingLLM):
     def _streaming(
         self, prompt: str, formatted: bool, given: dict[str, Any]
     ) -> Callable[[], TokenStream]:
-        """What makes the stream of a completion."""
+        """Return a function that opens the stream of a completion."""
         options = {**self.options, **given}
         if formatted or not self.metadata.is_chat_model:
             return partial(self._engine.stream, prompt, **options)
@@ -269,7 +269,7 @@ class CllmEmbedding(BaseEmbedding):
 
     @classmethod
     def class_name(cls) -> str:
-        """As LlamaIndex knows it."""
+        """Return the name for LlamaIndex."""
         return "CllmEmbedding"
 
     async def _embed(self, texts: list[str]) -> list[Embedding]:
@@ -348,7 +348,7 @@ def _assistant(text: str, thought: str, calls: Sequence[ToolCallBlock]) -> ChatM
 
 
 def _arguments(given: dict[str, Any] | str) -> dict[str, Any]:
-    """Of a call; none of one that was cut off."""
+    """Return the arguments of a call; none if it was cut off."""
     if isinstance(given, dict):
         return given
     try:

@@ -77,7 +77,7 @@ ENGINES = Engines()
 
 
 class Options(llm.Options):
-    """What a prompt may be given with `-o`."""
+    """Options of a prompt for `-o`."""
 
     model: str | None = Field(None, description="A GGUF file, or hf:USER/REPO[:QUANT]")
     max_tokens: int | None = Field(None, description="Tokens of the answer, at most")
@@ -90,7 +90,7 @@ class Options(llm.Options):
 
 
 class _Common:
-    """What the model has in common with itself in an event loop."""
+    """Common parts of the synchronous and the asynchronous model."""
 
     model_id: str
     can_stream = True

@@ -66,7 +66,7 @@ class CllmModel(Model):
     Parameters
     ----------
     engine : Engine
-        Entered, and closed by whoever has entered it.
+        Entered, and closed by its owner.
     settings : ModelSettings, optional
         Those of a run count more.
     **options
@@ -87,7 +87,7 @@ class CllmModel(Model):
 
     @property
     def system(self) -> str:
-        """Who computes it."""
+        """Name of the provider."""
         return "cllm"
 
     async def request(
@@ -152,7 +152,7 @@ class CllmModel(Model):
 
 @dataclass
 class CllmStreamedResponse(StreamedResponse):
-    """What comes of a stream."""
+    """Response of a stream."""
 
     stream: TokenStream
     name: str
@@ -193,12 +193,12 @@ class CllmStreamedResponse(StreamedResponse):
 
     @property
     def provider_url(self) -> None:
-        """It is in this process."""
+        """Return None: the model is in this process."""
         return None
 
     @property
     def timestamp(self) -> datetime:
-        """When it began."""
+        """Time at which the response began."""
         return self.at
 
 
@@ -260,7 +260,7 @@ def _result(call_id: str, text: str) -> dict[str, Any]:
 
 
 def _with_system(chat: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
-    """Behind the system prompts that there are."""
+    """Return the chat with a text after its system prompts."""
     n = next((i for i, said in enumerate(chat) if said["role"] != "system"), len(chat))
     return [*chat[:n], {"role": "system", "content": text}, *chat[n:]]
 

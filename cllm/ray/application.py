@@ -102,7 +102,7 @@ def build(args: Mapping[str, Any] | None = None) -> serve.Application:
 
 
 def stop(name: str = NAME) -> None:
-    """End an application when all that runs has ended, and then Ray Serve, if nobody else is served by it.
+    """End an application when its requests have ended, and then Ray Serve, if it serves no other application.
 
     `serve.shutdown` alone would cut every answer.
     """

@@ -1,4 +1,4 @@
-"""How many replicas there are to be: by what is asked, what waits, and how full the KV caches are.  Pure.
+"""Choose the number of replicas by running requests, waiting requests and full KV caches.  Pure.
 
 Ray keeps to `min_replicas` and `max_replicas`, and waits before it follows (`upscale_delay_s`, `downscale_delay_s`).
 """
@@ -12,7 +12,7 @@ KV_CACHE_USAGE = 0.8  # of the cells of a replica that live requests are to have
 
 
 class Load(NamedTuple):
-    """What a replica has told, as the mean of the last half minute.
+    """Load of a replica, as the mean of the last half minute.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What has to be in the environment before Ray starts: its processes read it then, and only then.  Pure."""
+"""Environment variables that Ray needs before it starts: its processes read them then only.  Pure."""
 
 from __future__ import annotations
 

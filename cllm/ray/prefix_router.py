@@ -1,4 +1,4 @@
-"""Whose replica a request goes to by its beginning: HAProxy asks, by a hook that is Ray's own affair.
+"""Choose the replica for a request by its beginning: HAProxy calls a private hook of Ray.
 
 Ray 2.60 has no public way for a router of one's own in front of an application: this is what its own LLM
 library uses (`Application._with_ingress_request_router`).  Hence experimental.
@@ -58,7 +58,7 @@ class IngressRouter:
         return app
 
     async def route(self, request: Request) -> dict[str, str]:
-        """Who is to have a request: by its session, or by its body, or as much of that as HAProxy has read."""
+        """Return the replica of a request: by its session, or by as much of its body as HAProxy has read."""
         session = request.headers.get("x-session-id", "")
         keys = keys_of(raw_prompt(await request.body()))
         try:

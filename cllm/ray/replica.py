@@ -55,15 +55,15 @@ class Replica:
         Raises
         ------
         CllmError
-            The engine serves nobody.
+            The engine does not serve requests.
         """
         engine = self._application.state.server.engine
         health = None if engine is None else engine.health()
         if health is None or health.status not in SERVING:
-            raise CllmError(f"the engine serves nobody: {health}")
+            raise CllmError(f"the engine does not serve requests: {health}")
 
     def record_routing_stats(self) -> dict[str, float]:
-        """For `PrefixRouter`: how many requests there are, and how many there have been.
+        """Return the open and the total number of requests, for `PrefixRouter`.
 
         Not when: each change goes to every machine.
         """
@@ -75,7 +75,7 @@ class Replica:
         return {"open": float(n_open), "taken": float(n_open + sum(now.n_finished.values()))}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """For `Autoscaling`, and policies of the caller's own: what waits, what runs, how full the KV cache is."""
+        """Return waiting and running requests and KV cache usage, for `Autoscaling` and the caller's own policies."""
         engine = self._application.state.server.engine
         if engine is None:
             return {}

@@ -83,7 +83,7 @@ class ClusterSettings:
         return replace(engine, n_threads=self.num_cpus)
 
     def deployment_options(self, engine: EngineConfig, server: ServerConfig) -> dict[str, Any]:
-        """What Ray is told of the deployment."""
+        """Return the options of Ray's deployment."""
         # More than a server takes: its own queue decides, with priorities, deadlines and 429, and what is
         # asked besides (health, metrics) does not wait for requests.
         n_requests = 2 * (engine.n_seq_max + engine.max_queue) + HEADROOM

@@ -1,1 +1,1 @@
-"""Which of several servers a request goes to.  Pure."""
+"""Choose one of several servers for a request.  Pure."""

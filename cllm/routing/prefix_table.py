@@ -1,7 +1,7 @@
 """PrefixTable: who has had the longest beginning of a prompt.  Pure; one thread.
 
 A server answers faster what begins as something that it has computed.  It is known by what was sent
-there: nobody asks the servers.  Load goes before that: who has far more to do than another gets no more.
+there: the servers are not asked.  Load goes before that: a server with far more work than another gets no more.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class PrefixTable:
         return len(self._last)
 
     def choose(self, keys: Sequence[Key], load: Mapping[str, int]) -> str:
-        """Who is to have a prompt; it is recorded.
+        """Return the server for a prompt, and record the choice.
 
         Parameters
         ----------
@@ -95,7 +95,7 @@ class PrefixTable:
             self._last.popitem(last=False)
 
     def forget(self, name: str) -> None:
-        """It is gone, and what it had."""
+        """Forget a server and its prompts."""
         self._last = OrderedDict((k, v) for k, v in self._last.items() if v != name)
         del self._n_new[name]
 
@@ -113,7 +113,7 @@ def keys_of(prompt: bytes) -> list[Key]:
 
 
 def prompt_bytes(body: Mapping[str, Any]) -> bytes:
-    """What tells the prompt of a request from others, in its order: of a body as any route has it."""
+    """Return the bytes that identify the prompt of a request, for a body of any route."""
     head = [body[name] for name in ("tools", "system", "instructions") if body.get(name)]
     for name in PROMPTS:
         given = body.get(name)

@@ -47,8 +47,8 @@ def create_app(
 ) -> FastAPI:
     """An ASGI application that serves one model, to be run or to be mounted in another.
 
-    Run by itself it answers from the start on: 503 until the model is loaded.  Mounted, where nobody
-    tells it when to start, it loads the model when the first request comes, which waits for that,
+    Run by itself it answers from the start on: 503 until the model is loaded.  Mounted, where it is
+    not told when to start, it loads the model when the first request comes, which waits for that,
     and frees it when the event loop ends.
 
     Parameters
@@ -62,7 +62,7 @@ def create_app(
     make_engine : callable
         Makes the engine of such settings; the caller does not enter it.
     is_guarded : bool
-        False: whoever mounts it looks at hosts, origins, keys and sizes; see `add_guards`.
+        False: the outer application checks hosts, origins, keys and sizes; see `add_guards`.
     """
     config = ServerConfig() if config is None else config
     state = ServerState(config)
@@ -87,7 +87,7 @@ def create_app(
             finally:
                 state.stop()
                 finished.set()
-                if state.engine is None:  # nobody is to wait for a model that is still loaded
+                if state.engine is None:  # no request waits for a model that is still loaded
                     group.cancel_scope.cancel()
         await state.tracing.aclose()
 

@@ -135,12 +135,12 @@ class ServerConfig:
 
     @property
     def is_open_to_the_network(self) -> bool:
-        """Whether machines other than this one may use the server without a key."""
+        """True if machines other than this one may use the server without a key."""
         return self.api_key is None and not is_loopback(self.host)
 
 
 def is_loopback(name: str) -> bool:
-    """Whether a name or an address is this machine's own, seen from itself."""
+    """Return True if a name or an address is this machine's own loopback."""
     if name.lower() in ("localhost", "ip6-localhost"):
         return True
     try:

@@ -56,7 +56,7 @@ class EngineTask:
         self._config = config
         self._on_failed = on_failed
         self._make_engine = make_engine
-        self._background: object = None  # an asyncio task that nobody holds may be collected
+        self._background: object = None  # an asyncio task without a reference may be collected
         self.has_begun = self.is_background = False
         self.settled = anyio.Event()
 
@@ -101,7 +101,7 @@ class EngineTask:
             raise EngineFailedError(f"the engine has failed: {engine.health().reason}")
 
     def renew(self) -> None:
-        """It has run, and may run again, perhaps in another event loop."""
+        """Prepare for another run, perhaps in another event loop."""
         self._state.renew()
         self.has_begun = self.is_background = False
         self.settled = anyio.Event()
@@ -121,7 +121,7 @@ class EngineTask:
 
 
 async def _warm_up(engine: Engine) -> None:
-    """What the first chat would wait for: the template imported, compiled and tried."""
+    """Prepare the chat template: the first chat would wait for its import, compilation and test."""
     try:
         with anyio.move_on_after(WARM_UP_LIMIT_S):
             if await engine.template_abilities() is not None:

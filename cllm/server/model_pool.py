@@ -1,7 +1,7 @@
 """ModelPool: several models, each with an engine of its own: loaded when asked for, freed when not.
 
-Each is an application as `create_app` makes it.  It is freed when nobody has used it for a while, or when
-another one needs its room; never while somebody uses it.
+Each is an application as `create_app` makes it.  It is freed when it was not used for a while, or when
+another one needs its room; never while it is in use.
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ class PooledModel:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether it answers."""
+        """True if the model answers."""
         return not self._is_leaving and self.app.state.server.engine is not None
 
     @property
     def status(self) -> str:
-        """In a word, which is llama-server's."""
+        """State in one word of llama-server's."""
         return "loaded" if self.is_loaded else "unloaded" if self.freed is None else "loading"
 
     @property
     def is_idle(self) -> bool:
-        """Whether it may be freed."""
+        """True if the model may be freed."""
         return self.freed is not None and self.n_users == 0
 
     @property
@@ -122,7 +122,7 @@ class ModelPool:
     Parameters
     ----------
     models : mapping
-        Names and settings; the first is taken where nobody says which.
+        Names and settings; the first one is the default.
     config : ServerConfig
     make_engine : callable
         Makes the engine of such settings.
@@ -139,7 +139,7 @@ class ModelPool:
             name: PooledModel(name, engine, config.of_model(name), make_engine)
             for name, engine in models.items()
         }
-        self.metrics = Metrics()  # of requests that are refused before they are anybody's
+        self.metrics = Metrics()  # of requests that are rejected before they reach a model
         self.failure: BaseException | None = None  # one that cannot be loaded ends nothing else
         self._tasks: TaskGroup | None = None
         self._loading = anyio.Lock()
@@ -182,7 +182,7 @@ class ModelPool:
         Problem
             503: it cannot be loaded, or there is no room for it while others are used.
         """
-        model.n_users += 1  # from now on nobody frees it
+        model.n_users += 1  # from now on it is not freed
         try:
             if not model.is_loaded:
                 async with self._loading:  # by one who waits for it, for all
@@ -207,7 +207,7 @@ class ModelPool:
         await model.load(self._tasks)
 
     async def _refusal(self, model: PooledModel) -> str | None:
-        """Why a model cannot be loaded beside those that are; None: it can."""
+        """Return why a model cannot be loaded beside the loaded ones; None if it can."""
         n_loaded = sum(other.freed is not None for other in self.models.values())
         limit = self._config.max_models
         if limit is not None and n_loaded >= limit:
@@ -226,7 +226,7 @@ class ModelPool:
         return None
 
     async def _free_unused(self) -> None:
-        """Free what nobody has used for the time that it may be kept."""
+        """Free the models that were not used for `model_keep_alive_s`."""
         keep_s = self._config.model_keep_alive_s
         while keep_s is not None:
             idle = [model for model in self.models.values() if model.is_idle and model.is_loaded]

@@ -35,7 +35,7 @@ class Server(uvicorn.Server):
     Attributes
     ----------
     heard : list of int
-        Signals that came before there was anybody to act on them.
+        Signals that arrived before they could be handled.
     """
 
     def __init__(self, app: FastAPI, config: ServerConfig) -> None:

@@ -1,4 +1,4 @@
-"""What the routes of one server share."""
+"""State that the routes of one server share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger("cllm.server")
 
 
 class Served(NamedTuple):
-    """What a reply says of the model: the name that clients know, and `Completion.fingerprint`."""
+    """Identity of the model in replies: the name that clients know, and `Completion.fingerprint`."""
 
     name: str
     fingerprint: str
@@ -83,7 +83,7 @@ class ServerState:
 
     @property
     def is_draining(self) -> bool:
-        """Whether the server is shutting down: what runs may finish."""
+        """True if the server is shutting down: running requests may finish."""
         return self.stopping.is_set()
 
     @property
@@ -119,19 +119,19 @@ class ServerState:
 
     @property
     def model_name(self) -> str:
-        """What clients call the model."""
+        """Name of the model for clients."""
         if self.config.model_name is not None:
             return self.config.model_name
         return self.serving.config.model_path.stem
 
     @property
     def served(self) -> Served:
-        """What replies say of the model."""
+        """Identity of the model in replies."""
         model = self.serving.model
         return Served(self.model_name, "" if model is None else model.fingerprint)
 
     def observation(self, request: Request, operation: str, params: SamplingParams) -> Observation:
-        """What is told of a request, which was asked for with these parameters."""
+        """Return the observation of a request with these parameters."""
         return Observation(
             metrics=self.metrics,
             tracing=self.tracing,
@@ -155,6 +155,6 @@ def request_id_of(request: Request) -> str:
 
 
 def log_request(state: ServerState, request_id: str, prompt: object) -> None:
-    """A request has come in; what it says is nobody's business unless asked for."""
+    """Log the prompt, only with `--log-prompts`."""
     if state.config.log_prompts:
         logger.info("request %s: %r", request_id, prompt)

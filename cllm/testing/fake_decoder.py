@@ -64,7 +64,7 @@ def _checksum(tokens: bytes, loras: Sequence[LoraSet]) -> bytes:
 
 
 def seen_token(token: int, loras: LoraSet) -> int:
-    """What later rows see of a token: itself, and another number if adapters have computed it."""
+    """Return the value of a token for later rows; another one if adapters have computed it."""
     return token if not loras else zlib.crc32(repr((token, loras)).encode()) >> 1
 
 
@@ -259,7 +259,7 @@ class FakeDecoder:
         self._aborted.set()
 
     def _fault(self, poison: Sequence[Fault | None]) -> Fault:
-        """What happens at this decode; "nan" is only the scripted one, of the first output row."""
+        """Return the scripted fault of this decode; "nan" is only the one of the first output row."""
         scripted: Fault = self.faults.get(self.n_decodes, 0)
         failures = (fault for fault in (scripted, *poison) if fault not in (0, None, "nan"))
         return next(failures, scripted)

@@ -151,7 +151,7 @@ def vector_of(tokens: Sequence[int]) -> list[float]:
 
 
 def overlap_of(tokens: Sequence[int]) -> list[float]:
-    """How much a document has of a query: from -4, nothing, to 4."""
+    """Return the overlap of a document with a query: from -4, nothing, to 4."""
     place = tokens.index(SEPARATOR) if SEPARATOR in tokens else len(tokens)
     query, document = _grams(tokens[:place]), _grams(tokens[place + 1 :])
     n_shared = (query & document).total()

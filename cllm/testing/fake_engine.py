@@ -44,14 +44,14 @@ class AskedSampler:
         raise AssertionError(f"{token}: asked of those that are greedy")
 
     def accept(self, token: int) -> None:
-        """Nothing to remember."""
+        """Do nothing: the sampler has no memory."""
 
     def recall(self, token: int) -> None:
         """See `TokenSampler`."""
         self.accept(token)
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing: there is nothing to free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,10 +330,10 @@ class _Unconstrained:
     """Scripted answers keep to nothing but their script."""
 
     async def compile(self, params: SamplingParams, tool_grammar: str | None = None) -> None:
-        """Nothing to compile."""
+        """Do nothing: there is nothing to compile."""
 
     async def aclose(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there is nothing to end."""
 
 
 class _ScriptedSampler(AskedSampler):

@@ -7,7 +7,7 @@ from cllm.errors import InvalidRequestError
 
 
 class FakeLoras:
-    """What is loaded, by name; see `thread.backend.Loras`.  A file of any name is an adapter.
+    """Loaded adapters by name; see `thread.backend.Loras`.  A file of any name is an adapter.
 
     Attributes
     ----------
@@ -24,7 +24,7 @@ class FakeLoras:
 
     @property
     def infos(self) -> tuple[LoraInfo, ...]:
-        """Those that are loaded."""
+        """The loaded adapters."""
         return tuple(self._loaded.values())
 
     def load(self, name: str, path: str, scale: float) -> None:

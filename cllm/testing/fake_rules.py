@@ -22,7 +22,7 @@ ERROR_STATUSES = range(400, 600)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeRule:
-    """What happens to a question that it is for.
+    """Reaction to a question that the rule is for.
 
     Parameters
     ----------
@@ -102,7 +102,7 @@ class FakeRules:
 
     @classmethod
     def of(cls, given: object) -> FakeRules:
-        """Of a list of mappings, a mapping with `rules`, or one from questions to answers.
+        """Return rules from a list of mappings, a mapping with `rules`, or one from questions to answers.
 
         Raises
         ------
@@ -122,7 +122,7 @@ class FakeRules:
 
     @classmethod
     def read(cls, path: Path) -> FakeRules:
-        """Of a file: YAML, TOML or JSON, by its name.
+        """Return the rules of a file: YAML, TOML or JSON, by its name.
 
         Raises
         ------

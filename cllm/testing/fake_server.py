@@ -233,7 +233,7 @@ class FakeServer:
 
     @property
     def base_url(self) -> str:
-        """For OpenAI's clients."""
+        """Base URL for OpenAI's clients."""
         return f"{self.url}/v1"
 
 

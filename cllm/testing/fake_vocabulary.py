@@ -33,7 +33,7 @@ class FakeVocabulary:
         return bytes([token]) if token < self.BEGIN else b""
 
     def text(self, token: int) -> str:
-        """How a token is written: a byte above 127 as its number."""
+        """Return the text of a token: a byte above 127 as its number."""
         check_int("token", token, 0, self.n_tokens - 1)
         if token >= self.BEGIN:
             return self.NAMES[token - self.BEGIN]
@@ -48,11 +48,11 @@ class FakeVocabulary:
         return b"".join(map(self.piece, tokens))
 
     def is_eog(self, token: int) -> bool:
-        """Whether `token` ends a generation."""
+        """Return True if `token` ends a generation."""
         return token == self.END
 
     def control_names(self) -> list[str]:
-        """What `tokenize(parse_special=True)` reads as a control token."""
+        """Return the texts that `tokenize(parse_special=True)` reads as control tokens."""
         return list(self.NAMES)
 
     def tokenize(

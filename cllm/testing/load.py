@@ -26,7 +26,7 @@ from cllm.testing.records import PromptKey, Records
 
 
 class Moment(StrEnum):
-    """When `cancel_storm` cancels a request."""
+    """Moment at which `cancel_storm` cancels a request."""
 
     ENTERING = "entering"
     """While its stream is entered, or just after: the task is cancelled."""
@@ -189,7 +189,7 @@ async def slow_readers(
     """All at once; some stop reading until all have stopped or ended, then they read on.
 
     An engine computes `stream_buffer` deltas ahead of a reader that has stopped, and then pauses
-    its sequence: outputs of no more than `n_deltas + stream_buffer` deltas pause nobody, and those
+    its sequence: outputs of no more than `n_deltas + stream_buffer` deltas pause no sequence, and those
     of no more than `n_deltas` do not even stop their readers.
 
     Parameters
@@ -197,7 +197,7 @@ async def slow_readers(
     load_seed : int
         Of who is slow.
     share : float
-        How many of all are slow, 0 to 1, rounded up.  With 1 there is nobody whose end they could
+        How many of all are slow, 0 to 1, rounded up.  With 1 there is no other stream whose end they could
         wait for, and they read on when all have stopped.
     n_deltas : int
         What a slow reader reads before it stops; with 0 it stops as soon as it is submitted.
@@ -211,7 +211,7 @@ async def slow_readers(
     """
     check_int("n_deltas", n_deltas, 0, INT32_MAX)
     calls = make_calls(engine, prompts, params, sampling, priority, timeout)
-    is_turned = anyio.Event()  # nobody is left who neither has stopped nor has ended
+    is_turned = anyio.Event()  # every stream has stopped or ended
     busy = set(calls)
 
     def leave(call: Call) -> None:
@@ -274,7 +274,7 @@ async def oracle(
 
 
 def _chosen(calls: Sequence[Call], share: float, draw: random.Random) -> list[Call]:
-    """So many of all, by chance, in their order."""
+    """Return a random share of the calls, in their order."""
     if not 0 <= share <= 1:
         raise InvalidArgumentError("share", share, "0 to 1")
     n_chosen = math.ceil(round(share * len(calls), 6))  # 0.7 * 10 is a little more than 7
@@ -283,7 +283,7 @@ def _chosen(calls: Sequence[Call], share: float, draw: random.Random) -> list[Ca
 
 
 def _canceller(engine: Engine, moment: Moment, n_before: int) -> Between:
-    """What cancels a stream at that moment; `n_before` are deltas, or ticks."""
+    """Return a function that cancels a stream at that moment; `n_before` counts deltas or ticks."""
 
     async def between(stream: TokenStream, n_read: int) -> None:
         if n_read == 0 and moment is Moment.PROMPT:

@@ -24,11 +24,11 @@ Between = Callable[[TokenStream, int], Awaitable[None]]
 
 
 async def _go_on(_stream: TokenStream, _n_read: int) -> None:
-    """Nothing happens between two deltas."""
+    """Do nothing between two deltas."""
 
 
 def _nothing() -> None:
-    """Nothing happens at the end."""
+    """Do nothing at the end."""
 
 
 @dataclass(slots=True, eq=False)
@@ -114,7 +114,7 @@ async def run(call: Call) -> RequestRecord:
 
 @dataclass(slots=True)
 class _Seen:
-    """What the caller of a request saw of it; as in `RequestRecord`."""
+    """Results that the caller of a request received, as in `RequestRecord`."""
 
     started_s: float
     first_token_s: float | None = None

@@ -1,4 +1,4 @@
-"""What a load on an engine gave: a record of every request, their summary, and what must hold of them.
+"""Results of a load on an engine: a record of every request, their summary, and assertions about them.
 
 For programs that embed cllm and test themselves.  Nothing here needs pytest: what does not hold is
 an `AssertionError` that names the request and the numbers.
@@ -80,14 +80,14 @@ class RequestRecord:
 
     @property
     def is_by_itself(self) -> bool:
-        """Whether it ended with `stop` or `length`."""
+        """True if the request ended with `stop` or `length`."""
         return self.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
 
     @property
     def n_rows(self) -> int | None:
         """Rows that it had to compute: the last token that is sampled is none.
 
-        None of a request without output: nobody counts the rows of a prompt that was not finished.
+        None for a request without output: the rows of an unfinished prompt are not counted.
         What preemptions and failed decodes made the engine compute again does not count.
         """
         usage = self.usage
@@ -288,7 +288,7 @@ def assert_as_alone(
     errors: tuple[type[Exception], ...] = (),
     number: int = 0,
 ) -> None:
-    """What `assert_isolated` says of one request, however it ended; `number` is its place."""
+    """Assert what `assert_isolated` claims of one request; `number` is its place."""
     end, prompt = record.finish_reason or "refused", _shown(record.prompt)
     name = f"request {number} ({record.request_id}, {end}, prompt {prompt})"
     if record.error is not None and not isinstance(record.error, errors):

@@ -1,4 +1,4 @@
-"""Whether answers depend on the request alone: the same requests alone, and in random company."""
+"""Test if answers depend on the request alone: the same requests alone, and beside random others."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def assert_reproducible(
 
 
 def difference(completion: Completion, alone: Completion) -> str:
-    """Where an answer, or the beginning of one, is not the one computed alone; "" if nowhere."""
+    """Return where an answer, or its beginning, differs from the one computed alone; "" if nowhere."""
     ended_early = completion.finish_reason not in ("stop", "length")
     n_expected = len(completion.token_ids) if ended_early else len(alone.token_ids)
     pairs = zip(_tokens(completion), _tokens(alone), strict=False)
@@ -109,14 +109,14 @@ class DeltaClock:
         self._changed = anyio.Event()
 
     async def wait(self, n_deltas: int) -> None:
-        """Until so many deltas have come, or nobody is there whose deltas could come."""
+        """Wait until so many deltas have come, or no stream is left."""
         await anyio.lowlevel.checkpoint()
         # Without asking again and again: the inference thread would wait for the GIL at every call.
         while self.n_deltas < n_deltas and self._n_streaming:
             await self._changed.wait()
 
     def count(self, *, n_deltas: int = 0, n_streaming: int = 0) -> None:
-        """So many deltas have come, and so many streams, which are being read."""
+        """Count the deltas and the streams that are being read."""
         self.n_deltas += n_deltas
         self._n_streaming += n_streaming
         self._changed.set()

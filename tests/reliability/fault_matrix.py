@@ -35,8 +35,8 @@ from tests.reliability.native_faults import (
 from tests.reliability.record import Record, Table, conclude
 
 CLAIM = (
-    "A native call that fails once costs nobody anything, or the request whose call it was, or, where "
-    "no context can be made, the engine, which tells everybody."
+    "A native call that fails once affects no request, or only the request of the call.  If no context "
+    "can be made, the engine fails, and every request gets the error."
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from textwrap import wrap
 
 from tests.reliability.record import RESULTS, ROOT, Cell, Record, Table, load
 
@@ -25,20 +26,25 @@ PROOFS = {
     "sanitizers": "Sanitizers",
     "leaks": "Leaks",
 }
+WIDTH = 100  # of a line, in characters
 MAX_ROWS = 12  # of a table; the rows of a longer one stand in its record
 INTRODUCTION = """\
 # Reliability
 
-libllama is not a library that returns errors: it aborts, hangs and lies (an exception of C++ that reaches Python ends the process). This page
-says what of that reaches a program that embeds cllm. Every section is what one program found and wrote; the command in it runs it
-again, and its last line says where and on which commit. `make test-full` runs the same programs with smaller numbers, but for the two that need a
-libllama with sanitizers; `.ci/run` runs as many in full as it has time for.
+libllama does not always return errors: it can abort, hang, or return wrong results. An exception
+of C++ that reaches Python ends the process. This page says what of that affects a program with
+cllm. Each section is the result of one program. The command in the section runs the program again,
+and its last line names the machine and the commit. `make test-full` runs the same programs with
+smaller numbers, except the two that need a libllama with sanitizers. `.ci/run` runs as many in
+full as it has time for.
 
-What no guard in the process can hold is the end of the process itself: memory that runs out inside a decode, a GPU that is gone, a mapped
-file that is cut short. With `process=True`, as in `cllm serve`, that process is not yours, and another one goes on; see [server.md](server.md).
+No guard in the process can survive the end of the process: memory that runs out inside a decode, a
+lost GPU, a mapped file that is cut short. With `process=True`, as in `cllm serve`, llama.cpp has a
+process of its own, and another one replaces it: see [server.md](server.md).
 
 ## What others can make grow
-A client, a file or a neighbour can make each of these grow. Each has a bound, and a test that reaches it.
+A client, a file or a neighbour can make each of these grow. Each has a bound, and a test that
+reaches it.
 
 """
 # What can grow, its bound, and the test that reaches it.
@@ -72,16 +78,16 @@ def page(records: Iterable[Record]) -> str:
 
 def section(title: str, record: Record) -> str:
     """What one proof found."""
-    lines = [f"## {title}", "", record.claim, "", "```", record.command, "```", ""]
+    lines = [f"## {title}", "", *wrap(record.claim, WIDTH), "", "```", record.command, "```", ""]
     lines += _table(Table(("", ""), [(name, value) for name, value in record.figures.items()]))
     for table in record.tables:
         if len(table.rows) > MAX_ROWS:
             path = (RESULTS / f"{record.name}.json").relative_to(ROOT)
             lines += [f"{len(table.rows)} rows, by {table.head[0]}: [{path.name}](../{path}).", ""]
             continue
-        lines += [table.caption, ""] if table.caption else []
+        lines += [*wrap(table.caption, WIDTH), ""] if table.caption else []
         lines += _table(table)
-    lines += [f"*{record.machine}; {record.commit}.*", ""]
+    lines += [*wrap(f"*{record.machine}; {record.commit}.*", WIDTH), ""]
     return "\n".join(lines)
 
 

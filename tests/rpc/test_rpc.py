@@ -140,7 +140,7 @@ async def test_a_server_that_hangs_in_a_decode_ends_its_engine_likewise(
 
 async def test_a_server_that_is_absent_refuses_the_start(servers: list[RpcServer]) -> None:
     servers[1].end()
-    with anyio.fail_after(SOON_S), pytest.raises(RpcServerError, match="nobody listens there"):
+    with anyio.fail_after(SOON_S), pytest.raises(RpcServerError, match="no server listens there"):
         async with Engine(**over(*servers)):
             pass
 

@@ -20,7 +20,7 @@ llama = Llama(
     flash_attn=True,  # what the others choose on a CPU; its own default is off
     verbose=False,
 )
-# `generate` knows no end of the output: whoever reads it stops.
+# `generate` never ends the output: its reader has to stop.
 times = [
     time.perf_counter()
     for _ in itertools.islice(llama.generate(given["prompt"], temp=0.0), given["n_output"])

@@ -1,1 +1,1 @@
-"""From messages to the tokens of a prompt, by a chat template."""
+"""Chats: from messages to the tokens of a prompt, and from an output to messages."""

@@ -51,7 +51,7 @@ GEMMA = Notation(
 
 @dataclass(frozen=True, slots=True)
 class ValueForm:
-    """How values of some types are written, in Lark.
+    """Notation of values of some types, in Lark.
 
     Attributes
     ----------
@@ -70,7 +70,7 @@ class ValueForm:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentForm:
-    """How one argument is written, in Lark.
+    """Notation of one argument, in Lark.
 
     Attributes
     ----------
@@ -90,13 +90,13 @@ class ArgumentForm:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether text and JSON are told apart by what they are alone."""
+        """True if text and JSON can only be told apart by their content."""
         return len({form.before for form in self.values}) == 1 and len(self.values) > 1
 
 
 @dataclass(frozen=True, slots=True)
 class CallGrammar:
-    """What the calls of one answer may be.
+    """Grammar of the calls in one answer.
 
     Parameters
     ----------

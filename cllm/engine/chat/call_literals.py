@@ -186,7 +186,7 @@ class GemmaCalls:
 def _gemma_members(
     reader: TextReader, emit: Callable[[str], None], end: str, depth: int
 ) -> Step[None]:
-    """What is between brackets, the end included."""
+    """Read the members between brackets, including the closing one."""
     if depth > MAX_DEPTH:
         raise MismatchError
     yield from reader.skip_space()

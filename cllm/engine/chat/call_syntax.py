@@ -1,4 +1,4 @@
-"""How models write calls of tools: JSON objects, names before JSON, arguments in tags.  Pure.
+"""Notations of tool calls: JSON objects, names before JSON, arguments in tags.  Pure.
 
 Each syntax is a frozen value with a `read` that takes one stretch of calls from a `TextReader`, as
 steps (`text_reader`), and tells a `CallSink`.  Markers are without the white space around them, which
@@ -32,7 +32,7 @@ PYTHON_LITERALS = {"True": True, "False": False, "None": None}
 
 
 class CallSink(Protocol):
-    """Who is told of calls."""
+    """Receiver of parsed calls."""
 
     def begin(self, name: str, call_id: str | None = None, *, must_be_known: bool = False) -> None:
         """A call of this tool; `MismatchError` if the name cannot be one."""
@@ -55,11 +55,11 @@ class CallSyntax(Protocol):
 
     @property
     def triggers(self) -> tuple[str, ...]:
-        """What begins a stretch of calls."""
+        """Texts that begin a section of calls."""
 
     @property
     def is_bare(self) -> bool:
-        """Whether calls may begin without a trigger, where an answer begins."""
+        """True if calls may begin without a trigger, where an answer begins."""
 
     def read(self, trigger: str, reader: TextReader, sink: CallSink) -> Step[None]:
         """One stretch of calls, behind its trigger, "" for a bare one.
@@ -128,7 +128,7 @@ class JsonCalls:
         yield from self._close(reader)
 
     def _goes_on(self, reader: TextReader, *, is_list: bool) -> Step[bool]:
-        """Whether another call follows; read up to it."""
+        """Return True if another call follows, and read up to it."""
         yield from reader.skip_space()
         if is_list:
             if (yield from reader.accept("]")):

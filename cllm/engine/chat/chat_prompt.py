@@ -1,4 +1,4 @@
-"""What a caller asks of a chat, checked.  Pure."""
+"""The checked options of a chat.  Pure."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class ChatPrompt:
         reasoning_budget: object = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> ChatPrompt:
-        """Checked, and copied so that nobody changes it any more.
+        """Return a checked copy, which later changes by the caller do not affect.
 
         Raises
         ------

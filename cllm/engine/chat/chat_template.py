@@ -1,8 +1,8 @@
-"""From the messages of a chat to the text that a model was trained on.  Needs jinja2.
+"""Render the messages of a chat as the text that a model was trained on.  Needs jinja2.
 
-The text is what transformers renders from the same messages and the same template.  Three things
-are added: whatever is wrong is an `InvalidRequestError` that names the field, a template is rendered in
-a process of its own that has 2 s and 512 MiB (`template_child`), and text of callers never becomes a
+The text is what transformers renders from the same messages and the same template.  Three
+things are added.  Every error is an `InvalidRequestError` that names the field.  A template is rendered
+in a process of its own, within 2 s and 512 MiB (`template_child`).  Text of callers never becomes a
 control token (`control_tokens`).
 """
 
@@ -28,7 +28,7 @@ MODULE = "cllm.engine.chat.template_child"
 
 
 def template_child() -> JsonChild:
-    """What renders templates; started with the first of them."""
+    """Return the child process that renders templates; the first one starts it."""
     return JsonChild(MODULE, str(MEMORY_BYTES))
 
 

@@ -36,7 +36,7 @@ SENTINELS = tuple(map(chr, range(0xE0C0, 0xE0C8)))
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How the answer to one chat is read.
+    """How the answer to one chat is parsed.
 
     Attributes
     ----------
@@ -109,16 +109,16 @@ class ChatTokenizer:
 
     @property
     def abilities(self) -> TemplateAbilities:
-        """What the template can do, for chats with tools if there is another for them."""
+        """Return the abilities of the template; for chats with tools, those of the template for tools."""
         return (self._for_tools if self._tool_source else self._plain).abilities
 
     @property
     def output_format(self) -> OutputFormat:
-        """How the model writes, as far as its template tells."""
+        """Return the output format that the template shows."""
         return (self._for_tools if self._tool_source else self._plain).output_format
 
     def tokenize(self, pieces: Sequence[Piece]) -> list[int]:
-        """Their tokens, from the beginning-of-sequence token on if the model wants it."""
+        """Return the tokens of pieces, with a beginning-of-sequence token if the model wants one."""
         vocabulary, tokens = self._vocabulary, tokens_of(pieces, self._vocabulary)
         if vocabulary.adds_bos and vocabulary.bos is not None and tokens[:1] != [vocabulary.bos]:
             tokens.insert(0, vocabulary.bos)
@@ -220,7 +220,7 @@ class _KnownTemplate:
 
     @cached_property
     def _needs(self) -> str:
-        """What a template that was written for chats with tools cannot do without.
+        """Return what a template for chats with tools requires.
 
         llama.cpp's jinja takes what is not there for an empty list.
         """
@@ -298,7 +298,7 @@ class _KnownTemplate:
         )
 
     def _grammar(self, prompt: ChatPrompt, found: OutputFormat) -> str | None:
-        """What the answer has to be, if calls are asked for."""
+        """Return the grammar of an answer that must contain calls; None without one."""
         tools, choice = parameters_of(prompt.tools or ()), prompt.tool_choice
         several = prompt.parallel_tool_calls
         if choice not in TOOL_CHOICES:

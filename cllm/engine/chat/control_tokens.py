@@ -23,7 +23,7 @@ from typing import Any
 from cllm.engine.vocabulary import ChatVocabulary
 from cllm.errors import InvalidRequestError
 
-# Planes 15 and 16: nobody's characters, and no tokenizer has a token of its own for them.
+# Planes 15 and 16 are for private use, and no tokenizer has tokens of its own for them.
 PRIVATE_USE = (range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 # Marks to try in vain before the request is refused; only an attacker spells so many of them.
 MAX_TRIES = 64
@@ -73,7 +73,7 @@ class ControlTokens:
         return self._pattern.search(text, start)
 
     def guard(self, given: object, trusted: str) -> Guard:
-        """What keeps the names in `given` apart from those in the template.
+        """Return a guard that separates the names in `given` from those in the template.
 
         Parameters
         ----------
@@ -233,7 +233,7 @@ def _unused_characters(text: str, n: int) -> list[str]:
 
 
 def _spellings(mark: str) -> tuple[str, ...]:
-    r"""How a template may write a mark: as it is, by `tojson(ensure_ascii=true)`, `repr`, `urlencode`.
+    r"""Return the spellings of a mark in a template: literal, `tojson(ensure_ascii=true)`, `repr`, `urlencode`.
 
     What is escaped twice is not recognised: `\\udb80` then stays in the text, and in the name.
     """

@@ -88,7 +88,7 @@ def call(number: int, **arguments: object) -> dict[str, Any]:
 
 
 def turn(**fields: object) -> dict[str, Any]:
-    """What the assistant said."""
+    """Return a turn of the assistant."""
     return {"role": "assistant", "content": "", **fields}
 
 
@@ -143,7 +143,7 @@ class _Detection:
 
     # --- Calls -------------------------------------------------------------------------------
     def calls(self) -> CallSyntax | None:
-        """How calls are written; None where the template writes none."""
+        """Return the notation of calls; None if the template writes none."""
         if NAME not in self._one:
             return DEFAULT_CALLS if "<tool_call>" in self._source else None
         found = re.search(rf'\{{\s*"{KEY}"\s*:\s*"{VALUE}"', self._one)
@@ -157,7 +157,7 @@ class _Detection:
         return None
 
     def _turn_before(self, text: str, end: int) -> str:
-        """What the model has written of a turn up to there."""
+        """Return the text that the model has written of a turn so far."""
         shared = len(_common_prefix(text[:end], self._prompt))
         # Not from inside of a marker on.
         while shared and text[:shared].rfind("<") > text[:shared].rfind(">"):
@@ -205,7 +205,7 @@ class _Detection:
         )
 
     def _frame(self, head: str, end_of_one: int) -> tuple[str, str, str, str]:
-        """What is around all calls and around each: section, start, end, end of the section."""
+        """Return the text around all calls and around each call: section, start, end, end of the section."""
         second = self._two.find(NAME, self._two.find(NAME) + 1) if self._two else -1
         if second < 0:
             tag = TAG.search(self._one, end_of_one)
@@ -274,7 +274,7 @@ class _Detection:
 
 
 def _behind_reasoning(head: str) -> str:
-    """Without markers of reasoning that has ended."""
+    """Return the text without the markers of reasoning that has ended."""
     ends = [end for _, end in KNOWN_REASONING if end in head]
     return max((head.rpartition(end)[2] for end in ends), key=len, default=head) if ends else head
 
@@ -308,7 +308,7 @@ def _reasoning_markers(before: str, after: str) -> tuple[str, str]:
 
 
 def _enclosing_json(text: str, name: int, arguments: int) -> tuple[int, int] | None:
-    """Where the JSON value begins and ends that has both the name and the arguments."""
+    """Return the start and end of the JSON value that has both the name and the arguments."""
     for start in range(min(name, arguments)):
         if text[start] not in "{[":
             continue
@@ -322,7 +322,7 @@ def _enclosing_json(text: str, name: int, arguments: int) -> tuple[int, int] | N
 
 
 def _json_at(text: str, start: int) -> tuple[int, int] | None:
-    """Where the JSON object begins and ends that has the arguments, behind `start`."""
+    """Return the start and end of the JSON object with the arguments, after `start`."""
     found = re.compile(rf'\{{\s*"{KEY}"').search(text, start)
     if found is None:
         return None
@@ -330,7 +330,7 @@ def _json_at(text: str, start: int) -> tuple[int, int] | None:
 
 
 def _value_head(to_value: str, to_number: str) -> tuple[str, str, tuple[tuple[str, bool], ...]]:
-    """What is between a key and its value: its end, the beginning of the value, what is between."""
+    """Return the text between a key and its value: end of the key, beginning of the value, and what is between."""
     if to_value == to_number:
         key_end, _, rest = to_value.strip().partition("\n")
         if rest:
@@ -357,7 +357,7 @@ def _common_suffix(one: str, other: str) -> str:
 
 
 def _first_tag(text: str) -> int:
-    """Where the first whole tag or beginning of one is."""
+    """Return the position of the first whole tag, or of the beginning of one."""
     found = re.search(r"[<\[]", text)
     return found.start() if found else 0
 

@@ -46,13 +46,13 @@ class JsonScanner:
         self._out: list[str] = []
 
     def taken(self) -> str:
-        """What has been read since the last call."""
+        """Return the text read since the last call."""
         text = "".join(self._out)
         self._out.clear()
         return text
 
     def ends_here(self) -> bool:
-        """Whether the value is complete if nothing follows: a number has no end of its own."""
+        """True if the value is complete when nothing follows: a number has no end of its own."""
         if not self._open and self._scalar and SCALAR.fullmatch(self._scalar):
             self.is_done = True
         return self.is_done

@@ -90,7 +90,7 @@ def _tool(field: str, value: object, copier: Copier) -> dict[str, Any]:
 
 
 def _check_schema(field: str, schema: object) -> None:
-    """What templates and grammars take for granted of the schema of arguments."""
+    """Reject schemas of arguments that templates and grammars cannot handle."""
     if not isinstance(schema, dict | None):
         raise InvalidRequestError(field, schema, "a mapping")
     if schema is None:

@@ -10,7 +10,7 @@ from cllm.engine.chat.routed_turn import RoutedTurn
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """What an `OutputParser` goes by.
+    """Description of the output for an `OutputParser`.
 
     Attributes
     ----------
@@ -44,7 +44,7 @@ class OutputFormat:
 
     @property
     def thought(self) -> tuple[str, tuple[str, ...], str] | None:
-        """What begins a thought, what may end it, and how its end is written; None without any."""
+        """Return the start of a thought, its possible ends, and how its end is written; None without thoughts."""
         if self.turn is not None:
             return ("", self.turn.answers, self.turn.answer) if self.turn.answers else None
         if self.reasoning is None:

@@ -3,7 +3,7 @@
 Nothing is ever lost and nothing is raised: what is no call is content.  Only markers, and white space
 beside them, belong to no channel.  How the text was cut never changes what comes out in all.
 
-A call is held back until it is complete, so that nobody runs half a call; a long one is held until its
+A call is held back until it is complete, so that no program runs half a call; a long one is held until its
 arguments have `N_HELD` characters, and streams from then on.
 """
 
@@ -34,7 +34,7 @@ MAX_REREAD = 4096
 
 @dataclass(slots=True)
 class ParsedText:
-    """What one piece of text added to each channel."""
+    """Text that one piece added to each channel."""
 
     content: str = ""
     reasoning: str = ""

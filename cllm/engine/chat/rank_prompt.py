@@ -46,7 +46,7 @@ class RankPrompt:
         return ControlTokens(self._vocabulary.control_names())
 
     def tokens(self, query: str, document: str, n_most: int | None = None) -> list[int]:
-        """Of the query with a document.
+        """Return the tokens of a query with a document.
 
         Parameters
         ----------

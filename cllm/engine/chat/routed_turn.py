@@ -16,7 +16,7 @@ MAX_HEADER = 512
 
 
 class TurnSink(CallSink, Protocol):
-    """Who is told of all channels."""
+    """Receiver of all channels."""
 
     def content(self, text: str) -> None:
         """A piece of the answer."""
@@ -25,16 +25,16 @@ class TurnSink(CallSink, Protocol):
         """A piece of reasoning."""
 
     def fail(self) -> None:
-        """What has been told of a call and held back is none."""
+        """Discard a call that was held back."""
 
     def mark(self) -> None:
-        """What is read from here on is content, if the text ends before it is anything else."""
+        """Mark the position from which text is content if the text ends before it becomes anything else."""
 
     def untold(self) -> str:
-        """What was read since `mark`, or since it was told of."""
+        """Return the text read since `mark` that was not reported."""
 
     def knows(self, name: str) -> bool:
-        """Whether a tool of this name was offered."""
+        """Return True if a tool of this name was offered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class RoutedTurn:
     markers: tuple[str, ...] = field(default=())
 
     def text_of(self, text: str) -> str:
-        """What is content of a text that is no message: not its marker, nor a header that was cut off."""
+        """Return the content of a text that is no message, without its marker or a header that was cut off."""
         text = text.removeprefix(self.start)
         return "" if re.fullmatch(self.header, text) else text
 

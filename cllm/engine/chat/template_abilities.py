@@ -1,4 +1,4 @@
-"""What a chat template can do, found out by rendering with it, once.  Pure."""
+"""Abilities of a chat template, found by rendering test messages once.  Pure."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RenderProbe(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TemplateAbilities:
-    """What of a conversation a template takes.
+    """Parts of a conversation that a template supports.
 
     Attributes
     ----------

@@ -91,19 +91,19 @@ def tojson(
 
 
 def _listed(value: object) -> list[Any]:
-    """What filters such as `map` give is lazy in jinja2, and a list in llama.cpp's jinja."""
+    """Return the result of a filter such as `map` as a list: it is lazy in jinja2, and a list in llama.cpp's jinja."""
     if isinstance(value, Iterator):
         return list(value)
     raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def raise_exception(message: object) -> NoReturn:
-    """What templates call to refuse messages."""
+    """Raise an error: templates call it to reject messages."""
     raise RefusedError(str(message))
 
 
 def environment() -> SandboxedEnvironment:
-    """As transformers has it."""
+    """Return the environment of jinja2 as transformers configures it."""
     made = SandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
@@ -145,7 +145,7 @@ def answer(source: str, variables: dict[str, Any], now: str) -> dict[str, str]:
 
 
 def shown(error: Exception) -> str:
-    """What an error says; its type if it is one of Python's."""
+    """Return the message of an error; its type if it is one of Python's."""
     text = str(error)
     if type(error).__module__ == "builtins":
         return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -32,7 +32,7 @@ class EndOfTextError(MismatchError):
 
 
 class Markers:
-    """Some strings, looked for together."""
+    """Strings that are searched for together."""
 
     def __init__(self, markers: Iterable[str]) -> None:
         # The longest first: one may begin another.
@@ -49,7 +49,7 @@ class Markers:
         return self._whole.search(text, start)
 
     def may_grow(self, text: str, start: int) -> bool:
-        """Whether more text may make a longer marker of the one that begins here."""
+        """Return True if more text may complete a longer marker that begins here."""
         n_left = len(text) - start
         return n_left < self.longest and any(
             len(marker) > n_left and text.startswith(marker[:n_left], start)
@@ -57,7 +57,7 @@ class Markers:
         )
 
     def begun(self, text: str, start: int) -> int:
-        """Where the end of the text may be the beginning of a marker; its length if nowhere."""
+        """Return where the end of the text may be the beginning of a marker; its length if nowhere."""
         match = self._begun.search(text, max(start, len(text) - self.longest))
         return len(text) if match is None else match.start()
 
@@ -89,7 +89,7 @@ class TextReader:
         self._first: re.Pattern[str] | None = None
 
     def has_no_marker(self, text: str, emit: Callable[[str], None]) -> bool:
-        """Whether `until`, which waits for a marker, would give all of this text to `emit` at once.
+        """Return True if `until`, which waits for a marker, would pass all of this text to `emit` at once.
 
         False as well for no text, and where white space at its end may stand before a marker.
         """
@@ -102,7 +102,7 @@ class TextReader:
         )
 
     def add(self, text: str) -> None:
-        """More text."""
+        """Add text."""
         if self.at > N_DROPPED_AT_ONCE and not self._is_held:
             self._text, self.at = self._text[self.at :], 0
         self._text += text
@@ -113,7 +113,7 @@ class TextReader:
         return self.at
 
     def release(self) -> None:
-        """What has been read is not wanted again."""
+        """Release the text that has been read."""
         self._is_held = False
 
     def since(self, at: int) -> str:
@@ -131,7 +131,7 @@ class TextReader:
         yield
 
     def is_at_end(self) -> Step[bool]:
-        """Whether nothing follows."""
+        """True if nothing follows."""
         while self.at == len(self._text):
             if self.is_closed:
                 return True
@@ -177,7 +177,7 @@ class TextReader:
         return found
 
     def is_before(self, literals: Iterable[str]) -> Step[bool]:
-        """Whether one of these is next, behind white space, or nothing is."""
+        """Return True if one of these is next, behind white space, or nothing is."""
         at, was_held = self.at, self._is_held
         self._is_held = True
         yield from self.skip_space()
@@ -243,7 +243,7 @@ class TextReader:
         return None if begins_before or markers.may_grow(self._text, match.start()) else match
 
     def _spend(self, left: int, n: int) -> int:
-        """What is left of a limit; where it is passed does not depend on how the text was cut."""
+        """Return the rest of a limit; where it is exceeded does not depend on how the text was cut."""
         if n > left:
             self.at += left
             raise MismatchError

@@ -17,7 +17,7 @@ NO_ARGUMENTS: Mapping[str, object] = {"type": "object", "properties": {}}
 
 
 class ValueSchema:
-    """What one value may be: a schema inside of its document.
+    """Schema of one value, inside a larger document.
 
     Attributes
     ----------
@@ -95,7 +95,7 @@ class ToolParameters:
 
     @cached_property
     def value(self) -> ValueSchema:
-        """What all arguments may be as one object, for a parser: nothing is an error."""
+        """Return the schema of all arguments as one object, for a parser that accepts everything."""
         try:
             document = SchemaDocument(self.field, self._root, is_strict=False)
         except (InvalidRequestError, RecursionError):

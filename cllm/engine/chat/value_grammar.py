@@ -33,7 +33,7 @@ WriteMember = Callable[[str | None, str, object], str | None]
 
 @dataclass(frozen=True, slots=True)
 class Notation:
-    """How values are written inside of others.
+    """Notation of values inside other values.
 
     Attributes
     ----------

@@ -168,7 +168,7 @@ class CompiledMatcher:
         self._matcher = matcher
 
     def start(self) -> Matcher:
-        """At the beginning of an output."""
+        """Return the matcher at the beginning of an output."""
         return Matcher(self, self._matcher.deep_copy())
 
 
@@ -182,7 +182,7 @@ class Matcher:
         self._forced: deque[int] = deque()  # found before, and still to come
 
     def allows(self, token: int) -> bool:
-        """Whether the output may go on, or end, with this token."""
+        """Return True if the output may continue, or end, with this token."""
         if token in self.family.ends:
             return bool(self.matcher.is_accepting())
         is_allowed = bool(self.matcher.validate_tokens([token]) == 1)
@@ -204,12 +204,12 @@ class Matcher:
         return self._forced
 
     def failure(self) -> CllmError:
-        """Why it cannot go on; what it was compiled from is not used again."""
+        """Return the error of a constraint that cannot continue, and discard its compiled form."""
         self._compiled.is_broken = True
         return CllmError(f"the constraint cannot be followed: {_reason(self.matcher)}")
 
     def close(self) -> None:
-        """Nothing to free before it is collected."""
+        """Do nothing: the matcher is freed when it is collected."""
 
 
 class _Tokens:
@@ -239,7 +239,7 @@ def _spelled(vocabulary: GuidanceVocabulary) -> tuple[list[bytes], list[int]]:
 
 
 def _reason(matcher: Any) -> str:
-    """Its error, without llguidance's own state behind it."""
+    """Return the error of a matcher without llguidance's internal state."""
     lines: Iterable[str] = str(matcher.get_error()).strip().splitlines()
     reason = " ".join(line.strip() for line in lines if line.strip())
     reason = reason.split("<state>")[0].split("<backtrace>")[0].strip()

@@ -1,7 +1,7 @@
-"""Where the memory of a sequence is kept while it is computed, so that others can go on from there.  Pure.
+"""Choose the positions at which the memory of a sequence is saved, so that others can start there.  Pure.
 
 Memory of one position only, that of recurrent models and of windows that slide, can be shared whole or
-not at all: of a longer beginning nobody can have a part.  So it is kept where others will want it: where
+not at all: no sequence can take part of a longer prefix.  So it is saved where others will need it: where
 two requests have parted, for that is where the next will part from them; a little before the end of a
 prompt, for the next turn of a chat has another text there as soon as its template leaves out thoughts;
 and every so often.

@@ -37,7 +37,7 @@ from cllm.errors import (
 logger = logging.getLogger("cllm.engine")
 
 ABORTED = 2  # llama_encode, llama_decode: the abort flag was set
-# Of a batch, where nobody generates: for so long a new request may have to wait.
+# Of a batch while no stream runs: a new request may have to wait for so long.
 IDLE_BATCH_S = 0.25
 # A piece of a text has at least so many tokens: each batch reads all weights, whatever its size.
 MIN_PIECE = 8
@@ -111,14 +111,14 @@ class _Text:
 
     @property
     def rest(self) -> _Text | None:
-        """What is left after this batch."""
+        """Return the part of the text after this batch."""
         n_computed = self.n_computed + len(self.rows)
         if n_computed == len(self.tokens):
             return None
         return replace(self, n_computed=n_computed, n_rows=None)
 
     def put_back(self) -> None:
-        """It waits again."""
+        """Return the text to the queue."""
         bisect.insort(self.of.waiting, (len(self.tokens), self.index))
 
 
@@ -173,19 +173,19 @@ class EmbeddingCore:
             self._fail(request_id, EngineFailedError.of(cause))
 
     def take_events(self) -> list[Event]:
-        """What happened since this was last called."""
+        """Return the events since the last call."""
         events, self._events = self._events, []
         return events
 
     # --- A batch -----------------------------------------------------------------------------
     @property
     def has_work(self) -> bool:
-        """Whether texts wait."""
+        """True if texts wait."""
         return bool(self._open)
 
     @property
     def next_deadline(self) -> float | None:
-        """When something is due even if there is no work."""
+        """Return the time at which something is due even without work."""
         deadlines = [o.request.deadline for o in self._open.values()]
         return min((at for at in deadlines if at is not None), default=None)
 
@@ -195,7 +195,7 @@ class EmbeddingCore:
         Parameters
         ----------
         budget_s : float, optional
-            Seconds that it may take, because somebody else waits.  A text that takes longer is computed
+            Seconds that it may take, because others wait.  A text that takes longer is computed
             in pieces, or has to save them up.
         """
         if not self._open:
@@ -238,7 +238,7 @@ class EmbeddingCore:
         self._commit(texts, vectors)
 
     def _is_ready(self) -> bool:
-        """Whether there is what computes; if it cannot be made, nobody waits for it any more."""
+        """Return True if there is an encoder; if it cannot be made, all waiting texts fail."""
         try:
             self.encoder.open()
         except Exception as error:
@@ -289,7 +289,7 @@ class EmbeddingCore:
         return texts
 
     def _piece(self, text: _Text, budget_s: float | None) -> list[_Text]:
-        """As much of a text as the time allows; nothing, before so much is saved up."""
+        """Return as much of a text as the time allows; nothing before enough time is saved up."""
         n_rows = min(text.n_left, max(MIN_PIECE, self._n_affordable(budget_s, text.n_computed)))
         if n_rows <= MIN_PIECE and not self._has_saved(budget_s, text.n_computed, n_rows):
             self._begun = text
@@ -302,7 +302,7 @@ class EmbeddingCore:
         return self.cost.n_prompt_rows((), n_computed, seconds) if seconds > 0.0 else 0
 
     def _has_saved(self, budget_s: float | None, n_computed: int, n_rows: int) -> bool:
-        """Whether the time of the batches that did not compute is enough for so many tokens."""
+        """Return True if the time saved in earlier ticks is enough for so many tokens."""
         if budget_s is None:
             return True
         self._saved_s += max(0.0, budget_s)

@@ -177,7 +177,7 @@ class EngineCore:
         self.queue.fail_all(cause)
 
     def forget_lora(self, name: str) -> None:
-        """Let nobody share what this adapter has computed: it is gone, and another may have its name."""
+        """Stop sharing of what this adapter has computed: it is unloaded, and another may get its name."""
         self.manager.cells.forget_lora(name)
 
     def erase_slot(self, seq_id: int) -> int:
@@ -202,35 +202,35 @@ class EngineCore:
         self.manager.cells.fault = cause
 
     def take_events(self) -> list[Event]:
-        """What happened since this was last called."""
+        """Return the events since the last call."""
         events, self.queue.events = self.queue.events, []
         return events
 
     # --- The tick ----------------------------------------------------------------------------
     @property
     def has_work(self) -> bool:
-        """Whether a tick would do anything."""
+        """True if a tick would do anything."""
         return self.queue.has_work or self.manager.cells.fault is not None
 
     @property
     def decodes_next(self) -> bool:
-        """Whether a tick has nothing else to do first that takes long: mending, or making drafts."""
+        """True if the next tick decodes at once, without a recovery or drafts first."""
         return self.has_work and self.manager.cells.fault is None and self._speculation is None
 
     @property
     def next_deadline(self) -> float | None:
-        """When a tick is due even if there is no work."""
+        """Return the time at which a tick is due even without work."""
         return self.queue.next_deadline
 
     @property
     def may_wait(self) -> bool:
-        """Whether the next tick may wait for new requests: it mends nothing, and admits nobody."""
+        """True if the next tick may wait for new requests: it repairs nothing and admits no request."""
         return (
             bool(self.queue.running) and not self.queue.waiting and self.manager.cells.fault is None
         )
 
     def next_tick_s(self) -> float:
-        """What the next tick, or two, of those that run now take; 0 while nothing is known."""
+        """Return the expected seconds of the next tick, or two, of the running requests; 0 while unknown."""
         return self.turns.next_tick_s(self.queue.running, has_loras=self.queue.has_loras)
 
     def tick(self) -> None:
@@ -303,7 +303,7 @@ class EngineCore:
             return chunks
 
     def _observe_drafts(self, sequence: Sequence, n_drafted: int, n_accepted: int) -> None:
-        """What became of the drafts of a sequence."""
+        """Learn from the verdicts on the drafts of a sequence."""
         if self._speculation is not None:
             try:
                 self._speculation.observe(sequence, n_drafted, n_accepted)
@@ -335,7 +335,7 @@ class EngineCore:
         if has_drafts:
             self._n_plain_ticks = N_PLAIN_TICKS
         if isinstance(error, NoKVSlotError):  # nothing was stored
-            if not has_drafts:  # which nobody else is to make room for
+            if not has_drafts:  # no other sequence is preempted for drafts
                 self._shrink(chunks, error)
             return
         verdict = None
@@ -392,7 +392,7 @@ class EngineCore:
         self.queue.finish(sequence, last_delta(FinishReason.ERROR), cause=error)
 
     def _probe(self) -> None:
-        """Decode one token in a seq_id that nobody holds; an abort says nothing."""
+        """Decode one token in a free seq_id; an abort shows nothing."""
         self.manager.cells.evict_all()
         slot = self.kv_cache.open()
         self._decoder.clear()
@@ -425,7 +425,7 @@ class EngineCore:
         self.recorder.n_rebuilds += 1
 
     def _may_pause_s(self) -> float:
-        """How long copying a prefix may keep the streams waiting."""
+        """Return the seconds for which copying a prefix may delay the streams."""
         target_ms = self._config.target_itl_ms
         if target_ms is None or not any(s.is_decoding for s in self.queue.running):
             return math.inf
@@ -433,15 +433,15 @@ class EngineCore:
 
     # --- Inspection --------------------------------------------------------------------------
     def discrepancies(self) -> list[str]:
-        """Where the KV cache bookkeeping and llama.cpp disagree."""
+        """Return the differences between the KV cache bookkeeping and llama.cpp."""
         return self.kv_cache.discrepancies(self._decoder)
 
     def live_view(self) -> LiveView:
-        """What is going on."""
+        """Return the present state of the engine."""
         return view_of(self.queue, self.manager, self._trace, self._clock())
 
     def snapshot(self) -> Recorder:
-        """What `EngineStatistics.of` reads, as it is now."""
+        """Return the recorder for `EngineStatistics.of`, as it is now."""
         queue, tiers = self.queue, self.manager.saved.tiers
         if tiers is not None:
             self.recorder.n_prefix_bytes_host = tiers.n_bytes

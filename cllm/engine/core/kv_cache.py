@@ -21,7 +21,7 @@ from typing import Protocol
 
 
 class CacheReader(Protocol):
-    """What llama.cpp can be asked about its cache."""
+    """Questions to llama.cpp about its cache."""
 
     def seq_pos_min(self, seq_id: int) -> int | None: ...
     def seq_pos_max(self, seq_id: int) -> int | None: ...
@@ -60,7 +60,7 @@ class Slot:
         self.leaf: Extent | None = None
 
     def extents(self) -> Iterator[Extent]:
-        """What it holds, last positions first."""
+        """Yield the extents of the slot, last positions first."""
         extent = self.leaf
         while extent is not None:
             yield extent
@@ -116,7 +116,7 @@ class KVCache:
         self.clear()
 
     def clear(self) -> None:
-        """Nothing is held any more: the context is new."""
+        """Release everything: the context is new."""
         self._free_ids = list(range(self.n_seq_ids))
         self._slots: dict[int, Slot] = {}
         self.n_used = self.n_cached = self.n_held = 0
@@ -153,7 +153,7 @@ class KVCache:
         return sum(slot.is_cached for slot in self._slots.values())
 
     def n_shared_live(self, slot: Slot, n_tokens: int) -> int:
-        """How many of the first `n_tokens` positions of a slot live requests hold already."""
+        """Return how many of the first `n_tokens` positions of a slot live requests hold already."""
         return sum(
             min(extent.end, n_tokens) - extent.start
             for extent in slot.extents()
@@ -161,7 +161,7 @@ class KVCache:
         )
 
     def n_own(self, slot: Slot) -> int:
-        """How many positions of a slot no other holds."""
+        """Return the number of positions that no other slot holds."""
         return sum(e.end - e.start for e in slot.extents() if e.n_live + e.n_cached == 1)
 
     def n_freed_by(self, slots: Iterable[Slot]) -> int:
@@ -179,7 +179,7 @@ class KVCache:
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether a sequence has a state, which llama.cpp moves about as it computes others."""
+        """True if a sequence has a state, which llama.cpp moves as it computes other sequences."""
         return not self.has_pos_min and not self.is_windowed
 
     # --- What changes ------------------------------------------------------------------------
@@ -222,7 +222,7 @@ class KVCache:
             self._hold(extent, slot.is_cached, +1)
 
     def truncate(self, slot: Slot, n_tokens: int) -> None:
-        """Only the first `n_tokens` positions of a slot are left."""
+        """Keep only the first `n_tokens` positions of a slot."""
         if n_tokens >= slot.n_computed:
             return
         kept = self._cut(slot, n_tokens) if n_tokens else None
@@ -248,7 +248,7 @@ class KVCache:
         slot.is_cached = is_cached
 
     def read_back(self, slot: Slot, reader: CacheReader) -> None:
-        """After a failed decode: what llama.cpp kept of the sequence is what we have."""
+        """Read the positions that llama.cpp kept of a sequence after a failed decode."""
         last = reader.seq_pos_max(slot.seq_id)
         n_computed = 0 if last is None else last + 1
         self.truncate(slot, n_computed)
@@ -297,7 +297,7 @@ class KVCache:
         return found + self._miscounts()
 
     def _miscounts(self) -> list[str]:
-        """Where the sums of cells are not what the slots hold."""
+        """Return the differences between the counted cells and those of the slots."""
         extents = {e for slot in self._slots.values() for e in slot.extents()}
         sums = [
             ("held", self.n_held, sum(e.end - e.start for e in extents)),
@@ -316,7 +316,7 @@ class KVCache:
 
 
 def _merge(slot: Slot) -> None:
-    """Undo cuts that nobody needs any more, so that a cached prefix never falls to pieces.
+    """Undo cuts that are no longer needed, so that a cached prefix stays in few pieces.
 
     The holders of an extent are holders of its parent, so equal numbers mean the same slots.
     """

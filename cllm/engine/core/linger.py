@@ -1,4 +1,4 @@
-"""How long to wait, after a tick that ended requests, for the clients that come straight back.
+"""Decide how long to wait, after a tick that ended requests, for the next requests of their clients.
 
 Clients in a closed loop send their next request as soon as the last one has ended: milliseconds
 after the next tick has begun without them, for all of which they then wait.  A wait of a few
@@ -11,11 +11,11 @@ import math
 from collections import deque
 
 HORIZON_S = 0.02  # who comes later has not come straight back
-MAX_TICK_SHARE = 0.5  # of the next tick, which everybody else waits for
+MAX_TICK_SHARE = 0.5  # of the next tick, which all others wait for
 BUDGET_SHARE = 0.01  # of the time spent in ticks, in all
 MIN_P_RETURN = 0.3
 # Of what has been seen lately: how many of the last ends count, and the turnaround that this share
-# of those who came back had taken.
+# of the returning clients had taken.
 N_REMEMBERED = 64
 QUANTILE = 0.9
 MARGIN = 1.25  # turnarounds scatter
@@ -27,7 +27,7 @@ class Linger:
     def __init__(self) -> None:
         # Ends of which some might still come back: when, and how many.
         self._ends: deque[list[float]] = deque()
-        # The turnaround of each of the last ends; infinite for those who did not come back.
+        # The turnaround of each of the last ends; infinite for clients that did not come back.
         self._turnarounds: deque[float] = deque(maxlen=N_REMEMBERED)
         self._budget_s = 0.0
 
@@ -36,11 +36,11 @@ class Linger:
         self._budget_s = min(HORIZON_S, self._budget_s + BUDGET_SHARE * seconds)
 
     def on_wait(self, seconds: float) -> None:
-        """Everybody has waited so long."""
+        """Note that all clients have waited so long."""
         self._budget_s -= seconds
 
     def on_ends(self, n_requests: int, now: float) -> None:
-        """So many requests have ended, and their clients hear of it now."""
+        """Note that requests have ended, and that their clients hear of it now."""
         if n_requests:
             self._ends.append([now, n_requests])
 
@@ -60,14 +60,14 @@ class Linger:
             self._turnarounds.extend([math.inf] * int(n_left))
 
     def seconds(self, n_ended: int, n_running: int, next_tick_s: float) -> float:
-        """How long a wait is worth its cost; 0: not at all.
+        """Return the seconds that are worth waiting; 0: do not wait.
 
         Parameters
         ----------
         n_ended : int
             Requests that the last tick ended.
         n_running : int
-            Those who wait, too.
+            The waiting ones too.
         next_tick_s : float
             What the next tick is expected to take, and a late one to wait.
         """

@@ -1,4 +1,4 @@
-"""What is going on: who holds which seq_id and which cells, and what the last ticks were made of."""
+"""State of the engine for observers: the holder of each seq_id and cell, and the content of the last ticks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cllm.engine.core.messages import ExtentInfo, LiveView, SlotInfo, SlotState,
 from cllm.engine.core.run_queue import RunQueue
 from cllm.engine.core.scheduler import Chunk, is_decoding
 
-N_TICKS_WATCHED = 4096  # after a look; nobody who looks ten times a second waits for as many
+N_TICKS_WATCHED = 4096  # after a look; an observer that looks ten times a second needs fewer
 N_TICKS_KEPT = 512
 
 
@@ -32,14 +32,14 @@ class TickTrace:
             self._n_rows = n_decoding, n_tokens - n_decoding, n_drafts
 
     def end(self, started: float, planned: float, decoded: float, ended: float) -> None:
-        """It was decoded: when its tick began, and each of its parts ended."""
+        """Note that the tick was decoded, and when it and each of its parts began and ended."""
         if self._n_left:
             self._n_left -= 1
             times = planned - started, decoded - planned, ended - decoded
             self._ticks.append(TickInfo(*self._n_rows, *times))
 
     def take(self) -> tuple[TickInfo, ...]:
-        """Those since the last look; the next are kept too."""
+        """Return the ticks since the last look, and record the next ones too."""
         ticks = tuple(self._ticks)
         self._ticks.clear()
         self._n_left = N_TICKS_WATCHED
@@ -58,7 +58,7 @@ def view_of(queue: RunQueue, manager: KVCacheManager, trace: TickTrace, now: flo
 
 
 def extents_of(kv_cache: KVCache) -> tuple[ExtentInfo, ...]:
-    """What the KV cache holds, parents first."""
+    """Return the content of the KV cache, parents first."""
     holders = kv_cache.holders()
     numbers = {extent: number for number, extent in enumerate(holders)}
     return tuple(

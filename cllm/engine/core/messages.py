@@ -1,4 +1,4 @@
-"""What crosses the border between the event loop and the inference thread: commands in, events out.
+"""Messages between the event loop and the inference thread: commands in, events out.
 
 Frozen values, so that neither side can change what the other has.
 """
@@ -152,7 +152,7 @@ Command = (
 
 # --- Values in events -----------------------------------------------------------------------------
 class SlotState(StrEnum):
-    """What a seq_id is held for."""
+    """Purpose for which a seq_id is held."""
 
     FREE = "free"
     PREFILL = "prefill"
@@ -236,7 +236,7 @@ class TickInfo:
 
 @dataclass(frozen=True, slots=True)
 class LiveView:
-    """What is going on in an engine.
+    """Present state of an engine.
 
     Attributes
     ----------
@@ -245,7 +245,7 @@ class LiveView:
     extents : tuple of ExtentInfo
         What the KV cache holds; each cell in use is in one.
     ticks : tuple of TickInfo
-        Those since the last look, the latest 512 at most; of an engine that nobody looked at for
+        Those since the last look, the latest 512 at most; of an engine without an observer for
         some thousand ticks, none.
     n_waiting : int
         Requests without a seq_id.
@@ -338,7 +338,7 @@ class Restarted:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """Nothing more is served.  With an error: the thread has failed, or never started."""
+    """The thread has ended.  With an error: it has failed, or never started."""
 
     error: BaseException | None
 

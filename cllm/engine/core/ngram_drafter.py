@@ -29,7 +29,7 @@ N_FIRST = 20.0
 
 
 class _Hits:
-    """How often guesses were right, by the length of the match they followed."""
+    """Hit rate of guesses by the length of the match they followed."""
 
     def __init__(self, forgetting: float, first: float = 0.0) -> None:
         self._forgetting = forgetting
@@ -46,7 +46,7 @@ def _level(n_match: int) -> int:
 
 
 class NgramMatch:
-    """Where the end of one sequence was met before.
+    """Position where the end of one sequence occurred before.
 
     Attributes
     ----------
@@ -56,8 +56,8 @@ class NgramMatch:
         Tokens before it that are the same.
     """
 
-    def __init__(self, everybody: _Hits) -> None:
-        self._everybody = everybody
+    def __init__(self, all_hits: _Hits) -> None:
+        self._all_hits = all_hits
         self._own = _Hits(FORGETTING)
         self._bytes = bytearray()
         self._n_seen = 0
@@ -74,18 +74,18 @@ class NgramMatch:
             is_hit = tokens[self.at] == token
             level = _level(self.n_match)
             self._own.add(level, is_hit)
-            self._everybody.add(level, is_hit)
+            self._all_hits.add(level, is_hit)
             self.at = self.at + 1 if is_hit else None
             self.n_match += 1
         if self.at is None and n_known < len(tokens):
             self._search(tokens)
 
     def expect(self, n_max: int) -> list[float]:
-        """How likely the next drafts are right, each with all before it."""
+        """Return the probability that each of the next drafts, and all before it, are right."""
         expected, probability = [], 1.0
         for n in range(n_max):
             level = _level(self.n_match + n)
-            share = self._everybody.hits[level] / self._everybody.guesses[level]
+            share = self._all_hits.hits[level] / self._all_hits.guesses[level]
             n_own = self._own.guesses[level] + N_PRIOR
             probability *= (self._own.hits[level] + N_PRIOR * share) / n_own
             if probability < MIN_PROBABILITY:
@@ -127,7 +127,7 @@ class NgramMatch:
         return None
 
     def _length(self, tokens: list[int], place: int) -> int:
-        """How many tokens before a place are those before the end."""
+        """Return how many tokens before a position equal those before the end."""
         n_match, n_most = 0, min(place, 1 << len(AT_FIRST))
         while n_match < n_most and tokens[place - 1 - n_match] == tokens[-1 - n_match]:
             n_match += 1
@@ -140,14 +140,14 @@ class NgramDrafter:
     step_s = 0.0
 
     def __init__(self) -> None:
-        self._everybody = _Hits(FORGETTING_ALL, N_FIRST)
+        self._all_hits = _Hits(FORGETTING_ALL, N_FIRST)
         self._matches: WeakKeyDictionary[Sequence, NgramMatch] = WeakKeyDictionary()
 
     def expect(self, sequence: Sequence, n_max: int) -> list[float]:
         """See `Drafter`."""
         match = self._matches.get(sequence)
         if match is None:
-            match = self._matches[sequence] = NgramMatch(self._everybody)
+            match = self._matches[sequence] = NgramMatch(self._all_hits)
         match.update(sequence.tokens)
         return [] if match.at is None else match.expect(n_max)
 
@@ -156,4 +156,4 @@ class NgramDrafter:
         return [self._matches[sequence].drafts(sequence.tokens, n) for sequence, n in wanted]
 
     def observe(self, sequence: Sequence, n_drafted: int, n_accepted: int) -> None:
-        """Nothing: it is learned from the tokens themselves."""
+        """Do nothing: the drafter learns from the tokens themselves."""

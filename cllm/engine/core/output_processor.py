@@ -44,13 +44,13 @@ class Output(NamedTuple):
     n_accepted: int = 0
 
     def is_right(self, token: int | Exception) -> bool:
-        """Whether this token was guessed."""
+        """Return True if this token was drafted."""
         return self.drafts[self.n_accepted : self.n_accepted + 1] == (token,)
 
 
 @contextmanager
 def _excluded(outputs: list[Output], logits: NDArray[np.float32]) -> Iterator[None]:
-    """While they are sampled from, rows have no token that is excluded there; log probabilities do."""
+    """Hide excluded tokens from the samplers of their rows; log probabilities keep them."""
     hidden = []
     for output in outputs:
         sequence = output.sequence
@@ -148,7 +148,7 @@ class OutputProcessor:
             self._recorder.detokenize_s += self._clock() - sampled
 
     def _settle(self, output: Output, n_accepted: int) -> None:
-        """No more of these drafts is right: remove what was computed in vain, and learn."""
+        """Settle the drafts: remove rows that were computed in vain, and learn."""
         self._remove_surplus(output.sequence)
         self._on_drafts(output.sequence, len(output.drafts), n_accepted)
 
@@ -158,7 +158,7 @@ class OutputProcessor:
             self._manager.cells.truncate(sequence.placement.slot, sequence.n_settled)
 
     def _score(self, sequence: Sequence, logits: NDArray[np.float32]) -> bool:
-        """Show these rows to those who want to know what the tokens after them were chosen from."""
+        """Pass these rows to the requests that want log probabilities of the tokens after them."""
         n_top, sampler = sequence.request.params.prompt_logprobs or 0, sequence.sampler
         try:
             for row in logits[: sequence.n_to_score - sequence.n_scored]:

@@ -1,4 +1,4 @@
-"""Whose computed tokens a new sequence can share.  Pure: the bookkeeping and llama.cpp are elsewhere.
+"""Find computed tokens that a new sequence can share.  Pure: the bookkeeping and llama.cpp are elsewhere.
 
 Finished sequences leave their tokens here, each under a seq_id of its own, least recently used
 first.  Running ones are asked directly.  A scan over at most 256 arrays with numpy is enough.
@@ -18,7 +18,7 @@ from cllm.engine.lora import NO_LORA, LoraUse
 
 @dataclass(eq=False, slots=True)
 class CachedPrefix:
-    """What a finished sequence left: the tokens, what computed them, and the slot that holds them."""
+    """Prefix of a finished sequence: the tokens, the adapters that computed them, and the slot that holds them."""
 
     tokens: Tokens
     slot: Slot
@@ -27,7 +27,7 @@ class CachedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What a sequence can have without computing it.
+    """Tokens that a sequence can have without computing them.
 
     Attributes
     ----------
@@ -56,7 +56,7 @@ class PrefixCache:
         self.entries: list[CachedPrefix] = []
 
     def touch(self, entry: CachedPrefix) -> None:
-        """It has been used just now."""
+        """Mark an entry as used now."""
         self.entries.remove(entry)
         self.entries.append(entry)
 

@@ -1,12 +1,12 @@
 """Prefixes that have left the KV cache: in host memory, and in files.  Pure; inference thread only.
 
-What is there is found by blocks of tokens: a block has the hash of itself and of all before it, so that
-the longest common beginning with any prefix is found in as many steps as it has blocks, however many
-prefixes there are.  Tokens decide: a hash only says where to look.
+Prefixes are found by blocks of tokens.  The key of a block is a hash of its tokens and of all tokens
+before it.  So the longest common prefix is found in as many steps as it has blocks, independent of
+the number of prefixes.  The tokens are compared afterwards: a hash only finds candidates.
 
-What goes first is what gives least for its bytes, and has not been used for long: each prefix has a
-priority of tokens by bytes above that of whatever went last (Greedy-Dual-Size), which is least
-recently used where bytes are as tokens.
+Eviction is Greedy-Dual-Size.  The priority of a prefix is its tokens per byte, plus the priority of the
+prefix that was evicted last.  Where all prefixes have the same tokens per byte, that is least recently
+used.
 """
 
 from __future__ import annotations
@@ -83,17 +83,17 @@ class PrefixStore(Protocol):
         """Read a file, some time; the inference thread is told of what came of it."""
 
     def touch(self, file: str) -> None:
-        """It was used just now."""
+        """Mark a file as used now."""
 
     def remove(self, file: str) -> None:
-        """It is of no use to anybody."""
+        """Delete a file."""
 
     def clear(self) -> None:
         """Remove all files."""
 
 
 class PrefixTiers:
-    """What has left the KV cache and may come back.
+    """Prefixes that have left the KV cells, in host memory and in files.
 
     Parameters
     ----------
@@ -142,7 +142,7 @@ class PrefixTiers:
 
     @property
     def writes(self) -> bool:
-        """Whether what is added is written to a file now."""
+        """True if added prefixes are written to files at present."""
         return self._store is not None and self._store.has_room
 
     # --- Finding -----------------------------------------------------------------------------
@@ -210,7 +210,7 @@ class PrefixTiers:
         return found
 
     def touch(self, prefix: SavedPrefix) -> None:
-        """It is used."""
+        """Mark a prefix as used now."""
         prefix.priority = self._worth(prefix)
         if prefix in self._all:
             del self._all[prefix]
@@ -249,7 +249,7 @@ class PrefixTiers:
             self._fit()
 
     def forget(self, prefix: SavedPrefix) -> None:
-        """It is of no use, here or in its file."""
+        """Forget a prefix, and delete its file."""
         if prefix.file is not None and self._store is not None:
             self._store.remove(prefix.file)
         if prefix in self._all:
@@ -289,7 +289,7 @@ class PrefixTiers:
         self._release(prefix)
 
     def _release(self, prefix: SavedPrefix) -> None:
-        """Its bytes are not in host memory any more."""
+        """Release the bytes of a prefix in host memory."""
         if prefix.state is not None:
             self._n_bytes -= prefix.n_bytes
             prefix.state = None
@@ -314,7 +314,7 @@ class PrefixTiers:
 
     @staticmethod
     def _hashes(tokens: Tokens) -> Iterator[int]:
-        """Of each whole block, with all before it."""
+        """Yield the hash of each whole block, with all blocks before it."""
         data, size, so_far = tokens.tobytes(), BLOCK * tokens.itemsize, 0
         for start in range(0, len(data) - size + 1, size):
             so_far = hash((so_far, data[start : start + size]))

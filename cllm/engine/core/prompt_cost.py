@@ -29,7 +29,7 @@ N_TICKS_FORGOTTEN = 32
 
 
 class PromptCost:
-    """Learns from ticks in which nobody decodes; one for each engine."""
+    """Learns from ticks without decoding sequences; one for each engine."""
 
     def __init__(self) -> None:
         self._cost = TickCost()
@@ -76,7 +76,7 @@ class PromptCost:
         return max(ATTENTION_TILE, seconds / per_row)
 
     def are_tiles_dear(self, n_cells: int) -> bool:
-        """Whether prompts are better computed by fewer rows than a tile, in more ticks."""
+        """Return True if prompts are computed faster in ticks of fewer rows than a tile."""
         is_forgotten = (
             n_cells < FORGOTTEN_SHARE * self._n_cells or self._n_ticks >= N_TICKS_FORGOTTEN
         )

@@ -1,6 +1,6 @@
-"""Who suffers when a decode fails: as few as possible.  Pure: it decides, `engine_core` does.
+"""Decide which requests fail after a failed decode: as few as possible.  Pure: `engine_core` acts on it.
 
-A fatal failure once: the context is recreated and every sequence replayed; nobody fails.  Once
+A fatal failure once: the context is recreated and every sequence replayed; no request fails.  Once
 more before the sequences of that batch got past it, or a batch that llama.cpp refused: the batch is
 halved until the sequence that fails alone is found; one that was alone by chance is tried once more.
 """
@@ -16,7 +16,7 @@ from cllm.engine.core.sequence import Sequence
 
 
 class Verdict(Enum):
-    """What to do after a failed decode."""
+    """Decision after a failed decode."""
 
     REBUILD = auto()
     """recreate the context and compute every sequence again."""
@@ -37,11 +37,11 @@ class Recovery:
 
     @property
     def is_over(self) -> bool:
-        """Whether everything that ever failed has been computed since, or has ended."""
+        """True if everything that failed has since been computed or has ended."""
         return not self._marks
 
     def restrict(self, running: Iterable[Sequence]) -> list[Sequence]:
-        """Those of the running sequences that may be in the next batch."""
+        """Return the running sequences that may be in the next batch."""
         sequences = list(running)
         while self._groups:
             group = [s for s in self._groups[0] if s in sequences and s.is_ready]
@@ -52,7 +52,7 @@ class Recovery:
         return sequences
 
     def forget(self, sequence: Sequence) -> None:
-        """Its request has ended."""
+        """Forget a sequence whose request has ended."""
         self._marks.pop(sequence, None)
 
     def on_success(self) -> None:

@@ -18,7 +18,7 @@ N_KEPT = 7
 N_TRUSTED = 3
 # A median that has moved by less than this is the old one.
 TOLERANCE = 0.01
-# What nobody has measured beyond the ends of the table: hopeful, so that it is tried once, and
+# Costs beyond the measured ends of the table: hopeful, so that it is tried once, and
 # then measured.
 UNKNOWN_GROWTH = 0.5
 N_ROWS_MAX = 4096
@@ -66,7 +66,7 @@ class RowCost:
             self._believed = self._envelope = None
 
     def measured(self, n_rows: int) -> float:
-        """What a decode of just so many rows is expected to take.
+        """Return the expected seconds of a decode of exactly so many rows.
 
         It may be more than one of some more rows: 15 are computed 4 by 4 and one by one, 16 at once.
         """

@@ -108,12 +108,12 @@ class RunQueue:
     # --- What there is -----------------------------------------------------------------------
     @property
     def has_work(self) -> bool:
-        """Whether anybody wants tokens; a paused sequence waits for its reader, another for a file."""
+        """True if a sequence wants tokens; one that is paused, or waits for a file, does not."""
         return any(not (s.is_paused or s.placement.is_loading) for s in self._by_id.values())
 
     @property
     def has_loras(self) -> bool:
-        """Whether adapters compute any request."""
+        """True if adapters compute any request."""
         return self._n_with_loras > 0
 
     def n_using(self, lora: str) -> int:

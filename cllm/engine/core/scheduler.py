@@ -18,7 +18,7 @@ ATTENTION_TILE = 64
 # A prompt of no more chunks than this is not cut, and whole prompts are computed together up to so
 # many chunks at most.
 N_CHUNKS_WHOLE = 2
-# Tokens that everybody has room for before a sequence that was preempted may run again.
+# Tokens for which all have room before a sequence that was preempted may run again.
 N_AHEAD_AGAIN = 16
 
 
@@ -37,7 +37,7 @@ class Chunk:
 
     @property
     def completes(self) -> bool:
-        """Whether nothing is pending after this chunk, so that its last row is sampled."""
+        """True if nothing is pending after this chunk, so that its last row is sampled."""
         return self.n_tokens == self.sequence.n_pending
 
     @property
@@ -67,10 +67,10 @@ def plan(
     Decoding sequences come first, one row each, so that a prompt never makes them wait.  What is
     left, at most `n_prompt_rows`, goes to prompts one after another, most urgent first: computing
     them all at once would give each its first token as late as the last.  With `n_prefill_chunk`,
-    a long prompt gets no more than that of a tick which somebody else waits for; with `is_awaited`
-    that is somebody who is not among the running ones given here.  Other prompts join one in a tick
+    a long prompt gets no more than that of a tick which another sequence waits for; with `is_awaited`
+    that is one which is not among the running ones given here.  Other prompts join one in a tick
     up to `n_together` rows, if that is less than two such chunks.  A prompt that is scored takes the
-    output rows that nobody else may need.  Chunks are in the order of their seq_ids, which lets
+    output rows that no other sequence needs.  Chunks are in the order of their seq_ids, which lets
     llama.cpp use its graph again.
     """
     sequences = list(running)
@@ -119,7 +119,7 @@ def _n_polite(
     n_decoding: int,
     n_taken: int,
 ) -> int:
-    """So many tokens of a prompt that those who wait for the tick do not wait too long."""
+    """Return the number of prompt tokens for a tick that does not delay the decoding sequences too long."""
 
     def n_left(n_rows: int) -> int:
         # However many decode, a prompt goes on: by as many rows as make whole tiles.
@@ -161,7 +161,7 @@ def most_urgent(sequences: Iterable[Sequence], now: float) -> Sequence | None:
 
 
 def next_admitted(waiting: Iterable[Sequence], now: float) -> Sequence | None:
-    """The waiting sequence to start next: the most urgent; nobody overtakes it.
+    """Return the waiting sequence to start next: the most urgent; no other overtakes it.
 
     Whose prefix is being read from a file is not asked yet.
     """
@@ -171,7 +171,7 @@ def next_admitted(waiting: Iterable[Sequence], now: float) -> Sequence | None:
 def has_room(
     sequence: Sequence, n_new_cells: int, n_available: int, running: Iterable[Sequence]
 ) -> bool:
-    """Whether a sequence that needs `n_new_cells` may start now.
+    """Return True if a sequence that needs `n_new_cells` may start now.
 
     It may when the cells suffice for what it and the running ones have pending, and for some more
     tokens of each: a sequence admitted into less would be preempted again at once.  One alone may

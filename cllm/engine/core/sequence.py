@@ -29,7 +29,7 @@ N_ALIKE = 256
 
 
 class Prioritized(Protocol):
-    """What has a priority, and waits."""
+    """An item that waits, with a priority."""
 
     @property
     def priority(self) -> int: ...
@@ -128,7 +128,7 @@ class Sequence:
 
     @property
     def is_paused(self) -> bool:
-        """Whether its reader has fallen so far behind that nothing more may be computed."""
+        """True if the reader has fallen so far behind that the sequence must wait."""
         return self.n_unread >= self._stream_buffer
 
     @property
@@ -163,16 +163,16 @@ class Sequence:
 
     @property
     def is_scored(self) -> bool:
-        """Whether nobody wants to see the logits of a token that was given any more."""
+        """True once the log probabilities of all given tokens have been read."""
         return self.n_scored >= self.n_to_score
 
     @property
     def n_settled(self) -> int:
-        """Tokens whose logits nobody needs: what was computed of others may stand for them."""
+        """Number of leading tokens whose logits are not needed, so that their cells may be shared."""
         return (len(self.tokens) if self.is_scored else self.n_scored) - 1
 
     def n_outputs(self, n_tokens: int) -> int:
-        """How many of the next `n_tokens` rows are output rows: always the last ones."""
+        """Return how many of the next `n_tokens` rows are output rows: always the last ones."""
         end = self.n_computed + n_tokens
         if self.is_scored:
             return int(end == len(self.tokens))
@@ -190,12 +190,12 @@ class Sequence:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a tick can compute tokens of it."""
+        """True if a tick can compute tokens of the sequence."""
         return self.placement.is_placed and not self.is_paused
 
     @property
     def is_decoding(self) -> bool:
-        """Whether a tick can compute its last token, which is all that is pending."""
+        """True if the last token is all that is pending, and a tick can compute it."""
         return self.is_ready and self.n_pending == 1
 
     def urgency(self, now: float) -> tuple[int, int, float, int]:

@@ -37,7 +37,7 @@ Drafts = tuple[int, ...]
 
 
 class Drafter(Protocol):
-    """Where drafts come from.  Inference thread only.
+    """Source of drafts.  Inference thread only.
 
     Attributes
     ----------
@@ -49,20 +49,20 @@ class Drafter(Protocol):
     def step_s(self) -> float: ...
 
     def expect(self, sequence: Sequence, n_max: int) -> list[float]:
-        """For each of its next drafts, at most `n_max`: how likely it and all before it are right.
+        """Return, for each of `n_max` drafts at most, the probability that it and all before it are right.
 
         None of them is larger than the one before it; empty where there is nothing to draft.
         """
 
     def draft(self, wanted: SequenceOf[tuple[Sequence, int]]) -> list[Drafts]:
-        """So many drafts of each sequence, or fewer; asked after `expect`, in the same tick."""
+        """Return the wanted number of drafts of each sequence, or fewer; called after `expect`, in the same tick."""
 
     def observe(self, sequence: Sequence, n_drafted: int, n_accepted: int) -> None:
-        """Its drafts were computed; the first `n_accepted` of them were right."""
+        """Learn that drafts were computed, of which the first `n_accepted` were right."""
 
 
 class Speculation(Protocol):
-    """What the core asks for drafts."""
+    """Drafts for the core."""
 
     def extend(
         self, chunks: list[Chunk], n_rows: int, n_outputs: int, target_s: float | None
@@ -79,12 +79,12 @@ class Speculation(Protocol):
         """
 
     def observe(self, sequence: Sequence, n_drafted: int, n_accepted: int) -> None:
-        """What became of the drafts of a sequence."""
+        """Learn from the verdicts on the drafts of a sequence."""
 
 
 @dataclass(slots=True)
 class _Offer:
-    """What one sequence could have drafted."""
+    """Drafts that one sequence could get."""
 
     index: int  # of its chunk
     probabilities: list[float]
@@ -156,7 +156,7 @@ class BudgetedSpeculation:
             self._forced_share += FORCED_WEIGHT * (is_right - self._forced_share)
 
     def _offer(self, index: int, sequence: Sequence) -> _Offer | None:
-        """What could be drafted for a sequence, if anything."""
+        """Return the drafts that a sequence could get, if any."""
         params = sequence.request.params
         limits = [N_DRAFT_ROWS, self._n_ctx_seq - len(sequence.tokens)]
         limits.append(self._stream_buffer - sequence.n_unread - 1)
@@ -178,7 +178,7 @@ class BudgetedSpeculation:
     def _choose(
         self, n_decoding: int, offers: list[_Offer], n_max: int, target_s: float | None
     ) -> list[int]:
-        """How many drafts of each offer give the most tokens a second."""
+        """Return the number of drafts of each offer that gives the most tokens per second."""
         best: list[int] = []
         best_rate = MARGIN * n_decoding / self._row_cost.measured(n_decoding)
         step_s = self._drafter.step_s
@@ -195,26 +195,26 @@ class BudgetedSpeculation:
         return best
 
     def _seconds(self, n_decoding: int, counts: list[int]) -> float:
-        """What a decode takes with so many drafts for some of its sequences."""
+        """Return the expected seconds of a decode with so many drafts for some of its sequences."""
         if self._kv_unified:
             return self._row_cost.seconds(n_decoding + sum(counts))
         # `llama_batch_allocr::split_equal`: as many rows of each sequence that has any left.
-        everybody = [*counts, *[0] * (n_decoding - len(counts))]
+        counts_of_all = [*counts, *[0] * (n_decoding - len(counts))]
         seconds, n_done = 0.0, -1
-        for count in sorted(set(everybody)):
-            n_sequences = sum(n >= count for n in everybody)
+        for count in sorted(set(counts_of_all)):
+            n_sequences = sum(n >= count for n in counts_of_all)
             seconds += self._row_cost.seconds(n_sequences * (count - n_done))
             n_done = count
         return seconds
 
 
 def verdicts(n_drafted: int, n_accepted: int) -> list[bool]:
-    """Whether each draft that was looked at was right: behind a wrong one, none is."""
+    """Return, for each draft that was computed, if it was right: after a wrong one, none is."""
     return [True] * n_accepted + [False] * (n_accepted < n_drafted)
 
 
 def _forced(sequence: Sequence, n_max: int) -> Drafts:
-    """What the constraint of a sequence leaves no choice of."""
+    """Return the tokens that the constraint of a sequence forces."""
     if sequence.sampler is None or (constraint := sequence.sampler.constraint) is None:
         return ()
     try:
@@ -243,7 +243,7 @@ def _one_by_one(offers: list[_Offer], n_max: int) -> Iterator[tuple[list[int], f
 
 
 def _levels(offers: list[_Offer], n_max: int) -> Iterator[tuple[list[int], float]]:
-    """One draft more for everybody that has one, each time."""
+    """Add one draft to each sequence that can have one, in turn."""
     counts, gain = [0] * len(offers), 0.0
     for level in range(max(len(offer.probabilities) for offer in offers)):
         more = [i for i, offer in enumerate(offers) if level < len(offer.probabilities)]

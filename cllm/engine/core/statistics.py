@@ -113,7 +113,7 @@ class EngineStatistics:
 
     @classmethod
     def of(cls, recorder: Recorder) -> Self:
-        """What a recorder had counted when its snapshot was taken."""
+        """Return the counts of a recorder at the time of its snapshot."""
         values = {name: getattr(recorder, name) for name in SAME_NAMES}
         times = TickTimes(*(getattr(recorder, f.name) for f in fields(TickTimes)))
         return cls(**values, n_finished=_by_reason(recorder.n_finished), tick_times=times)
@@ -124,7 +124,7 @@ class EngineStatistics:
         return self.n_kv_cells_used / self.n_kv_cells if self.n_kv_cells else 0.0
 
     def plus(self, other: EngineStatistics, *, is_present: bool = False) -> Self:
-        """These, with what another has counted; if it is present too, with what it has now."""
+        """Return the sum with another's counters; with its present values too if it is running."""
         names = SAME_NAMES - ({"uptime_s"} if is_present else GAUGES)
         counts = {n: getattr(other, n) + getattr(self, n) for n in names}
         finished = dict(self.n_finished)

@@ -1,4 +1,4 @@
-"""How long a batch of texts may take where streams wait for it.
+"""Limit the duration of a batch of texts while streams wait for it.
 
 `target_itl_ms` says how far apart the tokens of a stream may be, and that is what it is: a tick and the
 batch of texts after it.  Both scatter, by how much the machine decides, so what is aimed at is learnt:
@@ -33,11 +33,11 @@ class TextBudget:
         self._last: float | None = None  # when the gap that the aim decides on has begun
 
     def pause(self) -> None:
-        """There are no texts, or no stream waits for them: the gap that runs says nothing."""
+        """Note that no texts or no streams wait: the present gap is not measured."""
         self._last = None
 
     def seconds(self, now: float, tick_s: float, next_tick_s: float) -> float:
-        """Of a batch that begins now, between a tick that took `tick_s` and the next, as expected."""
+        """Return the seconds for a batch that begins now, between a tick of `tick_s` and the next one."""
         if (target_s := self._target_s) is None:
             return tick_s
         if self._last is not None:

@@ -26,7 +26,7 @@ class TextEncoder(Protocol):
 
     @property
     def computes_in_pieces(self) -> bool:
-        """Whether a text may come in several batches: each token knows those before it only."""
+        """True if a text may come in several batches: each token depends on those before it only."""
 
     def open(self) -> None:
         """Make it ready to compute; nothing if it is."""

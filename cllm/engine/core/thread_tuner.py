@@ -44,7 +44,7 @@ GAINS = {Reason.HINDERED: 0.95, Reason.IDLE: 1.02, Reason.SHARED: 0.9}
 
 @dataclass(frozen=True, slots=True)
 class ProcessorLoad:
-    """How busy the processors of this process were in a window of time.
+    """Load of the processors of this process in a period.
 
     Attributes
     ----------

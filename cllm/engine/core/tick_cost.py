@@ -1,4 +1,4 @@
-"""What a tick costs, fitted while it runs: fixed + per row + per KV cell that a row attends to.
+"""Cost of a tick, fitted while it runs: fixed + per row + per KV cell that a row attends to.
 
 The fit turns `target_itl_ms` into a number of prompt rows: as many as keep the tick, and so the gap
 between two tokens of a decoding stream, at the target.  Pure: times come in as numbers.
@@ -46,7 +46,7 @@ class TickCost:
         self._sums = [0.0] * 3
         self._fit = np.zeros(3)
         self._n_rows_max = 0.0
-        # Not looked at before somebody asks: most ticks nobody does.
+        # Evaluated on demand: most ticks need no value.
         self._unseen: deque[tuple[int, int, float]] = deque(maxlen=N_REMEMBERED)
         self.latest: deque[tuple[int, int, float]] = deque(maxlen=N_LATEST)
 
@@ -90,12 +90,12 @@ class TickCost:
         return fixed, per_row / ROWS, per_cell / CELLS
 
     def seconds(self, n_rows: float, n_cells: float) -> float:
-        """What such a tick is expected to take."""
+        """Return the expected seconds of such a tick."""
         fixed, per_row, per_cell = self.coefficients
         return fixed + per_row * n_rows + per_cell * n_cells
 
     def recompute_s(self, n_tokens: int) -> float:
-        """What computing the first `n_tokens` of a sequence is expected to add to some ticks."""
+        """Return the seconds that computing the first `n_tokens` of a sequence is expected to add to some ticks."""
         _, per_row, per_cell = self.coefficients
         return per_row * n_tokens + per_cell * n_tokens * n_tokens / 2
 

@@ -182,7 +182,7 @@ class LlamaBackend:
     def _open_decoder(
         self, model: Model, info: EmbeddingInfo | None, loras: LlamaLoras, owned: ExitStack
     ) -> tuple[LlamaDecoder | NoDecoder, KVCache]:
-        """What generates, and its empty cache; nothing of both where only embeddings are wanted."""
+        """Return the decoder and its empty cache; stand-ins for both if only embeddings are wanted."""
         config = self._config
         if self._generates:
             state_bytes = measure_state(model, config)
@@ -249,7 +249,7 @@ class LlamaBackend:
             return own, texts.vocab
 
     def _open_texts_model(self, model: Model, owned: ExitStack) -> Model:
-        """What computes texts: the model itself, or one for that."""
+        """Return the model that computes texts: the model itself, or the embedding model."""
         path = self._config.embedding_model
         return model if path is None else self._open_model(Path(path), owned)
 
@@ -269,7 +269,7 @@ class LlamaBackend:
         )
 
     def _drafter(self, model: Model, kv_cache: KVCache, owned: ExitStack) -> Drafter | None:
-        """Whom the configuration has drafts from."""
+        """Return the source of drafts that the configuration names."""
         config, path = self._config, self._config.draft_model
         if config.speculation == NGRAM:
             return NgramDrafter()
@@ -286,7 +286,7 @@ class LlamaBackend:
         return drafter
 
     def _row_cost(self, model: ModelInfo, owned: ExitStack) -> RowCost:
-        """What earlier engines have learned here, if anybody wants to know."""
+        """Return the costs that earlier engines measured here, if they are needed."""
         if self._config.speculation is None:
             return RowCost()
         key = table_key(model.fingerprint, self._config)
@@ -325,7 +325,7 @@ class LlamaBackend:
 
 
 class LlamaEmbedderBackend(LlamaBackend):
-    """The same for whoever wants embeddings alone: without a context that generates."""
+    """Loads a model for embeddings alone, without a context that generates."""
 
     _generates = False
 

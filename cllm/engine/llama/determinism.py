@@ -1,4 +1,4 @@
-"""Whether the logits of a row are the same to the bit whatever is computed with it: tried, not assumed.
+"""Test if the logits of a row are the same to the bit in any batch.
 
 `deterministic` chooses settings under which every product of llama.cpp's CPU backend is computed row
 by row in one order (docs/determinism.md).  Which kernels a model meets depends on its types, its
@@ -45,7 +45,7 @@ def deterministic_decoder(
         raise InvalidArgumentError(
             "deterministic", True, "False where a GPU computes: it has been shown on CPUs only"
         )
-    # llama.cpp reads it once, before its first product; nobody else is to see it.
+    # llama.cpp reads it once, before its first product; other code must not see it.
     os.environ[TILED_PRODUCTS], before = "0", os.environ.get(TILED_PRODUCTS)
     try:
         return _tried_decoder(model, make_context, n_batch, loras, needs_padding)

@@ -29,7 +29,7 @@ RECOVERY = 0.003
 STEP_WEIGHT, STEP_RECOVERY = 0.1, 0.001
 # Tokens that it reads in a tick to catch up with requests, and those left for the first step.
 N_CATCH_UP, N_LAST = 128, 4
-STEP_AT_FIRST_S = 1e-6  # nobody has measured it yet: tried once
+STEP_AT_FIRST_S = 1e-6  # not measured yet: tried once
 
 
 def make_draft_context(model: Model, config: EngineConfig, n_cells: int, n_seq_ids: int) -> Context:
@@ -124,7 +124,7 @@ class DraftModel:
             return [()] * len(wanted)
 
     def _fitting(self, wanted: SequenceOf[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
-        """With no drafts for those that there are no cells for: nothing is shared here."""
+        """Return the wanted drafts without sequences for which there are no cells: nothing is shared here."""
         n_left, fitting = self._context.n_ctx, []
         for sequence, n in wanted:
             n_cells = len(sequence.tokens) + n
@@ -205,7 +205,7 @@ def _seq_id(sequence: Sequence) -> int:
 
 
 def _n_same(held: list[int], tokens: list[int]) -> int:
-    """With how many same tokens both begin."""
+    """Return the number of equal tokens at the beginning of both."""
     low, high = 0, min(len(held), len(tokens))
     while low < high:
         middle = (low + high + 1) // 2
@@ -217,7 +217,7 @@ def _n_same(held: list[int], tokens: list[int]) -> int:
 
 
 class Tokens(Protocol):
-    """What two vocabularies are compared by."""
+    """Tokens by which two vocabularies are compared."""
 
     n_tokens: int
 

@@ -41,8 +41,8 @@ def make_embedding_context(
 class LlamaTextEncoder:
     """A `TextEncoder` over a context of its own, on the model that may generate too.
 
-    The context is made by `open`, in the thread that computes; its buffers cost memory that nobody
-    needs who embeds nothing.
+    The context is made by `open`, in the thread that computes; engines without embeddings do
+    not pay for its buffers.
 
     Parameters
     ----------
@@ -116,7 +116,7 @@ class LlamaTextEncoder:
     def _of_pieces(
         self, vectors: NDArray[np.float32], n_before: int, n_rows: int
     ) -> NDArray[np.float32]:
-        """What llama.cpp would have made of all tokens, from what it made of the last of them."""
+        """Return the result of pooling over all tokens, from that of the last tokens."""
         if self._pooling == "mean":
             share = np.float32(n_rows / (n_before + n_rows))
             mean: NDArray[np.float32] = self._so_far + share * (vectors - self._so_far)
@@ -153,7 +153,7 @@ class LlamaTextEncoder:
 
 
 def embedding_info(model: Model, config: EngineConfig) -> EmbeddingInfo | None:
-    """What the model does with texts; None where nothing says how it pools.
+    """Return the model's abilities with texts; None if the file does not say how it pools.
 
     Raises
     ------
@@ -197,10 +197,10 @@ class NoDecoder:
         self.n_vocab = n_vocab
 
     def set_loras(self, loras: LoraSet) -> None:
-        """Nothing is computed."""
+        """Do nothing: nothing is computed."""
 
     def clear(self) -> None:
-        """There are no rows."""
+        """Do nothing: there are no rows."""
 
     def add(self, seq_id: int, tokens: list[int], p0: int, *, n_outputs: int) -> range:
         """Refused."""
@@ -211,40 +211,40 @@ class NoDecoder:
         raise InvalidBatchError("llama_decode", -1, "the model generates nothing")
 
     def seq_rm(self, seq_id: int, p0: int | None = None, p1: int | None = None) -> bool:
-        """Nothing is there."""
+        """Return True: there is nothing to remove."""
         return True
 
     def seq_cp(
         self, seq_id_src: int, seq_id_dst: int, p0: int | None = None, p1: int | None = None
     ) -> None:
-        """Nothing is there."""
+        """Do nothing: there is nothing to copy."""
 
     def seq_pos_min(self, seq_id: int) -> int | None:
-        """Nothing is there."""
+        """Return None: the sequence is empty."""
         return None
 
     def seq_pos_max(self, seq_id: int) -> int | None:
-        """Nothing is there."""
+        """Return None: the sequence is empty."""
         return None
 
     def state_seq_get_data(self, seq_id: int) -> bytes:
-        """Nothing is there."""
+        """Return no bytes: the sequence is empty."""
         return b""
 
     def state_seq_set_data(self, data: bytes, seq_id: int, *, n_positions: int) -> None:
-        """Nothing is kept."""
+        """Do nothing: no state is kept."""
 
     def rebuild(self) -> None:
-        """Nothing is there."""
+        """Do nothing: there is no context."""
 
     def close(self) -> None:
-        """Nothing is there."""
+        """Do nothing: there is no context."""
 
     def abort(self) -> None:
-        """Nothing runs."""
+        """Do nothing: no decode runs."""
 
     def allow(self) -> None:
-        """Nothing runs."""
+        """Do nothing: no decode runs."""
 
     def stop(self) -> None:
-        """Nothing runs."""
+        """Do nothing: no decode runs."""

@@ -39,7 +39,7 @@ Value = str | int | float | bool | list[int | float | bool]
 
 
 def read_header(path: Path) -> dict[str, Value]:
-    """What the file says up to its vocabulary; of a damaged one, what can be read of that.
+    """Return the metadata up to the vocabulary; of a damaged file, the part that can be read.
 
     Raises
     ------

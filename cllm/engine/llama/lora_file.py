@@ -1,4 +1,4 @@
-"""Whether a file is a LoRA adapter of a model, by the headers of both: before llama.cpp reads it."""
+"""Check by the headers that a file is a LoRA adapter of a model, before llama.cpp reads it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_lora_file(path: Path, model_path: Path) -> None:
 
 
 def _misfit(lora: Shapes, model: Shapes) -> str:
-    """What of an adapter the model has no place for; nothing of a model in several files."""
+    """Return the tensors of an adapter that the model lacks; nothing for a model in several files."""
     for name, shape in lora.items():
         base, _, suffix = name.rpartition(".")
         if f".{suffix}" not in _SUFFIXES:

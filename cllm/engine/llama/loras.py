@@ -51,12 +51,12 @@ class LlamaLoras:
         adapter.close()
 
     def of(self, loras: LoraSet) -> Sequence[tuple[LoraAdapter, float]]:
-        """What a context is to apply."""
+        """Return the adapters that a context must apply."""
         return [(self._adapters[name][0], scale) for name, scale in loras]
 
     @property
     def defaults(self) -> LoraSet:
-        """Those that compute what says nothing of adapters."""
+        """Return the adapters that compute requests which name none."""
         return tuple(sorted((i.name, i.scale) for i in self.infos if i.scale))
 
     def close(self) -> None:

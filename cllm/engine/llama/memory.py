@@ -1,4 +1,4 @@
-"""What of a model fits into memory: estimates, before anything is loaded."""
+"""Estimate which part of a model fits into memory, before it is loaded."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ KV_BYTES = {
 
 
 def check_fits(config: EngineConfig, loaded: EngineConfig | None) -> None:
-    """Before a model is loaded, perhaps beside another.
+    """Check that a model fits before it is loaded, perhaps beside another.
 
-    Weights that are mapped twice are there once.  Weights on a GPU count too: nobody says how much
+    Weights that are mapped twice are there once.  Weights on a GPU count too: it is unknown how much
     room there is.
 
     Raises
@@ -171,7 +171,7 @@ def choose_n_ctx(config: EngineConfig) -> tuple[int, str]:
     """`n_ctx` of a configuration that has "auto" there: what the model was trained for, if memory allows it.
 
     Where each sequence has cells of its own, for each of them.  What the KV cache may take is half of
-    what is left beside the weights.  On a GPU, or other machines, nobody says how much room there is:
+    what is left beside the weights.  The room on a GPU or on other machines is unknown:
     it stays with the default.
 
     Returns
@@ -200,7 +200,7 @@ def choose_n_ctx(config: EngineConfig) -> tuple[int, str]:
 
 
 def _n_trained(config: EngineConfig) -> int:
-    """What a model was trained for, as its file says; 0: it does not, or cannot be read: loading says why."""
+    """Return the training length that the model's file states; 0 if it states none or cannot be read."""
     path = config.model_path
     try:
         known = read_header(path) if path.is_file() else {}
@@ -211,7 +211,7 @@ def _n_trained(config: EngineConfig) -> int:
 
 
 def _is_elsewhere(config: EngineConfig) -> bool:
-    """Whether layers go to a GPU's memory, or another machine's."""
+    """True if layers go to the memory of a GPU or of another machine."""
     return config.n_gpu_layers != 0 and (bool(config.rpc) or library().has_gpu)
 
 

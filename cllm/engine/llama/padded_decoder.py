@@ -90,7 +90,7 @@ class PaddedDecoder(LlamaDecoder):
 
 
 def has_lone_rows(added: Sequence[Rows]) -> bool:
-    """Whether some row, or output row, may be computed alone."""
+    """Return True if a row, or an output row, may be computed alone."""
     if any(len(rows.tokens) != 1 or rows.n_outputs != 1 for rows in added):
         return True
     seq_ids = {rows.seq_id for rows in added}

@@ -198,7 +198,7 @@ def other_files(config: EngineConfig) -> list[Path]:
 
 
 def _is_embedded(config: EngineConfig) -> bool:
-    """Whether nothing is loaded that did not come with cllm."""
+    """Return True if every file to load comes with cllm."""
     return config.model is None and not (config.lora or other_files(config))
 
 

@@ -1,4 +1,4 @@
-"""Which files have passed a preflight, remembered in the cache directory.
+"""Cache of the files that have passed a preflight.
 
 A file is known by its path, size and time of change, together with the build of libllama that it
 passed with.  Where that is lost, a preflight is made once more, which is never wrong.
@@ -20,7 +20,7 @@ MAX_FILES = 256
 
 
 class Fingerprint(NamedTuple):
-    """What changes when a file does, or the library that reads it."""
+    """Properties that change with the file, or with the library that reads it."""
 
     n_bytes: int
     mtime_ns: int
@@ -48,13 +48,13 @@ def fingerprints(files: Iterable[Path], build: str) -> dict[str, Fingerprint]:
 
 
 def are_seen(files: Fingerprints) -> bool:
-    """Whether all of these files have passed."""
+    """Return True if all of these files have passed."""
     known = read_cached(FILE)
     return all(known.get(path) == list(fingerprint) for path, fingerprint in files.items())
 
 
 def remember(files: Fingerprints) -> None:
-    """These files have passed.  Of very many, those that did so last are kept."""
+    """Remember that these files have passed; the oldest entries are dropped when there are many."""
     try:
         keep_cached(FILE, {path: list(files[path]) for path in files}, MAX_FILES)
     except (OSError, RuntimeError) as error:

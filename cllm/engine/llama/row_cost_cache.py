@@ -1,4 +1,4 @@
-"""What rows cost, remembered for each machine and model from one engine to the next."""
+"""Cache of the measured costs of rows, for each machine and model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 
 def table_key(fingerprint: str, config: EngineConfig) -> str:
-    """What a table is of: the model with its settings, and the machine that computes."""
+    """Return the key of a table: the model with its settings, and the machine."""
     values = (fingerprint, _cpu_name(), config.compute_threads, config.n_gpu_layers)
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 

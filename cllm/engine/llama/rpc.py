@@ -1,6 +1,6 @@
 """Devices of other machines: llama.cpp's RPC servers, asked in Python first, because llama.cpp would abort.
 
-A server serves one client at a time, and whoever comes second waits without end inside llama.cpp; one that is
+A server serves one client at a time, and a second client waits without end inside llama.cpp; one that is
 absent, or of another version, ends the process.  What a server does later (it dies in a decode) still ends it:
 hence only in a process of the engine's own.
 """
@@ -31,7 +31,7 @@ BUSY = "it does not answer: it has another client, or hangs"
 
 
 class _NotYetError(Exception):
-    """It may be there in a moment."""
+    """A server does not answer yet."""
 
 
 def find_servers(addresses: Sequence[str], is_stopping: Callable[[], bool]) -> list[str]:
@@ -110,12 +110,12 @@ def _greet(address: RpcAddress, deadline: float) -> str:
         raise RpcServerError(str(address), f"{ip} is not in a private network")
     try:
         connection = socket.create_connection((ip, address.port), CONNECT_S)
-    except TimeoutError as error:  # no more can wait there, or nobody is there at all
+    except TimeoutError as error:  # its backlog is full, or no machine is there
         raise _NotYetError(BUSY) from error
     except OSError as error:
-        raise _NotYetError(f"nobody listens there: {error}") from error
+        raise _NotYetError(f"no server listens there: {error}") from error
     with connection:
-        # Left with a reset: a busy server that finds a greeting of somebody long gone would answer in two
+        # Left with a reset: a busy server that finds a greeting of a client long gone would answer in two
         # parts, and the second ends it by SIGPIPE.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         try:
@@ -130,7 +130,7 @@ def _greet(address: RpcAddress, deadline: float) -> str:
 
 
 def _read(connection: socket.socket, deadline: float) -> bytes:
-    """As much as an answer has, or less where the connection ends."""
+    """Return the bytes of an answer, fewer if the connection ends."""
     answer = b""
     while len(answer) < ANSWER.size:
         connection.settimeout(max(0.001, deadline - time.monotonic()))

@@ -153,7 +153,7 @@ class RowMemory:
 
     @cached_property
     def of_all(self) -> CandidateMemory:
-        """Has room for every token."""
+        """Return memory with room for every token."""
         return CandidateMemory(self._n_vocab)
 
     def candidates(self, row: NDArray[np.float32], banned: NDArray[np.integer]) -> Candidates:

@@ -33,7 +33,7 @@ Logits = NDArray[np.float32]
 
 
 class Shape(NamedTuple):
-    """How the tokens are cut, how many sequences are beside them, how many of the rows are outputs."""
+    """Shape of a batch: how the tokens are cut, sequences beside them, number of output rows."""
 
     cut: tuple[int, ...]
     n_others: int = 0

@@ -1,9 +1,10 @@
 """The process of `constraints.trial`: a bad constraint ends this process alone.
 
-`python -m cllm.engine.llama.trial_child MODEL MEMORY_BYTES` loads the vocabulary of a model, which is a
-`FileContent` in JSON, says that it is ready, and answers each line of standard input with one of standard output, in JSON:
-`{"field": …, "text": …}` with `{"error": null}` or with what the constraint should have been.  It may
-then take so much more memory, and it ends when standard input does.
+`python -m cllm.engine.llama.trial_child MODEL MEMORY_BYTES` loads the vocabulary of a model, given as a
+`FileContent` in JSON, and reports that it is ready.  Then it answers each line of standard input with
+one of standard output, both in JSON: `{"field": …, "text": …}` with `{"error": null}` or with the
+requirement that the constraint violates.  It may take MEMORY_BYTES more from then on, and ends with
+standard input.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class GuidanceFollower:
         self._guidance = Guidance(vocabulary, 1)
 
     def fault(self, field: str, text: str) -> str | None:
-        """What the constraint should have been, if it cannot be compiled."""
+        """Return the requirement that a constraint violates, if it cannot be compiled."""
         deadline = time.process_time() + WALK_S
         try:
             compiled = self._guidance.compile(field, text)

@@ -33,7 +33,7 @@ class Ban:
 
 
 class BannedStrings:
-    """What one output has of them.
+    """Banned strings of one output.
 
     Parameters
     ----------
@@ -68,14 +68,14 @@ class BannedStrings:
         return None
 
     def end(self, ban: Ban, delta: TokenDelta) -> None:
-        """Nobody wants the output to go round it: it ends before, but for the reason of its end."""
+        """End the output before a banned string that cannot be avoided; it keeps the reason of its end."""
         self._ready += ban.kept
         self._is_over = True
         self.push(delta)
 
     @property
     def held(self) -> tuple[TokenDelta, ...]:
-        """What its reader has not had."""
+        """Deltas that the reader has not received."""
         return (*self._ready, *self._held)
 
     def take(self) -> TokenDelta | None:
@@ -83,7 +83,7 @@ class BannedStrings:
         return self._ready.popleft() if self._ready else None
 
     def _ban(self, start: int) -> Ban | None:
-        """Of a string that begins at this place of the held text; None: no token began it."""
+        """Return the ban of a string that begins at this place of the held text; None if no token begins there."""
         ends = accumulate(len(d.text) for d in self._held)
         first = next(i for i, end in enumerate(ends) if end > start)
         # The text of a delta may be that of tokens before it, which had none.

@@ -25,7 +25,7 @@ logger = logging.getLogger("cllm.engine")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Continuation:
-    """What a request goes on from, beside the tokens that are its call's `generated`.
+    """State from which a request continues, besides the tokens in its call's `generated`.
 
     Its completion is that of the whole output.
 
@@ -58,12 +58,12 @@ class Continuation:
 
     @property
     def is_finished(self) -> bool:
-        """Whether only its reader is not at the end yet: nothing is left to compute."""
+        """True if the generation is complete and only the reader is not at its end."""
         return bool(self.unread) and self.unread[-1].finish_reason is not None
 
 
 class Lease:
-    """A request that somebody is to give up, and no more: who holds it keeps nothing else alive.
+    """A handle that cancels a request, and keeps nothing else of it alive.
 
     Attributes
     ----------
@@ -79,7 +79,7 @@ class Lease:
         self.is_over = False
 
     def cancel(self) -> None:
-        """Nobody wants the rest."""
+        """Cancel the rest."""
         if not self.is_over:
             self._inbox.put(CancelRequest(self.request_id))
 
@@ -143,7 +143,7 @@ class Channel:
         self._deltas = deque(() if continuation is None else continuation.unread)
         self._waiter: anyio.Event | None = None
         self._loop_guard = loop_guard
-        self._is_taken = False  # somebody else goes on with it: its last delta is nobody's
+        self._is_taken = False  # another channel continues it: its last delta is dropped
         self._state: SequenceState | None = None
         self.completion: Completion | None = None
         if continuation is not None and continuation.is_finished:
@@ -159,12 +159,12 @@ class Channel:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the last delta has arrived."""
+        """True if the last delta has arrived."""
         return self.completion is not None or self.error is not None
 
     @property
     def unread(self) -> tuple[TokenDelta, ...]:
-        """What its reader has not taken yet."""
+        """Deltas that the reader has not taken yet."""
         return tuple(self._deltas)
 
     def push(self, delta: TokenDelta) -> None:
@@ -202,12 +202,12 @@ class Channel:
         self.wake()
 
     def _give_up_outputs(self) -> None:
-        """A fault of the parser's is nobody else's, and ends no stream: all is text from here on."""
+        """Handle a fault of the parser: the stream goes on, and the rest of it is text."""
         logger.exception("the answer of %s cannot be split into channels", self.request_id)
         self._outputs = None
 
     def cancel(self) -> None:
-        """Nobody wants the rest."""
+        """Cancel the rest."""
         self.lease.cancel()
 
     def check_idle(self) -> None:
@@ -241,11 +241,11 @@ class Channel:
 
     @property
     def is_taken(self) -> bool:
-        """Whether it was ended for another, before it had ended by itself."""
+        """True if the channel was closed because another one continues it."""
         return self._is_taken
 
     def whole_completion(self) -> Completion:
-        """Its completion, with the tokens that it went on from."""
+        """Return the completion, with the tokens that the request continued from."""
         completion = self.completion
         assert completion is not None
         if self.continuation is not None or not self.call.generated:
@@ -309,7 +309,7 @@ class Channel:
         )
 
     def fail(self, error: ClosedError | EngineFailedError) -> None:
-        """Nothing more will arrive."""
+        """End with an error: no more deltas arrive."""
         self.lease.is_over = True
         self.error = error
         self.wake()
@@ -350,7 +350,7 @@ class Channel:
 
 
 def _joined(first: Timings, last: Timings, *, is_same_submission: bool) -> Timings:
-    """Of an output in two parts; the time in which it lay somewhere, saved, is in neither."""
+    """Return the timings of an output in two parts, without the time between them."""
     if first.ttft_s is None:
         return replace(last, n_preemptions=first.n_preemptions + last.n_preemptions)
     gaps = [gap for gap in (first.itl_max_s, last.itl_max_s) if gap is not None]

@@ -1,4 +1,4 @@
-"""Dispatcher: the events of the inference thread to those who wait for them.  Event loop only."""
+"""Dispatcher: delivers the events of the inference thread to the tasks that wait for them.  Event loop only."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class OpenEmbedding:
         return await self.reply.wait()
 
     def cancel(self) -> None:
-        """Nobody waits for them any more; nothing if they are there."""
+        """Cancel the request; does nothing after its end."""
         self._inbox.put(CancelRequest(self._request_id))
 
 
@@ -105,7 +105,7 @@ class Dispatcher:
         return self.model
 
     def is_open(self, request_id: str) -> bool:
-        """Whether a request of this id is being worked on."""
+        """Return True if a request of this id is open."""
         return request_id in self._channels
 
     def channel(

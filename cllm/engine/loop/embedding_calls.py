@@ -45,7 +45,7 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Urgency:
-    """When texts are computed.
+    """Priority and deadline of texts.
 
     Attributes
     ----------
@@ -162,7 +162,7 @@ class EmbeddingCalls:
             self._gate.leave(is_served=is_served)
 
     def _info(self, *, wants_scores: bool) -> EmbeddingInfo:
-        """What the model does with texts, if it is this."""
+        """Return the model's abilities with texts."""
         self._check_serving()
         model = self._dispatcher.model
         assert model is not None
@@ -244,7 +244,7 @@ class EmbeddingCalls:
     async def _by_parts(
         self, n_texts: int, tokenize: Callable[[int], list[Tokens]]
     ) -> list[Tokens]:
-        """What `tokenize` makes of the texts from each first one on; others are served in between."""
+        """Return the results of `tokenize`, with other requests served in between."""
         found: list[Tokens] = []
         for first in range(0, n_texts, N_TEXTS):
             found += await self._tokenizer.run(partial(tokenize, first))
@@ -253,7 +253,7 @@ class EmbeddingCalls:
     async def _vectors(
         self, info: EmbeddingInfo, texts: Sequence[Tokens], urgency: Urgency
     ) -> NDArray[np.float32]:
-        """What the model computes of them, in their order."""
+        """Return the vectors of texts, in their order."""
         submitted_at = time.perf_counter()
         deadline = None if urgency.timeout is None else submitted_at + urgency.timeout
         rows: list[NDArray[np.float32]] = []
@@ -366,7 +366,7 @@ def _too_long(field: str, value: str, info: EmbeddingInfo) -> InvalidRequestErro
 
 
 def _column_of_yes(info: EmbeddingInfo) -> int:
-    """Which of a classifier's scores says that a document is relevant."""
+    """Return the index of the classifier's score that says a document is relevant."""
     if info.n_values == 1:
         return 0
     if "yes" in info.labels:
@@ -376,7 +376,7 @@ def _column_of_yes(info: EmbeddingInfo) -> int:
 
 
 def _probabilities(info: EmbeddingInfo, scores: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Of a single score its sigmoid; of several, softmax, where llama.cpp has not done that."""
+    """Return probabilities: the sigmoid of a single score; the softmax of several, unless llama.cpp has applied it."""
     values = scores.astype(np.float64)
     if info.is_softmaxed:
         return values

@@ -97,7 +97,7 @@ class InputProcessor:
 
     @property
     def model(self) -> ModelInfo:
-        """What is loaded."""
+        """The loaded model."""
         return self._dispatcher.loaded()
 
     # --- Channels ----------------------------------------------------------------------------
@@ -308,18 +308,18 @@ def _check_marks(call: RequestCall, n_prompt: int, n_vocab: int) -> None:
 
 
 def _with_drawn(call: RequestCall) -> RequestCall:
-    """With what is random settled: what goes on elsewhere has to draw the same."""
+    """Return the call with its random values drawn, so that a continuation elsewhere draws the same."""
     seed = call.params.seed if call.seed is None else call.seed
     return replace(
         call,
         seed=secrets.randbelow(MAX_SEED + 1) if seed is None else seed,
-        # The ids of calls are nobody else's, even where a gateway gives all requests one id.
+        # The ids of calls are unique, even where a gateway gives all requests one id.
         ids_seed=call.ids_seed or f"{call.request_id}:{secrets.token_hex(8)}",
     )
 
 
 def _continued(request: GenerationRequest, continuation: Continuation) -> GenerationRequest:
-    """With what it takes along from the request before it."""
+    """Return the request with the state that it inherits from the one it continues."""
     if continuation.submitted_at is not None:  # its caller has waited since then
         request = replace(
             request, submitted_at=continuation.submitted_at, deadline=continuation.deadline
@@ -341,7 +341,7 @@ def _thinking_of(
 
 
 def _begins_text(prompt: str | tuple[int, ...] | ChatPrompt, vocabulary: EngineVocabulary) -> bool:
-    """Whether an output stands for itself: an answer in a chat, or what follows no text."""
+    """Return True if an output begins a text: an answer in a chat, or the output of an empty prompt."""
     if isinstance(prompt, tuple):
         return not any(map(vocabulary.piece, prompt))
     return isinstance(prompt, ChatPrompt) or not prompt

@@ -15,7 +15,7 @@ from cllm.errors import InvalidRequestError
 
 
 class Loras:
-    """What is loaded, and what is about to be or about to leave.
+    """Loaded adapters, and those that are being loaded or unloaded.
 
     Parameters
     ----------
@@ -43,13 +43,13 @@ class Loras:
 
     @property
     def loaded(self) -> dict[str, LoraInfo]:
-        """Those that requests may name."""
+        """Adapters that requests may name."""
         model = self._dispatcher.model
         loras = () if model is None else model.loras
         return {lora.name: lora for lora in loras if lora.name not in self._leaving}
 
     def use(self, wanted: Mapping[str, float] | None, tokens: Sequence[int]) -> LoraUse:
-        """What a request with this prompt gets; see `lora_use`."""
+        """Return the adapters of a request with this prompt; see `lora_use`."""
         return lora_use(wanted, self.loaded, tokens)
 
     async def load(self, name: str, path: str | Path, scale: float) -> LoraInfo:

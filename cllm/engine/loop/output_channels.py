@@ -15,7 +15,7 @@ ONE_TOKEN = (0,)  # whichever it is: they are counted
 
 
 class OutputChannels:
-    """What one answer has said so far.
+    """Channels of one answer so far.
 
     Parameters
     ----------

@@ -39,7 +39,7 @@ MARKS = re.compile(r"[<\[]")  # what names of control tokens have, and few texts
 
 
 class PromptTokenizer:
-    """From text to token ids and back.
+    """Conversions between text and token ids.
 
     Parameters
     ----------

@@ -35,7 +35,7 @@ class QueueGate:
         # Times between two that left, with work all the while.
         self._gaps: deque[float] = deque(maxlen=N_TIMES)
         self._since = 0.0
-        self._left: anyio.Event | None = None  # that somebody waits for
+        self._left: anyio.Event | None = None  # that a task waits for
         self._on_empty: Callable[[], None] | None = None
         self._n_visits = 0
         self.n_open = 0
@@ -73,7 +73,7 @@ class QueueGate:
 
     @contextmanager
     def visit(self) -> Iterator[None]:
-        """For what is no request, but needs the model as long as it takes."""
+        """Keep the model open for a call that is no request."""
         self._n_visits += 1
         try:
             yield
@@ -84,7 +84,7 @@ class QueueGate:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no open request and no visit."""
+        """True if there is no open request and no visit."""
         return not (self.n_open or self._n_visits)
 
     def when_empty(self, call: Callable[[], None]) -> None:
@@ -97,7 +97,7 @@ class QueueGate:
             self._on_empty()
 
     def wake(self) -> None:
-        """Let those who wait for room look again."""
+        """Wake the tasks that wait for room."""
         if self._left is not None:
             self._left.set()
             self._left = None
@@ -110,6 +110,6 @@ class QueueGate:
 
     def _seconds_per_request(self) -> float:
         if not self._gaps:
-            # Nobody has left yet: it takes at least as long again as it has taken so far.
+            # No request has left yet: it takes at least as long again as it has taken so far.
             return max(1.0, self._clock() - self._since)
         return max(0.01, sum(self._gaps) / len(self._gaps))

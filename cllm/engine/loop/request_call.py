@@ -1,4 +1,4 @@
-"""What is wrong with a request, found before it is submitted.  Pure.
+"""Checks of a request before it is submitted.  Pure.
 
 Each check raises a `RequestError` that names the field, the value and the limit.
 """
@@ -158,7 +158,7 @@ class RequestCall:
 
 
 class ChatPromptOptions(TypedDict, total=False):
-    """How to render a chat, beside its messages; see `Engine.stream_chat`."""
+    """Options of a chat besides its messages; see `Engine.stream_chat`."""
 
     tools: Sequence[Mapping[str, Any]] | None
     tool_choice: str
@@ -300,7 +300,7 @@ def texts_told(
     spelled: Mapping[int, bytes],
     strips_space: bool,
 ) -> list[str]:
-    """What the reader of an output has been told with each of these tokens.
+    """Return the text that the reader of an output received for each of these tokens.
 
     Raises
     ------

@@ -24,7 +24,7 @@ _MODEL_FIELDS = ("architecture", "n_params", "size_bytes", "n_vocab", "n_embd", 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class SavedGeneration:
-    """Everything that a suspended generation needs to go on, in this process or in another.
+    """State with which a suspended generation can resume, in this process or another.
 
     `TokenStream.suspend` makes it, `Engine.resume` goes on with it, as often as it is wanted.
 
@@ -46,12 +46,12 @@ class SavedGeneration:
 
     @classmethod
     def of(cls, call: RequestCall, continuation: Continuation, model: ModelInfo) -> Self:
-        """That of a model."""
+        """Return the saved generation of a model."""
         return cls(call, continuation, _key_of(model), model.fingerprint)
 
     @property
     def request_id(self) -> str:
-        """Of the stream that was suspended."""
+        """Id of the suspended stream."""
         return self.call.request_id
 
     @property
@@ -66,12 +66,12 @@ class SavedGeneration:
 
     @property
     def n_state_bytes(self) -> int:
-        """How large what the KV cache held is; 0 if it has to be computed again."""
+        """Bytes of the saved KV state; 0 if it must be computed again."""
         state = self.continuation.state
         return 0 if state is None else len(state.data)
 
     def on(self, model: ModelInfo) -> Continuation:
-        """What an engine with this model goes on from.
+        """Return the state from which an engine with this model continues.
 
         Raises
         ------

@@ -204,7 +204,7 @@ class TokenStream:
         return SavedGeneration.of(call, continuation, self._opener.model)
 
     def fork(self, n: int) -> list[TokenStream]:
-        """So many more streams that begin with what has been read of this one, which goes on.
+        """Return more streams that begin with the output read so far; this one continues too.
 
         They share its cells.  Each draws anew: with `seed`, the i-th draws with `seed + i`.  Their deltas
         are what comes after this point; their completions have all of the output.
@@ -264,13 +264,13 @@ class TokenStream:
     async def inject(self, text: str | Sequence[int]) -> None:
         """Let the output go on after this text, or these tokens, as if the model had written them.
 
-        They count as output tokens, and are in no delta, for whoever injects them knows them.
+        They count as output tokens, and are in no delta, since the caller knows them.
 
         Raises
         ------
         InvalidRequestError
             Nothing to inject, tokens that would end the output, or more than `max_tokens`; log
-            probabilities are asked for, which nobody has computed.  Nothing has changed.
+            probabilities are asked for, which are not computed.  Nothing has changed.
         """
         channel = await self._submit()
         if channel.call.params.logprobs is not None:
@@ -291,7 +291,7 @@ class TokenStream:
         return self._present.position(self._read_ids)
 
     def _continuation(self) -> Continuation:
-        """What a request takes along that goes on from here."""
+        """Return the state for a request that continues from here."""
         return self._present.continued(self._read_ids, self._read_logprobs)
 
     async def _go_on_from(
@@ -410,7 +410,7 @@ class TokenStream:
         return self._present
 
     def _adopt(self, channel: Channel) -> None:
-        """Its deltas come from this channel from now on."""
+        """Read the deltas of another channel from now on."""
         if self._finalizer is not None:
             self._finalizer.detach()
         self._channel = channel

@@ -43,7 +43,7 @@ class BatchRecord:
         self._memory = mmap.mmap(fd, n_bytes)
 
     def write(self, request_ids: Sequence[str]) -> None:
-        """These will be computed."""
+        """Record the requests of the next decode."""
         data = msgspec.msgpack.encode(request_ids)
         self._memory[: _LENGTH.size + len(data)] = _LENGTH.pack(len(data)) + data
 

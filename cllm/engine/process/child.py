@@ -71,7 +71,7 @@ class ToParent:
         return self._send(encode_events(events, statistics))
 
     def tell(self, told: Told) -> None:
-        """What is none of the engine's events."""
+        """Send a report that is none of the engine's events."""
         self._send(encode_events([told]))
 
     def _send(self, frame: bytes) -> bool:
@@ -192,7 +192,7 @@ def serve(
                         logging.getLogger("cllm").setLevel(level)
                     case _:
                         compiling.put(command)
-    os._exit(1)  # nobody is left to tell
+    os._exit(1)  # no parent is left to hear of it
 
 
 def _beat(thread: InferenceThread, to_parent: ToParent, parent: int) -> None:

@@ -18,7 +18,7 @@ from cllm.engine.cache_directory import replace_json
 
 @dataclass(frozen=True, slots=True)
 class CrashReport:
-    """What is remembered of a crash.
+    """Facts about a crash.
 
     Attributes
     ----------
@@ -45,12 +45,12 @@ class CrashReport:
 
 
 def crash_file() -> Path:
-    """Where the last crash is remembered.
+    """Return the file that describes the last crash.
 
     Raises
     ------
     RuntimeError
-        Nobody says where the home directory is.
+        The home directory is unknown.
     """
     # An empty or relative XDG_STATE_HOME counts as unset (XDG base directory specification).
     base = Path(os.environ.get("XDG_STATE_HOME", ""))

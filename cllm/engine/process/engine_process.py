@@ -59,7 +59,7 @@ from cllm.errors import (
 
 logger = logging.getLogger("cllm.engine")
 
-# Restarts in a row after which nobody had got a token further, each of a process that served no longer.
+# Restarts in a row after which no request had got a token further, each of a process that served no longer.
 N_IN_VAIN_MAX = 5
 IN_VAIN_S = 60.0
 # Pauses before a process is started again that could not start, and what may pass meanwhile.
@@ -76,7 +76,7 @@ RPC_LOST = ("Remote RPC server crashed", "Failed to connect to", "RPC handshake 
 class EngineProcess(EngineHost):
     """An `EngineHost` that lets another process compute; its vocabulary is of this one.
 
-    The ledger and the process's socket belong to whoever holds the lock.  Who puts a command never waits
+    The ledger and the process's socket are guarded by the lock.  A caller that puts a command never waits
     for it.
     """
 
@@ -138,7 +138,7 @@ class EngineProcess(EngineHost):
 
     @property
     def pid(self) -> int | None:
-        """Of the present process."""
+        """Id of the present process."""
         process = self._process
         return None if process is None else process.pid
 
@@ -190,7 +190,7 @@ class EngineProcess(EngineHost):
             self._config = self._config.absolute()
             self._serve_on(owned)
         except BaseException as error:
-            self.failure = error  # before anybody hears of it
+            self.failure = error  # before it is reported
             with self._lock:
                 self._outbox.post(self._ledger.fail_all(error, time.perf_counter()))
             raise
@@ -285,7 +285,7 @@ class EngineProcess(EngineHost):
         return replace(config, trace=f"{config.trace}.{n_restarts}")
 
     def _on_crash(self, ending: Ending) -> None:
-        """Tell everybody whom it concerns."""
+        """Send an event to all requests that it concerns."""
         crash = ending.crash
         self._crashed_at = time.perf_counter()
         if self._ready_at is not None and self._crashed_at - self._ready_at > IN_VAIN_S:
@@ -313,7 +313,7 @@ class EngineProcess(EngineHost):
     def _listen(
         self, process: ProcessHandle, selector: selectors.BaseSelector, owned: ExitStack
     ) -> None:
-        """Until the process is gone."""
+        """Handle messages until the process has ended."""
         ends_at = math.inf
         selector.register(process.stderr, selectors.EVENT_READ)
         selector.register(self._woken, selectors.EVENT_READ)
@@ -344,7 +344,7 @@ class EngineProcess(EngineHost):
                 self._offer(process)
 
     def _wait(self, process: ProcessHandle, selector: selectors.BaseSelector) -> None:
-        """For something to do; what it has written to its standard error is taken, and what is to be sent sent."""
+        """Wait for a message, move bytes in both directions, and collect the standard error."""
         mask = 0 if self._is_offered else selectors.EVENT_READ
         if process.has_unsent:
             mask |= selectors.EVENT_WRITE
@@ -369,7 +369,7 @@ class EngineProcess(EngineHost):
             self._is_offered = False  # the loop is gone
 
     def _is_loop_behind(self, process: ProcessHandle) -> bool:
-        """Whether something has come that the loop has not read for some time.  With the lock."""
+        """Return True if the event loop has not read a message for some time.  With the lock."""
         now = time.perf_counter()
         if not self._is_offered or now - self._checked_at < self._patience_s:
             return False
@@ -378,7 +378,7 @@ class EngineProcess(EngineHost):
         return not has_read and process.has_unread
 
     def _is_hung(self, process: ProcessHandle) -> bool:
-        """Whether it is to be killed.  What has come and was not read may be a sign of life."""
+        """Return True if the process must be killed.  An unread message may be a sign of life."""
         return process.is_hung(self._config.hang_timeout_s) and not process.has_unread
 
     @property
@@ -396,7 +396,7 @@ class EngineProcess(EngineHost):
         process.send(commands)
 
     def _read(self, process: ProcessHandle) -> list[Event] | None:
-        """What has come and is for others; None at the end.  With the lock."""
+        """Return the messages for other readers; None at the end.  With the lock."""
         frames = process.frames()
         if frames is None:
             return None
@@ -471,12 +471,12 @@ class EngineProcess(EngineHost):
 
 
 def _is_by_rpc(ending: Ending) -> bool:
-    """Whether llama.cpp has aborted because a server of `rpc` was gone."""
+    """Return True if llama.cpp aborted because an RPC server was gone."""
     return any(words in str(ending.crash) for words in RPC_LOST)
 
 
 def _is_further(event: Event) -> bool:
-    """Whether somebody has got something that was computed."""
+    """Return True if a request has received something that was computed."""
     match event:
         case Progressed(delta=delta) | Finished(delta=delta):
             return bool(delta.token_ids)

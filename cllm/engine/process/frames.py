@@ -39,7 +39,7 @@ class FrameReader:
         return list(self.add(self._received[:n_bytes])) if n_bytes else None
 
     def add(self, data: bytes | memoryview) -> Iterator[bytes]:
-        """More bytes: the frames that are complete with them."""
+        """Add bytes, and yield the frames that they complete."""
         self._buffer += data
         start, n_bytes = 0, len(self._buffer)
         while n_bytes - start >= _LENGTH.size:

@@ -36,13 +36,13 @@ class CrashError(CllmError):
 
 
 class Ending(NamedTuple):
-    """How a process has ended.
+    """How a process ended.
 
     Attributes
     ----------
     crash : CrashError
     was_killed : bool
-        By somebody's hand, or for its memory.
+        By a user, or by the system for its memory.
     request_ids : tuple of str
         Those whose tokens it computed.
     """
@@ -101,7 +101,7 @@ class ProcessHandle:
 
     @property
     def pid(self) -> int:
-        """Its id."""
+        """Id of the process."""
         return self._process.pid
 
     def send(self, commands: list[Command]) -> None:
@@ -118,11 +118,11 @@ class ProcessHandle:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether there was no room for all."""
+        """True if there was no room for all."""
         return bool(self._unsent)
 
     def frames(self) -> list[bytes] | None:
-        """What has come; None at the end."""
+        """Return the frames that have arrived; None at the end."""
         try:
             frames = self._reader.receive(self.socket)
         except BlockingIOError:
@@ -134,13 +134,13 @@ class ProcessHandle:
 
     @property
     def has_unread(self) -> bool:
-        """Whether something has come that was not read."""
+        """True if something has come that was not read."""
         poll = select.poll()
         poll.register(self.socket, select.POLLIN)
         return bool(poll.poll(0))
 
     def on_beat(self, beat: Beat) -> None:
-        """It lives, and says what it does."""
+        """Note a sign of life and what the process is doing."""
         self._beat = beat
         if not beat.busy_s:
             self._idle_cpu_s = beat.cpu_s
@@ -154,7 +154,7 @@ class ProcessHandle:
         return beat.busy_s + time.perf_counter() - self._heard_at
 
     def is_hung(self, limit_s: float | None) -> bool:
-        """Whether it says nothing, or its tick lasts longer than any that computes."""
+        """Return True if the process is silent, or its tick lasts longer than any that computes."""
         beat = self._beat
         if limit_s is None or beat is None:
             return False
@@ -165,7 +165,7 @@ class ProcessHandle:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether somebody's signal holds it: it does nothing, and nothing it computes is to blame."""
+        """Return True if a signal has stopped the process: nothing it computes is to blame."""
         with contextlib.suppress(OSError):
             flags = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
             return os.waitid(os.P_PID, self.pid, flags) is not None
@@ -201,7 +201,7 @@ class ProcessHandle:
 
 
 def _log_level() -> int:
-    """The lowest that somebody here wants to hear of."""
+    """Return the lowest log level that a handler here takes."""
     return min(logging.getLogger(name).getEffectiveLevel() for name in LOGGERS)
 
 

@@ -1,7 +1,7 @@
 """Ledger: every request that the engine's process works on, and what its reader has been told.
 
 After a crash a new process gets them again, with the tokens that they had.  A request that was being
-computed at two crashes is tried alone: if it crashes alone it ends, and nobody else meets it again.
+computed at two crashes is tried alone: if it crashes alone it ends, and no other request meets it again.
 Pure: commands and events come in, commands and events go out.
 """
 
@@ -46,7 +46,7 @@ N_INNOCENT = 16
 
 @dataclass(slots=True, eq=False)
 class OpenCall(ABC):
-    """What the process was asked to compute, from its submission to its last event.
+    """A request to the process, from its submission to its last event.
 
     Attributes
     ----------
@@ -74,11 +74,11 @@ class OpenCall(ABC):
 
     @abstractmethod
     def command(self) -> Command:
-        """What a process is told, so that it goes on with it."""
+        """Return the command with which a process continues the request."""
 
     @abstractmethod
     def failed(self, cause: BaseException, now: float, *, is_engine: bool = False) -> Event:
-        """Its last event, if it ends because of this; perhaps with all others (`is_engine`)."""
+        """Return the last event of a request that ends with this error; `is_engine`: all others end too."""
 
     def on_crash(self) -> None:
         """The process that had it is gone."""
@@ -140,7 +140,7 @@ class OpenRequest(OpenCall):
         self.n_new = 0
 
     def note(self, delta: TokenDelta, now: float) -> None:
-        """Its reader is told this."""
+        """Note a delta that the reader receives."""
         if self.request.state is not None:  # which may be large, and serves to begin alone
             self.request = replace(self.request, state=None)
         self.output.add(delta, now)
@@ -186,17 +186,17 @@ class Ledger:
 
     @property
     def requests(self) -> Sequence[OpenCall]:
-        """Those that are open, in the order of their submission."""
+        """Return the open requests, in the order of their submission."""
         return sorted(self._open.values(), key=lambda r: r.request.serial)
 
     @property
     def is_trying(self) -> bool:
-        """Whether one is tried alone, or will be."""
+        """True if a request is tried alone, or will be."""
         return self._tried is not None or bool(self._suspects)
 
     # --- From the event loop -----------------------------------------------------------------
     def command(self, command: Command) -> list[Command]:
-        """What a command is to the process, now."""
+        """Return the commands for the process that a command becomes now."""
         match command:
             case AddRequest(request):
                 return self._open_call(OpenRequest(request))
@@ -290,7 +290,7 @@ class Ledger:
         request_ids
             Those whose tokens it computed.
         is_own : bool
-            It ended by itself, perhaps because of what it computed; not by somebody else's hand.
+            It ended by itself, perhaps because of what it computed; no other process ended it.
         """
         self._is_up = False
         told: list[Event] = []
@@ -323,13 +323,13 @@ class Ledger:
         return [*self._questions.values(), *self._next()]
 
     def fail_all(self, cause: BaseException, now: float) -> list[Event]:
-        """Nothing is served any more."""
+        """End all requests with an error."""
         told = [known.failed(cause, now, is_engine=True) for known in self.requests]
         self._open.clear()
         return told
 
     def _next(self) -> list[Command]:
-        """Give one suspect alone, or everybody who waits."""
+        """Return the commands for one suspect alone, or for all waiting requests."""
         if self._tried is not None or any(r.is_recalled for r in self._open.values()):
             return []
         while self._suspects:
@@ -340,7 +340,7 @@ class Ledger:
         return [c for known in self.requests if not known.is_given for c in self._give(known)]
 
     def _acquit(self, known: OpenCall) -> list[Command]:
-        """It has got a token alone: it waits until the others have been tried."""
+        """Acquit a request that received a token alone: it waits until the others have been tried."""
         self._tried, known.n_crashes = None, 0
         if not self._suspects:
             return self._next()

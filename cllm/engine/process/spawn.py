@@ -50,7 +50,7 @@ class Spawned:
 
     @property
     def is_usable(self) -> bool:
-        """Whether it lives, and is this process's."""
+        """Return True if the process lives and belongs to this process."""
         return self._parent == os.getpid() and self.process.poll() is None
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ _ahead: list[Spawned] = []
 
 @contextmanager
 def spawning_ahead() -> Iterator[None]:
-    """Spawn now what the next engine with a process takes; what nobody took ends at the end."""
+    """Spawn now the process that the next engine takes; one that is not taken ends with the block."""
     _ahead.append(Spawned())
     try:
         yield

@@ -1,4 +1,4 @@
-"""How commands, events and errors cross the border between two processes: MessagePack, by msgspec.
+"""Encoding of commands, events and errors between two processes: MessagePack, by msgspec.
 
 A frame is what one side has to say at once.  Of tokens, which are nearly all of it, only what is new
 crosses; what both sides know, such as a prompt, does not come back.
@@ -124,7 +124,7 @@ class Logged(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Beat(msgspec.Struct, array_like=True, frozen=True):
-    """It is alive: for how long its inference thread has been in its tick, what it has computed.
+    """Sign of life: how long the inference thread has been in its tick, and what it has computed.
 
     Attributes
     ----------
@@ -160,7 +160,7 @@ class _Events(msgspec.Struct, array_like=True, frozen=True):
 
 
 def _encoded(value: object) -> object:
-    """What callers may give in place of Python's own: numpy's numbers, subclasses of `str`."""
+    """Return a value of Python's own types for numpy's numbers and subclasses of `str`."""
     match value:
         case MappingProxyType():
             return dict(value)
@@ -212,7 +212,7 @@ def _command_as(command: Asked) -> object:
 
 
 def _crossing(state: SequenceState | None) -> SequenceState | None:
-    """What the KV cache held, unless it is too large for a frame: then it is computed again."""
+    """Return the KV state, unless it is too large for a frame: then it is computed again."""
     return None if state is not None and len(state.data) > MAX_STATE_BYTES else state
 
 

@@ -1,1 +1,1 @@
-"""From rows of logits to tokens and log probabilities."""
+"""Sampling: from rows of logits to tokens and log probabilities."""

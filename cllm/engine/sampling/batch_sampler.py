@@ -33,14 +33,14 @@ class TokenSampler(Protocol):
 
     @property
     def constraint(self) -> TokenConstraint | None:
-        """What the output has to keep to, if anything."""
+        """Constraint on the output; None without one."""
 
     @property
     def is_greedy(self) -> bool:
-        """Whether it takes the largest logit, changes none, and only bans tokens."""
+        """True if the sampler takes the largest logit, and changes logits only by banning tokens."""
 
     def may_be(self, token: int) -> bool:
-        """Whether a token is not banned."""
+        """Return True if a token is not banned."""
 
     def choose(self, scan: RowScan, allowed: Mask | None = None) -> int:
         """Choose from the row that was scanned; with `allowed`, from these tokens of it."""
@@ -221,12 +221,12 @@ def check_recalled(token: int, constraint: TokenConstraint | None) -> None:
 
 
 def _takes_largest(sampler: TokenSampler | None) -> bool:
-    """Whether it takes the largest logit wherever that is not banned."""
+    """Return True if the sampler takes the largest logit that is not banned."""
     return sampler is None or (sampler.is_greedy and sampler.constraint is None)
 
 
 def _is_refused(token: int | Exception, constraint: TokenConstraint | None) -> bool:
-    """Whether a constraint has to say what else there is."""
+    """Return True if a constraint must name the alternatives."""
     if constraint is None:
         return False
     if isinstance(token, Exception):

@@ -190,14 +190,14 @@ class _Recent:
         self._counts[token] += 1
 
     def tokens(self, others: NDArray[np.int32]) -> NDArray[np.int32]:
-        """They and `others`, ascending."""
+        """Return these tokens and `others`, ascending."""
         if not self._counts:
             return others
         return _union(np.sort(np.fromiter(self._counts, np.int32, len(self._counts))), others)
 
 
 def _window(params: SamplingParams, n_ctx: int) -> int:
-    """How many of the last tokens penalties and DRY look at."""
+    """Return the number of last tokens that penalties and DRY look at."""
     lengths = [0]
     if params.has_penalties:
         lengths.append(window(params.repeat_last_n, n_ctx))
@@ -207,7 +207,7 @@ def _window(params: SamplingParams, n_ctx: int) -> int:
 
 
 def draws_by_logits(params: SamplingParams, *, is_constrained: bool) -> bool:
-    """Whether how often it draws, or what it remembers, depends on logits and not on tokens alone.
+    """Return True if the number of draws, or the remembered state, depends on logits and not on tokens alone.
 
     The last sampler of a chain draws once for each token; xtc only where two candidates are left,
     and a constraint lets it draw again where the first token is refused.
@@ -225,7 +225,7 @@ def draws_by_logits(params: SamplingParams, *, is_constrained: bool) -> bool:
 def resamples(
     params: SamplingParams, constraint: CompiledConstraint | None, thinking: Thinking | None
 ) -> bool:
-    """Whether a sampler has to see what tokens were chosen from elsewhere, to be where it was."""
+    """Return True if a sampler must replay tokens chosen elsewhere to restore its state."""
     # How a thought ends may depend on what the model wanted to say instead.
     return thinking is not None or draws_by_logits(params, is_constrained=constraint is not None)
 
@@ -236,7 +236,7 @@ def narrowing(params: SamplingParams) -> list[str]:
 
 
 def n_largest(params: SamplingParams) -> int:
-    """So many of the largest untouched logits are enough; 0 if that cannot be said."""
+    """Return how many of the largest logits are enough; 0 if unknown."""
     if params.is_greedy:
         return 1
     # Everything after top_k, penalties included, sees no more than its k.
@@ -244,6 +244,6 @@ def n_largest(params: SamplingParams) -> int:
 
 
 def n_below(params: SamplingParams) -> float:
-    """How far below the largest an untouched logit can lie and still matter; inf: any."""
+    """Return how far below the largest a logit can lie and still matter; inf: any."""
     is_first = narrowing(params)[:1] == ["min_p"] and not params.mirostat
     return -math.log(params.min_p) + 1e-3 if is_first and params.min_keep <= 1 else math.inf

@@ -89,7 +89,7 @@ class ThinkingConstraint:
         self._end_if_over()
 
     def allows(self, token: int) -> bool:
-        """Whether the output may go on, or end, with this token."""
+        """Return True if the output may continue, or end, with this token."""
         match self._state:
             case _State.BEFORE:
                 if self._begins_thought(token) or self._inner is None:
@@ -131,7 +131,7 @@ class ThinkingConstraint:
         return ()
 
     def mask(self) -> Mask | Exception:
-        """Which tokens may come next; asked for where one was refused."""
+        """Return the tokens that may come next; called after one was rejected."""
         if self._state is _State.THINKING:
             # It was about to end without an answer: the thought ends, the output does not.
             self._state = _State.ENDING
@@ -159,7 +159,7 @@ class ThinkingConstraint:
             self._inner.accept(token)
 
     def _begin(self, token: int) -> None:
-        """What an output begins with: its thought, or its answer."""
+        """Begin the output: with a thought, or with the answer."""
         said = (self._tail + self._spelling(token)).lstrip(SPACE)
         is_whole = said.startswith(self._rules.start)
         is_answer = not self._begins_thought(token) or (
@@ -203,7 +203,7 @@ class ThinkingConstraint:
 
 
 def _is_whole(tail: bytes) -> bool:
-    """Whether bytes do not end inside of a character."""
+    """Return True if bytes do not end inside a character."""
     for n in range(1, min(4, len(tail)) + 1):
         lead = tail[-n]
         if lead & 0xC0 != 0x80:

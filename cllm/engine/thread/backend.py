@@ -70,7 +70,7 @@ class Loras(Protocol):
         """
 
     def unload(self, name: str) -> None:
-        """Free one, which nobody uses.
+        """Free an adapter that no request uses.
 
         Raises
         ------
@@ -132,7 +132,7 @@ class Backend(Protocol):
         """
 
     def check_memory(self, loaded: EngineConfig | None) -> None:
-        """Before a `load` beside an engine of that configuration.  Any thread; may take a second.
+        """Check memory before a `load` beside an engine of that configuration.  Any thread; may take a second.
 
         Raises
         ------
@@ -141,7 +141,7 @@ class Backend(Protocol):
         """
 
     def check_lora(self, path: Path) -> None:
-        """Before a `Loras.load`: whether it is an adapter of the model.  Any thread; may take long.
+        """Check that a file is an adapter of the model, before `Loras.load`.  Any thread; may take long.
 
         Raises
         ------

@@ -33,7 +33,7 @@ class EngineHost(ABC):
     vocabulary : EngineVocabulary or None
         Once loaded; other threads may use it until it is told to stop.
     failure : BaseException or None
-        Why it has ended, or is about to, if nobody asked it to; any thread.
+        The error with which it has ended, or is about to; None if it was closed.  Any thread.
     crash : str
         Why its process has ended, until there is another; otherwise empty.  Any thread.
     """
@@ -60,13 +60,13 @@ class EngineHost(ABC):
 
     @property
     def is_alive(self) -> bool:
-        """Whether it still runs."""
+        """True if the host still runs."""
         return self._thread.is_alive()
 
     @property
     @abstractmethod
     def statistics(self) -> EngineStatistics:
-        """What was so after the last tick; any thread."""
+        """Return the statistics after the last tick; any thread."""
 
     @property
     @abstractmethod
@@ -95,7 +95,7 @@ class EngineHost(ABC):
                     is_unexpected = not (self._stopping or isinstance(error, ClosedError))
                     logger.debug("the engine ends: %s", error, exc_info=is_unexpected)
                     # Another thread may be inside a call of the vocabulary: free nothing before
-                    # everybody has been told and asks for it, if there is anybody left.
+                    # all requests have received it and ask for it, if any are left.
                     if self._outbox.post([Stopped(error)]):
                         while not self._stopping:
                             self._inbox.drain(wait=True)

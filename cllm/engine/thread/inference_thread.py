@@ -115,7 +115,7 @@ class InferenceThread(EngineHost):
         try:
             self._loop(core)
         except BaseException as error:
-            self.failure = error  # before anybody hears of it
+            self.failure = error  # before it is reported
             core.fail_all(error)  # what the requests hold in the cache goes with the context
             events = core.take_events()
             if self._trace is not None:
@@ -255,7 +255,7 @@ class InferenceThread(EngineHost):
 
     @property
     def _has_texts(self) -> bool:
-        """Whether texts wait to become vectors."""
+        """True if texts wait to become vectors."""
         return self._embeddings is not None and self._embeddings.has_work
 
     def _embed(
@@ -339,7 +339,7 @@ class InferenceThread(EngineHost):
             self._audit(core)
 
     def _audit(self, core: EngineCore) -> list[str]:
-        """Where the bookkeeping and llama.cpp's differ; the next tick mends it."""
+        """Return the differences between the bookkeeping and llama.cpp; the next tick repairs them."""
         try:
             found = core.discrepancies()
         except Exception as error:
@@ -380,12 +380,12 @@ def _default_bytes() -> int:
 
 
 def _is_progress(event: Event) -> bool:
-    """Whether it is but a token: nobody has to hear of it to go on."""
+    """Return True for a delta that is not the end: no command waits for it."""
     return isinstance(event, Progressed)
 
 
 def _has_ended_well(event: Event) -> bool:
-    """Whether somebody has got an answer, and may come back with the next request."""
+    """Return True for the end of an answer whose client may send the next request."""
     return (
         isinstance(event, Finished)
         and event.error is None

@@ -22,7 +22,7 @@ class Abortable(Protocol):
 
 
 class Interrupter:
-    """What is being decoded, and who does not want it any more."""
+    """The requests that are being decoded, and the cancelled ones among them."""
 
     def __init__(self) -> None:
         self._decoder: Abortable | None = None

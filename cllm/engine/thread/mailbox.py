@@ -90,7 +90,7 @@ class Inbox:
             commands += self.drain(wait=True, until=until)
 
     def take_arrivals(self) -> list[float]:
-        """When the requests were put that came since this was last called.  Inference thread only."""
+        """Return the arrival times of requests since the last call.  Inference thread only."""
         arrivals = []
         while self._arrivals:
             arrivals.append(self._arrivals.popleft())
@@ -98,7 +98,7 @@ class Inbox:
 
 
 class EventOutbox(Protocol):
-    """Where an inference thread posts its events."""
+    """Destination of an inference thread's events."""
 
     def post(self, value: list[Event]) -> bool:
         """Never waits for a reader; False if there is none any more."""

@@ -37,7 +37,7 @@ logger = logging.getLogger("cllm.engine")
 
 KIND = "prefix 1"
 SUFFIX = ".prefix"
-STALE_S = 3600.0  # a file that is written for so long is nobody's
+STALE_S = 3600.0  # a file that is written for so long was abandoned
 READING, WRITING = 0, 1  # which goes first
 MAX_PENDING_BYTES = 512 << 20  # to be written, at the most: a disk may be slower than prompts
 CLOSE_S = 3.0  # for what is still to be written at the end
@@ -90,7 +90,7 @@ class PrefixFiles:
         except OSError as error:
             limit = f"a directory to write in ({error})"
             raise InvalidArgumentError("prefix_cache_dir", str(directory), limit) from None
-        # Somebody waits for what is read: it goes before what is written.
+        # A sequence waits for a read: reads go before writes.
         self._jobs: queue.PriorityQueue[tuple[int, int, Callable[[], None] | None]]
         self._jobs = queue.PriorityQueue()
         self._n_jobs = itertools.count()
@@ -183,7 +183,7 @@ class PrefixFiles:
         except (OSError, DamagedFileError, LookupError, TypeError) as error:
             logger.warning("a prefix is computed again: %s", error)
             self._remove(self._folder / name)
-        finally:  # whatever happens: somebody waits
+        finally:  # in any case: a caller waits
             self._on_loaded(PrefixLoaded(name, state))
 
     def _read(self, path: Path) -> SequenceState:
@@ -237,14 +237,14 @@ class PrefixFiles:
             path.unlink()
 
     def _warn(self, error: OSError) -> None:
-        """Once: a full disk says the same of every file."""
+        """Log an error once: a full disk fails for every file."""
         if not self._has_warned:
             self._has_warned = True
             logger.warning("the prefix cache writes no files: %s", error)
 
     # --- The beginning -----------------------------------------------------------------------
     def _remove_stale(self) -> None:
-        """What a process that was killed has not finished."""
+        """Delete files that a killed process has not finished."""
         for path in self._folder.glob(".*.part"):
             with contextlib.suppress(OSError):
                 if time.time() - path.stat().st_mtime > STALE_S:

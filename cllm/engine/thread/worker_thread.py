@@ -69,7 +69,7 @@ class WorkerThread:
         self._thread = start_thread(self._run, name)
 
     async def run(self, call: Callable[[], T]) -> T:
-        """What `call` returns or raises on the thread.
+        """Return the result of `call` on the thread, or raise its error.
 
         Raises
         ------
@@ -107,7 +107,7 @@ class WorkerThread:
 class WorkerThreads:
     """The worker threads of one engine.
 
-    Their calls may be inside a vocabulary: whoever frees it ends them first, and so waits.
+    Their calls may be inside a vocabulary: so the owner ends them first, and waits.
     """
 
     def __init__(self) -> None:

@@ -1,1 +1,1 @@
-"""How a request for text is answered: chats, tools, shapes of answers."""
+"""Answers with text: chats, tools, shapes of answers."""

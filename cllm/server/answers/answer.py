@@ -1,4 +1,4 @@
-"""How a request for text is answered: `AnswerForm`, the shape of one route's answers, and `answer`."""
+"""Production of answers with text: `AnswerForm`, the shape of one route's answers, and `answer`."""
 
 from __future__ import annotations
 

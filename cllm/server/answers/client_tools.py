@@ -188,7 +188,7 @@ class ClientTool:
 
     @property
     def flat_name(self) -> str:
-        """Its name for the model, another one for each tool."""
+        """Name of the tool for the model, different for each tool."""
         return self.name if self.namespace is None else f"{self.namespace}__{self.name}"
 
 

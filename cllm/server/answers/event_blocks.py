@@ -60,7 +60,7 @@ class Blocks:
         self._is_open = False
 
     def steps(self, delta: TokenDelta) -> Iterator[Step]:
-        """What a delta begins, adds to and ends."""
+        """Yield the steps that a delta causes: begin, grow and end of blocks."""
         calls = delta.tool_calls
         if calls and calls[0].name is None:  # the rest of the call that is open
             yield self._add(calls[0].arguments)
@@ -77,7 +77,7 @@ class Blocks:
                 yield self._add(call.arguments)
 
     def end(self) -> Iterator[Step]:
-        """Nothing more is added to the last block."""
+        """Yield the end of the last block."""
         if self._is_open:
             self._is_open = False
             yield Step("end", self.done[-1])

@@ -33,7 +33,7 @@ def deadline_of(reason: FinishReason | None) -> dict[str, str]:
 
 
 class _OpenAIForm(AnswerForm):
-    """What OpenAI's two routes have in common.
+    """Common parts of OpenAI's two routes.
 
     Parameters
     ----------

@@ -32,7 +32,7 @@ OnDelta = Callable[[int, TokenDelta], Awaitable[None]]
 
 
 class Started(NamedTuple):
-    """When a request began: the clock of the day is for traces, and may be set meanwhile."""
+    """Start of a request; the wall clock is for traces, and may be changed meanwhile."""
 
     unix_ns: int
     monotonic_s: float
@@ -40,7 +40,7 @@ class Started(NamedTuple):
 
 @dataclass(frozen=True)
 class Observation:
-    """What the operator is told of one HTTP request."""
+    """Metrics and traces of one HTTP request."""
 
     metrics: Metrics
     tracing: Tracing
@@ -51,7 +51,7 @@ class Observation:
 
     @contextmanager
     def of(self, stream: TokenStream, started: Started) -> Iterator[Callable[[Completion], None]]:
-        """What to call when the stream has ended, within its span."""
+        """Yield the function to call when the stream has ended, within its span."""
         with self.tracing.request(
             stream.request_id,
             self.headers,
@@ -108,7 +108,7 @@ async def run_streams(
 
 
 async def _all_of(calls: Sequence[Callable[[], Awaitable[Completion]]]) -> list[Completion]:
-    """What the calls return, side by side."""
+    """Return the results of calls that run side by side."""
     completions: dict[int, Completion] = {}
     failure: Exception | None = None
 

@@ -1,4 +1,4 @@
-"""What clients of other servers write, in the words of this one.  Pure.
+"""Translate fields of other servers' clients to cllm's.  Pure.
 
 A value that asks for nothing is taken as such, whatever it is called elsewhere.
 """

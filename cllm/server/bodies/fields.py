@@ -80,7 +80,7 @@ def _check_schema(data: object) -> object:
 
 
 def _has_parts(data: object, n_parts: int) -> bool:
-    """Whether a value has more parts than this, without looking at all of them."""
+    """Return True if a value has more parts than this, without counting all of them."""
     left: list[object] = [data]
     while left and n_parts >= 0:
         part = left.pop()

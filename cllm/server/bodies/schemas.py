@@ -129,7 +129,7 @@ PARSE_SPECIAL = "Names of control tokens in a prompt are these tokens"
 
 
 class Body(BaseModel):
-    """What every body has in common."""
+    """Base of all bodies."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
     harmless: ClassVar[frozenset[str]] = HARMLESS
@@ -171,7 +171,7 @@ class Queued(Body):
 
     @property
     def turn(self) -> dict[str, Any]:
-        """How the request is queued: arguments of `Engine.stream`."""
+        """Return the arguments of `Engine.stream` about the queue."""
         return {"priority": self.priority, "tenant": self.tenant}
 
 
@@ -191,7 +191,7 @@ class _Request(Queued):
 
 
 class ChatOptionFields(_Request):
-    """How a chat is rendered."""
+    """Options of a chat."""
 
     tools: Objects | None = None
     tool_choice: Text | dict[str, Any] | None = None

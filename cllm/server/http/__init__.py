@@ -1,1 +1,1 @@
-"""What stands around the application: limits, connections, bodies as JSON, errors as answers."""
+"""HTTP around the application: limits, connections, bodies as JSON, errors."""

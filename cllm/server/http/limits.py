@@ -1,4 +1,4 @@
-"""What a client may send, how fast, and to whom: around the application, before it sees anything."""
+"""Limits on what clients may send, how fast, and to which host, before the application sees a request."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Limits:
             raise self._too_large()
 
     def _is_own(self, name: str) -> bool:
-        """Whether a host is this server's, and not a name that a web page has for its address.
+        """Return True if a host is this server's, not a name that a web page has for its address.
 
         A page of `evil.example` whose name is made to resolve to this address (DNS rebinding) is of
         the same origin as the server, as far as its browser knows.
@@ -108,7 +108,7 @@ class Limits:
             return True
         if self._is_loopback:
             return is_loopback(name)
-        # Without the key, a page gets nothing but what is open to everybody.
+        # Without the key, a page gets only what needs no key.
         return self._key is not None or not is_public_name(name)
 
     def _is_allowed(self, origin: str, host: str) -> bool:
@@ -214,12 +214,12 @@ def with_known_path(scope: Scope, known: frozenset[str]) -> Scope:
 
 
 def is_open(path: str) -> bool:
-    """Whether a path is answered without the API key."""
+    """Return True if a path needs no API key."""
     return path in OPEN_PATHS or is_file(path)
 
 
 def is_file(path: str) -> bool:
-    """Whether a path is of the page or of the documentation, which need no model."""
+    """Return True if a path belongs to the page or to the documentation, which need no model."""
     return path in FILES or path.startswith(FOLDERS)
 
 
@@ -230,13 +230,13 @@ def route_path(scope: Scope) -> str:
 
 
 def is_public_name(name: str) -> bool:
-    """Whether a host name may be anybody's: not an address, not a name of this network only."""
+    """Return True if a host name may be public: no address, and no name of this network only."""
     name = name.lower().rstrip(".")
     try:
         ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
     except ValueError:
         is_own = name == socket.gethostname().lower()
-        # Nobody can register names without a dot, nor those of RFC 2606, 6761, 6762, 8375 or 9476.
+        # Names without a dot cannot be registered, nor those of RFC 2606, 6761, 6762, 8375 or 9476.
         return "." in name and not is_own and not name.endswith(LOCAL_DOMAINS)
     return False
 

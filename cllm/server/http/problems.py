@@ -1,4 +1,4 @@
-"""What went wrong, as OpenAI's clients read it: `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors in the form of OpenAI's API: `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from cllm.errors import ContextError, LibraryError, LlamaCallError, TooMuchTextE
 
 
 class Error(BaseModel):
-    """What went wrong."""
+    """Error of a request."""
 
     message: str
     type: str
@@ -104,17 +104,17 @@ class Problem(Exception):
 
     @property
     def response(self) -> JSONResponse:
-        """As a whole answer."""
+        """The whole response."""
         return JSONResponse(self.body, self.status, headers=self.headers)
 
 
 def invalid(param: str, message: str) -> Problem:
-    """What a client sent is wrong, in this field."""
+    """Return the answer to a wrong field."""
     return Problem(400, f"{param}: {message}", param=param)
 
 
 def too_many(reason: str, *, retry_after_s: float = RETRY_AFTER_S) -> Problem:
-    """There is no room for one more."""
+    """Return the answer to a request for which there is no room."""
     retry = {"Retry-After": f"{math.ceil(retry_after_s)}"}
     return Problem(429, reason, code="queue_full", headers=retry)
 

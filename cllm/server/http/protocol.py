@@ -23,7 +23,7 @@ LINGER_S = 2.0  # that a client may go on sending after the answer that ends its
 class LingeringTransport:
     """A transport whose `close` lets a client that is still sending have the answer first.
 
-    Closed with bytes that nobody has read, a connection is reset, and what was sent is lost.
+    Closed with unread bytes, a connection is reset, and what was sent is lost.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ class LingeringTransport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireLimits:
-    """What connections have in common.
+    """Limits of all connections.
 
     Attributes
     ----------
@@ -267,7 +267,7 @@ def protocol_with(limits: WireLimits) -> type[HttpToolsProtocol]:
 def _check_framing(
     headers: Sequence[tuple[bytes, bytes]], parser: httptools.HttpRequestParser
 ) -> None:
-    """What the parser lets pass, though others may read it otherwise.
+    """Reject framing that the parser accepts but other servers may read differently.
 
     Raises
     ------

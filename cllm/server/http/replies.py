@@ -1,6 +1,6 @@
 """Answers that take a while: their requests are given up when the client leaves.
 
-Starlette runs an endpoint to its end whether anybody waits or not.  A `Reply` is produced while a
+Starlette runs an endpoint to its end even if its client has left.  A `Reply` is produced while a
 second task listens for the client's departure, in the queue, in the prefill and while streaming.
 """
 
@@ -29,7 +29,7 @@ N_AT_ONCE = 64
 
 
 class Writer:
-    """Where an answer goes: one JSON object, or server-sent events.
+    """Destination of an answer: one JSON object, or server-sent events.
 
     Attributes
     ----------
@@ -96,12 +96,12 @@ class Writer:
         await self._body(head + data + b"\n\n", more=True)
 
     async def end(self) -> None:
-        """No more events, as OpenAI's chats say it."""
+        """End the events as OpenAI's chats do."""
         await self.event(DONE)
         await self.close()
 
     async def close(self) -> None:
-        """No more events."""
+        """End the events."""
         self._is_over = True
         await self._body(b"", more=False)
 

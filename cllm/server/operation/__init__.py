@@ -1,1 +1,1 @@
-"""What an operator is told: metrics, traces, logs."""
+"""Operation: metrics, traces, logs."""

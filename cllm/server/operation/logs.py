@@ -74,6 +74,6 @@ def configure_logging() -> None:
     # What llama.cpp, the loop and connections say at these levels would bury the requests.
     for name in ("asyncio", "cllm.llama", "urllib3"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    # It warns of every request that is not HTTP: anybody could fill the log.
+    # It warns of every request that is not HTTP: any client could fill the log.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     logging.getLogger("uvicorn.error").addFilter(_is_fault)

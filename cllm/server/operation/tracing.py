@@ -1,6 +1,6 @@
 """OpenTelemetry: a span for each request, with its time in the queue, the prefill and the decode.
 
-Nothing is traced unless somebody asks: with an endpoint for this server's own exporter, or with a
+Nothing is traced by default: with an endpoint for this server's own exporter, or with a
 global tracer provider in a program that embeds the application.  What callers wrote is in no span.
 """
 
@@ -65,7 +65,7 @@ class Trace:
 
 
 class Tracing:
-    """Where spans come from.
+    """Source of spans.
 
     Parameters
     ----------

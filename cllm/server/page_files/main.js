@@ -18,7 +18,7 @@ function show(tab) {
   look();
 }
 
-/** Watch the engine while somebody sees it. */
+/** Watch the engine while the view is visible. */
 function look() {
   const isSeen = location.hash === "#engine" && !document.hidden;
   if (isSeen) stopWatching ??= watchEngine();

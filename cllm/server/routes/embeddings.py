@@ -40,7 +40,7 @@ class _TextsBody(Body):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those of every method of the engine."""
+        """Return the options of the engine's methods for texts."""
         return {"truncate": self.truncate, "timeout": self.timeout, "priority": self.priority}
 
 
@@ -145,7 +145,7 @@ def _row(value: Mapping[str, object]) -> bytes:
 
 
 def _normalized(vectors: NDArray[np.float32], kind: int) -> NDArray[np.float32]:
-    """As llama-server's `embd_normalize` says it."""
+    """Return vectors normalized by llama-server's `embd_normalize`."""
     if kind < 0 or not vectors.size:
         return vectors
     largest = np.abs(vectors).max(axis=1, keepdims=True).astype(np.float64)

@@ -197,7 +197,7 @@ def _answer_of(completion: Completion) -> dict[str, Any]:
 
 
 def _account_of(completion: Completion) -> dict[str, Any]:
-    """What it took."""
+    """Return usage and timings of a completion."""
     usage, timings = completion.usage, completion.timings
     return {
         "fingerprint": completion.fingerprint,

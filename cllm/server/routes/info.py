@@ -49,7 +49,7 @@ async def health(request: Request) -> JSONResponse:
 
 @router.get("/props", summary="The model, its template and what that can do")
 async def props(request: Request) -> dict[str, Any]:
-    """What llama-server's clients look up before they begin."""
+    """Return the properties that llama-server's clients read at the start."""
     engine = state_of(request).serving
     model, config = engine.model, engine.config
     abilities = await engine.template_abilities()

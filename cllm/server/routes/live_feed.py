@@ -1,6 +1,6 @@
 """`/live`: the engine as it runs, as server-sent events, for the page at `/`.
 
-Nobody is asked anything while nobody watches; for several who watch there is one question.
+The engine is queried only while the page is open; several pages share one query.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ QUANTILES = (0.5, 0.99)
 
 
 def period_s(frame: dict[str, Any]) -> float:
-    """How long to wait after a frame."""
+    """Return the seconds to wait after a frame."""
     is_idle = not (frame.get("ticks") or frame.get("n_waiting"))
     return IDLE_PERIOD_S if is_idle else PERIOD_S
 
@@ -41,7 +41,7 @@ async def frame_of(state: ServerState) -> dict[str, Any]:
 
 
 def _view_as(view: LiveView) -> dict[str, Any]:
-    """Of what there are many, as lists without names."""
+    """Return the view with its many items as lists without names."""
     return {
         "slots": view.slots,
         "extents": [(e.start, e.end, e.parent, e.seq_ids) for e in view.extents],

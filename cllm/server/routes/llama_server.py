@@ -216,7 +216,7 @@ def _part(index: int, text: str, delta: TokenDelta, output: Lines) -> dict[str, 
 
 
 class OutputForm(AnswerForm):
-    """How llama-server writes what a request has come to."""
+    """Shape of llama-server's answers."""
 
     def __init__(
         self, model_name: str, body: LlamaServerFields, params: SamplingParams, n_outputs: int

@@ -46,7 +46,7 @@ def loras_of(
 
 @router.get("/lora-adapters", summary="The LoRA adapters that requests may name")
 async def lora_adapters(request: Request) -> list[dict[str, Any]]:
-    """As llama-server has it, with the names; `scale` is that of requests that say nothing of adapters."""
+    """Return the adapters as llama-server does, with names; `scale` holds for requests that name no adapters."""
     loaded = state_of(request).serving.model.loras
     return [
         {

@@ -1,4 +1,4 @@
-"""`/`: a page to chat, and to look at the engine; its files come from the package and ask nobody else."""
+"""`/`: a page to chat, and to look at the engine; its files come from the package and ask no other host."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ async def detokenize(body: DetokenizeBody, request: Request) -> Response:
 
 @router.post("/apply-template", summary="A chat to the text of its prompt")
 async def apply_template(body: ChatBody, request: Request) -> dict[str, str]:
-    """What the chat template makes of messages, without an answer."""
+    """Return the prompt that the chat template makes of messages, without an answer."""
     engine = state_of(request).serving
     messages = messages_of(body.messages)
     rendered = await engine.render_chat(messages, **await hinted(engine, chat_options(body)))

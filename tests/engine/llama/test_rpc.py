@@ -131,7 +131,7 @@ def test_a_server_that_is_older_than_the_greeting_is_not_waited_for() -> None:
 def test_a_server_that_is_absent_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = RpcAddress("127.0.0.1", listener.getsockname()[1])
-    with pytest.raises(RpcServerError, match=f"RPC server {address}: nobody listens there"):
+    with pytest.raises(RpcServerError, match=f"RPC server {address}: no server listens there"):
         find_server(address, never)
 
 
