@@ -1,5 +1,5 @@
 # The two commands of the README, and what CI runs.  Everything is quick the second time.
-.PHONY: demo test coverage test-process test-clients clients-newest test-ray test-rpc test-real test-full test-exhaustive test-asan test-leaks soak check bench release native clean help
+.PHONY: demo docs test coverage test-process test-clients clients-newest test-ray test-rpc test-real test-full test-exhaustive test-asan test-leaks soak check bench release native clean help
 
 PYTHON ?= python3
 # Without bytecode files each process of the tests compiles 760 modules.
@@ -119,6 +119,12 @@ bench:
 	@PYTHON=$(PYTHON) tools/setup.sh dev
 	@PYTHON=.venv/bin/python tools/setup_peers.sh
 	@.venv/bin/python -m benchmarks.side_by_side $(BENCH_ARGS)
+
+# The documentation as a site, in build/docs/site.
+docs:
+	@PYTHON=$(PYTHON) tools/setup.sh docs
+	@.venv/bin/python -m tools.docs
+	@echo "to read it: .venv/bin/python -m http.server -b 127.0.0.1 -d build/docs/site 8000"
 
 # Nothing is uploaded.
 release:

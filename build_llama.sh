@@ -36,7 +36,7 @@ Builds libllama from the pinned source and links it to cllm/_native.
   --tools        also build llama-server, llama-bench, llama-batched-bench and llama-quantize
   --cuda, --vulkan, --metal (macOS)   with this backend
   --rpc          with llama.cpp's RPC, which is experimental and insecure, and ggml-rpc-server:
-                 layers of a model may be on other machines (docs/cluster.md)
+                 layers of a model may be on other machines (docs/rpc.md)
   --portable     not for this CPU: the CPU's code is built once for each kind of CPU (x86-64 from
                  SSE2 to AVX-512, ARMv8.0 to 9.2), the best of them is chosen at run time, and the
                  OpenMP runtime is copied beside them

@@ -6,7 +6,7 @@ each field in an entry of its own.  From these come:
 - the checks and the conversions (`check_settings`, called by `__post_init__`),
 - the options of the command line, the keys of `--config` and the environment variables
   (`cllm/cli/options.py`, `cllm/cli/option_sources.py`): the help is the first sentence of the entry,
-- the tables of options in docs/server.md,
+- the tables of options in docs/options.md,
 - what a fingerprint depends on (`Setting.affects`).
 """
 

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+import typer
+import yaml
+
+from cllm.cli.app import command_line
+from tools.docs import reference
 
 ROOT = Path(__file__).parents[1]
 # Of the READMEs, what is a whole program; the rest is there to be read.
@@ -39,10 +47,63 @@ def test_links_between_pages_lead_somewhere() -> None:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+GENERATED = {"reliability.md", "options.md"}
+
+
+def pages_of(navigation: object) -> set[str]:
+    """The pages of a navigation, in all its levels."""
+    if isinstance(navigation, str):
+        return {navigation}
+    inner = navigation.values() if isinstance(navigation, dict) else navigation
+    return set().union(*map(pages_of, cast(Iterable[object], inner)))
+
+
+def test_the_site_has_every_page() -> None:
+    found = pages_of(SITE["nav"])
+    assert {str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md")} <= found
+    assert all((ROOT / page).exists() for page in found if not page.startswith("reference/"))
+    assert set(reference()) == {Path(page).stem for page in found if page.startswith("reference/")}
+
+
+def test_pages_are_short() -> None:
+    for page in (ROOT / "docs").rglob("*.md"):
+        assert page.name in GENERATED or len(page.read_text().split()) <= 1500, page.name
+    assert len((ROOT / "README.md").read_text().split()) <= 900
+    assert len((ROOT / "ARCHITECTURE.md").read_bytes()) <= 20_000
+
+
+def commands() -> list[tuple[str, str]]:
+    """The lines of shell blocks that call `cllm`, with their pages."""
+    blocks = (
+        (page, re.findall(r"^```sh\n(.*?)^```", page.read_text(), re.M | re.S)) for page in PAGES
+    )
+    return [
+        (page.name, line)
+        for page, found in blocks
+        for block in found
+        for line in block.replace("\\\n", " ").splitlines()
+        if re.match(r"(CLLM_\w+=\S+ )*cllm [a-z]", line)
+    ]
+
+
+def test_commands_on_pages_have_the_options_that_they_use() -> None:
+    group: Any = typer.main.get_command(command_line())
+    assert len(commands()) >= 15
+    for page, line in commands():
+        words = shlex.split(line, comments=True)
+        name = words[words.index("cllm") + 1]
+        assert name in group.commands, (page, line)
+        options = {o for p in group.commands[name].params for o in (*p.opts, *p.secondary_opts)}
+        used = {word.split("=")[0] for word in words if re.match(r"--[a-z]", word)}
+        assert used <= {*options, "--help"}, (page, line, used - options)
+
+
 def programs_with_tests() -> list[str]:
     """The programs of the page about testing that have tests, each with what continues it."""
     programs: list[str] = []
-    for continues, block in BLOCK_OR_CONTINUED.findall((ROOT / "docs" / "testing.md").read_text()):
+    pages = [(ROOT / "docs" / name).read_text() for name in ("testing.md", "testing-reference.md")]
+    for continues, block in BLOCK_OR_CONTINUED.findall("\n".join(pages)):
         programs.append(f"{programs.pop()}\n{block}" if continues else block)
     return [program for program in programs if "def test_" in program]
 

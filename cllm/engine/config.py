@@ -245,7 +245,7 @@ class EngineConfig:
         that computes nothing, and with `rpc` for any tick.  None: never.
     rpc : sequence of str
         Experimental: HOST:PORT of llama.cpp's RPC servers, which take layers as GPUs do; with a process
-        only.  In private networks only (docs/cluster.md).
+        only.  In private networks only (docs/rpc.md).
     trace : str or Path, optional
         Write ticks and requests to this file in Chrome's trace format, for Perfetto.  It holds no prompts
         and no answers.  With `process`, each restart begins a file of its own: `FILE.1`, …

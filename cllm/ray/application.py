@@ -132,5 +132,5 @@ def _warn_of_ports(server: ServerConfig) -> None:
         logger.warning(
             "Ray listens on all interfaces with the ports of its workers, with those of HAProxy's statistics "
             "(8404, 9101) and of each replica (30000 to 31000), which pass the proxy by: set an api_key, and "
-            "close them (docs/cluster.md)"
+            "close them (docs/ray.md)"
         )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, MutableMapping
 
 from cllm.errors import CllmError
 
-# Ray's HAProxy: its Python proxy has half of the tokens/s (docs/cluster.md).
+# Ray's HAProxy: its Python proxy has half of the tokens/s (docs/ray.md).
 HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 BALANCE = "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM"
 ALWAYS: Mapping[str, str] = {

@@ -21,7 +21,7 @@ from tests.cli.children import CTRL_D, Terminal, run_cllm
 from tests.conftest import some_in_fast
 
 serving_listen = serving.listen
-PAGE = Path(__file__).parents[2] / "docs" / "server.md"
+PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 COMMANDS = ("demo", "generate", "chat", "serve", "doctor", "bench")
 
 

@@ -157,7 +157,7 @@ def test_every_variable_of_the_environment_is_on_the_page() -> None:
         for path in ROOT.glob("cllm/**/*.py")
         for name in re.findall(r"\bCLLM_[A-Z_]+\b", path.read_text())
     }
-    page = (ROOT / "docs" / "server.md").read_text()
+    page = (ROOT / "docs" / "operation.md").read_text()
     assert len(found) >= 5
     assert not {name for name in found if f"`{name}`" not in page}
 

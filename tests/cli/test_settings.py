@@ -26,7 +26,7 @@ from cllm.server.operation import logs
 from cllm.settings import KEY, Setting, descriptions, settings_of
 
 KINDS: tuple[type[Flags], ...] = (EngineFlags, ServerFlags, SamplingFlags)
-PAGE = Path(__file__).parents[2] / "docs" / "server.md"
+PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 # What is typed for an option that does not take "40".
 TYPED = {
     "type_k": "q8_0", "type_v": "q8_0", "pooling": "mean", "lora": "n=b.gguf:0.5",
