@@ -94,8 +94,8 @@ class Library:
         # libc's `strlen` over a two-byte flag is a `bool (*)(void *)` that costs nothing: the
         # abort callback runs after every graph node, where a Python function would need the GIL.
         abort_type = h.DECLARATIONS.callbacks["ggml_abort_callback"]
-        self.read_flag = ctypes.cast(ctypes.CDLL(None).strlen, abort_type)
-        self.can_abort = not self.read_flag(b"\0\0") and bool(self.read_flag(b"\1\0"))
+        self.read_flag: Any = ctypes.cast(ctypes.CDLL(None).strlen, abort_type)
+        self.can_abort: bool = not self.read_flag(b"\0\0") and bool(self.read_flag(b"\1\0"))
         log_type = h.DECLARATIONS.callbacks["ggml_log_callback"]
         self._log_callback = log_type(_on_log)  # kept alive as long as the library may call it
         self._no_log = log_type()

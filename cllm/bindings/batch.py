@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,7 +46,7 @@ class Batch:
     """
 
     def __init__(self, n_rows_max: int) -> None:
-        self.n_rows_max = check_int("n_rows_max", n_rows_max, 1, 1 << 20)
+        self.n_rows_max: int = check_int("n_rows_max", n_rows_max, 1, 1 << 20)
         self.tokens: NDArray[np.int32] = np.zeros(n_rows_max, np.int32)
         self._positions: NDArray[np.int32] = np.zeros(n_rows_max, np.int32)
         self._seq_ids: NDArray[np.int32] = np.zeros(n_rows_max, np.int32)
@@ -59,7 +59,7 @@ class Batch:
             *(ctypes.cast(base + 4 * row, int32_p) for row in range(n_rows_max))
         )
         self._positions_template: NDArray[np.int32] = np.arange(n_rows_max, dtype=np.int32)
-        self.struct = h.DECLARATIONS.structs["llama_batch"](
+        self.struct: Any = h.DECLARATIONS.structs["llama_batch"](
             n_tokens=0,
             token=self.tokens.ctypes.data_as(int32_p),
             embd=None,
@@ -69,9 +69,9 @@ class Batch:
             logits=self._is_output.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
         )
         self.runs: list[Run] = []
-        self.n_rows = 0
-        self.n_outputs = 0
-        self.highest_token = -1
+        self.n_rows: int = 0
+        self.n_outputs: int = 0
+        self.highest_token: int = -1
         self._ends: dict[int, int] = {}
 
     def clear(self) -> None:

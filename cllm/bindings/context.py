@@ -193,18 +193,19 @@ class Context(Memory, LoraContext):
         pointer = init_context(model, params, no_warning=no_warning)
         super().__init__(pointer, model, kv_unified=bool(kv_unified))
         with self._closed_on_error():
-            self.n_vocab = model.vocab.n_tokens
-            self.has_tiled_attention = (
+            self.n_vocab: int = model.vocab.n_tokens
+            self.has_tiled_attention: bool = (
                 not model.is_on_gpu
                 and kv_unified
                 and flash_attn is not False
                 and type_k == type_v
                 and type_k in ("f16", "f32")
             )
-            self.n_batch = int(lib.llama_n_batch(pointer))
-            self.n_ubatch = int(lib.llama_n_ubatch(pointer))
+            self.n_batch: int = int(lib.llama_n_batch(pointer))
+            self.n_ubatch: int = int(lib.llama_n_ubatch(pointer))
         self.n_outputs_max = n_outputs_max
-        self.n_decodes = self._n_output_rows = 0
+        self.n_decodes: int = 0
+        self._n_output_rows: int = 0
         self._decoded = False
 
     # --- Decoding ----------------------------------------------------------------------------

@@ -93,7 +93,7 @@ class EmbeddingContext(LoraContext):
             "n_threads", n_threads, 1, MAX_THREADS
         )
         params.flash_attn_type = check_flash_attn(flash_attn)
-        self.pooling = check_pooling(pooling, own)
+        self.pooling: str | None = check_pooling(pooling, own)
         params.pooling_type = POOLINGS[self.pooling]
         self._abort_flag = AbortFlag(params)
         pointer = init_context(model, params, no_warning="model default pooling_type")
@@ -104,12 +104,13 @@ class EmbeddingContext(LoraContext):
         self._compute = lib.llama_decode if model.has_decoder else lib.llama_encode
         architecture = model.metadata_value("general.architecture")
         is_causal = model.metadata_value(f"{architecture}.attention.causal") != "false"
-        self.computes_in_pieces = bool(self._memory) and is_causal
+        self.computes_in_pieces: bool = bool(self._memory) and is_causal
         self._held: tuple[int, int] | None = None  # seq_id and tokens of a text that may go on
         self._n_vocab = model.vocab.n_tokens
-        self.n_batch, self.n_seq_max = n_batch, n_seq_max
-        self.n_tokens_max = min(n_batch, model.n_ctx_train)
-        self.n_values = model.n_cls_out if self.pooling == "rank" else model.n_embd_out
+        self.n_batch: int = n_batch
+        self.n_seq_max: int = n_seq_max
+        self.n_tokens_max: int = min(n_batch, model.n_ctx_train)
+        self.n_values: int = model.n_cls_out if self.pooling == "rank" else model.n_embd_out
 
     def compute(self, batch: Batch) -> NDArray[np.float32]:
         """The vectors of the texts of `batch`, each one run from position 0.

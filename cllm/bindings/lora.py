@@ -48,7 +48,7 @@ class LoraAdapter(NativeHandle):
         with self._closed_on_error():
             n_tokens = lib.llama_adapter_get_alora_n_invocation_tokens(pointer)
             tokens = lib.llama_adapter_get_alora_invocation_tokens(pointer)
-            self.invocation_tokens = tuple(tokens[:n_tokens]) if n_tokens else ()
+            self.invocation_tokens: tuple[int, ...] = tuple(tokens[:n_tokens]) if n_tokens else ()
 
 
 class LoraContext(NativeHandle):

@@ -46,9 +46,9 @@ class Memory(NativeHandle):
             if not self._memory:
                 # Encoder-only and diffusion models: some claim to have a decoder, none remembers.
                 raise NotGenerativeError("the model has no KV cache: it cannot generate text")
-            self.n_ctx = int(lib.llama_n_ctx(pointer))
-            self.n_ctx_seq = int(lib.llama_n_ctx_seq(pointer))
-            self.n_seq_max = int(lib.llama_n_seq_max(pointer))
+            self.n_ctx: int = int(lib.llama_n_ctx(pointer))
+            self.n_ctx_seq: int = int(lib.llama_n_ctx_seq(pointer))
+            self.n_seq_max: int = int(lib.llama_n_seq_max(pointer))
 
     # --- KV cache ----------------------------------------------------------------------------
     def memory_clear(self, *, data: bool = True) -> None:

@@ -94,34 +94,34 @@ class Model(NativeHandle):
             raise ModelLoadError(path, reason or "llama.cpp gives no reason")
         super().__init__(pointer, lib.llama_model_free)
         self.path = path
-        self.vocab_only = bool(vocab_only)
+        self.vocab_only: bool = bool(vocab_only)
         with self._closed_on_error():
-            self.vocab = Vocabulary(self, path)
+            self.vocab: Vocabulary = Vocabulary(self, path)
             self._describe()
             # Whether a GPU computes: what a CPU does for each row of a batch, it does for many at once.
-            self.is_on_gpu = params.n_gpu_layers != 0 and lib.has_gpu
+            self.is_on_gpu: bool = params.n_gpu_layers != 0 and lib.has_gpu
 
     def _describe(self) -> None:
         """Ask llama.cpp for the shape of the model."""
         lib, pointer = library(), self._pointer
-        self.n_ctx_train = int(lib.llama_model_n_ctx_train(pointer))
-        self.n_embd = int(lib.llama_model_n_embd(pointer))
-        self.n_embd_out = int(lib.llama_model_n_embd_out(pointer))
-        self.n_cls_out = int(lib.llama_model_n_cls_out(pointer))
-        self.n_layer = int(lib.llama_model_n_layer(pointer))
+        self.n_ctx_train: int = int(lib.llama_model_n_ctx_train(pointer))
+        self.n_embd: int = int(lib.llama_model_n_embd(pointer))
+        self.n_embd_out: int = int(lib.llama_model_n_embd_out(pointer))
+        self.n_cls_out: int = int(lib.llama_model_n_cls_out(pointer))
+        self.n_layer: int = int(lib.llama_model_n_layer(pointer))
         # Without weights the layers have no shape, and asking for the heads of one aborts.
-        self.n_head = 0 if self.vocab_only else int(lib.llama_model_n_head(pointer))
-        self.n_head_kv = 0 if self.vocab_only else int(lib.llama_model_n_head_kv(pointer))
-        self.n_swa = int(lib.llama_model_n_swa(pointer))
-        self.n_params = int(lib.llama_model_n_params(pointer))
-        self.size_bytes = int(lib.llama_model_size(pointer))
-        self.has_encoder = bool(lib.llama_model_has_encoder(pointer))
-        self.has_decoder = bool(lib.llama_model_has_decoder(pointer))
-        self.is_recurrent = bool(lib.llama_model_is_recurrent(pointer))
-        self.is_hybrid = bool(lib.llama_model_is_hybrid(pointer))
+        self.n_head: int = 0 if self.vocab_only else int(lib.llama_model_n_head(pointer))
+        self.n_head_kv: int = 0 if self.vocab_only else int(lib.llama_model_n_head_kv(pointer))
+        self.n_swa: int = int(lib.llama_model_n_swa(pointer))
+        self.n_params: int = int(lib.llama_model_n_params(pointer))
+        self.size_bytes: int = int(lib.llama_model_size(pointer))
+        self.has_encoder: bool = bool(lib.llama_model_has_encoder(pointer))
+        self.has_decoder: bool = bool(lib.llama_model_has_decoder(pointer))
+        self.is_recurrent: bool = bool(lib.llama_model_is_recurrent(pointer))
+        self.is_hybrid: bool = bool(lib.llama_model_is_hybrid(pointer))
         # A state for each sequence instead of, or beside, a cell for each position.
-        self.has_state = self.is_recurrent or self.is_hybrid
-        self.is_diffusion = bool(lib.llama_model_is_diffusion(pointer))
+        self.has_state: bool = self.is_recurrent or self.is_hybrid
+        self.is_diffusion: bool = bool(lib.llama_model_is_diffusion(pointer))
 
     @property
     def description(self) -> str:

@@ -40,8 +40,10 @@ class CandidateMemory:
     def __init__(self, n: int) -> None:
         data = np.empty(n, _CANDIDATE)
         # Made for each use anew these would cost more than what is done with them.
-        self.ids, self.logits, self.p = data["id"], data["logit"], data["p"]
-        self.pointer = ctypes.cast(data.ctypes.data, _DATA_POINTER)  # the fields keep it alive
+        self.ids: NDArray[np.int32] = data["id"]
+        self.logits: NDArray[np.float32] = data["logit"]
+        self.p: NDArray[np.float32] = data["p"]
+        self.pointer: Any = ctypes.cast(data.ctypes.data, _DATA_POINTER)  # the fields keep it alive
 
 
 class Candidates:
@@ -68,7 +70,7 @@ class Candidates:
         memory.ids[:n] = ids
         memory.logits[:n] = logits
         memory.p[:n] = 0.0
-        self.struct = _ARRAY(memory.pointer, n, -1, False)
+        self.struct: Any = _ARRAY(memory.pointer, n, -1, False)
 
     def __len__(self) -> int:
         return int(self.struct.size)
@@ -126,7 +128,8 @@ class SamplerChain(NativeHandle):
         if not pointer:
             raise LlamaCallError("llama_sampler_chain_init", 0)
         super().__init__(pointer, lib.llama_sampler_free, parent=vocab._model)
-        self._selects = self.remembers = False
+        self._selects: bool = False
+        self.remembers: bool = False
 
     def _add(self, sampler: Any, *, selects: bool = False, remembers: bool = False) -> Self:
         if not sampler:

@@ -41,7 +41,7 @@ class ChatCommands:
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
-        self.has_ended = False
+        self.has_ended: bool = False
         leave = ChatCommand("", "leave; so do /quit, /bye and Ctrl-D", self._exit)
         self._commands = {
             "regen": ChatCommand("", "answer the last message once more", self._regen),

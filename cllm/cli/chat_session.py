@@ -55,13 +55,13 @@ class Chat:
         n_ctx = min(engine.model.n_ctx, engine.model.n_ctx_train)
         self._engine = engine
         self.params = params
-        self.history = History(system, n_ctx=n_ctx, n_answer_max=params.max_tokens)
+        self.history: History = History(system, n_ctx=n_ctx, n_answer_max=params.max_tokens)
         self.attached: list[str] = []
         self._out = out
         self._last: Completion | None = None
         self._stream: TokenStream | None = None
         self._is_stopped = False
-        self.has_failed = False
+        self.has_failed: bool = False
 
     @property
     def name(self) -> str:

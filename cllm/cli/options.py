@@ -75,8 +75,10 @@ class Flags:
         self, given: Mapping[str, object], defaults: Mapping[str, object] | None = None
     ) -> None:
         # Typer has [] or None, by version, for a list that is not given.
-        self.given = {name: value for name, value in given.items() if value not in (None, [])}
-        self.defaults = self.own_defaults | {
+        self.given: dict[str, object] = {
+            name: value for name, value in given.items() if value not in (None, [])
+        }
+        self.defaults: dict[str, object] = self.own_defaults | {
             name: value for name, value in (defaults or {}).items() if value is not None
         }
 
@@ -99,8 +101,8 @@ class EngineFlags(Flags):
 
     configuration = EngineConfig
     panel = "Engine"
-    own_defaults: ClassVar = {"n_ctx": AUTO}
-    extra: ClassVar = {
+    own_defaults: ClassVar[dict[str, object]] = {"n_ctx": AUTO}
+    extra: ClassVar[dict[str, Any]] = {
         "hf": Annotated[
             str | None,
             typer.Option(

@@ -19,7 +19,7 @@ from cllm.cli.imports import importing
 from cllm.cli.options import TOY, EngineFlags, ServerFlags, with_flags
 from cllm.errors import extra
 
-logger = logging.getLogger("cllm.server")
+logger: logging.Logger = logging.getLogger("cllm.server")
 
 N_CTX_FAKE = 16384  # of a server without a model
 

@@ -74,7 +74,7 @@ class StandardOutput:
     """
 
     def __init__(self) -> None:
-        self.is_terminal = is_terminal(sys.stdout)
+        self.is_terminal: bool = is_terminal(sys.stdout)
         # Python leaves None where the descriptor was closed: 1 may by now be any file of ours.
         self._descriptor = None if sys.stdout is None else _Descriptor(1)
 

@@ -58,7 +58,7 @@ class AnswerStream:
         keys: Sequence[Key],
     ) -> None:
         self.request_id = request_id
-        self.n_moves = 0
+        self.n_moves: int = 0
         self._replicas = replicas
         self._body = {**body, "stream": True, "return_prompt_token_ids": True}
         self._generated = list(generated)

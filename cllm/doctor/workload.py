@@ -84,7 +84,7 @@ class RequestRunner:
 
     def __init__(self, context: ProbeContext, prompt: Sequence[int], n_output: int) -> None:
         self.context = context
-        self.prompt = list(prompt)
+        self.prompt: list[int] = list(prompt)
         self.n_output = n_output
         self._batch = Batch(context.n_batch)
 

@@ -296,10 +296,9 @@ class EngineConfig:
     n_ctx: int | Literal["auto"] = setting(
         N_CTX, or_word(AUTO, integer(0, 1 << 26)), "-c --n-ctx --ctx-size"
     )
-    n_seq_max: int = setting(
-        16, integer(1, N_SEQ_IDS), "--n-seq-max -np --parallel", affects=BATCHES
-    )
-    n_batch: int = setting(512, integer(1, 1 << 20), "-b --n-batch --batch-size", affects=BATCHES)
+    # Limits that depend on another field are checked in `__post_init__`.
+    n_seq_max: int = setting(16, None, "--n-seq-max -np --parallel", affects=BATCHES)
+    n_batch: int = setting(512, None, "-b --n-batch --batch-size", affects=BATCHES)
     n_ubatch: int = setting(
         512, integer(1, 1 << 20), "-ub --n-ubatch --ubatch-size", affects=BATCHES
     )

@@ -20,7 +20,7 @@ from urllib.parse import unquote, urljoin
 from cllm.errors import InvalidRequestError
 from cllm.log_once import log_once
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 Kind = TypeVar("Kind")
 Part = TypeVar("Part")
 # JSON's types, with numbers in two halves: `number` is both.

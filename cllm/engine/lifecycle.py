@@ -41,7 +41,7 @@ from cllm.errors import (
 from cllm.hub.download import find_model
 from cllm.hub.names import is_name
 
-logger = logging.getLogger("cllm.engine")
+logger: logging.Logger = logging.getLogger("cllm.engine")
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -66,7 +66,9 @@ class Lifecycle:
             raise TypeError("config cannot be combined with model or other options")
         if not isinstance(config, EngineConfig | None):
             raise InvalidArgumentError("config", config, "an EngineConfig")
-        self.config = self._possible(config_from(model, options) if config is None else config)
+        self.config: EngineConfig = self._possible(
+            config_from(model, options) if config is None else config
+        )
         self._on_restart = on_restart
         self._status: EngineStatus | None = None
         self._entered: Parts | None = None  # those that take requests

@@ -53,7 +53,7 @@ class CllmChat(BaseChatModel):
         call (`bind`, `ainvoke`) count more.
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True)
+    model_config: ConfigDict = ConfigDict(arbitrary_types_allowed=True)
 
     engine: Engine = Field(exclude=True)
     options: dict[str, Any] = Field(default_factory=dict)

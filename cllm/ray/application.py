@@ -17,7 +17,7 @@ from cllm.ray.replica import Replica
 from cllm.ray.settings import PREFIX, ClusterSettings
 from cllm.server.config import ServerConfig
 
-logger = logging.getLogger("cllm.ray")
+logger: logging.Logger = logging.getLogger("cllm.ray")
 
 NAME = "cllm"
 

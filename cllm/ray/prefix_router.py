@@ -20,7 +20,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 
 from cllm.routing.prefix_table import Key, PrefixTable, keys_of, raw_prompt
 
-logger = logging.getLogger("cllm.ray")
+logger: logging.Logger = logging.getLogger("cllm.ray")
 
 NAME = "cllm-router"
 STATISTICS_PERIOD_S = 0.2

@@ -14,7 +14,7 @@ from cllm import CllmError, ClosedError, Engine, EngineConfig, EngineFailedError
 from cllm.server.http.limits import is_file, is_open, route_path
 from cllm.server.state import ServerState
 
-logger = logging.getLogger("cllm.server")
+logger: logging.Logger = logging.getLogger("cllm.server")
 
 WARM_UP_LIMIT_S = 10.0  # of a template that takes its time over everything it is tried with
 
@@ -57,8 +57,9 @@ class EngineTask:
         self._on_failed = on_failed
         self._make_engine = make_engine
         self._background: object = None  # an asyncio task without a reference may be collected
-        self.has_begun = self.is_background = False
-        self.settled = anyio.Event()
+        self.has_begun: bool = False
+        self.is_background: bool = False
+        self.settled: anyio.Event = anyio.Event()
 
     async def run(self, finished: anyio.Event | None = None) -> None:
         """Serve until the state says stop; `finished` when all answers have been read."""
@@ -103,7 +104,8 @@ class EngineTask:
     def renew(self) -> None:
         """Prepare for another run, perhaps in another event loop."""
         self._state.renew()
-        self.has_begun = self.is_background = False
+        self.has_begun = False
+        self.is_background = False
         self.settled = anyio.Event()
 
     def begin(self) -> None:

@@ -21,7 +21,7 @@ from cllm.server.engine_task import EngineTask
 from cllm.server.http.problems import unavailable
 from cllm.server.operation.metrics import Metrics
 
-logger = logging.getLogger("cllm.server")
+logger: logging.Logger = logging.getLogger("cllm.server")
 
 
 class PooledModel:
@@ -54,7 +54,7 @@ class PooledModel:
         self.task.has_begun = True  # the pool says when
         self._is_leaving = False
         self.n_users = 0
-        self.used_at = 0.0
+        self.used_at: float = 0.0
         self.freed: anyio.Event | None = None
 
     @property
@@ -135,11 +135,11 @@ class ModelPool:
         make_engine: Callable[[EngineConfig], Engine],
     ) -> None:
         self._config = config
-        self.models = {
+        self.models: dict[str, PooledModel] = {
             name: PooledModel(name, engine, config.of_model(name), make_engine)
             for name, engine in models.items()
         }
-        self.metrics = Metrics()  # of requests that are rejected before they reach a model
+        self.metrics: Metrics = Metrics()  # of requests that are rejected before they reach a model
         self.failure: BaseException | None = None  # one that cannot be loaded ends nothing else
         self._tasks: TaskGroup | None = None
         self._loading = anyio.Lock()

@@ -20,7 +20,7 @@ from cllm.server.operation.latest_frame import LatestFrame
 from cllm.server.operation.metrics import Metrics
 from cllm.server.operation.tracing import Tracing
 
-logger = logging.getLogger("cllm.server")
+logger: logging.Logger = logging.getLogger("cllm.server")
 
 
 class Served(NamedTuple):
@@ -46,21 +46,21 @@ class ServerState:
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
-        self.metrics = Metrics()
-        self.tracing = Tracing(config.otlp_traces_endpoint)
+        self.metrics: Metrics = Metrics()
+        self.tracing: Tracing = Tracing(config.otlp_traces_endpoint)
         self.engine: Engine | None = None
         self.failure: BaseException | None = None
-        self.started_at = int(time.time())
+        self.started_at: int = int(time.time())
         self._ids: set[str] = set()
         self.renew()
 
     def renew(self) -> None:
         """Another event loop begins: what belonged to the last one is made again."""
         self.engine, self.failure = None, None
-        self.stopping = anyio.Event()
-        self.live = LatestFrame()
+        self.stopping: anyio.Event = anyio.Event()
+        self.live: LatestFrame = LatestFrame()
         # Texts that are tokenized for their own sake must not keep prompts waiting.
-        self.tokenizing = anyio.CapacityLimiter(2)
+        self.tokenizing: anyio.CapacityLimiter = anyio.CapacityLimiter(2)
 
     @contextmanager
     def unique(self, request_id: str) -> Iterator[str]:

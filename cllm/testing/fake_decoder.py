@@ -135,14 +135,14 @@ class FakeDecoder:
         latency_s: Latency = 0.0,
         wait: Callable[[float], None] | None = None,
     ) -> None:
-        self.n_vocab = check_int("n_vocab", n_vocab, 1, INT32_MAX)
-        self.n_seq_max = check_int("n_seq_max", n_seq_max, 1, LLAMA_MAX_SEQ)
-        self.n_ctx = check_int("n_ctx", n_ctx, n_seq_max, INT32_MAX)
-        self.n_batch = check_int("n_batch", n_batch, 1, INT32_MAX)
+        self.n_vocab: int = check_int("n_vocab", n_vocab, 1, INT32_MAX)
+        self.n_seq_max: int = check_int("n_seq_max", n_seq_max, 1, LLAMA_MAX_SEQ)
+        self.n_ctx: int = check_int("n_ctx", n_ctx, n_seq_max, INT32_MAX)
+        self.n_batch: int = check_int("n_batch", n_batch, 1, INT32_MAX)
         self.kv_unified = kv_unified
-        self.n_ctx_seq = n_ctx if kv_unified else n_ctx // n_seq_max
+        self.n_ctx_seq: int = n_ctx if kv_unified else n_ctx // n_seq_max
         n_outputs = n_seq_max if n_outputs_max is None else n_outputs_max
-        self.n_outputs_max = check_int("n_outputs_max", n_outputs, n_seq_max, INT32_MAX)
+        self.n_outputs_max: int = check_int("n_outputs_max", n_outputs, n_seq_max, INT32_MAX)
         self.separates_prompts = separates_prompts
         self.answer: Answer = self._hash if answer is None else answer
         self.faults: dict[int, Fault] = dict(faults or {})
@@ -153,7 +153,10 @@ class FakeDecoder:
         self._wait = self._wait_in_real_time if wait is None else wait
         self.runs: list[FakeRun] = []
         self._spans: dict[int, range] = {}  # the positions of each sequence in the batch
-        self.n_rows = self.n_outputs = self.n_decodes = self.n_rebuilds = 0
+        self.n_rows: int = 0
+        self.n_outputs: int = 0
+        self.n_decodes: int = 0
+        self.n_rebuilds: int = 0
         self.n_calls: Counter[str] = Counter()
         # None where `seq_rm` left a hole; no sequence is empty or ends with one.
         self._held: dict[int, list[_Cell | None]] = {}
@@ -173,7 +176,8 @@ class FakeDecoder:
         """Forget the rows added so far."""
         self.runs.clear()
         self._spans.clear()
-        self.n_rows = self.n_outputs = 0
+        self.n_rows = 0
+        self.n_outputs = 0
 
     def add(self, seq_id: int, tokens: Sequence[int], p0: int, *, n_outputs: int = 0) -> range:
         """Add consecutive tokens of one sequence, the last `n_outputs` with logits.

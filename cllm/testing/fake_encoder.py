@@ -67,16 +67,17 @@ class FakeTextEncoder:
         latency_s: float = 0.0,
         computes_in_pieces: bool = False,
     ) -> None:
-        self.n_batch, self.n_texts_max = n_batch, n_texts_max
-        self.n_batch_target = n_batch if n_batch_target is None else n_batch_target
+        self.n_batch: int = n_batch
+        self.n_texts_max: int = n_texts_max
+        self.n_batch_target: int = n_batch if n_batch_target is None else n_batch_target
         self.is_classifier = is_classifier
-        self.faults = dict(faults or {})
+        self.faults: dict[int, TextFault] = dict(faults or {})
         self.poison = poison
         self.latency_s = latency_s
         self.computes_in_pieces = computes_in_pieces
         self._begun: tuple[int, ...] = ()
         self.batches: list[tuple[tuple[int, ...], ...]] = []
-        self.n_opened = 0
+        self.n_opened: int = 0
         self.open_fault: Exception | None = None
         self._is_open = self._is_stopping = False
         self._aborted = threading.Event()

@@ -180,9 +180,9 @@ class FakeEngine(Engine):
             call_faults=call_faults,
             latency_s=latency_s,
         )
-        self.decoder = self._make_decoder(self.config)
-        self.encoder = _encoder_of(self.config)
-        self.loras = FakeLoras()
+        self.decoder: FakeDecoder = self._make_decoder(self.config)
+        self.encoder: FakeTextEncoder = _encoder_of(self.config)
+        self.loras: FakeLoras = FakeLoras()
 
     def _make_backend(self, config: EngineConfig) -> _FakeBackend:
         if config is not self.config:  # it is reloaded

@@ -105,7 +105,8 @@ class DeltaClock:
     """Deltas of all requests together as the time of a schedule: real time would not repeat."""
 
     def __init__(self) -> None:
-        self.n_deltas = self._n_streaming = 0
+        self.n_deltas: int = 0
+        self._n_streaming: int = 0
         self._changed = anyio.Event()
 
     async def wait(self, n_deltas: int) -> None:

@@ -19,7 +19,7 @@ A_PATH = "a path: not empty, without NUL characters"
 @pytest.mark.parametrize(
     ("field", "value", "limit"),
     [
-        ("n_seq_max", 0, "1 to 256"),
+        ("n_seq_max", 0, "1 to 255"),
         ("n_seq_max", 256, "1 to 255"),
         ("n_ctx", -1, "0 to 67108864"),
         ("n_ctx", 2**26 + 1, "0 to 67108864"),

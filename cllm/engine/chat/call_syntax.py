@@ -28,7 +28,7 @@ MAX_NAME = 256
 MAX_PYTHON = 1 << 16  # characters that are parsed as Python's at once
 # What may stand in a tag behind a name.
 ATTRIBUTES = re.compile(r"""(?:\s*[\w:-]+\s*=\s*(?:"[^"]*"|'[^']*'))*\s*/?""")
-PYTHON_LITERALS = {"True": True, "False": False, "None": None}
+PYTHON_LITERALS: dict[str, bool | None] = {"True": True, "False": False, "None": None}
 
 
 class CallSink(Protocol):

@@ -92,7 +92,7 @@ class ChatTokenizer:
     ) -> None:
         self._vocabulary = vocabulary
         self._child = template_child()
-        self.close = self._child.close  # any thread: ends what is rendered
+        self.close: Callable[[], None] = self._child.close  # any thread: ends what is rendered
         self._source = template
         self._tool_source = tool_template
 

@@ -23,7 +23,7 @@ Render = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None, bool], str
 NAME, KEY, VALUE, OTHER_KEY = "probe_function", "alpha_key", "first_value", "beta_key"
 SECOND_VALUE, REASONING, ANSWER = "second_value", "PROBE-REASONING", "PROBE-ANSWER"
 IDS = ("abcdefgh1", "abcdefgh2")
-TOOL = {
+TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": NAME,

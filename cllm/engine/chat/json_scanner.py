@@ -22,7 +22,7 @@ class NotJsonError(Exception):
 
     def __init__(self, at: int) -> None:
         super().__init__(at)
-        self.at = at
+        self.at: int = at
 
 
 class JsonScanner:
@@ -37,7 +37,7 @@ class JsonScanner:
     """
 
     def __init__(self) -> None:
-        self.is_done = False
+        self.is_done: bool = False
         self._open: list[str] = []  # of each level: the bracket that ends it
         self._wants = "value"
         self._scalar = ""

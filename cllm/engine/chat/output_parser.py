@@ -82,8 +82,8 @@ class OutputParser:
         # White space that may turn out to stand before a marker.
         self._space = self._reasoning_space = ""
         self._has_content = self._has_reasoning = self._follows_marker = False
-        self.n_calls = 0
-        self.is_reasoning = False
+        self.n_calls: int = 0
+        self.is_reasoning: bool = False
         self._steps = self._turn() if output_format.turn is not None else self._channels()
         self._is_over = False
         self.push(prefix)

@@ -13,7 +13,7 @@ from typing import Any
 
 from cllm.log_once import log_once
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 # Types of parts, and where their text is.
 TEXTS = {

@@ -40,7 +40,7 @@ class RefusedError(Exception):
 class Generation(Extension):
     """`{% generation %}` marks what the assistant said, for training; here it marks nothing."""
 
-    tags = {"generation"}  # noqa: RUF012
+    tags: set[str] = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> nodes.Node:
         """A block with a scope of its own, as in transformers."""

@@ -36,11 +36,15 @@ class Markers:
 
     def __init__(self, markers: Iterable[str]) -> None:
         # The longest first: one may begin another.
-        self.markers = tuple(sorted({m for m in markers if m}, key=len, reverse=True))
-        self.longest = max(map(len, self.markers), default=0)
+        self.markers: tuple[str, ...] = tuple(
+            sorted({m for m in markers if m}, key=len, reverse=True)
+        )
+        self.longest: int = max(map(len, self.markers), default=0)
         begun = {m[:n] for m in self.markers for n in range(1, len(m))}
         self._whole = re.compile("|".join(map(re.escape, self.markers)) or "(?!)")
-        self.first = re.compile("|".join({re.escape(m[0]) for m in self.markers}) or "(?!)")
+        self.first: re.Pattern[str] = re.compile(
+            "|".join({re.escape(m[0]) for m in self.markers}) or "(?!)"
+        )
         longest_first = sorted(begun, key=len, reverse=True)
         self._begun = re.compile(rf"(?:{'|'.join(map(re.escape, longest_first)) or '(?!)'})\Z")
 
@@ -81,7 +85,7 @@ class TextReader:
 
     def __init__(self) -> None:
         self._text = ""
-        self.at = 0
+        self.at: int = 0
         self.is_closed = False
         self._is_held = False
         # While `until` waits and nothing is unread: who is given text, and how a marker begins.

@@ -78,9 +78,9 @@ class ToolParameters:
     def __init__(self, tool: Mapping[str, Any], number: int = 0) -> None:
         inner = tool.get("function", tool)
         function = inner if isinstance(inner, Mapping) else {}
-        self.name = str(function.get("name", ""))
-        self.is_strict = function.get("strict") is True
-        self.field = f"tools[{number}].function.parameters"
+        self.name: str = str(function.get("name", ""))
+        self.is_strict: bool = function.get("strict") is True
+        self.field: str = f"tools[{number}].function.parameters"
         self._given = function.get("parameters")
 
     @cached_property

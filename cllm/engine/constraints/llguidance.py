@@ -59,8 +59,11 @@ class Guidance:
         except ImportError:
             missing = "llguidance is not installed: pip install 'cllm[structured]'"
             raise NotAvailableError(missing) from None
-        self.n_vocab = n_vocab = vocabulary.n_tokens
-        self.ends = tuple(token for token in range(n_vocab) if vocabulary.is_eog(token))
+        self.n_vocab: int = vocabulary.n_tokens
+        n_vocab = self.n_vocab
+        self.ends: tuple[int, ...] = tuple(
+            token for token in range(n_vocab) if vocabulary.is_eog(token)
+        )
         if not self.ends:
             raise NotAvailableError("the vocabulary has no token that ends an output")
         self._tokenizer = self._llguidance.LLTokenizer(
@@ -163,7 +166,7 @@ class CompiledMatcher:
     """
 
     def __init__(self, family: Guidance, matcher: Any) -> None:
-        self.family = family
+        self.family: Guidance = family
         self.is_broken = False
         self._matcher = matcher
 
@@ -176,7 +179,7 @@ class Matcher:
     """A `TokenConstraint`: llguidance's parser and how far it has come."""
 
     def __init__(self, compiled: CompiledMatcher, matcher: Any) -> None:
-        self.family = compiled.family
+        self.family: Guidance = compiled.family
         self.matcher = matcher
         self._compiled = compiled
         self._forced: deque[int] = deque()  # found before, and still to come

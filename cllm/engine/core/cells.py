@@ -21,7 +21,7 @@ from cllm.engine.core.statistics import Recorder
 from cllm.engine.lora import LoraUse
 from cllm.errors import LlamaCallError
 
-logger = logging.getLogger("cllm.engine")
+logger: logging.Logger = logging.getLogger("cllm.engine")
 
 # Copying a sequence between streams moves the whole stream: not worth it for less of it than this.
 # A cell's copy takes 1/370 of a token's computation in a model of two layers, 1/1500 in one of 30.
@@ -70,8 +70,8 @@ class Cells:
         self._recorder = recorder
         self._n_seq_max = n_seq_max
         self._n_tokens_max = prefix_cache_tokens
-        self.can_truncate = kv_cache.has_pos_min
-        self.prefixes = PrefixCache()
+        self.can_truncate: bool = kv_cache.has_pos_min
+        self.prefixes: PrefixCache = PrefixCache()
         self.fault: Exception | None = None
 
     @property

@@ -79,9 +79,9 @@ class DecodeCost:
     """
 
     def __init__(self, rows: RowCost, *, is_unified: bool) -> None:
-        self.ticks = TickCost()
+        self.ticks: TickCost = TickCost()
         self.rows = rows
-        self.prompts = PromptCost()
+        self.prompts: PromptCost = PromptCost()
         self._is_unified = is_unified
         self._decoding_tick_s = 0.0  # the last tick that only decoded
         self._prompts_tick_s = 0.0  # the last tick with prompts

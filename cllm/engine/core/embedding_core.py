@@ -34,7 +34,7 @@ from cllm.errors import (
     ModelChangedError,
 )
 
-logger = logging.getLogger("cllm.engine")
+logger: logging.Logger = logging.getLogger("cllm.engine")
 
 ABORTED = 2  # llama_encode, llama_decode: the abort flag was set
 # Of a batch while no stream runs: a new request may have to wait for so long.

@@ -50,7 +50,7 @@ from cllm.errors import (
     NoKVSlotError,
 )
 
-logger = logging.getLogger("cllm.engine")
+logger: logging.Logger = logging.getLogger("cllm.engine")
 
 ABORTED = 2  # llama_decode: the abort flag was set
 MAX_REBUILDS_IN_VAIN = 8  # new contexts without a token from any of them
@@ -108,15 +108,15 @@ class EngineCore:
         self._config = config
         self._clock = clock
         self._on_batch = on_batch
-        self.recovery = Recovery()
-        self.recorder = Recorder()
+        self.recovery: Recovery = Recovery()
+        self.recorder: Recorder = Recorder()
         self._trace = TickTrace()
         rows = RowCost() if row_cost is None else row_cost
-        self.cost = DecodeCost(rows, is_unified=kv_cache.kv_unified)
-        self.turns = Turns(kv_cache, decoder, config, self.cost)
+        self.cost: DecodeCost = DecodeCost(rows, is_unified=kv_cache.kv_unified)
+        self.turns: Turns = Turns(kv_cache, decoder, config, self.cost)
         # Memory that forgets positions cannot give up a wrong guess.
         self._speculation = speculation if kv_cache.has_pos_min else None
-        self.manager = KVCacheManager(
+        self.manager: KVCacheManager = KVCacheManager(
             decoder,
             kv_cache,
             self.recorder,
@@ -128,7 +128,7 @@ class EngineCore:
             recompute_s=self.cost.ticks.known_recompute_s,
             may_pause_s=self._may_pause_s,
         )
-        self.queue = RunQueue(
+        self.queue: RunQueue = RunQueue(
             self.manager,
             self.recovery,
             self.cost.ticks,

@@ -33,11 +33,11 @@ class Extent:
     __slots__ = ("end", "n_cached", "n_live", "parent", "start")
 
     def __init__(self, parent: Extent | None, start: int, end: int) -> None:
-        self.parent = parent
-        self.start = start
-        self.end = end
-        self.n_live = 0
-        self.n_cached = 0
+        self.parent: Extent | None = parent
+        self.start: int = start
+        self.end: int = end
+        self.n_live: int = 0
+        self.n_cached: int = 0
 
 
 class Slot:
@@ -54,9 +54,9 @@ class Slot:
     __slots__ = ("is_cached", "leaf", "n_computed", "seq_id")
 
     def __init__(self, seq_id: int, *, is_cached: bool) -> None:
-        self.seq_id = seq_id
-        self.is_cached = is_cached
-        self.n_computed = 0
+        self.seq_id: int = seq_id
+        self.is_cached: bool = is_cached
+        self.n_computed: int = 0
         self.leaf: Extent | None = None
 
     def extents(self) -> Iterator[Extent]:
@@ -119,7 +119,9 @@ class KVCache:
         """Release everything: the context is new."""
         self._free_ids = list(range(self.n_seq_ids))
         self._slots: dict[int, Slot] = {}
-        self.n_used = self.n_cached = self.n_held = 0
+        self.n_used: int = 0
+        self.n_cached: int = 0
+        self.n_held: int = 0
 
     # --- What there is -----------------------------------------------------------------------
     @property

@@ -23,7 +23,7 @@ from cllm.engine.core.sequence import Sequence
 from cllm.engine.core.statistics import Recorder
 from cllm.engine.request import SequenceState
 
-logger = logging.getLogger("cllm.engine")
+logger: logging.Logger = logging.getLogger("cllm.engine")
 
 # The copy of a sequence that shares cells needs them once more: not worth it for more than a few.
 MIN_OWN_SHARE = 0.9
@@ -71,7 +71,7 @@ class KVCacheManager:
             tiers = PrefixTiers(
                 n_bytes_max=n_bytes_max, whole_only=not kv_cache.has_pos_min, store=store
             )
-        self.saved = SavedStates(
+        self.saved: SavedStates = SavedStates(
             memory,
             recorder,
             n_bytes_max=n_bytes_max,
@@ -80,7 +80,7 @@ class KVCacheManager:
             recompute_s=recompute_s,
             may_pause_s=may_pause_s,
         )
-        self.cells = Cells(
+        self.cells: Cells = Cells(
             memory,
             kv_cache,
             self.saved,

@@ -33,8 +33,8 @@ class _Hits:
 
     def __init__(self, forgetting: float, first: float = 0.0) -> None:
         self._forgetting = forgetting
-        self.hits = [first * share for share in AT_FIRST]
-        self.guesses = [first for _ in AT_FIRST]
+        self.hits: list[float] = [first * share for share in AT_FIRST]
+        self.guesses: list[float] = [first for _ in AT_FIRST]
 
     def add(self, level: int, is_hit: bool) -> None:
         self.hits[level] = self._forgetting * self.hits[level] + is_hit
@@ -62,7 +62,7 @@ class NgramMatch:
         self._bytes = bytearray()
         self._n_seen = 0
         self.at: int | None = None
-        self.n_match = 0
+        self.n_match: int = 0
 
     def update(self, tokens: list[int]) -> None:
         """Read the tokens that have come since."""
@@ -137,7 +137,7 @@ class NgramMatch:
 class NgramDrafter:
     """A `Drafter` that looks for the end of a sequence in the sequence itself."""
 
-    step_s = 0.0
+    step_s: float = 0.0
 
     def __init__(self) -> None:
         self._all_hits = _Hits(FORGETTING_ALL, N_FIRST)

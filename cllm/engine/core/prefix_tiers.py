@@ -116,7 +116,7 @@ class PrefixTiers:
         whole_only: bool = False,
         store: PrefixStore | None = None,
     ) -> None:
-        self.n_bytes_max = n_bytes_max
+        self.n_bytes_max: int = n_bytes_max
         self._whole_only = whole_only
         self._store = store
         self._n_bytes = 0

@@ -25,7 +25,7 @@ from cllm.engine.sampling.batch_sampler import TokenSampler
 from cllm.engine.vocabulary import OutputVocabulary, spelled_piece
 from cllm.errors import EngineFailedError, GenerationError
 
-logger = logging.getLogger("cllm.engine")
+logger: logging.Logger = logging.getLogger("cllm.engine")
 
 MakeSampler = Callable[[GenerationRequest], TokenSampler | None]
 

@@ -20,7 +20,7 @@ from cllm.engine.core.statistics import Recorder
 from cllm.engine.lora import LoraUse
 from cllm.engine.request import SequenceState
 
-logger = logging.getLogger("cllm.engine")
+logger: logging.Logger = logging.getLogger("cllm.engine")
 
 # Shorter prefixes are computed again sooner than they are found.
 MIN_SAVED = 2 * BLOCK

@@ -101,20 +101,24 @@ class Sequence:
         self, request: GenerationRequest, tenant: Tenant | None = None, *, stream_buffer: int = 64
     ) -> None:
         self.request = request
-        self.tenant = Tenant(request.tenant) if tenant is None else tenant
+        self.tenant: Tenant = Tenant(request.tenant) if tenant is None else tenant
         self.sampler: TokenSampler | None = None
-        self.tokens = [*request.prompt_token_ids, *request.generated_token_ids]
-        self.n_prompt = len(request.prompt_token_ids)
-        self.n_given = len(self.tokens)
+        self.tokens: list[int] = [*request.prompt_token_ids, *request.generated_token_ids]
+        self.n_prompt: int = len(request.prompt_token_ids)
+        self.n_given: int = len(self.tokens)
         self.placement: Placement[Sequence] = Placement()
-        self.n_cached = self.n_drafted = self.n_accepted = 0
-        self.detokenizer = Detokenizer(request.params.stop, strips_space=request.strips_space)
+        self.n_cached: int = 0
+        self.n_drafted: int = 0
+        self.n_accepted: int = 0
+        self.detokenizer: Detokenizer = Detokenizer(
+            request.params.stop, strips_space=request.strips_space
+        )
         first_scored = request.first_scored
-        self.n_scored = self.n_prompt if first_scored is None else first_scored
-        self.n_to_score = self.n_given if request.resamples else self.n_prompt
+        self.n_scored: int = self.n_prompt if first_scored is None else first_scored
+        self.n_to_score: int = self.n_given if request.resamples else self.n_prompt
         self.prompt_logprobs: list[TokenLogprob] = []
-        self.output = CompletionBuilder()
-        self.n_unread = request.n_unread
+        self.output: CompletionBuilder = CompletionBuilder()
+        self.n_unread: int = request.n_unread
         self._stream_buffer = stream_buffer
         self.n_preemptions = self.n_turn = 0
         self.admitted_at: float | None = None

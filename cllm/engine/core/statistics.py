@@ -162,27 +162,50 @@ class Recorder:
     What a tick does not count but find, such as `n_waiting`, is set when a snapshot is taken.
     """
 
+    n_waiting: int = 0
+    n_running: int = 0
+    n_paused: int = 0
+    n_ticks: int = 0
+    n_decode_rows: int = 0
+    n_decoding_ticks: int = 0
+    n_decoding_rows: int = 0
+    n_prefill_tokens: int = 0
+    n_cached_tokens: int = 0
+    n_output_tokens: int = 0
+    n_drafted_tokens: int = 0
+    n_accepted_tokens: int = 0
+    n_preemptions: int = 0
+    n_swaps: int = 0
+    n_evictions: int = 0
+    n_rebuilds: int = 0
+    n_checkpoints: int = 0
+    n_restored_prefixes: int = 0
+    n_prefix_bytes_host: int = 0
+    n_prefix_bytes_disk: int = 0
+    n_discrepancies: int = 0
+    n_kv_cells_used: int = 0
+    n_kv_cells_cached: int = 0
+    n_kv_cells: int = 0
+    n_seq_ids_used: int = 0
+    n_seq_ids_cached: int = 0
+    n_threads: int = 0
+    n_gil_handovers: int = 0
+    n_waiting_texts: int = 0
+    n_embedded_texts: int = 0
+    n_embedded_tokens: int = 0
+    n_embedding_batches: int = 0
+    plan_s: float = 0.0
+    decode_s: float = 0.0
+    sample_s: float = 0.0
+    detokenize_s: float = 0.0
+    deliver_s: float = 0.0
+    embed_s: float = 0.0
+    uptime_s: float = 0.0
+    n_finished: Mapping[FinishReason, int]
+
     def __init__(self) -> None:
         self._started_at = time.perf_counter()
-        self.uptime_s = 0.0
-        self.n_finished: Mapping[FinishReason, int] = {}
-        self.n_waiting = self.n_running = self.n_paused = 0
-        self.n_ticks = self.n_decode_rows = 0
-        self.n_decoding_ticks = self.n_decoding_rows = 0
-        self.n_prefill_tokens = self.n_cached_tokens = self.n_output_tokens = 0
-        self.n_drafted_tokens = self.n_accepted_tokens = 0
-        self.n_preemptions = self.n_swaps = self.n_evictions = self.n_rebuilds = 0
-        self.n_checkpoints = self.n_restored_prefixes = 0
-        self.n_prefix_bytes_host = self.n_prefix_bytes_disk = 0
-        self.n_discrepancies = 0
-        self.n_kv_cells_used = self.n_kv_cells_cached = self.n_kv_cells = 0
-        self.n_seq_ids_used = self.n_seq_ids_cached = 0
-        self.n_threads = 0
-        self.n_gil_handovers = 0
-        self.n_waiting_texts = 0
-        self.n_embedded_texts = self.n_embedded_tokens = self.n_embedding_batches = 0
-        self.plan_s = self.decode_s = self.sample_s = self.detokenize_s = self.deliver_s = 0.0
-        self.embed_s = 0.0
+        self.n_finished = {}
 
     def count_tick(self, n_rows: int, n_outputs: int) -> None:
         """A batch of so many rows was decoded, so many of them to be sampled from."""

@@ -94,7 +94,8 @@ class ThreadTuner:
     def __init__(
         self, n_max: int, costs: Sequence[TickCost], read_load: Callable[[], ProcessorLoad | None]
     ) -> None:
-        self.n_max = self.n_threads = n_max
+        self.n_max: int = n_max
+        self.n_threads: int = n_max
         self._costs = costs
         self._read_load = read_load
         self._looked_at = float("-inf")

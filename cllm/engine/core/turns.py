@@ -60,8 +60,8 @@ class Turns:
     def __init__(
         self, kv_cache: KVCache, decoder: Decoder, config: EngineConfig, cost: DecodeCost
     ) -> None:
-        self.n = 0
-        self.tenants = Tenants(dict(config.tenant_weights or ()))
+        self.n: int = 0
+        self.tenants: Tenants = Tenants(dict(config.tenant_weights or ()))
         self._kv_cache = kv_cache
         self._decoder = decoder
         self._cost = cost

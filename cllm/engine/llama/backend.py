@@ -55,7 +55,7 @@ from cllm.engine.thread.worker_thread import WorkerThreads
 from cllm.engine.vocabulary import EngineVocabulary
 from cllm.errors import InvalidArgumentError, ModelLoadError, NotGenerativeError
 
-logger = logging.getLogger("cllm.engine")
+logger: logging.Logger = logging.getLogger("cllm.engine")
 
 # On a CPU.  2,000 tokens beside 4 streams, in batches of 128, 192, 256 and 512: 13.2, 11.9, 11.7 and
 # 11.2 s, while the streams stood still for 1.0, 1.4, 1.9 and 3.3 s (qwen3-0.6b, 2 cores).
@@ -85,7 +85,8 @@ class LlamaBackend:
         self._is_stopping = False
         self._computing: list[LlamaDecoder | NoDecoder | LlamaTextEncoder] = []
         self._guidance: Guidance | None = None
-        self.preflight = self._lora_preflight = Preflight(config)
+        self.preflight: Preflight = Preflight(config)
+        self._lora_preflight = self.preflight
 
     def load(self, owned: ExitStack) -> Loaded:
         """See `Backend`; freed in reverse order: context, adapters, model."""

@@ -55,12 +55,14 @@ class LlamaDecoder:
         self._open()
 
     def _open(self) -> None:
-        self.context = context = self._make_context()
+        context = self._make_context()
+        self.context: Context = context
         self._applied = ()
-        self.n_outputs_max, self.n_vocab = context.n_outputs_max, context.n_vocab
-        self.n_ctx_seq = context.n_ctx_seq
-        self.separates_prompts = context.has_tiled_attention
-        self.n_batch = min(self._n_batch, context.n_batch)  # llama.cpp: never more than n_ctx
+        self.n_outputs_max: int = context.n_outputs_max
+        self.n_vocab: int = context.n_vocab
+        self.n_ctx_seq: int = context.n_ctx_seq
+        self.separates_prompts: bool = context.has_tiled_attention
+        self.n_batch: int = min(self._n_batch, context.n_batch)  # llama.cpp: never more than n_ctx
         if self._n_threads is not None:
             context.set_n_threads(*self._n_threads)
         self.allow()

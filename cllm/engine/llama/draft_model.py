@@ -19,7 +19,7 @@ from cllm.engine.core.sequence import Sequence
 from cllm.engine.core.speculation import Drafts, verdicts
 from cllm.errors import CllmError, ModelLoadError
 
-logger = logging.getLogger("cllm.engine")
+logger: logging.Logger = logging.getLogger("cllm.engine")
 
 N_DRAFTS_MAX = 8
 # How often it is right: before that is known of a sequence, and how fast it is learned.
@@ -85,7 +85,7 @@ class DraftModel:
         self._share = AT_FIRST
         self._is_broken = False
         self._n_measured = 0
-        self.step_s = STEP_AT_FIRST_S
+        self.step_s: float = STEP_AT_FIRST_S
 
     def set_n_threads(self, n_threads: int, n_threads_batch: int) -> None:
         """Compute the next batches with so many threads."""

@@ -65,9 +65,11 @@ class LlamaTextEncoder:
         self._loras = loras
         self._config = config
         self._pooling = info.pooling
-        self.n_batch = config.n_ubatch
-        self.n_batch_target = min(self.n_batch, self.n_batch if model.is_on_gpu else N_BATCH_CPU)
-        self.n_texts_max = min(N_TEXTS_MAX, config.n_ubatch)
+        self.n_batch: int = config.n_ubatch
+        self.n_batch_target: int = min(
+            self.n_batch, self.n_batch if model.is_on_gpu else N_BATCH_CPU
+        )
+        self.n_texts_max: int = min(N_TEXTS_MAX, config.n_ubatch)
         self._context: EmbeddingContext | None = None
         self._batch: Batch | None = None
         self._so_far = np.empty((0, 0), np.float32)  # the vectors that were computed last

@@ -17,7 +17,7 @@ from cllm.memory import available_bytes
 
 MakeContext = Callable[[Model, EngineConfig], Context | EmbeddingContext]
 PlannedContext = tuple[Path, MakeContext]  # a file that gets a context, and what makes it
-logger = logging.getLogger("cllm.engine")
+logger: logging.Logger = logging.getLogger("cllm.engine")
 
 MIB = 1 << 20
 # Where so many times an estimate fits, llama.cpp need not be asked.

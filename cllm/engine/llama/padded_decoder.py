@@ -49,9 +49,9 @@ class PaddedDecoder(LlamaDecoder):
     def _open(self) -> None:
         super()._open()
         n_padding = N_PADDING_ROWS * self.context.n_seq_max
-        self.n_outputs_max -= n_padding
-        self.n_batch = max(1, min(self._n_batch, self.context.n_batch - n_padding))
-        self.n_ctx_seq -= 1  # the last one is for padding
+        self.n_outputs_max: int = self.n_outputs_max - n_padding
+        self.n_batch: int = max(1, min(self._n_batch, self.context.n_batch - n_padding))
+        self.n_ctx_seq: int = self.n_ctx_seq - 1  # the last one is for padding
 
     def clear(self) -> None:
         """Forget the rows added so far."""

@@ -35,7 +35,7 @@ from cllm.engine.config import UNSEEN, EngineConfig
 from cllm.engine.llama import preflight_cache
 from cllm.errors import ClosedError, ModelLoadError
 
-logger = logging.getLogger("cllm.engine")
+logger: logging.Logger = logging.getLogger("cllm.engine")
 
 HELPER = "cllm.engine.preflight_child"
 # Longer than this and it hangs: so many seconds, and those that a slow disk needs for the files.

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from cllm.engine.cache_directory import keep_cached, read_cached
 
-logger = logging.getLogger("cllm.engine")
+logger: logging.Logger = logging.getLogger("cllm.engine")
 
 FILE = "seen_models.json"
 MAX_FILES = 256

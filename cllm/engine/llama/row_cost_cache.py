@@ -11,7 +11,7 @@ from cllm.engine.cache_directory import keep_cached, read_cached
 from cllm.engine.config import EngineConfig
 from cllm.engine.core.row_cost import N_ROWS_MAX
 
-logger = logging.getLogger("cllm.engine")
+logger: logging.Logger = logging.getLogger("cllm.engine")
 
 FILE = "row_cost.json"
 MAX_TABLES = 64

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
 
@@ -50,7 +50,7 @@ class LlamaChain:
         self._memory = RowMemory(model.vocab.n_tokens) if memory is None else memory
         self._n_vocab = model.vocab.n_tokens
         self._chain = chain = SamplerChain(model.vocab)
-        self.close = chain.close
+        self.close: Callable[[], None] = chain.close
         try:
             self._fill(params, seed, prompt, n_ctx)
         except BaseException:

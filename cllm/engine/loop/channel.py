@@ -20,7 +20,7 @@ from cllm.engine.request import GenerationRequest, SequenceState
 from cllm.engine.thread.mailbox import Inbox
 from cllm.errors import ClosedError, EngineFailedError, GenerationError, InvalidRequestError
 
-logger = logging.getLogger("cllm.engine")
+logger: logging.Logger = logging.getLogger("cllm.engine")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,9 +74,9 @@ class Lease:
     __slots__ = ("_inbox", "is_over", "request_id")
 
     def __init__(self, request_id: str, inbox: Inbox) -> None:
-        self.request_id = request_id
+        self.request_id: str = request_id
         self._inbox = inbox
-        self.is_over = False
+        self.is_over: bool = False
 
     def cancel(self) -> None:
         """Cancel the rest."""
@@ -135,7 +135,7 @@ class Channel:
         self.told = told
         self.continuation = continuation
         self._outputs = outputs
-        self.lease = Lease(request.request_id, inbox)
+        self.lease: Lease = Lease(request.request_id, inbox)
         self._inbox = inbox
         # Half of the buffer is read before the thread is told: it goes on computing meanwhile.
         self._n_told_at_once = max(1, capacity // 2)

@@ -42,7 +42,7 @@ from cllm.engine.thread.mailbox import Inbox
 from cllm.engine.thread.worker_thread import Reply
 from cllm.errors import ClosedError, EngineFailedError
 
-logger = logging.getLogger("cllm.engine")
+logger: logging.Logger = logging.getLogger("cllm.engine")
 
 
 class OpenEmbedding:
@@ -95,9 +95,9 @@ class Dispatcher:
         self._questions: dict[int, Reply[Any]] = {}
         self._n_questions = 0
         self.model: ModelInfo | None = None
-        self.answered = anyio.Event()
-        self.stopped = anyio.Event()
-        self.ended = anyio.Event()
+        self.answered: anyio.Event = anyio.Event()
+        self.stopped: anyio.Event = anyio.Event()
+        self.ended: anyio.Event = anyio.Event()
 
     def loaded(self) -> ModelInfo:
         """Return what is loaded; the thread is ready."""

@@ -29,7 +29,7 @@ from cllm.engine.thread.worker_thread import WorkerThread, WorkerThreads
 from cllm.engine.vocabulary import EngineVocabulary
 from cllm.errors import InvalidRequestError
 
-logger = logging.getLogger("cllm.engine")
+logger: logging.Logger = logging.getLogger("cllm.engine")
 
 # Texts up to this many characters are tokenized on the event loop, in microseconds; longer ones can
 # recurse deeply or take long and go to a thread with a large stack.

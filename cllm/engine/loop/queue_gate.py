@@ -38,7 +38,7 @@ class QueueGate:
         self._left: anyio.Event | None = None  # that a task waits for
         self._on_empty: Callable[[], None] | None = None
         self._n_visits = 0
-        self.n_open = 0
+        self.n_open: int = 0
 
     def enter(self, *, is_known: bool = False) -> None:
         """Take one more request.

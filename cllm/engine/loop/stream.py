@@ -58,7 +58,7 @@ class TokenStream:
     def __init__(
         self, call: RequestCall, find_source: FindSource, continues: Continues | None = None
     ) -> None:
-        self.request_id = call.request_id
+        self.request_id: str = call.request_id
         self._call = call
         # An engine may get another model before the request is submitted.
         self._find_source: FindSource | None = find_source

@@ -57,7 +57,7 @@ from cllm.errors import (
     RpcServerError,
 )
 
-logger = logging.getLogger("cllm.engine")
+logger: logging.Logger = logging.getLogger("cllm.engine")
 
 # Restarts in a row after which no request had got a token further, each of a process that served no longer.
 N_IN_VAIN_MAX = 5
@@ -190,7 +190,7 @@ class EngineProcess(EngineHost):
             self._config = self._config.absolute()
             self._serve_on(owned)
         except BaseException as error:
-            self.failure = error  # before it is reported
+            self.failure: BaseException | None = error  # before it is reported
             with self._lock:
                 self._outbox.post(self._ledger.fail_all(error, time.perf_counter()))
             raise
@@ -293,7 +293,7 @@ class EngineProcess(EngineHost):
         # Killed by hand, or for its memory: a request is accused of that if it happens again at once.
         is_own = not ending.was_killed or self._was_hung or self._n_in_vain > 0
         is_own = is_own and not _is_by_rpc(ending)
-        self.crash = str(crash)
+        self.crash: str = str(crash)
         self._n_in_vain += 1
         logger.error("the engine's process ended, and is started again: %s", crash)
         n_open = len(self._ledger.requests)

@@ -8,9 +8,10 @@ import logging
 import os
 import select
 import signal
+import socket
 import time
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from cllm.engine.child_process import how_ended
 from cllm.engine.config import N_TEXTS_MAX, EngineConfig
@@ -76,9 +77,10 @@ class ProcessHandle:
         except BaseException:
             spawned.close()
             raise
-        self._process, self.socket = spawned.process, spawned.socket
+        self._process = spawned.process
+        self.socket: socket.socket = spawned.socket
         self._reader = FrameReader()
-        self.n_reads = 0
+        self.n_reads: int = 0
         self._unsent = bytearray()
         self._last_words = b""
         self._heard_at = time.perf_counter()
@@ -86,7 +88,7 @@ class ProcessHandle:
         self._idle_cpu_s = 0.0
         assert self._process.stdin is not None
         assert self._process.stderr is not None
-        self.stderr = self._process.stderr
+        self.stderr: IO[bytes] = self._process.stderr
         os.set_blocking(self.stderr.fileno(), False)
         self._log_level = _log_level()
         settings = {

@@ -11,6 +11,7 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import IO
 
 from cllm.engine.child_process import child_command, child_environment
 from cllm.engine.process.batch_record import memory_file
@@ -31,12 +32,13 @@ class Spawned:
     def __init__(self) -> None:
         self._parent = os.getpid()
         with ExitStack() as on_error:  # the system may have no room for any of these
-            self.socket, theirs = socket.socketpair()
+            ours, theirs = socket.socketpair()
+            self.socket: socket.socket = ours
             on_error.enter_context(self.socket)
             with theirs:
-                self.batch_file = on_error.enter_context(memory_file())
+                self.batch_file: IO[bytes] = on_error.enter_context(memory_file())
                 fds = theirs.fileno(), self.batch_file.fileno()
-                self.process = subprocess.Popen(
+                self.process: subprocess.Popen[bytes] = subprocess.Popen(
                     child_command("cllm.engine.process.child", *map(str, fds)),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.DEVNULL,

@@ -81,7 +81,7 @@ class BatchSampler:
     """
 
     def __init__(self, n_vocab: int) -> None:
-        self.n_gil_handovers = 0
+        self.n_gil_handovers: int = 0
         self._scan = RowScan(n_vocab)
         self._masked: NDArray[np.float32] | None = None
 

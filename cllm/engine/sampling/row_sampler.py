@@ -75,7 +75,8 @@ class RowSampler:
         n_ctx: int,
         constraint: TokenConstraint | None = None,
     ) -> None:
-        self._chain, self.constraint = chain, constraint
+        self._chain = chain
+        self.constraint: TokenConstraint | None = constraint
         self._banned = _ids(banned)
         ends = tuple(ends)
         self._ignored = _ids([*self._banned, *ends]) if params.ignore_eos else self._banned
@@ -84,7 +85,7 @@ class RowSampler:
         self._biased = _ids(params.logit_bias)
         seen = prompt if params.remembers_prompt else ()
         self._recent = _Recent(seen, _window(params, n_ctx))
-        self.is_greedy = params.is_greedy and not params.changes_logits
+        self.is_greedy: bool = params.is_greedy and not params.changes_logits
         self._banned_sets = frozenset(self._early.tolist()), frozenset(self._ignored.tolist())
         self._k = n_largest(params)
         self._below = math.inf if self._k else n_below(params)

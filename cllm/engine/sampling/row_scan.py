@@ -39,7 +39,7 @@ class RowScan:
         self._n_folded = self._depth * self._n_buckets
         self._maxima: NDArray[np.float32] = np.empty(self._n_buckets, np.float32)
         self.row: NDArray[np.float32] = np.empty(0, np.float32)
-        self.largest = -np.inf
+        self.largest: float = -np.inf
 
     def read(self, row: NDArray[np.float32]) -> float:
         """Read a row; its largest value."""

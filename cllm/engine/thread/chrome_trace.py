@@ -19,7 +19,7 @@ from cllm.engine.core.messages import Event, Finished
 from cllm.engine.core.scheduler import Chunk, is_decoding
 from cllm.errors import InvalidArgumentError
 
-logger = logging.getLogger("cllm.engine")
+logger: logging.Logger = logging.getLogger("cllm.engine")
 
 TICKS, REQUESTS = 1, 2  # process ids, by which viewers group tracks
 # Counters of the recorder, and the name of the event when one has grown.

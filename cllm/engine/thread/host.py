@@ -17,7 +17,7 @@ from cllm.engine.thread.worker_thread import WorkerThreads
 from cllm.engine.vocabulary import EngineVocabulary
 from cllm.errors import ClosedError
 
-logger = logging.getLogger("cllm.engine")
+logger: logging.Logger = logging.getLogger("cllm.engine")
 
 EXIT_TIMEOUT_S = 5.0
 

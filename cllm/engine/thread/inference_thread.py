@@ -50,7 +50,7 @@ from cllm.engine.thread.worker_thread import WorkerThreads
 from cllm.errors import CllmError
 from cllm.memory import available_bytes
 
-logger = logging.getLogger("cllm.engine")
+logger: logging.Logger = logging.getLogger("cllm.engine")
 
 IDLE_AUDIT_S = 1.0
 # Of the memory that is available, for prefixes that have left the cells: this part, and no more than that.
@@ -115,7 +115,7 @@ class InferenceThread(EngineHost):
         try:
             self._loop(core)
         except BaseException as error:
-            self.failure = error  # before it is reported
+            self.failure: BaseException | None = error  # before it is reported
             core.fail_all(error)  # what the requests hold in the cache goes with the context
             events = core.take_events()
             if self._trace is not None:

@@ -33,7 +33,7 @@ from cllm.engine.state_file import (
 )
 from cllm.errors import InvalidArgumentError
 
-logger = logging.getLogger("cllm.engine")
+logger: logging.Logger = logging.getLogger("cllm.engine")
 
 KIND = "prefix 1"
 SUFFIX = ".prefix"
@@ -86,7 +86,7 @@ class PrefixFiles:
                 _check_own(place)
             self._remove_stale()
             self.stored: Iterable[tuple[Tokens, str, int]] = list(self._scan())
-            self.n_bytes = self._count()
+            self.n_bytes: int = self._count()
         except OSError as error:
             limit = f"a directory to write in ({error})"
             raise InvalidArgumentError("prefix_cache_dir", str(directory), limit) from None

@@ -14,7 +14,7 @@ from cllm.server.http.problems import TOO_LONG, Problem, problem_of, shutting_do
 from cllm.server.http.replies import DONE, Event, Reply, Writer
 from cllm.server.state import ServerState
 
-logger = logging.getLogger("cllm.server")
+logger: logging.Logger = logging.getLogger("cllm.server")
 
 
 class AnswerForm(ABC):

@@ -28,7 +28,7 @@ from cllm.server.bodies.schemas import ChatOptionFields
 from cllm.server.http.problems import Problem, problem_of
 from cllm.server.state import ServerState
 
-logger = logging.getLogger("cllm.server")
+logger: logging.Logger = logging.getLogger("cllm.server")
 
 # As `reasoning_effort` may be.
 EFFORTS = frozenset(["none", "minimal", "low", "medium", "high", "xhigh", "max"])

@@ -20,7 +20,7 @@ from typing import Any
 from cllm.log_once import log_once
 from cllm.server.http.problems import invalid
 
-logger = logging.getLogger("cllm.server")
+logger: logging.Logger = logging.getLogger("cllm.server")
 
 Schema = dict[str, Any]
 # Members of this one are called by their names alone (Codex wraps all its tools in it).

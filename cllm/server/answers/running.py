@@ -23,7 +23,7 @@ from cllm import (
 from cllm.server.operation.metrics import Metrics
 from cllm.server.operation.tracing import Tracing
 
-logger = logging.getLogger("cllm.server")
+logger: logging.Logger = logging.getLogger("cllm.server")
 
 SLOW_WRITE_S = 0.005
 

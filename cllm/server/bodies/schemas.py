@@ -131,7 +131,7 @@ PARSE_SPECIAL = "Names of control tokens in a prompt are these tokens"
 class Body(BaseModel):
     """Base of all bodies."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", protected_namespaces=())
     harmless: ClassVar[frozenset[str]] = HARMLESS
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = NEUTRAL
 
@@ -233,7 +233,7 @@ class ScoreBody(Body):
 class StreamOptions(Body):
     """OpenAI's `stream_options`."""
 
-    harmless: ClassVar = frozenset(["continuous_usage_stats"])
+    harmless: ClassVar[frozenset[str]] = frozenset(["continuous_usage_stats"])
 
     include_usage: Flag = False
     include_obfuscation: Flag = False
@@ -265,14 +265,16 @@ CompletionBody: Any = create_model(
 class LlamaServerFields(_Request):
     """Fields that `/completion` and `/infill` share."""
 
-    harmless: ClassVar = HARMLESS | {
+    harmless: ClassVar[frozenset[str]] = HARMLESS | {
         "t_max_prompt_ms",
         "n_discard",
         "sse_ping_interval",
         "verbose",
         "backend_sampling",
     }
-    neutral: ClassVar = NEUTRAL | {"post_sampling_probs": (None, False)}
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = NEUTRAL | {
+        "post_sampling_probs": (None, False)
+    }
 
     n_predict: Integer | None = Field(None, description="As `max_tokens`; 0: the prompt alone")
     n_cmpl: Integer | None = Field(None, description="Outputs of each prompt")

@@ -11,7 +11,7 @@ import resource
 from pathlib import Path
 from typing import Protocol
 
-logger = logging.getLogger("cllm.server")
+logger: logging.Logger = logging.getLogger("cllm.server")
 
 # Descriptors for the engine, its next process, files, and what is accepted at once.
 N_RESERVED = 32

@@ -81,11 +81,11 @@ class Problem(Exception):
         details: Mapping[str, object] | None = None,
     ) -> None:
         super().__init__(message)
-        self.details = dict(details or {})
+        self.details: dict[str, object] = dict(details or {})
         self.status = status
         self.param = param
         self.code = code
-        self.headers = dict(headers or {})
+        self.headers: dict[str, str] = dict(headers or {})
 
     @property
     def body(self) -> dict[str, object]:

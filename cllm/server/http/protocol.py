@@ -34,7 +34,7 @@ class LingeringTransport:
     def __init__(self, transport: asyncio.Transport, is_sending: Callable[[], bool]) -> None:
         self._transport = transport
         self._is_sending = is_sending
-        self.is_lingering = False
+        self.is_lingering: bool = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -187,7 +187,7 @@ class PunctualProtocol(HttpToolsProtocol):
         version = self.parser.get_http_version().encode()
         lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
         lines += [b"%b: %b" % field for field in fields]
-        self.parser = httptools.HttpRequestParser(self)
+        self.parser: httptools.HttpRequestParser = httptools.HttpRequestParser(self)
         self.data_received(b"\r\n".join([*lines, b"", rest]))
 
     def on_response_complete(self) -> None:

@@ -41,7 +41,7 @@ class Writer:
         self._scope = scope
         self._receive = receive
         self._send = send
-        self.is_streaming = False
+        self.is_streaming: bool = False
         self._begun = anyio.Event()
         self._is_over = False
         self._sent_at = 0.0
@@ -173,7 +173,7 @@ class Reply(Response):
         self._produce = produce
         self._ping_interval_s = ping_interval_s
         self._ping = ping
-        self.background = None
+        self.background: None = None
         self.status_code = 200
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

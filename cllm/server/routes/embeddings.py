@@ -23,7 +23,7 @@ from cllm.server.http.problems import invalid
 from cllm.server.http.replies import Reply, Writer
 from cllm.server.state import ServerState, log_request, request_id_of, state_of
 
-router = APIRouter(route_class=SafeRoute, tags=["embeddings"])
+router: APIRouter = APIRouter(route_class=SafeRoute, tags=["embeddings"])
 
 MAX_TEXTS = 2048  # as OpenAI has it
 MAX_NORM = 1024  # `embd_normalize`: which norm is 1

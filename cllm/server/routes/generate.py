@@ -36,7 +36,7 @@ from cllm.server.http.replies import Event, Reply, Writer
 from cllm.server.routes.loras import loras_of
 from cllm.server.state import ServerState, log_request, request_id_of, state_of
 
-router = APIRouter(route_class=SafeRoute)
+router: APIRouter = APIRouter(route_class=SafeRoute)
 
 LOWEST = -9999.0  # stands for -inf, which JSON has not
 

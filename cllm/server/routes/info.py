@@ -16,7 +16,7 @@ from cllm.server.http.replies import Reply, Writer
 from cllm.server.routes.live_feed import frame_of, period_s
 from cllm.server.state import state_of
 
-router = APIRouter(tags=["operation"])
+router: APIRouter = APIRouter(tags=["operation"])
 
 
 @router.get("/v1/health", summary="Whether requests are served", include_in_schema=False)

@@ -40,8 +40,8 @@ from cllm.server.routes.generate import check_length, check_logprobs
 from cllm.server.routes.loras import loras_of
 from cllm.server.state import ServerState, log_request, request_id_of, state_of
 
-router = APIRouter(route_class=SafeRoute, tags=["llama-server"])
-logger = logging.getLogger("cllm.server")
+router: APIRouter = APIRouter(route_class=SafeRoute, tags=["llama-server"])
+logger: logging.Logger = logging.getLogger("cllm.server")
 
 Prompt = str | Sequence[int]
 OTHER_NAMES = {"typical_p": "typ_p"}  # of samplers
@@ -228,7 +228,7 @@ class OutputForm(AnswerForm):
         max_s = body.t_max_predict_ms / 1000
         self._lines = [Lines(body.n_indent, max_s) for _ in range(n_outputs)]
         self._prompts = [""] * n_outputs
-        self.reads_deltas = bool(body.n_indent or max_s)
+        self.reads_deltas: bool = bool(body.n_indent or max_s)
 
     def events(self, index: int, delta: TokenDelta) -> Iterator[Event]:
         """See `AnswerForm`."""

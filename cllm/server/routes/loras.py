@@ -12,7 +12,7 @@ from cllm.server.http.body import SafeRoute
 from cllm.server.http.problems import invalid
 from cllm.server.state import state_of
 
-router = APIRouter(route_class=SafeRoute, tags=["operation"])
+router: APIRouter = APIRouter(route_class=SafeRoute, tags=["operation"])
 
 
 def loras_of(

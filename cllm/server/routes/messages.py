@@ -22,7 +22,7 @@ from cllm.server.http.problems import Problem, invalid
 from cllm.server.routes.loras import loras_of
 from cllm.server.state import log_request, request_id_of, state_of
 
-router = APIRouter(prefix="/v1", route_class=SafeRoute, tags=["Anthropic"])
+router: APIRouter = APIRouter(prefix="/v1", route_class=SafeRoute, tags=["Anthropic"])
 
 Event = tuple[str, dict[str, Any]]
 # Its text is another one for each request: with it, no prompt would share anything with the last.
@@ -35,7 +35,7 @@ USER_BLOCKS = ("text", "document", "search_result")
 class CountBody(Body):
     """`POST /v1/messages/count_tokens`."""
 
-    harmless: ClassVar = frozenset(
+    harmless: ClassVar[frozenset[str]] = frozenset(
         ["metadata", "service_tier", "container", "context_management",
          "cache_control", "mcp_servers", "betas", "inference_geo", "speed", "diagnostics",
          "max_tokens", "stream", "stop_sequences", "temperature", "top_p", "top_k", "output_format",

@@ -36,7 +36,7 @@ from cllm.server.routes.generate import check_length, check_logprobs
 from cllm.server.routes.loras import loras_of
 from cllm.server.state import ServerState, log_request, request_id_of, state_of
 
-router = APIRouter(prefix="/v1", route_class=SafeRoute, tags=["OpenAI"])
+router: APIRouter = APIRouter(prefix="/v1", route_class=SafeRoute, tags=["OpenAI"])
 
 Prompt = str | Sequence[int]
 # OpenAI's default for completions; chats go on until the model ends them.

@@ -30,7 +30,7 @@ from cllm.server.http.problems import Problem, invalid
 from cllm.server.routes.loras import loras_of
 from cllm.server.state import log_request, request_id_of, state_of
 
-router = APIRouter(prefix="/v1", route_class=SafeRoute, tags=["OpenAI"])
+router: APIRouter = APIRouter(prefix="/v1", route_class=SafeRoute, tags=["OpenAI"])
 
 Event = tuple[str, dict[str, Any]]
 # Items that are calls of tools that the client runs, with the kinds of those.
@@ -55,13 +55,13 @@ ID_PREFIXES = {
 class ResponsesBody(Queued):
     """`POST /v1/responses`."""
 
-    harmless: ClassVar = frozenset(
+    harmless: ClassVar[frozenset[str]] = frozenset(
         ["store", "include", "metadata", "user", "service_tier", "safety_identifier",
          "prompt_cache_key", "prompt_cache_retention", "client_metadata", "max_tool_calls",
          "context_management", "prompt_cache_options", "moderation", "access_programs",
          "background_options", "image", "personality"]
     )  # fmt: skip
-    neutral: ClassVar = {
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "previous_response_id": (None,),
         "conversation": (None,),
         "background": (None, False),

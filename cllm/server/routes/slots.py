@@ -14,7 +14,7 @@ from cllm.server.state import state_of
 
 SLOTS_S = 5.0
 
-router = APIRouter(tags=["operation"], prefix="/slots")
+router: APIRouter = APIRouter(tags=["operation"], prefix="/slots")
 
 
 @router.get("", summary="Every seq_id and who holds it")

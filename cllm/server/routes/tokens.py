@@ -18,7 +18,7 @@ from cllm.server.http.problems import invalid, too_many
 from cllm.server.http.replies import Reply, Writer, list_parts
 from cllm.server.state import ServerState, state_of
 
-router = APIRouter(route_class=SafeRoute, tags=["llama-server"])
+router: APIRouter = APIRouter(route_class=SafeRoute, tags=["llama-server"])
 
 MAX_WAITING = 64
 MAX_TOKENS = 1 << 20
