@@ -86,7 +86,7 @@ class LoraContext(NativeHandle):
         scales = [check_float("scale", scale, -1e4, 1e4) for _, scale in adapters]
         for adapter, _ in adapters:
             if adapter._parent is not self._parent:
-                raise InvalidArgumentError("adapter", adapter, "one of this context's model")
+                raise InvalidArgumentError("adapter", adapter, "an adapter of this context's model")
         pointers = [adapter._pointer for adapter, _ in adapters]
         n = len(adapters)
         lib: Any = library()

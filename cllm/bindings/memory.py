@@ -81,7 +81,7 @@ class Memory(NativeHandle):
         self._check_seq("seq_id_dst", seq_id_dst)
         first, end = self._check_range(p0, p1)
         if seq_id_src == seq_id_dst:
-            raise InvalidArgumentError("seq_id_dst", seq_id_dst, "another than seq_id_src")
+            raise InvalidArgumentError("seq_id_dst", seq_id_dst, "different from seq_id_src")
         if self.seq_pos_max(seq_id_dst) is not None:
             raise InvalidArgumentError("seq_id_dst", seq_id_dst, "an empty sequence")
         source_end = self.seq_pos_max(seq_id_src)
@@ -197,7 +197,7 @@ class Memory(NativeHandle):
         header = _COPY_NAME, zlib.crc32(memoryview(copy)[start:])
         if _COPY_HEADER.unpack_from(copy) != header:
             raise InvalidArgumentError(
-                "data", f"{len(data)} bytes", "unchanged: its checksum differs"
+                "data", f"{len(data)} bytes", "unchanged: its checksum is wrong"
             )
         cells = (ctypes.c_uint8 * size).from_address(address_of(copy) + start)
         n_bytes = self._lib.llama_state_seq_set_data(self._pointer, cells, size, seq_id)

@@ -65,7 +65,7 @@ class Candidates:
     ) -> None:
         n = len(ids)
         if n != len(logits) or n == 0:
-            raise InvalidArgumentError("candidates", n, "at least one, ids and logits alike")
+            raise InvalidArgumentError("candidates", n, "at least one, with as many ids as logits")
         self._memory = memory = CandidateMemory(n) if memory is None else memory
         memory.ids[:n] = ids
         memory.logits[:n] = logits
@@ -133,10 +133,12 @@ class SamplerChain(NativeHandle):
 
     def _add(self, sampler: Any, *, selects: bool = False, remembers: bool = False) -> Self:
         if not sampler:
-            raise InvalidArgumentError("sampler", None, "one that llama.cpp accepts")
+            raise InvalidArgumentError("sampler", None, "a sampler that llama.cpp accepts")
         if self._selects:
             self._lib.llama_sampler_free(sampler)
-            raise InvalidArgumentError("sampler", self.names[-1], "the last: it selects")
+            raise InvalidArgumentError(
+                "sampler", self.names[-1], "the last sampler: it selects a token"
+            )
         self._lib.llama_sampler_chain_add(self._pointer, sampler)
         self._selects = selects
         self.remembers = self.remembers or remembers
@@ -285,7 +287,9 @@ class SamplerChain(NativeHandle):
             The chain does not end in a sampler that selects, or no logit is finite.
         """
         if not self._selects:
-            raise InvalidArgumentError("chain", self.names, "one that ends in a selecting sampler")
+            raise InvalidArgumentError(
+                "chain", self.names, "a chain that ends with a selecting sampler"
+            )
         candidates.check_ids(self._vocab.n_tokens)
         # Without one finite logit llama.cpp answers the last token of the vocabulary.
         if not np.isfinite(candidates.logits.max()):
@@ -302,7 +306,9 @@ class SamplerChain(NativeHandle):
         token = candidates.selected
         if token is None or not math.isfinite(candidates.selected_logit):
             # Biases and bans can leave nothing; llama.cpp then answers the last candidate.
-            raise InvalidArgumentError("candidates", len(candidates), "some with a finite logit")
+            raise InvalidArgumentError(
+                "candidates", len(candidates), "at least one with a finite logit"
+            )
         return token
 
     def accept(self, token: int) -> None:
@@ -315,7 +321,9 @@ class SamplerChain(NativeHandle):
         See `llama_sampler_sample` in llama.h.
         """
         if not self._selects:
-            raise InvalidArgumentError("chain", self.names, "one that ends in a selecting sampler")
+            raise InvalidArgumentError(
+                "chain", self.names, "a chain that ends with a selecting sampler"
+            )
         context.check_output_row(row)
         largest = float(context.output_logits(row).max())
         if not np.isfinite(largest):

@@ -66,7 +66,7 @@ class Vocabulary:
         # The vocabulary handle of a freed model answers garbage instead of failing: ask the model.
         self._model._shared_pointer  # noqa: B018  # raises ClosedError, WrongProcessError
         if self.kind is h.VocabType.NONE:  # any question about a token aborts
-            raise InvalidArgumentError("model", self.path, "one with a vocabulary")
+            raise InvalidArgumentError("model", self.path, "a model with a vocabulary")
         return self._vocab
 
     def check_token(self, token: int) -> int:

@@ -53,7 +53,7 @@ def load_tools(path: Path) -> dict[str, FunctionTool]:
     """
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None or not path.is_file():
-        raise CllmError(f"{path} is no Python file")
+        raise CllmError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

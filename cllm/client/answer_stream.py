@@ -27,24 +27,24 @@ END_S = 1.0  # for the rest of an answer that is complete: then its connection i
 
 
 class _CutOffError(Exception):
-    """An answer has ended before its end."""
+    """An answer ended early."""
 
 
 class AnswerStream:
-    """Stream of a server, as `Engine.stream`: deltas, and the completion.  One task.
+    """Stream of a server, as of `Engine.stream`: deltas, and the completion.  For one task.
 
-    Use it with `async with`, which asks for it and raises what the server does not like; or with `async
+    Use it with `async with`, which submits the request and raises the server's rejection; or with `async
     for` alone.  Leaving it early cancels the request.
 
-    A stream that breaks off, as its server ends or its connection is lost, is asked for again with the
-    tokens that have arrived, of the next server that answers: no token comes twice, none is missing.
-    A timeout around one step closes the connection too, and the next step asks for the rest.
+    If the server ends or the connection is lost, the client continues the request on the next server that
+    answers, with the tokens received so far: no token comes twice, and none is missing.  A timeout around
+    one step closes the connection too, and the next step continues.
 
     Attributes
     ----------
     request_id : str
     n_moves : int
-        How often it has gone on elsewhere.
+        Number of times that it continued on another server or connection.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class AnswerStream:
                 await self._move(error)
                 continue
             except (KeyError, TypeError, ValueError) as error:
-                told = f"{self._server} does not answer as cllm does: {error!r}"
+                told = f"{self._server} does not answer like cllm: {error!r}"
                 await self._fail(ServerError(told))
             if event is None:
                 continue  # its time is over
@@ -138,7 +138,7 @@ class AnswerStream:
                 continue  # the next event says why; what it ends with is not what comes next elsewhere
             if delta.finish_reason is FinishReason.CANCELLED:
                 # Not by us: its server ends.  What it gives up with is not what comes next.
-                await self._move(_CutOffError("the server has given it up"))
+                await self._move(_CutOffError("the server cancelled the request"))
                 continue
             if delta.finish_reason is None:
                 self._answer.add(delta, time.monotonic())
@@ -147,12 +147,12 @@ class AnswerStream:
         raise StopAsyncIteration
 
     async def completion(self) -> Completion:
-        """All of the output, once it is complete; deltas that were not taken are in it.
+        """Read to the end and return the whole output.
 
         Raises
         ------
         RequestError, ServerError
-            As of `__anext__`.
+            As for `__anext__`.
         """
         async for _ in self:
             pass
@@ -162,7 +162,7 @@ class AnswerStream:
         return self._completion
 
     async def cancel(self) -> None:
-        """End it: its completion is what there is by now."""
+        """Cancel the request: the completion has the output so far."""
         if self._completion is None:
             self._conclude(TokenDelta("", (), FinishReason.CANCELLED), {})
         await self._close()
@@ -210,7 +210,7 @@ class AnswerStream:
                 try:
                     self._events += self._reader.feed(await anext(self._chunks))
                 except StopAsyncIteration:
-                    raise _CutOffError("the answer has no end") from None
+                    raise _CutOffError("the answer ended early") from None
                 except anyio.get_cancelled_exc_class():
                     await self._close()
                     self._server = None  # it has not failed
@@ -219,7 +219,7 @@ class AnswerStream:
             self._is_late = True
             return None
         if (data := self._events.popleft()) == DONE:
-            raise _CutOffError("the answer has no last event")
+            raise _CutOffError("the answer ended without its last event")
         return object_of(data)
 
     def _left_s(self) -> float | None:

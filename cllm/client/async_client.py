@@ -34,29 +34,29 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # what a server takes as `X-
 
 
 class AsyncClient(Generates[AnswerStream]):
-    """Requests to servers of one model, with the methods of `Engine`.
+    """A client of one or several servers of one model, with methods of `Engine`.
 
-    Use it with `async with`.  All methods belong to the event loop (asyncio or trio) in which it was
+    Use it with `async with`.  Call all methods in the event loop (asyncio or trio) in which the client was
     entered.
 
     Parameters
     ----------
     base_url : str or sequence of str
-        `http://host:port` of a server, of several, or of what distributes requests to them.  Of several,
-        a request goes to the one that has had the longest beginning of its prompt.
+        `http://host:port` of a server, of several servers, or of a load balancer.  With several, a request
+        goes to the server that has computed the longest prefix of its prompt.
     api_key : str, optional
     session_id : str, optional
-        The requests of one session go to one server, which has computed their beginnings; whatever
-        distributes requests is told of it too (`x-session-id`).
+        Requests of one session go to one server, which has computed their prefixes.  A load balancer gets
+        the id as `x-session-id`.
     model : str, optional
-        Of a server of several models, which one; or one of its LoRA adapters.
+        Name of a model, on a server of several; or of a LoRA adapter.
     patience_s : float
-        For so long no server may answer, before that is a `ServerError`.
+        Seconds without any answer before a `ServerError`.
 
     Raises
     ------
     InvalidArgumentError
-        `base_url` is no address, or a header cannot have the key or the session.
+        `base_url` is no address, or `api_key` or `session_id` cannot be the value of a header.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class AsyncClient(Generates[AnswerStream]):
         priority: int = 0,
         timeout: float | None = None,
     ) -> NDArray[np.float32]:
-        """The vectors of texts, float32 `(n, d)`; arguments as for `Engine.embed`.
+        """Return the vectors of texts, float32 `(n, d)`; arguments as for `Engine.embed`.
 
         Raises
         ------
@@ -200,7 +200,7 @@ class AsyncClient(Generates[AnswerStream]):
         try:
             return read(response.json())
         except (KeyError, TypeError, ValueError) as error:
-            raise ServerError(f"{url} does not answer as cllm does: {error!r}") from None
+            raise ServerError(f"{url} does not answer like cllm: {error!r}") from None
 
 
 def _header_of(field: str, value: str) -> str:
@@ -212,7 +212,7 @@ def _header_of(field: str, value: str) -> str:
 
 def _several(urls: Sequence[str]) -> list[str]:
     if not isinstance(urls, Sequence):
-        raise InvalidArgumentError("base_url", urls, "an address, or several")
+        raise InvalidArgumentError("base_url", urls, "an address, or a sequence of addresses")
     return list(urls)
 
 

@@ -204,13 +204,13 @@ def _encoded(body: Mapping[str, Any]) -> bytes:
     Raises
     ------
     InvalidRequestError
-        Something in it is nothing that JSON has, or text that is no Unicode.
+        Something in it is not a value of JSON, or text that is no Unicode.
     """
     try:
         text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         return text.encode()
     except (TypeError, ValueError) as error:
-        raise InvalidRequestError("the request", str(error), "what JSON has") from None
+        raise InvalidRequestError("the request", str(error), "values that JSON has") from None
 
 
 async def _refusal(response: httpx.Response) -> CllmError:

@@ -77,7 +77,7 @@ def _rpc_addresses(name: str, given: object, error: ErrorType) -> tuple[str, ...
     if len(given) > N_SERVERS_MAX:
         raise error(name, given, f"at most {N_SERVERS_MAX} servers")
     if len(set(map(rpc_address, given))) < len(given):
-        raise error(name, given, "each server once: it has one client at a time")
+        raise error(name, given, "each server once: a server has one client at a time")
     return tuple(given)
 
 

@@ -31,31 +31,31 @@ class EmbeddingMethods(Lifecycle):
         priority: int = 0,
         timeout: float | None = None,
     ) -> NDArray[np.float32]:
-        """The vectors of texts.
+        """Return the vectors of texts.
 
-        A prefix that the model wants, such as "query: ", is the caller's.  Texts of many calls are
-        computed together; what is generated meanwhile goes on (see `target_itl_ms`).
+        Add a prefix that the model needs, such as "query: ", yourself.  Texts of several calls share
+        batches, and streams keep their pace (see `target_itl_ms`).
 
         Parameters
         ----------
         texts : sequence of str or of sequences of int
             Texts, or token ids.
         normalize : bool
-            Make every vector one unit long, so that products are cosines.
+            Scale each vector to length 1, so that dot products are cosines.
         dimensions : int, optional
-            Keep that many numbers of each, the first, before they are normalized: for models that were
-            trained for that (Matryoshka).
+            Keep the first numbers of each vector only, before normalizing: for models trained for that
+            (Matryoshka).
         truncate : bool
-            Cut a text that has more tokens than the model takes; otherwise it is refused.
+            Cut texts that are too long, instead of rejecting them.
         priority : int
             Lower is more urgent.
         timeout : float, optional
-            Seconds; then what is not there yet is not computed.
+            Seconds until a `DeadlineError`.
 
         Returns
         -------
         ndarray
-            float32, `(n_texts, n_values)`; the caller's own.
+            float32, `(n_texts, n_values)`; a new array.
 
         Raises
         ------
@@ -89,7 +89,7 @@ class EmbeddingMethods(Lifecycle):
         priority: int = 0,
         timeout: float | None = None,
     ) -> Embeddings:
-        """The same as `embed`, with the number of tokens of each text."""
+        """Return vectors as `embed` does, with the number of tokens of each text."""
         with self._serving() as parts:
             return await parts.embeddings.embed(
                 texts,
@@ -108,21 +108,22 @@ class EmbeddingMethods(Lifecycle):
         priority: int = 0,
         timeout: float | None = None,
     ) -> list[Ranked]:
-        """Documents in the order of their relevance to a query, the best first.
+        """Return documents in the order of their relevance to a query, the best first.
 
         Parameters
         ----------
         query : str
         documents : sequence of str
         truncate : bool
-            Cut a document that is too long beside the query; otherwise it is refused.
+            Cut documents that are too long beside the query, instead of rejecting them.
         priority, timeout :
             As of `embed`.
 
         Raises
         ------
         InvalidRequestError
-            Names what is wrong; the model may have no classifier.  Other errors as of `embed`.
+            Names the field, the value and the limit; or the model has no classifier.  Other errors as for
+            `embed`.
         """
         with self._serving() as parts:
             return await parts.embeddings.rerank(
@@ -153,12 +154,12 @@ class EmbeddingMethods(Lifecycle):
     async def tokenize(
         self, text: str, *, add_special: bool = True, parse_special: bool = False
     ) -> list[int]:
-        """Token ids of `text`.
+        """Return the token ids of a text.
 
         Parameters
         ----------
         add_special : bool
-            Add the beginning-of-sequence token where the model wants it.
+            Add the beginning-of-sequence token if the model uses one.
         parse_special : bool
             Read the names of control tokens in the text as control tokens.
 
@@ -173,7 +174,7 @@ class EmbeddingMethods(Lifecycle):
             )
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """The text of `token_ids`; control tokens have none.
+        """Return the text of token ids; control tokens have none.
 
         Raises
         ------
@@ -184,7 +185,7 @@ class EmbeddingMethods(Lifecycle):
             return await parts.input_processor.texts.detokenize(token_ids)
 
     async def pieces(self, token_ids: Sequence[int]) -> list[bytes]:
-        """The bytes that each of `token_ids` adds to a text; one may be part of a character.
+        """Return the bytes of each token; a token may be part of a character.
 
         Raises
         ------
@@ -196,10 +197,10 @@ class EmbeddingMethods(Lifecycle):
 
 
 class Embedder(EmbeddingMethods):
-    """One llama.cpp model for vectors, rankings and classes alone.
+    """An engine for vectors, rankings and classes only.
 
-    As `Engine`, but without a context that generates: for an encoder, or to save the memory of one.
-    Use it with `async with`; arguments and errors are those of `Engine`.
+    It has no context that generates: for an encoder, or to save memory.  Use it with `async with`;
+    arguments and errors are those of `Engine`.
     """
 
     _child_backend = "cllm.engine.llama.backend:LlamaEmbedderBackend"

@@ -15,18 +15,18 @@ class EmbeddingInfo:
     Attributes
     ----------
     pooling : str
-        What becomes of the vectors of a text's tokens: "mean", "cls" (that of the first), "last",
-        or "rank" (the scores of the model's classifier).
+        "mean" of the tokens' vectors, that of the first ("cls") or the "last"; or "rank": scores of the
+        model's classifier.
     n_values : int
-        Numbers of a vector, or scores of a text.
+        Length of a vector, or number of scores.
     n_tokens_max : int
-        Tokens of one text, which is computed in one piece.
+        Tokens of one text at most.
     labels : tuple of str
-        What the scores of a classifier stand for, where the file says so.
+        Labels of the classifier's scores; empty if the file has none.
     between, after : tuple of int
         Tokens between a query and a document, and those that end a text.
     is_softmaxed : bool
-        The scores are likelihoods already.
+        True if the scores are probabilities already.
     """
 
     pooling: str
@@ -50,15 +50,15 @@ class EmbeddingRequest:
     Attributes
     ----------
     serial : int
-        In the order of submission, among all requests.
+        Order of submission among all requests.
     texts : tuple of tuple of int
-        Token ids, each no more than fit into a batch.
+        Token ids; each text fits into a batch.
     priority : int
         Lower is more urgent.
     submitted_at : float
-        Of `time.perf_counter`.
+        Time by `time.perf_counter`.
     deadline : float or None
-        Likewise; what is not computed by then is not computed.
+        The same; texts that are not computed by then are dropped.
     """
 
     request_id: str
@@ -76,7 +76,7 @@ class Embeddings:
     Attributes
     ----------
     vectors : ndarray
-        float32, `(n_texts, n_values)`; the caller's own.
+        float32, `(n_texts, n_values)`; a new array.
     n_tokens : tuple of int
         Tokens of each text that were computed.
     """
@@ -87,16 +87,16 @@ class Embeddings:
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """A document's place in a ranking.
+    """Place of a document in a ranking.
 
     Attributes
     ----------
     index : int
-        Among the documents as they were given.
+        Index among the given documents.
     score : float
-        How relevant it is to the query, 0 to 1.
+        Relevance to the query, 0 to 1.
     n_tokens : int
-        Computed for it: of the query and the document.
+        Computed tokens: query and document.
     """
 
     index: int
@@ -111,13 +111,13 @@ class Classification:
     Attributes
     ----------
     label : str
-        The likeliest; where the model's file names none, its number.
+        Most likely label; its number if the file has no labels.
     score : float
-        How likely that is, 0 to 1.
+        Probability of the label, 0 to 1.
     scores : dict of str to float
-        Of every label.
+        Probability of each label.
     n_tokens : int
-        Of the text, that were computed.
+        Computed tokens of the text.
     """
 
     label: str

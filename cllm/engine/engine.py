@@ -29,18 +29,18 @@ from cllm.removed import replacement
 
 
 class Engine(Generates[TokenStream], EmbeddingMethods):
-    """One llama.cpp model, many requests at once.
+    """An engine that runs many requests on one llama.cpp model.
 
-    Use it with `async with`: that loads the model, off the event loop, and frees everything at the
-    end.  All methods belong to the event loop in which it was entered, except `statistics` and
-    `health`, which any thread may call.
+    Use it with `async with`, which loads the model in a thread and frees everything at the end.  Call all
+    methods in the event loop in which the engine was entered.  `statistics` and `health` may be called from
+    any thread.
 
     Parameters
     ----------
     model : str or Path, optional
-        A GGUF file; None is the embedded model.
+        A GGUF file, or a name (`hf:user/repo:quant`); None: the embedded model.
     config : EngineConfig, optional
-        All settings as one value; not together with the others.
+        All settings as one value, instead of `model` and `options`.
     **options
         The fields of `EngineConfig`.
 
@@ -89,25 +89,26 @@ class Engine(Generates[TokenStream], EmbeddingMethods):
         timeout: float | None = None,
         request_id: str | None = None,
     ) -> TokenStream:
-        """Go on with a generation that was suspended, here or in another process.
+        """Return a stream that continues a suspended generation, in this process or another.
 
-        The stream's deltas are what its reader has not had yet; its completion has all of the output.
+        The stream yields the deltas that its reader has not received; its completion has the whole output.
 
         Parameters
         ----------
         saved : SavedGeneration
-            Stays as it is: it may be resumed again.
+            It is not changed, and may be resumed again.
         priority : int, optional
-            None: what it had.
-        timeout : float, optional
-            Seconds from now on.
-        request_id : str, optional
-            None: what it had.
+            None: as before.
+            timeout : float, optional
+                Seconds from now.
+            request_id : str, optional
+                None: as before.
 
         Raises
         ------
         InvalidRequestError
-            Another model's; raised when the stream is entered.  Other errors as for `stream`.
+            The generation belongs to another model; raised when the stream is entered.  Other errors as for
+            `stream`.
         """
         self._check_serving()
         if not isinstance(saved, SavedGeneration):
@@ -123,12 +124,12 @@ class Engine(Generates[TokenStream], EmbeddingMethods):
     async def render_chat(
         self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatPromptOptions]
     ) -> RenderedPrompt:
-        """The prompt that a chat becomes, without an answer; arguments as for `stream_chat`.
+        """Return the prompt of a chat without generating an answer; arguments as for `stream_chat`.
 
         Raises
         ------
         InvalidRequestError
-            Names the message and the field, or what the template does not like.
+            Names the message and the field, or the error of the template.
         """
         with self._serving() as parts:
             prompt, _ = chat_prompt_of(messages, options)
@@ -140,7 +141,7 @@ class Engine(Generates[TokenStream], EmbeddingMethods):
         Raises
         ------
         InvalidRequestError
-            The template cannot be used, or what renders it is not installed.
+            The template cannot be used, or the extra `chat` is not installed.
         """
         with self._serving() as parts:
             return await parts.input_processor.texts.template_abilities()
@@ -150,20 +151,21 @@ class Engine(Generates[TokenStream], EmbeddingMethods):
     ) -> Score:
         """Return how likely the model holds a continuation to be, before any sampler.
 
-        The prompt is shared as that of any request; to compare continuations costs one prompt.
+        The prompt is cached as for any request, so that several continuations of one prompt compute it
+        once.
 
         Parameters
         ----------
         prompt, continuation : str or sequence of int
-            Text, or token ids.  Where the texts run into one token, the continuation is tokenized
-            by itself.
+            Text, or token ids.  The continuation is tokenized by itself if its first token would contain
+            the end of the prompt.
         lora : mapping, optional
             As of `stream`.
 
         Raises
         ------
         RequestError
-            Names what is wrong with the request.
+            Names the field, the value and the limit.
         """
         return await self._scored(prompt, continuation, lora=lora)
 
@@ -182,33 +184,33 @@ class Engine(Generates[TokenStream], EmbeddingMethods):
 
     # --- Adapters ----------------------------------------------------------------------------
     async def load_lora(self, name: str, path: str | Path, *, scale: float = 0.0) -> LoraInfo:
-        """Load a LoRA adapter, which requests then may name; what runs goes on.
+        """Load a LoRA adapter that requests can name from then on.
 
-        Between two ticks, which wait as long as its file is read.  Where the settings say `preflight`, a
-        process of its own tries it first.
+        The file is read between two ticks, which pauses all streams.  With `preflight`, a child process
+        tries the file first.
 
         Parameters
         ----------
         scale : float
-            With which it computes requests that name no adapters.
+            Scale for requests that name no adapters.
 
         Raises
         ------
         InvalidRequestError
-            Names what is wrong: another has this name, or the engine is deterministic.
+            Another adapter has this name, or the engine is deterministic.
         ModelLoadError
-            The file is no adapter, or one of another model.
+            The file is no adapter, or an adapter of another model.
         """
         with self._serving() as parts:
             return await parts.loras.load(name, path, scale)
 
     async def unload_lora(self, name: str) -> None:
-        """Free an adapter, once no request uses it; from now on none may name it.
+        """Free an adapter when its last request has ended; new requests cannot name it.
 
         Raises
         ------
         InvalidRequestError
-            There is none of this name.
+            No loaded adapter has this name.
         """
         with self._serving() as parts:
             await parts.loras.unload(name)
@@ -220,7 +222,7 @@ class Engine(Generates[TokenStream], EmbeddingMethods):
         Returns
         -------
         int
-            Number of its tokens; 0 if there is no cached prefix in this seq_id.
+            Number of tokens of the prefix; 0 if this seq_id has none.
 
         Raises
         ------
@@ -242,24 +244,26 @@ class Engine(Generates[TokenStream], EmbeddingMethods):
         timeout: float | None = None,
         template: str | None = None,
     ) -> list[Ranked]:
-        """Documents in the order of their relevance to a query, the best first.
+        """Return documents in the order of their relevance to a query, the best first.
 
-        By the model's classifier, if it has one.  A model that was trained to write "yes" or "no", such
-        as Qwen3-Reranker, is asked how likely it holds either; every document is one or two requests.
+        The model's classifier computes the scores, if there is one.  For a model that was trained to write
+        "yes" or "no", such as Qwen3-Reranker, the score is the probability of "yes"; each document is one
+        or two requests.
 
         Parameters
         ----------
         truncate : bool
-            Cut a document that is too long; otherwise it is refused.  Of a classifier only.
+            Cut documents that are too long, instead of rejecting them.  For a classifier only.
         priority, timeout :
             As of `embed`.
         template : str, optional
-            The text in which a model that writes gets `{query}` and `{document}`; None: its own.
+            Prompt with `{query}` and `{document}` for a model that writes; None: the model's own.
 
         Raises
         ------
         InvalidRequestError
-            Names what is wrong; the model may be neither.
+            Names the field, the value and the limit; or the model is neither a classifier nor such a
+            reranker.
         """
         self._check_serving()
         model = self.model

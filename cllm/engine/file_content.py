@@ -96,7 +96,7 @@ def check_content(expected: FileContent) -> None:
             return
         present = _content_of(expected.path)
     except OSError as error:
-        reason = f"it was there when the engine started ({error.strerror or error})"
+        reason = f"it existed when the engine started ({error.strerror or error})"
         raise ModelChangedError(expected.path, reason) from error
     if present.sha256 != expected.sha256:
         raise ModelChangedError(expected.path, _change(expected.n_bytes, present.n_bytes))

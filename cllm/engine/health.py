@@ -9,7 +9,7 @@ from cllm.errors import ClosedError, EngineFailedError
 
 
 class EngineStatus(StrEnum):
-    """The state of an engine, as `health()` tells it."""
+    """State of an engine, as reported by `health()`."""
 
     STARTING = "starting"
     READY = "ready"
@@ -23,16 +23,16 @@ class EngineStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """The engine's process had ended by itself, and another serves (`process=True`).
+    """Restart of the engine's process after a crash (`process=True`).
 
     Attributes
     ----------
     cause : str
-        The signal that ended it, and the last that it wrote to its standard error.
+        Signal that ended the process, and its last words on standard error.
     n_requests : int
-        Those that go on.
+        Number of requests that continue.
     duration_s : float
-        From its end until the new one had loaded the model.
+        Seconds from the crash until the new process had loaded the model.
     """
 
     cause: str
@@ -47,9 +47,9 @@ class Health:
     Attributes
     ----------
     heartbeat_age_s : float
-        Seconds that the inference thread has been in its present tick; 0 while it is idle.
+        Seconds of the present tick so far; 0 while the engine is idle.
     reason : str
-        Why the status is not "ready"; empty otherwise.
+        Reason why the status is not "ready"; empty otherwise.
     """
 
     status: EngineStatus
@@ -65,9 +65,9 @@ def health_of(
     crash: str,
     stall_timeout_s: float,
 ) -> Health:
-    """The health of an engine with this status, None before it was entered.
+    """Return the health of an engine with this status; None before it was entered.
 
-    `crash` is why its process has ended, until there is another.
+    `crash` is the reason of the last crash, until a new process serves.
     """
     if status is None:
         return Health(EngineStatus.STARTING, 0.0, "not entered yet")
@@ -84,7 +84,7 @@ def health_of(
 def check_serving(
     status: EngineStatus | None, failure: BaseException | None, *, draining: bool
 ) -> None:
-    """Raise unless requests are served; with `draining`, the last ones are enough."""
+    """Raise an error unless requests are served; with `draining`, a draining engine is accepted."""
     if status is EngineStatus.FAILED:
         assert failure is not None
         raise EngineFailedError.of(failure)

@@ -264,7 +264,7 @@ class SchemaDocument:
                 found = found[int(key) if isinstance(found, list) else key]
         except (LookupError, ValueError, TypeError, AttributeError):
             if uri in self._known:
-                limit = "a reference to something in the schema"
+                limit = "a reference inside the schema"
                 raise InvalidRequestError(self._name, f"$ref: {reference}", limit) from None
             self.cannot(f"$ref: {reference}", "it is in another document")
             return True
@@ -536,7 +536,9 @@ class SchemaDocument:
             return known
         self._n_kinds += 1
         if self._n_kinds > N_KINDS_MAX:
-            raise InvalidRequestError(self._name, "its schema", "of fewer kinds of values")
+            raise InvalidRequestError(
+                self._name, "its schema", "a schema with fewer kinds of values"
+            )
         if id(schema) in seen or kind not in self.types(schema):
             return []
         for keyword in not_enforced(named := self._with_names(schema)):
@@ -891,7 +893,7 @@ def enforceable(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
         document = SchemaDocument(name, root, is_strict=not options.get("lenient"))
         closed = document.closed(root)
     except RecursionError:
-        raise InvalidRequestError(name, "its references", "nested less deep") from None
+        raise InvalidRequestError(name, "its references", "references with less nesting") from None
     say_ignored(name, document.ignored)
     return {"x-guidance": dict(options), **closed} if options else closed
 

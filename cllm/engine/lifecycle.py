@@ -134,7 +134,7 @@ class Lifecycle:
         Raises
         ------
         ModelLoadError, DownloadError
-            It would not, or its file cannot be used.
+            The model does not fit, or its file cannot be used.
         """
         config = await _resolved(self.config)
         await anyio.to_thread.run_sync(self._make_backend(config).check_memory, None)
@@ -171,10 +171,10 @@ class Lifecycle:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Cancel what runs, free everything, join the threads.  Closing twice is allowed.
+        """Cancel all requests, free everything, join the threads.  Closing twice is allowed.
 
-        If this is interrupted, the engine ends all the same.  In a forked child, where none of it is,
-        this only ends its use.
+        If this call is interrupted, the engine ends all the same.  A forked child has no engine; there the
+        call only marks it as closed.
 
         Raises
         ------
@@ -196,12 +196,12 @@ class Lifecycle:
             await parts.aclose()
 
     async def drain(self, timeout: float | None = None) -> None:
-        """Refuse new requests and wait until the present ones have ended.
+        """Reject new requests and wait until the present ones have ended.
 
         Parameters
         ----------
         timeout : float, optional
-            Seconds; what has not ended by then is cancelled.
+            Seconds; requests that have not ended by then are cancelled.
         """
         self._check_serving()
         self._status = EngineStatus.DRAINING
@@ -220,16 +220,16 @@ class Lifecycle:
     async def reload(
         self, model: str | Path | None = None, **options: Unpack[EngineOptions]
     ) -> None:
-        """Load a model beside the present one, which ends when the requests that it has have ended.
+        """Load a model beside the present one, which is freed when its requests have ended.
 
-        New requests go to the new one as soon as it is loaded; this returns when the old one is freed.
-        If it is cancelled before the new one is loaded, nothing has changed; after that, the old one
-        ends as it would have.
+        New requests use the new model as soon as it is loaded.  The call returns when the old model is
+        freed. Cancelled before the new model is loaded, it changes nothing.  Cancelled later, the old model
+        is still freed when its requests have ended.
 
         Parameters
         ----------
         model : path or str, optional
-            A GGUF file, or a name (`hf:user/repo:quant`); the present one's, read anew.
+            A GGUF file, or a name (`hf:user/repo:quant`); None: the present one, read again.
         **options
             The fields of `EngineConfig` that change.
 
@@ -238,9 +238,9 @@ class Lifecycle:
         TypeError, InvalidArgumentError
             An unknown option, or one with a value that cannot be used.
         ModelLoadError, DownloadError
-            The file cannot be used, or both do not fit into memory; nothing has changed.
+            The file cannot be used, or both models do not fit into memory; nothing has changed.
         anyio.BusyResourceError
-            It is being reloaded.
+            The engine is being reloaded.
         """
         self._check_serving()
         check_known(options)
@@ -282,7 +282,7 @@ class Lifecycle:
             self._earlier = parts.thread.statistics.plus(self._earlier)
 
     async def wait_stopped(self) -> None:
-        """Wait until nothing is served any more: the engine was closed, or has failed (see `health`)."""
+        """Wait until the engine serves no more requests: it was closed, or has failed (see `health`)."""
         while True:
             parts = self._parts
             await parts.dispatcher.stopped.wait()
@@ -305,7 +305,7 @@ class Lifecycle:
         return SamplingOptions() if model is None else model.sampling
 
     def statistics(self) -> EngineStatistics:
-        """A snapshot of the last tick.  Any thread, at any time."""
+        """Return the counters after the last tick.  Any thread, at any time."""
         present = self._entered
         if present is None:
             return EngineStatistics()
@@ -330,23 +330,23 @@ class Lifecycle:
         )
 
     async def reset_prefix_cache(self) -> None:
-        """Forget what finished requests have left in the KV cache."""
+        """Drop all cached prefixes of finished requests."""
         with self._serving(draining=True) as parts:
             parts.inbox.put(ClearPrefixCache())
             await parts.dispatcher.audit()  # answered after it
 
     async def slots(self) -> tuple[SlotInfo, ...]:
-        """Every seq_id, and who holds it."""
+        """Return the holder of each seq_id."""
         with self._serving(draining=True) as parts:
             return (await parts.dispatcher.live_view()).slots
 
     async def live_view(self) -> LiveView:
-        """Every seq_id, what the KV cache holds, and the ticks since this was last called."""
+        """Return the holder of each seq_id, the content of the KV cache, and the ticks since the last call."""
         with self._serving(draining=True) as parts:
             return await parts.dispatcher.live_view()
 
     async def audit(self) -> list[str]:
-        """Discrepancies between the bookkeeping and llama.cpp's own; empty means they agree."""
+        """Return the differences between the bookkeeping and llama.cpp's positions; empty if they agree."""
         with self._serving(draining=True) as parts:
             return await parts.dispatcher.audit()
 

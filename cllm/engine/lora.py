@@ -19,19 +19,19 @@ MAX_NAME = 256
 
 @dataclass(frozen=True, slots=True)
 class LoraInfo:
-    """An adapter that is loaded.
+    """A loaded adapter.
 
     Attributes
     ----------
     path : str
-        Its file.
+        File of the adapter.
     scale : float
-        With which requests have it that say nothing of adapters; 0: they do not.
+        Scale for requests that name no adapters; 0: they do not use it.
     invocation_tokens : tuple of int
-        Of an activated adapter (aLoRA): it computes what comes from their last place in a prompt on, and
-        nothing of a prompt without them.  Empty: it computes everything.
+        Tokens that activate an aLoRA: it computes from their last occurrence in a prompt on, and nothing
+        without them.  Empty: the adapter computes everything.
     content : FileContent or None
-        What the file contained when it was loaded.
+        Digest of the file when it was loaded.
     """
 
     name: str
@@ -48,11 +48,11 @@ class LoraUse:
     Attributes
     ----------
     loras : LoraSet
-        Of the tokens from `start` on.
+        Adapters of the tokens from `start` on.
     before : LoraSet
-        Of those before.
+        Adapters of the tokens before.
     start : int
-        A position.
+        Position at which the set changes.
     """
 
     loras: LoraSet = ()
@@ -104,7 +104,7 @@ def check_lora_name(
     error: type[InvalidArgumentError | InvalidRequestError] = InvalidRequestError,
     field: str = "lora",
 ) -> str:
-    """A name that an adapter may have."""
+    """Return the checked name of an adapter."""
     if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME or not name.isprintable():
         raise error(field, name, f"a name of an adapter: 1 to {MAX_NAME} printable characters")
     return name
@@ -118,12 +118,12 @@ def lora_use(
     Parameters
     ----------
     wanted : mapping or None
-        Names and scales; None: those that requests have by default.
+        Names and scales; None: the default of the engine.
 
     Raises
     ------
     InvalidRequestError
-        There is no such adapter, or two have to be activated.
+        There is no such adapter, or two aLoRAs are named.
     """
     if wanted is None:
         wanted = {name: info.scale for name, info in loaded.items()}

@@ -28,13 +28,13 @@ class TokenLogprob:
     Attributes
     ----------
     text : str
-        As the vocabulary spells it: a control token by its name, U+FFFD for a part of a character.
+        Text in the vocabulary: a control token has its name, a part of a character is U+FFFD.
     bytes : bytes
-        What it adds to a text that it stands in; nothing for a control token.
+        Bytes that the token adds to a text; empty for a control token.
     logprob : float
-        Natural logarithm of its probability; -inf if it had none.
+        Natural logarithm of the probability; -inf for 0.
     top : tuple of TokenLogprob
-        The most likely tokens in its place, itself among them if it was one, most likely first.
+        The most likely tokens at this position, most likely first; they may include the token itself.
     """
 
     token_id: int
@@ -51,11 +51,11 @@ class ToolCallDelta:
     Attributes
     ----------
     index : int
-        Which call of the answer, from 0 on.
+        Index of the call in the answer, from 0.
     id, name : str or None
-        With the first piece of a call; None with the others.
+        Set in the first piece of a call; None in the others.
     arguments : str
-        The next piece of the JSON text of its arguments.
+        Next piece of the JSON text of the arguments.
     """
 
     index: int
@@ -71,7 +71,7 @@ class ToolCall:
     Attributes
     ----------
     arguments : str
-        JSON text: an object, unless the output was cut off inside of it.
+        JSON text of an object; incomplete if the output was cut off inside it.
     """
 
     id: str
@@ -86,9 +86,10 @@ class TokenDelta:
     Attributes
     ----------
     text : str
-        Whole characters that can no longer change; may be empty.  Of a chat: what a reader is shown.
+        Whole characters that can no longer change; may be empty.  In a chat, the content without reasoning
+        and calls.
     token_ids : tuple of int
-        Every sampled token, the end-of-generation token included.
+        All sampled tokens, including the end-of-generation token.
     finish_reason : FinishReason or None
         None until the last delta.
     stop_reason : str, int or None
@@ -96,9 +97,9 @@ class TokenDelta:
     logprobs : tuple of TokenLogprob or None
         One for each of `token_ids`; None unless asked for.
     reasoning : str
-        Of a chat: what the model thinks.
+        In a chat: reasoning of the model.
     tool_calls : tuple of ToolCallDelta
-        Of a chat: pieces of calls.
+        In a chat: pieces of calls.
     """
 
     text: str
@@ -117,11 +118,11 @@ class Usage:
     Attributes
     ----------
     n_prompt, n_cached : int
-        Given, and those of them that were taken from a shared prefix.
+        Prompt tokens, and how many of them were taken from a shared prefix.
     n_output, n_reasoning : int
-        Sampled, and those of them that are reasoning.
+        Sampled tokens, and how many of them are reasoning.
     n_drafted, n_accepted : int
-        Computed as guesses of the output (speculation), and those of them that were right.
+        Drafted tokens that were computed (speculation), and how many of them were right.
     """
 
     n_prompt: int
@@ -139,14 +140,15 @@ class Timings:
     Attributes
     ----------
     queued_s, prefill_s, decode_s, total_s : float
-        Submit to admission, admission to the first token, first to last token, submit to end.
+        From submission to admission, from admission to the first token, from the first to the last token,
+        from submission to the end.
     ttft_s : float or None
-        Submit to the first token; None if there was none.
+        From submission to the first token; None without a token.
     itl_p50_s, itl_max_s : float or None
-        Between tokens: median and largest; None with fewer than two tokens.
+        Median and largest time between tokens; None with fewer than two tokens.
     n_preemptions : int
     n_moves : int
-        How often it was taken up on another server, or on another connection (`cllm.client`).
+        Number of times that the stream continued on another server or connection (`cllm.client`).
     """
 
     queued_s: float
@@ -186,24 +188,24 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """All of one output; for a request that ended early, what there was of it.
+    """The whole output of a request; the partial output if it ended early.
 
-    Of one that went on after `generated` tokens: what came after them, but all of its calls.
+    For a request with `generated` tokens: the output after them, but all of its calls.
 
     Attributes
     ----------
     logprobs : tuple of TokenLogprob or None
-        One for each of `token_ids`; None unless asked for.
-    prompt_logprobs : tuple or None
-        One for each of `prompt_token_ids`, None for the first, which follows nothing; None unless
-        asked for.  What there is of it, if the request ended before its prompt was computed.
+        One for each of `token_ids`; None unless requested.
+        prompt_logprobs : tuple or None
+            One for each of `prompt_token_ids`, with None for the first; None unless requested.  Shorter if the
+            request ended before its prompt was computed.
     reasoning : str
-        Of a chat: what the model thought.
+        In a chat: reasoning of the model.
     tool_calls : tuple of ToolCall
-        Of a chat.
+        In a chat: the calls.
     fingerprint : str
-        Of model, library, CPU features and settings: while it is the same, a `deterministic` engine
-        gives the same answer to the same request.
+        Short hash of model, library, CPU features and settings.  A `deterministic` engine with the same
+        fingerprint gives the same answer to the same request.
     """
 
     request_id: str
@@ -221,7 +223,7 @@ class Completion:
     fingerprint: str = ""
 
     def as_message(self) -> dict[str, Any]:
-        """The assistant's message, as OpenAI has it, for the next turn of a chat."""
+        """Return the assistant's message in OpenAI's form, for the next turn of a chat."""
         content = self.text if self.text or not self.tool_calls else None
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if self.reasoning:

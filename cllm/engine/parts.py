@@ -121,7 +121,7 @@ def _make_process(
     try:
         from cllm.engine.process.engine_process import EngineProcess
     except ModuleNotFoundError as error:
-        limit = f"False: {error.name} is not installed (pip install 'cllm[process]')"
+        limit = "False: it needs the extra 'process' (pip install 'cllm[process]')"
         raise InvalidArgumentError("process", True, limit) from error
     assert isinstance(backend, LlamaBackend)
     open_all = backend.open_vocabularies

@@ -28,7 +28,7 @@ def as_plain(value: Any) -> Any:
         return [as_plain(item) for item in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise TypeError(f"{type(value).__name__} is nothing that JSON has")
+    raise TypeError(f"{type(value).__name__} is not a value of JSON")
 
 
 def of_plain(kind: Any, plain: Any) -> Any:

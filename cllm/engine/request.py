@@ -21,13 +21,13 @@ class Thinking:
     Attributes
     ----------
     start, ends : bytes, tuple of bytes
-        What begins it, empty if it begins by itself; what ends it.
+        Text that begins the thought, empty if it needs none, and texts that end it.
     is_open : bool
-        The prompt has begun it.
+        True if the prompt has begun the thought.
     budget : int or None
-        Tokens that it may have.
+        Tokens of the thought at most.
     ending : tuple of int
-        Tokens that end it, as the template writes it.
+        Tokens that end the thought, as the template writes it.
     """
 
     start: bytes
@@ -44,9 +44,9 @@ class SequenceState:
     Attributes
     ----------
     data : bytes
-        llama.cpp's, behind a checksum: of the same model, library and context parameters.
+        llama.cpp's state after a checksum; for the same model, library and context parameters only.
     n_tokens : int
-        Positions that it holds, from 0 on.
+        Number of positions, from 0 on.
     """
 
     data: bytes
@@ -55,7 +55,7 @@ class SequenceState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationRequest:
-    """One request as the engine works on it.
+    """A request inside the engine.
 
     Attributes
     ----------
@@ -66,34 +66,34 @@ class GenerationRequest:
     priority : int
         Lower is more urgent.
     first_scored : int or None
-        The first prompt token whose log probability is wanted, counted from 1 on; None: of none.
+        Number of the first prompt token whose log probability is requested, from 1; None: of none.
     strips_space : bool
-        Whether the output begins a text, in a vocabulary that puts a space before a text.
+        True if the output begins a text, and the vocabulary puts a space before texts.
     constraint : CompiledConstraint or None
         The compiled constraint of `params`, or of the calls that the chat must make.
     spelled : mapping of int to bytes
         Control tokens that are text in this output.
     thinking : Thinking or None
-        What its constraint begins after, and how long that may take.
+        Thought after which the constraint begins, and its budget.
     fingerprint : str
-        Of the engine; see `Completion`.
+        Fingerprint of the engine; see `Completion`.
     generated_token_ids : tuple of int
-        The beginning of its output, which was sampled elsewhere: the request goes on after it.
+        Beginning of the output, sampled before: the request continues after it.
     resamples : bool
-        Whether its sampler has to see the logits that these were sampled from.
+        True if the sampler needs the logits from which these were sampled.
     seed : int or None
-        Of what is drawn: that of `params`, or one that was drawn itself, so that it can be drawn again;
-        None: any.
+        Seed of the random numbers: that of `params`, or a random one that is kept for continuations; None:
+        any.
     n_unread : int
-        Deltas of before that its reader has not taken yet.
+        Number of earlier deltas that the reader has not taken.
     lora : LoraUse
-        The adapters that compute it.
+        Adapters of the request.
     state : SequenceState or None
-        What the KV cache held of its first tokens when it was suspended.
+        KV state of its first tokens from its suspension.
     excluded : tuple of int
-        What the first token after the generated ones must not be.
+        Tokens that must not follow the generated ones.
     tenant : str
-        The tenant that it counts for.
+        Tenant of the request.
     """
 
     request_id: str
@@ -121,7 +121,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """The prompt that a chat became: its text, and its tokens."""
+    """Prompt of a chat: its text and its tokens."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -134,11 +134,11 @@ class Score:
     Attributes
     ----------
     token_ids : tuple of int
-        Of the continuation.
+        Tokens of the continuation.
     logprobs : tuple of float
-        Of each, after the prompt and those before it.
+        Log probability of each token, after the prompt and the tokens before it.
     total : float
-        Their sum.
+        Sum of `logprobs`.
     """
 
     token_ids: tuple[int, ...]
@@ -147,12 +147,12 @@ class Score:
 
     @classmethod
     def of(cls, completion: Completion) -> Score:
-        """The score of a request that was made to be scored.
+        """Return the score from the completion of a scored request.
 
         Raises
         ------
         ClosedError
-            It ended before it was.
+            The request ended before its prompt was scored.
         """
         scored = [score for score in completion.prompt_logprobs or () if score is not None]
         if len(completion.prompt_logprobs or ()) < len(completion.prompt_token_ids):
@@ -163,16 +163,16 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class FimTokens:
-    """The control tokens with which a model fills in text: "fill in the middle".
+    """Control tokens for filling in text ("fill in the middle").
 
     Attributes
     ----------
     prefix, suffix, middle : int
-        Come before the text that is there before the gap, after it, and in it.
+        Tokens before the text in front of the gap, behind it, and in it.
     begin : int or None
-        Begins a prompt.
+        Token that begins a prompt.
     repository, file : int or None
-        Come before a repository's name, and before a file's name and text.
+        Tokens before a repository's name, and before a file's name and text.
     """
 
     prefix: int
@@ -190,31 +190,31 @@ class ModelInfo:
     Attributes
     ----------
     size_bytes : int
-        Of all tensors.
+        Bytes of all tensors.
     chat_template, tool_chat_template : str or None
-        Jinja; the second for chats with tools, if the model has another for them.
+        Jinja templates; the second is for chats with tools, if the model has one.
     n_ctx : int
-        Positions that one sequence can have in this engine.
+        Number of positions of one sequence in this engine.
     sampling : mapping
-        Sampling fields that a request has where it says nothing.
+        Sampling fields of requests that leave them out.
     fingerprint : str
-        What `Completion.fingerprint` is.
+        Value of `Completion.fingerprint`.
     state_key : str
-        The same wherever what a sequence holds in the KV cache can be put back.
+        Hash of everything that a KV state depends on.
     generates : bool
-        False of an encoder, and where only vectors are wanted.
+        False for an encoder, and for an `Embedder`.
     embedding : EmbeddingInfo or None
-        What it does with whole texts; None where neither its file nor the settings name a pooling.
+        Abilities with whole texts; None if neither the file nor the settings name a pooling.
     rank_template : str or None
-        The text in which a reranker wants `{query}` and `{document}`, if it wants more than both.
+        Prompt of a reranker with `{query}` and `{document}`, if it has one.
     loras : tuple of LoraInfo
-        The adapters that are loaded.
+        Loaded adapters.
     fim : FimTokens or None
-        None of a model that does not fill in text.
+        Tokens for filling in text; None if the model has none.
     bos_token, eos_token : str or None
-        Text of the token that begins a prompt, and of the one that ends an answer; None without one.
+        Text of the token that begins a prompt, and of the token that ends an answer; None without one.
     files : tuple of FileContent
-        What was loaded: the model's file or files, adapters, the models that draft and embed.
+        Loaded files: of the model, the adapters, and the models that draft and embed.
     """
 
     path: str

@@ -59,7 +59,7 @@ def check_library(name: str) -> None:
     InvalidArgumentError
     """
     if importlib.util.find_spec("huggingface_hub") is None:
-        limit = "a file: huggingface_hub is not installed (pip install 'cllm[hub]')"
+        limit = "a file: names need the extra 'hub' (pip install 'cllm[hub]')"
         raise InvalidArgumentError("model", name, limit)
 
 

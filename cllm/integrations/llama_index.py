@@ -320,7 +320,7 @@ def _said(message: ChatMessage) -> dict[str, Any]:
                 function = {"name": name, "arguments": text}
                 calls.append({"id": call_id or "", "type": "function", "function": function})
             case _:
-                raise TypeError(f"a {type(block).__name__} is nothing a text model can be told")
+                raise TypeError(f"a {type(block).__name__} cannot be given to a text model")
     if thoughts:
         said["reasoning_content"] = "\n".join(thoughts)
     if calls:

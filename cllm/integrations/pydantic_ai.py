@@ -222,7 +222,7 @@ def _said_in(message: ModelMessage) -> Iterator[dict[str, Any]]:
             case RetryPromptPart():
                 yield _result(part.tool_call_id, part.model_response())
             case _:
-                raise TypeError(f"a {type(part).__name__} is nothing that a text model can be told")
+                raise TypeError(f"a {type(part).__name__} cannot be given to a text model")
 
 
 def _answer_of(message: ModelResponse) -> dict[str, Any]:
@@ -250,7 +250,7 @@ def _text_of(content: object) -> str:
     for item in content:
         text = getattr(item, "content", item)
         if not isinstance(text, str):
-            raise TypeError(f"a {type(item).__name__} is nothing that a text model can be told")
+            raise TypeError(f"a {type(item).__name__} cannot be given to a text model")
         texts.append(text)
     return "\n\n".join(texts)
 

@@ -45,22 +45,22 @@ def create_app(
     make_engine: Callable[[EngineConfig], Engine] = make_engine,
     is_guarded: bool = True,
 ) -> FastAPI:
-    """An ASGI application that serves one model, to be run or to be mounted in another.
+    """Return an ASGI application that serves one model, to be run or mounted in another one.
 
-    Run by itself it answers from the start on: 503 until the model is loaded.  Mounted, where it is
-    not told when to start, it loads the model when the first request comes, which waits for that,
-    and frees it when the event loop ends.
+    Run by itself it answers at once: with 503 until the model is loaded.  A mounted application gets no
+    start event: it loads the model for the first request, which waits, and frees it when the event loop
+    ends.
 
     Parameters
     ----------
     engine : Engine or EngineConfig, optional
-        An engine that the caller has entered, and closes; or the settings of one that the
-        application has to itself.  None: the embedded model.
+        An engine that the caller has entered and closes; or the settings of an engine that the application
+        owns.  None: the embedded model.
     config : ServerConfig, optional
     on_failed : callable
         Called when the model cannot be loaded.
     make_engine : callable
-        Makes the engine of such settings; the caller does not enter it.
+        Returns an engine for the settings, not entered.
     is_guarded : bool
         False: the outer application checks hosts, origins, keys and sizes; see `add_guards`.
     """
@@ -136,7 +136,7 @@ def create_app(
 def add_guards(
     app: FastAPI, config: ServerConfig, n_ctx: Callable[[], int] = lambda: N_CTX_UNKNOWN
 ) -> None:
-    """Add what a request has to pass before anything else sees it."""
+    """Add the middleware that checks requests before the application sees them."""
     app.add_middleware(Limits, config=config, n_ctx=n_ctx)
     if config.cors_origins:
         # Around the limits: browsers send no key with a preflight, and pages may read refusals.

@@ -198,7 +198,7 @@ class ModelPool:
         while (reason := await self._refusal(model)) is not None:
             idle = [other for other in self.models.values() if other.is_idle]
             if not idle:
-                raise unavailable(f"no room for the model {model.name!r}: {reason}")
+                raise unavailable(f"there is no room for the model {model.name!r}: {reason}")
             oldest = min(idle, key=lambda other: other.used_at)
             logger.info("freeing %s for %s", oldest.name, model.name)
             await oldest.free()

@@ -342,7 +342,7 @@ class FakeDecoder:
         self._check_seq("seq_id_dst", seq_id_dst)
         first, end = self._check_range(p0, p1)
         if seq_id_src == seq_id_dst:
-            raise InvalidArgumentError("seq_id_dst", seq_id_dst, "another than seq_id_src")
+            raise InvalidArgumentError("seq_id_dst", seq_id_dst, "different from seq_id_src")
         self._check_empty("seq_id_dst", seq_id_dst)
         held = self._held.get(seq_id_src, [])
         if not self.kv_unified:
@@ -391,7 +391,7 @@ class FakeDecoder:
         loras = self._saved_loras.get(checksum) or [()] * (len(saved) // 4)
         if not saved or _checksum(saved, loras) != checksum:
             raise InvalidArgumentError(
-                "data", f"{len(data)} bytes", "unchanged: its checksum differs"
+                "data", f"{len(data)} bytes", "unchanged: its checksum is wrong"
             )
         tokens = [] if is_refused else np.frombuffer(saved, np.int32).tolist()
         n_cells = len(tokens) - tokens.count(REMOVED)

@@ -97,30 +97,29 @@ CHAT_TEMPLATE = (
 
 
 class FakeEngine(Engine):
-    """An engine that says what it was told to say.
+    """An engine with scripted answers.
 
-    Streams, queues, cancellation, deadlines, preemption, statistics, `audit`: all of that is
-    `Engine`'s own.  A token is a byte.  Sampling parameters that choose tokens have no effect, and
-    neither have constraints: the answer is the scripted one, then the end.  `max_tokens`, `stop` and
-    `stop_token_ids` end it as always.  Log probabilities and scores are of the right shape and the
-    same every time, but say nothing: they come from a hash of the tokens, not from the script.
+    Streams, queues, cancellation, deadlines, preemption, statistics and `audit` are those of `Engine`.  A
+    token is a byte.  Samplers and constraints have no effect: the answer is the scripted one, then the end.
+    `max_tokens`, `stop` and `stop_token_ids` end it as usual.  Log probabilities and scores have the right
+    shape and are the same every time, but are derived from a hash of the tokens.
 
     Parameters
     ----------
     answers : mapping or callable, optional
-        From prompts to answers.  Of a mapping: the answer of the prompt; else of the key that ends
-        last in the prompt, the longest of those, which finds the last question in a chat; else of
-        the key `""`.  An answer is a text, or a `FakeAnswer` with reasoning and calls.  A request
-        that has none ends with an error, unless it asks for the log probabilities of its prompt, as
-        `score` does: its answer is empty.  None: every answer is its prompt.
+        Answers by prompt.  A mapping is searched for the prompt; then for the key that ends last in the
+        prompt, the longest of those, which finds the last question of a chat; then for the key `""`.  An
+        answer is a text, or a `FakeAnswer` with reasoning and calls.  A request without an answer ends with
+        an error, unless it asks for `prompt_logprobs`, as `score` does: its answer is empty.  None: every
+        answer is its prompt.
     latency_s : float or callable
         Seconds that a decode takes, or a function of its `FakeRun`s.  Real seconds.  Closing the
         engine ends such a decode.  Cancelling does as with llama.cpp: only if at least 16 of its
         rows, and more than half, are of requests that have been cancelled.
     faults, poison, call_faults :
-        What goes wrong, and when; see `FakeDecoder`.
+        Faults and their moments; see `FakeDecoder`.
     config : EngineConfig, optional
-        All settings as one value; not together with the others.
+        All settings as one value, instead of the others.
     **options
         The fields of `EngineConfig`; those of llama.cpp have no effect.  `chat_template` is rendered
         as an engine's; calls that a text makes are found in the format of that template.
@@ -135,8 +134,8 @@ class FakeEngine(Engine):
     Attributes
     ----------
     decoder : FakeDecoder
-        What the engine computes with, a new one after `reload`; its `faults`, `call_faults`, `poison` and `latency_s` may be
-        changed while it runs, from any thread.
+        Decoder of the engine, a new one after `reload`.  Its `faults`, `call_faults`, `poison` and
+        `latency_s` may be changed while it runs, from any thread.
     encoder : FakeTextEncoder
         The same for `embed`, and for `rerank` with `pooling="rank"`: texts that share words are near
         each other.
@@ -192,7 +191,7 @@ class FakeEngine(Engine):
         return _FakeBackend(config, self.decoder, self.encoder, self.loras, self._answers)
 
     def fail_next_decode(self, fault: Fault) -> None:
-        """Let the next decode that begins fail; one that runs now is not it.
+        """Make the next decode fail that begins after this call.
 
         Parameters
         ----------

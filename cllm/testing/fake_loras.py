@@ -30,7 +30,7 @@ class FakeLoras:
     def load(self, name: str, path: str, scale: float) -> None:
         """Load one."""
         if name in self._loaded:
-            raise InvalidRequestError("name", name, "one that no loaded adapter has")
+            raise InvalidRequestError("name", name, "a name that no loaded adapter has")
         if (fault := self.load_faults.get(path)) is not None:
             raise fault
         tokens = self.invocation_tokens.get(path, ())
@@ -39,5 +39,5 @@ class FakeLoras:
     def unload(self, name: str) -> None:
         """Free one."""
         if name not in self._loaded:
-            raise InvalidRequestError("name", name, "that of a loaded adapter")
+            raise InvalidRequestError("name", name, "the name of a loaded adapter")
         del self._loaded[name]

@@ -49,21 +49,21 @@ async def sequential(
     timeout: float | None = None,
     **sampling: Unpack[SamplingOptions],
 ) -> Records:
-    """One request after another.
+    """Run one request after another.
 
     Parameters
     ----------
     prompts : sequence of (str or sequence of int)
         Texts, or token ids.
     params : SamplingParams, optional
-        Of all requests; or its fields as keyword arguments, not both.
+        Parameters of all requests; or their fields as keyword arguments.
     priority, timeout, **sampling
         As for `Engine.stream`, of all requests.
 
     Returns
     -------
     Records
-        One for each prompt, in their order, whatever became of it.
+        A record of each request, in the order of the prompts.
 
     Raises
     ------
@@ -85,7 +85,7 @@ async def burst(
     timeout: float | None = None,
     **sampling: Unpack[SamplingOptions],
 ) -> Records:
-    """All at once.  Those that the queue has no room for are refused.
+    """Run all requests at once; those without room in the queue are rejected.
 
     Parameters
     ----------
@@ -106,16 +106,16 @@ async def poisson(
     timeout: float | None = None,
     **sampling: Unpack[SamplingOptions],
 ) -> Records:
-    """Requests that come at random times, whether or not the earlier ones have ended.
+    """Run requests at random times, independent of the ends of earlier ones.
 
-    The times of a record count from when its call was due, be the event loop late or not.
+    The times of a record count from the moment its call was due, even if the event loop is late.
 
     Parameters
     ----------
     rate : float
         Requests per second, on average.
     load_seed : int
-        Of the times between them, which are drawn from an exponential distribution.
+        Seed of the times between requests, which are exponentially distributed.
     prompts, params, priority, timeout, **sampling
         As for `sequential`, and so are the records and the errors.
 
@@ -145,15 +145,14 @@ async def cancel_storm(
     timeout: float | None = None,
     **sampling: Unpack[SamplingOptions],
 ) -> Records:
-    """All at once, and some are cancelled at different moments of their lives.
+    """Run all requests at once, and cancel some of them at different moments.
 
     Parameters
     ----------
     load_seed : int
-        Of who is cancelled, and when: see `Moment`.
+        Seed of the choice of requests and moments: see `Moment`.
     share : float
-        How many of all are cancelled, 0 to 1, rounded up.  Who has ended before that has ended by
-        itself.
+        Share of cancelled requests, 0 to 1, rounded up.  Some of them may end by themselves before.
     prompts, params, priority, timeout, **sampling
         As for `sequential`, and so are the records and the errors.
 
@@ -186,7 +185,7 @@ async def slow_readers(
     timeout: float | None = None,
     **sampling: Unpack[SamplingOptions],
 ) -> Records:
-    """All at once; some stop reading until all have stopped or ended, then they read on.
+    """Run all requests at once; some readers stop until all have stopped or ended, and then read on.
 
     An engine computes `stream_buffer` deltas ahead of a reader that has stopped, and then pauses
     its sequence: outputs of no more than `n_deltas + stream_buffer` deltas pause no sequence, and those
@@ -195,12 +194,11 @@ async def slow_readers(
     Parameters
     ----------
     load_seed : int
-        Of who is slow.
+        Seed of the choice of slow readers.
     share : float
-        How many of all are slow, 0 to 1, rounded up.  With 1 there is no other stream whose end they could
-        wait for, and they read on when all have stopped.
+        Share of slow readers, 0 to 1, rounded up.  With 1 they read on when all have stopped.
     n_deltas : int
-        What a slow reader reads before it stops; with 0 it stops as soon as it is submitted.
+        Deltas that a slow reader reads before it stops; 0: it stops as soon as its request is submitted.
     prompts, params, priority, timeout, **sampling
         As for `sequential`, and so are the records and the errors.
 
@@ -240,24 +238,24 @@ async def oracle(
     params: SamplingParams | None = None,
     **sampling: Unpack[SamplingOptions],
 ) -> dict[PromptKey, tuple[int, ...]]:
-    """The token ids that each prompt gets alone, one after another; for `assert_isolated`.
+    """Return the token ids of each prompt's output when it runs alone; for `assert_isolated`.
 
     Parameters
     ----------
     engine : Engine
-        One with the same room for a sequence as that of the load: an output may end there.
+        Engine with the same room for a sequence as that of the load, since an output may end there.
     prompts, params, **sampling
         As of the load.
 
     Returns
     -------
     dict
-        Prompts, those of token ids as tuples, to the token ids of their whole outputs.
+        Token ids of the whole output by prompt; prompts of token ids are tuples.
 
     Raises
     ------
     ValueError
-        The output would be another each time: neither `temperature` 0 nor a `seed`.
+        The output would differ each time: there is neither `temperature` 0 nor a `seed`.
     TypeError
         As in a load.
     RequestError

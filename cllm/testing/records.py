@@ -28,28 +28,27 @@ N_FOR_DRIFT = 20  # records of one prompt that show whether it drifts
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """One request as its caller saw it; times in seconds of `anyio.current_time`.
+    """Record of one request as its caller saw it; times in seconds of `anyio.current_time`.
 
     Attributes
     ----------
     token_ids, text : tuple of int, str
-        As the deltas of its stream had them.
+        Tokens and text of the stream's deltas.
     max_tokens : int or None
-        What it was limited to.
+        Limit of the request.
     finish_reason : FinishReason or None
-        None if it was refused before it ran.
+        None if the request was rejected before it ran.
     stop_reason : str, int or None
         As in `Completion`.
     error : Exception or None
-        What it raised.
+        Error that the request raised.
     usage, timings : Usage or None, Timings or None
-        As the engine counted and measured; None if the request did not get that far.
+        Counts and times of the engine; None if the request did not get that far.
     started_s, finished_s : float
-        When it was called, and when its last delta, or its error, had come.  In a load whose
-        requests come at times of their own (`poisson`) a call is made when it is due: that a busy
-        event loop made it later is part of its time.
+        Time of the call, and time of the last delta or the error.  With `poisson` the call counts from the
+        moment it was due, even if a busy event loop made it later.
     first_token_s : float or None
-        When its first token had come; None if there was none.
+        Time of the first token; None without a token.
     n_deltas : int
     """
 
@@ -70,7 +69,7 @@ class RequestRecord:
 
     @property
     def ttft_s(self) -> float | None:
-        """Seconds from the call to the first token; None if there was none."""
+        """Seconds from the call to the first token; None without a token."""
         return None if self.first_token_s is None else self.first_token_s - self.started_s
 
     @property
@@ -85,10 +84,10 @@ class RequestRecord:
 
     @property
     def n_rows(self) -> int | None:
-        """Rows that it had to compute: the last token that is sampled is none.
+        """Number of computed rows: the last sampled token needs none.
 
-        None for a request without output: the rows of an unfinished prompt are not counted.
-        What preemptions and failed decodes made the engine compute again does not count.
+        None for a request without output.  Rows that were computed again after preemptions and failed
+        decodes do not count.
         """
         usage = self.usage
         if usage is None or not usage.n_output:
@@ -118,7 +117,7 @@ class Records(Sequence[RequestRecord]):
         return f"<Records n={len(self)} by_themselves={sum(r.is_by_itself for r in self)}>"
 
     def summary(self) -> LoadSummary:
-        """The numbers of all of them together."""
+        """Return the numbers of all records together."""
         records = self._records
         reasons = Counter(record.finish_reason for record in records)
         usages = [record.usage for record in records if record.usage is not None]
@@ -148,7 +147,7 @@ class Records(Sequence[RequestRecord]):
         )
 
     def table(self) -> str:
-        """A line for each request, aligned."""
+        """Return a line for each request, aligned."""
         rows = [("request", "end", "tokens", "cached", "first ms", "total ms", "prompt")]
         for record in self._records:
             end = record.finish_reason or "refused"
@@ -167,7 +166,7 @@ class Records(Sequence[RequestRecord]):
 
 
 def assert_no_drift(records: Sequence[RequestRecord], *, tolerance: float | None = None) -> None:
-    """The last requests of a prompt cost no more than its first.
+    """Assert that the last requests of a prompt cost no more than its first.
 
     For each prompt with at least 20 requests that ended by themselves, in the order of their calls:
     no request of the last tenth computed more rows than every one of the first tenth.  The very
@@ -253,7 +252,7 @@ def assert_isolated(
     *,
     errors: tuple[type[Exception], ...] = (),
 ) -> None:
-    """Every request got the tokens that it gets alone, whatever happened around it.
+    """Assert that every request got the tokens that it gets alone.
 
     One that ended by itself has exactly those of the oracle, or the first `max_tokens` of them if
     that was its limit; one that was cancelled, expired or failed has any beginning of them.  That
@@ -322,7 +321,7 @@ def _assert_same(name: str, token_ids: tuple[int, ...], expected: tuple[int, ...
 async def assert_books_agree(
     engine: Engine, *, n_requests: int | None = None, idle: bool = False
 ) -> None:
-    """The engine's bookkeeping agrees with llama.cpp's, and always has; idle, nothing is held.
+    """Assert that the engine's bookkeeping agrees with llama.cpp, and that an idle engine holds nothing.
 
     An engine audits itself when it is idle, and mends what it finds: what was found so, since it
     was entered, is told here too.  What it has been told to cancel before this call is cancelled.

@@ -55,7 +55,7 @@ for bad_range, message in (
         args=(0, *bad_range),
     )  # fmt: skip
 refuse(
-    "seq_cp onto itself", call_memory, "seq_id_dst is 0, must be another", method="seq_cp",
+    "seq_cp onto itself", call_memory, "seq_id_dst is 0, must be different from", method="seq_cp",
     args=(0, 0),
 )  # fmt: skip
 

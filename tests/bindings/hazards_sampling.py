@@ -39,7 +39,7 @@ for what, build in (
 ):
     refuse(
         f"{what} a chain that selects nothing", build, "chain is ('top-k',)",
-        "ends in a selecting sampler", build=lambda c: c.add_top_k(3),
+        "ends with a selecting sampler", build=lambda c: c.add_top_k(3),
     )  # fmt: skip
 refuse(
     "a sampler after the one that selects", lambda s: s.chain.add_greedy().add_top_k(3),

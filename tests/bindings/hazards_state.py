@@ -16,7 +16,7 @@ bad_seq: Any
 n_positions: Any
 
 
-CHANGED, NO_COPY = "must be unchanged: its checksum differs", "must be a copy made by"
+CHANGED, NO_COPY = "must be unchanged: its checksum is wrong", "must be a copy made by"
 
 
 def restore(

@@ -50,10 +50,10 @@ def test_a_changed_copy_is_refused_by_its_checksum(context: Context) -> None:
     for place in places:
         copy = bytearray(data)
         copy[place] ^= 1 << chance.randrange(8)
-        wrong = "a copy made by" if place < 8 else "unchanged: its checksum differs"
+        wrong = "a copy made by" if place < 8 else "unchanged: its checksum is wrong"
         with pytest.raises(InvalidArgumentError, match=f"data is .* must be {wrong}"):
             context.state_seq_set_data(bytes(copy), 1, n_positions=len(TEXT))
-        wrong = "a copy made by" if place <= 12 else "unchanged: its checksum differs"
+        wrong = "a copy made by" if place <= 12 else "unchanged: its checksum is wrong"
         with pytest.raises(InvalidArgumentError, match=f"data is .* must be {wrong}"):
             context.state_seq_set_data(data[: max(1, place)], 1, n_positions=len(TEXT))
     assert context.seq_pos_max(1) is None

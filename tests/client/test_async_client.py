@@ -324,7 +324,7 @@ async def test_of_a_server_whose_engine_is_gone_it_goes_on_elsewhere() -> None:
 async def test_what_is_not_cllms_is_an_error_that_names_the_server() -> None:
     with canned(answer_of({"choices": []})) as (url, _):
         async with AsyncClient(url) as client:
-            with pytest.raises(GenerationError, match="does not answer as cllm does"):
+            with pytest.raises(GenerationError, match="does not answer like cllm"):
                 await client.generate("Hi")
 
 

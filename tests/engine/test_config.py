@@ -60,7 +60,7 @@ A_PATH = "a path: not empty, without NUL characters"
         ("rpc", "127.0.0.1:50052", "a sequence of HOST:PORT"),
         ("rpc", 5, "a sequence of HOST:PORT"),
         ("rpc", [""] * 17, "at most 16 servers"),
-        ("rpc", ["gpu:1", "gpu:1"], "each server once: it has one client at a time"),
+        ("rpc", ["gpu:1", "gpu:1"], "each server once: a server has one client at a time"),
     ],
 )
 def test_a_bad_setting_is_refused_by_field_value_and_limit(

@@ -142,7 +142,7 @@ async def test_a_model_that_is_used_is_not_freed_and_the_other_is_told_to_wait(
         tasks.start_soon(slow)
         await anyio.wait_all_tasks_blocked()
         refused = await ask(client, "b")
-        assert refusal_of(refused, 503)["message"].startswith("no room for the model 'b'")
+        assert refusal_of(refused, 503)["message"].startswith("there is no room for the model 'b'")
         assert int(refused.headers["Retry-After"]) > 0
         loads.go_on.set()
         await until(lambda: _is_there(answers))

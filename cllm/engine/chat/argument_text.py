@@ -125,7 +125,7 @@ def _combined(
     if None in parts:
         return None
     if sum(len(part or "") for part in parts) > MAX_TERMINAL:
-        raise InvalidRequestError("tools", "the schema of a text", "simpler")
+        raise InvalidRequestError("tools", "the schema of a text", "a simpler schema")
     said = [part for part in dict.fromkeys(parts) if part not in (None, ANY_TEXT)]
     return f"({' & '.join(map(str, said))})" if said else ANY_TEXT
 

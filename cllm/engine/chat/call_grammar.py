@@ -356,7 +356,9 @@ class CallGrammar:
             tool.document.cannot("const or enum of all arguments")
         names = [name for name in found if name is not None]
         if not names:
-            raise InvalidRequestError(tool.field, "its schema", "of arguments that can be written")
+            raise InvalidRequestError(
+                tool.field, "its schema", "a schema of arguments that the model can write"
+            )
         return " | ".join(names)
 
     def _key(self, tool: ToolParameters, key: str | None, free: str, *ends: str) -> str:

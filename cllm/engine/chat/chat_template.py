@@ -67,14 +67,14 @@ class ChatTemplate:
         self._source = source
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         if importlib.util.find_spec("jinja2") is None:
-            limit = "rendered with jinja2: pip install 'cllm[chat]'"
+            limit = "a prompt: chat templates need the extra 'chat' (pip install 'cllm[chat]')"
             raise InvalidRequestError("messages", "a chat", limit)
         self._child = child
         try:
             self._names = ControlTokens(control_names)
         except (RecursionError, re.error):
             value = "names that begin with each other"
-            raise InvalidRequestError("control_names", value, "fewer of them") from None
+            raise InvalidRequestError("control_names", value, "fewer names") from None
 
     def render(
         self,
@@ -148,9 +148,9 @@ class ChatTemplate:
         try:
             answer = self._child.ask(request, RENDER_S)
         except TooSlowError:
-            answer = {"kind": "limit", "error": f"one that renders within {RENDER_S:g} s"}
+            answer = {"kind": "limit", "error": f"a template that renders within {RENDER_S:g} s"}
         except EndedError:
-            limit = f"one that renders within {MEMORY_BYTES >> 20} MiB"
+            limit = f"a template that renders within {MEMORY_BYTES >> 20} MiB"
             answer = {"kind": "limit", "error": limit}
         except OSError as error:
             answer = {"kind": "failed", "error": f"no process for it can be started: {error}"}
@@ -165,7 +165,7 @@ class ChatTemplate:
                 limit = f"a chat template that compiles: {shown}"
                 raise InvalidRequestError("chat_template", self._source, limit)
             case "refused":
-                limit = f"what the chat template accepts: {shown}"
+                limit = f"messages that the chat template accepts: {shown}"
             case _:
-                limit = f"what the chat template can render: {shown}"
+                limit = f"messages that the chat template can render: {shown}"
         raise InvalidRequestError("messages", roles, limit)

@@ -268,7 +268,7 @@ class _KnownTemplate:
         if not (abilities.thinking_switch or abilities.reasoning_effort):
             if effort == "none" and not abilities.thinking:
                 return {}
-            limit = "left out: the chat template has nothing that it changes"
+            limit = "left out: the chat template does not use it"
             raise InvalidRequestError("reasoning_effort", effort, limit)
         return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
@@ -278,7 +278,7 @@ class _KnownTemplate:
             calls = (found.calls or DEFAULT_CALLS) if prompt.tools else None
             found = replace(found, calls=calls)
         if prompt.reasoning_budget is not None and found.thought is None:
-            limit = "left out: the chat template knows of no thinking"
+            limit = "left out: the chat template does not support thinking"
             raise InvalidRequestError("reasoning_budget", prompt.reasoning_budget, limit)
         if not found.markers:
             return None
@@ -323,7 +323,7 @@ class _KnownTemplate:
                 written = grammar.or_else(prompt.json_schema)
         except RecursionError:
             names = [tool.name for tool in tools]
-            raise InvalidRequestError("tools", names, "schemas that are nested less deep") from None
+            raise InvalidRequestError("tools", names, "schemas with less nesting") from None
         for tool in tools:
             say_ignored(tool.field, tool.document.ignored)
         return written

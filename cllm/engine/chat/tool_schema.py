@@ -113,7 +113,7 @@ class ToolParameters:
         """
         found = [kind for kind in self.document.objects(self._root) if self._is_possible(kind)]
         if not found:
-            limit = "of an object that can be written"
+            limit = "a schema of an object that the model can write"
             raise InvalidRequestError(self.field, self._root, limit)
         return found
 

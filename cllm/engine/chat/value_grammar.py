@@ -97,7 +97,7 @@ class ValueGrammar:
             There are too many.
         """
         if len(self.rules) >= N_RULES_MAX:
-            raise InvalidRequestError(self._tool.field, "its schema", "smaller")
+            raise InvalidRequestError(self._tool.field, "its schema", "a smaller schema")
         self.rules.append(f"{name}: {body}")
         return name.partition("[")[0]
 
@@ -234,7 +234,9 @@ class ValueGrammar:
             self._natives[key] = name, schema
             choices = [choice for choice in self._native_choices(schema, notation) if choice]
             if not choices:
-                raise InvalidRequestError(self._tool.field, schema, "what a value satisfies")
+                raise InvalidRequestError(
+                    self._tool.field, schema, "a schema that a value can satisfy"
+                )
             self.add(name, " | ".join(choices))
         return self._natives[key][0]
 

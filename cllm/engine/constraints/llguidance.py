@@ -57,7 +57,9 @@ class Guidance:
             # Not `import`: the extra has no part in type checking without it.
             self._llguidance: Any = importlib.import_module("llguidance")
         except ImportError:
-            missing = "llguidance is not installed: pip install 'cllm[structured]'"
+            missing = (
+                "structured output needs the extra 'structured': pip install 'cllm[structured]'"
+            )
             raise NotAvailableError(missing) from None
         self.n_vocab: int = vocabulary.n_tokens
         n_vocab = self.n_vocab

@@ -352,7 +352,7 @@ class EmbeddingCore:
         for name, waiting in list(self._open.items()):
             deadline = waiting.request.deadline
             if deadline is not None and now >= deadline:
-                self._fail(name, DeadlineError(f"request {name}: its time has passed"))
+                self._fail(name, DeadlineError(f"request {name}: its deadline has passed"))
 
     def _fail(
         self, request_id: str, error: EmbeddingError | DeadlineError | EngineFailedError

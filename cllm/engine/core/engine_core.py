@@ -189,7 +189,7 @@ class EngineCore:
             A request uses this seq_id.
         """
         if any(scheduler.seq_id_of(s) == seq_id for s in self.queue.running):
-            limit = "that of a slot in which no request runs"
+            limit = "the seq_id of a slot without a running request"
             raise InvalidRequestError("seq_id", seq_id, limit)
         return self.manager.cells.erase(seq_id)
 

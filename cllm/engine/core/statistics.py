@@ -120,7 +120,7 @@ class EngineStatistics:
 
     @property
     def kv_cache_usage(self) -> float:
-        """KV cells of live requests, as a part of all: 0 to 1."""
+        """Share of the KV cells that live requests hold, 0 to 1."""
         return self.n_kv_cells_used / self.n_kv_cells if self.n_kv_cells else 0.0
 
     def plus(self, other: EngineStatistics, *, is_present: bool = False) -> Self:
@@ -159,7 +159,7 @@ GAUGES = {
 class Recorder:
     """The counters behind `EngineStatistics`, by the same names.  Inference thread only.
 
-    What a tick does not count but find, such as `n_waiting`, is set when a snapshot is taken.
+    Values that are not counted by ticks, such as `n_waiting`, are set when a snapshot is taken.
     """
 
     n_waiting: int = 0
@@ -208,7 +208,7 @@ class Recorder:
         self.n_finished = {}
 
     def count_tick(self, n_rows: int, n_outputs: int) -> None:
-        """A batch of so many rows was decoded, so many of them to be sampled from."""
+        """Count a decoded batch with so many rows, and so many output rows."""
         self.n_ticks += 1
         self.n_decode_rows += n_rows
         self.n_decoding_ticks += n_outputs > 0
@@ -216,14 +216,14 @@ class Recorder:
         self.n_gil_handovers += 2  # decode and synchronize; sampling counts its own
 
     def count_finished(self, reason: FinishReason) -> None:
-        """A request has ended."""
+        """Count the end of a request."""
         # A new mapping: a snapshot keeps the old one.
         self.n_finished = {**self.n_finished, reason: self.n_finished.get(reason, 0) + 1}
 
     def snapshot(
         self, kv_cache: KVCache, *, n_waiting: int, n_running: int, n_paused: int
     ) -> Recorder:
-        """A copy that no tick changes any more."""
+        """Return a copy that later ticks do not change."""
         self.n_waiting, self.n_running, self.n_paused = n_waiting, n_running, n_paused
         self.n_kv_cells_used, self.n_kv_cells_cached = kv_cache.n_used, kv_cache.n_cached
         self.n_kv_cells = kv_cache.n_cells

@@ -33,7 +33,7 @@ class LlamaLoras:
     def load(self, name: str, path: str, scale: float) -> None:
         """See `Loras`."""
         if name in self._adapters:
-            raise InvalidRequestError("name", name, "one that no loaded adapter has")
+            raise InvalidRequestError("name", name, "a name that no loaded adapter has")
         check_model_file(path)
         content = content_of(path)
         with loading([content]):
@@ -44,7 +44,7 @@ class LlamaLoras:
     def unload(self, name: str) -> None:
         """See `Loras`."""
         if name not in self._adapters:
-            raise InvalidRequestError("name", name, "that of a loaded adapter")
+            raise InvalidRequestError("name", name, "the name of a loaded adapter")
         for let_go in self.users:
             let_go()
         adapter, _ = self._adapters.pop(name)

@@ -269,7 +269,7 @@ class Channel:
         """
         n_top = self.call.params.logprobs
         if n_top is not None and self.call.generated and self.continuation is None:
-            limit = "left out: those of the generated tokens were not computed"
+            limit = "left out: log probabilities of the generated tokens were not computed"
             raise InvalidRequestError("logprobs", n_top, limit)
 
     def continued(

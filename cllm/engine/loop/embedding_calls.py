@@ -171,10 +171,10 @@ class EmbeddingCalls:
             limit = "mean, cls or last when the engine is started: the model's file names none"
             raise InvalidRequestError("pooling", None, limit)
         if info.is_classifier and not wants_scores:
-            limit = "one that computes embeddings: this one gives scores (rerank, classify)"
+            limit = "a model that computes embeddings: this one computes scores (rerank, classify)"
             raise InvalidRequestError("model", model.name or model.path, limit)
         if wants_scores and not info.is_classifier:
-            limit = "one with a classifier (pooling is rank): this one has none"
+            limit = "a model with a classifier (pooling is rank): this one has none"
             raise InvalidRequestError("model", model.name or model.path, limit)
         return info
 
@@ -371,7 +371,9 @@ def _column_of_yes(info: EmbeddingInfo) -> int:
         return 0
     if "yes" in info.labels:
         return info.labels.index("yes")
-    limit = "one that ranks: of one score, or with a label 'yes' (classify has all of them)"
+    limit = (
+        "a model that ranks: with one score, or with a label 'yes' (classify returns all scores)"
+    )
     raise InvalidRequestError("model", f"a classifier of {info.n_values} labels", limit)
 
 

@@ -25,7 +25,7 @@ R = TypeVar("R")
 
 
 class CompletionStream(Protocol):
-    """A stream that has a completion at its end."""
+    """Stream that has a completion at its end."""
 
     async def __aenter__(self) -> Self: ...
     async def __aexit__(
@@ -41,7 +41,7 @@ StreamT = TypeVar("StreamT", bound=CompletionStream)
 
 
 class Generates(ABC, Generic[StreamT]):
-    """The methods that make requests.  A subclass says how a checked request becomes a stream."""
+    """Base of the classes that make requests; a subclass opens the stream of a checked request."""
 
     @abstractmethod
     def _open(self, call: RequestCall) -> StreamT:
@@ -73,34 +73,34 @@ class Generates(ABC, Generic[StreamT]):
         prompt : str or sequence of int
             Text, or token ids.
         params : SamplingParams, optional
-            Or its fields as keyword arguments, not both.
+            Parameters; or their fields as keyword arguments, not both.
         priority : int
-            Lower is more urgent; orders the queue and chooses the request to preempt.  Default 0.
+            Lower is more urgent, in the queue and for preemption.  Default 0.
         timeout : float, optional
-            Seconds from submission; then the request ends with `deadline`.
+            Seconds from submission until the request ends with `deadline`.
         request_id : str, optional
             Id of the request; None: a new one.
         generated : sequence of int
-            The beginning of the output, sampled before, here or elsewhere: it goes on after these
-            tokens as if it had never been cut, and the deltas and the completion have what comes
-            after them.  `max_tokens` counts them; a `seed` makes what is drawn the same.
+            Beginning of the output, sampled before, here or elsewhere.  The output continues after these
+            tokens as if it had never been interrupted.  Deltas and completion contain only the rest.
+            `max_tokens` counts these tokens.  With a `seed` the random numbers are the same.
         lora : mapping of str to float, optional
-            Names of loaded adapters, and with which scale each computes this request: these and no
-            others.  None: those of `EngineConfig.lora` with their scales.
+            Names and scales of the loaded adapters that compute this request.  None: those of
+            `EngineConfig.lora`.
         tenant : str
-            The tenant that the request counts for.  Tenants share the engine by their weights
+            Tenant of the request.  Tenants share the engine by their weights
             (`EngineConfig.tenant_weights`) within a level of priority.  Default "".
         parse_special : bool
-            Names of control tokens in a text, such as `<|im_start|>`, are these tokens, as in
-            llama-server.  False: they are text, which is right where a stranger wrote the prompt.
+            Read names of control tokens in the text, such as `<|im_start|>`, as these tokens, like
+            llama-server. Default False: they are text, which is right for prompts from others.
         **options
-            Or the fields of `SamplingParams`, if there is no `params`.
+            Fields of `SamplingParams`, instead of `params`.
 
         Raises
         ------
         InvalidRequestError
-            Names the field, the value and the limit.  What needs the model to be known is raised
-            when the stream is entered.
+            Names the field, the value and the limit.  Errors that depend on the model are raised when the
+            stream is entered.
         """
         return self._open(RequestCall.of(prompt, params, options, self._sampling_defaults()))
 
@@ -133,13 +133,13 @@ class Generates(ABC, Generic[StreamT]):
     ) -> list[Completion]:
         """Return the outputs of many requests, in the order of their prompts.
 
-        Submits no more than the queue takes, and waits for room where others have filled it.
+        The queue is never overfilled: requests are submitted when it has room.
 
         Parameters
         ----------
         return_exceptions : bool
-            Put what a request raised into the list instead of raising the first and cancelling
-            the others (annotated as completions only, as in `asyncio.gather`).
+            Put errors into the list, instead of raising the first one and cancelling the others.  (The
+            annotation names completions only, as that of `asyncio.gather`.)
         on_progress : callable, optional
             Called with `(n_done, n_total)`.
         **options
@@ -148,7 +148,7 @@ class Generates(ABC, Generic[StreamT]):
         Raises
         ------
         InvalidRequestError
-            Names what is wrong with the options, or with a prompt.
+            Names the field, the value and the limit, of an option or a prompt.
         """
         for name in ("request_id", "generated", "parse_special"):
             if name in options:
@@ -197,32 +197,32 @@ class Generates(ABC, Generic[StreamT]):
         Parameters
         ----------
         messages : sequence of mapping
-            As OpenAI has them: `{"role": "user", "content": "Hello"}`.  Control tokens that they
-            spell out stay text.
+            Messages in OpenAI's form: `{"role": "user", "content": "Hello"}`.  Names of control tokens in
+            them stay text.
         tools : sequence of mapping, optional
-            That the model may call, as OpenAI has them.  Calls are in the deltas' `tool_calls`.
+            Tools in OpenAI's form that the model may call.  Calls are in the deltas' `tool_calls`.
         tool_choice : str
             "auto", "none", "required", or the name of one of the tools.
         parallel_tool_calls : bool
-            The model may call several at once.
+            Allow several calls in one answer.
         reasoning_effort : str, optional
-            "none" to "max": how much the model is to think, where its template knows of that.
+            "none" to "max": how much the model thinks, if its template supports that.
         reasoning_budget : int, optional
-            Tokens that the model may think; then the end of its thought is written.
+            Tokens of the thought at most; then the engine writes its end.
         continue_final_message : bool
-            The last message is the beginning of the answer, of which the rest is streamed.
+            Continue the last message, which is the beginning of the answer.
         add_generation_prompt : bool
             End the prompt with the beginning of an answer.
         chat_template_kwargs : mapping, optional
-            More variables for the template, such as `{"enable_thinking": False}`.
+            Further variables for the template, such as `{"enable_thinking": False}`.
         **options
             As for `stream`, but for `parse_special`.
 
         Raises
         ------
         InvalidRequestError
-            Names the message and the field.  Other arguments and errors as for `stream`; what the
-            template does not like is raised when the stream is entered.
+            Names the message and the field.  Other arguments and errors as for `stream`; errors of the
+            template are raised when the stream is entered.
         """
         prompt, left = chat_prompt_of(messages, options)
         return self._open(RequestCall.of(prompt, params, left, self._sampling_defaults()))

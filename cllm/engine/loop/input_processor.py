@@ -105,7 +105,7 @@ class InputProcessor:
         """Tokenize, check and submit; see `TokenStream` for what it raises."""
         self._check_serving()
         if not self.model.generates:
-            limit = "one that generates text: this one is here for embeddings"
+            limit = "a model that generates text: this one computes embeddings only"
             raise InvalidRequestError("model", self.model.name or self.model.path, limit)
         if continuation is not None and continuation.is_finished:
             return self._finished(call, continuation)

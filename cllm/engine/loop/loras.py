@@ -57,12 +57,12 @@ class Loras:
         check_lora_name(name, field="name")
         check_float("scale", scale, -MAX_SCALE, MAX_SCALE, InvalidRequestError)
         if not isinstance(path, str | Path) or not str(path):
-            raise InvalidRequestError("path", path, "that of a file")
+            raise InvalidRequestError("path", path, "the path of a file")
         if self._is_fixed:
-            limit = "one that the engine was started with: it is deterministic"
+            limit = "an adapter that the engine was started with: it is deterministic"
             raise InvalidRequestError("name", name, limit)
         if name in self._loading or name in self._leaving or name in self.loaded:
-            raise InvalidRequestError("name", name, "one that no other adapter has")
+            raise InvalidRequestError("name", name, "a name that no other adapter has")
         self._loading.add(name)
         try:
             if self._thread is None:
@@ -76,7 +76,7 @@ class Loras:
     async def unload(self, name: str) -> None:
         """See `Engine.unload_lora`."""
         if name not in self.loaded:
-            raise InvalidRequestError("name", name, "that of a loaded adapter")
+            raise InvalidRequestError("name", name, "the name of a loaded adapter")
         self._leaving.add(name)
         try:
             await self._dispatcher.ask(UnloadLora(name))

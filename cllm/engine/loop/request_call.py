@@ -41,28 +41,28 @@ def new_request_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class RequestCall:
-    """The arguments of `Engine.stream`, checked as far as they can be without the model.
+    """Arguments of `Engine.stream`, checked as far as possible without the model.
 
     Attributes
     ----------
     first_scored : int or None
         See `GenerationRequest`.
     generated : tuple of int
-        The output so far.
+        Output so far.
     lora : mapping or None
         Names and scales of adapters.
     seed : int or None
-        What is drawn with, whatever `params` say; None: as they say, or any.
+        Seed that replaces that of `params`; None: that of `params`, or any.
     ids_seed : str
-        What the ids of calls of tools come of; empty: any.
+        Seed of the ids of tool calls; empty: any.
     excluded : tuple of int
         See `GenerationRequest`.
     parse_special : bool
-        Names of control tokens in a prompt that is text are these tokens.
+        True if names of control tokens in a text are these tokens.
     tenant : str
         See `GenerationRequest`.
     given : tuple of str
-        Fields of `params` that the caller has set: the others are defaults.
+        Fields of `params` that the caller set; the others are defaults.
     """
 
     prompt: str | tuple[int, ...] | ChatPrompt
@@ -108,12 +108,12 @@ class RequestCall:
         options: Mapping[str, Any],
         defaults: SamplingOptions,
     ) -> RequestCall:
-        """Return the call of the arguments that all ways to make a request have in common.
+        """Return a call from the arguments that all methods share.
 
         Parameters
         ----------
         options : mapping
-            Those of `PromptOptions`.
+            Options as in `PromptOptions`.
         defaults : SamplingOptions
             Sampling fields for those that are neither in `params` nor in `options`.
 
@@ -150,7 +150,7 @@ class RequestCall:
         return call
 
     def check_generated(self) -> None:
-        """Refuse to go on after an output that is complete."""
+        """Reject `generated` tokens of a complete output."""
         n_generated, n_most = len(self.generated), self.params.max_tokens
         if n_most is not None and n_generated and n_generated >= n_most:
             limit = f"fewer tokens than max_tokens, which is {n_most}"
@@ -230,7 +230,7 @@ def _constrained(prompt: ChatPrompt, params: SamplingParams) -> ChatPrompt:
 
 
 def params_from(sampling: SamplingOptions) -> SamplingParams:
-    """Sampling parameters from keyword arguments; an unknown name is refused."""
+    """Return sampling parameters from keyword arguments; an unknown name is rejected."""
     for name, value in sampling.items():
         if name not in _SAMPLING_FIELDS:
             limit = f"one of {', '.join(sorted(_SAMPLING_FIELDS))}"
@@ -239,7 +239,7 @@ def params_from(sampling: SamplingOptions) -> SamplingParams:
 
 
 def check_prompt(prompt: Prompt, field: str = "prompt") -> str | tuple[int, ...]:
-    """The prompt as text or as token ids."""
+    """Return the checked prompt, as text or as token ids."""
     if isinstance(prompt, str):
         return prompt
     return token_ids_of(field, prompt, "a string or a sequence of token ids")
@@ -248,7 +248,7 @@ def check_prompt(prompt: Prompt, field: str = "prompt") -> str | tuple[int, ...]
 def token_ids_of(
     field: str, ids: object, limit: str = "a sequence of token ids"
 ) -> tuple[int, ...]:
-    """Token ids that a caller gives, as far as they can be checked without a vocabulary."""
+    """Return token ids, checked as far as possible without a vocabulary."""
     if not isinstance(ids, Sequence) or isinstance(ids, str | bytes | bytearray | memoryview):
         raise InvalidRequestError(field, ids, limit)
     return tuple(check_int(field, token, 0, INT32_MAX, InvalidRequestError) for token in ids)
@@ -277,7 +277,7 @@ def check_tokens(
     n_vocab: int,
     generated: tuple[int, ...] = (),
 ) -> None:
-    """Refuse token ids that the context or the vocabulary has no place for."""
+    """Reject token ids that the context or the vocabulary has no place for."""
     if not tokens:
         raise InvalidRequestError("prompt", "", "at least one token")
     if (n_tokens := len(tokens) + len(generated)) > n_ctx:

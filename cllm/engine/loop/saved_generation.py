@@ -26,17 +26,17 @@ _MODEL_FIELDS = ("architecture", "n_params", "size_bytes", "n_vocab", "n_embd", 
 class SavedGeneration:
     """State with which a suspended generation can resume, in this process or another.
 
-    `TokenStream.suspend` makes it, `Engine.resume` goes on with it, as often as it is wanted.
+    `TokenStream.suspend` returns it, and `Engine.resume` continues from it, any number of times.
 
     Attributes
     ----------
     call : RequestCall
-        What was asked for, with the tokens that there are.
+        The request, with the tokens so far.
     continuation : Continuation
     model_key : mapping
-        What the model has to be.
+        Properties that the model must have.
     fingerprint : str
-        Of the engine: where it is another, what the KV cache held is computed again.
+        Fingerprint of the engine; an engine with another one computes the KV state again.
     """
 
     call: RequestCall
@@ -56,12 +56,12 @@ class SavedGeneration:
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:
-        """The prompt."""
+        """Token ids of the prompt."""
         return self.continuation.prompt_token_ids
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The output so far, what its reader had not taken yet included."""
+        """Token ids of the output so far, including those that the reader had not received."""
         return self.call.generated
 
     @property
@@ -76,7 +76,7 @@ class SavedGeneration:
         Raises
         ------
         InvalidRequestError
-            It is another model.
+            The engine has another model.
         """
         if (key := _key_of(model)) != self.model_key:
             was = ", ".join(f"{name} {value}" for name, value in self.model_key.items())
@@ -85,16 +85,16 @@ class SavedGeneration:
         return self.continuation if is_alike else replace(self.continuation, state=None)
 
     def save(self, path: str | Path) -> None:
-        """Write it to a file, which is there whole or not at all.  May take long; any thread.
+        """Write it to a file atomically.  Any thread; may take long.
 
-        It holds prompt and output in plain text.
+        The file holds prompt and output in plain text.
 
         Raises
         ------
         OSError
             The file cannot be written.
         InvalidArgumentError
-            `chat_template_kwargs` have something in them that JSON has not.
+            `chat_template_kwargs` contain a value that JSON has not.
         """
         before = self.continuation
         state = before.state
@@ -116,19 +116,19 @@ class SavedGeneration:
                 "n_state_tokens": None if state is None else state.n_tokens,
             }
         except TypeError as error:
-            raise InvalidArgumentError("messages", str(error), "what JSON has") from None
+            raise InvalidArgumentError("messages", str(error), "values that JSON has") from None
         write_state_file(Path(path), header, b"" if state is None else state.data)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a file that `save` has written.  May take long; any thread.
+        """Read a file of `save`.  Any thread; may take long.
 
         Raises
         ------
         OSError
-            It cannot be read.
+            The file cannot be read.
         InvalidArgumentError
-            It is no such file, cut off, or has been changed.
+            The file is of another kind, cut off, or changed.
         """
         try:
             header, data = read_state_file(Path(path))

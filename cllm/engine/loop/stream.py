@@ -35,11 +35,9 @@ Continues = Callable[[ModelInfo], Continuation]
 class TokenStream:
     """The output of one request, token by token.
 
-    An async iterator of `TokenDelta`, and an async context manager, which is the better way: it
-    cancels what was not read to the end.  Entering it, or the first step of the iteration, submits
-    the request.  Inside of its `async with` block a step that is cancelled, by a timeout around it, takes
-    nothing from the stream, and the next step goes on; without a block it ends the stream.  A stream that
-    ended early raises `ClosedError` at the next step, so it never looks complete.
+    A stream is an async iterator of `TokenDelta`, and an async context manager.  Prefer `async with`: it cancels a request that was not read to its end.  Entering the block, or the first step without one, submits the request.
+
+    A step that is cancelled inside the block, for example by a timeout, loses no delta, and the next step continues.  Without a block it ends the stream.  A stream that ended early raises `ClosedError` at the next step, so that it never looks complete.
 
     Attributes
     ----------
@@ -50,7 +48,7 @@ class TokenStream:
     PromptTooLongError, QueueFullError, InvalidRequestError, ClosedError, EngineFailedError
         When the request is submitted.
     GenerationError
-        After the last delta of a request that failed; `.completion` has what there was.
+        After the last delta of a request that failed; `.completion` has the partial output.
     ClosedError
         The stream was closed, or its reader cancelled, before its end.
     """
@@ -118,12 +116,12 @@ class TokenStream:
         raise StopAsyncIteration
 
     async def completion(self) -> Completion:
-        """Read to the end and return all of the output, what was read before included.
+        """Read to the end and return the whole output, with the deltas read before.
 
         Raises
         ------
         GenerationError, EngineFailedError
-            The request failed; `.completion` has what there was.
+            The request failed; `.completion` has the partial output.
         """
         if not self._is_closed:
             async for _ in self:
@@ -139,10 +137,10 @@ class TokenStream:
         return channel.completion
 
     async def cancel(self) -> None:
-        """Give up the request; the stream then ends with `finish_reason="cancelled"`.
+        """Cancel the request; the stream ends with `finish_reason="cancelled"`.
 
-        Its cells are free before the second tick after this.  Cancelling again, or after the end,
-        does nothing.
+        Its cells are free before the second tick from now.  Cancelling again, or after the end, does
+        nothing.
         """
         self._is_given_up = True
         if self._channel is not None:
@@ -156,16 +154,16 @@ class TokenStream:
 
     # --- A generation as a value -------------------------------------------------------------
     async def suspend(self) -> SavedGeneration:
-        """End the stream here, to go on later: `Engine.resume` continues as if nothing had happened.
+        """End the stream and return its state, from which `Engine.resume` continues.
 
-        The same tokens follow, to the bit where the engine is `deterministic`.  What was computed ahead
-        of the reader is kept, as are the sampler and what the KV cache held, which need not be
-        computed again where the engine that resumes it is alike.
+        The same tokens follow; on a `deterministic` engine to the bit.  The state has the unread deltas,
+        the sampler and the KV state.  An engine with the same fingerprint restores the KV state; another
+        one computes it again.
 
         Raises
         ------
         ClosedError
-            All of the output has been read, or the stream has been closed.
+            The whole output has been read, or the stream has been closed.
         anyio.BusyResourceError
             Another task is reading.
         """
@@ -206,8 +204,8 @@ class TokenStream:
     def fork(self, n: int) -> list[TokenStream]:
         """Return more streams that begin with the output read so far; this one continues too.
 
-        They share its cells.  Each draws anew: with `seed`, the i-th draws with `seed + i`.  Their deltas
-        are what comes after this point; their completions have all of the output.
+        The new streams share the cells of this one.  Each draws its own random numbers: with `seed`, the
+        i-th uses `seed + i`.  Their deltas begin here; their completions have the whole output.
 
         Parameters
         ----------
@@ -217,7 +215,7 @@ class TokenStream:
         Raises
         ------
         InvalidRequestError
-            `n` is out of range.  That the output has ended here is found out when one is entered.
+            `n` is out of range.  If the output has ended here, entering a new stream raises it.
         ClosedError
             The stream has not been entered.
         """
@@ -239,19 +237,19 @@ class TokenStream:
         return made
 
     async def rewind(self, n_tokens: int) -> None:
-        """Take back the last tokens that were read; the output goes on from before them.
+        """Remove the last tokens that were read, and continue the output before them.
 
-        What follows is drawn anew: with `seed`, as the next seed would.
+        New random numbers are drawn: with `seed`, those of the next seed.
 
         Parameters
         ----------
         n_tokens : int
-            1 to as many as the output has here.
+            1 to the number of output tokens so far.
 
         Raises
         ------
         InvalidRequestError
-            The output has not so many tokens; nothing has changed.
+            The output has fewer tokens; nothing has changed.
         """
         await self._submit()
         position = self._position
@@ -262,15 +260,15 @@ class TokenStream:
         await self._go_on_from(position[:-n_tokens], seed=next_seed)
 
     async def inject(self, text: str | Sequence[int]) -> None:
-        """Let the output go on after this text, or these tokens, as if the model had written them.
+        """Append a text, or tokens, to the output as if the model had written them.
 
-        They count as output tokens, and are in no delta, since the caller knows them.
+        They count as output tokens.  No delta contains them.
 
         Raises
         ------
         InvalidRequestError
-            Nothing to inject, tokens that would end the output, or more than `max_tokens`; log
-            probabilities are asked for, which are not computed.  Nothing has changed.
+            There is nothing to inject, a token would end the output, there are more tokens than
+            `max_tokens`, or the request has `logprobs`.  Nothing has changed.
         """
         channel = await self._submit()
         if channel.call.params.logprobs is not None:

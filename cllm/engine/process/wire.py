@@ -172,7 +172,7 @@ def _encoded(value: object) -> object:
             return operator.index(value)
         case SupportsFloat():
             return float(value)
-    raise NotImplementedError(f"{type(value).__name__} does not cross the border")
+    raise NotImplementedError(f"{type(value).__name__} cannot be sent to the other process")
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encoded)

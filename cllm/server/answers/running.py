@@ -157,4 +157,4 @@ def check_in_time(done: Sequence[Completion]) -> None:
     for one in done:
         if one.finish_reason is not FinishReason.DEADLINE or one.usage.n_output:
             return
-    raise DeadlineError("the request's time has passed, and no token had come")
+    raise DeadlineError("the deadline of the request passed before its first token")

@@ -59,7 +59,7 @@ def _mixed(data: object) -> object:
     """One prompt as llama-server has it: token ids may have texts between them."""
     if isinstance(data, Mapping):
         if data.get("multimodal_data"):
-            raise invalid("prompt.multimodal_data", "is not there yet")
+            raise invalid("prompt.multimodal_data", "is not supported yet")
         data = data.get("prompt_string")
     if isinstance(data, list) and str in set(map(type, data)):
         return [part if isinstance(part, str) else _tokens([part])[0] for part in data]

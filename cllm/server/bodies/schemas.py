@@ -151,7 +151,7 @@ class Body(BaseModel):
                 hint = f": use {HINTS[name]}" if name in HINTS else ""
                 raise invalid(str(name)[:80], f"is not known{hint}")
             if data[name] not in cls.neutral[name]:
-                raise invalid(name, "is not there yet")
+                raise invalid(name, "is not supported yet")
         return {
             name: value
             for name, value in data.items()

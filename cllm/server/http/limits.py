@@ -85,7 +85,7 @@ class Limits:
                 raise Problem(401, "the API key is missing or wrong", headers=headers_out)
         encoding = headers.get("content-encoding", "identity").lower()
         if encoding != "identity":
-            raise Problem(400, f"content-encoding: {encoding[:40]!r} is not taken")
+            raise Problem(400, f"content-encoding: {encoding[:40]!r} is not supported")
         n_bytes = sum(len(name) + len(value) + 4 for name, value in headers.raw)  # ": " and CRLF
         if (
             n_bytes + len(scope["path"]) + len(scope["query_string"])

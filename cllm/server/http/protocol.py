@@ -280,7 +280,7 @@ def _check_framing(
     if any(n == b"transfer-encoding" and v.lower() != b"chunked" for n, v in headers):
         raise Problem(400, "transfer-encoding must be chunked")
     if parser.get_method() == b"CONNECT":
-        raise Problem(400, "this is no proxy")
+        raise Problem(400, "this server is no proxy")
 
 
 def _too_large(max_header_bytes: int) -> Problem:

@@ -133,7 +133,7 @@ def _streams_of(
         call = ChatCall(messages_of(body.messages), options, params, scheduling)
         return lambda engine_id: call.streams(engine, engine_id)
     if prompt is None:
-        raise invalid("prompt", "must be there, or messages in its place")
+        raise invalid("prompt", "is missing: a prompt or messages are required")
     for name in sorted(CHAT_OPTIONS & body.model_fields_set):
         raise invalid(name, "is for messages, not for a prompt")
     check_length(engine, prompt)

@@ -103,10 +103,10 @@ async def chat_call_of(engine: Engine, body: CountBody, params: SamplingParams) 
     """
     if body.thread:  # the SDK's tool_runner goes on without one when it reads this
         details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-        limit = "thread: is not there; send the messages instead"
+        limit = "thread: is not supported; send the messages instead"
         raise Problem(400, limit, param="thread", details={"details": details})
     if not body.messages:
-        raise invalid("messages", "must have one message at the least")
+        raise invalid("messages", "must have at least one message")
     chat, fields = list[dict[str, Any]](), list[str]()
     if system := _system(body.system):
         chat, fields = [{"role": "system", "content": system}], ["system"]

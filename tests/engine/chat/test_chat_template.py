@@ -286,7 +286,7 @@ def test_what_a_template_refuses_says_what_it_said() -> None:
     assert error.field == "messages"
     assert error.value == ["user"]
     assert error.limit.startswith(
-        "what the chat template accepts: roles must alternate after <s>xx"
+        "messages that the chat template accepts: roles must alternate after <s>xx"
     )
     assert len(error.limit) < 400
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_type_hints
+
 from cllm.engine.core.kv_cache import KVCache
 from cllm.engine.core.statistics import EngineStatistics, Recorder
 from cllm.engine.output import FinishReason
@@ -12,12 +14,12 @@ def test_every_counter_comes_out_under_its_own_name() -> None:
     found_by_a_snapshot = ("n_waiting", "n_running", "n_paused", "n_kv_", "n_seq_ids", "n_finished")
     counters = {
         name: n
-        for n, name in enumerate(vars(recorder), 100)
+        for n, name in enumerate(get_type_hints(Recorder), 100)
         if name.startswith("n_") and not name.startswith(found_by_a_snapshot)
     }
     times = {
         name: n / 10
-        for n, name in enumerate(vars(recorder))
+        for n, name in enumerate(get_type_hints(Recorder))
         if name.endswith("_s") and name != "uptime_s"
     }
     for name, value in {**counters, **times}.items():

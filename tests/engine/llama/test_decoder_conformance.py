@@ -349,7 +349,7 @@ def test_any_damage_to_a_saved_sequence_is_found() -> None:
     data = decoder.state_seq_get_data(1)
     damaged = [data[:i] + bytes([data[i] ^ 1]) + data[i + 1 :] for i in range(len(data))]
     for wrong in (*damaged, data + b"x", bytes(4)):
-        with pytest.raises(InvalidArgumentError, match="its checksum differs"):
+        with pytest.raises(InvalidArgumentError, match="its checksum is wrong"):
             decoder.state_seq_set_data(wrong, 2, n_positions=2)
     assert decoder.cells == {0: [1], 1: [2, 3]}
 
