@@ -31,7 +31,7 @@ STANDARD_INPUT = "-"
 
 
 @dataclass(slots=True)
-class Output:
+class VectorWriter:
     """Destination of vectors: lines of JSON as they come, or one array at the end."""
 
     path: Path | None
@@ -77,7 +77,7 @@ def _shortest(vector: NDArray[np.float32]) -> list[float]:
 async def _embed(
     given: list[str], config: EngineConfig, options: dict[str, Any], output: Path | None
 ) -> int:
-    written = Output(output, StandardOutput())
+    written = VectorWriter(output, StandardOutput())
     has_progress_bar = (STANDARD_INPUT in given or len(given) > 1) and (
         output is not None or not is_terminal(sys.stdout)
     )
@@ -94,7 +94,7 @@ async def _embed_all(
     embedder: Embedder,
     given: Iterable[str],
     options: dict[str, Any],
-    written: Output,
+    written: VectorWriter,
     show: Callable[[int, int | None, str], None],
 ) -> None:
     n_tokens = 0

@@ -115,7 +115,7 @@ class Submitted:
         return json.dumps(values, ensure_ascii=False) + "\n"
 
 
-class Generation:
+class PromptRun:
     """Every prompt from where it is read to where its output is printed."""
 
     def __init__(
@@ -250,7 +250,7 @@ async def _generate(
     arguments: list[str], config: EngineConfig, params: SamplingParams, form: Form
 ) -> int:
     async with loaded(Engine(config=config)) as engine:
-        is_right = await Generation(engine, params, form, StandardOutput()).run(_prompts(arguments))
+        is_right = await PromptRun(engine, params, form, StandardOutput()).run(_prompts(arguments))
     return 0 if is_right else 1
 
 

@@ -16,7 +16,7 @@ from cllm.engine.loop.dispatcher import Dispatcher
 from cllm.engine.loop.embedding_calls import EmbeddingCalls
 from cllm.engine.loop.input_processor import InputProcessor
 from cllm.engine.loop.loop_guard import LoopGuard
-from cllm.engine.loop.loras import Loras
+from cllm.engine.loop.loras import LoraRegistry
 from cllm.engine.loop.prompt_tokenizer import PromptTokenizer
 from cllm.engine.loop.queue_gate import QueueGate
 from cllm.engine.thread.backend import Backend
@@ -40,7 +40,7 @@ class Parts:
     thread: EngineHost
     input_processor: InputProcessor
     embeddings: EmbeddingCalls
-    loras: Loras
+    loras: LoraRegistry
 
     def end_when_idle(self) -> None:
         """Wait until all requests have ended; no more are submitted."""
@@ -88,7 +88,7 @@ def start_parts(
             host = InferenceThread(config, backend, inbox, outbox, workers, interrupter)
         check = partial(check_host, host)
         tokenizer = workers.start("cllm-tokenizer")
-        loras = Loras(dispatcher, workers, backend.check_lora, is_fixed=config.deterministic)
+        loras = LoraRegistry(dispatcher, workers, backend.check_lora, is_fixed=config.deterministic)
         last_vocabulary = partial(check, draining=True)
         input_processor = InputProcessor(
             check,

@@ -41,7 +41,7 @@ class Replica:
         """
         app = self._application
         with anyio.move_on_after(LOAD_S):
-            await app.state.engine_task.settled.wait()
+            await app.state.engine_task.load_ended.wait()
         state = app.state.server
         if state.failure is not None:
             raise state.failure

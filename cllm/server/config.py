@@ -1,4 +1,4 @@
-"""ServerConfig: everything about the server that is settled before it starts."""
+"""ServerConfig: everything about the server that is set before it starts."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class EngineTask:
     ----------
     has_begun, is_background : bool
         Whether it runs or has run, and whether without a lifespan.
-    settled : anyio.Event
+    load_ended : anyio.Event
         The model is loaded, or cannot be.
     """
 
@@ -59,7 +59,7 @@ class EngineTask:
         self._background: object = None  # an asyncio task without a reference may be collected
         self.has_begun: bool = False
         self.is_background: bool = False
-        self.settled: anyio.Event = anyio.Event()
+        self.load_ended: anyio.Event = anyio.Event()
 
     async def run(self, finished: anyio.Event | None = None) -> None:
         """Serve until the state says stop; `finished` when all answers have been read."""
@@ -70,7 +70,7 @@ class EngineTask:
                 state.metrics.watch(engine.statistics)
                 state.engine = engine
                 logger.info("serving %s", engine.config.model_path.name)
-                self.settled.set()
+                self.load_ended.set()
                 await self._until_stopping(engine)
                 await engine.drain(state.config.drain_timeout_s)
                 if finished is not None:
@@ -81,7 +81,7 @@ class EngineTask:
             logger.error("%s", error if is_told else "the engine has failed", exc_info=not is_told)
             self._on_failed()
         finally:
-            self.settled.set()
+            self.load_ended.set()
             if self.is_background:
                 if state.failure is None:
                     self.renew()
@@ -106,7 +106,7 @@ class EngineTask:
         self._state.renew()
         self.has_begun = False
         self.is_background = False
-        self.settled = anyio.Event()
+        self.load_ended = anyio.Event()
 
     def begin(self) -> None:
         """Run beside everything else, until the event loop ends and cancels it; once."""
@@ -148,8 +148,8 @@ class MountedStart:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
         path = route_path(scope) if scope["type"] == "http" else "/"
-        if not is_file(path) and not self._task.settled.is_set():
+        if not is_file(path) and not self._task.load_ended.is_set():
             self._task.begin()
             if self._task.is_background and not (is_open(path) or path == "/metrics"):
-                await self._task.settled.wait()
+                await self._task.load_ended.wait()
         await self._app(scope, receive, send)

@@ -95,7 +95,7 @@ class PooledModel:
         self.task.has_begun, self._is_leaving = True, False
         freed = self.freed = anyio.Event()
         tasks.start_soon(self._run, freed)
-        await self.task.settled.wait()
+        await self.task.load_ended.wait()
         if (failure := self.app.state.server.failure) is not None:
             await freed.wait()
             raise unavailable(f"the model {self.name!r} cannot be loaded: {failure}")

@@ -15,7 +15,7 @@ import pytest
 
 from cllm import Engine, EngineConfig, SamplingParams, TokenDelta, TokenStream
 from cllm.cli import generate as generate_module
-from cllm.cli.generate import Form, Generation
+from cllm.cli.generate import Form, PromptRun
 from cllm.cli.options import EngineFlags, SamplingFlags
 from cllm.cli.terminal import StandardOutput, visible
 from tests.cli.children import CLLM, CTRL_C, ENDLESS, ROOT, Terminal, run_cllm, start_cllm
@@ -290,7 +290,7 @@ async def test_prompts_are_read_only_so_far_ahead_of_what_is_printed(
             yield f"{n_read}\n"
 
     out = Recorded()
-    generation = Generation(cast(Engine, Echo()), SamplingParams(), PLAIN, out)
+    generation = PromptRun(cast(Engine, Echo()), SamplingParams(), PLAIN, out)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(generation.run, prompts())
         await anyio.wait_all_tasks_blocked()
@@ -309,7 +309,7 @@ async def test_all_prompts_share_their_ticks() -> None:
     out = Recorded()
     out.gate.set()
     async with Engine(n_ctx=2048, n_seq_max=8, **QUIET) as engine:
-        generation = Generation(engine, SamplingParams(temperature=0), PLAIN, out)
+        generation = PromptRun(engine, SamplingParams(temperature=0), PLAIN, out)
         with submitted_together(engine, 8):
             assert await generation.run(prompts())
         statistics = engine.statistics()

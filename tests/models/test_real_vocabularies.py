@@ -24,7 +24,7 @@ from cllm.engine.constraints.compiler import ConstraintCompiler
 from cllm.engine.core.detokenizer import Detokenizer
 from cllm.engine.loop.dispatcher import Dispatcher
 from cllm.engine.loop.input_processor import InputProcessor
-from cllm.engine.loop.loras import Loras
+from cllm.engine.loop.loras import LoraRegistry
 from cllm.engine.loop.prompt_tokenizer import PromptTokenizer
 from cllm.engine.loop.queue_gate import QueueGate
 from cllm.engine.loop.request_call import RequestCall
@@ -319,7 +319,7 @@ async def opened(vocab: object, prompt: str | tuple[int, ...], gate: QueueGate) 
         lambda **_: cast(Vocabulary, vocab),
         gate,
         cast(Dispatcher, dispatcher),
-        Loras(cast(Dispatcher, dispatcher), workers, lambda path: None, is_fixed=True),
+        LoraRegistry(cast(Dispatcher, dispatcher), workers, lambda path: None, is_fixed=True),
         PromptTokenizer(
             lambda: cast(Vocabulary, vocab),
             cast(Any, lambda: model),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cllm.checks import INT32_MAX, check_bool, check_int
-from cllm.engine.chat.messages import check_messages, check_tools
+from cllm.engine.chat.message_checks import check_messages, check_tools
 from cllm.errors import InvalidRequestError
 
 TOOL_CHOICES = ("auto", "none", "required")

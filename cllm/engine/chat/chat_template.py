@@ -16,7 +16,7 @@ from typing import Any
 
 from cllm.checks import check_bool
 from cllm.engine.chat.control_tokens import ControlTokens, Guard, Piece
-from cllm.engine.chat.messages import Copier, check_messages, check_tools, with_reasoning
+from cllm.engine.chat.message_checks import Copier, check_messages, check_tools, with_reasoning
 from cllm.engine.child_process import EndedError, JsonChild, TooSlowError
 from cllm.errors import InvalidRequestError
 

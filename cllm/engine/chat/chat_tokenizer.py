@@ -19,7 +19,7 @@ from cllm.engine.chat.chat_template import ChatTemplate, template_child
 from cllm.engine.chat.control_tokens import Piece, tokens_of
 from cllm.engine.chat.conversation import mended, mended_tools, plain_tools
 from cllm.engine.chat.format_detection import QUESTION, detect_format
-from cllm.engine.chat.messages import with_reasoning
+from cllm.engine.chat.message_checks import with_reasoning
 from cllm.engine.chat.named_formats import DEFAULT_CALLS
 from cllm.engine.chat.output_format import OutputFormat
 from cllm.engine.chat.output_parser import CallIds, OutputParser

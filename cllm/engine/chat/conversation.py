@@ -16,7 +16,7 @@ from typing import Any
 
 from cllm.engine.chat.call_literals import PythonCalls
 from cllm.engine.chat.call_syntax import CallSyntax, JsonCalls, NamedCalls
-from cllm.engine.chat.messages import REASONING_FIELDS, RESULTS
+from cllm.engine.chat.message_checks import REASONING_FIELDS, RESULTS
 from cllm.engine.chat.named_formats import DEFAULT_CALLS
 from cllm.engine.chat.template_abilities import TemplateAbilities
 

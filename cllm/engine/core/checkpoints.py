@@ -2,7 +2,7 @@
 
 Memory of one position only, that of recurrent models and of windows that slide, can be shared whole or
 not at all: no sequence can take part of a longer prefix.  So it is saved where others will need it: where
-two requests have parted, for that is where the next will part from them; a little before the end of a
+two requests have diverged, for that is where the next will part from them; a little before the end of a
 prompt, for the next turn of a chat has another text there as soon as its template leaves out thoughts;
 and every so often.
 """
@@ -24,7 +24,7 @@ N_REGULAR = 8
 
 
 def next_checkpoint(
-    n_computed: int, n_prompt: int, parted: Iterable[int] = (), *, n_least: int = 0
+    n_computed: int, n_prompt: int, branch_points: Iterable[int] = (), *, n_least: int = 0
 ) -> int:
     """The next position at which the memory of a sequence is to be kept; `NEVER` if there is none.
 
@@ -34,8 +34,8 @@ def next_checkpoint(
         Its tokens that are computed, or shared.
     n_prompt : int
         Tokens of its prompt.
-    parted : iterable of int
-        Where others have parted from it, or wait for it to come to.
+    branch_points : iterable of int
+        Positions at which other sequences have diverged from it, or will.
     n_least : int
         Nowhere else before so many tokens.
     """
@@ -44,7 +44,7 @@ def next_checkpoint(
         step *= 2
     first, last = max(n_computed + MIN_GAIN, n_least), n_prompt - TAIL
     regular = -(-first // step) * step
-    found = [at for at in parted if at > n_computed]
+    found = [at for at in branch_points if at > n_computed]
     if first <= last:
         found.append(regular if regular + MIN_GAIN <= last else last)
     return min(found, default=NEVER)

@@ -251,7 +251,7 @@ class KVCacheManager:
     def _part(self, sequence: Sequence, n_tokens: int) -> None:
         """Keep the memory of a sequence after so many tokens, which others have in common with it."""
         if n_tokens >= sequence.n_computed + MIN_GAIN:
-            sequence.placement.parted.add(n_tokens)
+            sequence.placement.branch_points.add(n_tokens)
         self._set_checkpoint(sequence)
 
     def _set_checkpoint(self, sequence: Sequence) -> None:
@@ -262,7 +262,7 @@ class KVCacheManager:
             n_least = NEVER if self.saved.tiers is None else MIN_SAVED
         placement = sequence.placement
         placement.n_checkpoint = next_checkpoint(
-            sequence.n_computed, sequence.n_prompt, placement.parted, n_least=n_least
+            sequence.n_computed, sequence.n_prompt, placement.branch_points, n_least=n_least
         )
 
     def keep_checkpoints(self, chunks: Iterable[Chunk]) -> None:

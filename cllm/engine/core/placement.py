@@ -37,7 +37,7 @@ class Placement(Generic[LeaderT]):
         A prefix that is being read from a file.  The sequence waits for it.
     saved : list of SavedPrefix
         Prefixes that it has computed or gone on from.  They are forgotten if it fails.
-    parted : set of int
+    branch_points : set of int
         Positions at which other sequences part from it and could not share.
     n_checkpoint : int
         Number of computed tokens at which its memory is kept next.
@@ -53,7 +53,7 @@ class Placement(Generic[LeaderT]):
     restores: SavedPrefix | None = None
     awaits: SavedPrefix | None = None
     saved: list[SavedPrefix] = field(default_factory=list)
-    parted: set[int] = field(default_factory=set)
+    branch_points: set[int] = field(default_factory=set)
     n_checkpoint: int = NEVER
 
     @property

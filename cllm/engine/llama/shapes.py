@@ -32,8 +32,8 @@ N_UNLIKE_MAX = 1  # texts in which rounding may choose other experts
 Logits = NDArray[np.float32]
 
 
-class Shape(NamedTuple):
-    """Shape of a batch: how the tokens are cut, sequences beside them, number of output rows."""
+class BatchShape(NamedTuple):
+    """BatchShape of a batch: how the tokens are cut, sequences beside them, number of output rows."""
 
     cut: tuple[int, ...]
     n_others: int = 0
@@ -41,13 +41,13 @@ class Shape(NamedTuple):
 
 
 # An engine whose one sequence never has company gives the same answers as one of many.
-SHAPES: dict[str, Shape] = {
-    "at once": Shape((N_TOKENS,)),
-    "with more output rows": Shape((N_TOKENS,), n_outputs=N_COMPANY),
-    "one by one at the end": Shape(_AT_THE_END),
-    "in pieces": Shape((7, 2, N_TOKENS - N_LAST - 9, *[1] * N_LAST)),
-    "beside one other": Shape(_AT_THE_END, n_others=1),
-    "beside many others": Shape(_AT_THE_END, n_others=N_COMPANY),
+SHAPES: dict[str, BatchShape] = {
+    "at once": BatchShape((N_TOKENS,)),
+    "with more output rows": BatchShape((N_TOKENS,), n_outputs=N_COMPANY),
+    "one by one at the end": BatchShape(_AT_THE_END),
+    "in pieces": BatchShape((7, 2, N_TOKENS - N_LAST - 9, *[1] * N_LAST)),
+    "beside one other": BatchShape(_AT_THE_END, n_others=1),
+    "beside many others": BatchShape(_AT_THE_END, n_others=N_COMPANY),
 }
 
 
@@ -100,7 +100,7 @@ def _log_probabilities(logits: Logits) -> NDArray[np.float64]:
 
 
 def _last_logits(
-    decoder: LlamaDecoder, text: int, shape: Shape, n_others: int
+    decoder: LlamaDecoder, text: int, shape: BatchShape, n_others: int
 ) -> NDArray[np.float32]:
     """Logits of the last of some tokens; the memory is empty before and after."""
     n_vocab = decoder.n_vocab

@@ -62,7 +62,7 @@ class Continuation:
         return bool(self.unread) and self.unread[-1].finish_reason is not None
 
 
-class Lease:
+class CancelHandle:
     """A handle that cancels a request, and keeps nothing else of it alive.
 
     Attributes
@@ -109,7 +109,7 @@ class Channel:
         Text of `call.generated`, which its reader has had.
     continuation : Continuation or None
         What it goes on from.
-    lease : Lease
+    lease : CancelHandle
     completion : Completion or None
         All of the output, once it has ended.
     error : CllmError or None
@@ -135,7 +135,7 @@ class Channel:
         self.told = told
         self.continuation = continuation
         self._outputs = outputs
-        self.lease: Lease = Lease(request.request_id, inbox)
+        self.lease: CancelHandle = CancelHandle(request.request_id, inbox)
         self._inbox = inbox
         # Half of the buffer is read before the thread is told: it goes on computing meanwhile.
         self._n_told_at_once = max(1, capacity // 2)

@@ -39,19 +39,19 @@ from cllm.engine.loop.queue_gate import QueueGate
 from cllm.engine.loop.request_call import RequestCall
 from cllm.engine.request import GenerationRequest, ModelInfo
 from cllm.engine.thread.mailbox import Inbox
-from cllm.engine.thread.worker_thread import Reply
+from cllm.engine.thread.worker_thread import PendingCall
 from cllm.errors import ClosedError, EngineFailedError
 
 logger: logging.Logger = logging.getLogger("cllm.engine")
 
 
-class OpenEmbedding:
+class PendingEmbedding:
     """Texts that are to become vectors, as those see them who wait for that.  Event loop only."""
 
     def __init__(self, request_id: str, inbox: Inbox) -> None:
         self._request_id = request_id
         self._inbox = inbox
-        self.reply: Reply[NDArray[np.float32]] = Reply()
+        self.reply: PendingCall[NDArray[np.float32]] = PendingCall()
 
     async def vectors(self) -> NDArray[np.float32]:
         """float32, `(n_texts, n_values)`.
@@ -90,9 +90,9 @@ class Dispatcher:
         self._loop_guard = loop_guard
         self._gate = gate
         self._channels: dict[str, Channel] = {}
-        self._embeddings: dict[str, OpenEmbedding] = {}
+        self._embeddings: dict[str, PendingEmbedding] = {}
         self._n_serial = 0
-        self._questions: dict[int, Reply[Any]] = {}
+        self._questions: dict[int, PendingCall[Any]] = {}
         self._n_questions = 0
         self.model: ModelInfo | None = None
         self.answered: anyio.Event = anyio.Event()
@@ -119,9 +119,9 @@ class Dispatcher:
         self._channels[channel.request_id] = channel
         self._inbox.put(AddRequest(channel.request))
 
-    def embed(self, request: EmbeddingRequest) -> OpenEmbedding:
+    def embed(self, request: EmbeddingRequest) -> PendingEmbedding:
         """Send texts to the thread."""
-        waiting = OpenEmbedding(request.request_id, self._inbox)
+        waiting = PendingEmbedding(request.request_id, self._inbox)
         self._embeddings[request.request_id] = waiting
         self._inbox.put(AddEmbedding(request))
         return waiting
@@ -154,7 +154,7 @@ class Dispatcher:
             The answer is an error.
         """
         self._n_questions += 1
-        call_id, reply = self._n_questions, Reply[Any]()
+        call_id, reply = self._n_questions, PendingCall[Any]()
         self._questions[call_id] = reply
         self._inbox.put(Ask(call_id, question))
         try:

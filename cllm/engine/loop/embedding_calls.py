@@ -25,7 +25,7 @@ from cllm.engine.embedding import (
     Embeddings,
     Ranked,
 )
-from cllm.engine.loop.dispatcher import Dispatcher, OpenEmbedding
+from cllm.engine.loop.dispatcher import Dispatcher, PendingEmbedding
 from cllm.engine.loop.queue_gate import QueueGate
 from cllm.engine.loop.request_call import (
     MAX_CHARACTERS_PER_TOKEN,
@@ -257,7 +257,7 @@ class EmbeddingCalls:
         submitted_at = time.perf_counter()
         deadline = None if urgency.timeout is None else submitted_at + urgency.timeout
         rows: list[NDArray[np.float32]] = []
-        waiting: deque[OpenEmbedding] = deque()
+        waiting: deque[PendingEmbedding] = deque()
         try:
             for first in range(0, len(texts), N_TEXTS):
                 if len(waiting) == N_AHEAD:

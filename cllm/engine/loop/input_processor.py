@@ -29,7 +29,7 @@ from cllm.engine.chat.tool_schema import ToolParameters
 from cllm.engine.constraint import CompiledConstraint
 from cllm.engine.loop.channel import Channel, Continuation
 from cllm.engine.loop.dispatcher import Dispatcher
-from cllm.engine.loop.loras import Loras
+from cllm.engine.loop.loras import LoraRegistry
 from cllm.engine.loop.output_channels import OutputChannels
 from cllm.engine.loop.prompt_tokenizer import PromptTokenizer
 from cllm.engine.loop.queue_gate import QueueGate
@@ -75,7 +75,7 @@ class InputProcessor:
         check_serving: Callable[..., EngineVocabulary],
         gate: QueueGate,
         dispatcher: Dispatcher,
-        loras: Loras,
+        loras: LoraRegistry,
         texts: PromptTokenizer,
         *,
         stream_buffer: int,

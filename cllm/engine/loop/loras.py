@@ -1,4 +1,4 @@
-"""Loras: the adapters of an engine as its callers see them.  Event loop only."""
+"""LoraRegistry: the adapters of an engine as its callers see them.  Event loop only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cllm.engine.thread.worker_thread import WorkerThread, WorkerThreads
 from cllm.errors import InvalidRequestError
 
 
-class Loras:
+class LoraRegistry:
     """Loaded adapters, and those that are being loaded or unloaded.
 
     Parameters

@@ -15,7 +15,7 @@ import anyio.lowlevel
 
 from cllm.checks import MAX_SEED, check_int
 from cllm.engine.loop.banned_strings import Ban, BannedStrings
-from cllm.engine.loop.channel import Channel, Continuation, Lease
+from cllm.engine.loop.channel import CancelHandle, Channel, Continuation
 from cllm.engine.loop.input_processor import InputProcessor
 from cllm.engine.loop.request_call import RequestCall, new_request_id, token_ids_of
 from cllm.engine.loop.saved_generation import SavedGeneration
@@ -67,7 +67,7 @@ class TokenStream:
         self._is_closed = self._is_given_up = False
         self._is_entered = self._has_ended = False
         # What holds the engine must not hold it there: both may be dropped at once.
-        self._finalizer: weakref.finalize[[Lease], TokenStream] | None = None
+        self._finalizer: weakref.finalize[[CancelHandle], TokenStream] | None = None
         # Where its reader is: tokens of the output, and their log probabilities, if asked for.
         self._read_ids: list[int] = []
         self._read_logprobs: list[TokenLogprob] = []
@@ -425,7 +425,7 @@ class TokenStream:
             self._channel.cancel()
 
 
-def _drop(lease: Lease) -> None:
+def _drop(lease: CancelHandle) -> None:
     """A stream was collected without being closed or read to its end."""
     if not lease.is_over:
         lease.cancel()

@@ -1,6 +1,6 @@
 """BatchRecord: whose tokens a process computes, in memory that outlives it.
 
-Told over the socket it would wake the parent before each decode of another batch, for what it needs
+FromChild over the socket it would wake the parent before each decode of another batch, for what it needs
 after a crash only.
 """
 

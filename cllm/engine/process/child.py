@@ -42,9 +42,9 @@ from cllm.engine.process.frames import FrameReader, framed
 from cllm.engine.process.ledger import OpenRequest
 from cllm.engine.process.wire import (
     Beat,
+    FromChild,
     Logged,
     SetLogLevel,
-    Told,
     decode_commands,
     encode_events,
 )
@@ -70,7 +70,7 @@ class ToParent:
         statistics = None if self.thread is None else self.thread.statistics
         return self._send(encode_events(events, statistics))
 
-    def tell(self, told: Told) -> None:
+    def tell(self, told: FromChild) -> None:
         """Send a report that is none of the engine's events."""
         self._send(encode_events([told]))
 

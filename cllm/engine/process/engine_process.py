@@ -43,7 +43,7 @@ from cllm.engine.lora import LoraInfo
 from cllm.engine.process.crash_report import CrashReport, save_crash
 from cllm.engine.process.handle import Ending, ProcessHandle
 from cllm.engine.process.ledger import Ledger
-from cllm.engine.process.wire import Beat, Logged, Told, decode_events
+from cllm.engine.process.wire import Beat, FromChild, Logged, decode_events
 from cllm.engine.thread.host import EngineHost
 from cllm.engine.thread.mailbox import Inbox, Outbox
 from cllm.engine.thread.socket_watch import SocketWatch
@@ -415,7 +415,7 @@ class EngineProcess(EngineHost):
             self._n_in_vain = 0
         return told_on
 
-    def _hear(self, process: ProcessHandle, told: Told) -> Event | None:
+    def _hear(self, process: ProcessHandle, told: FromChild) -> Event | None:
         """Take what is meant for this side only; an event for the ledger."""
         match told:
             case Beat():

@@ -21,7 +21,7 @@ from cllm.engine.plain_values import as_plain
 from cllm.engine.process import spawn
 from cllm.engine.process.batch_record import BatchRecord
 from cllm.engine.process.frames import FrameReader, framed
-from cllm.engine.process.wire import Asked, Beat, SetLogLevel, encode_commands
+from cllm.engine.process.wire import Beat, SetLogLevel, ToChild, encode_commands
 from cllm.errors import CllmError
 
 MAX_READ = 1 << 16
@@ -109,7 +109,7 @@ class ProcessHandle:
     def send(self, commands: list[Command]) -> None:
         """Send, after what there was no room for; what there is no room for now is kept."""
         if commands:
-            asked: list[Asked] = [*commands]
+            asked: list[ToChild] = [*commands]
             if (log_level := _log_level()) != self._log_level:
                 self._log_level = log_level
                 asked.insert(0, SetLogLevel(log_level))

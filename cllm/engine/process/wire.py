@@ -136,8 +136,8 @@ class Beat(msgspec.Struct, array_like=True, frozen=True):
     cpu_s: float
 
 
-Asked = Command | SetLogLevel
-Told = Event | Logged | Beat
+ToChild = Command | SetLogLevel
+FromChild = Event | Logged | Beat
 
 # Written as their index.
 COMMANDS: tuple[type, ...] = (
@@ -189,18 +189,18 @@ _by_event: list[msgspec.msgpack.Decoder[Any]] = [msgspec.msgpack.Decoder(kind) f
 
 
 # --- Commands --------------------------------------------------------------------------------
-def encode_commands(commands: Iterable[Asked]) -> bytes:
+def encode_commands(commands: Iterable[ToChild]) -> bytes:
     """A frame of commands."""
     return _encoder.encode([_numbered(COMMANDS, _command_as(command)) for command in commands])
 
 
-def decode_commands(frame: bytes | memoryview) -> list[Asked]:
+def decode_commands(frame: bytes | memoryview) -> list[ToChild]:
     """The commands of a frame; a request has a `NamedConstraint` where it has one."""
     values = [_by_command[kind].decode(raw) for kind, raw in _commands.decode(frame)]
     return [_command_of(value) for value in values]
 
 
-def _command_as(command: Asked) -> object:
+def _command_as(command: ToChild) -> object:
     if isinstance(command, Ask):
         return _Ask(command.call_id, _raw(_QUESTIONS, command.question))
     if not isinstance(command, AddRequest):
@@ -216,17 +216,17 @@ def _crossing(state: SequenceState | None) -> SequenceState | None:
     return None if state is not None and len(state.data) > MAX_STATE_BYTES else state
 
 
-def _command_of(value: Any) -> Asked:
+def _command_of(value: Any) -> ToChild:
     if isinstance(value, _Ask):
         kind, raw = value.question
         return Ask(value.call_id, _by_question[kind].decode(raw))
     if not isinstance(value, _Request):
-        return cast(Asked, value)
+        return cast(ToChild, value)
     return AddRequest(GenerationRequest(*(getattr(value, name) for name in _HINTS)))
 
 
 # --- Events ----------------------------------------------------------------------------------
-def encode_events(events: Iterable[Told], statistics: EngineStatistics | None = None) -> bytes:
+def encode_events(events: Iterable[FromChild], statistics: EngineStatistics | None = None) -> bytes:
     """A frame of events."""
     tokens, others = [], []
     for event in events:
@@ -238,10 +238,10 @@ def encode_events(events: Iterable[Told], statistics: EngineStatistics | None = 
     return _encoder.encode((tokens, others, statistics))
 
 
-def decode_events(frame: bytes | memoryview) -> tuple[list[Told], EngineStatistics | None]:
+def decode_events(frame: bytes | memoryview) -> tuple[list[FromChild], EngineStatistics | None]:
     """The events of a frame."""
     values = _events.decode(frame)
-    told: list[Told] = [
+    told: list[FromChild] = [
         Progressed(request_id, TokenDelta(text, token_ids, logprobs=logprobs))
         for request_id, text, token_ids, logprobs in values.tokens
     ]
@@ -249,7 +249,7 @@ def decode_events(frame: bytes | memoryview) -> tuple[list[Told], EngineStatisti
     return told, values.statistics
 
 
-def _event_as(event: Told) -> object:
+def _event_as(event: FromChild) -> object:
     match event:
         case Finished(request_id, delta, completion, error, state):
             rest = replace(completion, prompt_token_ids=())
@@ -266,7 +266,7 @@ def _event_as(event: Told) -> object:
     return event
 
 
-def _event_of(value: Any) -> Told:
+def _event_of(value: Any) -> FromChild:
     match value:
         case _Finished(request_id=request_id, delta=delta, completion=completion, error=error):
             failure = None if error is None else error_of(error)
@@ -287,7 +287,7 @@ def _event_of(value: Any) -> Told:
             return Answered(call_id, answer, failure)
         case _Stopped(error=error):
             return Stopped(None if error is None else error_of(error))
-    return cast(Told, value)
+    return cast(FromChild, value)
 
 
 def _raw(kinds: Sequence[type], value: object) -> tuple[int, msgspec.Raw]:

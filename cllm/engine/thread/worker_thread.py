@@ -21,7 +21,7 @@ T = TypeVar("T")
 STACK_BYTES = 256 << 20  # only reserved: what is not used costs nothing
 
 
-class Reply(Generic[T]):
+class PendingCall(Generic[T]):
     """The answer to one call, on its way to the task that waits for it.  Event loop only."""
 
     def __init__(self) -> None:
@@ -61,8 +61,8 @@ class WorkerThread:
     """Runs calls one after another and answers on the event loop it was made in."""
 
     def __init__(self, name: str) -> None:
-        self._outbox: Outbox[tuple[Reply[Any], Any, Exception | None]] = Outbox(_deliver)
-        self._queue: queue.SimpleQueue[tuple[Callable[[], Any], Reply[Any]] | None] = (
+        self._outbox: Outbox[tuple[PendingCall[Any], Any, Exception | None]] = Outbox(_deliver)
+        self._queue: queue.SimpleQueue[tuple[Callable[[], Any], PendingCall[Any]] | None] = (
             queue.SimpleQueue()
         )
         self._is_ending = False
@@ -75,7 +75,7 @@ class WorkerThread:
         ------
         ClosedError
         """
-        reply: Reply[T] = Reply()
+        reply: PendingCall[T] = PendingCall()
         self._queue.put((call, reply))
         if self._is_ending:  # looked at last: what was put before it was set is answered
             raise ClosedError("the engine is closed")
@@ -144,6 +144,6 @@ class WorkerThreads:
             worker.end()
 
 
-def _deliver(answer: tuple[Reply[Any], Any, Exception | None]) -> None:
+def _deliver(answer: tuple[PendingCall[Any], Any, Exception | None]) -> None:
     reply, result, error = answer
     reply.set(result, error)

@@ -16,7 +16,7 @@ from cllm.checks import MAX_CHAT_BYTES
 from cllm.engine.chat import chat_template
 from cllm.engine.chat.chat_template import ChatTemplate
 from cllm.engine.chat.control_tokens import Piece
-from cllm.engine.chat.messages import MAX_MESSAGES, check_messages, check_tools
+from cllm.engine.chat.message_checks import MAX_MESSAGES, check_messages, check_tools
 from cllm.errors import InvalidRequestError
 from tests.conftest import few_in_fast
 from tests.engine.chat.conftest import CHILD

@@ -16,9 +16,9 @@ from cllm.engine.core.checkpoints import (
 )
 
 
-def places(n_prompt: int, n_shared: int = 0, parted: tuple[int, ...] = ()) -> list[int]:
+def places(n_prompt: int, n_shared: int = 0, branch_points: tuple[int, ...] = ()) -> list[int]:
     found, at = list[int](), n_shared
-    while (at := next_checkpoint(at, n_prompt, parted)) != NEVER:
+    while (at := next_checkpoint(at, n_prompt, branch_points)) != NEVER:
         found.append(at)
     return found
 
@@ -39,8 +39,8 @@ def test_a_prompt_is_kept_every_so_often_and_near_its_end(n_prompt: int, found: 
 
 
 def test_it_is_kept_where_another_has_parted_from_it() -> None:
-    assert places(1000, parted=(300, 700)) == [300, 512, 700, 1000 - TAIL]
-    assert places(1000, n_shared=600, parted=(300, 700)) == [700, 1000 - TAIL]
+    assert places(1000, branch_points=(300, 700)) == [300, 512, 700, 1000 - TAIL]
+    assert places(1000, n_shared=600, branch_points=(300, 700)) == [700, 1000 - TAIL]
 
 
 @given(st.integers(1, 1 << 18), st.integers(0, 1 << 18))

@@ -46,8 +46,8 @@ from cllm.engine.process import wire
 from cllm.engine.process.frames import FrameReader, framed
 from cllm.engine.process.wire import (
     Beat,
+    FromChild,
     Logged,
-    Told,
     decode_commands,
     decode_events,
     encode_commands,
@@ -132,7 +132,7 @@ def test_commands_arrive_in_their_order() -> None:
 
 
 def test_events_arrive_as_they_were() -> None:
-    events: list[Told] = [
+    events: list[FromChild] = [
         Progressed("r", TokenDelta("a", (1,))),
         Progressed("s", TokenDelta("", (2, 3), logprobs=(LOGPROB,))),
         Ready(MODEL, EngineStatistics(n_ticks=3)),
