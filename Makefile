@@ -1,5 +1,5 @@
 # The two commands of the README, and what CI runs.  Everything is quick the second time.
-.PHONY: demo docs test coverage test-process test-clients clients-newest test-ray test-rpc test-real test-full test-exhaustive test-asan test-leaks soak check bench release native clean help
+.PHONY: demo docs pictures test coverage test-process test-clients clients-newest test-ray test-rpc test-real test-full test-exhaustive test-asan test-leaks soak check bench release native clean help
 
 PYTHON ?= python3
 # Without bytecode files each process of the tests compiles 760 modules.
@@ -125,6 +125,11 @@ docs:
 	@PYTHON=$(PYTHON) tools/setup.sh docs
 	@.venv/bin/python -m tools.docs
 	@echo "to read it: .venv/bin/python -m http.server -b 127.0.0.1 -d build/docs/site 8000"
+
+# The pictures of the pages, taken from a running server; they need chromium.
+pictures:
+	@PYTHON=$(PYTHON) tools/setup.sh clients
+	@.venv-clients/bin/python -m tools.pictures
 
 # Nothing is uploaded.
 release:
