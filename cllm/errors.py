@@ -259,7 +259,7 @@ class InvalidRequestError(_FieldError, RequestError):
 
 
 class TooMuchTextError(InvalidRequestError):
-    """A field of the request has more text than any prompt may have."""
+    """A field of the request has more bytes of text than cllm takes of any request, for any model."""
 
 
 class QueueFullError(RequestError):

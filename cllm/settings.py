@@ -33,7 +33,7 @@ _SETTINGS: dict[type[Any], dict[str, Setting]] = {}
 
 
 class Affects(Flag):
-    """Effects of a setting, besides speed and memory."""
+    """Effects of a setting besides speed and memory: on answers, on batches, on saved states."""
 
     NOTHING = 0
     ANSWERS = auto()  # of every engine

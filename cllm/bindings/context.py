@@ -278,7 +278,9 @@ class Context(Memory, LoraContext):
             return np.empty((0, self.n_vocab), np.float32)
         data = self._lib.llama_get_logits(pointer)
         if not data:
-            raise LlamaCallError("llama_get_logits", 0, "returned NULL after a good decode")
+            raise LlamaCallError(
+                "llama_get_logits", 0, "returned NULL for an output row after a successful decode"
+            )
         return np.ctypeslib.as_array(data, shape=(n_rows, self.n_vocab))
 
     def check_output_row(self, row: int) -> int:

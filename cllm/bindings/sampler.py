@@ -293,7 +293,9 @@ class SamplerChain(NativeHandle):
         candidates.check_ids(self._vocab.n_tokens)
         # Without one finite logit llama.cpp answers the last token of the vocabulary.
         if not np.isfinite(candidates.logits.max()):
-            raise InvalidArgumentError("logits", candidates.logits.max(), "finite at their maximum")
+            raise InvalidArgumentError(
+                "logits", candidates.logits.max(), "a row of logits whose largest is finite"
+            )
         return self.decide(candidates)
 
     def decide(self, candidates: Candidates) -> int:
@@ -327,7 +329,7 @@ class SamplerChain(NativeHandle):
         context.check_output_row(row)
         largest = float(context.output_logits(row).max())
         if not np.isfinite(largest):
-            raise InvalidArgumentError("logits", largest, "finite at their maximum")
+            raise InvalidArgumentError("logits", largest, "a row of logits whose largest is finite")
         return int(self._lib.llama_sampler_sample(self._pointer, context._pointer, row))
 
     def reset(self) -> None:

@@ -47,7 +47,7 @@ def object_of(data: bytes) -> dict[str, Any]:
     """
     value = json.loads(data)
     if not isinstance(value, dict):
-        raise ValueError("not an object")
+        raise ValueError("the event is not a JSON object of cllm")
     return value
 
 

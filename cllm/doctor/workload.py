@@ -24,7 +24,7 @@ N_WARM_UP = 3  # buffers are touched by the first request; the processor's clock
 
 
 class ProbeContext(Context):
-    """A context that counts its cells, and can hand llama.cpp a batch that it would refuse."""
+    """Context that counts its cells, and can pass llama.cpp a batch that the bindings would reject."""
 
     _checks_batch = True
 

@@ -83,7 +83,7 @@ def _rpc_addresses(name: str, given: object, error: ErrorType) -> tuple[str, ...
 
 def _adapters(name: str, given: object, error: ErrorType) -> tuple[LoraSetting, ...]:
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):
-        raise error(name, given, "a sequence of (path, scale)")
+        raise error(name, given, "a sequence of (path, scale) or (name, path, scale)")
     names: set[str] = set()
     for lora in given:
         if not isinstance(lora, list | tuple) or len(lora) not in (2, 3):

@@ -506,7 +506,7 @@ class SchemaDocument:
         return {"anyOf": found}
 
     def arrays(self, schema: object, seen: tuple[int, ...] = ()) -> list[ArraySchema]:
-        """Return the kinds of arrays that a schema allows, as `objects` does."""
+        """Return the kinds of arrays that a schema allows, one for each alternative."""
         return self._kinds(schema, seen, "array", ArraySchema(), _own_array, _both_arrays)
 
     def objects(self, schema: object, seen: tuple[int, ...] = ()) -> list[ObjectSchema]:

@@ -66,7 +66,7 @@ def of_plain(kind: Any, plain: Any) -> Any:
         return bytes.fromhex(plain)
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         return kind(plain)
-    raise TypeError(f"{kind} is not read from a file")
+    raise TypeError(f"{kind} cannot be read from a file of saved values")
 
 
 def _check(plain: Any, kind: type) -> None:

@@ -36,7 +36,7 @@ def _token_ids(name: str, given: object, error: ErrorType) -> tuple[int, ...]:
     tokens = tuple(itertools.islice(given, MAX_STOP_TOKENS + 1))  # it may have no end
     if len(tokens) > MAX_STOP_TOKENS:
         n_given = len(given) if isinstance(given, Sized) else f"more than {MAX_STOP_TOKENS}"
-        raise error(name, n_given, f"at most {MAX_STOP_TOKENS} tokens")
+        raise error(name, n_given, f"at most {MAX_STOP_TOKENS} token ids in the list")
     return tuple(check_int(name, token, 0, INT32_MAX, error) for token in tokens)
 
 

@@ -45,7 +45,7 @@ class ChatVocabulary(Protocol):
 
 
 class RankVocabulary(ChatVocabulary, Protocol):
-    """Vocabulary for rankings: a text that is cut at its end."""
+    """Vocabulary for rankings: tokens of a document that may be cut to fit, and its text again."""
 
     def join(self, tokens: Sequence[int]) -> bytes: ...
 

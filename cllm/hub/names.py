@@ -98,7 +98,7 @@ def choose_files(name: ModelName, files: Iterable[str]) -> list[str]:
 
 
 def name_of(repo: str, model: Sequence[str], files: Iterable[str]) -> ModelName:
-    """Return the name of a model with these files, if the repository has all of them."""
+    """Return the name of a model: with its quantization if that selects it among `files`, or with its file."""
     quants = _QUANT.findall(model[0])[-1:]
     if quants and choose_files(by_quant := ModelName(repo, quants[0]), files) == model:
         return by_quant

@@ -89,5 +89,5 @@ class Replica:
     @property
     def _application(self) -> FastAPI:
         if self._app is None:
-            raise CllmError("the application has not been made")
+            raise CllmError("the replica has not started its application yet")
         return self._app

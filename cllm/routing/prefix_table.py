@@ -31,7 +31,7 @@ class PrefixTable:
     n_keys_max : int
         Beginnings that are remembered; those that were not met for longest go first.
     max_lead : int
-        Who has so many requests more than another gets none for its beginning's sake.
+        Requests that a name may have more than another before its prefixes no longer count.
 
     Raises
     ------

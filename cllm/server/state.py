@@ -131,7 +131,7 @@ class ServerState:
         return Served(self.model_name, "" if model is None else model.fingerprint)
 
     def observation(self, request: Request, operation: str, params: SamplingParams) -> Observation:
-        """Return the observation of a request with these parameters."""
+        """Return the metrics and the trace for a request with these sampling parameters."""
         return Observation(
             metrics=self.metrics,
             tracing=self.tracing,

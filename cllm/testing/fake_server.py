@@ -244,7 +244,7 @@ def fake_server(rules: object = ()) -> Iterator[FakeServer]:
     Parameters
     ----------
     rules : object
-        See `FakeRules.of`.
+        A list of mappings, a mapping with `rules`, or one from questions to answers; see `FakeRules.of`.
     """
     config = ServerConfig(drain_timeout_s=DRAIN_S)
     app = create_fake_app(FakeRules.of(rules), config=config)

@@ -73,12 +73,12 @@ def percentile(values: Sequence[float], percent: int) -> float | None:
 
 
 def ms(seconds: float | None) -> str:
-    """Milliseconds of some seconds; a dash for none."""
+    """Return seconds as text in milliseconds; a dash for None."""
     return "-" if seconds is None else f"{seconds * 1e3:.1f}"
 
 
 def aligned(rows: Sequence[tuple[str, ...]], *, left: int) -> str:
-    """Columns two blanks apart: so many to the left and the last, the others to the right."""
+    """Return rows as columns: `left` of them left-aligned, and the last one after right-aligned ones."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     last = len(widths) - 1
     lines = (

@@ -21,7 +21,7 @@ from cllm.server.http.connections import (
     raise_descriptor_limit,
 )
 from tests.conftest import some_in_fast
-from tests.server.conftest import COMMAND, QUIET_OPTIONS, Server, running
+from tests.server.conftest import COMMAND, ENDLESS, QUIET_OPTIONS, Server, running
 
 N_CONNECTIONS = 12
 
@@ -99,6 +99,16 @@ def test_idle_clients_take_no_stream_its_connection(tmp_path: Path, sent: bytes)
             texts = {"".join(texts_of(each)) for each in streams}
         assert texts == {server.generate("count:1..400", max_tokens=300).json()["text"]}
         assert server.log.count("connections are open") == 1
+
+
+def test_a_connection_too_many_is_told_so_while_all_others_work(tmp_path: Path) -> None:
+    body = {**ENDLESS, "stream": True}
+    with running(tmp_path / "log", "--max-connections", str(N_MIN)) as server, ExitStack() as stack:
+        for _ in range(N_MIN):
+            stack.enter_context(httpx.stream("POST", f"{server.url}/generate", json=body))
+        refused = httpx.get(f"{server.url}/health")
+    assert refused.status_code == 503
+    assert refused.json()["error"]["message"] == "too many connections"
 
 
 def texts_of(response: httpx.Response) -> Iterator[str]:

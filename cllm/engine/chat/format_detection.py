@@ -157,7 +157,7 @@ class _Detection:
         return None
 
     def _turn_before(self, text: str, end: int) -> str:
-        """Return the text that the model has written of a turn so far."""
+        """Return the model's part of a turn up to `end`: without the generation prompt and the reasoning."""
         shared = len(_common_prefix(text[:end], self._prompt))
         # Not from inside of a marker on.
         while shared and text[:shared].rfind("<") > text[:shared].rfind(">"):

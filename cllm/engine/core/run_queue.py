@@ -117,7 +117,7 @@ class RunQueue:
         return self._n_with_loras > 0
 
     def n_using(self, lora: str) -> int:
-        """Requests that this adapter computes."""
+        """Return the number of requests, running or waiting, that this adapter computes."""
         return sum(s.request.lora.uses(lora) for s in self._by_id.values())
 
     @property

@@ -128,7 +128,7 @@ def _skip_value(file: BinaryIO, kind: int) -> None:
 
 def _size(kind: int) -> int:
     if kind not in _SCALARS:
-        raise ValueError("no such type")
+        raise ValueError("the file has a value of an unknown type")
     return struct.calcsize(f"<{_SCALARS[kind]}")
 
 
@@ -166,7 +166,7 @@ def _value(file: BinaryIO) -> Value:
             list(_unpack(file, f"{n}{_SCALARS[kind]}")) if kind in _SCALARS else _skipped(file, n)
         )
     if kind not in _SCALARS:
-        raise ValueError("no such type")
+        raise ValueError("the file has a value of an unknown type")
     (value,) = _unpack(file, _SCALARS[kind])
     scalar: int | float | bool = value
     return scalar

@@ -38,7 +38,7 @@ class BannedStrings:
     Parameters
     ----------
     strings : sequence of str
-        None is empty.
+        At least one, each with at least one character.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:

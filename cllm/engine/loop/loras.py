@@ -57,7 +57,7 @@ class LoraRegistry:
         check_lora_name(name, field="name")
         check_float("scale", scale, -MAX_SCALE, MAX_SCALE, InvalidRequestError)
         if not isinstance(path, str | Path) or not str(path):
-            raise InvalidRequestError("path", path, "the path of a file")
+            raise InvalidRequestError("path", path, "a path: not empty, without NUL characters")
         if self._is_fixed:
             limit = "an adapter that the engine was started with: it is deterministic"
             raise InvalidRequestError("name", name, limit)

@@ -23,13 +23,13 @@ class CrashReport:
     Attributes
     ----------
     at : str
-        ISO 8601, UTC.
+        Time in ISO 8601, UTC.
     model : str
-        The model's file.
+        File of the model.
     cause : str
-        The signal that ended the process, and the last that it wrote to its standard error.
+        Signal or exit status of the process, and its last words on standard error.
     n_requests : int
-        Those that it had.
+        Number of open requests.
     """
 
     at: str

@@ -337,7 +337,9 @@ class EngineProcess(EngineHost):
             if self._stopping:
                 ends_at = min(ends_at, time.perf_counter() + END_S)
             if is_hung or time.perf_counter() > ends_at:
-                logger.error("the engine's process hangs, and is killed")
+                logger.error(
+                    "the engine's process hangs and is killed (see hang_timeout_s); another one continues its requests"
+                )
                 self._was_hung = not process.is_stopped
                 process.kill()
             if self._ready_at is not None and not (self._is_offered or self._stopping):

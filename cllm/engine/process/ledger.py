@@ -74,7 +74,7 @@ class OpenCall(ABC):
 
     @abstractmethod
     def command(self) -> Command:
-        """Return the command with which a process continues the request."""
+        """Return the command that submits the request again, with the tokens that its reader has."""
 
     @abstractmethod
     def failed(self, cause: BaseException, now: float, *, is_engine: bool = False) -> Event:
@@ -196,7 +196,7 @@ class Ledger:
 
     # --- From the event loop -----------------------------------------------------------------
     def command(self, command: Command) -> list[Command]:
-        """Return the commands for the process that a command becomes now."""
+        """Return the commands to send for a command of the event loop: none while its request is held back."""
         match command:
             case AddRequest(request):
                 return self._open_call(OpenRequest(request))

@@ -362,7 +362,7 @@ class InferenceThread(EngineHost):
             self._interrupter.end()
 
     def _on_texts(self, encoder: Abortable, n_tokens: Mapping[str, int]) -> None:
-        """The same of a batch of texts."""
+        """Note the begin of a batch of texts, which can be aborted from now on; without texts, its end."""
         if n_tokens:
             self._interrupter.begin(n_tokens, encoder)
         else:

@@ -104,7 +104,7 @@ class PunctualProtocol(HttpToolsProtocol):
         if self.limits.connections.add(self):
             self._await_headers()
         else:
-            self._refuse(Problem(503, "too many self.limits.connections"))
+            self._refuse(Problem(503, "too many connections"))
 
     def data_received(self, data: bytes) -> None:
         if self._refusal is not None or self.transport.is_closing():

@@ -172,12 +172,12 @@ class Lines:
 
 def _answer(state: ServerState, body: Any, prompts: Sequence[Prompt], request: Request) -> Response:
     engine, request_id = state.serving, request_id_of(request)
-    n = 1 if body.n is None else body.n
-    n = n if body.n_cmpl is None else body.n_cmpl
+    field = "n" if body.n_cmpl is None else "n_cmpl"
+    n = 1 if getattr(body, field) is None else getattr(body, field)
     if not 1 <= n <= state.config.max_n:
-        raise invalid("n_cmpl", f"is {n}, must be 1 to {state.config.max_n}")
+        raise invalid(field, f"is {n}, must be 1 to {state.config.max_n}")
     if len(prompts) * n > state.config.max_prompts:
-        raise invalid("prompt", f"prompts times n_cmpl must be at most {state.config.max_prompts}")
+        raise invalid("prompt", f"prompts times {field} must be at most {state.config.max_prompts}")
     params = _params_of(body, engine)
     check_logprobs(state, params)
     lora = loras_of(engine, body.lora, body.model)

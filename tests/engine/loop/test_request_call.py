@@ -103,7 +103,7 @@ def test_a_bad_sampling_parameter_is_refused_by_field_value_and_limit(
         ("stop", ["x"] * 65, 65, "at most 64 strings"),
         ("stop", "é" * 513, "é" * 513, "at most 1024 bytes long"),
         ("stop_token_ids", [1, -1], -1, "0 to 2147483647"),
-        ("stop_token_ids", range(1025), 1025, "at most 1024 tokens"),
+        ("stop_token_ids", range(1025), 1025, "at most 1024 token ids in the list"),
         ("stop_token_ids", [2**31], 2**31, "0 to 2147483647"),
         ("stop_token_ids", [1, "a"], "a", "an integer"),
     ],
