@@ -3,6 +3,7 @@
 #
 #   tools/setup.sh server    what every command of `cllm` needs
 #   tools/setup.sh dev       and what the tests and the linters need
+#   tools/setup.sh docs      and what makes the site of the documentation
 #   tools/setup.sh release   and what makes a release
 #   tools/setup.sh clients   in .venv-clients: the clients that have to work unchanged
 #   tools/setup.sh newest    in .venv-newest: the newest versions of the same
@@ -11,7 +12,7 @@
 # Idempotent: the second run only looks at a stamp and asks build_llama.sh, which has its own.
 set -euo pipefail
 
-extra=${1:?usage: tools/setup.sh server|dev|release|clients|newest|ray}
+extra=${1:?usage: tools/setup.sh server|dev|docs|release|clients|newest|ray}
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 
@@ -31,13 +32,14 @@ if [ ${#missing[@]} -gt 0 ]; then
     exit 1
 fi
 
-# The stamp of `dev` serves `server` too.
+# `dev` contains `server`, and no other extra.
 wanted=$(cat pyproject.toml setup.py | sha256sum | cut -c1-16)
 venv=.venv
 [ "$extra" = clients ] && venv=.venv-clients
 [ "$extra" = newest ] && venv=.venv-newest
 [ "$extra" = ray ] && venv=.venv-ray extra=ray-test
-installed() { [ "$(cat "$venv/.installed-$1" 2>/dev/null)" = "$wanted" ] && [ -x "$venv/bin/cllm" ]; }
+stamped() { [ "$(cat "$venv/.installed-$1" 2>/dev/null)" = "$wanted" ] && [ -x "$venv/bin/cllm" ]; }
+installed() { stamped "$1" || { [ "$1" = server ] && stamped dev; }; }
 if [ "$extra" = newest ]; then
     echo "installing the newest clients into $venv"
     [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
@@ -46,7 +48,7 @@ extra = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependen
 print(*(re.sub("^cllm", "--editable .", re.sub("==.*", "", name)) for name in extra), sep="\n")' >"$venv/newest.txt"
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager \
         --requirement "$venv/newest.txt"
-elif ! installed dev && ! installed "$extra"; then
+elif ! installed "$extra"; then
     echo "installing cllm[$extra] into $venv"
     [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".[$extra]"
