@@ -82,7 +82,7 @@ def check_tenant(field: str, name: object, error: ErrorType = InvalidArgumentErr
 def check_several(
     field: str, value: object, limit: str, error: ErrorType = InvalidArgumentError
 ) -> None:
-    """Refuse what has no length and no order; an array will do, a single text will not."""
+    """Reject values that are no sequence; an array is accepted, a single text is not."""
     try:
         n = len(value)  # type: ignore[arg-type]  # the question
     except TypeError:

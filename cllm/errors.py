@@ -151,7 +151,7 @@ class ContextError(CllmError):
 
 
 class NotGenerativeError(ContextError):
-    """The model cannot generate text: an encoder, or one that denoises."""
+    """The model cannot generate text: it is an encoder or a diffusion model."""
 
 
 class LlamaCallError(CllmError):
@@ -321,7 +321,7 @@ class EngineFailedError(CllmError):
 
     @classmethod
     def of(cls, cause: BaseException) -> Self:
-        """The error of a request whose engine has failed because of this."""
+        """Return the error of a request for a failure of its engine."""
         error = cls(f"the engine has failed: {cause!r}")
         error.__cause__ = cause
         return error
@@ -349,7 +349,7 @@ class MissingExtraError(CllmError, ImportError):
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
-    """Import what an extra brings; a library that is missing raises `MissingExtraError`."""
+    """Import packages of an extra; a missing one raises `MissingExtraError`."""
     try:
         yield
     except ModuleNotFoundError as error:

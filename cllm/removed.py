@@ -18,7 +18,7 @@ REPLACEMENTS = {
 
 
 def replacement(name: str) -> str:
-    """Return what replaces a removed option or method; "" if the name was not removed.
+    """Return the replacement of a removed option or method; "" if the name was not removed.
 
     Parameters
     ----------
@@ -39,5 +39,5 @@ _MOVED = frozenset(
 
 
 def moved_to_tests(name: str) -> str:
-    """Return where a name of `cllm.testing` has moved to, as the end of a sentence; "" if it has not."""
+    """Return the new place of a name of `cllm.testing`, as the end of a sentence; "" if it has not moved."""
     return ": it is in tests.simulation of cllm's source" if name in _MOVED else ""

@@ -86,14 +86,14 @@ def setting(
 
 
 def settings_of(kind: type[Any]) -> dict[str, Setting]:
-    """Return what is stated of the fields of a configuration, by name."""
+    """Return the settings of a configuration by the names of its fields."""
     if kind not in _SETTINGS:  # asked for each request
         _SETTINGS[kind] = {each.name: each.metadata[KEY] for each in fields(kind)}
     return _SETTINGS[kind]
 
 
 def check_settings(configuration: Any, error: ErrorType = InvalidArgumentError) -> None:
-    """Check each field of a frozen configuration, and keep what its check returns.
+    """Check each field of a frozen configuration, and store the value that its check returns.
 
     Raises
     ------
@@ -180,5 +180,5 @@ def boolean_or(word: str) -> Check:
 
 
 def or_word(word: str, otherwise: Check) -> Check:
-    """Return a check for one word, or what another check takes."""
+    """Return a check that accepts one word, and the values of another check."""
     return lambda name, value, error: value if value == word else otherwise(name, value, error)

@@ -59,7 +59,7 @@ os.register_at_fork(after_in_child=_on_fork)
 
 
 class _DlInfo(ctypes.Structure):
-    """`Dl_info` of dlfcn.h: where an address was loaded from."""
+    """`Dl_info` of dlfcn.h: the file from which an address was loaded."""
 
     _fields_ = [
         ("dli_fname", ctypes.c_char_p),
@@ -137,7 +137,7 @@ class Library:
         return is_here and self.ggml_backend_dev_type(device) in GPUS
 
     def check_rpc(self) -> None:
-        """Refuse to go on without RPC.
+        """Raise an error if the library has no RPC.
 
         Raises
         ------

@@ -150,7 +150,7 @@ class LazyMode(IntEnum):
 
 
 class FileType(IntEnum):
-    """`enum llama_ftype`: what `quantize` writes."""
+    """`enum llama_ftype`: types of file that `quantize` writes."""
 
     F16 = 1
     Q4_0 = 2
@@ -544,7 +544,7 @@ class Declarations:
         return name, ctype
 
     def _type(self, text: str) -> tuple[Any, str]:
-        """The ctypes type and the name of one C declarator such as `const char * key`."""
+        """Return the ctypes type and the name of one C declarator such as `const char * key`."""
         is_const = text.strip().startswith("const ")
         words = text.replace("*", " * ").replace("const ", " ").split()
         name, n_stars = words[-1], words.count("*")

@@ -314,7 +314,7 @@ class Context(Memory, LoraContext):
 
 
 def init_context(model: Model, params: Any, *, no_warning: str) -> Any:
-    """The pointer to a new context; what llama.cpp says is logged (`no_warning`: see `forward_log`).
+    """Return the pointer to a new context; llama.cpp's messages are logged (`no_warning`: see `forward_log`).
 
     Raises
     ------
@@ -352,7 +352,7 @@ def check_rope_scaling(name: object) -> h.RopeScalingType:
 
 
 def check_decode(code: int) -> None:
-    """The one place where codes of `llama_decode` become exceptions."""
+    """Raise the exception for a code of `llama_decode`."""
     if code == 0:
         return
     if code == 1:

@@ -57,7 +57,7 @@ class LoraContext(NativeHandle):
     _loras: tuple[LoraAdapter, ...] = ()
 
     def set_n_threads(self, n_threads: int, n_threads_batch: int) -> None:
-        """Compute the next batches with so many threads: of one row, and of more rows.
+        """Set the number of threads for the next batches: of one row, and of several rows.
 
         Raises
         ------

@@ -143,7 +143,7 @@ class Memory(NativeHandle):
 
     # --- State of one sequence ---------------------------------------------------------------
     def state_seq_get_data(self, seq_id: int) -> bytes:
-        """A copy of what the KV cache holds for a sequence; empty if it holds nothing.
+        """Return a copy of the KV state of a sequence; empty if it has none.
 
         llama.cpp's own bytes behind a checksum of them.
         """

@@ -191,7 +191,7 @@ class _Progress:
 
 
 def check_model_file(path: str) -> None:
-    """Refuse what would hang or abort the loader: not a regular file, or not GGUF."""
+    """Reject files that would hang or abort the loader: no regular file, or no GGUF."""
     if "\0" in path:
         raise ModelLoadError(path, "the path contains a NUL character")
     try:

@@ -192,7 +192,7 @@ class SamplerChain(NativeHandle):
         return self._add(self._lib.llama_sampler_init_top_p(p, self._min_keep(min_keep)))
 
     def add_min_p(self, p: float, min_keep: int = 1) -> Self:
-        """Keep what is at least `p` times as likely as the most likely."""
+        """Keep tokens at least `p` times as likely as the most likely one."""
         check_limits("min_p", p)
         return self._add(self._lib.llama_sampler_init_min_p(p, self._min_keep(min_keep)))
 
@@ -223,7 +223,7 @@ class SamplerChain(NativeHandle):
         )
 
     def add_top_n_sigma(self, n: float) -> Self:
-        """Keep what lies within `n` standard deviations of the largest."""
+        """Keep tokens within `n` standard deviations of the largest logit."""
         check_limits("top_n_sigma", n)
         return self._add(self._lib.llama_sampler_init_top_n_sigma(n))
 
@@ -249,7 +249,7 @@ class SamplerChain(NativeHandle):
         last_n: int,
         sequence_breakers: Sequence[str] = ("\n", ":", '"', "*"),
     ) -> Self:
-        """DRY: penalize what would continue a repetition."""
+        """DRY: penalize tokens that continue a repetition."""
         check_limits("dry_multiplier", multiplier)
         check_limits("dry_base", base)
         check_limits("dry_allowed_length", allowed_length)
@@ -314,7 +314,7 @@ class SamplerChain(NativeHandle):
         return token
 
     def accept(self, token: int) -> None:
-        """Tell the samplers that have a memory (penalties, DRY, adaptive-p) what was sampled."""
+        """Report the sampled token to the samplers with a memory (penalties, DRY, adaptive-p)."""
         self._lib.llama_sampler_accept(self._pointer, self._vocab.check_token(token))
 
     def sample(self, context: Context, row: int) -> int:
@@ -333,7 +333,7 @@ class SamplerChain(NativeHandle):
         return int(self._lib.llama_sampler_sample(self._pointer, context._pointer, row))
 
     def reset(self) -> None:
-        """Forget what was accepted."""
+        """Forget all accepted tokens."""
         self._lib.llama_sampler_reset(self._pointer)
 
     @property

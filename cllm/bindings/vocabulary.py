@@ -140,7 +140,7 @@ class Vocabulary:
             capacity = -n_bytes
 
     def join(self, tokens: Sequence[int]) -> bytes:
-        """The text of `tokens` as it is streamed, byte for byte what was tokenized."""
+        """Return the streamed text of `tokens`, byte for byte the text that was tokenized."""
         text = b"".join(map(self.piece, tokens))
         return text.removeprefix(b" ") if self.prefixes_space else text
 

@@ -32,7 +32,7 @@ MODULES = {
 
 
 def command_line(asked: str | None = None) -> typer.Typer:
-    """The commands; or the one that is asked for, if it is one: each imports much that no other needs."""
+    """Return the commands, or only the requested one: each imports modules that the others do not need."""
     app = typer.Typer(
         name="cllm",
         help="One llama.cpp model as a first-class citizen of an asyncio program.",

@@ -42,7 +42,7 @@ class Level:
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """Return the value below or at which so many percent lie (nearest rank)."""
+    """Return the percentile of values (nearest rank)."""
     return float(np.percentile(values, percent, method="inverted_cdf"))
 
 
@@ -92,7 +92,7 @@ def table(levels: Sequence[Level]) -> Table:
 def as_json(
     config: EngineConfig, model: ModelInfo, settings: Mapping[str, int], levels: Sequence[Level]
 ) -> str:
-    """All of it as a line of JSON; `settings` say what was asked for."""
+    """Return the results as a line of JSON; `settings` are those of the measurement."""
     report = {
         "cllm": version("cllm"),
         "machine": machine(),

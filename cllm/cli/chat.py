@@ -66,7 +66,7 @@ async def talk(chat: Chat) -> None:
 
 
 async def _take(chat: Chat, commands: ChatCommands, line: str) -> None:
-    """Do what a line says."""
+    """Execute a line of input."""
     if line.startswith("/") and not line.startswith("//"):
         await commands.obey(line)
     elif line:
@@ -75,7 +75,7 @@ async def _take(chat: Chat, commands: ChatCommands, line: str) -> None:
 
 
 def _ask_message() -> str | None:
-    """The next message, or None: a line, or what is between two lines with three quotes."""
+    """Return the next message or None: one line, or the lines between two lines of three quotes."""
     line = _ask()
     if line is None or not line.lstrip().startswith(SEVERAL_LINES):
         return line

@@ -17,7 +17,7 @@ N_SHOWN = 64  # tokens of /tokens
 
 @dataclass(frozen=True, slots=True)
 class ChatCommand:
-    """One of them.
+    """One command of a chat.
 
     Attributes
     ----------
@@ -62,7 +62,7 @@ class ChatCommands:
         self._by_name = self._commands | {"quit": leave, "bye": leave}
 
     async def obey(self, line: str) -> None:
-        """Do what a line says, which begins with a slash."""
+        """Execute a command, a line that begins with a slash."""
         name, _, rest = line[1:].partition(" ")
         command = self._by_name.get(name)
         if command is None:

@@ -25,7 +25,7 @@ MAX_ROUNDS = 16
 
 
 class Chat:
-    """Asks for messages and answers them.  Event loop only.
+    """Loop that reads messages and prints answers.  Event loop only.
 
     Attributes
     ----------
@@ -74,14 +74,14 @@ class Chat:
         return self._engine.config.model is None
 
     async def stop(self) -> None:
-        """End the answer where it is."""
+        """Stop the present answer."""
         self._is_stopped = True
         if self._stream is not None:
             await self._stream.cancel()
 
     # --- Answers -----------------------------------------------------------------------------
     async def answer(self, message: str) -> None:
-        """Answer a message, with as much of the chat as there is room for."""
+        """Answer a message, with as much of the chat as fits the context."""
         self._is_stopped = False
         try:
             turns = await self.history.fitting(
@@ -141,7 +141,7 @@ class Chat:
                 await self._out.write("\n")
 
     def _remember(self, message: str, said: list[Message], completion: Completion) -> None:
-        """Keep what there is of an answer, and say how it went."""
+        """Keep the answer, complete or not, and print its statistics."""
         usage = completion.usage
         is_stopped = completion.finish_reason is FinishReason.CANCELLED
         if is_stopped and not completion.text:

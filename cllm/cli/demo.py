@@ -23,7 +23,7 @@ from cllm import Completion, Engine, EngineStatistics
 
 @dataclass
 class Answer:
-    """One prompt, what is expected, and what has been shown of the output so far."""
+    """Prompt, expected output, and the output shown so far."""
 
     prompt: str
     expected: str
@@ -32,7 +32,7 @@ class Answer:
 
     @property
     def is_right(self) -> bool:
-        """True if the whole output is what was expected."""
+        """True if the output equals the expected one."""
         return self.completion is not None and self.completion.text == self.expected
 
 

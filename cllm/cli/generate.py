@@ -59,7 +59,7 @@ class Form:
 
 
 class Submitted:
-    """One prompt, and what there is of its output.  Filled by its reader, emptied by the printer.
+    """Prompt and its output so far.  The reader adds text, the printer removes it.
 
     Attributes
     ----------
@@ -89,7 +89,7 @@ class Submitted:
         self._changed.set()
 
     async def texts(self) -> AsyncIterator[str]:
-        """The text as it comes; what was read is forgotten."""
+        """Yield the text as it arrives, and drop it."""
         while self._texts or not self._has_ended:
             if not self._texts:
                 self._changed = anyio.Event()
@@ -116,7 +116,7 @@ class Submitted:
 
 
 class PromptRun:
-    """Every prompt from where it is read to where its output is printed."""
+    """The way of all prompts from input to printed output."""
 
     def __init__(
         self, engine: Engine, params: SamplingParams, form: Form, out: StandardOutput
@@ -132,7 +132,7 @@ class PromptRun:
         self._is_all_submitted = False
 
     async def run(self, prompts: AsyncIterator[str]) -> bool:
-        """Print the outputs; whether there is one for every prompt."""
+        """Print the outputs; return True if every prompt has one."""
         is_right = True
         send, receive = anyio.create_memory_object_stream[Submitted](MAX_AHEAD)
         with send, receive, progress_bar(self._form.has_progress_bar) as self._show:
@@ -158,7 +158,7 @@ class PromptRun:
         self._show_progress()
 
     async def _read(self, submitted: Submitted) -> None:
-        """Take the output as fast as it comes: what is printed later is computed now."""
+        """Read the output as fast as it is computed, even if it is printed later."""
         try:
             async with self._stream(submitted.prompt) as stream:
                 async for delta in stream:
@@ -228,7 +228,7 @@ class PromptRun:
 
 
 def _heading(submitted: Submitted) -> str:
-    """One line that says which prompt this is."""
+    """Return a line that identifies the prompt."""
     width = shutil.get_terminal_size().columns
     line = f"{submitted.index + 1} ▸ " + " ".join(submitted.prompt.split())
     fitting = set_cell_size(line, width - 1).rstrip()
@@ -269,7 +269,7 @@ def generate(
         bool, typer.Option("--json", help="One JSON object a line, with usage and timings.")
     ] = False,
 ) -> int:
-    """Print what the model makes of one or more prompts: all computed at once, printed in order."""
+    """Print the outputs of one or more prompts: computed at once, printed in order."""
     are_several = len(prompts) > 1 or STANDARD_INPUT in prompts
     is_screen = is_terminal(sys.stdout)
     form = Form(

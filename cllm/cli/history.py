@@ -91,7 +91,7 @@ class History:
         count: Callable[[str], Awaitable[int]],
         count_prompt: Callable[[Messages], Awaitable[int]],
     ) -> list[Turn]:
-        """The turns that leave room for a message and its answer: all, or the last of them.
+        """Return the turns that leave room for a message and its answer: all, or the last ones.
 
         Nothing is dropped yet: the message may turn out not to be answerable at all.
 
@@ -117,13 +117,13 @@ class History:
         return kept
 
     def keep(self, turns: list[Turn]) -> int:
-        """Drop all others; how many those were."""
+        """Drop all other turns, and return their number."""
         n_dropped = len(self.turns) - len(turns)
         self.turns = turns
         return n_dropped
 
     def undo(self) -> Turn | None:
-        """Take back the last turn, if there is one."""
+        """Remove the last turn, if there is one."""
         return self.turns.pop() if self.turns else None
 
     def reset(self) -> None:

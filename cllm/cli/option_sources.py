@@ -109,7 +109,7 @@ def _typed(value: Any, parameter: Any, where: str) -> Any:
 
 
 def _checked(context: typer.Context, typed: Any, parameter: Any, where: str) -> Any:
-    """Return what is typed, if the option takes it."""
+    """Return a typed value that the option accepts."""
     try:
         parameter.process_value(context, typed)
     except typer.BadParameter as error:

@@ -83,7 +83,7 @@ class Flags:
         }
 
     def make(self, **defaults: object) -> Any:
-        """Return the configuration: of what was given, then `defaults`, then those of the command.
+        """Return the configuration from the given options, then `defaults`, then those of the command.
 
         Raises
         ------
@@ -97,7 +97,7 @@ class Flags:
 
 
 class EngineFlags(Flags):
-    """The options that become an `EngineConfig`: those of every command that runs an engine."""
+    """Options of every command that runs an engine; they become an `EngineConfig`."""
 
     configuration = EngineConfig
     panel = "Engine"
@@ -169,7 +169,7 @@ class EngineFlags(Flags):
 
 
 class ServerFlags(Flags):
-    """The options that become a `ServerConfig`."""
+    """Options of a server; they become a `ServerConfig`."""
 
     configuration = ServerConfig
     panel = "Server"
@@ -186,7 +186,7 @@ class ServerFlags(Flags):
 
 
 class SamplingFlags(Flags):
-    """The options that become `SamplingParams`."""
+    """Options of sampling; they become `SamplingParams`."""
 
     configuration = SamplingParams
     panel = "Sampling"
@@ -203,7 +203,7 @@ class SamplingFlags(Flags):
 
 
 def with_flags(**defaults: object) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Return a decorator that gives typer a command as it sees it: each setting is an option of its own.
+    """Return a decorator that replaces each `Flags` parameter of a command by its options.
 
     Parameters
     ----------
@@ -403,7 +403,7 @@ def _addresses(given: Sequence[str]) -> tuple[str, ...]:
 
 
 def text_or_file(given: str, option: str | None = None) -> str:
-    """Return the text, or what the file holds that `@FILE` names.
+    """Return the text, or the content of the file that `@FILE` names.
 
     Raises
     ------

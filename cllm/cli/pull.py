@@ -25,7 +25,7 @@ def pull(
         str, typer.Argument(help="hf:USER/REPO, hf:USER/REPO:QUANT or hf:USER/REPO/FILE.gguf.")
     ],
 ) -> int:
-    """Download a model, or what is new of it; what was interrupted goes on where it ended."""
+    """Download a model, or its new version; an interrupted download is resumed."""
     check_library(name)
     paths = pull_model(parse_name(name))
     print(paths[0])

@@ -96,7 +96,7 @@ def _engine_process() -> AbstractContextManager[None]:
 
 
 def _app_of_models(models: dict[str, EngineConfig], _: object, config: Any, **__: object) -> Any:
-    """An application of several models; what concerns one that cannot be loaded is told by its name."""
+    """Return an application of several models; the error of one that cannot be loaded has its name."""
     from cllm.server.several import create_models_app
 
     return create_models_app(models, config)

@@ -52,13 +52,13 @@ def styled(text: str, style: str, stream: TextIO | None) -> str:
 
 
 def note(text: str) -> None:
-    """One line about what happens, on standard error: dim on a terminal."""
+    """Print a note on standard error: dim on a terminal."""
     if sys.stderr is not None:
         print(styled(visible(text), DIM, sys.stderr), file=sys.stderr, flush=True)
 
 
 def complain(text: str) -> None:
-    """One line about what went wrong, on standard error."""
+    """Print an error on standard error."""
     if sys.stderr is not None:
         line = " ".join(visible(text).split("\n"))
         print(styled(f"cllm: {line}", RED, sys.stderr), file=sys.stderr, flush=True)

@@ -31,7 +31,7 @@ KINDS: dict[Any, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class FunctionTool:
-    """A function, and how a model is told of it."""
+    """Function of the user, and its description for a model."""
 
     function: Callable[..., Any]
     definition: Mapping[str, Any]
@@ -85,7 +85,7 @@ def definition_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def schema_of(kind: Any) -> dict[str, Any]:
-    """The JSON schema of an annotation; of one that has none here, anything."""
+    """Return the JSON schema of an annotation; an unknown annotation allows anything."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if kind in KINDS:
         return KINDS[kind]

@@ -169,7 +169,7 @@ class AnswerStream:
 
     # --- To the servers ----------------------------------------------------------------------
     async def _open(self) -> None:
-        """Ask for what is still to come, unless that is under way."""
+        """Request the rest of the answer, unless that is under way."""
         if self._response is not None or self._completion is not None or self._is_late:
             return
         now = time.monotonic()
@@ -203,7 +203,7 @@ class AnswerStream:
         self._events.clear()
 
     async def _next_event(self) -> dict[str, Any] | None:
-        """The next event; None where its time is over and its server says nothing."""
+        """Return the next event; None after the deadline if the server is silent."""
         assert self._chunks is not None
         with anyio.move_on_after(self._left_s()) as scope:
             while not self._events:
@@ -237,7 +237,7 @@ class AnswerStream:
         self.n_moves += 1
 
     async def _fail(self, failure: Exception) -> NoReturn:
-        """End it with an error that has what there is."""
+        """End the stream with an error that carries the partial output."""
         self._conclude(TokenDelta("", (), FinishReason.ERROR), {})
         await self._close()
         self._failure = GenerationError.of(self.request_id, failure)

@@ -88,7 +88,7 @@ class AsyncClient(Generates[AnswerStream]):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Close all connections: what runs is cancelled."""
+        """Close all connections, which cancels running requests."""
         await self.aclose()
 
     async def aclose(self) -> None:
@@ -184,7 +184,7 @@ class AsyncClient(Generates[AnswerStream]):
         return await self._asked("/generate/score", body, score)
 
     async def _asked(self, path: str, body: Mapping[str, Any], read: Callable[[Any], T]) -> T:
-        """Return what is read of an answer that is not a stream; another server is asked when one ends."""
+        """Return the result of a request that is not a stream; if a server ends, the next one is asked."""
         url: str | None = None
         for _ in range(MAX_MOVES + 1):
             url, response = await self._replicas.post(path, body, but=url)
@@ -217,7 +217,7 @@ def _several(urls: Sequence[str]) -> list[str]:
 
 
 def _prompt_of(call: RequestCall) -> dict[str, Any]:
-    """Return the fields of a body that say what is asked."""
+    """Return the fields of a body with the prompt."""
     prompt = call.prompt
     if not isinstance(prompt, ChatPrompt):
         # Always sent: a server's own default is llama-server's, and not an engine's.
@@ -236,7 +236,7 @@ def _prompt_of(call: RequestCall) -> dict[str, Any]:
 
 
 def _sampling_of(call: RequestCall) -> dict[str, Any]:
-    """Return the sampling fields of a body: what is not given, the model may say."""
+    """Return the sampling fields that the caller set; the server's model decides the others."""
     given = {name: getattr(call.params, name) for name in call.given}
     if given.get("seed") is None and given.get("temperature") != 0.0:
         given["seed"] = secrets.randbelow(MAX_SEED + 1)

@@ -23,7 +23,7 @@ DONE = b"[DONE]"
 
 
 class EventReader:
-    """Bytes as they arrive, to the data of whole events; what is cut off is none."""
+    """Decoder from bytes to the data of whole events; an incomplete event is dropped."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -95,7 +95,7 @@ def completion_of(
     ended_at: float,
     n_moves: int,
 ) -> Completion:
-    """Return all of an answer; `account` is what the last event says of usage and times, if there was one."""
+    """Return the completion of an answer; `account` has usage and times from the last event, if it came."""
     usage, timings = account.get("usage", {}), account.get("timings", {})
     assert last.finish_reason is not None
     done = answer.completion(

@@ -156,7 +156,7 @@ class Replicas:
         await response.aclose()
 
     def _in_turn(self, keys: Sequence[Key]) -> Iterator[str]:
-        """All of them once; those that did not answer just now come last."""
+        """Yield all servers once; those that did not answer recently come last."""
         if len(self._urls) == 1:
             return iter(self._urls)
         now = time.monotonic()

@@ -18,7 +18,7 @@ N_MIN = 3  # fewer requests show no pattern
 
 
 def growth(values: Sequence[float]) -> float:
-    """The median of the last quarter over the median of the first; 1 if there is nothing."""
+    """Return the median of the last quarter over that of the first; 1 without values."""
     quarter = max(1, len(values) // 4)
     first = median(values[:quarter]) if values else 0.0
     return median(values[-quarter:]) / first if first > 0 else 1.0

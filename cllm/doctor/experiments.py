@@ -142,7 +142,7 @@ SUBJECT = SETUPS[0]  # the experiment that answers the question
 
 
 class _Collector(logging.Handler):
-    """Keeps what is logged."""
+    """Log handler that keeps all records."""
 
     def __init__(self, messages: list[str]) -> None:
         super().__init__(logging.ERROR)

@@ -112,7 +112,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A batch whose positions do not continue its sequence, and what was said to it.
+    """Batch whose positions do not continue its sequence, and the error that it got.
 
     Attributes
     ----------
@@ -161,7 +161,7 @@ class Diagnosis:
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """Identical requests, one after another, and what becomes of them.
+    """Identical requests, one after another, and their measurements.
 
     Attributes
     ----------

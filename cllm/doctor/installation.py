@@ -24,7 +24,7 @@ _NO_AMX = "-mno-amx-tile"
 
 
 def installation_checks() -> Iterator[Check]:
-    """Check the library and the machine; the last is a failure if there is no library to use."""
+    """Yield checks of the library and the machine; the last one fails if there is no library."""
     try:
         loaded = library()
     except AbiMismatchError as error:

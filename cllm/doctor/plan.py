@@ -26,7 +26,7 @@ class Pace:
 
 
 def estimate_s(shape: Shape, n_requests: int, pace: Pace) -> float:
-    """Seconds of all experiments with so many requests."""
+    """Return the estimated seconds of all experiments."""
     prompt_s = shape.n_prompt * pace.prompt_row_s
     output_s = (shape.n_output - 1) * pace.output_row_s
     # The history that is sent again: one prompt more each time.

@@ -27,7 +27,7 @@ def processors_check(n_threads: int) -> Check:
 
 
 def check_processors(load: ProcessorLoad | None, usable: Processors, n_threads: int) -> Check:
-    """Compare the threads with what other programs leave; None: the system reports no load."""
+    """Compare the threads with the processors that other programs leave; None if the load is unknown."""
     text = str(usable.n_allowed)
     if usable.n_cores != usable.n_allowed:
         text += f" on {usable.n_cores} cores"

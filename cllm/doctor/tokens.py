@@ -8,7 +8,7 @@ from cllm.bindings import Model
 
 
 def tokens_of(path: Path, text: str, *, add_special: bool) -> list[tuple[int, bytes]]:
-    """Each token of a text, and what it stands for; control tokens by their names.
+    """Return each token of a text with its text; control tokens have their names.
 
     Raises
     ------

@@ -30,7 +30,7 @@ class ProbeContext(Context):
 
     @property
     def n_cells(self) -> int:
-        """Cells in use: positions of all sequences (none of them share any here)."""
+        """Number of cells in use: positions of all sequences, which share none here."""
         n_cells = 0
         for seq_id in range(self.n_seq_max):
             first, last = self.seq_pos_min(seq_id), self.seq_pos_max(seq_id)
@@ -39,7 +39,7 @@ class ProbeContext(Context):
         return n_cells
 
     def decode_unchecked(self, batch: Batch) -> int:
-        """The return code of `llama_decode` for a batch whose positions may be wrong.
+        """Decode a batch whose positions may be wrong, and return the code of `llama_decode`.
 
         That is an error return and nothing worse (-1, the KV cache unchanged); the tokens and
         seq_ids must be right.

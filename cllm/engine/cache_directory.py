@@ -27,7 +27,7 @@ def cache_file(name: str) -> Path:
 
 
 def read_cached(name: str) -> dict[str, object]:
-    """The object in a file; empty if there is none that can be read."""
+    """Return the object in a file; empty if the file cannot be read."""
     try:
         known = json.loads(cache_file(name).read_bytes())
     except (OSError, ValueError, RuntimeError):  # RecursionError, of what is nested, is the last

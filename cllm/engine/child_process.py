@@ -35,13 +35,13 @@ def child_command(module: str, *arguments: str) -> list[str]:
 
 
 def child_environment() -> dict[str, str]:
-    """The environment in which it imports what this process would import."""
+    """Return the environment in which a child imports the same modules as this process."""
     path = [*filter(None, sys.path), str(Path(__file__).parents[2])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def limit_memory(n_bytes: int) -> None:
-    """Let this process grow by `n_bytes` of address space.  Without `/proc` there is no limit."""
+    """Limit the growth of this process to `n_bytes` of address space.  Without `/proc` there is no limit."""
     sizes = Path("/proc/self/statm")
     if not sizes.exists():
         return

@@ -51,7 +51,7 @@ LoraSetting = tuple[str | Path, float] | tuple[str, str | Path, float]
 
 
 def is_jinja(template: object) -> bool:
-    """Return whether this is a template, and not the name of a file."""
+    """Return True if the text is a template, and not the name of a file."""
     return isinstance(template, str) and ("{{" in template or "{%" in template)
 
 
@@ -403,7 +403,7 @@ class EngineConfig:
                 raise InvalidArgumentError(field, getattr(self, field), limit)
 
     def to_json(self) -> str:
-        """All fields, for another process: `EngineConfig(**json.loads(text))` takes them back."""
+        """Return all fields as JSON, for another process: `EngineConfig(**json.loads(text))`."""
         return json.dumps({f.name: getattr(self, f.name) for f in fields(self)}, default=_plain)
 
     def absolute(self) -> EngineConfig:
@@ -435,7 +435,7 @@ class EngineConfig:
 
     @property
     def n_cells(self) -> int:
-        """`n_ctx` as a number; 0 where the model decides."""
+        """Value of `n_ctx` as a number; 0 if the model decides."""
         return 0 if self.n_ctx == AUTO else self.n_ctx
 
     @property
@@ -493,7 +493,7 @@ class EngineConfig:
     def kv_layout(
         self, n_ctx_train: int, *, state_bytes: int = 0, is_windowed: bool = False
     ) -> KVLayout:
-        """`kv_unified` and the number of seq_ids, for a model trained for so many positions.
+        """Return `kv_unified` and the number of seq_ids for a model trained with `n_ctx_train` positions.
 
         The prefix cache has seq_ids of its own.  In the per-sequence layout each costs a share of
         `n_ctx`: there it lives in those that no running sequence needs, and "auto" sees to one more.
@@ -528,7 +528,7 @@ class EngineConfig:
         )
 
     def n_prefix_cache_tokens(self, n_cells: int) -> int:
-        """KV cells that finished sequences may leave occupied, of so many in all."""
+        """Return the KV cells, of `n_cells`, that finished sequences may leave occupied."""
         if not self.prefix_cache:
             return 0
         n_tokens = self.prefix_cache_tokens

@@ -40,13 +40,13 @@ class TokenConstraint(Protocol):
         """Return True if the output may continue, or end, with this token."""
 
     def accept(self, token: int) -> None:
-        """The output goes on with this token, which it allows."""
+        """Advance the constraint by a token that it allows."""
 
     def forced(self) -> Sequence[int]:
-        """The next tokens, as far as it leaves no choice of the text; empty where it cannot say."""
+        """Return the next tokens that the constraint forces; empty if unknown."""
 
     def close(self) -> None:
-        """Free what it holds."""
+        """Free all resources."""
 
 
 class NamedConstraint(NamedTuple):

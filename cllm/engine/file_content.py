@@ -151,7 +151,7 @@ class MappedFiles:
         self._held.append((fd, content, os.fstat(fd)))
 
     def check(self) -> None:
-        """Return if they were not written to.  Takes a microsecond.
+        """Raise an error if a file was written to.  Takes a microsecond.
 
         Raises
         ------
@@ -210,7 +210,7 @@ def _known(path: str, stamp: Stamp) -> str | None:
 
 
 def _is_settled(stamp: Stamp) -> bool:
-    """True if every change of the content gives the file another stamp."""
+    """Return True if every change of the content changes the file's stamp."""
     return time.time_ns() - max(stamp[3:]) > SETTLED_NS
 
 

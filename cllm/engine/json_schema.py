@@ -134,7 +134,7 @@ class ObjectSchema:
 
     @property
     def rest(self) -> object:
-        """Schema of keys that are not named: what has `properties` takes no others unless it says so."""
+        """Schema of keys that are not named; with `properties` none are allowed unless the schema says so."""
         return not self.names_keys if self.additional is None else self.additional
 
     def takes(self, key: str) -> bool:
@@ -170,7 +170,7 @@ class ArraySchema:
 
 
 class SchemaDocument:
-    """A schema, and what its references point to.
+    """Schema with the targets of its references.
 
     Parameters
     ----------
@@ -243,7 +243,7 @@ class SchemaDocument:
         return InvalidRequestError(self._name, f"{keyword}: {value!r:.{MAX_SAID}}", limit)
 
     def target(self, schema: Mapping[str, Any]) -> object:
-        """Return what the `$ref` of a schema points to; True if it is in another document.
+        """Return the target of a schema's `$ref`; True if it is in another document.
 
         Raises
         ------
@@ -342,7 +342,7 @@ class SchemaDocument:
         return types
 
     def joined(self, schemas: Sequence[object]) -> object:
-        """Return a schema of what satisfies all of these, the same one for the same ones."""
+        """Return a schema of the values that satisfy all given schemas; equal arguments give the same object."""
         parts = list({id(part): part for part in schemas}.values())
         if len(parts) < 2:
             return parts[0] if parts else True
@@ -510,7 +510,7 @@ class SchemaDocument:
         return self._kinds(schema, seen, "array", ArraySchema(), _own_array, _both_arrays)
 
     def objects(self, schema: object, seen: tuple[int, ...] = ()) -> list[ObjectSchema]:
-        """Return the kinds of objects that a schema allows; an object is of at least one of them.
+        """Return the kinds of objects that a schema allows, one for each alternative.
 
         Raises
         ------
@@ -590,7 +590,7 @@ class Exclusions:
     def _are_apart(
         self, kinds: Sequence[Sequence[object]], differ: Callable[[Any, Any], bool]
     ) -> bool:
-        """Return whether kinds of values differ from those of other parts, as far as is known."""
+        """Return True if the kinds of values are known to differ from those of other parts."""
         if self._are_told_apart(kinds):
             return True
         if len(kinds) > N_COMPARED_MAX:
@@ -715,7 +715,7 @@ def _both_arrays(one: ArraySchema, other: ArraySchema) -> ArraySchema:
 
 
 def _each_once(schemas: tuple[Part, ...]) -> tuple[Part, ...]:
-    """Return schemas without those that are there twice."""
+    """Return schemas without duplicates."""
     return tuple({id(schema): schema for schema in schemas}.values())
 
 
@@ -779,7 +779,7 @@ def _fitting(patterns: Mapping[str, object], key: str) -> tuple[object, ...]:
 
 
 def searches(pattern: str, text: str) -> bool:
-    """Return whether a pattern of a schema is found in a text, as far as it takes no long time."""
+    """Return True if a pattern of a schema is found in a text; expensive searches are given up."""
     n_quantifiers = len(re.findall(r"[*+{]", pattern))
     if (
         len(text) > MAX_SEARCHED
@@ -803,7 +803,7 @@ def _mapped(value: Any, keyword: str, close: Any) -> Any:
 
 
 def without_nulls(schema: object) -> object:
-    """Return a schema without keywords that are null, as some libraries write those that are not set."""
+    """Return a schema without keywords that are null: some libraries write unset ones so."""
     if not isinstance(schema, Mapping):
         return schema
     kept: dict[str, object] = {}
@@ -879,7 +879,7 @@ def type_of(value: object) -> str:
 
 
 def enforceable(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema as llguidance takes it, with the options that it has for llguidance.
+    """Return a schema in llguidance's form, with its options for llguidance.
 
     Raises
     ------

@@ -390,7 +390,7 @@ class Lifecycle:
 
     @property
     def _present_status(self) -> EngineStatus | None:
-        """The status, with what the thread did unasked."""
+        """Return the status, including an unexpected end of the thread."""
         return self._status if self._entered is None else self._status_of(self._entered.thread)
 
     def _status_of(self, host: EngineHost) -> EngineStatus | None:
@@ -425,7 +425,7 @@ def _weakly(method: Callable[P, T]) -> Callable[P, T]:
 
 
 def _stop_leaked(hosts: list[EngineHost], name: str, generation: int) -> None:
-    """An engine was collected without being closed: its threads free what they own, and end."""
+    """End the threads of an engine that was collected without being closed."""
     if generation == fork_generation():  # otherwise nothing of it is in this process
         for host in hosts:
             host.request_stop()

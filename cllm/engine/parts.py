@@ -31,7 +31,7 @@ from cllm.errors import InvalidArgumentError
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Parts:
-    """One model, from its load to its end.  Event loop only, but for what the hosts themselves allow."""
+    """One model, from its load to its end.  Event loop only, except where a host allows any thread."""
 
     gate: QueueGate
     inbox: Inbox
@@ -47,7 +47,7 @@ class Parts:
         self.gate.when_empty(self.thread.request_stop)
 
     async def aclose(self) -> None:
-        """Cancel what runs, free everything, join the threads."""
+        """Cancel all requests, free everything, join the threads."""
         self.thread.request_stop()
         with anyio.CancelScope(shield=True):
             await self.input_processor.aclose()

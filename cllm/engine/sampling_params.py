@@ -91,7 +91,7 @@ def _stop_strings(name: str, stop: object, error: ErrorType) -> tuple[str, ...]:
 
 
 def _text(n_bytes_max: int) -> Check:
-    """Return a check for texts of at most so many bytes."""
+    """Return a check for texts of at most `n_bytes_max` bytes."""
 
     def check(name: str, text: object, error: ErrorType) -> object:
         if not isinstance(text, str) or not text:

@@ -22,7 +22,7 @@ _N_DIGEST = 32
 
 
 class DamagedFileError(Exception):
-    """A file that is none of these, or is not what was written."""
+    """The file is of another kind, or was changed."""
 
 
 def write_state_file(path: Path, header: dict[str, Any], data: bytes) -> int:
@@ -76,7 +76,7 @@ def read_state_file(path: Path) -> tuple[dict[str, Any], bytes]:
 
 
 def read_state_header(path: Path) -> dict[str, Any]:
-    """The header alone, of a file whose bytes may be damaged.
+    """Return the header of a file whose data may be damaged.
 
     Raises
     ------

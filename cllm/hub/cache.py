@@ -16,7 +16,7 @@ INCOMPLETE = ".incomplete"
 
 @dataclass(frozen=True)
 class CachedModel:
-    """A model whose files are all here.
+    """Downloaded model with all of its files.
 
     Attributes
     ----------
@@ -31,7 +31,7 @@ class CachedModel:
 
 
 def cache_directory() -> Path:
-    """Return where models are kept: `HF_HUB_CACHE`, or `hub` in `HF_HOME`."""
+    """Return the directory of models: `HF_HUB_CACHE`, or `hub` in `HF_HOME`."""
     with suppress(ModuleNotFoundError):
         from huggingface_hub import constants
 

@@ -64,7 +64,7 @@ def check_library(name: str) -> None:
 
 
 def pull_model(model: ModelName) -> list[Path]:
-    """All files of a model, those that are not here or not the hub's newest downloaded.  Blocks.
+    """Return all files of a model; missing and outdated ones are downloaded.  Blocks.
 
     A bar of huggingface_hub's shows on a terminal how far it is.
 
@@ -170,7 +170,7 @@ def _put(path: Path, write: Callable[[Path], object]) -> None:
 
 
 class _Bounded(io.BufferedWriter):
-    """A file of at most so many bytes: a hub may send more than it has announced."""
+    """Writer of a file with a limit of bytes: a hub may send more than it announced."""
 
     def __init__(self, path: Path, n_max: int, error: Exception) -> None:
         super().__init__(io.FileIO(path, "ab"))
@@ -185,7 +185,7 @@ class _Bounded(io.BufferedWriter):
 
 
 def _fetch(model: ModelName, file: _File, part: Path) -> None:
-    """Write what is missing of a file, and compare the checksum of the whole."""
+    """Download the missing part of a file, and check the checksum of the whole."""
     from huggingface_hub import file_download, hf_hub_url
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 

@@ -70,7 +70,7 @@ def parse_name(text: str) -> ModelName:
 
 
 def choose_files(name: ModelName, files: Iterable[str]) -> list[str]:
-    """The files of a model, of all that its repository has: one, or all parts of one that is split.
+    """Return the files of a model among those of its repository: one, or all parts of a split one.
 
     Returns
     -------

@@ -205,7 +205,7 @@ class CllmChat(BaseChatModel):
         include_raw: bool = False,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, Any]:
-        """The model whose answers fit a schema: by constraint, whatever the model has learned.
+        """Return a model whose answers are constrained to a schema.
 
         `method` and `strict` change nothing.
         """

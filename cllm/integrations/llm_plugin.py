@@ -233,7 +233,7 @@ def _events_of(delta: TokenDelta) -> Iterator[StreamEvent]:
 
 
 def _end(completion: Completion, response: Any) -> Iterator[StreamEvent]:
-    """The calls, and what it cost."""
+    """Yield the tool calls, and the usage."""
     for call in completion.tool_calls:
         arguments = json.loads(call.arguments)
         response.add_tool_call(
@@ -249,7 +249,7 @@ def _end(completion: Completion, response: Any) -> Iterator[StreamEvent]:
 # --- What llm asks a plugin --------------------------------------------------------------------
 @llm.hookimpl
 def register_models(register: Callable[..., None]) -> None:
-    """The embedded model, and those that were downloaded."""
+    """Register the embedded model, and the downloaded ones."""
     register(CllmModel(), AsyncCllmModel())
     for name, path in _downloaded():
         register(CllmModel(name, path), AsyncCllmModel(name, path))

@@ -127,7 +127,7 @@ def _value_of(value: object) -> object:
 
 
 def _warn_of_ports(server: ServerConfig) -> None:
-    """Ray opens more than the address that is asked for."""
+    """Warn that Ray opens more ports than the requested one."""
     if server.api_key is None:
         logger.warning(
             "Ray listens on all interfaces with the ports of its workers, with those of HAProxy's statistics "

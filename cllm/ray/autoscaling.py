@@ -49,13 +49,13 @@ def wanted_replicas(
 
 
 class Autoscaling:
-    """`wanted_replicas` as Ray's controller asks: its `AutoscalingContext`, and what `Replica` has told."""
+    """Autoscaling policy for Ray's controller, by the statistics of `Replica`."""
 
     def __init__(self, *, requests_per_replica: float) -> None:
         self._requests_per_replica = requests_per_replica
 
     def __call__(self, context: Any) -> tuple[float, dict[str, Any]]:
-        """The number, and what Ray is to remember: nothing."""
+        """Return the number of replicas, and no state for Ray."""
         told = context.aggregated_metrics or {}
         of = [told.get(name, {}) for name in Load._fields]
         loads = [Load(*(each.get(replica, 0.0) for each in of)) for replica in of[-1]]

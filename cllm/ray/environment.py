@@ -32,7 +32,7 @@ def wanted(affinity: str | None) -> dict[str, str]:
 
 
 def prepare(affinity: str | None, environ: MutableMapping[str, str], *, is_running: bool) -> None:
-    """Set what is not set; what it is too late for is an error.
+    """Set missing variables of the environment; raise an error for those that would be too late.
 
     Parameters
     ----------

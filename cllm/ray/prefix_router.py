@@ -30,7 +30,7 @@ N_ASKED_MAX = 1000
 
 
 def with_prefix_affinity(deployment: serve.Deployment, *args: Any) -> serve.Application:
-    """An application whose requests go where their beginnings have been computed."""
+    """Return an application whose requests go to the replica with their longest prefix."""
     config = RequestRouterConfig(
         request_router_class=PrefixRouter, request_routing_stats_period_s=STATISTICS_PERIOD_S
     )
@@ -52,7 +52,7 @@ class IngressRouter:
         self._replicas._init()
 
     def __serve_build_asgi_app__(self) -> FastAPI:  # Ray's name
-        """The application that HAProxy asks, by the path that it has."""
+        """Return the application that HAProxy queries."""
         app = FastAPI(openapi_url=None)
         app.add_api_route("/internal/route", self.route, methods=["POST"])
         return app
@@ -89,7 +89,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc,unused-ignore]
         candidate_replicas: Sequence[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """The one that is to have a request; then the others, those with the least to do first."""
+        """Return the replica for a request, then the others, the least busy first."""
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         for gone in self._sent.keys() - by_name.keys():
             self._table.forget(gone)

@@ -27,7 +27,7 @@ class Replica:
         self._app: FastAPI | None = None
 
     def __serve_build_asgi_app__(self) -> FastAPI:  # Ray's name
-        """The application, here and not where it was deployed: an engine cannot be sent."""
+        """Return the application, created in the replica: an engine cannot be pickled."""
         self._app = create_app(*self._settings)
         return self._app
 
@@ -50,7 +50,7 @@ class Replica:
         return {"model": state.model_name, "fingerprint": state.engine.model.fingerprint}
 
     def check_health(self) -> None:
-        """Called every few seconds: another replica takes the place of one that fails.
+        """Raise an error if the replica has failed; Ray calls it every few seconds and replaces the replica.
 
         Raises
         ------

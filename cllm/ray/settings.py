@@ -67,7 +67,7 @@ class ClusterSettings:
             raise error("affinity", self.affinity, f"one of {AFFINITIES}")
 
     def engine(self, engine: EngineConfig) -> EngineConfig:
-        """The settings of each engine: as many threads as it has processors, not all of the machine.
+        """Return the settings of each engine: with as many threads as it has processors.
 
         Raises
         ------

@@ -24,7 +24,7 @@ Key = bytes
 
 
 class PrefixTable:
-    """Beginnings of prompts, and the names of those that had them last.
+    """Table from prefixes of prompts to the names that had them last.
 
     Parameters
     ----------
@@ -131,6 +131,6 @@ def _plain(value: object) -> bytes:
 
 
 def raw_prompt(body: bytes) -> bytes:
-    """A JSON body from where its prompt begins: of one that has been cut off too, and without reading it."""
+    """Return a JSON body from the start of its prompt, without parsing it; it may be cut off."""
     found = [body.find(f'"{name}"'.encode()) for name in PROMPTS]
     return body[min(i for i in found if i >= 0) :] if max(found) >= 0 else b""

@@ -18,7 +18,7 @@ def _host_names(name: str, given: object, error: ErrorType) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """The settings of a server; those of its engine are an `EngineConfig`.
+    """Settings of a server; those of its engine are an `EngineConfig`.
 
     The first sentence about a field is the help of its option.
 

@@ -78,7 +78,7 @@ class PooledModel:
         return frozenset(self._engine.rpc)
 
     async def check_memory(self) -> None:
-        """Raises `CllmError` where it does not fit."""
+        """Raise a `CllmError` if the model does not fit."""
         await self._make_engine(self._engine).check_memory()
 
     async def load(self, tasks: TaskGroup) -> None:
@@ -109,7 +109,7 @@ class PooledModel:
             freed.set()
 
     async def free(self) -> None:
-        """Let it end what it has begun, and free it."""
+        """Free the model after its running requests."""
         if (freed := self.freed) is not None:
             self._is_leaving = True
             self.app.state.server.stop()
@@ -146,7 +146,7 @@ class ModelPool:
         self._used = anyio.Event()
 
     def stop(self) -> None:
-        """Take no more requests and let those finish that there are."""
+        """Reject new requests, and let the present ones finish."""
         self._tasks = None
         for model in self.models.values():
             model.app.state.server.stop()

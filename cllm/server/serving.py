@@ -83,7 +83,7 @@ class Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; what is written to its connections is sent at once.
+    """Return a listening socket whose connections send without delay.
 
     Raises
     ------

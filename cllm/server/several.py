@@ -29,7 +29,7 @@ def create_models_app(
     *,
     make_engine: Callable[[EngineConfig], Engine] = make_engine,
 ) -> FastAPI:
-    """An ASGI application that serves several models, each loaded when it is asked for.
+    """Return an ASGI application of several models, each loaded at its first request.
 
     A request is for the model that its body, or `?model=`, names; without a name for the first that is loaded.
 
@@ -107,7 +107,7 @@ class _Front:
 
 
 async def _name_of(scope: Scope, receive: Receive) -> tuple[str | None, Receive]:
-    """The model that a request names, if it does, and what its application is to receive."""
+    """Return the model that a request names, if any, and the `receive` for its application."""
     (asked,) = parse_qs(scope["query_string"].decode("latin-1")).get("model", [None])[:1]
     if scope["method"] != "POST":
         return asked, receive

@@ -55,7 +55,7 @@ class ServerState:
         self.renew()
 
     def renew(self) -> None:
-        """Another event loop begins: what belonged to the last one is made again."""
+        """Create the objects of a new event loop again."""
         self.engine, self.failure = None, None
         self.stopping: anyio.Event = anyio.Event()
         self.live: LatestFrame = LatestFrame()
@@ -78,7 +78,7 @@ class ServerState:
             self._ids.discard(unique)
 
     def stop(self) -> None:
-        """Take no more requests and let the engine finish those it has."""
+        """Reject new requests, and let the engine finish the present ones."""
         self.stopping.set()
 
     @property

@@ -52,7 +52,7 @@ Latency = float | Callable[[Sequence[FakeRun]], float]
 
 @dataclass(eq=False, slots=True)
 class _Cell:
-    """One cell of the KV cache, which several sequences may hold, and what has computed it."""
+    """Cell of the KV cache, with the sequences that hold it and the adapters that computed it."""
 
     token: int
     loras: LoraSet = ()
@@ -69,7 +69,7 @@ def seen_token(token: int, loras: LoraSet) -> int:
 
 
 class FakeDecoder:
-    """A context and its batch, in Python.  What is callable is called by the thread that decodes.
+    """Context and batch in Python.  The decoding thread calls the given functions.
 
     Parameters
     ----------
@@ -167,7 +167,7 @@ class FakeDecoder:
 
     # --- The batch ---------------------------------------------------------------------------
     def set_loras(self, loras: LoraSet) -> None:
-        """Compute the next batches with these: what they compute has other answers."""
+        """Set the adapters of the next batches; tokens that they compute have other answers."""
         if self._fails("set_loras"):
             return
         self.loras = loras
@@ -303,7 +303,7 @@ class FakeDecoder:
     # --- The KV cache ------------------------------------------------------------------------
     @property
     def cells(self) -> dict[int, list[int]]:
-        """The tokens of every sequence that has any, by position; REMOVED where one is missing."""
+        """Return the tokens of every sequence by position; REMOVED where one is missing."""
         return {
             seq_id: [REMOVED if cell is None else cell.token for cell in held]
             for seq_id, held in self._held.items()
@@ -364,7 +364,7 @@ class FakeDecoder:
         return len(self._held[seq_id]) - 1 if seq_id in self._held else None
 
     def state_seq_get_data(self, seq_id: int) -> bytes:
-        """A copy of what the cache holds for a sequence; empty if it holds nothing."""
+        """Return a copy of a sequence's state; empty if it has none."""
         if self._fails("state_seq_get_data"):
             return b""
         self._check_seq("seq_id", seq_id)

@@ -25,7 +25,7 @@ TextFault = Exception | Literal["nan"]
 
 
 class FakeTextEncoder:
-    """Vectors of byte trigrams, or how many of them a query and a document share.
+    """Encoder by byte trigrams: vectors, or the overlap of a query and a document.
 
     Parameters
     ----------

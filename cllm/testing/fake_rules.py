@@ -82,7 +82,7 @@ class FakeRule:
 
 @dataclass(slots=True, eq=False)
 class Chosen:
-    """A rule for the questions of one request, each of which is to be answered so many times more."""
+    """Rule for the questions of one request, with the answers that are still to come."""
 
     rule: FakeRule
     n_left: dict[str, int]
@@ -169,7 +169,7 @@ class FakeRules:
             self._open.remove(chosen)
 
     def answer(self, prompt: str) -> FakeAnswer:
-        """The answer to the prompt of an open request: that of the rule which was chosen first for it.
+        """Return the answer to the prompt of an open request, by the rule that was chosen first for it.
 
         Raises
         ------
@@ -200,7 +200,7 @@ def _rule(number: int, given: object) -> FakeRule:
 
 
 def _check(rule: FakeRule) -> None:
-    """Refuse what cannot be."""
+    """Reject values that a rule cannot have."""
     try:
         re.compile(rule.when)
     except (re.error, TypeError) as error:

@@ -106,7 +106,7 @@ class ScriptedFaults:
 
 
 def questions_of(body: Any) -> tuple[Sequence[str], str, int]:
-    """The last messages or prompts of a request, whose they are, and how many answers each gets."""
+    """Return the last messages or prompts of a request, their role, and the number of answers."""
     if not isinstance(body, Mapping):
         return [""], "user", 1
     n = body.get("n", 1)
@@ -123,7 +123,7 @@ def questions_of(body: Any) -> tuple[Sequence[str], str, int]:
 
 
 def _last_of(message: Mapping[str, Any]) -> tuple[str, str]:
-    """The text of a message, and whose it is, in any of the three kinds of API."""
+    """Return the text and the role of a message, in any of the three kinds of API."""
     if message.get("type") == "function_call_output":
         return str(message.get("output", "")), "tool"
     content = message.get("content")
@@ -202,7 +202,7 @@ def create_fake_app(
     config: ServerConfig | None = None,
     **options: Any,
 ) -> FastAPI:
-    """`create_app` of a `FakeEngine` that follows rules; `app.state.asked` has what was asked."""
+    """Return an application of a `FakeEngine` with rules; `app.state.asked` has the requests."""
     engine = EngineConfig(n_ctx=N_CTX) if engine is None else engine
     app = create_app(
         engine,

@@ -67,7 +67,7 @@ def make_calls(
     priority: int = 0,
     timeout: float | None = None,
 ) -> list[Call]:
-    """A call for each prompt; raises what is wrong with the arguments of a load."""
+    """Return a call for each prompt; raise an error for wrong arguments of a load."""
     if isinstance(prompts, str):
         raise TypeError("prompts is one text, must be a sequence of prompts")
     if unknown := sorted(set(sampling) - {field.name for field in fields(SamplingParams)}):
@@ -83,7 +83,7 @@ def make_calls(
 
 
 async def run_at_once(calls: Sequence[Call]) -> Records:
-    """Make all of them, each when it is due, and read all to their ends."""
+    """Make all calls when they are due, and read all streams to their ends."""
     records: dict[int, RequestRecord] = {}
 
     async def run_one(index: int) -> None:

@@ -29,7 +29,7 @@ async def assert_reproducible(
     load_seed: int = 0,
     **sampling: Unpack[SamplingOptions],
 ) -> list[Completion]:
-    """Every request gives the same tokens and log probabilities, to the bit, whatever runs beside it.
+    """Assert that every request gives the same tokens and log probabilities, to the bit, beside any others.
 
     Each is asked alone first, with an empty prefix cache; then, in every round, all of them at random
     moments and in a random order, of which some are cancelled and some are read late.  An engine that is not
@@ -110,7 +110,7 @@ class DeltaClock:
         self._changed = anyio.Event()
 
     async def wait(self, n_deltas: int) -> None:
-        """Wait until so many deltas have come, or no stream is left."""
+        """Wait for a number of deltas, or until no stream is left."""
         await anyio.lowlevel.checkpoint()
         # Without asking again and again: the inference thread would wait for the GIL at every call.
         while self.n_deltas < n_deltas and self._n_streaming:

@@ -131,7 +131,7 @@ def _combined(
 
 
 def _own_parts(document: SchemaDocument, schema: Mapping[str, Any]) -> Iterator[str | None]:
-    """Yield what a schema says itself of a text."""
+    """Yield the requirements of a schema on a text, without those of its parts."""
     for keyword in not_enforced(schema):
         document.cannot(keyword)
     for values in values_of(schema):
@@ -154,7 +154,7 @@ def _own_parts(document: SchemaDocument, schema: Mapping[str, Any]) -> Iterator[
 
 
 def searched(pattern: str) -> str | None:
-    """Return an expression of the texts in which a pattern is found; None if there is no such one."""
+    """Return an expression for the texts that contain a pattern; None if there is none."""
     if is_irregular(pattern):
         return None
     parts, depth, in_class, branches = [""], 0, False, list[str]()
@@ -200,7 +200,7 @@ def _escaped(char: str, taken: str | None = None) -> str:
 
 
 def narrowed(schema: dict[str, Any], types: Iterable[str], quoted: str = "") -> dict[str, Any]:
-    """Return a closed schema of those of its values that have one of these types.
+    """Return a closed schema that allows only the values of these types.
 
     Parameters
     ----------

@@ -140,12 +140,12 @@ class CallGrammar:
         return "\n".join([*rules, *self.rules()[1:]])
 
     def _trigger(self) -> str:
-        """Return what begins a stretch, in Lark; optional where calls may be bare."""
+        """Return the start of a section of calls in Lark; optional if calls may be bare."""
         begin = self._literal(next(filter(None, self.syntax.triggers), ""))
         return f"({begin})?" if begin and self.syntax.is_bare else begin
 
     def rules(self) -> list[str]:
-        """Return `calls`, then what it is made of."""
+        """Return the rule `calls`, then the rules that it uses."""
         # Only the first may be bare: after a call the trigger alone begins the next one.
         begin = self._literal(next(filter(None, self.syntax.triggers), ""))
         more = f" (gap {begin} stretch)*" if self.parallel and begin else ""
@@ -323,7 +323,7 @@ class CallGrammar:
     def _native_call(
         self, i: int, head: str, behind_key: str, notation: Notation, end: str
     ) -> list[str]:
-        """Return the rules of a call whose values are in a notation of their own."""
+        """Return the rules of a call with values in the model's own notation."""
         tool, values = self.tools[i], self._values(i)
 
         def write(key: str | None, free: str, schema: object) -> str:
@@ -380,7 +380,7 @@ class CallGrammar:
         return html.escape(name) if unescapes else name
 
     def _tagged(self, i: int, head: str, form_of: FormOf, end: str) -> list[str]:
-        """Return the rules of a call whose arguments are in tags."""
+        """Return the rules of a call with arguments in tags."""
         tool, values = self.tools[i], self._values(i)
 
         def write(key: str | None, free: str, schema: object) -> str | None:
@@ -476,7 +476,7 @@ class RoutedCallGrammar:
     continues: bool = False
 
     def required(self) -> str:
-        """Return one call, behind a thought where the model thinks."""
+        """Return the grammar of one call, after a thought if the model thinks."""
         self._check_begins()
         return "\n".join([f"start: {self._thought()} call", *self._rules()])
 
@@ -491,7 +491,7 @@ class RoutedCallGrammar:
         return "\n".join([start, f"header: {headers}", *self._rules()])
 
     def or_else(self, schema: str) -> str:
-        """Return a call, or JSON of a schema as the answer, behind a thought where the model thinks."""
+        """Return the grammar of a call or of JSON of a schema, after a thought if the model thinks."""
         self._check_begins()
         answer = json_of(enforceable("json_schema", json.loads(schema)), is_strict=True)
         begin = self._literal(self.turn.answer_written)
@@ -516,7 +516,7 @@ class RoutedCallGrammar:
         return _joined(text, self.spelled)
 
     def _rules(self) -> list[str]:
-        """Return `call`, and what it and the messages before it are made of."""
+        """Return the rule `call`, and the rules that it and the messages before it use."""
         turn = self.turn
         names = " | ".join(f"routed_{i}" for i in range(len(self.tools)))
         rules = [r"TEXT: /(.|\n)*/", f"call: {names}", GAP]

@@ -272,7 +272,7 @@ class ElementCalls:
         return f"{self.mark}</tool_call>"
 
     def tags_of(self, key: str) -> tuple[str, str]:
-        """Return what stands around an argument."""
+        """Return the texts around an argument."""
         return f"{self.mark}<{key}>", f"{self.mark}</{key}>"
 
     def read(self, trigger: str, reader: TextReader, sink: CallSink) -> Step[None]:

@@ -47,7 +47,7 @@ class CallSink(Protocol):
         """Text between two calls that belongs to none: content."""
 
     def parameters_of(self, name: str) -> ValueSchema:
-        """Return what the parameters of a tool may be; anything if it is not known."""
+        """Return the schema of a tool's parameters; anything for an unknown tool."""
 
 
 class CallSyntax(Protocol):
@@ -59,7 +59,7 @@ class CallSyntax(Protocol):
 
     @property
     def is_bare(self) -> bool:
-        """True if calls may begin without a trigger, where an answer begins."""
+        """True if a call may begin an answer without a trigger."""
 
     def read(self, trigger: str, reader: TextReader, sink: CallSink) -> Step[None]:
         """One stretch of calls, behind its trigger, "" for a bare one.
@@ -331,7 +331,7 @@ class NamedCalls:
         return f"{self.section_start}{call}{self.section_end}"
 
     def _name(self, reader: TextReader) -> Step[tuple[str, str]]:
-        """The text where the name is, and what ended it."""
+        """Return the text of the name, and the marker that ended it."""
         if self.separators == ("",):
             parts: list[str] = []
             while (first := (yield from reader.peek())) not in ("{", ""):
@@ -501,7 +501,7 @@ class TaggedCalls:
         value.end(types)
 
     def _json_value(self, reader: TextReader, value: _Value) -> Step[bool]:
-        """Read a value that is JSON, in whose strings a marker is data; else nothing."""
+        """Read a value in JSON, with markers inside strings as data; read nothing otherwise."""
         mark = reader.at
         try:
             yield from reader.skip_space()

@@ -154,7 +154,7 @@ class ChatTokenizer:
         return tuple(self._vocabulary.tokenize_inside(text, parse_special=True))
 
     def _spelled(self, output_format: OutputFormat) -> dict[int, bytes]:
-        """The control tokens that are markers, or parts of them."""
+        """Return the control tokens that are markers, or parts of markers."""
         markers = "\n".join(output_format.markers)
         found: dict[int, bytes] = {}
         for name in self._control_names:
@@ -166,7 +166,7 @@ class ChatTokenizer:
 
 
 class _KnownTemplate:
-    """A template, and what has been found out about it."""
+    """Template with its examined properties."""
 
     def __init__(
         self,
@@ -207,7 +207,7 @@ class _KnownTemplate:
         add_generation_prompt: bool,
         template_kwargs: Mapping[str, object],
     ) -> list[Piece]:
-        """Render, with what the template takes for granted."""
+        """Render messages, with the variables that the template expects."""
         if self._needs == "functions":
             listed = json.dumps(tools or [], indent=4, ensure_ascii=False)
             today = datetime.now().strftime("%b %d %Y")
@@ -361,7 +361,7 @@ def _unused(*values: object) -> str:
 
 
 def _marked_end(message: dict[str, Any], sentinel: str) -> dict[str, Any]:
-    """The message with a mark behind what the answer goes on with."""
+    """Return the message with a mark after the text that the answer continues."""
     if _ends_in_thought(message):
         thought = message["reasoning_content"] + sentinel
         return {**message, "reasoning_content": thought, "thinking": thought}

@@ -167,7 +167,7 @@ class Guard:
         return "".join((*parts, text[end:]))
 
     def _taken_out(self, text: str) -> tuple[str, list[int], list[tuple[int, int]]]:
-        """The text without marks, where marks were, and the spans that others stood for."""
+        """Return the text without marks, the places of marks, and the spans that other marks replaced."""
         parts: list[str] = []
         places: list[int] = []
         spans: list[tuple[int, int]] = []

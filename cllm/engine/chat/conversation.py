@@ -40,7 +40,7 @@ def mended(
     abilities: TemplateAbilities,
     calls: CallSyntax | None = None,
 ) -> list[dict[str, Any]]:
-    """The messages as the template takes them; `messages` stay as they are.
+    """Return the messages in the form that the template takes; `messages` are not changed.
 
     Parameters
     ----------
@@ -82,7 +82,7 @@ def _with_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _with_systems(chat: list[dict[str, Any]], abilities: TemplateAbilities) -> list[dict[str, Any]]:
-    """System messages where the template takes them, or in the user message behind them."""
+    """Return the messages with system messages where the template takes them, or inside the next user message."""
     n_first = next((i for i, m in enumerate(chat) if m["role"] not in SYSTEMS), len(chat))
     first, rest = chat[:n_first], chat[n_first:]
     if first:
@@ -150,7 +150,7 @@ def _one_call_each(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def mended_tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """The tools with what many templates write without asking whether it is there."""
+    """Return the tools with the fields that many templates expect."""
     if tools is None:
         return None
     optional = {"description": "", "parameters": {"type": "object", "properties": {}}}
@@ -210,7 +210,7 @@ def _mended_message(
     abilities: TemplateAbilities,
     syntax: CallSyntax | None,
 ) -> list[dict[str, Any]]:
-    """The message, or two where the template drops one half of it."""
+    """Return the message, or two if the template would drop a part of it."""
     role = message["role"]
     if message.get("content") is None:
         message["content"] = ""
@@ -226,7 +226,7 @@ def _mended_message(
 
 
 def _parts_of(message: dict[str, Any], abilities: TemplateAbilities) -> list[dict[str, Any]]:
-    """A turn with calls, as the template takes it."""
+    """Return a turn with calls in the form that the template takes."""
     text = message["content"]
     if not text or not message.get("tool_calls"):
         return [message]
@@ -297,7 +297,7 @@ def _mended_result(
 
 
 def _id(given: str, abilities: TemplateAbilities) -> str:
-    """An id that the template takes, the same for the same one."""
+    """Return an id that the template takes, always the same for the same id."""
     if abilities.any_ids or (len(given) == 9 and given.isalnum() and given.isascii()):
         return given
     digest = hashlib.sha256(given.encode("utf-8", "replace")).digest()

@@ -291,7 +291,7 @@ def _as_sections(section: str, start: str, end: str, section_end: str) -> tuple[
 
 
 def _call_ends(end: str) -> tuple[str, ...]:
-    """The ends of a call: as a whole, or its first tag alone, where models are careless."""
+    """Return the texts that end a call: the whole end, or its first tag, for careless models."""
     whole = "".join(end.split())
     first = TAG.match(end.lstrip())
     return tuple(dict.fromkeys(filter(None, (whole, first.group() if first else ""))))
@@ -363,7 +363,7 @@ def _first_tag(text: str) -> int:
 
 
 def _whole_tags(text: str) -> str:
-    """The last stretch of tags, without what stands before them."""
+    """Return the last sequence of tags, without the text before it."""
     found = re.search(r"(?:(?:<[^<>]*>?|\[[^\[\]]*\]?)\s*)*\S*\s*$", text)
     return found.group().strip() if found else text.strip()
 

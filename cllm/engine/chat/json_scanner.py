@@ -58,7 +58,7 @@ class JsonScanner:
         return self.is_done
 
     def scan(self, text: str, at: int) -> int:
-        """Read on from `at`; returns where it stopped: at the end of the value, or of the text.
+        """Scan from `at`, and return the position of the end of the value, or of the text.
 
         Raises
         ------

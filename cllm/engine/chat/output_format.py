@@ -38,7 +38,7 @@ class OutputFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """All text that is not content; where these are control tokens, their names are text."""
+        """Texts that are not content; names of control tokens among them count as text."""
         parts = (self.reasoning, self.dropped, self.reasoning_stops, self.calls, self.turn)
         return tuple(text for part in parts for text in _strings_of(part))
 
@@ -53,7 +53,7 @@ class OutputFormat:
         return start, (end, *self.reasoning_stops), f"\n{end}\n\n"
 
     def opening(self, prompt: str) -> str:
-        """The markers that a prompt ends with, which say where the answer begins."""
+        """Markers at the end of a prompt, which tell in which channel the answer begins."""
         if self.turn is not None:
             start = prompt.rfind(self.turn.start)
             header, message, _ = prompt[max(start, 0) :].partition(self.turn.message)

@@ -89,7 +89,7 @@ class OutputParser:
         self.push(prefix)
 
     def push(self, text: str) -> ParsedText:
-        """Add text, and return what it added to the channels."""
+        """Add text, and return the additions to the channels."""
         is_open = self._has_content and not self._space
         if is_open and self._reader.has_no_marker(text, self.content):
             return ParsedText(text)  # as nearly every token is: the steps need not see it
@@ -167,7 +167,7 @@ class OutputParser:
         self._follows_marker = True
 
     def _bare_call(self) -> Step[None]:
-        """A call without a marker, if that is what the answer begins with."""
+        """Read a call without a marker, if the answer begins with one."""
         reader = self._reader
         reader.hold()
         mark = reader.at
@@ -288,7 +288,7 @@ class OutputParser:
         self._mark = self._reader.at
 
     def _release(self) -> None:
-        """Tell of what was held back of the call."""
+        """Report the part of the call that was held back."""
         if self._held is not None:
             self._told.tool_calls += (self._held,)
             self._held = None
@@ -312,7 +312,7 @@ def encodable(text: str) -> str:
 
 
 class CallIds:
-    """Ids for calls, the same ones for the same text: nine letters and digits, as Mistral wants them.
+    """Ids of calls, equal for equal texts: nine letters and digits, as Mistral requires.
 
     Parameters
     ----------

@@ -22,7 +22,7 @@ PLACES = re.compile(r"\{(query|document)\}")
 
 
 class RankPrompt:
-    """A template with `{query}` and `{document}`; in those, the names of control tokens stay text.
+    """Template with `{query}` and `{document}`, in which names of control tokens stay text.
 
     Parameters
     ----------

@@ -88,7 +88,7 @@ class TemplateAbilities:
 
 
 def find_abilities(source: str, render: RenderProbe, *, thinking: bool) -> TemplateAbilities:
-    """Render with a template, and look what of it is there."""
+    """Return the abilities of a template, found by rendering test messages."""
 
     def shows(text: str, *messages: dict[str, Any], tools: bool = True) -> bool:
         return text in _rendered(lambda: render(list(messages), [TOOL] if tools else None, False))

@@ -38,7 +38,7 @@ class RefusedError(Exception):
 
 
 class Generation(Extension):
-    """`{% generation %}` marks what the assistant said, for training; here it marks nothing."""
+    """Tag `{% generation %}`, which marks the assistant's text for training; it has no effect here."""
 
     tags: set[str] = {"generation"}  # noqa: RUF012
 
@@ -79,7 +79,7 @@ def tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """jinja2's own escapes what has a meaning in HTML."""
+    """Return JSON without the escapes for HTML of jinja2's own filter."""
     return json.dumps(
         x,
         ensure_ascii=ensure_ascii,
@@ -120,7 +120,7 @@ def compiled(source: str) -> Template:
 
 
 def answer(source: str, variables: dict[str, Any], now: str) -> dict[str, str]:
-    """The text, or what is wrong and whose fault it is."""
+    """Return the text, or the error and its cause: the template or the messages."""
     variables = {"strftime_now": datetime.fromisoformat(now).strftime, **variables}
     try:
         template = compiled(source)

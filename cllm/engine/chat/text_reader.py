@@ -24,11 +24,11 @@ N_DROPPED_AT_ONCE = 4096
 
 
 class MismatchError(Exception):
-    """The text is not what the grammar has here."""
+    """The text does not match the grammar at this point."""
 
 
 class EndOfTextError(MismatchError):
-    """The text ends inside of what the grammar has here."""
+    """The text ends inside an element of the grammar."""
 
 
 class Markers:
@@ -61,7 +61,7 @@ class Markers:
         )
 
     def begun(self, text: str, start: int) -> int:
-        """Return where the end of the text may be the beginning of a marker; its length if nowhere."""
+        """Return the position from which the end of the text may begin a marker; its length if there is none."""
         match = self._begun.search(text, max(start, len(text) - self.longest))
         return len(text) if match is None else match.start()
 
@@ -247,7 +247,7 @@ class TextReader:
         return None if begins_before or markers.may_grow(self._text, match.start()) else match
 
     def _spend(self, left: int, n: int) -> int:
-        """Return the rest of a limit; where it is exceeded does not depend on how the text was cut."""
+        """Return the rest of a limit; the position where it is exceeded is independent of the cuts."""
         if n > left:
             self.at += left
             raise MismatchError
@@ -259,7 +259,7 @@ class TextReader:
             take(text)
 
     def json(self, emit: Callable[[str], None]) -> Step[None]:
-        """One JSON value, given to `emit` as it comes; line ends inside of strings are escaped.
+        """Read one JSON value, and pass it to `emit` as it arrives; line ends inside strings are escaped.
 
         Raises
         ------

@@ -32,20 +32,20 @@ class ValueSchema:
 
     @cached_property
     def types(self) -> frozenset[str]:
-        """Types of the value, a subset of `TYPES`: all of them where nothing is known."""
+        """Types of the value, a subset of `TYPES`; all if unknown."""
         try:
             return self.document.types(self.schema) or TYPES
         except (InvalidRequestError, RecursionError):
             return TYPES
 
     def member(self, key: str) -> ValueSchema:
-        """Return what an object has under a key; anything if that is not known."""
+        """Return the schema of an object's member; anything if unknown."""
         if key not in self._members:
             self._members[key] = self._inner(lambda: self.document.member(self.schema, key))
         return self._members[key]
 
     def item(self) -> ValueSchema:
-        """Return what an array has in it; anything if that is not known."""
+        """Return the schema of an array's items; anything if unknown."""
         return self._inner(lambda: self.document.item(self.schema))
 
     def _inner(self, find: Callable[[], object]) -> ValueSchema:
@@ -90,7 +90,7 @@ class ToolParameters:
 
     @cached_property
     def document(self) -> SchemaDocument:
-        """The schema and what it refers to."""
+        """Schema with its references."""
         return SchemaDocument(self.field, self._root, is_strict=self.is_strict)
 
     @cached_property

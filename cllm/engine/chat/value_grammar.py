@@ -106,7 +106,7 @@ class ValueGrammar:
         return " ".join(self._literals(text))
 
     def json(self, schema: object, types: frozenset[str] = TYPES, quoted: str = "") -> str:
-        """Return a rule of values as JSON, of those that have one of these types; see `narrowed`."""
+        """Return a rule for values of these types in JSON; see `narrowed`."""
         closed = self._document.closed(schema)
         if not self._document.types(schema) <= types:
             closed = narrowed(closed, types, quoted)
@@ -207,7 +207,7 @@ class ValueGrammar:
         return names[0]
 
     def _free_members(self, kind: ObjectSchema, write: WriteMember, others: Collection[str]) -> str:
-        """Return a rule of a member whose key the schema does not name; "" if it takes none."""
+        """Return a rule for a member that the schema does not name; "" if it allows none."""
         known = [literal(key) for key in sorted({*others, *kind.properties})]
         texts = {pattern: searched(pattern) for pattern in kind.patterns}
         for pattern in (pattern for pattern, text in texts.items() if text is None):
@@ -317,7 +317,7 @@ class ValueGrammar:
 
 
 def plain_key(key: str) -> str:
-    """Return a key as it is written without quotes, or quoted where it would be read as another."""
+    """Return a key without quotes, or quoted if it would be read as another one."""
     is_plain = key and key == key.strip() and not re.search(r'[:"{}<>,\[\]\n]', key)
     return key if is_plain else json.dumps(key, ensure_ascii=False)
 

@@ -27,7 +27,7 @@ _ESCAPES = {"t": "\t", "r": "\r", "n": "\n", **{c: c for c in '\\"[]-'}}
 
 
 class GbnfError(ValueError):
-    """The text is not GBNF; the message names what must stand where."""
+    """The text is not GBNF; the message names the place and the expected text."""
 
 
 def lark_of_gbnf(text: str, n_vocab: int, token_of: Callable[[str], int | None]) -> str:
@@ -56,7 +56,7 @@ def lark_of_gbnf(text: str, n_vocab: int, token_of: Callable[[str], int | None])
 
 
 class _Fault(Exception):
-    """The text at position `at` must be what `limit` says."""
+    """Fault at position `at`, where the text must be `limit`."""
 
     def __init__(self, at: int, limit: str) -> None:
         super().__init__(at, limit)
@@ -131,7 +131,7 @@ class _Writer:
         return name
 
     def _alternatives(self, depth: int) -> tuple[str, int]:
-        """Return what a rule or a group may be, and how many brackets are open in it at once."""
+        """Return the alternatives of a rule or group, and its depth of brackets."""
         sequences = [self._sequence(depth)]
         while self._peek() == "|":
             self._at += 1
@@ -303,7 +303,7 @@ def _check_nesting(n: int, at: int) -> None:
 
 
 def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the ranges in order, those that meet as one."""
+    """Return the ranges in order, with adjacent ones joined."""
     joined: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
         if joined and low <= joined[-1][1] + 1:

@@ -196,7 +196,7 @@ class Matcher:
         return is_allowed
 
     def accept(self, token: int) -> None:
-        """The output goes on with this token, which it allows."""
+        """Advance the constraint by a token that it allows."""
         if token not in self.family.ends and not self.matcher.consume_token(token):
             raise self.failure()
         if self._forced and self._forced.popleft() != token:
@@ -235,7 +235,7 @@ class _Tokens:
 
 
 def _spelled(vocabulary: GuidanceVocabulary) -> tuple[list[bytes], list[int]]:
-    """The bytes of every token, and which of them are no text."""
+    """Return the bytes of every token, and the tokens that are no text."""
     pieces = [vocabulary.piece(token) for token in range(vocabulary.n_tokens)]
     special = [token for token, piece in enumerate(pieces) if not piece]
     for token in special:

@@ -122,7 +122,7 @@ class Cells:
         return entry.slot
 
     def share(self, match: Match, slot: Slot) -> None:
-        """Let a slot hold what a match found, and nothing else."""
+        """Make a slot hold the tokens of a match, and nothing else."""
         if match.source is not None and slot.n_computed == 0:
             if match.entry is not None:
                 self.prefixes.touch(match.entry)
@@ -175,7 +175,7 @@ class Cells:
 
     # --- Keeping -----------------------------------------------------------------------------
     def keep(self, slot: Slot, tokens: Tokens, lora: LoraUse) -> bool:
-        """Remember what a finished sequence computed; return True if its slot was handed over."""
+        """Cache the tokens of a finished sequence; return True if its slot was handed over."""
         n_tokens = min(slot.n_computed, self._n_tokens_max)
         if not n_tokens or self.fault is not None:
             return False
@@ -207,7 +207,7 @@ class Cells:
         return True
 
     def _make_way(self, tokens: Tokens, lora: LoraUse) -> bool:
-        """Evict what a new entry makes needless; False if a cached prefix has its tokens, which is touched."""
+        """Evict the prefixes that a new entry contains; return False if a cached prefix contains the entry."""
         n_most = None if self.can_truncate else len(tokens)
         if (covering := self.prefixes.covering(tokens, lora, n_most=n_most)) is not None:
             self.prefixes.touch(covering)
@@ -223,11 +223,11 @@ class Cells:
             self.evict(self.prefixes.entries[0])
 
     def save(self, slot: Slot, tokens: Tokens, lora: LoraUse) -> SavedPrefix | None:
-        """Save what a slot holds outside the cells; return None if that is not worth it."""
+        """Save the content of a slot outside the cells; return None if that does not pay."""
         return None if self.fault is not None else self._saved.add(slot, tokens, lora)
 
     def write_all(self) -> None:
-        """Write the cached prefixes to files, as many as are taken, the most recently used first."""
+        """Write the cached prefixes to files, the most recently used first, until the store is full."""
         for entry in reversed(self.prefixes.entries):
             if self._saved.tiers is None or not self._saved.tiers.writes:
                 return
@@ -252,12 +252,12 @@ class Cells:
         return 0
 
     def evict_until(self, n_free: int) -> None:
-        """Evict cached prefixes, least recently used first, until so many cells are free."""
+        """Evict cached prefixes, least recently used first, until enough cells are free."""
         while self.kv_cache.n_free < n_free and self.prefixes.entries:
             self.evict(self.prefixes.entries[0])
 
     def forget_lora(self, name: str) -> None:
-        """Forget what an adapter has computed, here and in saved states: another may get its name."""
+        """Forget all tokens that an adapter computed, in cells and saved states: another may get its name."""
         for entry in [e for e in self.prefixes.entries if e.lora.uses(name)]:
             self.evict(entry, saves=False)
         if self._saved.tiers is not None:
@@ -271,14 +271,14 @@ class Cells:
         return n_entries
 
     def forget_prefixes(self) -> None:
-        """Forget what finished requests have left, in cells, host memory and files."""
+        """Forget all prefixes of finished requests, in cells, host memory and files."""
         self.evict_all()
         if self._saved.tiers is not None:
             self._saved.tiers.clear()
 
     # --- After a failure ---------------------------------------------------------------------
     def read_back(self, slot: Slot) -> None:
-        """Take over what llama.cpp holds of a slot after a failed decode."""
+        """Adopt llama.cpp's positions of a slot after a failed decode."""
         self.kv_cache.read_back(slot, self._memory)
 
     def remove_all(self) -> None:

@@ -26,7 +26,7 @@ N_REGULAR = 8
 def next_checkpoint(
     n_computed: int, n_prompt: int, branch_points: Iterable[int] = (), *, n_least: int = 0
 ) -> int:
-    """The next position at which the memory of a sequence is to be kept; `NEVER` if there is none.
+    """Return the next position at which the memory of a sequence must be saved; `NEVER` if there is none.
 
     Parameters
     ----------

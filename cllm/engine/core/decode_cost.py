@@ -113,7 +113,7 @@ class DecodeCost:
 
     # --- How long ----------------------------------------------------------------------------
     def next_tick_s(self, n_decoding: int, n_prompts: int, n_sets: int) -> float:
-        """Return what the next tick of these takes, or the next two; 0 while nothing is known.
+        """Return the expected seconds of the next tick, or the next two, of these sequences; 0 while unknown.
 
         Parameters
         ----------

@@ -43,7 +43,7 @@ class Detokenizer:
         return self._take(self._decoder.decode(piece), final=False)
 
     def flush(self) -> str:
-        """End of the output: return what was held back."""
+        """End the output, and return the text that was held back."""
         return self._take(self._decoder.decode(b"", final=True), final=True)
 
     def _take(self, text: str, *, final: bool) -> str:

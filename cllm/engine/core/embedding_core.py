@@ -70,7 +70,7 @@ class _Open:
         return cls(request, waiting, [None] * len(texts), len(texts))
 
     def take_longest(self, n_tokens: float) -> _Text | None:
-        """The longest text of at most so many tokens, which waits no more."""
+        """Remove and return the longest waiting text of at most so many tokens."""
         place = bisect.bisect_right(self.waiting, (n_tokens, math.inf))
         return _Text(self, self.waiting.pop(place - 1)[1]) if place else None
 
@@ -124,7 +124,7 @@ class _Text:
 
 @dataclass(slots=True)
 class EmbeddingCore:
-    """All requests for vectors, and what one batch does with them.
+    """Core of embeddings: all requests for vectors, and their batches.
 
     Parameters
     ----------
@@ -152,7 +152,7 @@ class EmbeddingCore:
 
     # --- Commands ----------------------------------------------------------------------------
     def handle(self, command: Command) -> None:
-        """Do what a command says, if it is about vectors."""
+        """Handle a command about vectors."""
         match command:
             case AddEmbedding(request) if request.texts:
                 self._open[request.request_id] = _Open.of(request)
@@ -297,7 +297,7 @@ class EmbeddingCore:
         return [replace(text, n_rows=n_rows)]
 
     def _n_affordable(self, budget_s: float | None, n_computed: int) -> int:
-        """Tokens that a batch has time for, of a text of which so many are computed."""
+        """Return the number of tokens that a batch has time for, of a partly computed text."""
         seconds = IDLE_BATCH_S if budget_s is None else budget_s
         return self.cost.n_prompt_rows((), n_computed, seconds) if seconds > 0.0 else 0
 
@@ -334,7 +334,7 @@ class EmbeddingCore:
 
     # --- Failures ----------------------------------------------------------------------------
     def _after_failure(self, texts: Sequence[_Text], error: Exception) -> None:
-        """Let as few suffer as possible: what failed is computed once more, alone."""
+        """Compute the texts of a failed batch once more, each alone."""
         if isinstance(error, DecodeFailedError) and error.code == ABORTED:
             for text in texts:  # from its beginning, if it was a piece
                 text.put_back()

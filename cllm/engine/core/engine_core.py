@@ -59,7 +59,7 @@ PROBE_TOKEN = 0  # belongs to no request; every vocabulary has it
 
 
 class EngineCore:
-    """All requests, and what one tick does with them.
+    """Core of generation: all requests, and the ticks that compute them.
 
     Its parts are public: `queue`, `manager`, `kv_cache`, `recovery`, `cost`, `turns`, `recorder`.
 
@@ -159,7 +159,7 @@ class EngineCore:
 
     # --- Commands ----------------------------------------------------------------------------
     def handle(self, command: Command) -> None:
-        """Do what a command says; an `Ask` and a `Shutdown` are the thread's."""
+        """Handle a command; the thread handles `Ask` and `Shutdown`."""
         match command:
             case AddRequest(request):
                 self.queue.submit(request)
@@ -177,7 +177,7 @@ class EngineCore:
         self.queue.fail_all(cause)
 
     def forget_lora(self, name: str) -> None:
-        """Stop sharing of what this adapter has computed: it is unloaded, and another may get its name."""
+        """Stop sharing the tokens of an unloaded adapter: another may get its name."""
         self.manager.cells.forget_lora(name)
 
     def erase_slot(self, seq_id: int) -> int:
@@ -194,7 +194,7 @@ class EngineCore:
         return self.manager.cells.erase(seq_id)
 
     def save_prefixes(self) -> None:
-        """The engine ends: what is in cells goes to the files."""
+        """Write the cached prefixes to files at the end of the engine."""
         self.manager.cells.write_all()
 
     def mark_corrupt(self, cause: Exception) -> None:
@@ -234,7 +234,7 @@ class EngineCore:
         return self.turns.next_tick_s(self.queue.running, has_loras=self.queue.has_loras)
 
     def tick(self) -> None:
-        """Advance the running sequences by a chunk each, in one decode: all, or one kind of them."""
+        """Advance running sequences by a chunk each, in one decode: all of them, or one kind."""
         recorder, queue, started = self.recorder, self.queue, self._clock()
         queue.expire(started)
         self._rebuild_if_corrupt()
@@ -284,7 +284,7 @@ class EngineCore:
         return self._with_drafts(chunks, n_rows)
 
     def _with_drafts(self, chunks: list[Chunk], n_rows: int) -> list[Chunk]:
-        """The chunks with guesses of what comes after them, if this tick may have some."""
+        """Return the chunks with drafts, if this tick may have drafts."""
         can_draft = self.recovery.is_over and not self._n_plain_ticks
         self._n_plain_ticks = max(0, self._n_plain_ticks - 1)
         if self._speculation is None or not can_draft or not all(map(is_decoding, chunks)):
@@ -358,7 +358,7 @@ class EngineCore:
             self._fail_culprit(chunks[0].sequence, error)
 
     def _shrink(self, chunks: list[Chunk], error: NoKVSlotError) -> None:
-        """llama.cpp finds no room where the bookkeeping saw some: ask for less and less."""
+        """Reduce the batch after llama.cpp found no room where the bookkeeping saw some."""
         queue, n_rows = self.queue, sum(chunk.n_rows for chunk in chunks)
         first = scheduler.most_urgent((s for s in queue.running if s.is_ready), self._clock())
         holders = [s for s in queue.running if s.n_computed and s is not first]

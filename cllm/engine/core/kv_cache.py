@@ -269,7 +269,7 @@ class KVCache:
         self.n_held += ((extent.n_live + extent.n_cached > 0) - was_held) * n_cells
 
     def _cut(self, slot: Slot, n_tokens: int) -> Extent:
-        """The extent of a slot that ends at `n_tokens`, made by a cut if there is none."""
+        """Return the extent of a slot that ends at `n_tokens`, and cut one if needed."""
         for extent in slot.extents():
             if extent.start < n_tokens <= extent.end:
                 break

@@ -107,7 +107,7 @@ class KVCacheManager:
             self.saved.load(sequence, prefix)
 
     def adopt(self, sequence: Sequence, state: SequenceState) -> None:
-        """Let a new sequence go on from a state that it brings, as far as that can be used."""
+        """Start a new sequence from the state that it brings, as far as that can be used."""
         n_most = sequence.n_settled
         if state.n_tokens <= n_most or (self.cells.can_truncate and n_most > 0):
             self.saved.adopt(sequence, state)
@@ -116,7 +116,7 @@ class KVCacheManager:
         return Match() if sequence.placement.swapped else self.cells.match(sequence, running)
 
     def _saved_prefix(self, sequence: Sequence, n_shared: int) -> tuple[SavedPrefix | None, int]:
-        """Return a prefix that is worth restoring beside so many shared tokens, and its usable length."""
+        """Return a saved prefix that is worth restoring, with more tokens than can be shared, and its usable length."""
         if not self.cells.shares:
             return None, 0
         kv_cache = self._kv_cache
@@ -129,7 +129,7 @@ class KVCacheManager:
         return len(running) < self._n_seq_max
 
     def allocate(self, sequence: Sequence, running: list[Sequence], now: float) -> bool:
-        """Let a waiting sequence run, with what it can share; False if there is no room for it."""
+        """Start a waiting sequence with all tokens that it can share; return False without room."""
         if not self.has_seat(running):
             return False
         match = self.cells.match(sequence, running)
@@ -182,7 +182,7 @@ class KVCacheManager:
         return n_tokens
 
     def _choose_state(self, sequence: Sequence, match: Match) -> None:
-        """Choose the copy that a sequence goes on from: its own, or a saved prefix if that is faster.
+        """Choose the saved state that a sequence starts from: its own, or a saved prefix if that is faster.
 
         What others have in cells is shared rather than restored beside them.
         """
@@ -200,7 +200,7 @@ class KVCacheManager:
             self.saved.adopt_prefix(sequence, prefix, n_tokens)
 
     def place_followers(self, running: list[Sequence], now: float) -> None:
-        """Give those that wait for a leader what it has computed by now."""
+        """Share the tokens that leaders have computed with their followers."""
         waiting = [s for s in running if not s.placement.is_placed]
         for sequence in sorted(waiting, key=lambda s: s.urgency(now)):
             leader, n_expected = sequence.placement.leader, sequence.placement.n_expected
@@ -208,7 +208,7 @@ class KVCacheManager:
                 self._place(sequence, self._match(sequence, running))
 
     def _place(self, sequence: Sequence, match: Match) -> None:
-        """Let a sequence that holds a seq_id share what it can, or wait for its leader."""
+        """Place a sequence with a seq_id: it shares all it can, or waits for its leader."""
         if match.leader is not None:
             sequence.placement.follow(match.leader, match.n_expected)
             if not self.cells.can_truncate:
@@ -249,7 +249,7 @@ class KVCacheManager:
 
     # --- Checkpoints of memory that forgets positions ----------------------------------------
     def _part(self, sequence: Sequence, n_tokens: int) -> None:
-        """Keep the memory of a sequence after so many tokens, which others have in common with it."""
+        """Save the memory of a sequence at the end of a prefix that others have in common with it."""
         if n_tokens >= sequence.n_computed + MIN_GAIN:
             sequence.placement.branch_points.add(n_tokens)
         self._set_checkpoint(sequence)
@@ -323,7 +323,7 @@ class KVCacheManager:
         self.leave(sequence, keep=keep and sequence.placement.swapped is None)
 
     def save(self, sequence: Sequence) -> SequenceState | None:
-        """Return the state of a sequence that is to go on elsewhere; None if there is none."""
+        """Return the state of a sequence that will continue elsewhere; None if it has none."""
         placement = sequence.placement
         slot = placement.slot
         if placement.swapped is not None or slot is None:
@@ -334,7 +334,7 @@ class KVCacheManager:
 
     # --- After a failure ---------------------------------------------------------------------
     def read_back(self, chunks: Iterable[Chunk]) -> None:
-        """Take over what llama.cpp kept of the sequences of a failed decode."""
+        """Adopt llama.cpp's positions of the sequences of a failed decode."""
         for chunk in chunks:
             sequence, slot = chunk.sequence, chunk.sequence.placement.slot
             assert slot is not None

@@ -54,7 +54,7 @@ class Linger:
                 return
 
     def settle(self, now: float) -> None:
-        """All that arrived before `now` has been told."""
+        """Note that all arrivals before `now` are known."""
         while self._ends and now - self._ends[0][0] > HORIZON_S:
             _, n_left = self._ends.popleft()
             self._turnarounds.extend([math.inf] * int(n_left))

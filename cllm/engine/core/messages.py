@@ -99,7 +99,7 @@ class CancelRequest:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """The reader of this request has taken so many deltas more: as many may be computed."""
+    """Report that the reader has taken deltas: as many more may be computed."""
 
     request_id: str
     n_deltas: int
@@ -107,7 +107,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class ClearPrefixCache:
-    """Forget what finished requests have left in the KV cache."""
+    """Drop all cached prefixes of finished requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +331,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """The engine's process had ended, and there is another."""
+    """The engine's process crashed, and a new one serves."""
 
     restart: Restart
 

@@ -94,14 +94,14 @@ class NgramMatch:
         return expected
 
     def drafts(self, tokens: list[int], n: int) -> Drafts:
-        """The next `n` tokens, if it goes on as it did there."""
+        """Return the next `n` tokens after the match."""
         assert self.at is not None
         found = tokens[self.at : self.at + n]
         # A match that overlaps its own end is a period.
         return tuple((found * (n // len(found) + 1))[:n])
 
     def _search(self, tokens: list[int]) -> None:
-        """The last place where the last tokens were met before."""
+        """Return the last position at which the last tokens occurred before."""
         place = self._find(N_MATCH_MIN)
         if place is None:
             return

@@ -64,7 +64,7 @@ def _excluded(outputs: list[Output], logits: NDArray[np.float32]) -> Iterator[No
 
 
 class OutputProcessor:
-    """The second half of a tick.  What goes wrong with a row is its own request's affair.
+    """Second half of a tick.  An error of a row affects its own request only.
 
     Parameters
     ----------
@@ -153,7 +153,7 @@ class OutputProcessor:
         self._on_drafts(output.sequence, len(output.drafts), n_accepted)
 
     def _remove_surplus(self, sequence: Sequence) -> None:
-        """Leave nothing computed after the last token but one: those were drafts."""
+        """Remove the computed rows after the last token but one, which were drafts."""
         if sequence.placement.slot is not None:
             self._manager.cells.truncate(sequence.placement.slot, sequence.n_settled)
 
@@ -197,14 +197,14 @@ class OutputProcessor:
             self._queue.finish(sequence, end, cause=error)
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
-        """End a request whose logits, or what was made of them, are of no use."""
+        """End a request with unusable logits, or whose sampler or text failed."""
         self._queue.finish(sequence, last_delta(FinishReason.ERROR), cause=error)
         if isinstance(error, NotFiniteError) and self._nan_spreads:
             # Even after it was removed: only a cleared buffer is clean.
             self._manager.cells.fault = error
 
     def _append_text(self, sequence: Sequence, token: int, logprobs: Logprobs, now: float) -> None:
-        """Turn a new token into text and an event, the last one where the output ends."""
+        """Make text and an event of a new token, the last event if the output ends."""
         params = sequence.request.params
         if self._vocabulary.is_eog(token) or token in params.stop_token_ids:
             self._end(sequence, TokenDelta("", (token,), FinishReason.STOP, token, logprobs))

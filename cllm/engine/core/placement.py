@@ -15,7 +15,7 @@ LeaderT = TypeVar("LeaderT")
 
 @dataclass(eq=False, slots=True)
 class Placement(Generic[LeaderT]):
-    """Place of a sequence in the KV cache, and the states that it can go on from.
+    """Place of a sequence in the KV cache, and the saved states that it can start from.
 
     Attributes
     ----------
@@ -63,7 +63,7 @@ class Placement(Generic[LeaderT]):
 
     @property
     def is_loading(self) -> bool:
-        """True while the prefix that the sequence goes on from is read from a file."""
+        """True while the prefix for the sequence is read from a file."""
         return self.awaits is not None and self.awaits.is_loading
 
     def follow(self, leader: LeaderT, n_expected: int) -> None:

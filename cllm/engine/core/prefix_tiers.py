@@ -30,7 +30,7 @@ N_LOOKED_AT = 16  # of many prefixes that go on differently within a block
 
 @dataclass(eq=False, slots=True)
 class SavedPrefix:
-    """The beginning of a sequence, and what the KV cache held of it.
+    """Prefix of a sequence, with its KV state.
 
     Attributes
     ----------
@@ -80,7 +80,7 @@ class PrefixStore(Protocol):
         """Write a file some time; its name, or None: too much is being written already."""
 
     def load(self, file: str) -> None:
-        """Read a file, some time; the inference thread is told of what came of it."""
+        """Read a file in the background, and send the result to the inference thread."""
 
     def touch(self, file: str) -> None:
         """Mark a file as used now."""
@@ -147,7 +147,7 @@ class PrefixTiers:
 
     # --- Finding -----------------------------------------------------------------------------
     def match(self, wanted: Tokens, lora: LoraUse) -> tuple[SavedPrefix | None, int]:
-        """The prefix that has most of the beginning of `wanted`, computed alike, and how much."""
+        """Return the saved prefix with the longest usable part of `wanted`, and its length."""
         best, n_best = None, 0
         levels = [self._by_block[h] for h in self._hashes(wanted) if h in self._by_block]
         for n_blocks in range(len(levels), 0, -1):
@@ -161,7 +161,7 @@ class PrefixTiers:
         return best, n_best
 
     def _looked_at(self, level: dict[SavedPrefix, None], n_blocks: int) -> Iterator[SavedPrefix]:
-        """The latest of those that have these blocks; of whole ones, those that end in the last."""
+        """Return the latest prefix that contains these blocks; among whole prefixes, one that ends in the last block."""
         n_left = N_LOOKED_AT
         for prefix in reversed(level):
             if self._whole_only and len(prefix.tokens) // BLOCK > n_blocks:
@@ -182,7 +182,7 @@ class PrefixTiers:
 
     # --- Coming and going --------------------------------------------------------------------
     def add(self, tokens: Tokens, lora: LoraUse, state: SequenceState) -> SavedPrefix | None:
-        """Keep a prefix; what it makes needless goes, and what there is no room for: perhaps itself."""
+        """Keep a prefix, and drop those that it contains, and those without room: perhaps itself."""
         if self._store is None and len(state.data) > self.n_bytes_max:
             return None
         if not self._whole_only:
@@ -256,7 +256,7 @@ class PrefixTiers:
             self._drop(prefix)
 
     def forget_lora(self, name: str) -> None:
-        """Forget what this adapter has computed."""
+        """Forget all prefixes that this adapter computed."""
         for prefix in [p for p in self._all if p.lora.uses(name)]:
             self._drop(prefix)
 
@@ -295,7 +295,7 @@ class PrefixTiers:
             prefix.state = None
 
     def limit(self, n_bytes_max: int) -> None:
-        """Change the limit of host memory; what is beyond it leaves."""
+        """Change the limit of host memory, and evict prefixes beyond it."""
         self.n_bytes_max = n_bytes_max
         self._fit()
 

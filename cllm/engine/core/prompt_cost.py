@@ -41,7 +41,7 @@ class PromptCost:
     def observe(
         self, n_rows: int, n_attended: int, n_prompts: int, n_cells: int, seconds: float
     ) -> None:
-        """A tick of so many rows of so many prompts took `seconds`.
+        """Learn from the duration of a tick with these rows and prompts.
 
         Parameters
         ----------

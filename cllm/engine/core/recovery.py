@@ -27,7 +27,7 @@ class Verdict(Enum):
 
 
 class Recovery:
-    """The memory of failures until what failed has been computed."""
+    """Memory of failures, until everything that failed has been computed."""
 
     def __init__(self) -> None:
         # How far each sequence has to come for its failure to be over.

@@ -25,7 +25,7 @@ N_ROWS_MAX = 4096
 
 
 class RowCost:
-    """Seconds of a decode of so many rows, one for each sequence or several of one.
+    """Learned seconds of a decode by its number of rows.
 
     Parameters
     ----------
@@ -52,7 +52,7 @@ class RowCost:
         return {rows: self._medians[rows] for rows in sorted(self._trusted)}
 
     def observe(self, n_rows: int, seconds: float) -> None:
-        """A decode of so many rows, no prompt's among them, took `seconds`."""
+        """Learn from the duration of a decode without prompts."""
         if self.is_paused or seconds <= 0.0 or n_rows > N_ROWS_MAX:
             return
         recent = self._recent.setdefault(n_rows, deque(maxlen=N_KEPT))
@@ -73,7 +73,7 @@ class RowCost:
         return self._at(n_rows, self._belief())
 
     def seconds(self, n_rows: int) -> float:
-        """The same where rows may be added: no number of rows costs more than a larger one."""
+        """Return the expected seconds of a decode, at most those of any larger number of rows."""
         if self._envelope is None:
             self._envelope, least = {}, math.inf
             believed = self._belief()
@@ -83,7 +83,7 @@ class RowCost:
         return self._at(n_rows, self._envelope)
 
     def _belief(self) -> dict[int, float]:
-        """The medians, but hope where there are few measurements: one may have been disturbed."""
+        """Return the medians, or lower values where few measurements may have been disturbed."""
         if self._believed is None:
             trusted = self.table
             self._believed = {
@@ -95,7 +95,7 @@ class RowCost:
         return self._believed
 
     def _at(self, n_rows: int, seconds: Mapping[int, float]) -> float:
-        """The value of a table, also where it has none; of no use before one was measured."""
+        """Return a value of the table, interpolated if needed; unusable before the first measurement."""
         if n_rows in seconds:
             return seconds[n_rows]
         if not seconds:

@@ -90,7 +90,7 @@ class RunQueue:
         logger.debug("request %s: new, %d prompt tokens", request.request_id, sequence.n_prompt)
 
     def cancel(self, request_id: str, *, saves_state: bool = False) -> None:
-        """End a request on its caller's wish, who may want to have what the KV cache holds of it."""
+        """Cancel a request, and return its KV state if the caller wants it."""
         if sequence := self._by_id.get(request_id):
             state = self._manager.save(sequence) if saves_state else None
             self.finish(sequence, last_delta(FinishReason.CANCELLED), state=state)
@@ -101,7 +101,7 @@ class RunQueue:
             self.cancel(request_id)
 
     def read(self, request_id: str, n_deltas: int) -> None:
-        """The reader of a request has taken so many deltas more."""
+        """Note that the reader of a request has taken more deltas."""
         if sequence := self._by_id.get(request_id):
             sequence.n_unread -= n_deltas
 
@@ -122,7 +122,7 @@ class RunQueue:
 
     @property
     def n_paused(self) -> int:
-        """Requests whose reader has stopped."""
+        """Number of requests whose reader has stopped."""
         return sum(s.is_paused for s in self._by_id.values())
 
     @property
@@ -133,14 +133,14 @@ class RunQueue:
 
     # --- Who runs ----------------------------------------------------------------------------
     def expire(self, now: float) -> None:
-        """End what is past its deadline."""
+        """End the requests past their deadline."""
         deadlines = ((s, s.request.deadline) for s in self._by_id.values())
         due = [s for s, deadline in deadlines if deadline is not None and deadline <= now]
         for sequence in due:
             self.finish(sequence, last_delta(FinishReason.DEADLINE))
 
     def admit(self, now: float) -> None:
-        """Let the most urgent of those that wait run, as long as there is room."""
+        """Start the most urgent waiting sequences while there is room."""
         while self._has_seat and (first := scheduler.next_admitted(self.waiting, now)) is not None:
             if not self._start(first, now):
                 break
@@ -156,7 +156,7 @@ class RunQueue:
         )
 
     def _start(self, first: Sequence, now: float) -> bool:
-        """Let a waiting sequence run, and preempt what is in its way; False if there is no room."""
+        """Start a waiting sequence, and preempt others if needed; return False without room."""
         while not self._manager.allocate(first, self.running, now):
             if not (preempted := self._in_the_way(first)):
                 return False
@@ -168,7 +168,7 @@ class RunQueue:
         return True
 
     def _in_the_way(self, first: Sequence) -> list[Sequence]:
-        """Return running sequences whose place a waiting one may have; none if that is not enough."""
+        """Return the running sequences to preempt for a waiting one; none if that is not enough."""
         could_allocate = self._manager.could_allocate
         # Readers that have stopped must not keep the queue waiting.
         paused = [s for s in self.running if s.is_paused]
@@ -195,7 +195,7 @@ class RunQueue:
             manager.place_followers(self.running, now)
 
     def preempt(self, sequence: Sequence, *, keep: bool = False) -> None:
-        """Take a sequence's place; it waits with all its tokens and goes on with them later."""
+        """Preempt a sequence: it waits with all its tokens and resumes later."""
         recompute_s = self._tick_cost.recompute_s(sequence.n_computed)
         self._manager.preempt(sequence, recompute_s, keep=keep)
         self._requeue(sequence)
@@ -287,7 +287,7 @@ def last_delta(reason: FinishReason, token_ids: tuple[int, ...] = ()) -> TokenDe
 
 
 def recall(sequence: Sequence, vocabulary: OutputVocabulary) -> None:
-    """Bring text and sampler to where tokens that were sampled elsewhere have brought them.
+    """Restore text and sampler from tokens that were sampled before.
 
     Raises
     ------

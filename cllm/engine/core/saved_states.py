@@ -27,7 +27,7 @@ MIN_SAVED = 2 * BLOCK
 
 
 class SavedStates:
-    """States outside the cells, and what moving them takes.
+    """States outside the cells, and the measured times of copies.
 
     Parameters
     ----------
@@ -78,7 +78,7 @@ class SavedStates:
         return has_room and 2 * self._s_per_token * n_tokens < recompute_s
 
     def save(self, sequence: Sequence, slot: Slot) -> None:
-        """Copy what a sequence holds, if the budget has room for it."""
+        """Copy the state of a sequence, if the budget has room for it."""
         state = self.copy_of(slot, f"request {sequence.request_id}")
         if state is None or len(state.data) > self._n_bytes_max - self._n_bytes:
             return
@@ -87,7 +87,7 @@ class SavedStates:
         logger.debug("request %s: swapped out, %d bytes", sequence.request_id, len(state.data))
 
     def adopt(self, sequence: Sequence, state: SequenceState) -> None:
-        """Let a sequence go on from its own state when it runs."""
+        """Keep the state of a sequence, from which it starts when it runs."""
         placement = sequence.placement
         placement.swapped, placement.n_restorable = state, state.n_tokens
         self._hold(len(state.data))
@@ -106,7 +106,7 @@ class SavedStates:
         return True
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop the state that a sequence would go on from."""
+        """Drop the state that a sequence would start from."""
         placement = sequence.placement
         if placement.swapped is not None and placement.restores is None:
             self._hold(-len(placement.swapped.data))
@@ -114,7 +114,7 @@ class SavedStates:
         self.stop_awaiting(sequence)
 
     def _hold(self, n_bytes: int) -> None:
-        """Count bytes of a sequence's state; saved prefixes have what is left."""
+        """Count the bytes of a sequence's state; saved prefixes get the rest of the budget."""
         self._n_bytes += n_bytes
         if self.tiers is not None:
             self.tiers.limit(max(0, self._n_bytes_max - self._n_bytes))
@@ -146,7 +146,7 @@ class SavedStates:
         return prefix, n_tokens
 
     def adopt_prefix(self, sequence: Sequence, prefix: SavedPrefix, n_tokens: int) -> None:
-        """Let a sequence go on from the first tokens of a prefix in host memory."""
+        """Make a sequence start from the first tokens of a prefix in host memory."""
         assert self.tiers is not None
         self.tiers.touch(prefix)
         placement = sequence.placement
@@ -173,7 +173,7 @@ class SavedStates:
         self.tiers.load(prefix)
 
     def stop_awaiting(self, sequence: Sequence) -> None:
-        """Let the prefix that a sequence waits for leave again, if there is one."""
+        """Release the prefix that a sequence waits for, if there is one."""
         placement = sequence.placement
         if placement.awaits is not None:
             placement.awaits.is_awaited = False

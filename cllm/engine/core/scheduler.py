@@ -24,7 +24,7 @@ N_AHEAD_AGAIN = 16
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The next `n_tokens` pending tokens of one sequence, and guesses of those after them."""
+    """Next `n_tokens` pending tokens of one sequence, and drafts after them."""
 
     sequence: Sequence
     n_tokens: int
@@ -42,7 +42,7 @@ class Chunk:
 
     @property
     def n_outputs(self) -> int:
-        """Output rows among its rows, the last of them."""
+        """Number of output rows, the last ones of the chunk."""
         return self.sequence.n_outputs(self.n_tokens) + len(self.drafts)
 
 
@@ -136,7 +136,7 @@ def _n_polite(
 
 
 def _n_tokens_for(sequence: Sequence, n_outputs: int) -> int:
-    """The longest chunk with at most so many output rows."""
+    """Return the length of the longest chunk with at most so many output rows."""
     return sequence.n_pending - max(0, sequence.n_outputs(sequence.n_pending) - n_outputs)
 
 
@@ -186,7 +186,7 @@ def has_room(
 
 
 def choose_preempted(running: Iterable[Sequence]) -> Sequence:
-    """Return the sequence that gives up its cells: a paused one, else the least urgent, newest one.
+    """Return the sequence to preempt: a paused one, otherwise the least urgent and newest one.
 
     Of several tenants, one of the tenant that would still have most for its weight: the oldest of all
     sequences stays, and comes to its end.

@@ -162,7 +162,7 @@ class Sequence:
 
     @property
     def n_to_compute(self) -> int:
-        """Pending tokens without those that a leader computes."""
+        """Number of pending tokens, without those that a leader computes."""
         return self.n_pending - (self.placement.n_expected if self.placement.leader else 0)
 
     @property
@@ -184,7 +184,7 @@ class Sequence:
 
     @property
     def n_output(self) -> int:
-        """Tokens of the output, those that were sampled elsewhere among them."""
+        """Number of output tokens, including those sampled before the request."""
         return len(self.tokens) - self.n_prompt
 
     @property
@@ -233,7 +233,7 @@ class Sequence:
             self.admitted_at = now
 
     def place(self, n_shared: int) -> int:
-        """Start computing after `n_shared` tokens; return how many of them are prompt tokens."""
+        """Begin to compute after `n_shared` tokens; return how many of them are prompt tokens."""
         self.placement.compute()
         n_cached = min(n_shared, self.n_prompt)
         if not self.n_sampled and not self.n_preemptions:

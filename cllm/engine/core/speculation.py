@@ -67,7 +67,7 @@ class Speculation(Protocol):
     def extend(
         self, chunks: list[Chunk], n_rows: int, n_outputs: int, target_s: float | None
     ) -> list[Chunk]:
-        """The chunks of a tick, some of them with drafts.
+        """Return the chunks of a tick, some of them with drafts.
 
         Parameters
         ----------
@@ -92,7 +92,7 @@ class _Offer:
 
 
 class BudgetedSpeculation:
-    """A `Speculation` with as many rows as are worth their time.
+    """`Speculation` with as many rows as pay for their time.
 
     Parameters
     ----------
@@ -224,7 +224,7 @@ def _forced(sequence: Sequence, n_max: int) -> Drafts:
 
 
 def _one_by_one(offers: list[_Offer], n_max: int) -> Iterator[tuple[list[int], float]]:
-    """One draft more each time, the most likely one; all counts, and what they are expected to gain."""
+    """Yield numbers of drafts that grow by the most likely one each time, with the expected gain."""
     counts, gain = [0] * len(offers), 0.0
     heap = [(-offer.probabilities[0], i) for i, offer in enumerate(offers)]
     heapq.heapify(heap)

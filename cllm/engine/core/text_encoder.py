@@ -43,4 +43,4 @@ class TextEncoder(Protocol):
         """
 
     def close(self) -> None:
-        """Free what `open` has made."""
+        """Free everything that `open` created."""

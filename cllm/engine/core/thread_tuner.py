@@ -186,7 +186,7 @@ class ThreadTuner:
         return sum(len(cost.latest) for cost in self._costs)
 
     def _pace(self) -> float:
-        """Return the median time of the latest ticks, relative to what ticks of their shape take."""
+        """Return the median time of the latest ticks, relative to the expected time of their shape."""
         return median(
             seconds / max(1e-9, fixed + per_row * n_rows + per_cell * n_cells)
             for cost, (fixed, per_row, per_cell) in zip(self._costs, self._fits, strict=True)

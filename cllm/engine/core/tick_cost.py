@@ -51,7 +51,7 @@ class TickCost:
         self.latest: deque[tuple[int, int, float]] = deque(maxlen=N_LATEST)
 
     def observe(self, n_rows: int, n_cells: int, seconds: float) -> None:
-        """A tick of so many rows, which attended to so many cells in all, took `seconds`."""
+        """Learn from the duration of a tick with these rows and attended cells."""
         if seconds > 0.0:
             tick = n_rows, n_cells, seconds
             self._unseen.append(tick)
@@ -100,7 +100,7 @@ class TickCost:
         return per_row * n_tokens + per_cell * n_tokens * n_tokens / 2
 
     def known_recompute_s(self, n_tokens: int) -> float:
-        """The same; 0 before there was a tick from which that can be told."""
+        """Return the same as `recompute_s`; 0 before enough ticks were measured."""
         seconds = self.recompute_s(n_tokens)
         return seconds if self._n_rows_max >= FIRST_PROMPT_ROWS else 0.0
 
@@ -129,5 +129,5 @@ class TickCost:
 
 
 def cells_attended(chunks: Iterable[Chunk]) -> int:
-    """Cells that all rows of a batch attend to, each row to those before it and its own."""
+    """Return the number of cells that all rows attend to, each to those before it and its own."""
     return sum(c.n_rows * c.sequence.n_computed + c.n_rows * (c.n_rows + 1) // 2 for c in chunks)

@@ -115,7 +115,7 @@ class Turns:
         return chunks
 
     def next_tick_s(self, running: Iterable[Sequence], *, has_loras: bool) -> float:
-        """Return what the next tick, or two, of these take; 0 while nothing is known."""
+        """Return the expected seconds of the next tick, or two, of these sequences; 0 while unknown."""
         ready = [s for s in running if s.is_ready]
         decoding = [s for s in ready if s.is_decoding]
         n_sets = len({s.loras for s in decoding}) if has_loras else 1
@@ -147,7 +147,7 @@ class Turns:
 
 
 def prompts_of(running: Iterable[Sequence]) -> list[Sequence]:
-    """Return the sequences of a tick of prompts, those included that are not ready."""
+    """Return the sequences of a prompt-only tick, including those that are not ready."""
     return [s for s in running if not s.is_ready or s.n_pending > 1]
 
 

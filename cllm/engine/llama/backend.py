@@ -175,7 +175,7 @@ class LlamaBackend:
     def _set_n_threads(
         self, contexts: Sequence[LlamaDecoder | LlamaTextEncoder | DraftModel], n_threads: int
     ) -> None:
-        """Compute with at most so many threads."""
+        """Set the largest number of compute threads."""
         n_single, n_batch = (min(n_threads, n) for n in self._config.compute_threads)
         for context in contexts:
             context.set_n_threads(n_single, n_batch)
@@ -255,7 +255,7 @@ class LlamaBackend:
         return model if path is None else self._open_model(Path(path), owned)
 
     def _open_model(self, path: Path, owned: ExitStack, *, use_extra_bufts: bool = True) -> Model:
-        """A file as the configuration wants models opened."""
+        """Open a model file with the settings of the configuration."""
         config = self._config
         return owned.enter_context(
             Model(
@@ -360,7 +360,7 @@ SAMPLING_KEYS: dict[str, tuple[str, type[int] | type[float]]] = {
 
 
 def sampling_of(metadata_value: Callable[[str], str | None]) -> SamplingOptions:
-    """The sampling fields that a model's file brings; one that cannot be used is left out."""
+    """Return the sampling fields of a model's file, without unusable ones."""
     found: dict[str, Any] = {}
     for key, (field, kind) in SAMPLING_KEYS.items():
         text = metadata_value(f"general.sampling.{key}")
@@ -377,7 +377,7 @@ def sampling_of(metadata_value: Callable[[str], str | None]) -> SamplingOptions:
 
 
 def _rank_template(model: Model) -> str | None:
-    """The form in which a reranker wants a query and a document, as far as its file tells."""
+    """Return the prompt of a reranker for a query and a document, if its file has one."""
     if (template := model.chat_template(RANK_TEMPLATE)) is not None:
         return template
     is_qwen3 = model.metadata_value("general.architecture") == "qwen3"

@@ -78,7 +78,7 @@ class LlamaDecoder:
             self._applied = loras
 
     def set_n_threads(self, n_threads: int, n_threads_batch: int) -> None:
-        """Compute the next batches with so many threads, in later contexts too."""
+        """Set the number of threads for the next batches, in later contexts too."""
         self._n_threads = n_threads, n_threads_batch
         self.context.set_n_threads(n_threads, n_threads_batch)
 
@@ -109,7 +109,7 @@ class LlamaDecoder:
         return self.context.seq_pos_max(seq_id)
 
     def state_seq_get_data(self, seq_id: int) -> bytes:
-        """Copy what a sequence holds."""
+        """Return a copy of a sequence's state."""
         return self.context.state_seq_get_data(seq_id)
 
     def state_seq_set_data(self, data: bytes, seq_id: int, *, n_positions: int) -> None:
@@ -150,7 +150,7 @@ class LlamaDecoder:
 
 
 def measure_state(model: Model, config: EngineConfig) -> int:
-    """Bytes of the state of a sequence, where it has one: by a context of its own that reads a token."""
+    """Return the bytes of a sequence's state, measured with a small context that decodes a token."""
     if not model.has_state:
         return 0
     n_threads, n_threads_batch = config.compute_threads
@@ -164,7 +164,7 @@ def measure_state(model: Model, config: EngineConfig) -> int:
 
 
 def make_context(model: Model, config: EngineConfig, state_bytes: int = 0) -> Context:
-    """The context of an engine, empty, of a model whose sequences have a state of so many bytes."""
+    """Return an empty context for an engine, of a model with a state of `state_bytes` for each sequence."""
     n_threads, n_threads_batch = config.compute_threads
     # llama.cpp aborts unless a batch and the cache have room for a row of every seq_id.
     kv_unified, n_seq_ids = config.kv_layout(

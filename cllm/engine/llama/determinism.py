@@ -29,7 +29,7 @@ def deterministic_decoder(
     *,
     needs_padding: bool,
 ) -> LlamaDecoder:
-    """A decoder whose logits have been the same in every shape.
+    """Return a decoder whose logits were equal in every shape.
 
     Parameters
     ----------

@@ -88,7 +88,7 @@ class DraftModel:
         self.step_s: float = STEP_AT_FIRST_S
 
     def set_n_threads(self, n_threads: int, n_threads_batch: int) -> None:
-        """Compute the next batches with so many threads."""
+        """Set the number of threads for the next batches."""
         self._context.set_n_threads(n_threads, n_threads_batch)
 
     def close(self) -> None:
@@ -167,14 +167,14 @@ class DraftModel:
         return [tuple(guess) for guess in guesses]
 
     def _learn_step(self, seconds: float) -> None:
-        """The first time is that of a cold model, and tells nothing."""
+        """Learn the time of a step; the first one, of a cold model, is ignored."""
         self._n_measured += 1
         if self._n_measured > 1:
             weight = 1.0 if self._n_measured == 2 else STEP_WEIGHT
             self.step_s += weight * (seconds - self.step_s)
 
     def _catch_up(self, sequence: Sequence, n_left: int) -> tuple[list[int], int]:
-        """Read what the sequence has more of: its last tokens, to be computed, and rows computed.
+        """Return the tokens that the draft model has not computed yet, and the number of its computed rows.
 
         No tokens if there are more than may be read in a tick: the rest is another tick's.
         """
@@ -225,7 +225,7 @@ class Tokens(Protocol):
 
 
 def check_vocabulary(path: str | Path, drafts: Tokens, vocabulary: Tokens) -> None:
-    """Demand that the tokens of a model that drafts are those of the one it drafts for.
+    """Check that a draft model has the same tokens as the model.
 
     Raises
     ------

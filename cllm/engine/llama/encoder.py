@@ -77,7 +77,7 @@ class LlamaTextEncoder:
         self._n_threads = config.compute_threads[1]
 
     def set_n_threads(self, n_threads: int, n_threads_batch: int) -> None:
-        """Compute the next batches with so many threads."""
+        """Set the number of threads for the next batches."""
         self._n_threads = n_threads_batch
         if self._context is not None:
             self._context.set_n_threads(n_threads, n_threads_batch)
@@ -190,7 +190,7 @@ def embedding_info(model: Model, config: EngineConfig) -> EmbeddingInfo | None:
 
 
 class NoDecoder:
-    """A `Decoder` of a model that generates nothing: it holds nothing, and is asked for nothing."""
+    """`Decoder` of a model that does not generate: it has no context and no sequences."""
 
     n_batch = n_outputs_max = n_ctx_seq = 1
     separates_prompts = False

@@ -15,7 +15,7 @@ from cllm.settings import Affects, settings_of
 
 
 def fingerprint(files: Sequence[FileContent], config: EngineConfig, kv_cache: KVCache) -> str:
-    """The same wherever the same request gives the same answer on a deterministic engine.
+    """Return a hash that is equal where equal requests get equal answers on deterministic engines.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ def fingerprint(files: Sequence[FileContent], config: EngineConfig, kv_cache: KV
 
 
 def state_key(files: Sequence[FileContent], config: EngineConfig, kv_cache: KVCache) -> str:
-    """The same wherever a copy of what a sequence without adapters holds in the KV cache can be put back.
+    """Return a hash that is equal where the KV state of a sequence without adapters can be restored.
 
     Numbers from another kind of CPU would do too, but not where answers are to be the same to the bit.
     """

@@ -63,7 +63,7 @@ def read_header(path: Path) -> dict[str, Value]:
 
 
 def read_shapes(path: Path) -> Shapes:
-    """The shapes of the tensors, as ggml counts dimensions; of a damaged file, those that can be read.
+    """Return the shapes of the tensors, in ggml's order; of a damaged file, those that can be read.
 
     Raises
     ------

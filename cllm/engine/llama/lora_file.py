@@ -11,7 +11,7 @@ _SUFFIXES = (".lora_a", ".lora_b")
 
 
 def check_lora_file(path: Path, model_path: Path) -> None:
-    """Refuse what is no adapter, or one of another model.
+    """Reject a file that is no adapter, or an adapter of another model.
 
     What cannot be read of a file is left to llama.cpp.
 

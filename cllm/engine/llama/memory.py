@@ -168,7 +168,7 @@ def kv_bytes(config: EngineConfig, *, is_windowed: bool = True) -> int:
 
 
 def choose_n_ctx(config: EngineConfig) -> tuple[int, str]:
-    """`n_ctx` of a configuration that has "auto" there: what the model was trained for, if memory allows it.
+    """Return `n_ctx` for "auto": the model's training length, if memory allows it.
 
     Where each sequence has cells of its own, for each of them.  What the KV cache may take is half of
     what is left beside the weights.  The room on a GPU or on other machines is unknown:

@@ -22,7 +22,7 @@ PADDING = 0  # a token; every vocabulary has it
 
 
 class Rows(NamedTuple):
-    """Consecutive rows of one sequence, the last `n_outputs` of them output rows."""
+    """Consecutive rows of one sequence; the last `n_outputs` are output rows."""
 
     seq_id: int
     tokens: list[int]

@@ -113,7 +113,7 @@ class Preflight:
         return None
 
     def passed(self) -> None:
-        """Remember, where the settings ask for that, that the model could be used here too."""
+        """Remember that the model passed, if the settings ask for that."""
         if self._config.preflight == UNSEEN and self._files:
             preflight_cache.remember(self._files)
 
@@ -164,7 +164,7 @@ class Preflight:
     def _converse(
         self, process: subprocess.Popen[bytes], config: EngineConfig, limit_s: float
     ) -> bytes | None:
-        """Tell the process what to try and wait for its end: what it said, None if it hangs."""
+        """Send the settings to the process, wait for its end, and return its report; None if it hangs."""
         assert process.stdin is not None
         assert process.stdout is not None
         deadline = time.monotonic() + limit_s
@@ -209,7 +209,7 @@ def _settings_line(config: EngineConfig) -> bytes:
 
 
 def _read_to_end(stream: IO[bytes], deadline: float) -> bytes | None:
-    """The last of what comes before the end of the stream; None at the deadline."""
+    """Return the last bytes before the end of the stream; None at the deadline."""
     tail = b""
     try:
         for data in read_until(stream, deadline):

@@ -38,7 +38,7 @@ def load_table(key: str) -> dict[int, float]:
 
 
 def save_table(key: str, table: dict[int, float]) -> None:
-    """Leave a table to the next engine.  Of very many, those that were left last are kept."""
+    """Store a table for the next engine; the oldest tables are dropped when there are many."""
     if not table:
         return
     try:

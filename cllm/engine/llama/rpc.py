@@ -35,7 +35,7 @@ class _NotYetError(Exception):
 
 
 def find_servers(addresses: Sequence[str], is_stopping: Callable[[], bool]) -> list[str]:
-    """See that RPC servers are there, and free; where, as llama.cpp takes it: by number.
+    """Check that RPC servers are reachable and free, and return their addresses by number, as llama.cpp needs them.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ def find_server(address: RpcAddress, is_stopping: Callable[[], bool]) -> str:
 
 
 def use_servers(addresses: Sequence[str], endpoints: Sequence[str]) -> None:
-    """Add the devices of servers to those of this process, for good; models that are loaded later may use them.
+    """Add the devices of servers to this process, permanently; models loaded later may use them.
 
     Parameters
     ----------

@@ -128,7 +128,7 @@ class LlamaChain:
         return self._decide(candidates, float(candidates.logits.max()))
 
     def accept(self, token: int) -> None:
-        """Remember what was chosen, if anything depends on it."""
+        """Report the chosen token to the samplers with a memory."""
         if self._chain.remembers:
             self._chain.accept(token)
 
@@ -145,7 +145,7 @@ class LlamaChain:
 
 
 class RowMemory:
-    """Memory for the candidates of one whole row, allocated once it is wanted."""
+    """Memory for the candidates of one whole row, allocated at the first use."""
 
     def __init__(self, n_vocab: int) -> None:
         self._n_vocab = n_vocab
@@ -237,6 +237,6 @@ class SamplerFactory:
 
     @cached_property
     def _eog_tokens(self) -> tuple[int, ...]:
-        """Asked of every token once, when the first request wants to know."""
+        """Set of the end-of-generation tokens, computed at the first use."""
         vocab = self._model.vocab
         return tuple(token for token in range(vocab.n_tokens) if vocab.is_eog(token))

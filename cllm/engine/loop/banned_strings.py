@@ -49,7 +49,7 @@ class BannedStrings:
         self._is_over = False
 
     def push(self, delta: TokenDelta) -> Ban | None:
-        """One more delta: what it releases can be taken, unless it completes a banned string."""
+        """Add a delta; return the ban if it completes a banned string, otherwise release what is safe."""
         if self._is_over:
             if delta.finish_reason is not None:
                 self._ready.append(_without_text(delta))
@@ -95,7 +95,7 @@ class BannedStrings:
 
     @property
     def _n_sure(self) -> int:
-        """Held deltas before the last that has a text, none of whose tokens may have begun more."""
+        """Return how many held deltas are safe: none of their tokens can begin a banned string."""
         with_text = [i for i, delta in enumerate(self._held) if delta.text]
         return with_text[-1] if with_text else 0
 

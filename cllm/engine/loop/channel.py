@@ -211,7 +211,7 @@ class Channel:
         self.lease.cancel()
 
     def check_idle(self) -> None:
-        """Refuse what cannot be done beside a reader.
+        """Raise an error if another task is reading.
 
         Raises
         ------
@@ -223,7 +223,7 @@ class Channel:
             raise anyio.BusyResourceError("reading from")
 
     async def take(self, *, saves_state: bool = False) -> SequenceState | None:
-        """End the request without a word to its reader: another goes on with it.
+        """End the request silently: another channel continues it.
 
         Returns what the KV cache held of it, if that is wanted and it was still running.
         """
@@ -254,7 +254,7 @@ class Channel:
 
     # --- What goes on from here --------------------------------------------------------------
     def position(self, read_ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the tokens of the output that its reader has had, `read_ids` the last of them."""
+        """Return the output tokens that the reader has received; `read_ids` are the last of them."""
         given, before = self.call.generated, self.continuation
         unread = () if before is None else before.unread
         n_given = len(given) - sum(len(delta.token_ids) for delta in unread)
@@ -275,7 +275,7 @@ class Channel:
     def continued(
         self, read_ids: Sequence[int], read_logprobs: Sequence[TokenLogprob]
     ) -> Continuation:
-        """Return what a request takes along that goes on after what the reader has had."""
+        """Return the state for a request that continues after the reader's position."""
         self.check_logprobs()
         logprobs = () if self.continuation is None else self.continuation.logprobs
         n_given = len(self.position(read_ids)) - len(read_ids)
@@ -286,7 +286,7 @@ class Channel:
         )
 
     def _whole(self, continuation: Continuation, last: Completion) -> Completion:
-        """Return all of an output of which `last` is what came after the tokens that it went on from."""
+        """Return the whole output: `last`, with the tokens that its request continued from."""
         generated, earlier = self.call.generated, continuation.earlier
         usage = replace(last.usage, n_output=len(generated) + last.usage.n_output)
         timings = last.timings

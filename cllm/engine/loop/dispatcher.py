@@ -46,7 +46,7 @@ logger: logging.Logger = logging.getLogger("cllm.engine")
 
 
 class PendingEmbedding:
-    """Texts that are to become vectors, as those see them who wait for that.  Event loop only."""
+    """Texts that are being computed, for the tasks that wait for the vectors.  Event loop only."""
 
     def __init__(self, request_id: str, inbox: Inbox) -> None:
         self._request_id = request_id
@@ -100,7 +100,7 @@ class Dispatcher:
         self.ended: anyio.Event = anyio.Event()
 
     def loaded(self) -> ModelInfo:
-        """Return what is loaded; the thread is ready."""
+        """Wait until the thread is ready, and return the loaded model."""
         assert self.model is not None
         return self.model
 
@@ -141,7 +141,7 @@ class Dispatcher:
         return list(await self.ask(Audit()))
 
     async def live_view(self) -> LiveView:
-        """Ask the thread what is going on."""
+        """Return the present state of the engine."""
         view: LiveView = await self.ask(Inspect())
         return view
 

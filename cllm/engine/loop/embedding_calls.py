@@ -181,7 +181,7 @@ class EmbeddingCalls:
     async def _compute(
         self, field: str, texts: Sequence[Prompt], urgency: Urgency, *, truncate: bool
     ) -> Embeddings:
-        """The vectors of texts as the model gives them."""
+        """Return the vectors of texts without normalization."""
         model = self._dispatcher.model
         assert model is not None
         assert model.embedding is not None
@@ -202,7 +202,7 @@ class EmbeddingCalls:
     async def _tokens(
         self, info: EmbeddingInfo, field: str, texts: Sequence[Prompt], *, truncate: bool
     ) -> list[Tokens]:
-        """The token ids of texts, all of them checked."""
+        """Return the checked token ids of texts."""
         vocabulary = self._check_texts()
         given = [check_prompt(text, f"{field}[{i}]") for i, text in enumerate(texts)]
 
@@ -283,7 +283,7 @@ class EmbeddingCalls:
 
 
 def check_query(query: object, documents: object) -> None:
-    """Refuse what is no query, or no documents."""
+    """Reject a query or documents that are no texts."""
     if not isinstance(query, str) or not query:
         raise InvalidRequestError("query", query, "a text that is not empty")
     check_several("documents", documents, "a sequence of texts", InvalidRequestError)
@@ -305,7 +305,7 @@ def _tokens_of(
     text: str | Tokens,
     truncate: bool,
 ) -> Tokens:
-    """One text as tokens that the model takes."""
+    """Return the tokens of one text, checked against the model's limits."""
     if isinstance(text, str):
         if not text:
             raise InvalidRequestError(field, text, "a text that is not empty")
@@ -338,7 +338,7 @@ def _by_tokens(
 
 
 def _check_characters(text: str, info: EmbeddingInfo, field: str, truncate: bool) -> str:
-    """A text that is not far too long, before the time it takes to tokenize it."""
+    """Return the text, or reject it before tokenizing if it is far too long."""
     n_most = info.n_tokens_max * MAX_CHARACTERS_PER_TOKEN
     if len(text) <= n_most:
         return text
@@ -350,7 +350,7 @@ def _check_characters(text: str, info: EmbeddingInfo, field: str, truncate: bool
 def _fitting(
     tokens: Tokens, info: EmbeddingInfo, after: Tokens, field: str, truncate: bool
 ) -> Tokens:
-    """The tokens, cut before those that end a text if there are too many and that is allowed."""
+    """Return the tokens, cut before those that end a text if there are too many and cutting is allowed."""
     n_most = info.n_tokens_max
     if len(tokens) <= n_most:
         return tokens

@@ -169,7 +169,7 @@ class Generates(ABC, Generic[StreamT]):
         return_exceptions: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> list[R]:
-        """Run a request for each prompt; one that finds the queue full waits for room."""
+        """Run a request for each prompt; a request waits if the queue is full."""
 
         async def run_when_possible(prompt: Prompt) -> R:
             while True:

@@ -92,7 +92,7 @@ class InputProcessor:
         self._can_speculate = can_speculate
 
     async def aclose(self) -> None:
-        """End what tries constraints."""
+        """End the child process that tries constraints."""
         await self._constraints.aclose()
 
     @property
@@ -102,7 +102,7 @@ class InputProcessor:
 
     # --- Channels ----------------------------------------------------------------------------
     async def open(self, call: RequestCall, continuation: Continuation | None = None) -> Channel:
-        """Tokenize, check and submit; see `TokenStream` for what it raises."""
+        """Tokenize, check and submit a request; see `TokenStream` for the errors."""
         self._check_serving()
         if not self.model.generates:
             limit = "a model that generates text: this one computes embeddings only"
@@ -140,7 +140,7 @@ class InputProcessor:
     async def reopen(
         self, channel: Channel, call: RequestCall, continuation: Continuation
     ) -> Channel:
-        """Let the request of a channel go on as `call` says; if that is refused, nothing has changed."""
+        """Replace the request of a channel by `call`; if that is rejected, nothing has changed."""
         # Its place is kept: who is being served does not wait for others, nor for a model that goes.
         with self._gate.visit():
             follower = await self._prepare(call, continuation, is_running=True)
@@ -160,7 +160,7 @@ class InputProcessor:
         priority: int = 0,
         lora: Mapping[str, float] | None = None,
     ) -> RequestCall:
-        """Return the request that gives the log probabilities of a continuation."""
+        """Return a request for the log probabilities of a continuation."""
         before, after = await self.texts.scored(prompt, continuation)
         return RequestCall(
             prompt=(*before, *after),
@@ -235,7 +235,7 @@ class InputProcessor:
     async def _error_of_tools(
         self, tools: Sequence[ToolParameters], error: InvalidRequestError
     ) -> InvalidRequestError:
-        """Return the error of a grammar, which the caller has not seen, as that of a tool's schema."""
+        """Return the error of a grammar as an error of the tool's schema, which the caller knows."""
         for tool in tools if error.__cause__ is None else ():
             options = {} if tool.is_strict else {"x-guidance": {"lenient": True}}
             schema = {**await self.texts.worker.run(tool.json), **options}

@@ -15,7 +15,7 @@ from cllm.errors import WrongThreadError
 
 
 class LoopGuard:
-    """The event loop in which this is made."""
+    """Guard that remembers the event loop in which it was made."""
 
     def __init__(self) -> None:
         self._thread = get_ident()

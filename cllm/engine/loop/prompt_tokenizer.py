@@ -102,7 +102,7 @@ class PromptTokenizer:
         before: tuple[int, ...],
         continuation: str | tuple[int, ...],
     ) -> tuple[int, ...]:
-        """The tokens of a continuation as it would be generated: after those of the prompt."""
+        """Return the tokens of a continuation, as the model would generate them after the prompt."""
         if not isinstance(continuation, str):
             return continuation
         check_length(continuation, self._model().n_ctx, "continuation")
@@ -115,7 +115,7 @@ class PromptTokenizer:
     async def texts_of_generated(
         self, call: RequestCall, answer: AnswerFormat | None, *, strips_space: bool
     ) -> list[str]:
-        """Return the text that each token of `generated` has added to what the reader has."""
+        """Return the text that the reader received for each token of `generated`."""
         if not call.generated:
             return []
         vocabulary = self.vocabulary()
@@ -169,7 +169,7 @@ class PromptTokenizer:
             )
 
     async def _control_names(self) -> ControlTokens:
-        """Return the names of control tokens, found when they are first wanted."""
+        """Return the names of control tokens, computed at the first use."""
         if self._names is None:
             vocabulary = self.vocabulary()
             self._names = await self.worker.run(lambda: ControlTokens(vocabulary.control_names()))

@@ -15,7 +15,7 @@ N_TIMES = 64
 
 
 class QueueGate:
-    """Counts open requests: those being tokenized, waiting and running.
+    """Counter of open requests: those being tokenized, waiting and running.
 
     Attributes
     ----------
@@ -88,7 +88,7 @@ class QueueGate:
         return not (self.n_open or self._n_visits)
 
     def when_empty(self, call: Callable[[], None]) -> None:
-        """Call this when there is no open request and no visit: now, or when the last one leaves."""
+        """Call a function as soon as there is no open request and no visit."""
         self._on_empty = call
         self._look()
 

@@ -193,7 +193,7 @@ class PromptOptions(RequestOptions, total=False):
 
 
 class ChatOptions(ChatPromptOptions, RequestOptions, total=False):
-    """Keyword arguments of a chat: how to render it, and those of every request."""
+    """Keyword arguments of a chat: for its rendering, and those of every request."""
 
 
 _SAMPLING_FIELDS = tuple(f.name for f in fields(SamplingParams))
@@ -218,7 +218,7 @@ def chat_prompt_of(
 
 
 def _constrained(prompt: ChatPrompt, params: SamplingParams) -> ChatPrompt:
-    """The chat with what its answer is constrained to, if calls are no part of that."""
+    """Return the chat with the constraint of its answer, if that does not include calls."""
     if not prompt.tools or not isinstance(params, SamplingParams):
         return prompt
     for name in ("grammar", "lark", "regex"):
@@ -255,7 +255,7 @@ def token_ids_of(
 
 
 def check_length(text: str, n_ctx: int, field: str = "prompt") -> None:
-    """Reject a text that cannot fit, before the time it takes to tokenize it."""
+    """Reject a text that cannot fit, before it is tokenized."""
     check_lengths([text], n_ctx, field)
 
 

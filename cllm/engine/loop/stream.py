@@ -300,7 +300,7 @@ class TokenStream:
         excluded: Sequence[int] = (),
         unread: tuple[TokenDelta, ...] = (),
     ) -> None:
-        """Replace the request by one that has these tokens, the last of which may be unread."""
+        """Replace the request by one that continues from these tokens, the last of which may be unread."""
         channel, continuation = self._present, self._continuation()
         channel.check_idle()
         call = channel.call
@@ -355,7 +355,7 @@ class TokenStream:
         return None
 
     async def _without(self, ban: Ban) -> None:
-        """Go on from before a banned string, with another token than the one that began it."""
+        """Continue before a banned string, with another token than the one that began it."""
         kept, token = ban.kept, ban.token
         n_before = len(self._position) + sum(len(delta.token_ids) for delta in kept)
         n_tried = len(self._excluded.get(n_before, ()))

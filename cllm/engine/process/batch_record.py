@@ -20,7 +20,7 @@ MAX_ID_BYTES = 4 * 256 + 5
 
 
 def memory_file() -> IO[bytes]:
-    """An empty file without a name: in memory where the system has that."""
+    """Return an empty file without a name, in memory if the system has such files."""
     if hasattr(os, "memfd_create"):
         return os.fdopen(os.memfd_create("cllm-batch"), "w+b")
     return tempfile.TemporaryFile()

@@ -84,7 +84,7 @@ class ToParent:
 
 
 class RecordingInterrupter(Interrupter):
-    """Leaves word whose tokens are computed."""
+    """`Interrupter` that records the requests of each decode."""
 
     def __init__(self, record: BatchRecord) -> None:
         super().__init__()

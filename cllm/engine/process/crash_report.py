@@ -65,7 +65,7 @@ def save_crash(report: CrashReport) -> None:
 
 
 def last_crash() -> CrashReport | None:
-    """The last one that is remembered."""
+    """Return the last remembered crash."""
     try:
         return CrashReport(**json.loads(crash_file().read_bytes()))
     except (OSError, ValueError, TypeError, RuntimeError):

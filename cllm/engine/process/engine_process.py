@@ -388,7 +388,7 @@ class EngineProcess(EngineHost):
         return LOOP_S if self._is_loops else OFFER_S
 
     def _pass_on(self, process: ProcessHandle) -> None:
-        """Send what is in the inbox, and what there was no room for.  With the lock."""
+        """Send the commands in the inbox, and unsent bytes.  With the lock."""
         commands: list[Command] = []
         self._inbox.take_arrivals()  # the process has its own
         for command in self._inbox.drain(wait=False):
@@ -418,7 +418,7 @@ class EngineProcess(EngineHost):
         return told_on
 
     def _hear(self, process: ProcessHandle, told: FromChild) -> Event | None:
-        """Take what is meant for this side only; an event for the ledger."""
+        """Handle a message for the parent only; return an event for the ledger."""
         match told:
             case Beat():
                 process.on_beat(told)

@@ -107,7 +107,7 @@ class ProcessHandle:
         return self._process.pid
 
     def send(self, commands: list[Command]) -> None:
-        """Send, after what there was no room for; what there is no room for now is kept."""
+        """Send bytes after the unsent ones; keep those that do not fit."""
         if commands:
             asked: list[ToChild] = [*commands]
             if (log_level := _log_level()) != self._log_level:
@@ -174,7 +174,7 @@ class ProcessHandle:
         return False
 
     def listen(self) -> bool:
-        """Take what it has written to its standard error; False if there is nothing more now."""
+        """Read the process's standard error; return False if there is nothing more now."""
         try:
             data = os.read(self.stderr.fileno(), MAX_READ)
         except BlockingIOError:
@@ -186,7 +186,7 @@ class ProcessHandle:
         return bool(data)
 
     def kill(self) -> None:
-        """Kill it; what it has sent can still be read."""
+        """Kill the process; the messages it sent can still be read."""
         self._process.kill()
 
     def end(self) -> Ending:

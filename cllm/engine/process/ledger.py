@@ -87,7 +87,7 @@ class OpenCall(ABC):
 
 @dataclass(slots=True, eq=False)
 class OpenEmbedding(OpenCall):
-    """Texts that are to become vectors: all of them again, after a crash."""
+    """Open request for vectors; after a crash all its texts are computed again."""
 
     request: EmbeddingRequest
 
@@ -148,7 +148,7 @@ class OpenRequest(OpenCall):
     def completion(
         self, reason: FinishReason, stop_reason: str | int | None, now: float, n_cached: int = 0
     ) -> Completion:
-        """Return all that its reader has been told."""
+        """Return the completion of everything that the reader received."""
         request = self.request
         return self.output.completion(
             request.request_id,
@@ -225,7 +225,7 @@ class Ledger:
 
     # --- From the process --------------------------------------------------------------------
     def events(self, events: Iterable[Event], now: float) -> tuple[list[Event], list[Command]]:
-        """The events as their readers shall have them, and what the process is to be told."""
+        """Return the events for the readers, and the commands for the process."""
         told: list[Event] = []
         commands: list[Command] = []
         for event in events:
@@ -283,7 +283,7 @@ class Ledger:
     def on_crash(
         self, cause: Exception, request_ids: Iterable[str], now: float, *, is_own: bool = True
     ) -> list[Event]:
-        """The process is gone: what its readers are told.
+        """Handle the end of the process; return the events for the readers.
 
         Parameters
         ----------
@@ -318,7 +318,7 @@ class Ledger:
         return told
 
     def on_ready(self) -> list[Command]:
-        """A new process is there: what it is given."""
+        """Handle a new process; return the commands for it."""
         self._is_up = True
         return [*self._questions.values(), *self._next()]
 

@@ -80,7 +80,7 @@ def spawning_ahead() -> Iterator[None]:
 
 
 def spawned() -> Spawned:
-    """The one that was spawned ahead, or a new one.  Any thread."""
+    """Return the process that was spawned ahead, or a new one.  Any thread."""
     while (ahead := _taken()) is not None:
         if ahead.is_usable:
             return ahead

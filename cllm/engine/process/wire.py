@@ -195,7 +195,7 @@ def encode_commands(commands: Iterable[ToChild]) -> bytes:
 
 
 def decode_commands(frame: bytes | memoryview) -> list[ToChild]:
-    """The commands of a frame; a request has a `NamedConstraint` where it has one."""
+    """Return the commands of a frame, with a `NamedConstraint` in place of each constraint."""
     values = [_by_command[kind].decode(raw) for kind, raw in _commands.decode(frame)]
     return [_command_of(value) for value in values]
 
@@ -300,7 +300,7 @@ def _numbered(kinds: Sequence[type], value: object) -> tuple[int, object]:
 
 # --- Errors ----------------------------------------------------------------------------------
 def error_as(error: BaseException, n_causes: int = N_CAUSES_MAX) -> _Error:
-    """An exception as values: its type's name, its text, what of its attributes is plain."""
+    """Return an exception as values: the name of its type, its text and its plain attributes."""
     cause = error.__cause__
     attributes = {name: value for name, value in vars(error).items() if isinstance(value, Plain)}
     return _Error(

@@ -46,7 +46,7 @@ class TokenSampler(Protocol):
         """Choose from the row that was scanned; with `allowed`, from these tokens of it."""
 
     def accept(self, token: int) -> None:
-        """Remember what was chosen in the end."""
+        """Report the finally chosen token."""
 
     def recall(self, token: int) -> None:
         """Remember a token that was chosen elsewhere, and draw as often as that took.
@@ -60,7 +60,7 @@ class TokenSampler(Protocol):
         """
 
     def close(self) -> None:
-        """Free what it holds."""
+        """Free all resources."""
 
 
 class NotFiniteError(ArithmeticError):
@@ -108,7 +108,7 @@ class BatchSampler:
         return [_accept(token, sampler) for token, sampler in zip(results, samplers, strict=True)]
 
     def resample(self, row: NDArray[np.float32], sampler: TokenSampler, token: int) -> None:
-        """Let a sampler see what a token was chosen from elsewhere: it is as if it had chosen that.
+        """Make a sampler choose a given token from its logits, so that its memory is restored.
 
         Raises
         ------
@@ -151,7 +151,7 @@ class BatchSampler:
     def _largest(
         self, logits: NDArray[np.float32], samplers: Sequence[TokenSampler | None]
     ) -> list[int | Exception]:
-        """The largest of each row by one call, which gives the GIL away once."""
+        """Return the largest logit of each row with one call, which releases the GIL once."""
         self.n_gil_handovers += 1
         results: list[int | Exception] = logits.argmax(axis=1).tolist()
         for index, sampler in enumerate(samplers):
@@ -206,7 +206,7 @@ class BatchSampler:
             yield from ((index, mask) for (index, _), mask in zip(members, masks, strict=True))
 
     def _mask(self, row: NDArray[np.float32], mask: Mask) -> NDArray[np.float32]:
-        """A copy of a row, -inf where the mask has no token; valid until the next call."""
+        """Return a copy of a row with -inf for tokens outside the mask; valid until the next call."""
         if self._masked is None:
             self._masked = np.empty(self._scan.n_vocab, np.float32)
         self._masked.fill(-np.inf)

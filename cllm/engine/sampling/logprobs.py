@@ -34,7 +34,7 @@ class LogprobReader:
         self._scratch: NDArray[np.float32] = np.empty(n_vocab, np.float32)
 
     def read(self, row: NDArray[np.float32], token: int, n_top: int) -> TokenLogprob:
-        """The log probability of a token, and those of the `n_top` most likely ones.
+        """Return the log probability of a token, and of the `n_top` most likely ones.
 
         Parameters
         ----------

@@ -31,7 +31,7 @@ Ids = TypeVar("Ids", bound="np.integer[Any]")
 
 
 class Chain(Protocol):
-    """Samplers that decide over some candidates, and remember what was chosen."""
+    """Samplers that choose among candidates, and remember the choice."""
 
     def choose(self, ids: NDArray[np.integer], logits: NDArray[np.float32]) -> int:
         """One of `ids`, which are in ascending order."""
@@ -116,7 +116,7 @@ class RowSampler:
         return self._chain.choose(ids, scan.row[ids])
 
     def accept(self, token: int) -> None:
-        """Remember what was chosen in the end."""
+        """Report the finally chosen token."""
         if self.constraint is not None:
             self.constraint.accept(token)
         self._chain.accept(token)
@@ -130,7 +130,7 @@ class RowSampler:
         self.accept(token)
 
     def close(self) -> None:
-        """Free what it holds."""
+        """Free all resources."""
         try:
             self._chain.close()
         finally:
@@ -232,7 +232,7 @@ def resamples(
 
 
 def narrowing(params: SamplingParams) -> list[str]:
-    """The samplers that are on, in order, without those that change touched tokens alone."""
+    """Return the active samplers in order, without those that only change touched tokens."""
     return [name for name in params.active_samplers if name not in TOUCHING]
 
 

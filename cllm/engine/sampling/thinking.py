@@ -104,7 +104,7 @@ class ThinkingConstraint:
         return self._inner_allows(token)
 
     def accept(self, token: int) -> None:
-        """The output goes on with this token, which it allows."""
+        """Advance the constraint by a token that it allows."""
         match self._state:
             case _State.BEFORE:
                 self._begin(token)
@@ -123,7 +123,7 @@ class ThinkingConstraint:
                 self._go_on_after(token)
 
     def forced(self) -> Sequence[int]:
-        """The end of a thought that was cut, or what the answer's own constraint says."""
+        """Return the rest of the end of a cut thought, or the forced tokens of the answer's constraint."""
         if self._state is _State.ENDING:
             return self._rules.ending[self._n_forced :]
         if self._state is _State.AFTER and self._inner is not None:
@@ -146,7 +146,7 @@ class ThinkingConstraint:
         return self._inner.family.masks([self._inner])[0]
 
     def close(self) -> None:
-        """Free what it holds."""
+        """Free all resources."""
         if self._inner is not None:
             self._inner.close()
 

@@ -31,7 +31,7 @@ CheckServing = Callable[[], EngineVocabulary]
 
 
 class Constraints(Protocol):
-    """Compiles what a request may be constrained by; event loop only."""
+    """Compiler of constraints; event loop only."""
 
     async def compile(
         self, params: SamplingParams, tool_grammar: str | None = None
@@ -40,11 +40,11 @@ class Constraints(Protocol):
 
 
 class AbortableDecoder(Decoder, Abortable, Protocol):
-    """A decoder whose running decode any thread can end."""
+    """Decoder whose running decode can be ended from any thread."""
 
 
 class AbortableEncoder(TextEncoder, Abortable, Protocol):
-    """The same of what computes vectors."""
+    """Encoder whose running batch can be ended from any thread."""
 
 
 class Loras(Protocol):

@@ -88,7 +88,7 @@ class ChromeTrace:
         self._begun_at = time.perf_counter()
 
     def on_tick(self, core: EngineCore, events: Iterable[Event], started: float) -> None:
-        """Write a tick, what became of its requests, and how full the engine is."""
+        """Write a tick, the ends of requests, and the load of the engine."""
         ended = time.perf_counter()
         written: list[dict[str, Any]] = []
         if self._parts:

@@ -23,7 +23,7 @@ EXIT_TIMEOUT_S = 5.0
 
 
 class EngineHost(ABC):
-    """A thread that serves requests until it is told to stop, or fails.
+    """Thread that serves requests until it is stopped, or fails.
 
     Commands come through the inbox, events leave through the outbox.  It is a daemon so that it cannot
     keep an interpreter alive, and an exit handler stops and joins it first.
@@ -107,11 +107,11 @@ class EngineHost(ABC):
 
     @abstractmethod
     def _serve(self, owned: ExitStack) -> None:
-        """Load what `owned` frees, and serve until `Shutdown`; an error is why it ends unasked."""
+        """Load everything into `owned`, and serve until `Shutdown`; an error ends the thread."""
 
 
 def _stop_at_exit(reference: weakref.ref[EngineHost]) -> None:
-    """Exit with a live engine: stop flag, abort flag, join; never free what the thread may use."""
+    """Stop a live engine at exit: set the flags and join; objects of a stuck thread are not freed."""
     host = reference()
     if host is not None and host.is_alive:
         host.request_stop()

@@ -276,7 +276,7 @@ class InferenceThread(EngineHost):
             self._post_held()
 
     def _use_threads(self, core: EngineCore, n_threads: int) -> None:
-        """Compute the next ticks with so many threads."""
+        """Set the number of threads for the next ticks."""
         recorder = core.recorder
         if n_threads != recorder.n_threads and self._set_n_threads is not None:
             logger.debug("%d compute threads instead of %d", n_threads, recorder.n_threads)
@@ -296,7 +296,7 @@ class InferenceThread(EngineHost):
             self._is_listened_to = self._outbox.post(held)
 
     def _drain(self, core: EngineCore, n_ended: int) -> list[Command]:
-        """Commands; where it is worth it, after a wait for the clients of those that have ended."""
+        """Return the commands, after a wait for returning clients if that pays."""
         linger, now, until = self._linger, time.perf_counter(), core.next_deadline
         for at in self._inbox.take_arrivals():
             linger.on_arrival(at)
@@ -373,7 +373,7 @@ class InferenceThread(EngineHost):
 
 
 def _default_bytes() -> int:
-    """Return the host memory for states that have left the cells, where the settings leave it open."""
+    """Return the default of `prefix_cache_bytes`."""
     n_bytes = min(MAX_PREFIX_BYTES, (available_bytes() or 0) // PREFIX_SHARE)
     logger.info("states outside the KV cells: up to %d MiB of host memory", n_bytes >> 20)
     return n_bytes

@@ -35,7 +35,7 @@ class Interrupter:
         self._has_aborted = self._was_aborted = False
 
     def attach(self, decoder: Abortable, *, can_truncate: bool) -> None:
-        """The model is loaded: this is what decodes.  Inference thread, once.
+        """Set the decoder after the model was loaded.  Inference thread, once.
 
         Parameters
         ----------
@@ -52,7 +52,7 @@ class Interrupter:
         return self._n_rows
 
     def begin(self, n_rows: Mapping[str, int], computing: Abortable | None = None) -> None:
-        """A decode with so many rows of each request is about to begin.  Inference thread.
+        """Note the begin of a decode, with the rows of each request.  Inference thread.
 
         Parameters
         ----------

@@ -72,7 +72,7 @@ class Inbox:
                 return commands
 
     def drain_requests(self, n_requests: int, until: float) -> list[Command]:
-        """All commands there are, after a wait for so many requests; no longer than `until`.
+        """Return all commands, after a wait for so many requests, at most until `until`.
 
         Any other command but a `Read` ends the wait.  Inference thread only.
         """
@@ -101,7 +101,7 @@ class EventOutbox(Protocol):
     """Destination of an inference thread's events."""
 
     def post(self, value: list[Event]) -> bool:
-        """Never waits for a reader; False if there is none any more."""
+        """Post events without waiting; return False if the reader is gone."""
 
 
 class Outbox(Generic[T]):

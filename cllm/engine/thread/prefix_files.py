@@ -44,7 +44,7 @@ CLOSE_S = 3.0  # for what is still to be written at the end
 
 
 class PrefixFiles:
-    """The files of one engine.  Its methods are the inference thread's, but for what is told otherwise.
+    """Files of one engine's prefixes.  Inference thread, unless a method says otherwise.
 
     Parameters
     ----------
@@ -136,7 +136,7 @@ class PrefixFiles:
         self._put(WRITING, self._clear)
 
     def close(self) -> None:
-        """Write what there is time for, and end the thread."""
+        """Write as many prefixes as there is time for, and end the thread."""
         self._ends_at = time.monotonic() + CLOSE_S
         self._put(WRITING, None)
         # No longer for a disk that does not answer: what it has begun has no name yet.
@@ -266,7 +266,7 @@ class PrefixFiles:
 
 
 def _check_own(directory: Path) -> None:
-    """Reject a directory that other users can write to: its files decide what is generated.
+    """Reject a directory that other users can write to: its files affect answers.
 
     Raises
     ------

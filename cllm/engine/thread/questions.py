@@ -60,7 +60,7 @@ class Questions:
             del events  # the traceback of an error holds this frame
 
     def _answer(self, question: Question) -> Answer | None:
-        """Return the answer; None while there is none."""
+        """Return the answer; None if it comes later."""
         core = self._core
         match question:
             case Audit():
@@ -80,7 +80,7 @@ class Questions:
                 return answer
 
     def _change_loras(self, change: Callable[[], object], path: str) -> Answer:
-        """Change the adapters; any failure is one of cllm's errors, and the engine goes on."""
+        """Load or unload adapters; every failure becomes an error of cllm, and the engine continues."""
         try:
             change()
         except CllmError:

@@ -27,7 +27,7 @@ class SocketWatch:
 
     # --- Any thread --------------------------------------------------------------------------
     def call_soon(self, call: Callable[[], None]) -> bool:
-        """Call in the loop, after what was posted before; False if the loop is gone.  Never blocks."""
+        """Call a function in the loop after earlier calls; return False if the loop is gone.  Never blocks."""
         return self._calls.post(call)
 
     def close(self, connection: socket.socket) -> None:
@@ -37,7 +37,7 @@ class SocketWatch:
 
     # --- Event loop --------------------------------------------------------------------------
     def start(self, connection: socket.socket, on_readable: Callable[[], bool]) -> None:
-        """Call back while there is something to read, until that returns False or the socket is closed."""
+        """Call back while there is data to read, until the callback returns False or the socket closes."""
         if self._watched is connection:
             return
         self._watched = connection

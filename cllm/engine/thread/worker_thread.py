@@ -130,13 +130,13 @@ class WorkerThreads:
         return worker
 
     def end_first(self, ending: Callable[[], None]) -> None:
-        """Call this before anything is waited for: it ends what a call may be waiting for."""
+        """Register a function that ends whatever a call may wait for; it is called first at the end."""
         self._endings.append(ending)
         if self._has_ended:  # looked at last
             ending()
 
     def end(self) -> None:
-        """End all of them, and wait for the calls that were begun.  Any other thread."""
+        """End all threads, after the calls that have begun.  From any other thread."""
         self._has_ended = True
         for ending in list(self._endings):
             ending()

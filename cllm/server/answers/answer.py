@@ -18,7 +18,7 @@ logger: logging.Logger = logging.getLogger("cllm.server")
 
 
 class AnswerForm(ABC):
-    """The shape of one route's answers; without more said, events are those of OpenAI's chats.
+    """Shape of one route's answers; by default with the events of OpenAI's chats.
 
     Attributes
     ----------
@@ -62,7 +62,7 @@ class AnswerForm(ABC):
         check_in_time(done)
 
     async def look_up(self, engine: Engine, done: Sequence[Completion]) -> None:
-        """Ask the engine for what else the answer has."""
+        """Fetch further parts of the answer from the engine."""
         return
 
     def end(self, done: Sequence[Completion]) -> Iterable[Event]:

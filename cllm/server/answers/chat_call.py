@@ -151,7 +151,7 @@ def client_tools_of(tools: Sequence[Mapping[str, Any]] | None) -> ClientTools:
 
 
 def chat_options(body: ChatOptionFields, tools: ClientTools | None = None) -> dict[str, Any]:
-    """Return what a body says about how a chat is rendered."""
+    """Return the options of a body for rendering a chat."""
     offered = client_tools_of(body.tools) if tools is None else tools
     functions, choice = offered.choice(body.tool_choice)
     return {

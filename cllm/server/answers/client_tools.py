@@ -352,7 +352,7 @@ def _runs_at_the_client(kind: str, tool: Mapping[str, Any]) -> bool:
 
 
 def _custom(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool that takes text as a function with one argument."""
+    """Return a tool for text as a function with one argument."""
     form = tool.get("format")
     form = form if isinstance(form, Mapping) else {}
     grammar = form.get("grammar")
@@ -392,7 +392,7 @@ def object_of(arguments: str) -> dict[str, Any] | None:
 
 
 def text_input_of(arguments: str) -> str:
-    """Return the text that a custom tool is given; what there is of it, if it is cut off."""
+    """Return the input text of a custom tool; the complete part if it was cut off."""
     value = object_of(arguments)
     text = arguments if value is None else value.get("input")
     return text if isinstance(text, str) else arguments

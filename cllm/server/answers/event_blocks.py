@@ -39,7 +39,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """`begin`, `grow` or `end` of a block; what it grew by."""
+    """Begin, growth or end of a block, with the added text."""
 
     what: str
     block: Block

@@ -341,7 +341,7 @@ def _chat_logprob(logprob: TokenLogprob) -> dict[str, Any]:
 
 
 def _name(logprob: TokenLogprob) -> str:
-    """The text of a token; OpenAI spells out the bytes of one that is part of a character."""
+    """Return the text of a token; as OpenAI does, the bytes of one that is part of a character."""
     try:
         logprob.bytes.decode()
     except UnicodeDecodeError:

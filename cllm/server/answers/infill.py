@@ -35,7 +35,7 @@ class Gap:
 
 
 async def infill_prompt(gap: Gap, fim: FimTokens, tokenize: Tokenize, n_max: int) -> list[int]:
-    """Return the tokens of the prompt that asks for what is in the gap.
+    """Return the tokens of the prompt for the text in the gap.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ async def infill_prompt(gap: Gap, fim: FimTokens, tokenize: Tokenize, n_max: int
 
 
 async def _other_files(gap: Gap, fim: FimTokens, tokenize: Tokenize) -> list[int]:
-    """Return the tokens of what comes before the text with the gap."""
+    """Return the tokens of the other files, which come before the text with the gap."""
     tokens: list[int] = []
     if fim.repository is not None:
         tokens += [fim.repository, *await tokenize(REPOSITORY)]

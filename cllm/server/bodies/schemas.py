@@ -138,7 +138,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _leave_aside(cls, data: object) -> object:
-        """Drop what changes nothing, and name the first that is not known."""
+        """Drop fields without effect, and reject the first unknown one by name."""
         if not isinstance(data, Mapping):
             return data
         data = translated(data, cls.model_fields)
@@ -162,7 +162,7 @@ class Body(BaseModel):
 
 
 class Queued(Body):
-    """A request that takes its turn among others."""
+    """Base of requests that wait in the queue."""
 
     priority: Integer = Field(0, description="Lower is more urgent")
     tenant: Text = Field(
@@ -363,7 +363,7 @@ class DetokenizeBody(Body):
 
 
 def sampling_of(body: BaseModel, defaults: SamplingOptions, **changes: Any) -> SamplingParams:
-    """The sampling parameters in a body; what it leaves out, or null, has its default.
+    """Return the sampling parameters of a body; missing fields and null have the defaults.
 
     Parameters
     ----------
@@ -413,7 +413,7 @@ def constraint_of(
 
 
 def lenient(schema: object) -> object:
-    """Return a schema whose keywords are ignored where they cannot be enforced."""
+    """Return a schema in which keywords that cannot be enforced are ignored."""
     if not isinstance(schema, Mapping):
         return schema  # which the engine names as wrong
     options = schema.get("x-guidance")

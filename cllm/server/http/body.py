@@ -60,7 +60,7 @@ def parsed(body: bytes) -> Any:
 
 
 def _check_size(body: bytes) -> None:
-    """Refuse what would take long to make, and to look at: the event loop does both."""
+    """Reject bodies that would take long to parse on the event loop."""
     n_containers = _n_containers(body)
     if MAX_CONTAINERS < n_containers <= MAX_BRACKETS:
         # Perhaps they are in strings: of what is between quotation marks, every second is none.
@@ -100,7 +100,7 @@ def _n_containers(text: bytes) -> int:
 
 
 class SafeRoute(APIRoute):
-    """A route whose `body` is read within limits.
+    """Route that reads its body within limits.
 
     FastAPI describes it, and does not call it: what that takes, a token's time, is for parameters
     that these routes do not have.

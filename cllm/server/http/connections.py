@@ -44,7 +44,7 @@ class Connections:
         self._has_warned = False
 
     def add(self, connection: Closable) -> bool:
-        """Add a connection; False if there is no room for it."""
+        """Add a connection; return False if there is no room."""
         if len(self._open) >= self.n_max:
             self._warn()
             if not self._idle:

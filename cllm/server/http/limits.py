@@ -125,7 +125,7 @@ class Limits:
         return self._config.n_body_bytes_max(self._n_ctx())
 
     def _bounded(self, receive: Receive) -> Receive:
-        """`receive`, which gives up on a body that is too large, or too slow."""
+        """Return a `receive` that rejects a body that is too large, or too slow."""
         n_bytes, is_complete = 0, False
         deadline = float("inf")
 
@@ -202,7 +202,7 @@ class OtherPaths:
 
 
 def with_known_path(scope: Scope, known: frozenset[str]) -> Scope:
-    """Return a scope with the known path that its path stands for; the same scope if there is none."""
+    """Return a scope with the known path for an alias; the same scope if the path is no alias."""
     if (path := route_path(scope)) not in known:
         plain = "/" + path.strip("/")
         for other in (plain, f"/v1{plain}"):

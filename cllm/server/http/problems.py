@@ -36,7 +36,7 @@ class Error(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The answer to what cannot be served."""
+    """Body of an error response."""
 
     error: Error
 
@@ -126,7 +126,7 @@ def unavailable(reason: str) -> Problem:
 
 
 def shutting_down() -> Problem:
-    """The answer to what is not served, or not finished, since the server ends."""
+    """Return the answer to requests that a shutdown rejects or cuts off."""
     return unavailable("the server is shutting down")
 
 
@@ -137,7 +137,7 @@ def too_long(error: PromptTooLongError, param: str = "prompt") -> Problem:
 
 
 def overflow(reason: str, param: str | None, *, status: int = 400, **details: object) -> Problem:
-    """Return the answer to more than there is room for: a client is to compact its history.
+    """Return the answer to an overflow of the context, after which clients compact their history.
 
     `reason` says "prompt is too long" or more; some clients look for the code in the text.
     """
@@ -158,7 +158,7 @@ def too_many_messages(n: int, limit: int, param: str) -> Problem:
 
 
 def problem_of(error: BaseException) -> Problem:
-    """The answer to any exception.  Never a 5xx for what a client sent."""
+    """Return the answer to an exception: never a 5xx for wrong input of a client."""
     match error:
         case Problem():
             return error

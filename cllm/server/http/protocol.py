@@ -21,7 +21,7 @@ LINGER_S = 2.0  # that a client may go on sending after the answer that ends its
 
 
 class LingeringTransport:
-    """A transport whose `close` lets a client that is still sending have the answer first.
+    """Transport whose `close` lets a sending client receive the answer first.
 
     Closed with unread bytes, a connection is reset, and what was sent is lost.
 
@@ -86,7 +86,7 @@ class WireLimits:
 
 
 class PunctualProtocol(HttpToolsProtocol):
-    """Uvicorn's protocol, for clients that send and read within so many seconds."""
+    """Protocol of uvicorn with limits on headers, and on the time that clients take."""
 
     limits: ClassVar[WireLimits]
     _header_timer: asyncio.TimerHandle | None = None
@@ -196,7 +196,7 @@ class PunctualProtocol(HttpToolsProtocol):
             self._refuse(self._refusal)
 
     def send_400_response(self, msg: str) -> None:
-        """The parser makes nothing of what has come, or is told so by its callbacks."""
+        """Reject input that the parser, or one of its callbacks, rejects."""
         error = sys.exception()
         problem = None if error is None else error.__context__
         if "Content-Length overflow" in str(error):
@@ -245,7 +245,7 @@ class PunctualProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def _refuse(self, problem: Problem) -> None:
-        """Answer what cannot be read on, and close; after the answer that is due before."""
+        """Answer with an error and close, after an answer that is due before."""
         cycle = self.cycle
         is_due = cycle is not None and not cycle.response_complete
         if is_due and not self._is_in_body:

@@ -47,7 +47,7 @@ class Writer:
         self._sent_at = 0.0
 
     async def json(self, make: Callable[[], object], *, is_long: bool = False) -> None:
-        """The whole answer; one that may be megabytes is made in a thread."""
+        """Send the whole answer; a long one is encoded in a thread."""
         await self.whole(
             await anyio.to_thread.run_sync(_encoded, make) if is_long else _encoded(make)
         )
@@ -89,7 +89,7 @@ class Writer:
                 await self.event(event[1], event[0])
 
     async def event(self, value: Mapping[str, Any] | str, name: str | None = None) -> None:
-        """One event; with a name where a client wants one."""
+        """Send one event, with a name if there is one."""
         await self.begin()
         data = value.encode() if isinstance(value, str) else _dumped(value)
         head = b"data: " if name is None else b"event: %b\ndata: " % name.encode()
@@ -135,7 +135,7 @@ def _parts(value: object, depth: int) -> Iterator[bytes]:
 
 
 def list_parts(items: Iterable[object]) -> Iterator[bytes]:
-    """A JSON array in pieces: some items are held and encoded at once, never all of them."""
+    """Yield a JSON array in pieces, so that a few items at a time are encoded."""
     left, before = iter(items), b"["
     while some := list(islice(left, N_AT_ONCE)):
         yield before + _dumped(some)[1:-1]

@@ -12,7 +12,7 @@ PERIOD_S = 0.1
 
 
 class LatestFrame:
-    """The latest frame, made for the first reader that wants a new one."""
+    """Latest frame, which the first reader that needs a new one makes."""
 
     def __init__(self) -> None:
         self._lock = anyio.Lock()
@@ -21,7 +21,7 @@ class LatestFrame:
         self._n_frames = 0
 
     async def get(self, make: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
-        """Return what is so now, or was less than a period ago; `make` is asked if that is too old."""
+        """Return a frame that is at most one period old; `make` makes a new one if needed."""
         async with self._lock:
             if time.monotonic() - self._made_at >= PERIOD_S / 2:
                 self._n_frames += 1

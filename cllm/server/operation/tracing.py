@@ -53,7 +53,7 @@ class Trace:
         self._parts(queued=timings.queued_s, prefill=timings.prefill_s, decode=timings.decode_s)
 
     def _parts(self, **seconds: float | None) -> None:
-        """Spans for what the time was spent on, one after another."""
+        """Write the spans of queue, prompt and answer, one after another."""
         from opentelemetry.trace import set_span_in_context
 
         parent, at_ns = set_span_in_context(self._span), self._started_ns
@@ -140,7 +140,7 @@ class Tracing:
                 raise
 
     async def aclose(self) -> None:
-        """Send what has not been sent, if the collector takes it soon."""
+        """Send the remaining spans, if the collector takes them soon."""
         if self._provider is not None:
             with anyio.move_on_after(CLOSE_S, shield=True) as scope:
                 await anyio.to_thread.run_sync(self._provider.shutdown, abandon_on_cancel=True)

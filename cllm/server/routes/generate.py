@@ -118,7 +118,7 @@ class GenerateForm(AnswerForm):
 def _streams_of(
     state: ServerState, body: GenerateFields, params: SamplingParams, options: dict[str, Any]
 ) -> Callable[[str], list[TokenStream]]:
-    """Return what makes the stream that a body asks for, under an id."""
+    """Return a function that opens the stream of a body, with an id."""
     engine, prompt = state.serving, body.prompt
     check_length(engine, body.generated)
     scheduling: dict[str, Any] = {
@@ -142,13 +142,13 @@ def _streams_of(
 
 
 def check_length(engine: Engine, prompt: str | Sequence[int]) -> None:
-    """Refuse token ids that cannot fit before each of them is looked at."""
+    """Reject too many token ids before each of them is checked."""
     if not isinstance(prompt, str) and len(prompt) > engine.model.n_ctx:
         raise PromptTooLongError(len(prompt), engine.model.n_ctx)
 
 
 def check_logprobs(state: ServerState, params: SamplingParams) -> None:
-    """Refuse more alternatives than this server gives."""
+    """Reject more `logprobs` than the server allows."""
     for name in ("logprobs", "prompt_logprobs"):
         n_top = getattr(params, name)
         if n_top is not None and n_top > state.config.max_logprobs:

@@ -24,7 +24,7 @@ def period_s(frame: dict[str, Any]) -> float:
 
 
 async def frame_of(state: ServerState) -> dict[str, Any]:
-    """Return what is so now."""
+    """Return a frame of the present state."""
     engine = state.engine
     if engine is None or state.is_draining:
         is_failed = state.failure is not None

@@ -89,7 +89,7 @@ def _others(extra: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
 
 
 async def _prompt_of(engine: Engine, given: str | Sequence[int | str]) -> Prompt:
-    """Return a prompt as the engine takes it; texts between token ids are tokenized."""
+    """Return a prompt for the engine; texts between token ids are tokenized."""
     check_length(engine, given)  # type: ignore[arg-type]  # a text has a token or more
     if isinstance(given, str) or not any(isinstance(part, str) for part in given):
         return given  # type: ignore[return-value]
@@ -149,7 +149,7 @@ class Lines:
     _since: float = field(default_factory=time.monotonic)
 
     def add(self, delta: TokenDelta) -> str:
-        """Take the next piece of the output, and return what of it is kept."""
+        """Add a piece of the output, and return the part that is kept."""
         if not self.n_tokens:
             self._since = time.monotonic()
         self.n_tokens += len(delta.token_ids)
@@ -266,7 +266,7 @@ class OutputForm(AnswerForm):
         return outputs if len(outputs) > 1 else outputs[0]
 
     def _output(self, index: int, done: Completion) -> dict[str, Any]:
-        """Return the answer for one output, after what has been streamed of it."""
+        """Return the answer for one output, without the parts already streamed."""
         output = self._lines[index]
         is_streamed = self._body.stream
         text = output.text if output.is_over else "" if self._is_prompt_only else done.text
@@ -307,7 +307,7 @@ def _settings(params: SamplingParams) -> dict[str, Any]:
 
 
 def _picked(answer: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:
-    """Return some fields of an answer, each under its whole path; what is not there is left out."""
+    """Return some fields of an answer, each under its whole path; missing ones are left out."""
     found = {}
     for path in paths:
         value: Any = answer

@@ -18,7 +18,7 @@ router: APIRouter = APIRouter(route_class=SafeRoute, tags=["operation"])
 def loras_of(
     engine: Engine, lora: dict[str, float] | list[dict[str, float]] | None, model: str | None
 ) -> dict[str, float] | None:
-    """The adapters of a request as the engine takes them; None: those that all have.
+    """Return the adapters of a request for the engine; None for the default.
 
     Without `lora`, the name of an adapter as `model` asks for that one alone.
 

@@ -94,7 +94,7 @@ async def count_tokens(body: CountBody, request: Request) -> dict[str, Any]:
 
 
 async def chat_call_of(engine: Engine, body: CountBody, params: SamplingParams) -> ChatCall:
-    """The chat that a body asks for.
+    """Return the chat of a body.
 
     Raises
     ------
@@ -168,7 +168,7 @@ def _functions(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]
 
 
 def _said(i: int, message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One message as those of a chat: results of tools stand by themselves there."""
+    """Return one message as messages of a chat: results of tools become messages of their own."""
     field, role, content = f"messages[{i}]", message.get("role"), message.get("content")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
@@ -208,7 +208,7 @@ def _said(i: int, message: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _joined(parts: list[Any]) -> Any:
-    """Return parts as one text where all are text, else as they are."""
+    """Return parts joined if all are text, otherwise unchanged."""
     is_text = all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts)
     return "\n".join(part["text"] for part in parts) if is_text else parts
 
@@ -221,7 +221,7 @@ def _text(field: str, block: object) -> str:
 
 
 def _result(block: Mapping[str, Any]) -> Any:
-    """Return what a tool gave; the engine says in words what is not text."""
+    """Return the result of a tool; the engine describes other parts in words."""
     content = block.get("content")
     content = "" if content is None else content
     if block.get("is_error") is not True:

@@ -112,7 +112,7 @@ async def input_tokens(body: ResponsesBody, request: Request) -> dict[str, Any]:
 
 
 def chat_call_of(body: ResponsesBody, defaults: SamplingOptions) -> ChatCall:
-    """The chat that a body asks for.
+    """Return the chat of a body.
 
     Raises
     ------
@@ -168,7 +168,7 @@ def client_tools_of(body: ResponsesBody) -> ClientTools:
 def _messages_of(
     given: str | Sequence[Mapping[str, Any]], tools: ClientTools
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Items as messages, and where each comes from: a turn of the assistant is one message again."""
+    """Return the messages of items, and the item of each: a turn of the assistant becomes one message."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}], ["input"]
     messages, fields = list[dict[str, Any]](), list[str]()
@@ -182,7 +182,7 @@ def _messages_of(
 def _add_item(
     messages: list[dict[str, Any]], field: str, item: Mapping[str, Any], tools: ClientTools
 ) -> None:
-    """Add what an item says; what it has that is not text, the engine says in words or refuses."""
+    """Add the message of an item; the engine describes parts that are no text, or rejects them."""
     kind = str(item.get("type") or "message")
     if kind == "message":
         role, content = item.get("role"), item.get("content")
@@ -214,7 +214,7 @@ def _add_item(
 
 
 def _call_id(item: Mapping[str, Any]) -> object:
-    """Return the id of a call; some clients have it where the item's own should be."""
+    """Return the id of a call; some clients put it into the item's own id."""
     given = item.get("call_id")
     return item.get("id") if given is None else given
 
@@ -383,7 +383,7 @@ class ResponseForm(AnswerForm):
 
 
 def _called(tool: ClientTool, arguments: str) -> dict[str, Any]:
-    """Return the fields of a call's item that are those of its kind."""
+    """Return the fields of a call's item that depend on its kind."""
     space = {} if tool.namespace is None else {"namespace": tool.namespace}
     named = {"name": tool.name, **space}
     given = object_of(arguments) or {}

@@ -47,7 +47,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
 
 
 def _asked(body: TokenizeBody, n_ctx: int) -> tuple[str, bool, int | None]:
-    """Return the text, whether the tokens at its ends are wanted, and `n_ctx` if the answer has it."""
+    """Return the text, True if special tokens are added, and `n_ctx` if the answer needs it."""
     if body.content is not None:
         if body.prompt is not None:
             raise invalid("prompt", "is not for a body that has content")
@@ -59,7 +59,7 @@ def _asked(body: TokenizeBody, n_ctx: int) -> tuple[str, bool, int | None]:
 
 @router.get("/tokenizer_info", summary="The chat template, and the tokens at the ends of a prompt")
 async def tokenizer_info(request: Request) -> dict[str, str | int | None]:
-    """Return what vLLM's route returns; lm-eval asks for it with `tokenizer_backend=remote`."""
+    """Return the tokenizer's properties as vLLM does, for lm-eval with `tokenizer_backend=remote`."""
     model = state_of(request).serving.model
     return {
         "tokenizer_class": "cllm",
