@@ -57,7 +57,9 @@ class Setting:
     is_optional : bool
         None is a value.
     variable : str, optional
-        An environment variable that sets the option besides `CLLM_…`.
+        An environment variable that sets the option if `CLLM_…` does not.
+    is_secret : bool
+        Errors leave the value out.
     """
 
     check: Check | None
@@ -65,6 +67,29 @@ class Setting:
     affects: Affects
     is_optional: bool
     variable: str | None
+    is_secret: bool
+
+    def checked(self, name: str, value: object, error: ErrorType) -> object:
+        """Return the value to keep for a field of this name.
+
+        Raises
+        ------
+        InvalidArgumentError
+            Or `error`: names the field, the value and the limit.
+        """
+        if self.check is None or (value is None and self.is_optional):
+            return value
+        if self.is_secret:
+            return self.check(name, value, lambda field, _, limit: error(field, HIDDEN, limit))
+        return self.check(name, value, error)
+
+
+class _Hidden:
+    def __repr__(self) -> str:
+        return "a secret"
+
+
+HIDDEN = _Hidden()
 
 
 def setting(
@@ -75,11 +100,12 @@ def setting(
     affects: Affects = Affects.NOTHING,
     is_optional: bool | None = None,
     variable: str | None = None,
+    is_secret: bool = False,
     hash: bool | None = None,
 ) -> Any:
     """Return a dataclass field with a `Setting`; one whose default is None may be None."""
     optional = default is None if is_optional is None else is_optional
-    stated = Setting(check, flags, affects, optional, variable)
+    stated = Setting(check, flags, affects, optional, variable, is_secret)
     if type(default).__hash__ is None:  # a read-only mapping, for dataclasses not a default
         return field(default_factory=lambda: default, hash=hash, metadata={KEY: stated})
     return field(default=default, hash=hash, metadata={KEY: stated})
@@ -102,9 +128,7 @@ def check_settings(configuration: Any, error: ErrorType = InvalidArgumentError) 
     """
     for name, stated in settings_of(type(configuration)).items():
         value = getattr(configuration, name)
-        if stated.check is None or (value is None and stated.is_optional):
-            continue
-        kept = stated.check(name, value, error)
+        kept = stated.checked(name, value, error)
         if kept is not value:
             object.__setattr__(configuration, name, kept)
 
@@ -124,11 +148,12 @@ def boolean(name: str, value: object, error: ErrorType) -> bool:
 
 
 def file_path(name: str, value: object, error: ErrorType) -> object:
-    """Check that a value is the name of a file."""
+    """Check that a value is the name of a file, and expand a `~` at its beginning."""
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str) or not text or "\0" in text:
         raise error(name, value, "a path: not empty, without NUL characters")
-    return value
+    # Unlike `Path.expanduser`, it raises nothing where there is no such user.
+    return os.path.expanduser(text) if text.startswith("~") else value  # noqa: PTH111
 
 
 def nonblank(name: str, value: object, error: ErrorType) -> object:

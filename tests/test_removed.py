@@ -39,7 +39,7 @@ def test_a_removed_option_in_a_file_names_its_replacement(
     path.write_text(f"{option.removeprefix('--')} = 5\n")
     command = typer.main.get_command(app.command_line("serve"))
     with pytest.raises(typer.BadParameter, match=instead):
-        _of_file(typer.Context(command), {}, path)
+        _of_file(typer.Context(command), path)
 
 
 def test_a_removed_setting_of_an_engine_names_its_replacement() -> None:

@@ -1,7 +1,7 @@
 """Check the project's text for the rules that a program can check; `make check` runs it.
 
 - A docstring begins with a verb or a noun: not with a word of `ELLIPTIC`.
-- The words of `BANNED` are in no source file and on no page.
+- The words of `BANNED` are in no source file and on no page; tests are left out.
 - A sentence of a docstring has at most `MAX_WORDS` words.
 - A line of a page has at most `MAX_LINE` characters, outside tables, code and links.
 """
@@ -109,12 +109,16 @@ def faults_of_docstring(text: str) -> Iterator[str]:
     """Yield what is wrong with a docstring."""
     summary = text.split("\n")[0]
     first = re.match(r"\w+", summary)
+    if re.match(r"(?:the|an?) ", summary):
+        yield "begins with a small letter"
     if first and first[0] in ELLIPTIC and summary not in EXCEPTIONS:
         yield f"begins with {first[0]!r}: begin with a verb or a noun"
     for paragraph in re.split(r"\n\s*\n", text):
-        if re.search(r"[|├└]|---", paragraph):  # a table, a tree, a heading
+        if re.search(r"[|├└]", paragraph):  # a table, a tree
             continue
-        for sentence in SENTENCE_END.split(" ".join(paragraph.split())):
+        # A section of parameters has a heading, and names without an indentation.
+        section = re.sub(r"(?m)^.*\n-{3,}$|^\S.* : .*$", "", paragraph)
+        for sentence in SENTENCE_END.split(" ".join(section.split())):
             if len(sentence.split()) > MAX_WORDS:
                 yield f"a sentence has more than {MAX_WORDS} words: {sentence[:60]} …"
 

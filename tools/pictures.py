@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 SIZE = {"width": 1100, "height": 780}
 HEAD = "Count slowly, and do not stop before the end. " * 5  # a prefix that all requests share
 N_REQUESTS = 12
+READY_S = 60
 
 
 @contextmanager
@@ -31,11 +33,21 @@ def server() -> Iterator[str]:
         [sys.executable, "-m", "cllm", "serve", *options], stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stderr is not None
-        url = next(line.split()[3] for line in process.stderr if " at http" in line)
+        said: list[str] = []
+        for line in process.stderr:
+            said.append(line)
+            if " at http" in line:
+                break
+        else:
+            raise RuntimeError(f"the server has ended: {''.join(said)}")
+        url = said[-1].split()[3]
         threading.Thread(target=process.stderr.read, daemon=True).start()
         try:
+            until = time.monotonic() + READY_S
             while httpx.get(f"{url}/health").status_code != httpx.codes.OK:
-                pass
+                if time.monotonic() > until:
+                    raise RuntimeError(f"the server is not ready after {READY_S} s")
+                time.sleep(0.1)
             yield url
         finally:
             process.terminate()
@@ -62,14 +74,18 @@ def engine_picture(page: Page, url: str) -> None:
     page.get_by_role("tab", name="Engine").click()
     body = {"max_tokens": 400, "ignore_eos": True, "temperature": 1.0}
     with ThreadPoolExecutor(N_REQUESTS) as clients, httpx.Client(base_url=url, timeout=120) as http:
-        for number in range(N_REQUESTS):
+        answers = [
             clients.submit(http.post, "/generate", json={**body, "prompt": f"{HEAD}{number}"})
+            for number in range(N_REQUESTS)
+        ]
         # Two sequences that share a prefix, and a preemption, are what the picture shows.
         page.wait_for_function("document.querySelectorAll('#slots tr').length >= 3")
         page.wait_for_function(
             "document.querySelector('#kv-events').textContent.includes('preempted')"
         )
         page.screenshot(path=IMAGES / "page-engine.png")
+        for answer in answers:
+            answer.result().raise_for_status()
 
 
 def main() -> int:

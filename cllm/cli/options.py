@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import wraps
 from pathlib import Path
@@ -31,7 +31,7 @@ from typing import (
 import typer
 
 from cllm import EngineConfig, EngineOptions, InvalidArgumentError, SamplingParams
-from cllm.cli.option_sources import ConfigFile
+from cllm.cli.option_sources import config_file
 from cllm.engine.config import AUTO, LoraSetting
 from cllm.errors import InvalidRequestError
 from cllm.hub.download import find_model
@@ -145,6 +145,8 @@ class EngineFlags(Flags):
         named = [NAMED.fullmatch(model) for model in models]
         if not any(named) and len(named) < 2:
             return {}
+        if "hf" in self.given:
+            raise typer.BadParameter("give -m or -hf, not both")
         if "trace" in self.given:
             raise typer.BadParameter("one file is for one model", param_hint="--trace")
         configs: dict[str, EngineConfig] = {}
@@ -219,7 +221,7 @@ def with_flags(**defaults: object) -> Callable[[Callable[..., int]], Callable[..
             if inspect.isclass(hint) and issubclass(hint, Flags)
         }
         # The source of options is read before the options.
-        parameters = [_keyword("_config", ConfigFile)]
+        parameters = [_keyword("_config", config_file(_variables(kinds.values())))]
         for name, parameter in inspect.signature(command).parameters.items():
             if name in kinds:
                 parameters += [
@@ -245,6 +247,15 @@ def with_flags(**defaults: object) -> Callable[[Callable[..., int]], Callable[..
     return decorated
 
 
+def _variables(kinds: Iterable[type[Flags]]) -> dict[str, str]:
+    return {
+        name: stated.variable
+        for kind in kinds
+        for name, stated in settings_of(kind.configuration).items()
+        if stated.variable is not None
+    }
+
+
 def _keyword(name: str, annotation: object) -> inspect.Parameter:
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
@@ -260,7 +271,6 @@ def options_of(kind: type[Flags], defaults: Mapping[str, object] | None = None) 
             *flags_of(name, stated, hint),
             help=said,
             rich_help_panel=kind.panel,
-            envvar=stated.variable,
             callback=_reader(name, stated),
         )
         options[name] = Annotated[_typed(name, hint) | None, option]
@@ -273,6 +283,10 @@ def options_table(kind: type[Flags]) -> list[str]:
     for name, stated, hint, said in _stated(kind, kind.own_defaults):
         flags = ", ".join(f"`{flag}`" for flag in flags_of(name, stated, hint))
         rows.append(f"| {flags} | {said.replace('|', chr(92) + '|')} (`{name}`) |")
+        if name == "model":
+            for _, option in map(get_args, kind.extra.values()):
+                flags = ", ".join(f"`{flag}`" for flag in option.param_decls)
+                rows.append(f"| {flags} | {option.help} |")
     return rows
 
 
@@ -335,13 +349,15 @@ def _reader(name: str, stated: Setting) -> Callable[[Any], Any]:
     def read(given: Any) -> Any:
         if given is None or given == []:
             return given
+        if given == "" and stated.is_optional and not stated.is_secret:
+            return None
         value = READERS[name](given) if name in READERS else given
-        if stated.check is not None and name != "model":
-            try:
-                return stated.check(name, value, InvalidArgumentError)
-            except InvalidArgumentError as error:
-                raise typer.BadParameter(str(error)) from None
-        return value
+        if name == "model":  # may have a name
+            return value
+        try:
+            return stated.checked(name, value, InvalidArgumentError)
+        except InvalidArgumentError as error:
+            raise typer.BadParameter(str(error)) from None
 
     return read
 

@@ -22,10 +22,10 @@ from cllm.client.refusals import ServerError
 from cllm.client.replicas import Replicas
 from cllm.engine.chat.chat_prompt import ChatPrompt
 from cllm.engine.loop.generates import Generates
-from cllm.engine.loop.request_call import Prompt, RequestCall
+from cllm.engine.loop.request_call import Prompt, RequestCall, check_prompt
 from cllm.engine.request import Score
 from cllm.errors import InvalidArgumentError, InvalidRequestError, QueueFullError
-from cllm.routing.prefix_table import keys_of, prompt_bytes
+from cllm.routing.prefix_table import Key, keys_of, prompt_bytes
 
 HEADER_VALUE = re.compile(r"[!-~]([ -~]{0,1022}[!-~])?")
 T = TypeVar("T")
@@ -162,7 +162,14 @@ class AsyncClient(Generates[AnswerStream]):
         return await self._asked("/v1/embeddings", body, vectors)
 
     async def score(
-        self, prompt: Prompt, continuation: Prompt, *, lora: Mapping[str, float] | None = None
+        self,
+        prompt: Prompt,
+        continuation: Prompt,
+        *,
+        lora: Mapping[str, float] | None = None,
+        priority: int = 0,
+        tenant: str = "",
+        timeout: float | None = None,
     ) -> Score:
         """Return how likely the model holds a continuation to be; arguments as for `Engine.score`.
 
@@ -173,7 +180,14 @@ class AsyncClient(Generates[AnswerStream]):
         ServerError
             No server answers.
         """
-        body: dict[str, Any] = {**self._model, "prompt": prompt, "continuation": continuation}
+        body: dict[str, Any] = {
+            **self._model,
+            "prompt": check_prompt(prompt),
+            "continuation": check_prompt(continuation, "continuation"),
+            "priority": priority,
+            "tenant": tenant,
+            "timeout": timeout,
+        }
         if lora is not None:
             body["lora"] = dict(lora)
 
@@ -181,13 +195,27 @@ class AsyncClient(Generates[AnswerStream]):
             logprobs = tuple(-math.inf if p <= LOWEST else p for p in told["logprobs"])
             return Score(tuple(told["token_ids"]), logprobs, sum(logprobs))
 
-        return await self._asked("/generate/score", body, score)
+        return await self._asked(
+            "/generate/score", body, score, self._session or keys_of(prompt_bytes(body))
+        )
 
-    async def _asked(self, path: str, body: Mapping[str, Any], read: Callable[[Any], T]) -> T:
-        """Return the result of a request that is not a stream; if a server ends, the next one is asked."""
+    async def _asked(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        read: Callable[[Any], T],
+        keys: Sequence[Key] = (),
+    ) -> T:
+        """Return the result of a request that is not a stream; if a server ends, the next one is asked.
+
+        Parameters
+        ----------
+        keys : sequence of bytes
+            Of the session, or of the beginnings of the prompt: which server is asked first.
+        """
         url: str | None = None
         for _ in range(MAX_MOVES + 1):
-            url, response = await self._replicas.post(path, body, but=url)
+            url, response = await self._replicas.post(path, body, keys=keys, but=url)
             try:
                 await response.aread()
                 break

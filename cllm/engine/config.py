@@ -85,16 +85,18 @@ def _adapters(name: str, given: object, error: ErrorType) -> tuple[LoraSetting, 
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):
         raise error(name, given, "a sequence of (path, scale) or (name, path, scale)")
     names: set[str] = set()
+    adapters: list[Any] = []
     for lora in given:
         if not isinstance(lora, list | tuple) or len(lora) not in (2, 3):
             raise error(name, lora, "(path, scale) or (name, path, scale)")
         *own, path, scale = lora
-        file_path(name, path, error)
+        path = file_path(name, path, error)
         check_float(f"scale of {path}", scale, -MAX_SCALE, MAX_SCALE, error)
         if own and (check_lora_name(own[0], InvalidArgumentError) in names):
             raise error(name, own[0], "a name that no other adapter has")
         names.update(own)
-    return tuple(map(tuple, given))
+        adapters.append((*own, path, scale))
+    return tuple(adapters)
 
 
 class EngineOptions(TypedDict, total=False):
@@ -224,7 +226,7 @@ class EngineConfig:
         A directory where prefixes are kept as files too, for other engines and later ones.  It holds
         prompts and answers.
     prefix_cache_dir_bytes : int
-        Bytes of all files in that directory.  The least recently used file is deleted first.
+        Bytes of all files in `prefix_cache_dir`.  The least recently used file is deleted first.
     n_prefill_chunk : int, optional
         Rows of a prompt in a tick that other requests wait for; by default 128 on a CPU, and `n_batch` on
         a GPU.  Prompts of up to twice as many tokens are not cut, and together take up to twice as many.
@@ -241,7 +243,7 @@ class EngineConfig:
     process : bool
         Run llama.cpp in a process of its own: if it ends, a new one continues all requests.
     hang_timeout_s : float, optional
-        Seconds without a sign of life after which that process is restarted.  The same holds for one tick
+        With `process`: seconds without a sign of life after which llama.cpp's process is restarted.  The same holds for one tick
         that computes nothing, and with `rpc` for any tick.  None: never.
     rpc : sequence of str
         Experimental: HOST:PORT of llama.cpp's RPC servers, which take layers as GPUs do; with a process
@@ -417,12 +419,12 @@ class EngineConfig:
             See `read_chat_template`.
         """
         paths: dict[str, Any] = {
-            name: str(Path(given).expanduser().absolute())
+            name: str(Path(given).absolute())
             for name, stated in settings_of(EngineConfig).items()
             if stated.check is file_path and (given := getattr(self, name)) is not None
         }
         if self.draft_model is not None:
-            paths["speculation"] = str(self.draft_model.expanduser().absolute())
+            paths["speculation"] = str(self.draft_model.absolute())
         template = self.read_chat_template()
         return replace(
             self,

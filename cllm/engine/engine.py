@@ -99,10 +99,10 @@ class Engine(Generates[TokenStream], EmbeddingMethods):
             It is not changed, and may be resumed again.
         priority : int, optional
             None: as before.
-            timeout : float, optional
-                Seconds from now.
-            request_id : str, optional
-                None: as before.
+        timeout : float, optional
+            Seconds from now.
+        request_id : str, optional
+            None: as before.
 
         Raises
         ------
@@ -147,7 +147,14 @@ class Engine(Generates[TokenStream], EmbeddingMethods):
             return await parts.input_processor.texts.template_abilities()
 
     async def score(
-        self, prompt: Prompt, continuation: Prompt, *, lora: Mapping[str, float] | None = None
+        self,
+        prompt: Prompt,
+        continuation: Prompt,
+        *,
+        lora: Mapping[str, float] | None = None,
+        priority: int = 0,
+        tenant: str = "",
+        timeout: float | None = None,
     ) -> Score:
         """Return how likely the model holds a continuation to be, before any sampler.
 
@@ -159,25 +166,24 @@ class Engine(Generates[TokenStream], EmbeddingMethods):
         prompt, continuation : str or sequence of int
             Text, or token ids.  The continuation is tokenized by itself if its first token would contain
             the end of the prompt.
-        lora : mapping, optional
+        lora, priority, tenant, timeout :
             As of `stream`.
 
         Raises
         ------
+        DeadlineError
+            `timeout` seconds passed before the continuation was scored.
         RequestError
             Names the field, the value and the limit.
         """
-        return await self._scored(prompt, continuation, lora=lora)
-
-    async def _scored(
-        self,
-        prompt: Prompt,
-        continuation: Prompt,
-        priority: int = 0,
-        lora: Mapping[str, float] | None = None,
-    ) -> Score:
         with self._serving() as parts:
-            call = await parts.input_processor.score_call(prompt, continuation, priority, lora)
+            call = replace(
+                await parts.input_processor.score_call(prompt, continuation),
+                lora=lora,
+                priority=priority,
+                tenant=tenant,
+                timeout=timeout,
+            )
             # Its tokens are of this model, though another may take over meanwhile.
             async with TokenStream(call, lambda: parts.input_processor) as stream:
                 return Score.of(await stream.completion())
@@ -284,7 +290,9 @@ class Engine(Generates[TokenStream], EmbeddingMethods):
         answers = [(await self.tokenize(word, add_special=False))[:1] for word in ("yes", "no")]
 
         async def ask(prompt: Prompt) -> float:
-            yes, no = [(await self._scored(prompt, answer, priority)).total for answer in answers]
+            yes, no = [
+                (await self.score(prompt, answer, priority=priority)).total for answer in answers
+            ]
             return 1.0 / (1.0 + math.exp(min(no - yes, 700.0)))
 
         scores = await self._run_all(ask, prompts)

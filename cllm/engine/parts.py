@@ -121,7 +121,8 @@ def _make_process(
     try:
         from cllm.engine.process.engine_process import EngineProcess
     except ModuleNotFoundError as error:
-        limit = "False: it needs the extra 'process' (pip install 'cllm[process]')"
+        hint = f"{error.name} is missing (pip install 'cllm[process]')"
+        limit = f"False: it needs the extra 'process'; {hint}"
         raise InvalidArgumentError("process", True, limit) from error
     assert isinstance(backend, LlamaBackend)
     open_all = backend.open_vocabularies

@@ -9,9 +9,9 @@ from cllm.engine.constraint import CompiledConstraint
 from cllm.engine.embedding import EmbeddingInfo
 from cllm.engine.file_content import FileContent
 from cllm.engine.lora import NO_LORA, LoraInfo, LoraUse
-from cllm.engine.output import Completion
+from cllm.engine.output import Completion, FinishReason
 from cllm.engine.sampling_params import SamplingOptions, SamplingParams
-from cllm.errors import ClosedError
+from cllm.errors import ClosedError, DeadlineError
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +151,15 @@ class Score:
 
         Raises
         ------
+        DeadlineError
+            The deadline passed before the continuation was scored.
         ClosedError
-            The request ended before its prompt was scored.
+            The engine was closed before.
         """
         scored = [score for score in completion.prompt_logprobs or () if score is not None]
         if len(completion.prompt_logprobs or ()) < len(completion.prompt_token_ids):
+            if completion.finish_reason is FinishReason.DEADLINE:
+                raise DeadlineError("the deadline passed before the continuation was scored")
             raise ClosedError("the engine was closed")
         logprobs = tuple(score.logprob for score in scored)
         return cls(tuple(score.token_id for score in scored), logprobs, sum(logprobs))

@@ -27,7 +27,7 @@ class Replica:
         self._app: FastAPI | None = None
 
     def __serve_build_asgi_app__(self) -> FastAPI:  # Ray's name
-        """Return the application, created in the replica: an engine cannot be pickled."""
+        """Return the application, created in the replica: an engine cannot be sent to another process."""
         self._app = create_app(*self._settings)
         return self._app
 

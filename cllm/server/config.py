@@ -86,7 +86,7 @@ class ServerConfig:
 
     host: str = setting("127.0.0.1", nonblank)
     port: int = setting(18081, integer(0, 65535))
-    api_key: str | None = setting(None, nonblank)
+    api_key: str | None = setting(None, nonblank, is_secret=True)
     model_name: str | None = setting(None, nonblank, "--model-name -a --alias")
     allowed_hosts: tuple[str, ...] = setting((), _host_names, "--allowed-host")
     cors_origins: tuple[str, ...] = setting((), texts, "--cors-origin")

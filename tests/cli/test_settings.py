@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, cast, get_args, get_type_hints
 
 import pytest
 import typer
 
-from cllm import EngineConfig, EngineOptions, SamplingOptions, SamplingParams
+from cllm import EngineConfig, EngineOptions, InvalidArgumentError, SamplingOptions, SamplingParams
 from cllm.cli.app import command_line, run
 from cllm.cli.options import (
     READERS,
@@ -51,8 +51,10 @@ def test_the_keyword_arguments_are_the_fields(options: Any, configuration: Any) 
     hints = get_type_hints(configuration)
     hints.pop("model", None)
     for name, hint in get_type_hints(options).items():
-        # A configuration keeps a mapping as pairs.
-        assert set(get_args(hint)) <= set(get_args(hints.pop(name))) or hint, name
+        field = hints.pop(name)
+        assert set(get_args(hint)) <= set(get_args(field)) if get_args(hint) else hint == field, (
+            name
+        )
     assert not hints
 
 
@@ -124,7 +126,7 @@ def test_every_option_of_a_server_may_be_typed_or_come_from_a_file_or_the_enviro
             engine, server = served.pop()
             made = getattr(engine if kind is EngineFlags else server, name)
             if parameter.is_flag:
-                assert made is not default, name
+                assert made is (not default), name
             else:
                 assert made != getattr(kind.configuration(), name), name
 
@@ -150,6 +152,84 @@ def test_what_is_typed_goes_before_the_environment_and_that_before_the_file(
         ("https://a",),
     )
     assert (engine.prefix_cache, server.port) == (False, 18081)
+
+
+@pytest.mark.parametrize(
+    ("typed", "variables", "file", "model"),
+    [
+        (["-hf", "u/typed"], {"CLLM_MODEL": "v.gguf"}, "model = 'f.gguf'", "hf:u/typed"),
+        (["-m", "t.gguf"], {"CLLM_HF_REPO": "u/v"}, "hf-repo = 'u/f'", "t.gguf"),
+        ([], {"CLLM_HF_REPO": "u/v"}, "model = 'f.gguf'", "hf:u/v"),
+        ([], {"CLLM_MODEL": "v.gguf"}, "hf-repo = 'u/f'", "v.gguf"),
+        ([], {"CLLM_MODEL": "a,b.gguf\n"}, "", "a,b.gguf"),
+    ],
+)
+def test_the_two_options_that_name_the_model_have_the_precedence_of_their_sources(
+    typed: list[str],
+    variables: dict[str, str],
+    file: str,
+    model: str,
+    served: list[tuple[EngineConfig, ServerConfig]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "a.toml").write_text(file)
+    for variable, value in {"CLLM_CONFIG": str(tmp_path / "a.toml"), **variables}.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(sys, "argv", ["cllm", "serve", *typed])
+    assert run() == 0
+    assert str(served.pop()[0].model) == model
+
+
+@pytest.mark.parametrize("named", [["-m", "a=x.gguf"], ["-m", "a.gguf"]])
+def test_a_model_by_name_beside_a_file_is_rejected(
+    named: list[str],
+    served: list[tuple[EngineConfig, ServerConfig]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["cllm", "serve", *named, "-hf", "u/r"])
+    assert run() == 2
+    assert "give -m or -hf, not both" in capsys.readouterr().err
+    assert not served
+
+
+def test_a_value_that_is_not_used_is_not_read(
+    served: list[tuple[EngineConfig, ServerConfig]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "a.toml").write_text("n-ctx = 'x'\nn-seq-max = 'y'\nngl = 7")
+    for variable, value in {
+        "CLLM_CONFIG": str(tmp_path / "a.toml"), "CLLM_N_SEQ_MAX": "4", "CLLM_MAX_QUEUE": "z",
+        "CLLM_PORT": "tcp://10.0.0.1:80", "CLLM_OTLP_TRACES_ENDPOINT": "http://own",
+        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://general",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(variable, value)
+    typed = ["-c", "1024", "--max-queue", "5"]
+    for endpoint in ([], ["--otlp-traces-endpoint", ""]):
+        monkeypatch.setattr(sys, "argv", ["cllm", "serve", *typed, *endpoint])
+        assert run() == 0
+    (engine, server), (_, untraced) = served
+    assert (engine.n_ctx, engine.n_seq_max, engine.max_queue) == (1024, 4, 5)
+    assert (engine.n_gpu_layers, server.port) == (7, 18081)
+    assert (server.otlp_traces_endpoint, untraced.otlp_traces_endpoint) == ("http://own", None)
+
+
+def test_an_error_about_a_secret_leaves_the_value_out() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"^api_key is a secret, must be text") as raised:
+        ServerConfig(api_key=cast(str, 123456))
+    assert "123456" not in str(raised.value)
+    assert raised.value.value != 123456
+
+
+def test_a_path_from_a_file_may_begin_with_the_home_directory() -> None:
+    lora = [("a", "~/a.gguf", 1.0)]
+    config = EngineConfig(model="~/m.gguf", lora=lora, prefix_cache_dir=Path("~/p"))
+    home = str(Path.home())
+    assert config.model == f"{home}/m.gguf"
+    assert config.prefix_cache_dir == f"{home}/p"
+    assert config.lora == (("a", f"{home}/a.gguf", 1.0),)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import numpy as np
@@ -31,6 +31,7 @@ from cllm import (
 )
 from cllm.client import AnswerStream, AsyncClient, ServerError
 from cllm.client.events import EventReader, delta_of, object_of
+from cllm.client.replicas import Replicas
 from cllm.testing.fake_server import FakeServer, fake_server
 from tests.client.cutting_proxy import cutting
 from tests.conftest import QUIET
@@ -121,6 +122,9 @@ async def test_a_server_gives_what_an_engine_gives(exact: Server) -> None:
             assert mine_score == await engine.score(before, after)
         with pytest.raises(InvalidRequestError, match="continuation"):
             await client.score("1+1=", "")
+        for wrong in (5, ["a"]):
+            with pytest.raises(InvalidRequestError, match=r"^prompt is"):
+                await client.score(cast(Any, wrong), "a")
         texts: list[str | list[int]] = ["a river", "the sea", [97, 98]]
         vectors = await client.embed(texts)
         assert np.allclose(vectors, await engine.embed(texts), atol=1e-5)
@@ -546,13 +550,33 @@ async def test_what_begins_alike_goes_to_the_same_server(three: list[FakeServer]
     assert last.headers["x-session-id"] == "mine"
 
 
+async def test_the_continuations_of_one_prompt_are_scored_by_the_server_that_has_computed_it(
+    three: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    real = Replicas._ask
+
+    async def ask(replicas: Replicas, url: str, *rest: Any) -> Any:
+        asked.append(url)
+        return await real(replicas, url, *rest)
+
+    async with AsyncClient([server.url for server in three]) as client:
+        await client.generate("river " * 100)
+        (computed,) = [server.url for server in three if server.asked]
+        monkeypatch.setattr(Replicas, "_ask", ask)
+        for word in "abcd":
+            with pytest.raises(GenerationError, match="no rule is for it"):
+                await client.score("river " * 100, word)
+    assert asked == [computed] * 4
+
+
 async def test_events_are_whole_whatever_is_in_them_and_what_is_none_is_refused() -> None:
     reader = EventReader()
     assert [*reader.feed(b'data: {"a": "\xe2\x80\xa8"}\n\nda')] == [b'{"a": "\xe2\x80\xa8"}']
     assert [*reader.feed(b"ta: [DONE]\n\n: comment\n\n")] == [b"[DONE]"]
     assert object_of(b'{"a": 1}') == {"a": 1}
     for data in (b"[]", b"{"):
-        with pytest.raises(ValueError, match=r"not an object|Expecting"):
+        with pytest.raises(ValueError, match=r"the event is not a JSON object of cllm|Expecting"):
             object_of(data)
     with pytest.raises(KeyError):
         delta_of({"text": "a"})

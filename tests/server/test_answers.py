@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import Any
 
+import anyio
 import pytest
 
 from cllm import ClosedError, QueueFullError
+from cllm.server import create_app
 from cllm.server.answers import answer
 from cllm.testing import FakeEngine
 from tests.server.conftest import client_of
@@ -58,3 +61,32 @@ async def test_what_fails_is_a_status_before_the_head_and_an_event_after_it(
         assert told in reply.text
     logged = [record for record in caplog.records if record.exc_info]
     assert [record.exc_info[1] for record in logged if record.exc_info] == [error] * is_logged
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_a_client_that_has_left_is_no_error_and_is_sent_nothing_more(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    sent: list[str] = []
+    asked = [
+        {"type": "http.request", "body": json.dumps({**ROUTES[path], "stream": True}).encode()}
+    ]
+
+    async def receive() -> Any:
+        return asked.pop() if asked else await anyio.sleep_forever()
+
+    async def send(message: Any) -> None:
+        sent.append(message["type"])
+        if len(sent) > 1:
+            raise ConnectionResetError
+
+    scope = {
+        "type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"",
+        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+    }  # fmt: skip
+    async with FakeEngine(lambda _: "2") as engine:
+        app = create_app(engine)
+        with caplog.at_level(logging.WARNING, "cllm.server"):
+            await app(scope, receive, send)
+    assert sent == ["http.response.start", "http.response.body"]
+    assert not caplog.records

@@ -24,6 +24,13 @@ def test_without_a_token_it_is_an_error(client: httpx.Client, route: str) -> Non
     assert "deadline of the request passed" in response.text
 
 
+def test_a_continuation_that_is_not_scored_in_time_is_an_error(client: httpx.Client) -> None:
+    body = {"prompt": LONG, "continuation": LONG, "timeout": 0}
+    response = client.post("/generate/score", json=body)
+    assert response.status_code == 408, response.text
+    assert "deadline passed before the continuation was scored" in response.text
+
+
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_stream_without_a_token_ends_with_an_error(client: httpx.Client, route: str) -> None:
     response = client.post(route, json={**ROUTES[route], "timeout": 0, "stream": True})

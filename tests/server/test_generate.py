@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from typing import Any
 
@@ -10,6 +11,7 @@ import httpx
 import pytest
 
 from cllm import SamplingOptions
+from cllm.server.routes.generate import LOWEST
 from tests.conftest import some_in_fast
 from tests.server.conftest import LONG, LONG_ANSWER, ask, events_of, refusal_of
 
@@ -292,3 +294,14 @@ def test_log_probabilities_come_with_their_tokens(client: httpx.Client) -> None:
     assert first["logprob"] == first["top"][0]["logprob"] <= 0
     assert answer["prompt_logprobs"][0] is None
     assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+
+
+def test_the_score_of_a_long_continuation_is_the_sum_of_its_log_probabilities(
+    client: httpx.Client,
+) -> None:
+    drawn = random.Random(0)
+    body = {"prompt": "1+1=", "continuation": [drawn.randrange(97, 123) for _ in range(1800)]}
+    told = client.post("/generate/score", json=body).json()
+    assert len(told["token_ids"]) == len(told["logprobs"])
+    assert told["total"] == pytest.approx(sum(told["logprobs"]))
+    assert told["total"] < LOWEST

@@ -9,7 +9,6 @@ import anyio
 import httpx
 import pytest
 
-from cllm import Engine
 from cllm.client import AsyncClient
 from cllm.engine.loop.request_call import RequestCall
 from cllm.engine.loop.stream import TokenStream
@@ -26,6 +25,7 @@ ROUTES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": CHAT},
     "/v1/messages": {"messages": CHAT, "max_tokens": 1},
     "/v1/responses": {"input": "1+1="},
+    "/generate/score": {"prompt": "1+1=", "continuation": "2"},
 }
 
 
@@ -33,13 +33,13 @@ ROUTES: dict[str, dict[str, Any]] = {
 def tenants(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The tenants of the requests that reach an engine."""
     found: list[str] = []
-    real = Engine._open
+    real = TokenStream.__init__
 
-    def open_stream(engine: Engine, call: RequestCall) -> TokenStream:
+    def open_stream(stream: TokenStream, call: RequestCall, *rest: Any) -> None:
         found.append(call.tenant)
-        return real(engine, call)
+        real(stream, call, *rest)
 
-    monkeypatch.setattr(Engine, "_open", open_stream)
+    monkeypatch.setattr(TokenStream, "__init__", open_stream)
     return found
 
 

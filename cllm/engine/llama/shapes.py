@@ -33,7 +33,7 @@ Logits = NDArray[np.float32]
 
 
 class BatchShape(NamedTuple):
-    """BatchShape of a batch: how the tokens are cut, sequences beside them, number of output rows."""
+    """Shape of a batch: how the tokens are cut, sequences beside them, number of output rows."""
 
     cut: tuple[int, ...]
     n_others: int = 0

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import anyio
@@ -153,21 +153,13 @@ class InputProcessor:
             self._dispatcher.submit(follower)
             return follower
 
-    async def score_call(
-        self,
-        prompt: Prompt,
-        continuation: Prompt,
-        priority: int = 0,
-        lora: Mapping[str, float] | None = None,
-    ) -> RequestCall:
+    async def score_call(self, prompt: Prompt, continuation: Prompt) -> RequestCall:
         """Return a request for the log probabilities of a continuation."""
         before, after = await self.texts.scored(prompt, continuation)
         return RequestCall(
             prompt=(*before, *after),
             params=SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0),
-            priority=priority,
             first_scored=len(before),
-            lora=lora,
         )
 
     # --- Passes ------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """BatchRecord: whose tokens a process computes, in memory that outlives it.
 
-FromChild over the socket it would wake the parent before each decode of another batch, for what it needs
-after a crash only.
+Over the socket, the record would wake the parent before each decode of another batch, and the parent needs
+it only after a crash.
 """
 
 from __future__ import annotations

@@ -193,7 +193,7 @@ class InferenceThread(EngineHost):
         if config.prefix_cache_dir is None or not config.prefix_cache:
             return None
         store = PrefixFiles(
-            Path(config.prefix_cache_dir).expanduser(),
+            Path(config.prefix_cache_dir),
             loaded.model.state_key,
             config.prefix_cache_dir_bytes,
             self._inbox.put,

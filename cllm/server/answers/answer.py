@@ -128,6 +128,8 @@ def answer(
         try:
             done = await run(writer)
         except Exception as error:
+            if writer.has_left:
+                raise
             if isinstance(error, PromptTooLongError):
                 failure = too_long(error, form.prompt_field)
             else:

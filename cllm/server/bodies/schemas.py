@@ -175,9 +175,8 @@ class Queued(Body):
         return {"priority": self.priority, "tenant": self.tenant}
 
 
-class _Request(Queued):
+class _ModelRequest(Queued):
     model: Text | None = None
-    stream: Flag | None = False
     lora: Loras | None = Field(
         None,
         description="LoRA adapters: names and scales, or llama-server's list of `id` and `scale`",
@@ -188,6 +187,10 @@ class _Request(Queued):
     def turn(self) -> dict[str, Any]:
         """See `Queued`."""
         return {**super().turn, "timeout": self.timeout}
+
+
+class _Request(_ModelRequest):
+    stream: Flag | None = False
 
 
 class ChatOptionFields(_Request):
@@ -221,13 +224,11 @@ GenerateBody: Any = create_model(
 )
 
 
-class ScoreBody(Body):
+class ScoreBody(_ModelRequest):
     """`POST /generate/score`."""
 
-    model: Text | None = None
     prompt: Prompt = Field(description="Text, or token ids", examples=["1+1="])
     continuation: Prompt = Field(description="Text, or token ids", examples=["2"])
-    lora: Loras | None = None
 
 
 class StreamOptions(Body):

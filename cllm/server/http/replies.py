@@ -16,7 +16,7 @@ import anyio
 import anyio.to_thread
 import orjson
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from cllm.server.http.problems import problem_of
 
@@ -35,13 +35,16 @@ class Writer:
     ----------
     is_streaming : bool
         The head has been sent: a status can be chosen no more.
+    has_left : bool
+        The client has left, and reads nothing.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope = scope
         self._receive = receive
-        self._send = send
+        self._send_message = send
         self.is_streaming: bool = False
+        self.has_left: bool = False
         self._begun = anyio.Event()
         self._is_over = False
         self._sent_at = 0.0
@@ -104,6 +107,13 @@ class Writer:
         """End the events."""
         self._is_over = True
         await self._body(b"", more=False)
+
+    async def _send(self, message: Message) -> None:
+        try:
+            await self._send_message(message)
+        except OSError:
+            self.has_left = True
+            raise
 
     async def _body(self, data: bytes, *, more: bool) -> None:
         self._sent_at = time.monotonic()
@@ -189,7 +199,7 @@ class Reply(Response):
         async def ping() -> None:
             try:
                 await writer.ping(self._ping_interval_s, self._ping)
-            except OSError:  # the client has left
+            except OSError:
                 tasks.cancel_scope.cancel()
 
         async with anyio.create_task_group() as tasks:
@@ -201,7 +211,7 @@ class Reply(Response):
             except Exception as error:
                 failure = error
             tasks.cancel_scope.cancel()
-        if failure is not None:
+        if failure is not None and not writer.has_left:
             await _tell(failure, writer)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -71,12 +72,11 @@ async def score(body: ScoreBody, request: Request) -> Response:
     log_request(state, request_id_of(request), body.prompt)
 
     async def produce(writer: Writer) -> None:
-        found = await engine.score(body.prompt, body.continuation, lora=lora)
-        logprobs = [max(logprob, LOWEST) for logprob in found.logprobs]
+        found = await engine.score(body.prompt, body.continuation, lora=lora, **body.turn)
         told = {
             "token_ids": found.token_ids,
-            "logprobs": logprobs,
-            "total": max(found.total, LOWEST),
+            "logprobs": [max(logprob, LOWEST) for logprob in found.logprobs],
+            "total": found.total if math.isfinite(found.total) else None,
         }
         await writer.json(lambda: told)
 

@@ -230,7 +230,7 @@ def _result(block: Mapping[str, Any]) -> Any:
 
 
 class MessageForm(AnswerForm):
-    """the message, and the events that build it."""
+    """The Messages API's message, and the events that build it."""
 
     prompt_field = "messages"
 

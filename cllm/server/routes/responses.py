@@ -226,7 +226,7 @@ def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class ResponseForm(AnswerForm):
-    """the response object, and the events that build it."""
+    """The Responses API's response object, and the events that build it."""
 
     prompt_field = "input"
     tells_overflows = True  # Codex compacts its history for this event alone
