@@ -8,9 +8,9 @@ set -euo pipefail
 # Where tools/setup.sh puts the cmake and the ninja of PyPI.
 PATH=$PATH:$(dirname "${BASH_SOURCE[0]}")/.venv/bin
 
-# bindings/_llama_h.py holds the same commit; a test compares the two.
+# tools/bump.py edits these; bindings/_llama_h.py has the same commit, and a test compares the two.
 readonly COMMIT=0c1e57098
-readonly SDIST=llama_cpp_python-0.3.36 REQUIREMENT=llama-cpp-python==0.3.36
+readonly SDIST=llama_cpp_python-0.3.36 REQUIREMENT=llama-cpp-python==0.3.36 TREE=vendor/llama.cpp
 readonly SDIST_SHA256=832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e
 # Part of the key: raise it when this script installs something else for the same flags.
 readonly LAYOUT=1
@@ -180,6 +180,13 @@ choose_flags() {
   )
 }
 
+# check_headers RECORDS DIR...: compare the headers in DIR... with cllm's declarations, and record where
+# the structures have their fields.
+check_headers() {
+  CC=$cc "$python" "$here/tools/native/check_headers.py" "$@" ||
+    fail "llama.cpp $commit does not fit cllm's declarations, which are in cllm/bindings/_llama_h.py"
+}
+
 # One hash over the files that the build reads.
 hash_source() {
   (cd "$1" && find CMakeLists.txt cmake common ggml include src tools vendor -type f -print0 |
@@ -194,6 +201,14 @@ commit_of() {
     git -C "$1" diff-index --quiet HEAD -- || head+=-dirty
   fi
   printf '%s' "$head"
+}
+
+# What llama.cpp calls itself, such as 0.5.0, with the number of commits if there is a history.
+version_of() {
+  local name number=''
+  name=$(sed -n 's/^set(LLAMA_VERSION_[MP][A-Z]* *\([0-9]*\))$/\1/p' "$1/CMakeLists.txt" | paste -sd .)
+  if [[ $(commit_of "$1") != unknown ]]; then number=-b$(git -C "$1" rev-list --count HEAD); fi
+  printf '%s' "${name:-unknown}$number"
 }
 
 choose_build() {
@@ -268,7 +283,7 @@ get_source() {
     # The hash is for pip as well, which runs code of the archive to learn its metadata.
     printf '%s --hash=sha256:%s\n' "$REQUIREMENT" "$SDIST_SHA256" >"$stage/requirements.txt"
     supervise "$python" -m pip download --quiet --disable-pip-version-check --no-deps \
-      --no-binary llama-cpp-python --dest "$stage" --requirement "$stage/requirements.txt" ||
+      --no-binary "${REQUIREMENT%%=*}" --dest "$stage" --requirement "$stage/requirements.txt" ||
       fail "pip could not download $REQUIREMENT"
     mv "$stage/$SDIST.tar.gz" "$archive"
   fi
@@ -277,8 +292,8 @@ get_source() {
     rm -f "$archive"
     fail "$SDIST.tar.gz has sha256 $actual instead of $SDIST_SHA256; removed it"
   fi
-  tar -xzf "$archive" -C "$stage" "$SDIST/vendor/llama.cpp"
-  mv "$stage/$SDIST/vendor/llama.cpp" "$source"
+  tar -xzf "$archive" -C "$stage" "$SDIST/$TREE"
+  mv "$stage/$SDIST/$TREE" "$source"
   rm -rf "$stage"
 }
 
@@ -375,7 +390,7 @@ check_decode_with() {
 
 write_record() {
   "$python" - "$stage/build.json" "commit=$commit" "source_sha256=$source_sha256" \
-    "llama_h_sha256=$(sha256sum "$stage/include/llama.h" | cut -d ' ' -f 1)" \
+    "version=$(version_of "$source")" \
     "cmake_version=$(cmake --version | awk 'NR == 1 { print $NF }')" "compiler=$compiler" \
     "cpu=$cpu" "amx=$amx" "portable=$portable" "sanitize=$sanitize" "tools=$tools" \
     "backends=${backends[*]}" "options=${options[*]}" "source=$own_source" -- "${flags[@]}" <<'PYTHON'
@@ -396,6 +411,7 @@ build_and_install() {
   if find_installed; then return; fi
   rm -rf "$root"/native/.tmp.* "$root"/src/.tmp.*
   get_source
+  check_headers "$build/layouts" "$source"/{,ggml/}include
   say "building libllama $commit with $jobs jobs, some minutes; log: $build/build.log"
   compile
   stage=$root/native/.tmp.$key.$$
@@ -422,6 +438,8 @@ install_to_prefix() {
   mkdir -p "$(dirname "$prefix")"
   stage=$prefix.tmp.$$
   cp -RL "$installed" "$stage"
+  rm -rf "$stage/layouts"
+  check_headers "$stage/layouts" "$stage/include"
   rm -rf "$prefix"
   mv "$stage" "$prefix"
 }
@@ -450,6 +468,7 @@ main() {
   check_needs
   choose_build
   find_installed || build_and_install
+  check_headers "$installed/layouts" "$installed/include"
   if [[ -n $prefix ]]; then install_to_prefix; else link_into_package; fi
   report
 }

@@ -1,7 +1,7 @@
 """Find, load and initialise libllama, once per process, on first use.
 
 Nothing happens at import.  `library()` looks for the library (`CLLM_LIBRARY`, then the one that
-`build_llama.sh` linked or the wheel carries), checks its build record against the declarations, and
+`build_llama.sh` linked or the wheel carries), lays out llama.cpp's structures as it has them, and
 forwards llama.cpp's log to the `cllm.llama` logger.
 
 The log callback only appends to a deque: it may run on any thread, inside any native lock, so it
@@ -13,7 +13,6 @@ from __future__ import annotations
 import atexit
 import collections
 import ctypes
-import json
 import logging
 import os
 import sys
@@ -24,13 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from cllm.bindings import _llama_h as h
+from cllm.bindings._layout import layouts_of, record_of
 from cllm.errors import AbiMismatchError, LibraryError, LibraryNotFoundError
 
 logger = logging.getLogger("cllm.llama")
 
 NATIVE_DIRECTORY = Path(__file__).parent.parent / "_native"
 
-_LOGGING_LEVEL = {
+_LOGGING_LEVEL: dict[int, int] = {
     h.LogLevel.DEBUG: logging.DEBUG,
     h.LogLevel.INFO: logging.INFO,
     h.LogLevel.WARN: logging.WARNING,
@@ -77,16 +77,28 @@ class Library:
     path : Path
         The shared library that was loaded.
     record : dict
-        What `build_llama.sh` wrote about it (`build.json`); empty for a library without a record.
+        What `build_llama.sh` wrote about it (`build.json`), or what is known about a library of others.
+
+    Raises
+    ------
+    AbiMismatchError
+        A function is not there, or a field that is set.
     """
 
     def __init__(self, path: Path, record: dict[str, Any]) -> None:
         self.path = path
         self.record = record
+        try:
+            h.DECLARATIONS.lay_out(layouts_of(path))
+        except ValueError as error:
+            raise AbiMismatchError(f"{path}: {error}") from None
         long_calls = ctypes.CDLL(str(path))
         short_calls = ctypes.PyDLL(str(path))
         for prototype in h.DECLARATIONS.prototypes.values():
             view = long_calls if prototype.name in h.RELEASES_GIL else short_calls
+            if not hasattr(view, prototype.name):
+                self._lacks(prototype.name)
+                continue
             function = view[prototype.name]
             function.restype = prototype.restype
             function.argtypes = prototype.argtypes
@@ -99,6 +111,19 @@ class Library:
         log_type = h.DECLARATIONS.callbacks["ggml_log_callback"]
         self._log_callback = log_type(_on_log)  # kept alive as long as the library may call it
         self._no_log = log_type()
+
+    def _lacks(self, name: str) -> None:
+        """Let a call of this function raise an error, if the library may do without it."""
+        if name not in h.OPTIONAL:
+            raise AbiMismatchError(f"{self.path} has no function {name}")
+        if name == "llama_max_parallel_sequences":
+            setattr(self, name, lambda: h.LLAMA_MAX_SEQ)
+            return
+
+        def absent(*_: object) -> None:
+            raise LibraryError(f"{self.path} has no function {name}, which this call needs")
+
+        setattr(self, name, absent)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"libllama function {name!r} is not declared in _llama_h")
@@ -194,7 +219,7 @@ def library() -> Library:
     LibraryNotFoundError
         No library at `CLLM_LIBRARY` or in the package.
     AbiMismatchError
-        It was built from headers other than those that `_llama_h` describes.
+        It was not compared with the declarations in `_llama_h`, or does not fit them.
     LibraryError
         It has no code for this machine's CPU.
     """
@@ -242,9 +267,8 @@ def find_library() -> tuple[Path, dict[str, Any]]:
     AbiMismatchError
     """
     path = _find()
-    record = _read_record(path)
-    _check_abi(path, record)
-    return path, record
+    layouts_of(path)
+    return path, record_of(path)
 
 
 def forward_log(*, no_warning: str = "") -> str:
@@ -263,7 +287,7 @@ def forward_log(*, no_warning: str = "") -> str:
         except IndexError:  # another thread may have taken the last one
             break
         if native_level != h.LogLevel.CONT:
-            level = _LOGGING_LEVEL.get(h.LogLevel(native_level), logging.INFO)
+            level = _LOGGING_LEVEL.get(native_level, logging.INFO)
         text = text.rstrip("\n")
         if level >= logging.ERROR and text:
             errors.setdefault(text)
@@ -294,7 +318,13 @@ def _find() -> Path:
     override = os.environ.get("CLLM_LIBRARY")
     name = "libllama.dylib" if sys.platform == "darwin" else "libllama.so"
     if override:
-        candidates = [Path(override), Path(override) / name, Path(override) / "lib" / name]
+        folder = Path(override)
+        candidates = [
+            folder,
+            folder / name,
+            folder / "lib" / name,
+            *sorted(folder.glob("libllama.*.so")),
+        ]
     else:
         candidates = [NATIVE_DIRECTORY / "lib" / name]
     for candidate in candidates:
@@ -303,28 +333,6 @@ def _find() -> Path:
     looked = ", ".join(str(candidate) for candidate in candidates)
     advice = "CLLM_LIBRARY points nowhere" if override else "run ./build_llama.sh"
     raise LibraryNotFoundError(f"no libllama found ({looked}); {advice}")
-
-
-def _read_record(path: Path) -> dict[str, Any]:
-    """The build record of the installation that `path` belongs to."""
-    file = path.parent.parent / "build.json"
-    if not file.is_file():
-        return {}
-    record: dict[str, Any] = json.loads(file.read_text())
-    return record
-
-
-def _check_abi(path: Path, record: dict[str, Any]) -> None:
-    """Accept the pinned commit, or any commit whose llama.h is byte for byte the pinned one."""
-    if record.get("commit") == h.LLAMA_CPP_COMMIT:
-        return
-    if record.get("llama_h_sha256") == h.LLAMA_H_SHA256:
-        return
-    built_from = record.get("commit", "an unknown commit (no build.json beside it)")
-    raise AbiMismatchError(
-        f"{path} was built from llama.cpp {built_from} with another llama.h; these bindings "
-        f"describe {h.LLAMA_CPP_COMMIT}: build it with ./build_llama.sh"
-    )
 
 
 def _configure_logging() -> None:

@@ -1,30 +1,34 @@
 """llama.h as data: the C text of what we call, in the header's order.
 
 The text below is the only statement of each declaration: ctypes structures and signatures are
-derived from it by `parse`, so nothing can disagree with itself.  Two referees in
-`tests/bindings/test_header_agreement.py` compare it with the rest of the world: the C compiler
-(beside the installed llama.h) and cffi's parser (an independent reading of the same text).
+derived from it, so nothing can disagree with itself.  The C compiler compares it with the headers of
+the library before the library is compiled (`tools/native/check_headers.py`), and in the tests cffi's
+parser reads the same text independently.
 
-Rules for this file: only what we call; never a deprecated function; opaque structs stay opaque and
-typed; symbols of llama.h are cited, line numbers never are.
+llama.cpp's structures of parameters gain and lose fields from version to version, and fields move.
+The compiler measures where a library has them; `Declarations.lay_out` puts them there.
+
+Rules for this file: only what we call and set; never a deprecated function; opaque structs stay opaque
+and typed; symbols of llama.h are cited, line numbers never are; no import of cllm.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
-from typing import Any
+from typing import Any, cast
 
-# The llama.cpp commit that these declarations describe, and the sha256 of its llama.h: a library
-# built from another commit is accepted if its header is byte for byte this one.
+# The llama.cpp that `build_llama.sh` builds by default, and the tests run with.
 LLAMA_CPP_COMMIT = "0c1e57098"
-LLAMA_H_SHA256 = "d5cf9203bea63b575e76cba4881f29cfd1b611451578b01582b75b72ecbb04bc"
+LLAMA_CPP_VERSION = "0.5.0"
 
 LLAMA_TOKEN_NULL = -1
 
-# LLAMA_MAX_SEQ in llama-cparams.h, which is not installed; `llama_max_parallel_sequences` tells it.
+# LLAMA_MAX_SEQ in llama-cparams.h, which is not installed; `llama_max_parallel_sequences` returns it.
 LLAMA_MAX_SEQ = 256
 
 
@@ -65,7 +69,13 @@ class VocabType(IntEnum):
     UGM = 4
     RWKV = 5
     PLAMO2 = 6
-    TEST = 7
+
+    @classmethod
+    def _missing_(cls, value: object) -> VocabType:
+        """Return a member without a name: a later llama.cpp has more kinds."""
+        kind = int.__new__(cls, cast(int, value))
+        kind._name_, kind._value_ = f"KIND_{value}", int(kind)
+        return kind
 
 
 class TokenAttr(IntFlag):
@@ -105,29 +115,12 @@ class PoolingType(IntEnum):
     RANK = 4
 
 
-class AttentionType(IntEnum):
-    """`enum llama_attention_type`."""
-
-    UNSPECIFIED = -1
-    CAUSAL = 0
-    NON_CAUSAL = 1
-
-
 class FlashAttnType(IntEnum):
     """`enum llama_flash_attn_type`."""
 
     AUTO = -1
     DISABLED = 0
     ENABLED = 1
-
-
-class SplitMode(IntEnum):
-    """`enum llama_split_mode`."""
-
-    NONE = 0
-    LAYER = 1
-    ROW = 2
-    TENSOR = 3
 
 
 class LoadMode(IntEnum):
@@ -139,14 +132,6 @@ class LoadMode(IntEnum):
     MLOCK = 2
     MMAP_MLOCK = 3
     DIRECT_IO = 4
-
-
-class LazyMode(IntEnum):
-    """`enum llama_lazy_mode`."""
-
-    OFF = 0
-    AUTO = 1
-    ON = 2
 
 
 class FileType(IntEnum):
@@ -167,13 +152,6 @@ class FileType(IntEnum):
     BF16 = 32
 
 
-class ContextType(IntEnum):
-    """`enum llama_context_type`."""
-
-    DEFAULT = 0
-    MTP = 1
-
-
 class DeviceType(IntEnum):
     """`enum ggml_backend_dev_type`."""
 
@@ -191,13 +169,9 @@ C_PREFIX: dict[type[IntEnum] | type[IntFlag], tuple[str, str]] = {
     TokenAttr: ("llama_token_attr", "LLAMA_TOKEN_ATTR_"),
     RopeScalingType: ("llama_rope_scaling_type", "LLAMA_ROPE_SCALING_TYPE_"),
     PoolingType: ("llama_pooling_type", "LLAMA_POOLING_TYPE_"),
-    AttentionType: ("llama_attention_type", "LLAMA_ATTENTION_TYPE_"),
     FlashAttnType: ("llama_flash_attn_type", "LLAMA_FLASH_ATTN_TYPE_"),
-    SplitMode: ("llama_split_mode", "LLAMA_SPLIT_MODE_"),
     LoadMode: ("llama_load_mode", "LLAMA_LOAD_MODE_"),
-    LazyMode: ("llama_lazy_mode", "LLAMA_LAZY_MODE_"),
     FileType: ("llama_ftype", "LLAMA_FTYPE_MOSTLY_"),
-    ContextType: ("llama_context_type", "LLAMA_CONTEXT_TYPE_"),
     DeviceType: ("ggml_backend_dev_type", "GGML_BACKEND_DEVICE_TYPE_"),
 }
 
@@ -212,11 +186,14 @@ typedef int32_t llama_token;
 typedef int32_t llama_seq_id;
 typedef bool (*llama_progress_callback)(float progress, void * user_data);
 typedef bool (*ggml_abort_callback)(void * data);
-typedef bool (*ggml_backend_sched_eval_callback)(struct ggml_tensor * t, bool ask, void * user_data);
 typedef void (*ggml_log_callback)(enum ggml_log_level level, const char * text, void * user_data);
 """
 
 # --- Structs ---------------------------------------------------------------------------------
+# Of the structures of parameters, the fields that are set here; the library fills in the others.
+PARAMETERS = frozenset({
+    "llama_model_params", "llama_context_params", "llama_model_quantize_params", "llama_sampler_chain_params",
+})  # fmt: skip
 STRUCTS = """
 struct llama_token_data {
     llama_token id;
@@ -239,38 +216,24 @@ struct llama_batch {
     int8_t * logits;
 };
 struct llama_model_params {
-    ggml_backend_dev_t * devices;
-    const struct llama_model_tensor_buft_override * tensor_buft_overrides;
     int32_t n_gpu_layers;
-    enum llama_split_mode split_mode;
     enum llama_load_mode load_mode;
-    enum llama_lazy_mode lazy_mode;
-    int32_t main_gpu;
-    const float * tensor_split;
     llama_progress_callback progress_callback;
-    void * progress_callback_user_data;
-    const struct llama_model_kv_override * kv_overrides;
     bool vocab_only;
     bool check_tensors;
     bool use_extra_bufts;
-    bool no_host;
     bool no_alloc;
-    bool load_mtp;
 };
 struct llama_context_params {
     uint32_t n_ctx;
     uint32_t n_batch;
     uint32_t n_ubatch;
     uint32_t n_seq_max;
-    uint32_t n_rs_seq;
     uint32_t n_outputs_max;
-    uint32_t n_outputs_max_per_seq;
     int32_t n_threads;
     int32_t n_threads_batch;
-    enum llama_context_type ctx_type;
     enum llama_rope_scaling_type rope_scaling_type;
     enum llama_pooling_type pooling_type;
-    enum llama_attention_type attention_type;
     enum llama_flash_attn_type flash_attn_type;
     float rope_freq_base;
     float rope_freq_scale;
@@ -279,9 +242,6 @@ struct llama_context_params {
     float yarn_beta_fast;
     float yarn_beta_slow;
     uint32_t yarn_orig_ctx;
-    float defrag_thold;
-    ggml_backend_sched_eval_callback cb_eval;
-    void * cb_eval_user_data;
     enum ggml_type type_k;
     enum ggml_type type_v;
     ggml_abort_callback abort_callback;
@@ -292,26 +252,10 @@ struct llama_context_params {
     bool op_offload;
     bool swa_full;
     bool kv_unified;
-    struct llama_sampler_seq_config * samplers;
-    size_t n_samplers;
-    struct llama_context * ctx_other;
 };
 struct llama_model_quantize_params {
     int32_t nthread;
     enum llama_ftype ftype;
-    enum ggml_type output_tensor_type;
-    enum ggml_type token_embedding_type;
-    bool allow_requantize;
-    bool quantize_output_tensor;
-    bool only_copy;
-    bool pure;
-    bool keep_split;
-    bool dry_run;
-    const struct llama_model_imatrix_data * imatrix;
-    const struct llama_model_kv_override * kv_overrides;
-    const struct llama_model_tensor_override * tt_overrides;
-    const int32_t * prune_layers;
-    size_t max_buf_size;
 };
 struct llama_logit_bias {
     llama_token token;
@@ -463,6 +407,13 @@ RELEASES_GIL = frozenset({
 })  # fmt: skip
 
 
+# A library may lack these: a call of such a function then raises `LibraryError`.
+OPTIONAL = frozenset({
+    "llama_max_parallel_sequences", "llama_model_quantize", "llama_model_quantize_default_params",
+    "ggml_backend_dev_init", "ggml_backend_register",
+})  # fmt: skip
+
+
 # --- From C text to ctypes -------------------------------------------------------------------
 SCALARS: dict[str, Any] = {
     "void": None,
@@ -497,10 +448,28 @@ class Declarations:
     ----------
     typedefs, structs, prototypes : str
         C text.  The referees pass changed texts to see that a change is caught.
+    enums : mapping
+        The C name of each enum, and the prefix of its members.
+
+    Attributes
+    ----------
+    typedefs : dict of str to str
+        The C text of each.
+    fields : dict of str to dict of str to str
+        The C types of the fields, by structure.
+    parameters : frozenset of str
+        Structures of which a library has more fields than these.
     """
 
-    def __init__(self, typedefs: str, structs: str, prototypes: str) -> None:
+    parameters = PARAMETERS
+
+    def __init__(
+        self, typedefs: str, structs: str, prototypes: str, enums: Mapping[Any, tuple[str, str]]
+    ) -> None:
         self.text = (typedefs, structs, prototypes)
+        self.enums = enums
+        self.typedefs: dict[str, str] = {}
+        self.fields: dict[str, dict[str, str]] = {}
         self.types: dict[str, Any] = dict(SCALARS)
         self.structs: dict[str, type[ctypes.Structure]] = {}
         self.callbacks: dict[str, Any] = {}
@@ -508,29 +477,79 @@ class Declarations:
         for line in _statements(typedefs):
             self._typedef(line)
         for name, body in re.findall(r"struct (\w+) \{(.*?)\};", structs, re.S):
-            fields = [self._declarator(line) for line in _statements(body)]
-            self._struct(name)._fields_ = fields
             self.structs[name] = self._struct(name)
+            self.fields[name] = {}
+            for line in _statements(body):
+                field = line.replace("*", " ").split()[-1]
+                self.fields[name][field] = line.removesuffix(field).strip()
+            if name not in self.parameters:
+                self.structs[name]._fields_ = [*self._types(name).items()]
         for line in _statements(prototypes):
             self._prototype(line)
+
+    @property
+    def digest(self) -> str:
+        """Hash of everything that the compiler checks, 12 hexadecimal digits."""
+        enums = [f"{names} {dict(enum.__members__)}" for enum, names in self.enums.items()]
+        return hashlib.sha256("\n".join([*self.text, *enums]).encode()).hexdigest()[:12]
+
+    def lay_out(self, layouts: Mapping[str, Mapping[str, Any]]) -> None:
+        """Put the fields of the structures of parameters where a library has them; once.
+
+        Parameters
+        ----------
+        layouts : mapping of str to mapping
+            By structure: its `size`, and the `offsets` of its fields, in bytes.
+
+        Raises
+        ------
+        ValueError
+            A field that is set is not there, or cannot be there.
+        """
+        for name in sorted(self.parameters):
+            layout = layouts.get(name, {"size": 0, "offsets": {}})
+            if gone := self.fields[name].keys() - layout["offsets"].keys():
+                raise ValueError(f"{name} has no {', '.join(sorted(gone))}")
+            placed = sorted((layout["offsets"][field], field) for field in self.fields[name])
+            types, fields, end = self._types(name), list[tuple[str, Any]](), 0
+            for offset, field in [*placed, (layout["size"], "")]:
+                if offset > end:
+                    fields.append((f"_{end}", ctypes.c_char * (offset - end)))
+                if field:
+                    fields.append((field, types[field]))
+                    end = offset + ctypes.sizeof(types[field])
+            self.structs[name]._fields_ = fields
+            found = [getattr(self.structs[name], field).offset for _, field in placed]
+            size = ctypes.sizeof(self.structs[name])
+            if (size, found) != (layout["size"], [offset for offset, _ in placed]):
+                raise ValueError(f"the fields of {name} cannot be at {dict(layout)}")
 
     def _struct(self, name: str) -> type[ctypes.Structure]:
         """The structure called `name`; opaque (without fields) until its text is met."""
         known: type[ctypes.Structure] = self.types.setdefault(
-            f"struct {name}", type(name, (ctypes.Structure,), {})
+            # Without __slots__, a name that is no field could be set.
+            f"struct {name}",
+            type(name, (ctypes.Structure,), {"__slots__": ()}),
         )
         return known
+
+    def _types(self, name: str) -> dict[str, Any]:
+        """Return the types of the fields of a structure."""
+        return {
+            field: self._type(f"{c_type} {field}")[0] for field, c_type in self.fields[name].items()
+        }
 
     def _typedef(self, text: str) -> None:
         if callback := re.fullmatch(r"typedef (.+?)\(\*(\w+)\)\((.*)\)", text):
             result, name, parameters = callback.groups()
+            self.typedefs[name] = text
             types = [self._type(p)[0] for p in _parameters(parameters)]
             self.callbacks[name] = self.types[name] = ctypes.CFUNCTYPE(
                 self._type(result + " r")[0], *types
             )
             return
         alias, name = self._type(text.removeprefix("typedef "))
-        self.types[name] = alias
+        self.types[name], self.typedefs[name] = alias, text
 
     def _prototype(self, text: str) -> None:
         match = re.fullmatch(r"(.+?)(\w+)\((.*)\)", text)
@@ -538,10 +557,6 @@ class Declarations:
         result, name, parameters = match.groups()
         types = tuple(self._type(p)[0] for p in _parameters(parameters))
         self.prototypes[name] = Prototype(name, text, self._type(result + " r")[0], types)
-
-    def _declarator(self, text: str) -> tuple[str, Any]:
-        ctype, name = self._type(text)
-        return name, ctype
 
     def _type(self, text: str) -> tuple[Any, str]:
         """Return the ctypes type and the name of one C declarator such as `const char * key`."""
@@ -572,4 +587,4 @@ def _parameters(text: str) -> list[str]:
     return [] if text.strip() == "void" else text.split(",")
 
 
-DECLARATIONS = Declarations(TYPEDEFS, STRUCTS, PROTOTYPES)
+DECLARATIONS = Declarations(TYPEDEFS, STRUCTS, PROTOTYPES, C_PREFIX)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from cllm.bindings import find_library, library, system_info
+from cllm.bindings._llama_h import LLAMA_CPP_COMMIT, LLAMA_CPP_VERSION
 from cllm.doctor.findings import Check, Status
 from cllm.errors import AbiMismatchError, LibraryError
 from cllm.memory import available_bytes
@@ -35,13 +37,7 @@ def installation_checks() -> Iterator[Check]:
         return
     record = loaded.record
     yield Check("library", Status.OK, str(loaded.path))
-    # A library whose llama.h is another one does not load: see `AbiMismatchError`.
-    yield Check(
-        "declarations",
-        Status.OK,
-        f"llama.cpp {record.get('commit')} ({loaded.llama_version().decode()}), its llama.h is the "
-        "one that the bindings describe",
-    )
+    yield check_version(record, loaded.llama_version().decode())
     yield check_build(record)
     yield check_cpu(record, _cpu_name(), system_info(), loaded.cpu_backend().name)
     text = (
@@ -61,6 +57,25 @@ def llama_version() -> str:
     except LibraryError:
         return "no llama.cpp that it can use (cllm doctor says why)"
     return f"llama.cpp {record.get('commit')} for {'any CPU' if record.get('portable') else 'this CPU'}, {path}"
+
+
+def check_version(record: dict[str, Any], version: str) -> Check:
+    """Compare the version of llama.cpp with the one that the tests run with.
+
+    A library that does not fit the declarations does not load: see `AbiMismatchError`.
+    """
+    commit = record.get("commit")
+    told = f"llama.cpp {commit} ({record.get('version', version)})"
+    if commit == LLAMA_CPP_COMMIT:
+        return Check("declarations", Status.OK, f"{told}, which the tests run with")
+    own, tested = (_numbers(each) for each in (version, LLAMA_CPP_VERSION))
+    how = "newer" if own > tested else "older" if own < tested else "another"
+    than = f"than tested ({LLAMA_CPP_COMMIT}, {LLAMA_CPP_VERSION}); it fits the declarations"
+    return Check("declarations", Status.WARNING, f"{told}, {how} {than}")
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", version)[:3]]
 
 
 def check_build(record: dict[str, Any]) -> Check:

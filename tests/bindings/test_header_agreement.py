@@ -1,16 +1,18 @@
 """Two referees agree with the declarations, and each catches every kind of wrong one.
 
-The C compiler reads every prototype beside the installed llama.h (C rejects a conflicting
-redeclaration) and checks struct sizes, field offsets and enum values.  cffi's parser reads the same
-text independently, and its layouts and argument types are compared with ours.
+The C compiler reads every declaration beside the installed headers (`tools/native/check_headers.py`).
+cffi's parser reads the same text independently, and its layouts and argument types are compared with
+ours.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from enum import IntEnum, IntFlag
 from pathlib import Path
@@ -21,53 +23,40 @@ import pytest
 
 from cllm.bindings import _llama_h as h
 from cllm.bindings import library
+from cllm.bindings._layout import layouts_of
+from tools.native import check_headers
 
 Enums = Mapping[type[IntEnum] | type[IntFlag], tuple[str, str]]
+SCRIPT = Path(check_headers.__file__)
 
 
-def enum_values(enums: Enums) -> list[tuple[str, int]]:
-    """Full C names and values of all enum members."""
-    return [
-        (prefix + name, member.value)
-        for enum, (_, prefix) in enums.items()
-        for name, member in enum.__members__.items()
-    ]
+def headers() -> Path:
+    """The directory of the headers of the library in use."""
+    return library().path.parent.parent / "include"
 
 
-def complaint_of_the_compiler(declarations: h.Declarations, enums: Enums = h.C_PREFIX) -> str:
-    """What the C compiler has against the declarations; empty if nothing."""
-    include = library().path.parent.parent / "include"
-    assert (include / "llama.h").is_file(), "build_llama.sh installs the headers"
-    typedefs, _, prototypes = declarations.text
-    lines = ["#include <stddef.h>", '#include "llama.h"', typedefs, prototypes]
-    for name, struct in declarations.structs.items():
-        c_name = f"struct {name}"
-        lines.append(f'_Static_assert(sizeof({c_name}) == {ctypes.sizeof(struct)}, "{name}");')
-        for field, ctype, *_ in struct._fields_:
-            descriptor = getattr(struct, field)
-            where = f"({c_name} *) 0)->{field}"
-            lines += [
-                f'_Static_assert(offsetof({c_name}, {field}) == {descriptor.offset}, "{field}");',
-                f'_Static_assert(sizeof(({where}) == {ctypes.sizeof(ctype)}, "{field}");',
-            ]
-    # A pointer of another type has the same size: only assigning its address tells them apart.
-    for name, body in re.findall(r"struct (\w+) \{(.*?)\};", declarations.text[1], re.S):
-        lines.append(f"static void check_{name}(struct {name} * s) {{ (void) s;")
-        for statement in body.split(";"):
-            if statement.strip():
-                field = statement.replace("*", " ").split()[-1]
-                field_type = " ".join(statement.split()).removesuffix(field).strip()
-                lines.append(f"    {{ {field_type} * same = &s->{field}; (void) same; }}")
-        lines.append("}")
-    lines += [f'_Static_assert({name} == {value}, "{name}");' for name, value in enum_values(enums)]
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    assert compiler is not None
-    done = subprocess.run(
-        [compiler, "-std=c11", "-fsyntax-only", "-Werror", "-Wno-unused-function", "-x", "c",
-         f"-I{include}", "-"],
-        input="\n".join(lines), capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    return done.stderr if done.returncode else ""
+def declarations(*text: str, enums: Enums = h.C_PREFIX, laid_out: bool = True) -> h.Declarations:
+    """Declarations of this C text, with the structures as the library has them."""
+    typedefs, structs, prototypes = text or h.DECLARATIONS.text
+    made = h.Declarations(typedefs, structs, prototypes, enums)
+    if laid_out:
+        made.lay_out(layouts_of(library().path))
+    return made
+
+
+def padded(struct: str) -> str:
+    """The C text of a structure of parameters, with what is not declared as bytes."""
+    layout = layouts_of(library().path)[struct]
+    types, text, end = h.DECLARATIONS.fields[struct], "", 0
+    placed = sorted((layout["offsets"][field], field) for field in types)
+    for offset, field in [*placed, (layout["size"], "")]:
+        if offset > end:
+            text += f"char _{end}[{offset - end}];"
+        if field:
+            text += f"{types[field]} {field};"
+            descriptor = getattr(h.DECLARATIONS.structs[struct], field)
+            end = offset + descriptor.size
+    return f"struct {struct} {{ {text} }};"
 
 
 def complaints_of_cffi(
@@ -80,6 +69,9 @@ def complaints_of_cffi(
         f"enum {c_name} {{ {', '.join(f'{prefix}{n} = {m.value}' for n, m in e.__members__.items())} }};"
         for e, (c_name, prefix) in enums.items()
     )
+    for name in declarations.parameters & declarations.structs.keys():
+        (own,) = re.findall(rf"struct {name} \{{.*?\}};", structs, re.S)
+        structs = structs.replace(own, padded(name))
     ffi.cdef(f"{enum_text}\n{typedefs}\n{structs}\n{prototypes}")
     found = []
     for name, struct in declarations.structs.items():
@@ -88,6 +80,8 @@ def complaints_of_cffi(
             found.append(f"sizeof {name}")
         theirs = dict(c_struct.fields)
         for field, ctype, *_ in struct._fields_:
+            if field.startswith("_"):
+                continue
             if field not in theirs:
                 found.append(f"{name}.{field}")
                 continue
@@ -157,7 +151,7 @@ def shape_of_cffi(ctype: Any) -> str:
 
 
 def test_the_c_compiler_accepts_every_declaration_beside_llama_h() -> None:
-    assert complaint_of_the_compiler(h.DECLARATIONS) == ""
+    assert check_headers.complaints(h.DECLARATIONS, [headers()]) == {}
 
 
 def test_cffi_reads_the_same_layouts_and_signatures_from_the_text() -> None:
@@ -174,7 +168,6 @@ def test_the_pinned_commit_and_header_are_the_ones_build_llama_sh_installs() -> 
     script = (Path(__file__).parents[2] / "build_llama.sh").read_text()
     assert h.LLAMA_CPP_COMMIT in script
     assert library().record["commit"] == h.LLAMA_CPP_COMMIT
-    assert library().record["llama_h_sha256"] == h.LLAMA_H_SHA256
 
 
 def replaced(index: int, old: str, new: str) -> Callable[[], tuple[str, str, str]]:
@@ -219,23 +212,113 @@ WRONG = {
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_the_compiler_catches(kind: str) -> None:
-    assert complaint_of_the_compiler(h.Declarations(*WRONG[kind]())) != ""
+    wrong = declarations(*WRONG[kind](), laid_out=False)
+    assert check_headers.complaints(wrong, [headers()]) != {}
 
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_cffi_catches_our_reading_differing_from_the_text(kind: str) -> None:
     """cffi reads the true text, our parser the changed one: they must disagree."""
-    changed = h.Declarations(*WRONG[kind]())
+    changed = declarations(*WRONG[kind]())
     assert complaints_of_cffi(changed, h.DECLARATIONS.text) != []
 
 
 def test_the_compiler_catches_a_stale_enum_value() -> None:
     """The mistake of another binding: an old header's ERROR = 3."""
     stale = IntEnum("stale", {"ERROR": 3})
-    complaint = complaint_of_the_compiler(
-        h.DECLARATIONS, {stale: ("ggml_log_level", "GGML_LOG_LEVEL_")}
+    wrong = declarations(enums={stale: ("ggml_log_level", "GGML_LOG_LEVEL_")}, laid_out=False)
+    assert [*check_headers.complaints(wrong, [headers()])] == ["GGML_LOG_LEVEL_ERROR"]
+
+
+# --- Other versions of llama.cpp --------------------------------------------------------------------
+
+
+@pytest.fixture
+def changed_headers(tmp_path: Path) -> Callable[[str, str], Path]:
+    """Make a copy of the headers with something else in llama.h."""
+
+    def make(old: str, new: str) -> Path:
+        copy = tmp_path / "include"
+        shutil.copytree(headers(), copy)
+        text = (copy / "llama.h").read_text()
+        found = re.sub(old, new, text, count=1)
+        assert found != text
+        (copy / "llama.h").write_text(found)
+        return copy
+
+    return make
+
+
+def checked(headers: Path, records: Path) -> subprocess.CompletedProcess[str]:
+    """Compare headers with the declarations as build_llama.sh does."""
+    command = [sys.executable, str(SCRIPT), str(records), str(headers)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_fields_that_have_moved_are_laid_out_where_the_headers_have_them(
+    changed_headers: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    """The next release after the pin had a new field in the middle."""
+    changed = changed_headers(
+        r"( +)(ggml_abort_callback\s+abort_callback;)", r"\1size_t moe_cache_size;\n\1\2"
     )
-    assert "GGML_LOG_LEVEL_ERROR" in complaint
+    assert checked(changed, tmp_path / "records").stderr == ""
+    (record,) = (tmp_path / "records").iterdir()
+    assert record.name == f"{h.DECLARATIONS.digest}.json"
+    made = declarations(laid_out=False)
+    made.lay_out(json.loads(record.read_text())["structs"])
+    own, moved = (each.structs["llama_context_params"] for each in (h.DECLARATIONS, made))
+    assert ctypes.sizeof(moved) == ctypes.sizeof(own) + 8
+    assert moved.n_ctx.offset == own.n_ctx.offset
+    for name in ("abort_callback", "abort_callback_data", "embeddings", "kv_unified"):
+        assert getattr(moved, name).offset == getattr(own, name).offset + 8
+    with pytest.raises(AttributeError):
+        moved().moe_cache_size = 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        (r"bool offload_kqv;", "", "llama_context_params.offload_kqv"),
+        (r"bool offload_kqv;", "int32_t offload_kqv;", "llama_context_params.offload_kqv"),
+        (r"int32_t +llama_encode\(", "int32_t llama_encodes(", "llama_encode"),
+        (r"typedef int32_t llama_pos;", "typedef int64_t llama_pos;", "llama_pos"),
+        (r"LLAMA_POOLING_TYPE_RANK += 4", "LLAMA_POOLING_TYPE_RANK = 5", "LLAMA_POOLING_TYPE_RANK"),
+        (r"( +)(int8_t +\* +logits;)", r"\1float * temperatures;\n\1\2", "llama_batch.logits"),
+    ],
+)
+def test_what_does_not_fit_is_named_before_anything_is_compiled(
+    old: str, new: str, named: str, changed_headers: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    done = checked(changed_headers(old, new), tmp_path / "records")
+    assert done.returncode == 1
+    assert re.search(rf"^  {re.escape(named)}: ", done.stderr, re.M), done.stderr
+    assert not (tmp_path / "records").exists()
+
+
+def test_a_library_may_lack_the_functions_that_are_needed_now_and_then(
+    changed_headers: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    changed = changed_headers(r"uint32_t llama_model_quantize\(", "uint32_t llama_quantize_model(")
+    assert checked(changed, tmp_path / "records").stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda layout: layout["offsets"].pop("n_ctx"), "llama_context_params has no n_ctx"),
+        (
+            lambda layout: layout["offsets"].update(n_ctx=2),
+            "the fields of llama_context_params cannot",
+        ),
+        (lambda layout: layout.update(size=12), "the fields of llama_context_params cannot"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_rejected(change: Callable[[Any], Any], told: str) -> None:
+    layouts = json.loads(json.dumps(layouts_of(library().path)))
+    change(layouts["llama_context_params"])
+    with pytest.raises(ValueError, match=told):
+        declarations(laid_out=False).lay_out(layouts)
 
 
 def test_a_struct_pointer_of_the_wrong_kind_is_refused_by_ctypes() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +13,10 @@ from typing import Any
 import pytest
 
 from cllm.bindings import library
+from cllm.bindings._layout import KNOWN_LIBRARIES
 from cllm.bindings._library import Library
-from cllm.errors import LibraryError
+from cllm.bindings._llama_h import C_PREFIX, DECLARATIONS, Declarations
+from cllm.errors import AbiMismatchError, LibraryError
 
 
 class StandIn:
@@ -94,3 +98,79 @@ def test_what_the_user_has_set_stays(name: str, value: str, spins: str) -> None:
     report, later = openmp_report(name, value)
     assert f"GOMP_SPINCOUNT = '{spins}'" in report
     assert later == value
+
+
+# --- Which library -------------------------------------------------------------------------------
+def loading(library: Path) -> str:
+    """Load a library in a child process; the last line of what it says."""
+    done = subprocess.run(
+        [sys.executable, "-c", "from cllm.bindings import library; print(library().path)"],
+        env=os.environ | {"CLLM_LIBRARY": str(library)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return (done.stdout + done.stderr).strip().splitlines()[-1]
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """The library in use, in a directory of its own with its build's record."""
+    installed = library().path.parent.parent
+    shutil.copytree(installed, tmp_path / "copy", ignore=shutil.ignore_patterns("bin", "include"))
+    return tmp_path / "copy"
+
+
+def test_a_copy_of_a_build_is_loaded_with_its_records(copied: Path) -> None:
+    assert loading(copied) == str(library_in(copied))
+
+
+def library_in(folder: Path) -> Path:
+    return folder / "lib" / library().path.name
+
+
+def test_a_build_that_was_compared_with_other_declarations_says_how_to_compare_it_again(
+    copied: Path,
+) -> None:
+    shutil.rmtree(copied / "layouts")
+    told = loading(copied)
+    assert "AbiMismatchError" in told
+    assert "was not compared with the declarations of this cllm: run ./build_llama.sh again" in told
+
+
+def test_a_library_without_a_record_is_rejected_with_the_names_of_those_that_are_known(
+    copied: Path,
+) -> None:
+    shutil.rmtree(copied / "layouts")
+    (copied / "build.json").unlink()
+    told = loading(copied)
+    assert f"{library_in(copied)} is not a library that cllm knows (node-llama-cpp" in told
+    assert "build it with ./build_llama.sh" in told
+
+
+def test_a_record_without_a_field_that_is_set_is_rejected_by_its_name(copied: Path) -> None:
+    (file,) = (copied / "layouts").glob(f"{DECLARATIONS.digest}.json")
+    record = json.loads(file.read_text())
+    del record["structs"]["llama_model_params"]["offsets"]["no_alloc"]
+    file.unlink()
+    file.write_text(json.dumps(record))
+    assert loading(copied).endswith("llama_model_params has no no_alloc")
+
+
+def test_the_known_libraries_were_compared_with_these_declarations() -> None:
+    known = json.loads(KNOWN_LIBRARIES.read_text())
+    assert known["declarations"] == DECLARATIONS.digest, "run python -m tools.known_libraries"
+    assert len({each["sha256"] for each in known["libraries"]}) == len(known["libraries"]) >= 4
+    for each in known["libraries"]:
+        Declarations(*DECLARATIONS.text, C_PREFIX).lay_out(each["structs"])
+
+
+@pytest.mark.parametrize("name", ["llama_model_quantize", "llama_max_parallel_sequences"])
+def test_a_function_that_a_library_may_lack_is_missed_when_it_is_called(name: str) -> None:
+    lacking: Any = Library.__new__(Library)
+    lacking.path = Path("other.so")
+    lacking._lacks(name)
+    if name == "llama_max_parallel_sequences":
+        assert lacking.llama_max_parallel_sequences() == library().llama_max_parallel_sequences()
+    else:
+        with pytest.raises(LibraryError, match=r"other\.so has no function llama_model_quantize"):
+            lacking.llama_model_quantize(b"a", b"b", None)
+    with pytest.raises(AbiMismatchError, match=r"other\.so has no function llama_decode"):
+        lacking._lacks("llama_decode")

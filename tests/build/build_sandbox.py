@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -20,12 +21,18 @@ from pathlib import Path
 from typing import Any
 
 PROJECT = Path(__file__).resolve().parents[2]
-SDIST = "llama_cpp_python-0.3.36"
-SDIST_SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
+SCRIPT = (PROJECT / "build_llama.sh").read_text(encoding="utf-8")
+SDIST, REQUIREMENT, TREE, SDIST_SHA256 = (
+    re.findall(rf"\b{name}=(\S+)", SCRIPT)[0]
+    for name in ("SDIST", "REQUIREMENT", "TREE", "SDIST_SHA256")
+)
 DEADLINE_S = 60
 
 SOURCE_FILES = {
-    "CMakeLists.txt": "project(llama.cpp)",
+    "CMakeLists.txt": "".join(
+        f"set(LLAMA_VERSION_{part} {number})\n"
+        for part, number in (("MAJOR", 9), ("MINOR", 8), ("PATCH", 7))
+    ),
     "LICENSE": "MIT License",
     "include/llama.h": "// llama.h",
     "ggml/include/ggml.h": "// ggml.h",
@@ -88,9 +95,21 @@ STAND_INS = {
         echo "$*" >>"$STUB/pip.log"
         while [ "$1" != --dest ]; do shift; done
         cat "$2/requirements.txt" >>"$STUB/pip.log"
-        cp "$STUB/sdist.tar.gz" "$2/llama_cpp_python-0.3.36.tar.gz"
-        """,
+        cp "$STUB/sdist.tar.gz" "$2/SDIST.tar.gz"
+        """.replace("SDIST", SDIST),
 }
+
+# In place of the comparison of headers; $HEADERS says what they are like.
+CHECK_HEADERS = """
+import os, pathlib, sys
+with open(os.environ["STUB"] + "/headers.log", "a") as log:
+    print(*sys.argv[2:], file=log)
+records = pathlib.Path(sys.argv[1])
+if os.environ["HEADERS"] == "differ":
+    sys.exit("  llama_decode: conflicting types")
+records.mkdir(parents=True, exist_ok=True)
+(records / f"{os.environ['DECLARATIONS']}.json").write_text("{}")
+"""
 
 
 def write_program(path: Path, body: str) -> None:
@@ -101,7 +120,7 @@ def write_program(path: Path, body: str) -> None:
 
 def write_sdist(path: Path) -> None:
     """The archive that pip would bring: llama.cpp inside another project."""
-    files = {f"{SDIST}/vendor/llama.cpp/{name}": text for name, text in SOURCE_FILES.items()}
+    files = {f"{SDIST}/{TREE}/{name}": text for name, text in SOURCE_FILES.items()}
     with tarfile.open(path, "w:gz") as archive:
         for name, text in {**files, f"{SDIST}/setup.py": "raise SystemExit"}.items():
             info = tarfile.TarInfo(name)
@@ -149,6 +168,8 @@ class Sandbox:
             "NINJA": "",
             "AMX": "",
             "DECODE": "",
+            "HEADERS": "",
+            "DECLARATIONS": "first",
             **variables,
         }
 
@@ -190,6 +211,8 @@ def make_sandbox(directory: Path) -> Sandbox:
     (made.project / "cllm").mkdir(parents=True)
     (made.stub / "bin").mkdir(parents=True)
     shutil.copytree(PROJECT / "tools" / "native", made.project / "tools" / "native")
+    check_headers = made.project / "tools" / "native" / "check_headers.py"
+    check_headers.write_text(CHECK_HEADERS, encoding="utf-8")
     for name, body in STAND_INS.items():
         write_program(made.stub / "bin" / name, body)
     for name in ("model.gguf", "libgomp.so.1"):
@@ -199,9 +222,8 @@ def make_sandbox(directory: Path) -> Sandbox:
 
     write_sdist(made.stub / "sdist.tar.gz")
     sha256 = hashlib.sha256((made.stub / "sdist.tar.gz").read_bytes()).hexdigest()
-    script = (PROJECT / "build_llama.sh").read_text(encoding="utf-8")
-    assert script.count(SDIST_SHA256) == 1
+    assert SCRIPT.count(SDIST_SHA256) == 1
     copy = made.project / "build_llama.sh"
-    copy.write_text(script.replace(SDIST_SHA256, sha256), encoding="utf-8")
+    copy.write_text(SCRIPT.replace(SDIST_SHA256, sha256), encoding="utf-8")
     copy.chmod(0o755)
     return made

@@ -20,6 +20,7 @@ from cllm.bindings._llama_h import LLAMA_CPP_COMMIT
 from tests.build.build_sandbox import (
     DEADLINE_S,
     PROJECT,
+    REQUIREMENT,
     SDIST,
     Sandbox,
     make_sandbox,
@@ -55,13 +56,18 @@ def test_a_build_is_installed_linked_and_recorded(sandbox: Sandbox) -> None:
     sandbox.build()
 
     assert sandbox.link.readlink().parent == sandbox.native
-    assert names_in(sandbox.link) == ["LICENSE.llama.cpp", "build.json", "include", "lib"]
+    assert names_in(sandbox.link) == [
+        "LICENSE.llama.cpp",
+        "build.json",
+        "include",
+        "layouts",
+        "lib",
+    ]
     assert names_in(sandbox.link / "lib") == LIBRARIES
     headers = ["ggml-cpu.h", "ggml.h", "gguf.h", "llama.h"]
     assert names_in(sandbox.link / "include") == headers
     record = sandbox.record()
-    header = (sandbox.link / "include" / "llama.h").read_bytes()
-    assert record["llama_h_sha256"] == hashlib.sha256(header).hexdigest()
+    assert record["version"] == "9.8.7"
     assert record["compiler"] == "c++ (stand-in) 1.0"
     assert record["cmake_version"] == "3.99.0"
     assert record["backends"] == ["cpu"]
@@ -84,6 +90,33 @@ def test_a_second_run_builds_nothing_and_says_so_in_one_line(sandbox: Sandbox) -
     assert len(output.splitlines()) == 1
     assert "already built" in output
     assert [sandbox.log(program) for program in ("cmake", "ninja", "pip")] == calls
+
+
+def test_headers_that_do_not_fit_end_the_build_before_anything_is_compiled(
+    sandbox: Sandbox,
+) -> None:
+    result = sandbox.run(HEADERS="differ")
+    assert result.returncode == 1
+    assert "llama_decode: conflicting types" in result.stderr
+    assert "does not fit cllm's declarations" in result.stderr
+    assert sandbox.log("cmake") == sandbox.installed() == []
+
+
+def test_other_declarations_are_compared_with_the_build_that_is_there(sandbox: Sandbox) -> None:
+    sandbox.build()
+    calls = sandbox.log("ninja")
+    assert "already built" in sandbox.build(DECLARATIONS="second")
+    assert names_in(sandbox.link / "layouts") == ["first.json", "second.json"]
+    assert sandbox.log("ninja") == calls
+    assert sandbox.log("headers")[-1] == f"{sandbox.link.readlink()}/include"
+
+
+def test_an_installation_elsewhere_has_the_record_of_its_own_declarations(
+    sandbox: Sandbox, tmp_path: Path
+) -> None:
+    sandbox.build()
+    sandbox.build("--prefix", str(tmp_path / "there"), DECLARATIONS="second")
+    assert names_in(tmp_path / "there" / "layouts") == ["second.json"]
 
 
 def test_a_rebuild_after_a_failure_does_not_download_again(sandbox: Sandbox) -> None:
@@ -346,7 +379,7 @@ def test_pip_is_told_the_hash_before_it_runs_code_of_the_archive(sandbox: Sandbo
     command, requirement = sandbox.log("pip")
     assert "--no-deps --no-binary llama-cpp-python" in command
     sha256 = hashlib.sha256((sandbox.stub / "sdist.tar.gz").read_bytes()).hexdigest()
-    assert requirement == f"llama-cpp-python==0.3.36 --hash=sha256:{sha256}"
+    assert requirement == f"{REQUIREMENT} --hash=sha256:{sha256}"
 
 
 def test_clean_removes_the_builds_and_the_link_but_not_the_download(sandbox: Sandbox) -> None:

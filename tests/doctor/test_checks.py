@@ -10,12 +10,14 @@ import pytest
 
 from cllm import EngineConfig
 from cllm.bindings import Context, Model, library
+from cllm.bindings._llama_h import LLAMA_CPP_COMMIT, LLAMA_CPP_VERSION
 from cllm.doctor import Check, Finding, Status, examine
 from cllm.doctor.installation import (
     check_amx,
     check_build,
     check_cpu,
     check_memory,
+    check_version,
     installation_checks,
     memory_check,
 )
@@ -47,6 +49,23 @@ def test_the_installed_library_passes_with_its_path_and_commit() -> None:
     assert checks["library"].text == str(library().path)
     assert str(library().record["commit"]) in checks["declarations"].text
     assert all("\n" not in check.text for check in checks.values())
+
+
+@pytest.mark.parametrize(
+    ("commit", "version", "status", "told"),
+    [
+        (LLAMA_CPP_COMMIT, "0.5.0-dev", Status.OK, "which the tests run with"),
+        ("abc", "999.6.0-dev", Status.WARNING, "llama.cpp abc (999.6.0-dev), newer than tested"),
+        ("abc", "0.1.0", Status.WARNING, "older than tested"),
+        ("abc", LLAMA_CPP_VERSION + "-dev", Status.WARNING, "another than tested"),
+    ],
+)
+def test_another_llama_cpp_than_the_tested_one_is_named(
+    commit: str, version: str, status: Status, told: str
+) -> None:
+    check = check_version({"commit": commit}, version)
+    assert check.status is status
+    assert told in check.text
 
 
 @pytest.mark.parametrize(

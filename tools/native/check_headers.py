@@ -1,0 +1,171 @@
+"""Compare cllm's declarations with the headers of a llama.cpp tree; `build_llama.sh` runs it before it compiles.
+
+The C compiler checks each prototype, type of a field, typedef and enum value beside the headers.  Where
+llama.cpp's structures of parameters keep their fields may differ from version to version: this is measured
+and recorded, and cllm reads the record when it loads the library (`_llama_h.Declarations.lay_out`).
+
+Usage: check_headers.py RECORDS DIR...
+
+RECORDS : a directory; the record is written there, in a file named after the declarations
+DIR : directories with llama.h and ggml's headers
+
+It needs the standard library and a C compiler (`CC`), and neither cllm nor libllama.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve()
+DECLARATIONS = HERE.parents[2] / "cllm" / "bindings" / "_llama_h.py"
+ERROR = re.compile(r"^([\w.]+):\d+(?::\d+)?: (?:fatal )?error: (.*)$", re.M)
+UNDECLARED = "undeclared"  # gcc: 'x' undeclared; clang: undeclared identifier
+
+
+def declarations_at(path: Path = DECLARATIONS) -> Any:
+    """Return the module of declarations; it is loaded by its path, because cllm may not be installed."""
+    spec = importlib.util.spec_from_file_location("_llama_h", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def complaints(declared: Any, directories: Sequence[Path]) -> dict[str, str]:
+    """Return what the compiler has against the declarations, by the names of what is declared.
+
+    Parameters
+    ----------
+    declared : _llama_h.Declarations
+    directories : sequence of Path
+        Of the headers.
+    """
+    checks = [*_of_types(declared), *_of_functions(declared), *_of_enums(declared)]
+    lines = ['#include <stddef.h>\n#include "llama.h"']
+    lines += [f'#line 1 "{name}"\n{code}' for name, code in checks]
+    done = _compiled(lines, directories, "-fsyntax-only")
+    found: dict[str, str] = {}
+    for name, text in ERROR.findall(done.stderr):
+        found.setdefault(name, text)
+    if done.returncode and not found:
+        raise SystemExit(f"check_headers.py: the compiler fails: {done.stderr.strip()}")
+    return found
+
+
+def layout(declared: Any, directories: Sequence[Path]) -> dict[str, Any]:
+    """Return the size of each structure of parameters and the offsets of its fields, in bytes."""
+    lines = ['#include <stddef.h>\n#include <stdio.h>\n#include "llama.h"', "int main(void) {"]
+    for name in sorted(declared.parameters):
+        lines.append(f'printf("{name} %zu\\n", sizeof(struct {name}));')
+        lines += [
+            f'printf("{name}.{field} %zu\\n", offsetof(struct {name}, {field}));'
+            for field in declared.fields[name]
+        ]
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "layout"
+        done = _compiled([*lines, "return 0; }"], directories, "-o", str(program))
+        if done.returncode:
+            raise SystemExit(f"check_headers.py: the compiler fails: {done.stderr.strip()}")
+        told = subprocess.run([program], capture_output=True, text=True, check=True).stdout
+    structs: dict[str, Any] = {}
+    for line in told.splitlines():
+        name, number = line.split()
+        struct, _, field = name.partition(".")
+        if field:
+            structs[struct]["offsets"][field] = int(number)
+        else:
+            structs[struct] = {"size": int(number), "offsets": {}}
+    return structs
+
+
+def _of_types(declared: Any) -> Iterator[tuple[str, str]]:
+    """Yield the name of what is declared, and C code that compiles if it is declared rightly."""
+    for name, text in declared.typedefs.items():
+        yield name, f"{text};"
+    for struct, fields in declared.fields.items():
+        for field, c_type in fields.items():
+            # A pointer of another type has the same size: only assigning its address tells them apart.
+            code = f"{{ {c_type} * same = &s->{field}; (void) same; }}"
+            yield f"{struct}.{field}", f"static void f_{struct}_{field}(struct {struct} * s) {code}"
+        if struct not in declared.parameters:
+            natural = declared.structs[struct]
+            for field in fields:
+                offset = getattr(natural, field).offset
+                condition = f"offsetof(struct {struct}, {field}) == {offset}"
+                yield f"{struct}.{field}", f'_Static_assert({condition}, "is elsewhere");'
+            size = ctypes.sizeof(natural)
+            yield (
+                struct,
+                f'_Static_assert(sizeof(struct {struct}) == {size}, "is not {size} bytes");',
+            )
+
+
+def _of_functions(declared: Any) -> Iterator[tuple[str, str]]:
+    for name, prototype in declared.prototypes.items():
+        # C takes a prototype of a function that no header has.
+        yield name, f"static void * g_{name}(void) {{ return (void *) &{name}; }}"
+        yield name, f"{prototype.text};"
+
+
+def _of_enums(declared: Any) -> Iterator[tuple[str, str]]:
+    for enum, (c_name, prefix) in declared.enums.items():
+        yield c_name, f'_Static_assert(sizeof(enum {c_name}) == 4, "is not 4 bytes");'
+        for name, member in enum.__members__.items():
+            full, value = prefix + name, member.value
+            yield full, f'_Static_assert({full} == {value}, "is not {value}");'
+
+
+def _compiled(
+    lines: Sequence[str], directories: Sequence[Path], *options: str
+) -> subprocess.CompletedProcess[str]:
+    compiler = os.environ.get("CC", "cc").split()
+    flags = ["-std=c11", "-Werror=incompatible-pointer-types", "-Wno-deprecated-declarations"]
+    flags += ["-Wno-unused-function", "-fdiagnostics-color=never"]
+    places = [f"-I{directory}" for directory in directories]
+    return subprocess.run(
+        [*compiler, *flags, *places, "-x", "c", "-", *options],
+        input="\n".join(lines), capture_output=True, text=True, check=False,
+        env=os.environ | {"LC_ALL": "C"},
+    )  # fmt: skip
+
+
+def main() -> int:
+    """Write the record, or print what does not fit."""
+    records, directories = Path(sys.argv[1]), [Path(given) for given in sys.argv[2:]]
+    module = declarations_at()
+    declared = module.DECLARATIONS
+    path = records / f"{declared.digest}.json"
+    if path.exists():
+        return 0
+    found = complaints(declared, directories)
+    wrong = [
+        f"  {name}: {text}"
+        for name, text in found.items()
+        if not (name in module.OPTIONAL and UNDECLARED in text)
+    ]
+    if wrong:
+        print(f"llama.h and cllm's declarations differ, {len(wrong)} times:", file=sys.stderr)
+        print("\n".join(wrong), file=sys.stderr)
+        return 1
+    records.mkdir(parents=True, exist_ok=True)
+    record = {"structs": layout(declared, directories)}
+    waiting = path.with_suffix(f".{os.getpid()}")
+    waiting.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    waiting.replace(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
