@@ -494,7 +494,9 @@ class Declarations:
         return hashlib.sha256("\n".join([*self.text, *enums]).encode()).hexdigest()[:12]
 
     def lay_out(self, layouts: Mapping[str, Mapping[str, Any]]) -> None:
-        """Put the fields of the structures of parameters where a library has them; once.
+        """Put the fields of the structures of parameters where a library has them.
+
+        A second library in one process has to have them in the same places.
 
         Parameters
         ----------
@@ -518,7 +520,8 @@ class Declarations:
                 if field:
                     fields.append((field, types[field]))
                     end = offset + ctypes.sizeof(types[field])
-            self.structs[name]._fields_ = fields
+            if "_fields_" not in vars(self.structs[name]):
+                self.structs[name]._fields_ = fields
             found = [getattr(self.structs[name], field).offset for _, field in placed]
             size = ctypes.sizeof(self.structs[name])
             if (size, found) != (layout["size"], [offset for offset, _ in placed]):

@@ -12,7 +12,7 @@ from typing import Any
 
 from cllm.bindings import _llama_h as h
 from cllm.bindings._handle import NativeHandle
-from cllm.bindings._library import find_library, forward_log, library
+from cllm.bindings._library import forward_log, library
 from cllm.bindings.vocabulary import Vocabulary, c_string
 from cllm.checks import INT32_MAX, check_int
 from cllm.errors import LlamaCallError, ModelLoadError
@@ -89,8 +89,11 @@ class Model(NativeHandle):
         if not pointer:
             progress.reraise()
             if "unknown model architecture" in reason:
-                commit = str(find_library()[1].get("commit", "of an unknown commit"))[:9]
-                reason += f"; this llama.cpp is {commit}, and a newer one may know it"
+                commit, version = lib.record.get("commit", "unknown"), lib.llama_version().decode()
+                reason += (
+                    f"; this llama.cpp is {commit} ({version}), and a newer one may know it: "
+                    "./build_llama.sh --source DIR, or a newer cllm"
+                )
             raise ModelLoadError(path, reason or "llama.cpp gives no reason")
         super().__init__(pointer, lib.llama_model_free)
         self.path = path

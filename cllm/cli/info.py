@@ -1,4 +1,4 @@
-"""`cllm info`: what a model's file says."""
+"""`cllm info`: facts from a model's file; of a file that llama.cpp does not load, its header."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from rich.filesize import decimal
 
 from cllm import EngineConfig
 from cllm.cli.options import model_file
-from cllm.doctor.model_facts import ModelFacts, model_facts
+from cllm.doctor.model_facts import FileFacts, ModelFacts, file_facts, model_facts
+from cllm.errors import LibraryError, ModelLoadError
+
+MAX_VALUE = 60  # characters of a value of the metadata
 
 
 def info(
@@ -24,15 +27,39 @@ def info(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> int:
     """Show the architecture of a model, the abilities of its chat template, and the memory it needs."""
-    facts = model_facts(EngineConfig(model=model_file(model)).model_path, n_ctx or ())
+    path = EngineConfig(model=model_file(model)).model_path
+    facts: ModelFacts | FileFacts
+    try:
+        facts = model_facts(path, n_ctx or ())
+    except (ModelLoadError, LibraryError) as error:
+        found = file_facts(path, str(error))
+        if found is None:
+            raise
+        facts = found
     if as_json:
         typer.echo(json.dumps(facts.as_dict()))
     else:
-        _show(facts)
+        _show(_lines(facts) if isinstance(facts, ModelFacts) else _lines_of_file(facts))
     return 0
 
 
-def _show(facts: ModelFacts) -> None:
+def _lines_of_file(facts: FileFacts) -> list[tuple[str, str]]:
+    return [
+        ("name", facts.name),
+        ("file", f"{facts.path}, {decimal(facts.n_bytes)}"),
+        ("kind", f"{facts.kind}, {facts.architecture}"),
+        ("parameters", f"{facts.n_params:,} in {facts.n_tensors:,} tensors"),
+        *((key, _short(value)) for key, value in facts.metadata.items()),
+        ("not loaded", facts.reason),
+    ]
+
+
+def _short(value: object) -> str:
+    text = " ".join(str(value).split())
+    return text if len(text) <= MAX_VALUE else text[:MAX_VALUE] + " …"
+
+
+def _lines(facts: ModelFacts) -> list[tuple[str, str]]:
     heads = f"{facts.n_head} heads ({facts.n_head_kv} of keys and values)"
     lines = [
         ("name", facts.name),
@@ -51,6 +78,10 @@ def _show(facts: ModelFacts) -> None:
     ]
     if facts.available_bytes is not None:
         lines.append(("memory", f"{decimal(facts.available_bytes)} available now"))
+    return lines
+
+
+def _show(lines: list[tuple[str, str]]) -> None:
     width = max(len(name) for name, _ in lines)
     for name, value in lines:
         print(f"{name:{width}}  {value}")

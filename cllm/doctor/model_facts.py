@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from cllm.bindings import Model
 from cllm.doctor.model_checks import check_vocabulary, shared_prefixes
 from cllm.doctor.template_check import check_chat_template
 from cllm.engine.config import EngineConfig
+from cllm.engine.llama.gguf_header import read_header, read_shapes
 from cllm.engine.llama.memory import kv_bytes
 from cllm.engine.llama.preflight import Preflight, model_files
 from cllm.memory import available_bytes
@@ -54,6 +56,62 @@ class ModelFacts:
     def as_dict(self) -> dict[str, Any]:
         """Return the facts for JSON."""
         return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """Properties of a GGUF file that llama.cpp does not load.
+
+    Attributes
+    ----------
+    kind : str
+        What it says it is: a model, an adapter, a projector (mmproj).
+    n_bytes, n_tensors, n_params : int
+        Of this file, if a model has several.
+    metadata : mapping
+        The values before the vocabulary.
+    reason : str
+        Why it is not loaded.
+    """
+
+    path: str
+    name: str
+    kind: str
+    architecture: str
+    n_bytes: int
+    n_tensors: int
+    n_params: int
+    metadata: Mapping[str, Any]
+    reason: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the facts for JSON."""
+        return asdict(self)
+
+
+def file_facts(path: Path, reason: str) -> FileFacts | None:
+    """Return the facts in the header of a GGUF file, without libllama; None: it has none.
+
+    Parameters
+    ----------
+    reason : str
+        Why it is not loaded.
+    """
+    metadata, shapes = read_header(path), read_shapes(path)
+    architecture = metadata.get("general.architecture")
+    if not isinstance(architecture, str):
+        return None
+    return FileFacts(
+        path=str(path),
+        name=str(metadata.get("general.name", path.stem)),
+        kind=str(metadata.get("general.type", "model")),
+        architecture=architecture,
+        n_bytes=path.stat().st_size,
+        n_tensors=len(shapes),
+        n_params=sum(map(math.prod, shapes.values())),
+        metadata=metadata,
+        reason=reason,
+    )
 
 
 def model_facts(path: Path, n_ctx: Iterable[int] = ()) -> ModelFacts:
