@@ -117,7 +117,7 @@ def _of_line(error: InvalidRequestError, n_before: int) -> InvalidRequestError:
 
 
 async def _parts(given: Iterable[str]) -> AsyncIterator[list[str]]:
-    """The texts, some at a time; a `-` is replaced by the lines of standard input."""
+    """Yield the texts, those of standard input (`-`) some at a time."""
     part: list[str] = []
     for argument in given:
         if argument != STANDARD_INPUT:
@@ -125,7 +125,7 @@ async def _parts(given: Iterable[str]) -> AsyncIterator[list[str]]:
             continue
         async for line in input_lines():
             part.append(line)
-            if len(part) == N_AT_ONCE:
+            if len(part) >= N_AT_ONCE:
                 yield part
                 part = []
     if part:

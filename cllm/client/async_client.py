@@ -51,7 +51,8 @@ class AsyncClient(Generates[AnswerStream]):
     model : str, optional
         Name of a model, on a server of several; or of a LoRA adapter.
     patience_s : float
-        Seconds without any answer before a `ServerError`.
+        Seconds for which servers that cannot be reached, or answer 502, 503 or 504, are asked again before
+        `ServerError` is raised.  A server that was reached is waited for.
 
     Raises
     ------

@@ -34,7 +34,8 @@ class Replicas:
     urls : sequence of str
         Of servers, or of one address that stands for many.
     patience_s : float
-        Seconds without any answer before that is an error.
+        Seconds for which servers that cannot be reached, or answer 502, 503 or 504, are asked again before
+        an error is raised.  A server that was reached is waited for.
     """
 
     def __init__(

@@ -70,7 +70,7 @@ class IngressRouter:
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc,unused-ignore]
-    """Chooses by a `PrefixTable`, and by how many requests each replica has.
+    """Choice of a replica by a `PrefixTable` and the number of its requests, or by the session alone.
 
     That is the number in the latest statistics of the replica, and each request sent since.  A request
     that has ended since is still counted, and with short answers these are many.  So the replicas are

@@ -255,8 +255,10 @@ def fake_server(rules: object = ()) -> Iterator[FakeServer]:
         try:
             deadline = time.monotonic() + START_S
             while app.state.server.engine is None:
-                if not thread.is_alive() or time.monotonic() > deadline:
-                    raise EngineFailedError(f"no server: {app.state.server.failure}")
+                if not thread.is_alive():
+                    raise EngineFailedError(f"the server has ended: {app.state.server.failure}")
+                if time.monotonic() > deadline:
+                    raise EngineFailedError(f"the server has not started within {START_S} s")
                 time.sleep(0.001)
             yield FakeServer(f"http://127.0.0.1:{listener.getsockname()[1]}", app.state.asked)
         finally:

@@ -52,7 +52,7 @@ async def assert_reproducible(
     Raises
     ------
     AssertionError
-        Names the prompt, the round and the first token that differs.
+        Names the prompt, the round, and the first token or the number of tokens that differs.
     ValueError
         A request that draws tokens without a seed.
     """

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from cllm.cli.embed import N_AT_ONCE, _parts
 from tests.cli.children import run_cllm
 
 MEAN = ("--pooling", "mean")
@@ -76,3 +78,18 @@ def test_a_model_that_is_not_told_how_to_pool_says_so() -> None:
 def test_a_long_text_is_cut_where_that_is_asked_for() -> None:
     (row,) = rows_of(run_cllm("embed", "x" * 600, "--truncate", *MEAN).stdout)
     assert row["index"] == 0
+
+
+@pytest.mark.anyio
+async def test_standard_input_is_read_in_parts_however_many_texts_stand_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def lines() -> AsyncIterator[str]:
+        for number in range(N_AT_ONCE):
+            yield str(number)
+
+    monkeypatch.setattr("cllm.cli.embed.input_lines", lines)
+    for n_before in (0, 1, N_AT_ONCE, N_AT_ONCE + 5):
+        parts = [part async for part in _parts([*map(str, range(n_before)), "-"])]
+        assert sum(map(len, parts)) == n_before + N_AT_ONCE
+        assert all(len(part) <= max(N_AT_ONCE, n_before + 1) for part in parts)

@@ -206,11 +206,15 @@ class NoDecoder:
 
     def add(self, seq_id: int, tokens: list[int], p0: int, *, n_outputs: int) -> range:
         """Refused."""
-        raise InvalidBatchError("llama_decode", -1, "the model generates nothing")
+        raise InvalidBatchError(
+            "llama_decode", -1, "the model was loaded for vectors of texts alone"
+        )
 
     def decode(self) -> NDArray[np.float32]:
         """Refused."""
-        raise InvalidBatchError("llama_decode", -1, "the model generates nothing")
+        raise InvalidBatchError(
+            "llama_decode", -1, "the model was loaded for vectors of texts alone"
+        )
 
     def seq_rm(self, seq_id: int, p0: int | None = None, p1: int | None = None) -> bool:
         """Return True: there is nothing to remove."""

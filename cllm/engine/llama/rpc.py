@@ -35,7 +35,7 @@ class _NotYetError(Exception):
 
 
 def find_servers(addresses: Sequence[str], is_stopping: Callable[[], bool]) -> list[str]:
-    """Check that RPC servers are reachable and free, and return their addresses by number, as llama.cpp needs them.
+    """Check that RPC servers are reachable and free, and return their addresses as llama.cpp needs them: IP:PORT.
 
     Parameters
     ----------
@@ -47,10 +47,11 @@ def find_servers(addresses: Sequence[str], is_stopping: Callable[[], bool]) -> l
     Raises
     ------
     RpcServerError
-        A server is absent, busy, of another version, none, or not in a private network.
+        A server is absent, busy, of another version, not in a private network, or is no RPC server.
     LibraryError
         The library was built without RPC.
     ClosedError
+        `is_stopping` has returned True.
     """
     if addresses:
         library().check_rpc()

@@ -255,7 +255,7 @@ def token_ids_of(
 
 
 def check_length(text: str, n_ctx: int, field: str = "prompt") -> None:
-    """Reject a text that cannot fit, before it is tokenized."""
+    """Reject a text that cannot fit, or that is too long to be tokenized at once."""
     check_lengths([text], n_ctx, field)
 
 

@@ -92,9 +92,9 @@ class Loaded:
     drafter : Drafter or None
         Whom drafts come from.
     encoder : AbortableEncoder or None
-        What computes the vectors of texts; not open.
+        What computes the vectors of texts; open only if nothing is generated.
     text_vocabulary : EngineVocabulary or None
-        That of the encoder, if it is of a model of its own.
+        That of the encoder; None: it is `vocabulary`.
     row_cost : RowCost
         What earlier engines have left of it; filled while this one runs.
     n_threads_max : int
