@@ -80,6 +80,7 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
             "cllm.memory",
             "cllm.engine.config",
             "cllm.engine.llama.memory",
+            "cllm.engine.llama.gguf_header",
             "cllm.engine.llama.preflight",
         ),
     ),

@@ -188,7 +188,7 @@ class Chat:
             return error.n_prompt
 
     def statistics(self) -> str:
-        """Return the length of the chat, and the pace of the last answer."""
+        """Return the length of the chat, the pace of the last answer, and how much of its prompt was computed."""
         history = self.history
         # The last token of an answer that fills the context has no cell any more.
         n_tokens = min(history.n_tokens, history.n_ctx)

@@ -8,10 +8,9 @@ from typing import Annotated
 import typer
 from rich.filesize import decimal
 
-from cllm import EngineConfig
+from cllm import EngineConfig, LibraryError, ModelLoadError
 from cllm.cli.options import model_file
 from cllm.doctor.model_facts import FileFacts, ModelFacts, file_facts, model_facts
-from cllm.errors import LibraryError, ModelLoadError
 
 MAX_VALUE = 60  # characters of a value of the metadata
 

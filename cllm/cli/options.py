@@ -97,7 +97,7 @@ class Flags:
 
 
 class EngineFlags(Flags):
-    """Options of the commands that run an engine of the caller's settings; they become an `EngineConfig`."""
+    """Options of bench, chat, embed, generate and serve; they become an `EngineConfig`."""
 
     configuration = EngineConfig
     panel = "Engine"

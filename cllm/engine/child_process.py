@@ -213,7 +213,10 @@ class JsonChild:
 
 
 def _end_leaked(process: subprocess.Popen[bytes], pid: int) -> None:
-    """End a process that was not closed.  A forked child leaves it to its parent."""
+    """End the process of an object that was not closed, but is collected or open when the program ends.
+
+    A forked child leaves it to its parent.
+    """
     if pid == os.getpid():
         _end(process)
 

@@ -113,7 +113,7 @@ def keys_of(prompt: bytes) -> list[Key]:
 
 
 def prompt_bytes(body: Mapping[str, Any]) -> bytes:
-    """Return the bytes that identify the prompt of a request, for a body of any route."""
+    """Return bytes for the prompt of a body of any route: prompts that begin alike have bytes that begin alike."""
     head = [body[name] for name in ("tools", "system", "instructions") if body.get(name)]
     for name in PROMPTS:
         given = body.get(name)

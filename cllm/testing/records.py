@@ -228,9 +228,10 @@ def _assert_no_slower(
     if after > before * tolerance:
         ratio = after / before if before else math.inf
         raise AssertionError(
-            f"decode time grows {requests}: the median per token is {before * 1e3:.3f} ms up to "
-            f"{first[-1].request_id}, {after * 1e3:.3f} ms from {last[0].request_id} on, "
-            f"{ratio:.2f} times as long; {tolerance} is allowed"
+            f"decode time grows {requests}: the median of the first requests (up to "
+            f"{first[-1].request_id}) is {before * 1e3:.3f} ms per token, that of the last (from "
+            f"{last[0].request_id} on) {after * 1e3:.3f} ms, {ratio:.2f} times as long; "
+            f"at most {tolerance} times is allowed"
         )
 
 

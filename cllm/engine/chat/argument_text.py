@@ -16,6 +16,7 @@ from cllm.errors import InvalidRequestError
 
 ANY_TEXT = "/(?s:.*)/"
 MAX_TERMINAL = 50_000  # characters of one
+LIMIT = f"one with fewer enums, patterns and alternatives: its grammar has over {MAX_TERMINAL} characters"
 _HEX = "[0-9a-fA-F]"
 _H16 = f"{_HEX}{{1,4}}"
 _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
@@ -125,7 +126,7 @@ def _combined(
     if None in parts:
         return None
     if sum(len(part or "") for part in parts) > MAX_TERMINAL:
-        raise InvalidRequestError("tools", "the schema of a text", "a simpler schema")
+        raise InvalidRequestError("tools", "the schema of a text", LIMIT)
     said = [part for part in dict.fromkeys(parts) if part not in (None, ANY_TEXT)]
     return f"({' & '.join(map(str, said))})" if said else ANY_TEXT
 

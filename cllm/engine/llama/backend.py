@@ -287,7 +287,7 @@ class LlamaBackend:
         return drafter
 
     def _row_cost(self, model: ModelInfo, owned: ExitStack) -> RowCost:
-        """Return the costs that earlier engines measured here, if they are needed."""
+        """Return the costs that earlier engines measured here, to be saved again at the end; empty without speculation."""
         if self._config.speculation is None:
             return RowCost()
         key = table_key(model.fingerprint, self._config)

@@ -27,7 +27,7 @@ SOFTMAXED = ("qwen3", "qwen3vl")
 def make_embedding_context(
     model: Model, config: EngineConfig, pooling: str, n_threads: int
 ) -> EmbeddingContext:
-    """Return the context in which an engine computes texts."""
+    """Return the context in which an engine computes the vectors of texts; its batch is `n_ubatch`."""
     return EmbeddingContext(
         model,
         n_batch=config.n_ubatch,
@@ -190,7 +190,7 @@ def embedding_info(model: Model, config: EngineConfig) -> EmbeddingInfo | None:
 
 
 class NoDecoder:
-    """`Decoder` of a model that does not generate: it has no context and no sequences."""
+    """`Decoder` of an engine that does not generate: it has no context and no sequences."""
 
     n_batch = n_outputs_max = n_ctx_seq = 1
     separates_prompts = False

@@ -118,7 +118,7 @@ class Preflight:
             preflight_cache.remember(self._files)
 
     def stop(self) -> None:
-        """End the process, and let no other begin.  Any thread; returns at once."""
+        """End the process, and let no other try the model: `run` raises `ClosedError`.  Any thread; returns at once."""
         self._is_stopped = True
         if (process := self._process) is not None:
             process.kill()

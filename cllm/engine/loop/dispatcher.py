@@ -137,7 +137,7 @@ class Dispatcher:
             self._inbox.put(CancelRequest(request_id))
 
     async def audit(self) -> list[str]:
-        """Ask the thread to compare its bookkeeping with llama.cpp's."""
+        """Return the differences between the thread's bookkeeping and llama.cpp's; empty if all is right."""
         return list(await self.ask(Audit()))
 
     async def live_view(self) -> LiveView:

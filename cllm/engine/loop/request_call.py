@@ -255,7 +255,15 @@ def token_ids_of(
 
 
 def check_length(text: str, n_ctx: int, field: str = "prompt") -> None:
-    """Reject a text that cannot fit, or that is too long to be tokenized at once."""
+    """Reject a text before it is tokenized.
+
+    Raises
+    ------
+    PromptTooLongError
+        It cannot fit.
+    TooMuchTextError
+        It is too long to be tokenized at once.
+    """
     check_lengths([text], n_ctx, field)
 
 
@@ -267,7 +275,9 @@ def check_lengths(texts: Sequence[str], n_ctx: int, field: str) -> None:
     for text in texts:
         n_bytes = len(encode_text(field, text, InvalidRequestError))
         if n_bytes > MAX_TEXT_BYTES:
-            raise TooMuchTextError(field, f"{n_bytes} bytes", f"at most {MAX_TEXT_BYTES} bytes")
+            raise TooMuchTextError(
+                field, f"{n_bytes} bytes", f"at most {MAX_TEXT_BYTES} bytes, with any model"
+            )
 
 
 def check_tokens(
