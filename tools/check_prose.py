@@ -47,8 +47,6 @@ ELLIPTIC = frozenset(
         "Not",
         "No",
         "Nothing",
-        "Nobody",
-        "Somebody",
         "Since",
         "For",
         "From",

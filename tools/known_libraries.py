@@ -26,6 +26,7 @@ from cllm.bindings import Batch, Context, Model, library
 from cllm.bindings import _llama_h as h
 from cllm.bindings._layout import KNOWN_LIBRARIES
 from cllm.engine.config import EMBEDDED_MODEL
+from tools.bump import fetched, pin
 from tools.native.check_headers import complaints, layout
 
 PROMPT = list(range(97, 117))
@@ -80,18 +81,18 @@ def main() -> int:
         for number, package in enumerate(PACKAGES):
             binaries, sources = (Path(folder) / f"{number}-{kind}" for kind in ("binary", "source"))
             binaries.mkdir()
-            sources.mkdir()
-            found, directories = downloaded(package, binaries), headers_of(package, sources)
-            if wrong := complaints(h.DECLARATIONS, directories):
+            found = downloaded(package, binaries)
+            source = fetched(package.headers or pin("REQUIREMENT"), sources)
+            if wrong := complaints(h.DECLARATIONS, source.headers):
                 print(f"{package.name} does not fit: {wrong}")
                 continue
             entry = {
                 "name": package.name,
                 "commit": package.name,
                 "portable": True,
-                "version": version_of(directories),
+                "version": ".".join(map(str, source.version)),
                 "sha256": hashlib.sha256(found.read_bytes()).hexdigest(),
-                "structs": layout(h.DECLARATIONS, directories),
+                "structs": layout(h.DECLARATIONS, source.headers),
             }
             write([*listed, entry])
             told = difference(decoded_with(found), expected)
@@ -120,30 +121,7 @@ def downloaded(package: Package, folder: Path) -> Path:
     return library
 
 
-def headers_of(package: Package, folder: Path) -> list[Path]:
-    """Return the directories with the headers of a package's llama.cpp."""
-    if not package.headers:
-        return [library().path.parent.parent / "include"]
-    run(*PIP, "--no-binary", package.headers.partition("=")[0], package.headers, cwd=folder)
-    (archive,) = folder.glob("*.tar.gz")
-    shutil.unpack_archive(archive, folder)
-    (llama_h,) = folder.rglob("thirdparty/llama.cpp/include/llama.h")
-    return [llama_h.parent, llama_h.parents[1] / "ggml" / "include"]
-
-
 PIP = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps")
-
-
-def version_of(directories: list[Path]) -> str:
-    """Return the version of llama.cpp beside its headers."""
-    file = directories[0].parent / "CMakeLists.txt"
-    if not file.exists():
-        return h.LLAMA_CPP_VERSION
-    lines = [line.split() for line in file.read_text().splitlines()]
-    parts = [
-        line[1].rstrip(")") for line in lines if line and line[0].startswith("set(LLAMA_VERSION_")
-    ]
-    return ".".join(part for part in parts[:3])
 
 
 def decoded_with(library: Path) -> dict[str, Any]:
