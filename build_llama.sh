@@ -9,9 +9,9 @@ set -euo pipefail
 PATH=$PATH:$(dirname "${BASH_SOURCE[0]}")/.venv/bin
 
 # tools/bump.py edits these; bindings/_llama_h.py has the same commit, and a test compares the two.
-readonly COMMIT=0c1e57098
-readonly SDIST=llama_cpp_python-0.3.36 REQUIREMENT=llama-cpp-python==0.3.36 TREE=vendor/llama.cpp
-readonly SDIST_SHA256=832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e
+readonly COMMIT=b11549
+readonly SDIST=xllamacpp-2026.10.11549 REQUIREMENT=xllamacpp==2026.10.11549 TREE=thirdparty/llama.cpp
+readonly SDIST_SHA256=c17ee1163006f70726abb9f72137830818f3d8cb60bfc34cb232d08428eaa22b
 # Part of the key: raise it when this script installs something else for the same flags.
 readonly LAYOUT=1
 readonly TOOLS=(llama-server llama-bench llama-batched-bench llama-quantize)

@@ -26,7 +26,7 @@ from cllm.bindings import Batch, Context, Model, library
 from cllm.bindings import _llama_h as h
 from cllm.bindings._layout import KNOWN_LIBRARIES
 from cllm.engine.config import EMBEDDED_MODEL
-from tools.bump import fetched, pin
+from tools.bump import fetched
 from tools.native.check_headers import complaints, layout
 
 PROMPT = list(range(97, 117))
@@ -49,21 +49,24 @@ class Package:
     file : str
         Pattern of the library in it.
     headers : str
-        Of the same llama.cpp: the source distribution of this requirement; empty: those of the pin.
+        Of the same llama.cpp: the source distribution of this requirement.
     """
 
     name: str
     kind: str
     requirement: str
     file: str
-    headers: str = ""
+    headers: str
 
 
-NODE = "3.22.1"
+NODE, NODE_HEADERS = "3.22.1", "llama-cpp-python==0.3.36"
 XLLAMACPP = "xllamacpp==2026.10.11549"
 PACKAGES = (
     *(
-        Package(f"node-llama-cpp {NODE} {system}", "npm", f"@node-llama-cpp/{system}@{NODE}", "libllama.*so")
+        Package(
+            f"node-llama-cpp {NODE} {system}", "npm", f"@node-llama-cpp/{system}@{NODE}",
+            "libllama.*so", NODE_HEADERS,
+        )
         for system in ("linux-x64", "linux-x64-vulkan", "linux-x64-cuda")
     ),
     Package(XLLAMACPP, "pip", XLLAMACPP, "xllamacpp.abi3.so", XLLAMACPP),
@@ -82,7 +85,7 @@ def main() -> int:
             binaries, sources = (Path(folder) / f"{number}-{kind}" for kind in ("binary", "source"))
             binaries.mkdir()
             found = downloaded(package, binaries)
-            source = fetched(package.headers or pin("REQUIREMENT"), sources)
+            source = fetched(package.headers, sources)
             if wrong := complaints(h.DECLARATIONS, source.headers):
                 print(f"{package.name} does not fit: {wrong}")
                 continue

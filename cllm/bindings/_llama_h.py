@@ -23,8 +23,8 @@ from enum import IntEnum, IntFlag
 from typing import Any, cast
 
 # The llama.cpp that `build_llama.sh` builds by default, and the tests run with.
-LLAMA_CPP_COMMIT = "0c1e57098"
-LLAMA_CPP_VERSION = "0.5.0"
+LLAMA_CPP_COMMIT = "b11549"
+LLAMA_CPP_VERSION = "0.6.0"
 
 LLAMA_TOKEN_NULL = -1
 

@@ -260,7 +260,7 @@ def test_fields_that_have_moved_are_laid_out_where_the_headers_have_them(
 ) -> None:
     """The next release after the pin had a new field in the middle."""
     changed = changed_headers(
-        r"( +)(ggml_abort_callback\s+abort_callback;)", r"\1size_t moe_cache_size;\n\1\2"
+        r"( +)(ggml_abort_callback\s+abort_callback;)", r"\1size_t brand_new_size;\n\1\2"
     )
     assert checked(changed, tmp_path / "records").stderr == ""
     (record,) = (tmp_path / "records").iterdir()
@@ -273,7 +273,7 @@ def test_fields_that_have_moved_are_laid_out_where_the_headers_have_them(
     for name in ("abort_callback", "abort_callback_data", "embeddings", "kv_unified"):
         assert getattr(moved, name).offset == getattr(own, name).offset + 8
     with pytest.raises(AttributeError):
-        moved().moe_cache_size = 1
+        moved().brand_new_size = 1
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ hence only in a process of the engine's own.
 
 from __future__ import annotations
 
+import re
 import socket
 import struct
 import threading
@@ -21,7 +22,7 @@ from cllm.errors import ClosedError, RpcServerError
 HELLO = struct.Struct("<BQ24x").pack(14, 24)
 ANSWER = struct.Struct("<QBBBx24x")
 N_ANSWER = ANSWER.size - 8
-VERSION = (7, 0)  # RPC_PROTO_MAJOR_VERSION, RPC_PROTO_MINOR_VERSION: the highest minor
+VERSION = (8, 0)  # of the pin: RPC_PROTO_MAJOR_VERSION, RPC_PROTO_MINOR_VERSION
 CONNECT_S = 2.0
 # So long a server may be absent or busy: it is started again, or still has the process that has just ended.
 PATIENCE_S = 5.0
@@ -148,6 +149,15 @@ def _check(address: RpcAddress, answer: bytes) -> None:
     size, major, minor, patch = ANSWER.unpack(answer)
     if size != N_ANSWER:
         raise RpcServerError(str(address), "it is no RPC server of llama.cpp")
-    if major != VERSION[0] or minor > VERSION[1]:
-        found, wanted = f"{major}.{minor}.{patch}", ".".join(map(str, VERSION))
+    spoken = protocol_version()
+    if major != spoken[0] or minor > spoken[1]:
+        found, wanted = f"{major}.{minor}.{patch}", ".".join(map(str, spoken))
         raise RpcServerError(str(address), f"it speaks version {found}, this library {wanted}")
+
+
+def protocol_version() -> tuple[int, int]:
+    """Return major and highest minor version of the protocol that the library speaks, by the header beside it."""
+    header = library().path.parents[1] / "include" / "ggml-rpc.h"
+    text = header.read_text(encoding="utf-8") if header.is_file() else ""
+    numbers = re.findall(r"#define RPC_PROTO_(?:MAJOR|MINOR)_VERSION +(\d+)", text)
+    return (int(numbers[0]), int(numbers[1])) if len(numbers) == 2 else VERSION

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from transformers.utils import chat_template_utils
 
+from cllm.bindings._llama_h import LLAMA_CPP_COMMIT
 from cllm.checks import MAX_CHAT_BYTES
 from cllm.engine.chat import chat_template
 from cllm.engine.chat.chat_template import ChatTemplate
@@ -22,7 +23,7 @@ from tests.conftest import few_in_fast
 from tests.engine.chat.conftest import CHILD
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-TEMPLATES = sorted(CACHE.glob("cllm/src/llama.cpp-*/models/templates/*.jinja"))
+TEMPLATES = sorted(CACHE.glob(f"cllm/src/llama.cpp-{LLAMA_CPP_COMMIT}-*/models/templates/*.jinja"))
 # One of each format of calls: in `make test`, where `make test-full` takes all.
 FEW_TEMPLATES = {
     "Qwen-Qwen2.5-7B-Instruct", "Qwen3-Coder", "GLM-4.6", "Mistral-Small-3.2-24B-Instruct-2506",

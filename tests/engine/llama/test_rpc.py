@@ -20,6 +20,7 @@ from cllm.engine.llama.rpc import (
     VERSION,
     find_server,
     find_servers,
+    protocol_version,
     use_servers,
 )
 from cllm.engine.rpc_address import N_SERVERS_MAX, RpcAddress
@@ -76,7 +77,7 @@ def never() -> bool:
 
 
 def test_a_server_of_this_version_is_found_by_name() -> None:
-    with server(speaking(7, 0, 9)) as address:
+    with server(speaking(*VERSION, 9)) as address:
         named = RpcAddress("localhost", address.port)
         assert find_server(named, never) == f"127.0.0.1:{address.port}"
 
@@ -87,11 +88,11 @@ def test_greeting_and_limits_are_those_of_the_header_of_this_build() -> None:
     header = (library().path.parents[1] / "include" / "ggml-rpc.h").read_text()
     known = dict(re.findall(r"#define (\w+) +(\d+)", header))
     version = known["RPC_PROTO_MAJOR_VERSION"], known["RPC_PROTO_MINOR_VERSION"]
-    assert tuple(map(int, version)) == VERSION
+    assert tuple(map(int, version)) == VERSION == protocol_version()
     assert int(known["GGML_RPC_MAX_SERVERS"]) == N_SERVERS_MAX
 
 
-@pytest.mark.parametrize("version", [(6, 9, 9), (8, 0, 0), (7, 1, 0)])
+@pytest.mark.parametrize("version", [(7, 9, 9), (9, 0, 0), (8, 1, 0)])
 def test_another_version_is_named_and_not_waited_for(
     version: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,7 +101,7 @@ def test_another_version_is_named_and_not_waited_for(
         find_server(address, never)
     assert caught.value.address == str(address)
     found = ".".join(map(str, version))
-    assert caught.value.reason == f"it speaks version {found}, this library 7.0"
+    assert caught.value.reason == f"it speaks version {found}, this library 8.0"
 
 
 def test_what_is_no_rpc_server_is_said_to_be_none() -> None:
@@ -174,7 +175,7 @@ def test_a_server_that_comes_back_is_waited_for() -> None:
         if n_asked == 1:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             return
-        speaking(7, 0, 0)(connection)
+        speaking(*VERSION, 0)(connection)
 
     with server(second_time) as address:
         assert find_server(address, never) == str(address)
