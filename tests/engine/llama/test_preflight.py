@@ -100,6 +100,17 @@ async def test_a_good_model_is_tried_and_then_used(
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize(
+    "layout", [{}, {"kv_unified": True}, {"kv_unified": False}, {"deterministic": True}], ids=str
+)
+async def test_a_good_model_passes_in_every_layout(
+    tiny_model_path: Path, layout: dict[str, Any]
+) -> None:
+    async with Engine(tiny_model_path, preflight=True, **layout, **OPTIONS) as engine:
+        assert (await engine.generate("a", max_tokens=2, ignore_eos=True)).usage.n_output == 2
+
+
+@pytest.mark.anyio
 async def test_without_the_setting_nothing_is_started(
     children: list[subprocess.Popen[bytes]],
 ) -> None:
