@@ -28,6 +28,9 @@ LLAMA_CPP_VERSION = "0.6.0"
 
 LLAMA_TOKEN_NULL = -1
 
+# Only what attention does not keep: states of recurrent layers, cells of a sliding window.
+LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY = 1
+
 # LLAMA_MAX_SEQ in llama-cparams.h, which is not installed; `llama_max_parallel_sequences` returns it.
 LLAMA_MAX_SEQ = 256
 
@@ -184,6 +187,7 @@ typedef struct ggml_backend * ggml_backend_t;
 typedef int32_t llama_pos;
 typedef int32_t llama_token;
 typedef int32_t llama_seq_id;
+typedef uint32_t llama_state_seq_flags;
 typedef bool (*llama_progress_callback)(float progress, void * user_data);
 typedef bool (*ggml_abort_callback)(void * data);
 typedef void (*ggml_log_callback)(enum ggml_log_level level, const char * text, void * user_data);
@@ -229,6 +233,7 @@ struct llama_context_params {
     uint32_t n_batch;
     uint32_t n_ubatch;
     uint32_t n_seq_max;
+    uint32_t n_rs_seq;
     uint32_t n_outputs_max;
     int32_t n_threads;
     int32_t n_threads_batch;
@@ -284,6 +289,7 @@ uint32_t llama_n_ctx_seq(const struct llama_context * ctx);
 uint32_t llama_n_batch(const struct llama_context * ctx);
 uint32_t llama_n_ubatch(const struct llama_context * ctx);
 uint32_t llama_n_seq_max(const struct llama_context * ctx);
+uint32_t llama_n_rs_seq(const struct llama_context * ctx);
 llama_memory_t llama_get_memory(const struct llama_context * ctx);
 const struct llama_vocab * llama_model_get_vocab(const struct llama_model * model);
 int32_t llama_model_n_ctx_train(const struct llama_model * model);
@@ -326,6 +332,9 @@ bool llama_memory_can_shift(llama_memory_t mem);
 size_t llama_state_seq_get_size(struct llama_context * ctx, llama_seq_id seq_id);
 size_t llama_state_seq_get_data(struct llama_context * ctx, uint8_t * dst, size_t size, llama_seq_id seq_id);
 size_t llama_state_seq_set_data(struct llama_context * ctx, const uint8_t * src, size_t size, llama_seq_id dest_seq_id);
+size_t llama_state_seq_get_size_ext(struct llama_context * ctx, llama_seq_id seq_id, llama_state_seq_flags flags);
+size_t llama_state_seq_get_data_ext(struct llama_context * ctx, uint8_t * dst, size_t size, llama_seq_id seq_id, llama_state_seq_flags flags);
+size_t llama_state_seq_set_data_ext(struct llama_context * ctx, const uint8_t * src, size_t size, llama_seq_id dest_seq_id, llama_state_seq_flags flags);
 int32_t llama_encode(struct llama_context * ctx, struct llama_batch batch);
 int32_t llama_decode(struct llama_context * ctx, struct llama_batch batch);
 void llama_set_n_threads(struct llama_context * ctx, int32_t n_threads, int32_t n_threads_batch);
@@ -401,6 +410,7 @@ RELEASES_GIL = frozenset({
     "ggml_backend_load_all_from_path", "ggml_backend_dev_init", "llama_backend_init", "llama_model_load_from_file",
     "llama_model_free", "llama_init_from_model", "llama_free", "llama_adapter_lora_init",
     "llama_memory_clear", "llama_state_seq_get_size", "llama_state_seq_get_data", "llama_state_seq_set_data",
+    "llama_state_seq_get_size_ext", "llama_state_seq_get_data_ext", "llama_state_seq_set_data_ext",
     "llama_model_quantize", "llama_encode", "llama_decode", "llama_synchronize", "llama_tokenize",
     "llama_detokenize", "llama_sampler_sample",
     "llama_sampler_init_dry",

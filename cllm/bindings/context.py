@@ -76,6 +76,10 @@ class Context(Memory, LoraContext):
         Rows of a logical and of a physical batch; `n_batch` at least `n_seq_max`.
     n_seq_max : int
         Sequences, 1 to 256.
+    n_rs_seq : int
+        States that recurrent layers keep of each sequence besides the present one, for `seq_rm` of the
+        last rows of a decode; each takes as much memory.  Fewer than `n_ubatch` - 1.  Architectures
+        that cannot do it keep none: read `n_rollback` back.
     n_outputs_max : int, optional
         Output rows of a batch at the most; None: `n_seq_max`, which keeps the compute buffer
         small (0, "as many as rows", costs 297 MiB on a 0.6B model with 152k tokens).
@@ -126,6 +130,7 @@ class Context(Memory, LoraContext):
         n_batch: int = 512,
         n_ubatch: int = 512,
         n_seq_max: int = 1,
+        n_rs_seq: int = 0,
         n_outputs_max: int | None = None,
         n_threads: int = 2,
         n_threads_batch: int = 2,
@@ -160,6 +165,8 @@ class Context(Memory, LoraContext):
         params.n_ctx, params.n_batch = n_ctx, n_batch
         params.n_ubatch = check_int("n_ubatch", n_ubatch, 1, 1 << 20)
         params.n_seq_max = n_seq_max
+        # One more aborts the first decode of unequal sequences (`split_equal` in llama-batch.cpp).
+        params.n_rs_seq = check_int("n_rs_seq", n_rs_seq, 0, max(0, min(n_batch, n_ubatch) - 2))
         if n_outputs_max is None:
             n_outputs_max = n_seq_max
         params.n_outputs_max = check_int("n_outputs_max", n_outputs_max, n_seq_max, n_batch)
@@ -247,6 +254,8 @@ class Context(Memory, LoraContext):
         # A copy: the batch may be filled again before a row is sampled.
         self._is_output = batch.output_flags.copy()
         self._pending_copies.clear()
+        if self.n_rollback:
+            self._rollback.decoded(batch.runs)
         return Logits(self, batch.n_outputs)
 
     def _check_batch(self, batch: Batch) -> None:

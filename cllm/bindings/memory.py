@@ -11,8 +11,10 @@ import struct
 import zlib
 from typing import Any
 
+from cllm.bindings import _llama_h as h
 from cllm.bindings._handle import NativeHandle
 from cllm.bindings._library import Library, forward_log, library
+from cllm.bindings._rollback import Rollback
 from cllm.bindings.model import Model
 from cllm.checks import INT32_MAX, check_bool, check_int
 from cllm.errors import InvalidArgumentError, LlamaCallError, NotGenerativeError
@@ -31,6 +33,9 @@ class Memory(NativeHandle):
     ----------
     n_ctx, n_ctx_seq, n_seq_max : int
         Cells in all, positions of one sequence, sequences: what llama.cpp really uses.
+    n_rollback : int
+        Positions that a sequence with a state can give up after a decode in which it had more rows;
+        0 for memory without states, which can give up any, and for that which can give up none.
     kv_unified : bool
     """
 
@@ -49,12 +54,16 @@ class Memory(NativeHandle):
             self.n_ctx: int = int(lib.llama_n_ctx(pointer))
             self.n_ctx_seq: int = int(lib.llama_n_ctx_seq(pointer))
             self.n_seq_max: int = int(lib.llama_n_seq_max(pointer))
+            self.n_rollback: int = int(lib.llama_n_rs_seq(pointer))
+            n_ubatch = int(lib.llama_n_ubatch(pointer))
+        self._rollback = Rollback(self.n_rollback, n_ubatch, any_order=kv_unified)
 
     # --- KV cache ----------------------------------------------------------------------------
     def memory_clear(self, *, data: bool = True) -> None:
         """Empty the KV cache; with `data`, zero its buffers too (cures NaN in stored values)."""
         self._pointer  # noqa: B018  # the thread and lifetime check
         self._lib.llama_memory_clear(self._memory, check_bool("data", data))
+        self._rollback.forget()
 
     def seq_rm(self, seq_id: int, p0: int | None = None, p1: int | None = None) -> bool:
         """Remove positions `[p0, p1)` of a sequence; by default all of it.
@@ -62,10 +71,18 @@ class Memory(NativeHandle):
         Returns
         -------
         bool
-            False if the memory cannot remove a part (recurrent models); nothing was removed.
+            False if the memory cannot remove this part; nothing was removed.  Recurrent memory can
+            remove all, or the last `n_rollback` rows of the last decode, if each sequence had as many
+            rows in it.
         """
         self._check_seq("seq_id", seq_id)
         first, end = self._check_range(p0, p1)
+        if self.n_rollback:
+            last = self.seq_pos_max(seq_id)
+            if last is None or first <= 0 or first > last:
+                self._rollback.forget(seq_id)
+            elif 0 <= end <= last or not self._rollback.take(seq_id, last + 1 - first):
+                return False
         return bool(self._lib.llama_memory_seq_rm(self._memory, seq_id, first, end))
 
     def seq_cp(
@@ -90,6 +107,9 @@ class Memory(NativeHandle):
             if not is_whole:
                 raise InvalidArgumentError("[p0, p1)", (p0, p1), "everything (per-sequence layout)")
             first, end = -1, -1
+        if seq_id_src in self._rollback.cut:
+            self._settle(seq_id_src)
+        if not self.kv_unified:
             self._pending_copies |= {seq_id_src, seq_id_dst}
         self._lib.llama_memory_seq_cp(self._memory, seq_id_src, seq_id_dst, first, end)
 
@@ -202,6 +222,7 @@ class Memory(NativeHandle):
         cells = (ctypes.c_uint8 * size).from_address(address_of(copy) + start)
         n_bytes = self._lib.llama_state_seq_set_data(self._pointer, cells, size, seq_id)
         forward_log()
+        self._rollback.forget(seq_id)
         # A copy of another cache is often accepted; wrong positions are the trace it leaves.
         restored = (self.seq_pos_min(seq_id), self.seq_pos_max(seq_id))
         if n_bytes != size or (restored[0] or 0) < 0 or restored[1] != n_positions - 1:
@@ -209,6 +230,19 @@ class Memory(NativeHandle):
             raise LlamaCallError(
                 "llama_state_seq_set_data", n_bytes, f"restored positions {restored}"
             )
+
+    def _settle(self, seq_id: int) -> None:
+        """Put the state of a sequence that was cut in its place, which is what `llama_memory_seq_cp` copies."""
+        self._check_copied(seq_id)
+        lib, flags = self._lib, h.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+        size = lib.llama_state_seq_get_size_ext(self._pointer, seq_id, flags)
+        state = (ctypes.c_uint8 * size)()
+        lib.llama_state_seq_get_data_ext(self._pointer, state, size, seq_id, flags)
+        n_bytes = lib.llama_state_seq_set_data_ext(self._pointer, state, size, seq_id, flags)
+        forward_log()
+        if n_bytes != size:
+            raise LlamaCallError("llama_state_seq_set_data_ext", n_bytes, f"of {size} bytes")
+        self._rollback.forget(seq_id)
 
     def _check_copied(self, seq_id: int) -> None:
         """Reject a copy whose state would be read as wrong bytes and silently overwritten."""
