@@ -31,6 +31,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
+from cllm.bindings._llama_h import LLAMA_CPP_COMMIT
 from cllm.errors import CllmError
 from tools.tiny_vocabulary import CHAT_TEMPLATE, add_vocabulary
 
@@ -69,6 +70,17 @@ _MAMBA = (
     "ssm_conv1d.bias:d_inner ssm_x.weight:d_inner,d_x ssm_dt.weight:dt_rank,d_inner "
     "ssm_dt.bias:d_inner ssm_a:d_state,d_inner ssm_d:d_inner ssm_out.weight:d_inner,n_embd "
 )
+_DELTA_NET = (
+    "attn_norm.weight:n_embd post_attention_norm.weight:n_embd attn_qkv.weight:n_embd,d_conv_in "
+    "attn_gate.weight:n_embd,d_value ssm_conv1d.weight:d_conv,d_conv_in ssm_dt.bias:n_value_head "
+    "ssm_a:n_value_head ssm_beta.weight:n_embd,n_value_head ssm_alpha.weight:n_embd,n_value_head "
+    "ssm_norm.weight:d_head ssm_out.weight:d_value,n_embd ffn_gate.weight:n_embd,n_ff "
+) + _UP_DOWN
+_GATED_ATTENTION = (
+    _ATTENTION.replace("attn_q.weight:n_embd,n_embd_q", "attn_q.weight:n_embd,n_embd_q2")
+    + "attn_norm.weight:n_embd post_attention_norm.weight:n_embd attn_q_norm.weight:n_rot "
+    "attn_k_norm.weight:n_rot ffn_gate.weight:n_embd,n_ff "
+) + _UP_DOWN
 _JAMBA_NORMS = "ssm_dt_norm.weight:dt_rank ssm_b_norm.weight:d_state ssm_c_norm.weight:d_state "
 _JAMBA_MAMBA = _MAMBA + _JAMBA_NORMS + _FFN
 _BERT = (
@@ -95,6 +107,11 @@ _FIXED_SIZES = {
     "n_bucket": 32,
     "n_label": 3,
     "n_score": 1,
+    # Of Qwen3.5's delta nets: 16 heads of 128 for keys, and as many for values.
+    "n_value_head": 16,
+    "d_head": 128,
+    "d_value": 16 * 128,
+    "d_conv_in": 3 * 16 * 128,
 }
 # Small steps and a slow, negative decay: the state of a mamba layer stays finite, and what it was
 # fed dozens of tokens ago still shows in the logits.
@@ -121,6 +138,7 @@ class Shape:
         """Every dimension that a tensor may have."""
         return asdict(self) | _FIXED_SIZES | {
             "n_embd_q": self.n_head * self.n_rot,
+            "n_embd_q2": 2 * self.n_head * self.n_rot,
             "n_embd_kv": self.n_head_kv * self.n_rot,
             "d_inner": 2 * self.n_embd,  # llama.cpp refuses any other expansion
             "d_in": 4 * self.n_embd,
@@ -175,6 +193,11 @@ _TINY_ONE_HEAD = Shape(64, 192, 1, 1, 64, 260, 2048)
 _TINY_NO_HEAD = Shape(64, 0, 0, 0, 0, 260, 2048)
 _SSM = {"ssm.conv_kernel": 4, "ssm.inner_size": 128, "ssm.state_size": 16, "ssm.time_step_rank": 4}
 _QWEN3_KEYS = {"rope.freq_base": 1e6, "attention.layer_norm_rms_epsilon": 1e-6}
+_QWEN35_KEYS: Metadata = {
+    "rope.freq_base": 1e7, "rope.dimension_count": 64, "rope.dimension_sections": [11, 11, 10, 0],
+    "full_attention_interval": 4, "ssm.conv_kernel": 4, "ssm.inner_size": 2048,
+    "ssm.state_size": 128, "ssm.time_step_rank": 16, "ssm.group_count": 16,
+}  # fmt: skip
 # The first layer has the window, the second sees everything; llama.cpp keeps a cache for each.
 _SWA_KEYS = {"attention.sliding_window": N_WINDOW_TINY, "attention.sliding_window_pattern": 2}
 
@@ -217,6 +240,10 @@ MODELS: dict[str, Model] = {
         "the shape of Qwen3-0.6B, 1.2 GB as F16",
         "qwen3", Shape(1024, 3072, 16, 8, 128, 151_936, 40_960), _TIED, (_QWEN3,) * 28,
         _QWEN3_KEYS, (*SIMPLE_TYPES, "Q4_K_M")),
+    "qwen3.5-wide": Model(
+        "layers as wide as Qwen3.5-2B's: three delta nets to a layer of attention",
+        "qwen35", Shape(2048, 6144, 8, 2, 256, 260, 2048), _UNTIED,
+        ((_DELTA_NET,) * 3 + (_GATED_ATTENTION,)) * 2, _QWEN35_KEYS, (*SIMPLE_TYPES, "Q4_K_M")),
 }  # fmt: skip
 
 
@@ -278,7 +305,7 @@ def _add_qwen2_vocabulary(writer: gguf.GGUFWriter, n_vocab: int, path: Path) -> 
 def llama_cpp_source() -> Path:
     """The source that ./build_llama.sh keeps, with its vocabularies and templates."""
     src = models_directory().parent / "src"
-    found = sorted(src.glob(f"**/models/{VOCABULARY_NAME}"))
+    found = sorted(src.glob(f"llama.cpp-{LLAMA_CPP_COMMIT}-*/models/{VOCABULARY_NAME}"))
     if not found:
         raise MakeModelError(f"no {VOCABULARY_NAME} in {src}: run ./build_llama.sh or use --vocab")
     return found[-1].parent.parent

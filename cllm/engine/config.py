@@ -39,6 +39,8 @@ N_CTX = 4096
 N_TEXTS_MAX = 64  # that become vectors in one batch
 N_CACHED_IDS = 16  # of the prefix cache, at the most
 STATES_BYTES = 512 << 20  # of the states of recurrent models that are kept for others, at the most
+# States of each running sequence that are kept for drafts, and the bytes of all, at the most.
+N_DRAFT_STATES, DRAFT_STATES_BYTES = 4, 1 << 30
 
 UNSEEN: Final = "unseen"
 PLAIN_TYPES = ("f32", "f16", "bf16")  # of the KV cache, not quantized
@@ -508,7 +510,8 @@ class EngineConfig:
             if state_bytes or is_windowed:
                 n_cached = min(max(2 * n_running, N_CACHED_IDS // 4), N_CACHED_IDS)
             if state_bytes:
-                n_cached = min(n_cached, max(1, STATES_BYTES // state_bytes))
+                n_bytes = state_bytes * (1 + self.n_draft_states(state_bytes))
+                n_cached = min(n_cached, max(1, STATES_BYTES // n_bytes))
         n_unified = min(n_running + n_cached, N_SEQ_IDS)
         if self.kv_unified != AUTO:
             return KVLayout(True, n_unified) if self.kv_unified else KVLayout(False, n_running)
@@ -519,6 +522,13 @@ class EngineConfig:
         if state_bytes or self._scales_positions or n_whole < n_running + bool(n_cached):
             return KVLayout(True, n_unified)
         return KVLayout(False, min(n_whole, n_unified))
+
+    def n_draft_states(self, state_bytes: int) -> int:
+        """Return how many more states of `state_bytes` recurrent memory keeps of a sequence, for wrong drafts."""
+        if self.speculation is None or not state_bytes:
+            return 0
+        n_most = DRAFT_STATES_BYTES // (state_bytes * self.n_seq_max)
+        return max(0, min(N_DRAFT_STATES, n_most, self.n_batch - 2, self.n_ubatch - 2))
 
     @property
     def _scales_positions(self) -> bool:

@@ -163,6 +163,26 @@ def test_states_that_are_kept_for_others_have_a_limit_in_bytes() -> None:
     assert config.kv_layout(2048, state_bytes=1 << 30).n_seq_ids == 8 + 1
 
 
+@pytest.mark.parametrize(
+    ("options", "state_bytes", "n_states", "n_seq_ids"),
+    [
+        ({}, 1 << 20, 0, 8 + 16),
+        ({"speculation": "ngram"}, 0, 0, 8 + 8),
+        ({"speculation": "ngram"}, 1 << 20, 4, 8 + 16),
+        ({"speculation": "ngram"}, 20 << 20, 4, 8 + 5),
+        ({"speculation": "ngram"}, 50 << 20, 2, 8 + 3),
+        ({"speculation": "ngram"}, 1 << 30, 0, 8 + 1),
+        ({"speculation": "ngram", "n_ubatch": 5}, 1 << 20, 3, 8 + 16),
+    ],
+)
+def test_drafts_get_as_many_states_of_a_sequence_as_there_is_memory_for(
+    options: dict[str, Any], state_bytes: int, n_states: int, n_seq_ids: int
+) -> None:
+    config = EngineConfig(n_seq_max=8, **options)
+    assert config.n_draft_states(state_bytes) == n_states
+    assert config.kv_layout(1 << 30, state_bytes=state_bytes).n_seq_ids == n_seq_ids
+
+
 def test_the_prefix_cache_may_fill_the_context_unless_told_otherwise() -> None:
     assert EngineConfig().n_prefix_cache_tokens(1000) == 1000
     assert EngineConfig(prefix_cache_tokens=70).n_prefix_cache_tokens(1000) == 70

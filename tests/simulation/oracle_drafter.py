@@ -86,7 +86,8 @@ class OracleEngine(Engine):
         make_sampler: MakeSampler | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(*arguments, speculation="ngram", **options)
+        speculation = None if drafter is None else "ngram"
+        super().__init__(*arguments, speculation=speculation, **options)
         self._replaced: dict[str, Any] = {"drafter": drafter}
         if make_sampler is not None:
             self._replaced["make_sampler"] = make_sampler

@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cllm import EngineConfig
+from cllm.bindings._rollback import Rollback
+from cllm.bindings.batch import Run
 from cllm.engine.core.engine_core import EngineCore
 from cllm.engine.core.kv_cache import KVCache
 from cllm.engine.core.messages import Finished, Progressed
@@ -50,11 +52,21 @@ class WatchedDecoder(FakeDecoder):
 
     batches: list[list[tuple[int, int, int]]]
     on_decode: Callable[[], None] = staticmethod(lambda: None)
+    rollback: Rollback | None = None  # of memory with states
 
     def decode(self) -> NDArray[np.float32]:
         self.batches.append([(r.seq_id, len(r.tokens), r.n_outputs) for r in self.runs])
         self.on_decode()
-        return super().decode()
+        logits = super().decode()
+        if self.rollback is not None:
+            self.rollback.decoded([Run(r.seq_id, r.p0, len(r.tokens)) for r in self.runs])
+        return logits
+
+    def seq_rm(self, seq_id: int, p0: int | None = None, p1: int | None = None) -> bool:
+        end = (self.seq_pos_max(seq_id) or 0) + 1
+        if self.rollback and p0 and p0 < end and not self.rollback.take(seq_id, end - p0):
+            return False
+        return super().seq_rm(seq_id, p0, p1)
 
 
 class _Clock:
@@ -93,6 +105,10 @@ class Simulator:
         Whether `check` follows every tick.
     has_pos_min, is_windowed : bool
         As memory of recurrent models is not, and of models with a sliding window is.
+    n_rollback : int
+        Positions of its last decode that a sequence of such memory can give up.
+    can_copy : bool
+        False: no sequence can be copied.
     draft_share : float, optional
         Draft whenever there is room, so often right; None: as the configuration says.
 
@@ -129,6 +145,8 @@ class Simulator:
         is_checked: bool = True,
         has_pos_min: bool = True,
         is_windowed: bool = False,
+        n_rollback: int = 0,
+        can_copy: bool = True,
         draft_share: float | None = None,
         separates_prompts: bool = False,
         prefix_cache_bytes: int = 1 << 20,
@@ -162,6 +180,9 @@ class Simulator:
             separates_prompts=separates_prompts,
         )
         self.decoder.batches = []
+        if n_rollback and state_bytes:
+            n_ubatch = min(self.config.n_ubatch, n_batch)
+            self.decoder.rollback = Rollback(n_rollback, n_ubatch, any_order=kv_unified)
         self.is_checked = is_checked
         self.kv_cache = KVCache(
             n_cells=n_ctx,
@@ -170,6 +191,8 @@ class Simulator:
             kv_unified=kv_unified,
             has_pos_min=has_pos_min and not is_windowed,
             is_windowed=is_windowed,
+            n_rollback=n_rollback,
+            can_copy=can_copy,
         )
         self.samplers: list[CountingSampler] = []
         self._make_sampler = partial(_make_sampler, self.samplers)
@@ -192,9 +215,8 @@ class Simulator:
             speculation = BudgetedSpeculation(
                 self._drafter,
                 row_cost,
-                n_ctx_seq=self.kv_cache.n_ctx_seq,
+                self.kv_cache,
                 stream_buffer=self.config.stream_buffer,
-                kv_unified=self.kv_cache.kv_unified,
             )
         return EngineCore(
             self.decoder,

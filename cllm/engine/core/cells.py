@@ -85,15 +85,17 @@ class Cells:
         if not self.shares:
             return Match()
         n_min = 1 if self.kv_cache.kv_unified else int(self.kv_cache.n_ctx_seq * MIN_STREAM_SHARE)
+        if not self.kv_cache.can_copy:
+            running = ()
         return self.prefixes.match(sequence, running, n_min=n_min, whole_only=not self.can_truncate)
 
     def open(self, match: Match) -> Slot:
-        """Return a seq_id for a running sequence: a free one, or in the per-sequence layout a cached one.
+        """Return a seq_id for a running sequence: a free one, or a cached one where no cells are shared.
 
         There a cached prefix that is mostly shared becomes the running sequence, uncopied.
         """
         kv_cache = self.kv_cache
-        if kv_cache.kv_unified:
+        if kv_cache.shares_cells:
             return kv_cache.open()
         shared = match.entry if match.leader is None else None
         if shared is not None and match.n_tokens >= MIN_TAKEN_SHARE * len(shared.tokens):
@@ -182,7 +184,7 @@ class Cells:
         if n_tokens < slot.n_computed and not self.can_truncate:
             return False
         tokens = tokens[:n_tokens].copy()
-        if self.kv_cache.kv_unified:
+        if self.kv_cache.shares_cells:
             self.keep_copy(slot, tokens, lora)
             return False
         if not self._make_way(tokens, lora):
@@ -192,19 +194,24 @@ class Cells:
         self._remember(CachedPrefix(tokens, slot, lora))
         return True
 
-    def keep_copy(self, slot: Slot, tokens: Tokens, lora: LoraUse) -> bool:
-        """Remember the first tokens of a slot under a seq_id that shares its cells; return whether it is new."""
+    def keep_copy(self, slot: Slot, tokens: Tokens, lora: LoraUse) -> Slot | None:
+        """Remember the first tokens of a slot under a seq_id that shares its cells; return its slot if they are new."""
         if not self._make_way(tokens, lora):
-            return False
+            return None
         kv_cache, entries = self.kv_cache, self.prefixes.entries
         while entries and kv_cache.n_cached_ids >= kv_cache.n_seq_ids - self._n_seq_max:
             self.evict(entries[0])
         if not kv_cache.free_ids:
-            return False
+            return None
         kept = kv_cache.open(is_cached=True)
         self._copy(slot, kept, len(tokens))
         self._remember(CachedPrefix(tokens, kept, lora))
-        return True
+        return kept
+
+    def drop(self, slot: Slot) -> None:
+        """Forget the cached prefix in a slot, if it is still there."""
+        for entry in [entry for entry in self.prefixes.entries if entry.slot is slot]:
+            self.evict(entry, saves=False)
 
     def _make_way(self, tokens: Tokens, lora: LoraUse) -> bool:
         """Evict the prefixes that a new entry contains; return False if a cached prefix contains the entry."""

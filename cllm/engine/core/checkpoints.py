@@ -4,7 +4,7 @@ Memory of one position only, that of recurrent models and of windows that slide,
 not at all: no sequence can take part of a longer prefix.  So it is saved where others will need it: where
 two requests have diverged, for that is where the next will part from them; a little before the end of a
 prompt, for the next turn of a chat has another text there as soon as its template leaves out thoughts;
-and every so often.
+and every so often.  The output of a request that may go back has its last checkpoints, too.
 """
 
 from __future__ import annotations
@@ -21,10 +21,17 @@ TAIL = 16
 # Every so often: a prompt has at most so many of them, at multiples of this or of a power of two of it.
 INTERVAL = 512
 N_REGULAR = 8
+# In an output: every so often, and how many of one output are kept.
+OUTPUT_INTERVAL, N_OUTPUT_CHECKPOINTS = 64, 2
 
 
 def next_checkpoint(
-    n_computed: int, n_prompt: int, branch_points: Iterable[int] = (), *, n_least: int = 0
+    n_computed: int,
+    n_prompt: int,
+    branch_points: Iterable[int] = (),
+    *,
+    n_least: int = 0,
+    may_go_back: bool = False,
 ) -> int:
     """Return the next position at which the memory of a sequence must be saved; `NEVER` if there is none.
 
@@ -38,6 +45,8 @@ def next_checkpoint(
         Positions at which other sequences have diverged from it, or will.
     n_least : int
         Nowhere else before so many tokens.
+    may_go_back : bool
+        True if the output may continue from an earlier token.
     """
     step = INTERVAL
     while n_prompt > N_REGULAR * step:
@@ -47,4 +56,6 @@ def next_checkpoint(
     found = [at for at in branch_points if at > n_computed]
     if first <= last:
         found.append(regular if regular + MIN_GAIN <= last else last)
+    elif may_go_back:
+        found.append((max(n_computed, n_prompt) // OUTPUT_INTERVAL + 1) * OUTPUT_INTERVAL)
     return min(found, default=NEVER)

@@ -114,8 +114,9 @@ class EngineCore:
         rows = RowCost() if row_cost is None else row_cost
         self.cost: DecodeCost = DecodeCost(rows, is_unified=kv_cache.kv_unified)
         self.turns: Turns = Turns(kv_cache, decoder, config, self.cost)
-        # Memory that forgets positions cannot give up a wrong guess.
-        self._speculation = speculation if kv_cache.has_pos_min else None
+        # Some memory that forgets positions cannot give up a wrong guess.
+        can_speculate = kv_cache.has_pos_min or kv_cache.n_rollback > 0
+        self._speculation = speculation if can_speculate else None
         self.manager: KVCacheManager = KVCacheManager(
             decoder,
             kv_cache,
@@ -273,7 +274,7 @@ class EngineCore:
         self.cost.observe(
             shape, self.kv_cache.n_held, total_s=ended - started, planned_s=planned - started
         )
-        if not (shape.is_decoding_only or self.kv_cache.has_pos_min):
+        if not self.kv_cache.has_pos_min:
             self.manager.keep_checkpoints(chunks)  # which is no part of what rows cost
 
     def _plan(self, now: float) -> list[Chunk]:
@@ -290,6 +291,8 @@ class EngineCore:
         if self._speculation is None or not can_draft or not all(map(is_decoding, chunks)):
             return chunks
         target_ms = self._config.target_itl_ms
+        if not self.kv_cache.has_pos_min:  # rows of one physical batch can be given up
+            n_rows = min(n_rows, self._config.n_ubatch)
         try:
             # Each of them has one row, which is an output row.
             return self._speculation.extend(

@@ -88,6 +88,10 @@ class KVCache:
     is_windowed : bool
         A sliding window: what is behind it may be gone, in no order.  A sequence can only go on
         where it ends, and so only all of it can be shared.
+    n_rollback : int
+        Positions of its last decode that a sequence of memory that forgets can give up.
+    can_copy : bool
+        False: no sequence can be copied.  One can take the seq_id of a finished sequence.
 
     Attributes
     ----------
@@ -106,6 +110,8 @@ class KVCache:
         kv_unified: bool = True,
         has_pos_min: bool = True,
         is_windowed: bool = False,
+        n_rollback: int = 0,
+        can_copy: bool = True,
     ) -> None:
         self.n_cells = n_cells
         self.n_seq_ids = n_seq_ids
@@ -113,6 +119,8 @@ class KVCache:
         self.kv_unified = kv_unified
         self.has_pos_min = has_pos_min
         self.is_windowed = is_windowed
+        self.n_rollback = n_rollback
+        self.can_copy = can_copy
         self.clear()
 
     def clear(self) -> None:
@@ -183,6 +191,20 @@ class KVCache:
     def is_recurrent(self) -> bool:
         """True if a sequence has a state, which llama.cpp moves as it computes other sequences."""
         return not self.has_pos_min and not self.is_windowed
+
+    @property
+    def shares_cells(self) -> bool:
+        """True if sequences can hold the same cells."""
+        return self.kv_unified and self.can_copy
+
+    @property
+    def rolls_back_alike(self) -> bool:
+        """True if rows can be given up only where llama.cpp computes them in one physical batch.
+
+        It splits a batch whose sequences have different numbers of rows, unless they have all their cells in
+        one buffer, and then only for states.
+        """
+        return self.is_recurrent or (self.is_windowed and not self.kv_unified)
 
     # --- What changes ------------------------------------------------------------------------
     def open(self, seq_id: int | None = None, *, is_cached: bool = False) -> Slot:

@@ -12,7 +12,12 @@ from collections.abc import Callable, Iterable
 
 from cllm.engine.core import scheduler
 from cllm.engine.core.cells import Cells
-from cllm.engine.core.checkpoints import MIN_GAIN, NEVER, next_checkpoint
+from cllm.engine.core.checkpoints import (
+    MIN_GAIN,
+    N_OUTPUT_CHECKPOINTS,
+    NEVER,
+    next_checkpoint,
+)
 from cllm.engine.core.decoder import CacheMemory
 from cllm.engine.core.kv_cache import KVCache
 from cllm.engine.core.prefix_cache import Match
@@ -255,14 +260,17 @@ class KVCacheManager:
         self._set_checkpoint(sequence)
 
     def _set_checkpoint(self, sequence: Sequence) -> None:
-        n_least = 0
-        if (
-            not self._kv_cache.kv_unified
-        ):  # it is copied, if it can be and is not too short for that
+        n_least, request = 0, sequence.request
+        if not self._kv_cache.shares_cells:  # it is saved, if it can be and is not too short
             n_least = NEVER if self.saved.tiers is None else MIN_SAVED
         placement = sequence.placement
         placement.n_checkpoint = next_checkpoint(
-            sequence.n_computed, sequence.n_prompt, placement.branch_points, n_least=n_least
+            sequence.n_computed,
+            sequence.n_prompt,
+            placement.branch_points,
+            n_least=n_least,
+            may_go_back=self._kv_cache.shares_cells
+            and bool(request.generated_token_ids or request.params.banned_strings),
         )
 
     def keep_checkpoints(self, chunks: Iterable[Chunk]) -> None:
@@ -270,13 +278,19 @@ class KVCacheManager:
         for sequence in (chunk.sequence for chunk in chunks):
             placement = sequence.placement
             slot = placement.slot
-            if slot is None or slot.n_computed != placement.n_checkpoint:
+            # With drafts, a tick may have come to more tokens.
+            if slot is None or slot.n_computed < placement.n_checkpoint:
                 continue
             if self.cells.fault is None:
                 tokens = sequence.token_array()[: slot.n_computed].copy()
                 # In the per-sequence layout a copy in cells would need a stream of its own.
-                if self._kv_cache.kv_unified:
-                    is_new = self.cells.keep_copy(slot, tokens, sequence.request.lora)
+                if self._kv_cache.shares_cells:
+                    kept = self.cells.keep_copy(slot, tokens, sequence.request.lora)
+                    is_new = kept is not None
+                    if kept is not None and slot.n_computed > sequence.n_prompt:
+                        placement.output_checkpoints.append(kept)
+                    if len(placement.output_checkpoints) > N_OUTPUT_CHECKPOINTS:
+                        self.cells.drop(placement.output_checkpoints.pop(0))
                 else:
                     prefix = self.cells.save(slot, tokens, sequence.request.lora)
                     if is_new := prefix is not None:

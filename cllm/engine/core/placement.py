@@ -41,6 +41,8 @@ class Placement(Generic[LeaderT]):
         Positions at which other sequences part from it and could not share.
     n_checkpoint : int
         Number of computed tokens at which its memory is kept next.
+    output_checkpoints : list of Slot
+        What keeps the memory that it had in its output.
     """
 
     slot: Slot | None = None
@@ -55,6 +57,7 @@ class Placement(Generic[LeaderT]):
     saved: list[SavedPrefix] = field(default_factory=list)
     branch_points: set[int] = field(default_factory=set)
     n_checkpoint: int = NEVER
+    output_checkpoints: list[Slot] = field(default_factory=list)
 
     @property
     def n_computed(self) -> int:

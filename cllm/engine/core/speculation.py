@@ -7,6 +7,9 @@ token, whatever the guesses were.  A wrong one has cost its row.
 How many rows that is worth in a tick is decided here, for all sequences together: as many as give
 the most tokens a second, by what the drafter expects of its drafts and by what rows were measured
 to cost (`row_cost`).  None where rows are not free.
+
+Memory with states can give up the rows of a decode only if all sequences had as many of them
+(`KVCache.rolls_back_alike`).  There a sequence without enough drafts gets its last token as a draft.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from cllm.engine.core.kv_cache import KVCache
 from cllm.engine.core.row_cost import RowCost
-from cllm.engine.core.scheduler import Chunk, is_decoding
+from cllm.engine.core.scheduler import Chunk, is_decoding, seq_id_of
 from cllm.engine.core.sequence import Sequence
 
 # Rows of drafts in one tick, at the most.
@@ -98,40 +102,43 @@ class BudgetedSpeculation:
     ----------
     drafter : Drafter
     row_cost : RowCost
-    n_ctx_seq : int
-        Positions that one sequence can have.
+    kv_cache : KVCache
+        Of what it can do.  In the per-sequence layout llama.cpp computes sequences with different
+        numbers of rows one after another.
     stream_buffer : int
         Deltas that a reader may leave unread.
-    kv_unified : bool
-        False: llama.cpp computes sequences with different numbers of rows one after another.
     """
 
     def __init__(
-        self,
-        drafter: Drafter,
-        row_cost: RowCost,
-        *,
-        n_ctx_seq: int,
-        stream_buffer: int,
-        kv_unified: bool,
+        self, drafter: Drafter, row_cost: RowCost, kv_cache: KVCache, *, stream_buffer: int
     ) -> None:
         self._drafter = drafter
         self._row_cost = row_cost
-        self._n_ctx_seq = n_ctx_seq
         self._stream_buffer = stream_buffer
-        self._kv_unified = kv_unified
+        self._n_ctx_seq = kv_cache.n_ctx_seq
+        self._kv_unified = kv_cache.kv_unified
+        self._n_each = N_DRAFT_ROWS if kv_cache.has_pos_min else kv_cache.n_rollback
+        self._alike = kv_cache.rolls_back_alike
         self._forced_share = FORCED_AT_FIRST
         self._forced: set[Sequence] = set()
+        self._n_drafts: dict[Sequence, int] = {}  # without those that only fill the batch
 
     def extend(
         self, chunks: list[Chunk], n_rows: int, n_outputs: int, target_s: float | None
     ) -> list[Chunk]:
         """See `Speculation`: none beside prompts, whose rows are not free."""
         self._forced.clear()
-        n_max = min(n_rows, n_outputs, N_DRAFT_ROWS)
+        self._n_drafts.clear()
+        n_max, n_each = min(n_rows, n_outputs, N_DRAFT_ROWS), self._n_each
         if n_max <= 0 or not all(is_decoding(chunk) for chunk in chunks):
             return chunks
-        offers = [o for i, chunk in enumerate(chunks) if (o := self._offer(i, chunk.sequence))]
+        if self._alike:
+            chunks = sorted(chunks, key=lambda chunk: seq_id_of(chunk.sequence))
+            limits = [self._limit(chunk.sequence) for chunk in chunks]
+            n_each = min(n_each, n_max // len(chunks), *limits) if self._are_one(chunks) else 0
+        offers = [
+            o for i, chunk in enumerate(chunks) if (o := self._offer(i, chunk.sequence, n_each))
+        ]
         counts = self._choose(len(chunks), offers, n_max, target_s) if offers else []
         if not any(counts):
             return chunks
@@ -145,26 +152,48 @@ class BudgetedSpeculation:
             if offer.forced:
                 self._forced.add(chunks[offer.index].sequence)
             extended[offer.index] = replace(chunks[offer.index], drafts=drafts)
-        return extended
+        return self._filled(extended) if self._alike else extended
+
+    def _are_one(self, chunks: list[Chunk]) -> bool:
+        """Return True if llama.cpp computes these sequences together: in the per-sequence layout, neighbours."""
+        ids = [seq_id_of(chunk.sequence) for chunk in chunks]
+        return self._kv_unified or ids[-1] - ids[0] == len(ids) - 1
+
+    def _filled(self, chunks: list[Chunk]) -> list[Chunk]:
+        """Return chunks with as many drafts each."""
+        n = max(len(chunk.drafts) for chunk in chunks)
+        self._n_drafts = {chunk.sequence: len(chunk.drafts) for chunk in chunks}
+        return [
+            replace(c, drafts=c.drafts + (c.sequence.tokens[-1],) * (n - len(c.drafts)))
+            for c in chunks
+        ]
 
     def observe(self, sequence: Sequence, n_drafted: int, n_accepted: int) -> None:
         """See `Speculation`."""
+        n_drafted = self._n_drafts.get(sequence, n_drafted)
+        n_accepted = min(n_accepted, n_drafted)
+        if not n_drafted:
+            return
         if sequence not in self._forced:
             self._drafter.observe(sequence, n_drafted, n_accepted)
             return
         for is_right in verdicts(n_drafted, n_accepted):
             self._forced_share += FORCED_WEIGHT * (is_right - self._forced_share)
 
-    def _offer(self, index: int, sequence: Sequence) -> _Offer | None:
-        """Return the drafts that a sequence could get, if any."""
+    def _limit(self, sequence: Sequence) -> int:
+        """Return how many drafts a sequence may have at most."""
         params = sequence.request.params
-        limits = [N_DRAFT_ROWS, self._n_ctx_seq - len(sequence.tokens)]
+        limits = [self._n_each, self._n_ctx_seq - len(sequence.tokens)]
         limits.append(self._stream_buffer - sequence.n_unread - 1)
         limits.append(sequence.n_alike - 1)
         if params.max_tokens is not None:
             limits.append(params.max_tokens - sequence.n_output - 1)
-        n_max = min(limits)
-        if n_max <= 0 or params.speculation is False:
+        return 0 if params.speculation is False else min(limits)
+
+    def _offer(self, index: int, sequence: Sequence, n_each: int) -> _Offer | None:
+        """Return the drafts that a sequence could get, if any."""
+        n_max = min(n_each, self._limit(sequence))
+        if n_max <= 0:
             return None
         forced, expected = _forced(sequence, n_max), []
         if forced:
@@ -182,8 +211,10 @@ class BudgetedSpeculation:
         best: list[int] = []
         best_rate = MARGIN * n_decoding / self._row_cost.measured(n_decoding)
         step_s = self._drafter.step_s
-        is_even = bool(step_s) or not self._kv_unified
-        for counts, gain in (_levels if is_even else _one_by_one)(offers, n_max):
+        ways = _levels if step_s or not self._kv_unified else _one_by_one
+        if self._alike:
+            ways, n_max = _alike, n_max // n_decoding
+        for counts, gain in ways(offers, n_max):
             seconds = self._seconds(n_decoding, counts)
             if step_s:
                 guessed = (n for o, n in zip(offers, counts, strict=True) if not o.forced)
@@ -196,6 +227,8 @@ class BudgetedSpeculation:
 
     def _seconds(self, n_decoding: int, counts: list[int]) -> float:
         """Return the expected seconds of a decode with so many drafts for some of its sequences."""
+        if self._alike:
+            return self._row_cost.seconds(n_decoding * (1 + max(counts)))
         if self._kv_unified:
             return self._row_cost.seconds(n_decoding + sum(counts))
         # `llama_batch_allocr::split_equal`: as many rows of each sequence that has any left.
@@ -240,6 +273,14 @@ def _one_by_one(offers: list[_Offer], n_max: int) -> Iterator[tuple[list[int], f
         else:
             heapq.heappop(heap)
         yield counts, gain
+
+
+def _alike(offers: list[_Offer], n_max: int) -> Iterator[tuple[list[int], float]]:
+    """Add one draft to every sequence at a time, up to `n_max` each."""
+    gain = 0.0
+    for level in range(min(n_max, max(len(offer.probabilities) for offer in offers))):
+        gain += sum(o.probabilities[level] for o in offers if level < len(o.probabilities))
+        yield [min(level + 1, len(offer.probabilities)) for offer in offers], gain
 
 
 def _levels(offers: list[_Offer], n_max: int) -> Iterator[tuple[list[int], float]]:

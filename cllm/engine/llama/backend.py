@@ -20,7 +20,7 @@ from cllm.engine.constraints.llguidance import Guidance
 from cllm.engine.core.kv_cache import KVCache
 from cllm.engine.core.ngram_drafter import NgramDrafter
 from cllm.engine.core.row_cost import RowCost
-from cllm.engine.core.speculation import Drafter
+from cllm.engine.core.speculation import N_DRAFT_ROWS, Drafter
 from cllm.engine.embedding import EmbeddingInfo
 from cllm.engine.file_content import (
     FileContent,
@@ -276,7 +276,7 @@ class LlamaBackend:
             return NgramDrafter()
         if path is None:
             return None
-        if not kv_cache.has_pos_min:
+        if not (kv_cache.has_pos_min or kv_cache.n_rollback):
             logger.warning("nothing is guessed: the model's memory cannot give up single positions")
             return None
         drafts = self._open_model(path, owned)  # whose last digits no answer depends on
@@ -325,6 +325,11 @@ class LlamaBackend:
         return self._guidance.compile(*named)
 
 
+# Copies of their states are made at the next decode, and are empty if the source was emptied before:
+# `llama_dsv4_comp_state` in llama-kv-cache-dsv4.cpp.
+LATE_COPIES = ("deepseek4",)
+
+
 class LlamaEmbedderBackend(LlamaBackend):
     """Loads a model for embeddings alone, without a context that generates."""
 
@@ -333,13 +338,16 @@ class LlamaEmbedderBackend(LlamaBackend):
 
 def _empty_cache(decoder: LlamaDecoder, model: Model) -> KVCache:
     context = decoder.context
+    is_windowed = bool(model.n_swa) and not model.has_state
     return KVCache(
         n_cells=context.n_ctx,
         n_seq_ids=context.n_seq_max,
         n_ctx_seq=decoder.n_ctx_seq,
         kv_unified=context.kv_unified,
         has_pos_min=not (model.has_state or model.n_swa),
-        is_windowed=bool(model.n_swa) and not model.has_state,
+        is_windowed=is_windowed,
+        n_rollback=N_DRAFT_ROWS if is_windowed else context.n_rollback,
+        can_copy=model.metadata_value("general.architecture") not in LATE_COPIES,
     )
 
 

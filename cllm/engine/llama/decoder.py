@@ -180,6 +180,7 @@ def make_context(model: Model, config: EngineConfig, state_bytes: int = 0) -> Co
         n_batch=n_batch,
         n_ubatch=config.n_ubatch,
         n_seq_max=n_seq_ids,
+        n_rs_seq=config.n_draft_states(state_bytes),
         n_outputs_max=min(n_seq_ids + n_padding + n_drafts, n_batch),
         n_threads=n_threads,
         n_threads_batch=n_threads_batch,

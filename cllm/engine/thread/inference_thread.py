@@ -159,7 +159,6 @@ class InferenceThread(EngineHost):
         config = self._config
         if config.n_prefill_chunk is None:
             config = replace(config, n_prefill_chunk=loaded.n_prefill_chunk)
-        kv_cache = loaded.kv_cache
         if config.prefix_cache_bytes is None:
             config = replace(config, prefix_cache_bytes=_default_bytes())
         store = self._make_store(loaded, owned)
@@ -168,9 +167,8 @@ class InferenceThread(EngineHost):
             speculation = BudgetedSpeculation(
                 loaded.drafter,
                 loaded.row_cost,
-                n_ctx_seq=kv_cache.n_ctx_seq,
+                loaded.kv_cache,
                 stream_buffer=config.stream_buffer,
-                kv_unified=kv_cache.kv_unified,
             )
         if config.trace is not None:
             self._trace = owned.enter_context(closing(ChromeTrace(Path(config.trace))))

@@ -11,6 +11,7 @@ from cllm.engine.core.checkpoints import (
     MIN_GAIN,
     N_REGULAR,
     NEVER,
+    OUTPUT_INTERVAL,
     TAIL,
     next_checkpoint,
 )
@@ -41,6 +42,17 @@ def test_a_prompt_is_kept_every_so_often_and_near_its_end(n_prompt: int, found: 
 def test_it_is_kept_where_another_has_parted_from_it() -> None:
     assert places(1000, branch_points=(300, 700)) == [300, 512, 700, 1000 - TAIL]
     assert places(1000, n_shared=600, branch_points=(300, 700)) == [700, 1000 - TAIL]
+
+
+def test_an_output_that_may_go_back_is_kept_every_so_often() -> None:
+    def places_of(n_prompt: int, n_tokens: int) -> list[int]:
+        found, at = list[int](), 0
+        while (at := next_checkpoint(at, n_prompt, may_go_back=True)) <= n_tokens:
+            found.append(at)
+        return found
+
+    assert places_of(5, 200) == [OUTPUT_INTERVAL, 2 * OUTPUT_INTERVAL, 3 * OUTPUT_INTERVAL]
+    assert places_of(400, 500) == [400 - TAIL, 7 * OUTPUT_INTERVAL]
 
 
 @given(st.integers(1, 1 << 18), st.integers(0, 1 << 18))

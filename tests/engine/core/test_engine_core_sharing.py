@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from cllm.engine.core.cells import MIN_STREAM_SHARE
-from cllm.engine.core.checkpoints import INTERVAL, MIN_GAIN, TAIL
+from cllm.engine.core.checkpoints import (
+    INTERVAL,
+    MIN_GAIN,
+    N_OUTPUT_CHECKPOINTS,
+    OUTPUT_INTERVAL,
+    TAIL,
+)
 from cllm.engine.output import FinishReason
 from cllm.engine.sampling_params import SamplingParams
 from cllm.errors import DecodeFailedError
@@ -212,6 +218,30 @@ def test_those_who_come_together_compute_what_they_share_once_in_the_per_sequenc
         sim.submit(head + bytes([i]) * 20, max_tokens=2)
     sim.run()
     assert n_computed(sim) <= 400 + 8 * 20 + 8 * MIN_GAIN
+    sim.check_outcomes()
+
+
+@LAYOUTS
+@pytest.mark.parametrize("n_bytes", [0, 1 << 20], ids=["no host memory", "host memory"])
+def test_where_no_sequence_can_be_copied_a_turn_takes_the_seq_id_of_the_one_before(
+    kv_unified: bool, n_bytes: int
+) -> None:
+    sim = Simulator(
+        n_ctx=2048, n_seq_max=3, n_batch=64, kv_unified=kv_unified, has_pos_min=False,
+        can_copy=False, answer=endless, prefix_cache_bytes=n_bytes,
+    )  # fmt: skip
+    chats = [bytes([i]) * 90 for i in range(3)]
+    for _ in range(4):
+        requests = [sim.submit(chat, max_tokens=10) for chat in (*chats, chats[0])]
+        sim.run()
+        chats = [
+            chat + bytes(sim.tokens[request_id]) + b"more"
+            for chat, request_id in zip(chats, requests, strict=False)
+        ]
+    statistics = sim.core.statistics()
+    assert sim.decoder.n_calls["seq_cp"] == 0
+    assert statistics.n_rebuilds == 0
+    assert statistics.n_cached_tokens > 0
     sim.check_outcomes()
 
 
@@ -533,3 +563,25 @@ def test_a_stopped_reader_does_not_delay_who_shares_with_others() -> None:
         n_ticks.append(sim.decoder.n_decodes - before)
         assert sim.finished[newcomer].completion.usage.n_cached == 300
     assert n_ticks[0] == n_ticks[1]
+
+
+@pytest.mark.parametrize("draft_share", [None, 0.8], ids=["no drafts", "drafts"])
+@pytest.mark.parametrize("memory", [{"has_pos_min": False}, {"is_windowed": True}], ids=str)
+def test_an_output_that_goes_back_computes_the_tokens_since_its_last_checkpoint(
+    memory: Any, draft_share: float | None
+) -> None:
+    sim = Simulator(
+        n_ctx=4096, n_seq_max=2, n_batch=128, answer=endless, draft_share=draft_share,
+        n_rollback=8, **memory,
+    )  # fmt: skip
+    prompt = bytes(i % 251 for i in range(100))
+    first = sim.submit(prompt, max_tokens=300, banned_strings=["never"])
+    sim.run()
+    before = n_computed(sim)
+    output = sim.tokens[first][:290]
+    second = sim.submit(prompt + bytes(output), max_tokens=5, banned_strings=["never"])
+    sim.run()
+    assert n_computed(sim) - before <= OUTPUT_INTERVAL + 10
+    assert sim.kv_cache.n_cached_ids <= N_OUTPUT_CHECKPOINTS + 5
+    assert sim.outcome(second) == sim.alone(second)
+    sim.check_outcomes()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cllm.engine.core.kv_cache import Slot
+from cllm.engine.core.kv_cache import KVCache, Slot
 from cllm.engine.core.row_cost import RowCost
 from cllm.engine.core.scheduler import Chunk
 from cllm.engine.core.sequence import Sequence
@@ -112,6 +112,62 @@ def test_no_drafts_where_memory_cannot_give_them_up() -> None:
         assert sim.core.statistics().n_drafted_tokens == 0
 
 
+@pytest.mark.parametrize("kv_unified", [True, False])
+@pytest.mark.parametrize("is_windowed", [False, True], ids=["states", "window"])
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.9, 1.0])
+def test_memory_that_gives_up_the_rows_of_a_decode_takes_drafts(
+    share: float, is_windowed: bool, kv_unified: bool
+) -> None:
+    sim = Simulator(
+        answer=endless, n_ctx=4096, n_seq_max=4, n_batch=64, draft_share=share, has_pos_min=False,
+        is_windowed=is_windowed, kv_unified=kv_unified, n_rollback=8,
+    )  # fmt: skip
+    requests = [sim.submit(b"prompt" * n, max_tokens=20 + 10 * n) for n in (1, 2, 3)]
+    sim.run()
+    for request_id in requests:
+        assert sim.outcome(request_id) == sim.alone(request_id)
+    statistics = sim.core.statistics()
+    assert statistics.n_rebuilds == 0
+    assert statistics.n_drafted_tokens > 0
+    assert (statistics.n_accepted_tokens > 0) == (share > 0)
+    sim.check_idle()
+
+
+def test_with_states_all_sequences_of_a_batch_have_as_many_rows() -> None:
+    states = memory(has_pos_min=False, n_rollback=4)
+    speculation = BudgetedSpeculation(Guesses(0.9), RowCost(FLAT), states, stream_buffer=64)
+    both = [decoding(0, max_tokens=4), decoding(1)]
+    chunks = speculation.extend([Chunk(s, 1) for s in both], 100, 100, None)
+    assert [chunk.drafts for chunk in chunks] == [(7, 7, 7), (7, 7, 7)]
+    excluded = decoding(2, speculation=False)
+    chunks = speculation.extend([Chunk(s, 1) for s in (*both, excluded)], 100, 100, None)
+    assert [chunk.drafts for chunk in chunks] == [(), (), ()]
+
+
+def test_a_sequence_without_drafts_fills_the_batch_and_nothing_is_learned_of_that() -> None:
+    class Some(Guesses):
+        def expect(self, sequence: Sequence, n_max: int) -> list[float]:
+            return super().expect(sequence, n_max) if sequence is both[0] else []
+
+    both, drafter = [decoding(0), decoding(1)], Some(0.9)
+    states = memory(has_pos_min=False, n_rollback=4)
+    speculation = BudgetedSpeculation(drafter, RowCost(FLAT), states, stream_buffer=64)
+    chunks = speculation.extend([Chunk(s, 1) for s in both], 100, 100, None)
+    assert [chunk.drafts for chunk in chunks] == [(7, 7, 7, 7), (both[1].tokens[-1],) * 4]
+    for sequence in both:
+        speculation.observe(sequence, 4, 1)
+    assert drafter.observed == [(4, 1)]
+
+
+def test_in_the_per_sequence_layout_only_neighbours_have_drafts() -> None:
+    states = memory(has_pos_min=False, n_rollback=4, kv_unified=False)
+    speculation = BudgetedSpeculation(Guesses(0.9), RowCost(FLAT), states, stream_buffer=64)
+    for ids, expected in (((0, 1), 4), ((3, 2), 4), ((0, 2), 0)):
+        chunks = [Chunk(decoding(seq_id), 1) for seq_id in ids]
+        found = speculation.extend(chunks, 100, 100, None)
+        assert [len(chunk.drafts) for chunk in found] == [expected, expected], ids
+
+
 def test_a_decode_that_fails_with_drafts_in_it_disturbs_nobody() -> None:
     for fault in (2, -3):
         sim = Simulator(answer=endless, n_ctx=256, draft_share=1.0, faults={3: fault})
@@ -165,6 +221,11 @@ class Guesses:
         self.observed.append((n_drafted, n_accepted))
 
 
+def memory(**options: Any) -> KVCache:
+    """Bookkeeping of 8 sequences of 64 positions."""
+    return KVCache(n_cells=512, n_seq_ids=8, n_ctx_seq=64, **options)
+
+
 def decoding(serial: int, n_computed: int = 9, **sampling: Any) -> Sequence:
     """A sequence with one pending token."""
     request = GenerationRequest(
@@ -197,9 +258,8 @@ def n_drafted(
     speculation = BudgetedSpeculation(
         Guesses(share, step_s),
         RowCost(cost),
-        n_ctx_seq=64,
+        memory(kv_unified=kv_unified),
         stream_buffer=64,
-        kv_unified=kv_unified,
     )
     chunks = speculation.extend([Chunk(s, 1) for s in sequences], n_rows, n_outputs, target_s)
     return [len(chunk.drafts) for chunk in chunks]
@@ -235,9 +295,7 @@ def test_kernels_that_take_rows_by_steps_get_whole_steps(
 def test_no_drafts_beside_a_prompt() -> None:
     prompt = decoding(1, n_computed=2)
     prompt.tokens += [1, 2, 3]
-    speculation = BudgetedSpeculation(
-        Guesses(1.0), RowCost(FLAT), n_ctx_seq=64, stream_buffer=64, kv_unified=True
-    )
+    speculation = BudgetedSpeculation(Guesses(1.0), RowCost(FLAT), memory(), stream_buffer=64)
     chunks = [Chunk(decoding(0), 1), Chunk(prompt, 4)]
     assert speculation.extend(chunks, 100, 100, None) == chunks
 
@@ -341,9 +399,7 @@ def test_what_a_constraint_forces_is_drafted_first_and_its_drafter_hears_nothing
     sequence = decoding(0)
     sequence.sampler = Forced(3, 4, 5)  # type: ignore[assignment]
     drafter = Guesses(0.9)
-    speculation = BudgetedSpeculation(
-        drafter, RowCost(FLAT), n_ctx_seq=64, stream_buffer=64, kv_unified=True
-    )
+    speculation = BudgetedSpeculation(drafter, RowCost(FLAT), memory(), stream_buffer=64)
     (chunk,) = speculation.extend([Chunk(sequence, 1)], 100, 100, None)
     assert chunk.drafts == (3, 4, 5)
     assert (chunk.n_rows, chunk.n_outputs) == (4, 4)
@@ -354,9 +410,7 @@ def test_what_a_constraint_forces_is_drafted_first_and_its_drafter_hears_nothing
 def test_a_constraint_whose_words_are_cut_otherwise_is_believed_less() -> None:
     sequence = decoding(0)
     sequence.sampler = Forced(3, 4, 5)  # type: ignore[assignment]
-    speculation = BudgetedSpeculation(
-        Guesses(0.9), RowCost(dict(LINE)), n_ctx_seq=64, stream_buffer=64, kv_unified=True
-    )
+    speculation = BudgetedSpeculation(Guesses(0.9), RowCost(dict(LINE)), memory(), stream_buffer=64)
     cheap = RowCost({1: 0.010, 2: 0.013, 3: 0.016, 4: 0.019, 64: 0.2})
     speculation._row_cost = cheap
     assert len(speculation.extend([Chunk(sequence, 1)], 100, 100, None)[0].drafts) == 3
