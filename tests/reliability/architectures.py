@@ -7,7 +7,8 @@ Most prompts are longer than the sliding window, which has 32 positions.
 
 Each token is scored again, alone, by an engine without any of that: its log probability has to be the
 same, with `deterministic` to the bit.  A child process, the *host*, examines the layouts of a file one
-after the other: what ends it is a finding.
+after the other.  Where it ends, or an answer is wrong, another one does the same with `preflight`, as
+`cllm serve` does: that has to reject the file.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import itertools
 import json
 import math
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -32,6 +34,7 @@ import anyio
 from cllm import CllmError, Completion, Engine, SamplingParams
 from cllm.bindings import quantize
 from tests.reliability.record import ROOT, Record, Table, conclude
+from tests.reliability.record import Cell as Figure
 from tools import architecture_models
 
 NAME = "architectures"
@@ -46,7 +49,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": True},
 }
 TYPES = ("F32", "Q8_0", "Q4_K_M")
-# A process of its own loads the same libllama in the same way: one type says whether it does.
+# As `cllm serve` has it: a process of its own loads the same libllama in the same way.
 PROCESS_TYPE = "Q8_0"
 N_SEQ_MAX = 3
 N_CTX_SEQ = 192
@@ -67,12 +70,13 @@ class Cell(NamedTuple):
 
     layout: str
     file_type: str
-    process: bool
+    process: bool = False
+    preflight: bool = False
 
 
 CELLS = [
-    *(Cell(layout, kind, False) for layout in LAYOUTS for kind in TYPES),
-    *(Cell(layout, PROCESS_TYPE, True) for layout in LAYOUTS),
+    *(Cell(layout, kind) for layout in LAYOUTS for kind in TYPES),
+    *(Cell(layout, PROCESS_TYPE, True, True) for layout in ("unified", "deterministic")),
 ]
 
 
@@ -92,6 +96,7 @@ class Verdict:
     layout: str
     file_type: str
     process: bool
+    preflight: bool
     result: str
     reason: str = ""
 
@@ -100,19 +105,21 @@ class Verdict:
         """True if the claim holds for it."""
         return self.result in (WORKS, "rejected")
 
+    def __str__(self) -> str:
+        process = " in a process" if self.process else ""
+        return f"{self.layout} {self.file_type}{process}: {self.result} {self.reason}"
+
 
 # --- The host ----------------------------------------------------------------------------------
 def host(path: Path) -> None:
     """Examine a file in the cells that come as JSON lines; answer with verdicts."""
-    passed = set[str]()  # layouts that the preflight need not try again
     with tempfile.TemporaryDirectory() as folder:
         for line in sys.stdin:
             cell = Cell(*json.loads(line))
             result, reason = WORKS, ""
             try:
                 file = _as_type(path, cell.file_type, Path(folder))
-                anyio.run(partial(_examine, file, cell, preflight=cell.layout not in passed))
-                passed.add(cell.layout)
+                anyio.run(partial(_examine, file, cell))
             except CllmError as error:
                 result, reason = "rejected", f"{type(error).__name__}: {error}"
             except BaseException as error:  # whatever it is, it is what this program looks for
@@ -130,11 +137,11 @@ def _as_type(path: Path, file_type: str, folder: Path) -> Path:
     return made
 
 
-async def _examine(path: Path, cell: Cell, *, preflight: bool) -> None:
+async def _examine(path: Path, cell: Cell) -> None:
     """Raise an error if a feature does not work, or an answer is wrong."""
     own_shares = cell.layout != "unified"
     options = {
-        **OPTIONS, **LAYOUTS[cell.layout], "process": cell.process, "preflight": preflight,
+        **OPTIONS, **LAYOUTS[cell.layout], "process": cell.process, "preflight": cell.preflight,
         "n_ctx": N_CTX_SEQ * N_SEQ_MAX if own_shares else N_CTX_UNIFIED,
     }  # fmt: skip
     with anyio.fail_after(LIMIT_S):
@@ -222,20 +229,23 @@ async def _check(path: Path, asked: Sequence[Asked], *, is_exact: bool) -> None:
 
 # --- The keeper of the hosts -------------------------------------------------------------------
 def examine(path: Path, cells: Iterable[Cell] = CELLS) -> list[Verdict]:
-    """Return the verdicts on a file; a host that ends is replaced.
+    """Return the verdicts on a file.
 
     `deterministic` has hosts of its own: llama.cpp reads one of its settings once per process.
     """
-    wanted = list(cells)
+    wanted, found = list(cells), list[Verdict]()
     exact = [cell for cell in wanted if cell.layout == "deterministic"]
-    return [
-        *_examine_in_hosts(path, [cell for cell in wanted if cell not in exact]),
-        *_examine_in_hosts(path, exact),
-    ]
+    for some in ([cell for cell in wanted if cell not in exact], exact):
+        for cell, verdict in zip(some, _in_hosts(path, some), strict=True):
+            if not (verdict.is_right or cell.preflight):
+                (verdict,) = _in_hosts(path, [cell._replace(preflight=True)])
+            found.append(verdict)
+    return found
 
 
-def _examine_in_hosts(path: Path, left: list[Cell]) -> list[Verdict]:
-    found = list[Verdict]()
+def _in_hosts(path: Path, cells: Sequence[Cell]) -> list[Verdict]:
+    """Return a verdict for each cell; a host that ends is replaced."""
+    left, found = list(cells), list[Verdict]()
     command = [sys.executable, "-m", f"tests.reliability.{NAME}", "--host", str(path)]
     while left:
         lines = "".join(json.dumps(cell) + "\n" for cell in left)
@@ -253,51 +263,47 @@ def _examine_in_hosts(path: Path, left: list[Cell]) -> list[Verdict]:
     return found
 
 
-def table(verdicts: Sequence[Verdict]) -> Table:
+def summary(verdicts: Sequence[Verdict]) -> Table:
     """Return what became of each file, by layout."""
     rows = []
     for name, group in itertools.groupby(verdicts, lambda verdict: verdict.name):
         of_file = list(group)
         row = [name]
         for layout in LAYOUTS:
-            results = {(v.file_type, v.process): v.result for v in of_file if v.layout == layout}
-            kinds = set(results.values())
-            row.append(
-                kinds.pop()
-                if len(kinds) == 1
-                else ", ".join(
-                    f"{kind}{' in a process' if process else ''} {result}"
-                    for (kind, process), result in results.items()
-                    if result != WORKS
-                )
-            )
+            results = {v.file_type: v.result for v in of_file if v.layout == layout}
+            works = [kind for kind in TYPES if results.get(kind) == WORKS]
+            row.append("yes" if works == list(TYPES) else ", ".join(works) or "no")
         rows.append(row)
     return Table(("file", *LAYOUTS), rows)
 
 
+def reasons(verdicts: Sequence[Verdict]) -> Table:
+    """Return why files were rejected, each reason once for a file and a layout."""
+    told = {(v.name, v.layout, _short(v.reason)) for v in verdicts if v.result != WORKS}
+    return Table(("file", "layout", "reason"), sorted(told))
+
+
+def _short(reason: str) -> str:
+    """Return a reason without the file's name and what follows from the machine."""
+    reason = re.sub(r"\S*/(\S*/)*", "", re.sub(r"cannot load '.*?': ", "", reason))
+    return reason.partition("; if another engine")[0]
+
+
 def record(verdicts: Sequence[Verdict]) -> Record:
-    """Return what was found, with the reasons."""
-    names = sorted({verdict.name for verdict in verdicts})
-    entirely = [n for n in names if all(v.result == WORKS for v in verdicts if v.name == n)]
-    reasons = sorted({(v.name, v.layout, v.reason) for v in verdicts if v.reason})
-    figures = {
-        "n_files": len(names),
-        "n_files_that_work_in_every_way": len(entirely),
-        "n_cells": len(verdicts),
-        **{
-            f"n_files_that_work_{layout}": sum(
-                all(v.result == WORKS for v in verdicts if (v.name, v.layout) == (name, layout))
-                for name in names
-            )
-            for layout in LAYOUTS
-        },
+    """Return what was found."""
+    table = summary(verdicts)
+    whole = [row[0] for row in table.rows if set(row[1:]) == {"yes"}]
+    figures: dict[str, Figure] = {
+        "n_files": len(table.rows),
+        "n_uses": len(verdicts),
+        "n_files_that_work_in_every_way": len(whole),
     }
-    others = [name for name in names if name not in entirely]
-    tables = [
-        table([v for v in verdicts if v.name in others]),
-        Table(("file", "layout", "reason"), reasons),
-    ]
-    return Record(NAME, CLAIM, f"python -m tests.reliability.{NAME}", figures, tables)
+    for column, layout in enumerate(LAYOUTS, 1):
+        figures[f"n_files_that_work_{layout}"] = sum(row[column] != "no" for row in table.rows)
+    figures["n_files_rejected"] = sum(set(row[1:]) == {"no"} for row in table.rows)
+    others = Table(table.head, [row for row in table.rows if row[0] not in whole])
+    command = f"python -m tests.reliability.{NAME}"
+    return Record(NAME, CLAIM, command, figures, [others, reasons(verdicts)])
 
 
 def main() -> int:
@@ -316,16 +322,10 @@ def main() -> int:
     with ThreadPoolExecutor(given.jobs) as pool:
         for found in pool.map(examine, files):
             verdicts += found
-            wrong = [v for v in found if v.result != WORKS]
-            print(found[0].name, f"{len(found) - len(wrong)}/{len(found)}", file=sys.stderr)
-            for v in wrong:
-                print("   ", *asdict(v).values(), file=sys.stderr)
-    bad = [
-        f"{v.name} {v.layout} {v.file_type}: {v.result} {v.reason}"
-        for v in verdicts
-        if not v.is_right
-    ]
-    return conclude(record(verdicts), bad, is_kept=given.save)
+            n_right = sum(verdict.result == WORKS for verdict in found)
+            print(f"{found[0].name}: {n_right} of {len(found)}", file=sys.stderr, flush=True)
+    wrong = [f"{verdict.name} {verdict}" for verdict in verdicts if not verdict.is_right]
+    return conclude(record(verdicts), wrong, is_kept=given.save)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Hybrid models give up the rows of wrong drafts, and go on from there as if there had been none."""
+"""Memory that forgets gives up the rows of wrong drafts, and goes on as if there had been none."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ pytestmark = [
     pytest.mark.usefixtures("free_rows"),
 ]
 
+# With states of recurrent layers, and with sliding windows of 32 positions.
 ARCHITECTURES = (
     "qwen35", "deepseek4", "nemotron_h", "lfm2", "kimi-k3", "qwen35moe", "qwen4exp", "glm5-next",
-    "nemotron_h_moe", "lfm2moe", "bailingmoe3",
+    "nemotron_h_moe", "lfm2moe", "bailingmoe3", "gemma3", "gpt-oss", "cohere2", "muse-glimmer",
 )  # fmt: skip
 LAYOUTS: dict[str, dict[str, Any]] = {
     "unified": {"kv_unified": True},
@@ -56,9 +57,7 @@ async def assert_as_scored(path: Path, asked: list[tuple[list[int], Completion]]
 
 @pytest.mark.parametrize("n_streams", [1, 3])
 @pytest.mark.parametrize(("name", "layout"), some_in_fast(CASES, len(ARCHITECTURES)))
-async def test_drafts_of_a_hybrid_model_change_no_token(
-    name: str, layout: str, n_streams: int
-) -> None:
+async def test_drafts_change_no_token(name: str, layout: str, n_streams: int) -> None:
     (path,) = architecture_models.ensure(name)
     choose = random.Random(3)
     options: dict[str, Any] = {"n_ctx": 4096, "n_seq_max": 4, **LAYOUTS[layout], **QUIET}
