@@ -331,6 +331,7 @@ def init_context(model: Model, params: Any, *, no_warning: str) -> Any:
         llama.cpp refuses these parameters.
     """
     forward_log()
+    library().n_contexts += 1
     pointer = library().llama_init_from_model(model._pointer, params)
     reason = forward_log(no_warning=no_warning)
     if not pointer:

@@ -31,7 +31,7 @@ from cllm.engine.file_content import (
 )
 from cllm.engine.llama import rpc
 from cllm.engine.llama.decoder import LlamaDecoder, make_context, measure_state
-from cllm.engine.llama.determinism import deterministic_decoder
+from cllm.engine.llama.determinism import deterministic_decoder, without_tiles
 from cllm.engine.llama.draft_model import DraftModel, make_draft_context
 from cllm.engine.llama.encoder import (
     LlamaTextEncoder,
@@ -40,7 +40,7 @@ from cllm.engine.llama.encoder import (
     make_embedding_context,
 )
 from cllm.engine.llama.fingerprint import fingerprint, state_key
-from cllm.engine.llama.gguf_header import has_plain_matrix
+from cllm.engine.llama.gguf_header import has_plain_matrix, has_tiled_matrix
 from cllm.engine.llama.lora_file import check_lora_file
 from cllm.engine.llama.loras import LlamaLoras
 from cllm.engine.llama.memory import PlannedContext, check_fits, check_room
@@ -186,20 +186,8 @@ class LlamaBackend:
         """Return the decoder and its empty cache; stand-ins for both if only embeddings are wanted."""
         config = self._config
         if self._generates:
-            state_bytes = measure_state(model, config)
-            make = partial(make_context, model, config, state_bytes)
             try:
-                decoder = (
-                    deterministic_decoder(
-                        model,
-                        make,
-                        config.n_batch,
-                        loras,
-                        needs_padding=any(map(has_plain_matrix, model_files(config))),
-                    )
-                    if config.deterministic
-                    else LlamaDecoder(make, config.n_batch, loras)
-                )
+                decoder = self._make_decoder(model, loras)
             except NotGenerativeError as error:
                 if info is None:
                     hint = "with a pooling (mean, cls or last) it may compute embeddings"
@@ -214,6 +202,19 @@ class LlamaBackend:
         return NoDecoder(model.vocab.n_tokens), KVCache(
             n_cells=1, n_seq_ids=1, n_ctx_seq=info.n_tokens_max, kv_unified=True
         )
+
+    def _make_decoder(self, model: Model, loras: LlamaLoras) -> LlamaDecoder:
+        """Return the decoder that the configuration asks for."""
+        config, files = self._config, model_files(self._config)
+        if not config.deterministic:
+            make = partial(make_context, model, config, measure_state(model, config))
+            return LlamaDecoder(make, config.n_batch, loras)
+        with without_tiles(any(map(has_tiled_matrix, files))):
+            make = partial(make_context, model, config, measure_state(model, config))
+            needs_padding = any(map(has_plain_matrix, files))
+            return deterministic_decoder(
+                model, make, config.n_batch, loras, needs_padding=needs_padding
+            )
 
     def check_memory(self, loaded: EngineConfig | None) -> None:
         """See `Backend`."""

@@ -8,9 +8,10 @@ architecture and the CPU; so a few decodes in different shapes are compared befo
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-from cllm.bindings import Context, Model
+from cllm.bindings import Context, Model, library
 from cllm.engine.llama.decoder import LlamaDecoder
 from cllm.engine.llama.loras import LlamaLoras
 from cllm.engine.llama.padded_decoder import PaddedDecoder
@@ -19,6 +20,40 @@ from cllm.errors import InvalidArgumentError
 
 # llama.cpp takes K-quants by tiles from 8 rows on, unless this says 0 before its first product.
 TILED_PRODUCTS = "GGML_CPU_TILED_MM"
+_are_tiles_off: bool | None = None  # in this process; None: nothing has been asked for
+
+
+@contextmanager
+def without_tiles(has_tiled_matrix: bool) -> Iterator[None]:
+    """Let llama.cpp take no product by tiles.
+
+    Parameters
+    ----------
+    has_tiled_matrix : bool
+        The model has matrices that it would take by tiles.
+
+    Raises
+    ------
+    InvalidArgumentError
+        llama.cpp has read the setting in this process already, as it was for another engine.
+    """
+    global _are_tiles_off
+    before = os.environ.get(TILED_PRODUCTS)
+    if _are_tiles_off is None:
+        _are_tiles_off = before == "0" or library().n_contexts == 0
+    if has_tiled_matrix and not _are_tiles_off:
+        raise InvalidArgumentError(
+            "deterministic", True, f"False with K-quants or IQ-quants after another engine of this "
+            f"process has computed; set {TILED_PRODUCTS}=0 when it starts",
+        )  # fmt: skip
+    # Other code must not see it.
+    os.environ[TILED_PRODUCTS] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[TILED_PRODUCTS]
+        if before is not None:
+            os.environ[TILED_PRODUCTS] = before
 
 
 def deterministic_decoder(
@@ -36,6 +71,8 @@ def deterministic_decoder(
     needs_padding : bool
         The model or an adapter has matrices of F16 or F32.
 
+    Call it `without_tiles`.
+
     Raises
     ------
     InvalidArgumentError
@@ -45,29 +82,9 @@ def deterministic_decoder(
         raise InvalidArgumentError(
             "deterministic", True, "False where a GPU computes: it has been shown on CPUs only"
         )
-    # llama.cpp reads it once, before its first product; other code must not see it.
-    os.environ[TILED_PRODUCTS], before = "0", os.environ.get(TILED_PRODUCTS)
-    try:
-        return _tried_decoder(model, make_context, n_batch, loras, needs_padding)
-    finally:
-        del os.environ[TILED_PRODUCTS]
-        if before is not None:
-            os.environ[TILED_PRODUCTS] = before
-
-
-def _tried_decoder(
-    model: Model,
-    make_context: Callable[[], Context],
-    n_batch: int,
-    loras: LlamaLoras,
-    needs_padding: bool,
-) -> LlamaDecoder:
-    """See `deterministic_decoder`."""
     differing: list[str] = []
     kinds = [PaddedDecoder] if needs_padding else [LlamaDecoder, PaddedDecoder]
-    if (
-        model.has_state or model.n_swa
-    ):  # what is padded must be removed again: not where memory forgets
+    if model.has_state:  # padding has to be removed again
         kinds = [LlamaDecoder]
     for kind in kinds:
         decoder = kind(make_context, n_batch, loras)
@@ -82,6 +99,5 @@ def _tried_decoder(
         decoder.close()
     raise InvalidArgumentError(
         "deterministic", True, f"False with this model on this machine: logits of a row differ "
-        f"{', '.join(differing)}; if another engine of this process has computed before, set "
-        f"{TILED_PRODUCTS}=0 when it starts",
+        f"{', '.join(differing)}",
     )  # fmt: skip

@@ -35,6 +35,8 @@ MAX_TENSORS = 1 << 17
 
 Shapes = dict[str, tuple[int, ...]]
 F32, F16 = 0, 1  # of `ggml_type`
+# Q2_K to Q6_K, IQ1, IQ2, IQ3 and IQ4_XS: ggml-cpu/tiled/tiled.cpp.
+TILED = frozenset({10, 11, 12, 13, 14, 16, 17, 18, 19, 21, 22, 23, 29})
 Value = str | int | float | bool | list[int | float | bool]
 
 
@@ -83,6 +85,17 @@ def has_plain_matrix(path: Path) -> bool:
     """
     tensors = _read_tensors(path).values()
     return any(kind in (F32, F16) and len(shape) > 1 for shape, kind in tensors)
+
+
+def has_tiled_matrix(path: Path) -> bool:
+    """True if llama.cpp multiplies a matrix of the file by tiles where a batch has enough rows.
+
+    Raises
+    ------
+    OSError
+        It cannot be opened.
+    """
+    return any(kind in TILED for _, kind in _read_tensors(path).values())
 
 
 def _read_tensors(path: Path) -> dict[str, tuple[tuple[int, ...], int]]:

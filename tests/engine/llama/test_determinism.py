@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +15,8 @@ import pytest
 from cllm import Engine, EngineConfig, InvalidArgumentError
 from cllm.bindings import Model
 from cllm.engine.llama.decoder import LlamaDecoder, make_context
-from cllm.engine.llama.determinism import deterministic_decoder
-from cllm.engine.llama.gguf_header import has_plain_matrix
+from cllm.engine.llama.determinism import deterministic_decoder, without_tiles
+from cllm.engine.llama.gguf_header import has_plain_matrix, has_tiled_matrix
 from cllm.engine.llama.loras import LlamaLoras
 from cllm.engine.llama.padded_decoder import PaddedDecoder, Rows, has_lone_rows
 from cllm.engine.llama.shapes import are_equal, shapes_that_differ
@@ -22,6 +25,7 @@ from tests.conftest import QUIET
 from tests.lora_files import make_lora
 from tools import make_model
 
+ROOT = Path(__file__).parents[3]
 CONFIG = EngineConfig(deterministic=True, n_ctx=2048, n_seq_max=8, n_batch=64, n_threads=1)
 
 
@@ -30,13 +34,14 @@ def decoder_of(path: Path, *adapters: Path) -> Iterator[LlamaDecoder]:
     with Model(path, use_extra_bufts=False) as model, closing(LlamaLoras(model)) as loras:
         for adapter in adapters:
             loras.load(adapter.name, str(adapter), 1.0)
-        decoder = deterministic_decoder(
-            model,
-            lambda: make_context(model, CONFIG),
-            CONFIG.n_batch,
-            loras,
-            needs_padding=any(map(has_plain_matrix, [path, *adapters])),
-        )
+        with without_tiles(has_tiled_matrix(path)):
+            decoder = deterministic_decoder(
+                model,
+                lambda: make_context(model, CONFIG),
+                CONFIG.n_batch,
+                loras,
+                needs_padding=any(map(has_plain_matrix, [path, *adapters])),
+            )
         with closing(decoder):
             yield decoder
 
@@ -152,3 +157,52 @@ async def test_a_padded_sequence_may_fill_all_but_one_of_its_positions(anyio_bac
         assert completion.stop_reason == "context"
         assert len(completion.token_ids) == 256 - 200
         assert await engine.audit() == []
+
+
+@pytest.mark.anyio
+async def test_padding_past_a_sliding_window_changes_no_bit(anyio_backend: str) -> None:
+    path = make_model.ensure("tiny-swa", "F16")
+    prompts = [list(range(5, 5 + n)) for n in (3, 40, 90)]
+    answers = []
+    for n_seq_max in (1, 4):
+        options: dict[str, Any] = {"n_ctx": 256 * n_seq_max, "n_seq_max": n_seq_max}
+        options |= {"deterministic": True, "prefix_cache": n_seq_max > 1}
+        async with Engine(path, **options, **QUIET) as engine:
+            found = await engine.generate_all(
+                prompts, max_tokens=60, temperature=0.0, logprobs=2, ignore_eos=True
+            )
+            assert await engine.audit() == []
+        answers.append([(each.token_ids, each.logprobs) for each in found])
+    assert answers[0] == answers[1]
+
+
+def test_k_quants_after_another_engine_are_refused_and_not_left_to_a_lucky_trial() -> None:
+    code = """
+import anyio
+from cllm import Engine, InvalidArgumentError
+from tools import make_model
+
+async def use(path, **options):
+    async with Engine(path, n_ctx=512, n_seq_max=2, n_threads=1, n_threads_batch=1, **options) as engine:
+        await engine.generate([5, 6, 7], max_tokens=2)
+
+async def main(first, then):
+    k_quant = make_model.ensure("qwen3-wide", "Q4_K_M")
+    await use(k_quant, deterministic=first)
+    try:
+        await use(k_quant, deterministic=then)
+    except InvalidArgumentError as error:
+        print(error.limit)
+
+import sys
+anyio.run(main, *(argument == "True" for argument in sys.argv[1:]))
+"""
+
+    def told(*arguments: bool) -> str:
+        command = [sys.executable, "-c", code, *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+        return done.stdout
+
+    assert "after another engine of this process has computed" in told(False, True)
+    assert told(True, True) == ""
+    assert told(True, False) == ""
