@@ -1,5 +1,5 @@
 # The two commands of the README, and what CI runs.  Everything is quick the second time.
-.PHONY: demo docs pictures test coverage test-process test-clients clients-newest test-ray test-rpc test-real test-full test-exhaustive test-asan test-leaks soak check bench release native clean help
+.PHONY: demo docs pictures test coverage test-process test-clients clients-newest test-ray test-rpc test-real test-full test-exhaustive test-archs test-asan test-leaks soak check bench release native clean help
 
 PYTHON ?= python3
 # Without bytecode files each process of the tests compiles 760 modules.
@@ -20,6 +20,7 @@ help:
 	@echo "make test-real         real models: SmolLM2-135M-Instruct, all-MiniLM-L6-v2; 181 MB, fetched once"
 	@echo "make test-ray          two replicas on Ray Serve, on this machine: three minutes"
 	@echo "make test-exhaustive   the full numbers of docs/reliability.md"
+	@echo "make test-archs        every architecture of llama.cpp in every layout: half an hour"
 	@echo "make test-asan   the suites of bindings and engine with sanitizers in libllama"
 	@echo "make test-leaks  a thousand requests under LeakSanitizer: nothing grows"
 	@echo "make test-rpc    layers on other machines' RPC servers (here: on this one)"
@@ -89,6 +90,12 @@ test-rpc:
 test-exhaustive:
 	@PYTHON=$(PYTHON) tools/setup.sh dev
 	@.venv/bin/python -m pytest -m exhaustive --timeout=1800 $(PYTEST_ARGS)
+
+# llama.cpp's own generator writes the models, which takes a C++ compiler and 900 MB in the cache directory.
+# ARCHS_ARGS="qwen35 lfm2": only these.
+test-archs:
+	@PYTHON=$(PYTHON) tools/setup.sh dev
+	@.venv/bin/python -m tests.reliability.architectures $(ARCHS_ARGS)
 
 # gcc on Linux.  The first time, building takes a quarter of an hour.
 # ASAN_ARGS="tests/bindings --reports DIR": only these tests, and keep the reports.
