@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from cllm.engine.chat.template_abilities import TemplateAbilities
     from cllm.engine.config import EngineConfig, EngineOptions
-    from cllm.engine.core.messages import ExtentInfo, LiveView, SlotInfo, SlotState, TickInfo
+    from cllm.engine.core.commands import ExtentInfo, LiveView, SlotInfo, SlotState, TickInfo
     from cllm.engine.core.statistics import EngineStatistics, TickTimes
     from cllm.engine.embedder import Embedder
     from cllm.engine.embedding import Classification, EmbeddingInfo, Embeddings, Ranked
@@ -137,7 +137,7 @@ _MODULE_OF = {
     "EngineOptions": "cllm.engine.config",
     "EngineStatistics": "cllm.engine.core.statistics",
     "EngineStatus": "cllm.engine.health",
-    "ExtentInfo": "cllm.engine.core.messages",
+    "ExtentInfo": "cllm.engine.core.commands",
     "FimTokens": "cllm.engine.request",
     "FinishReason": "cllm.engine.output",
     "GenerationError": "cllm.errors",
@@ -145,7 +145,7 @@ _MODULE_OF = {
     "InvalidArgumentError": "cllm.errors",
     "InvalidRequestError": "cllm.errors",
     "LibraryError": "cllm.errors",
-    "LiveView": "cllm.engine.core.messages",
+    "LiveView": "cllm.engine.core.commands",
     "LoraInfo": "cllm.engine.lora",
     "MissingExtraError": "cllm.errors",
     "ModelInfo": "cllm.engine.request",
@@ -162,10 +162,10 @@ _MODULE_OF = {
     "SamplingParams": "cllm.engine.sampling_params",
     "SavedGeneration": "cllm.engine.loop.saved_generation",
     "Score": "cllm.engine.request",
-    "SlotInfo": "cllm.engine.core.messages",
-    "SlotState": "cllm.engine.core.messages",
+    "SlotInfo": "cllm.engine.core.commands",
+    "SlotState": "cllm.engine.core.commands",
     "TemplateAbilities": "cllm.engine.chat.template_abilities",
-    "TickInfo": "cllm.engine.core.messages",
+    "TickInfo": "cllm.engine.core.commands",
     "TickTimes": "cllm.engine.core.statistics",
     "Timings": "cllm.engine.output",
     "TokenDelta": "cllm.engine.output",

@@ -27,7 +27,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 from cllm import Engine, EngineConfig, log_once
 from cllm.engine.constraints import trial as trial_module
-from cllm.engine.core.messages import AddRequest, Command
+from cllm.engine.core.commands import AddRequest, Command
 from cllm.engine.core.row_cost import RowCost
 from cllm.engine.process.engine_process import EngineProcess
 from cllm.engine.thread.mailbox import Inbox

@@ -12,7 +12,7 @@ import anyio
 
 from cllm.checks import INT32_MAX, check_int
 from cllm.engine.chat.template_abilities import TemplateAbilities
-from cllm.engine.core.messages import EraseSlot
+from cllm.engine.core.commands import EraseSlot
 from cllm.engine.embedder import EmbeddingMethods
 from cllm.engine.embedding import Ranked
 from cllm.engine.loop.embedding_calls import ranking

@@ -20,7 +20,7 @@ import anyio
 
 from cllm.bindings import fork_generation
 from cllm.engine.config import AUTO, EngineConfig, EngineOptions, check_known, config_from
-from cllm.engine.core.messages import ClearPrefixCache, LiveView, SlotInfo
+from cllm.engine.core.commands import ClearPrefixCache, LiveView, SlotInfo
 from cllm.engine.core.statistics import EngineStatistics
 from cllm.engine.health import EngineStatus, Health, Restart, check_serving, health_of
 from cllm.engine.llama.backend import LlamaBackend

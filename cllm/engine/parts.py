@@ -9,7 +9,7 @@ from functools import partial
 import anyio
 
 from cllm.engine.config import EngineConfig
-from cllm.engine.core.messages import Event
+from cllm.engine.core.commands import Event
 from cllm.engine.health import Restart
 from cllm.engine.llama.backend import LlamaBackend
 from cllm.engine.loop.dispatcher import Dispatcher

@@ -13,7 +13,7 @@ PRELUDE = """
 import asyncio, os, sys, threading
 import anyio
 from cllm import Engine
-from cllm.engine.core.messages import Read
+from cllm.engine.core.commands import Read
 from cllm.errors import WrongProcessError
 OPTIONS = dict(n_ctx=2048, n_seq_max=8, n_threads=1, n_threads_batch=1)
 LONG = "count:100..299"

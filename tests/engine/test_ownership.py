@@ -16,7 +16,7 @@ import anyio.to_thread
 import pytest
 
 from cllm import Engine
-from cllm.engine.core.messages import Read
+from cllm.engine.core.commands import Read
 from cllm.engine.core.statistics import EngineStatistics
 from cllm.engine.health import EngineStatus
 from cllm.engine.thread.mailbox import Outbox

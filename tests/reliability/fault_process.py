@@ -17,7 +17,7 @@ import anyio.to_thread
 import pytest
 
 from cllm import Engine
-from cllm.engine.core.messages import AddRequest, Command
+from cllm.engine.core.commands import AddRequest, Command
 from tests.reliability.fault_workload import CANCELLED, CANCELLED_AT, OPTIONS, Bench, Run
 from tests.reliability.faulty_backend import FAULTS_AT, MetThere, RunThere
 from tests.reliability.native_faults import Fault, Met

@@ -18,7 +18,7 @@ import pytest
 
 from cllm import Completion, Engine, FinishReason, TokenStream
 from cllm.engine.core import saved_states
-from cllm.engine.core.messages import CancelRequest, Command
+from cllm.engine.core.commands import CancelRequest, Command
 from cllm.engine.core.row_cost import RowCost
 from cllm.engine.thread import inference_thread
 from cllm.errors import CllmError, EngineFailedError, GenerationError

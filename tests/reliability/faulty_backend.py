@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from cllm.engine.config import EngineConfig
 from cllm.engine.constraint import CompiledConstraint, NamedConstraint
-from cllm.engine.core.messages import AddRequest, CancelRequest, Command
+from cllm.engine.core.commands import AddRequest, CancelRequest, Command
 from cllm.engine.file_content import FileContent
 from cllm.engine.llama.backend import LlamaBackend
 from cllm.engine.thread.backend import Loaded

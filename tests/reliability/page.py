@@ -1,14 +1,15 @@
-"""docs/reliability.md from the records of the proofs: `python -m tests.reliability.page`."""
+"""docs/reliability.md and docs/architectures.md from the records: `python -m tests.reliability.page`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from textwrap import wrap
 
 from tests.reliability.record import RESULTS, ROOT, Cell, Record, Table, load
 
 PAGE = ROOT / "docs" / "reliability.md"
+ARCHITECTURES = "architectures"
+ARCHITECTURES_PAGE = ROOT / "docs" / "architectures.md"
 
 # The proofs in the order of the page, and what each is called there.
 PROOFS = {
@@ -47,6 +48,21 @@ A client, a file or a neighbour can make each of these grow. Each has a bound, a
 reaches it.
 
 """
+ARCHITECTURES_INTRODUCTION = """\
+# Architectures
+
+cllm loads every architecture that llama.cpp computes as a causal decoder. `make test-archs` examines
+them with small random models that llama.cpp's own generator writes: requests alone and together,
+shared beginnings, preemption, fork, rewind, suspend and resume, and an audit of the KV cache, past
+the sliding window where there is one. Each token is scored again by an engine that computes the
+whole text alone. Its log probability has to be the same, with `deterministic` to the bit. The files
+are examined as F32, Q8_0 and Q4_K_M, in the three [layouts](determinism.md) of the KV cache, and
+with `process=True`.
+
+A file that ends a process, or whose answers depend on the company of a request, is rejected with a
+`ModelLoadError` if `preflight` is on, as in `cllm serve`.
+
+"""
 # What can grow, its bound, and the test that reaches it.
 BOUNDS = (
     ("connections", "4,096 (`--max-connections`), or what fits the limit of descriptors; the one that is idle for longest is closed for another", "tests/server/test_connections.py::test_idle_clients_take_no_stream_its_connection"),
@@ -74,6 +90,23 @@ def page(records: Iterable[Record]) -> str:
     rows = [(name, bound, f"`{test}`") for name, bound, test in BOUNDS]
     bounds = _table(Table(("what", "bound", "test"), rows))
     return "\n".join([INTRODUCTION + "\n".join(bounds), *sections])
+
+
+def architectures_page(record: Record) -> str:
+    """Return the page about architectures."""
+    others, reasons = record.tables
+    return ARCHITECTURES_INTRODUCTION + "\n".join([
+        "| files | |", "| --- | --- |",
+        *(f"| {_words(name)} | {_shown(value)} |" for name, value in record.figures.items()), "",
+        "## Files that do not work in every way", *_table(others),
+        "## Reasons", *_table(reasons),
+        *wrap(f"*{record.machine}; {record.commit}.*", WIDTH), "",
+    ])  # fmt: skip
+
+
+def _words(name: str) -> str:
+    """Return the name of a figure in words."""
+    return name.removeprefix("n_").removeprefix("files_").replace("_", " ")
 
 
 def section(title: str, record: Record) -> str:
@@ -111,9 +144,10 @@ def saved() -> list[Record]:
 
 
 def main() -> None:
-    """Write the page."""
+    """Write the pages."""
     PAGE.write_text(page(saved()))
-    print(Path(PAGE).relative_to(ROOT))
+    ARCHITECTURES_PAGE.write_text(architectures_page(load(RESULTS / f"{ARCHITECTURES}.json")))
+    print(PAGE.relative_to(ROOT), ARCHITECTURES_PAGE.relative_to(ROOT))
 
 
 if __name__ == "__main__":

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import pytest
 
-from tests.reliability.page import BOUNDS, PAGE, PROOFS, page, saved, section
+from tests.reliability.page import (
+    ARCHITECTURES,
+    ARCHITECTURES_PAGE,
+    BOUNDS,
+    PAGE,
+    PROOFS,
+    architectures_page,
+    page,
+    saved,
+    section,
+)
 from tests.reliability.record import ROOT, Record, Table, conclude, text_of
 
 
 def test_the_page_is_the_one_of_the_records() -> None:
     assert PAGE.read_text() == page(saved()), "run python -m tests.reliability.page"
+
+
+def test_the_page_of_architectures_is_the_one_of_their_record() -> None:
+    (record,) = (record for record in saved() if record.name == ARCHITECTURES)
+    assert ARCHITECTURES_PAGE.read_text() == architectures_page(record)
 
 
 @pytest.mark.parametrize("test", [test for _, _, test in BOUNDS])
@@ -21,7 +36,7 @@ def test_every_bound_names_a_test_that_there_is(test: str) -> None:
 
 def test_every_proof_has_its_record_and_its_place_on_the_page() -> None:
     names = {record.name for record in saved()}
-    assert names == set(PROOFS)
+    assert names == {*PROOFS, ARCHITECTURES}
     for name in names:
         assert (ROOT / "tests" / "reliability" / f"{name}.py").is_file()
 

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from cllm import EngineConfig
 from cllm.bindings._rollback import Rollback
 from cllm.bindings.batch import Run
+from cllm.engine.core.commands import Finished, Progressed
 from cllm.engine.core.engine_core import EngineCore
 from cllm.engine.core.kv_cache import KVCache
-from cllm.engine.core.messages import Finished, Progressed
 from cllm.engine.core.ngram_drafter import NgramDrafter
 from cllm.engine.core.row_cost import RowCost
 from cllm.engine.core.scheduler import seq_id_of

@@ -24,7 +24,7 @@ from cllm import (
 )
 from cllm.bindings import Batch, Context
 from cllm.bindings.context import Logits
-from cllm.engine.core.messages import CancelRequest, Command
+from cllm.engine.core.commands import CancelRequest, Command
 from cllm.errors import DecodeFailedError
 from cllm.testing.load import burst, cancel_storm, oracle, poisson, sequential, slow_readers
 from cllm.testing.records import Records, assert_books_agree, assert_isolated, assert_no_drift

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.engine.core.messages import AddEmbedding, CancelRequest, Command, Embedded, Event
+from cllm.engine.core.commands import AddEmbedding, CancelRequest, Command, Embedded, Event
 from cllm.engine.core.sequence import aged_priority
 from cllm.engine.core.statistics import Recorder
 from cllm.engine.core.text_encoder import TextEncoder

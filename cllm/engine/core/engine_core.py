@@ -14,12 +14,7 @@ from collections.abc import Callable
 
 from cllm.engine.config import EngineConfig
 from cllm.engine.core import scheduler
-from cllm.engine.core.decode_cost import DecodeCost, TickShape
-from cllm.engine.core.decoder import Decoder
-from cllm.engine.core.kv_cache import KVCache
-from cllm.engine.core.kv_cache_manager import KVCacheManager
-from cllm.engine.core.live_view import TickTrace, view_of
-from cllm.engine.core.messages import (
+from cllm.engine.core.commands import (
     AddRequest,
     CancelRequest,
     ClearPrefixCache,
@@ -29,6 +24,11 @@ from cllm.engine.core.messages import (
     PrefixLoaded,
     Read,
 )
+from cllm.engine.core.decode_cost import DecodeCost, TickShape
+from cllm.engine.core.decoder import Decoder
+from cllm.engine.core.kv_cache import KVCache
+from cllm.engine.core.kv_cache_manager import KVCacheManager
+from cllm.engine.core.live_view import TickTrace, view_of
 from cllm.engine.core.output_processor import OutputProcessor, ReadLogprob
 from cllm.engine.core.prefix_tiers import PrefixStore
 from cllm.engine.core.recovery import Recovery, Verdict

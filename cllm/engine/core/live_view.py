@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
+from cllm.engine.core.commands import ExtentInfo, LiveView, SlotInfo, SlotState, TickInfo
 from cllm.engine.core.kv_cache import KVCache
 from cllm.engine.core.kv_cache_manager import KVCacheManager
-from cllm.engine.core.messages import ExtentInfo, LiveView, SlotInfo, SlotState, TickInfo
 from cllm.engine.core.run_queue import RunQueue
 from cllm.engine.core.scheduler import Chunk, is_decoding
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from cllm.engine.core.commands import Progressed
 from cllm.engine.core.kv_cache import KVCache
 from cllm.engine.core.kv_cache_manager import KVCacheManager
-from cllm.engine.core.messages import Progressed
 from cllm.engine.core.run_queue import RunQueue, last_delta, push
 from cllm.engine.core.scheduler import Chunk
 from cllm.engine.core.sequence import Sequence

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from cllm.engine.core import scheduler
+from cllm.engine.core.commands import Event, Finished
 from cllm.engine.core.kv_cache_manager import KVCacheManager
-from cllm.engine.core.messages import Event, Finished
 from cllm.engine.core.recovery import Recovery
 from cllm.engine.core.sequence import Sequence
 from cllm.engine.core.statistics import Recorder

@@ -11,7 +11,7 @@ import anyio
 import anyio.lowlevel
 
 from cllm.engine.chat.chat_tokenizer import AnswerFormat
-from cllm.engine.core.messages import CancelRequest, Finished, Read
+from cllm.engine.core.commands import CancelRequest, Finished, Read
 from cllm.engine.loop.loop_guard import LoopGuard
 from cllm.engine.loop.output_channels import OutputChannels
 from cllm.engine.loop.request_call import RequestCall

@@ -11,7 +11,7 @@ import anyio
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.engine.core.messages import (
+from cllm.engine.core.commands import (
     AddEmbedding,
     AddRequest,
     Answered,

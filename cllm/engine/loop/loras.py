@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from cllm.checks import check_float
-from cllm.engine.core.messages import LoadLora, UnloadLora
+from cllm.engine.core.commands import LoadLora, UnloadLora
 from cllm.engine.loop.dispatcher import Dispatcher
 from cllm.engine.lora import MAX_SCALE, LoraInfo, LoraUse, check_lora_name, lora_use
 from cllm.engine.thread.worker_thread import WorkerThread, WorkerThreads

@@ -26,7 +26,7 @@ from dataclasses import replace
 
 from cllm.engine.config import N_TEXTS_MAX, EngineConfig
 from cllm.engine.constraint import CompiledConstraint, NamedConstraint
-from cllm.engine.core.messages import (
+from cllm.engine.core.commands import (
     AddRequest,
     CancelRequest,
     Command,

@@ -22,7 +22,7 @@ from dataclasses import replace
 from functools import partial
 
 from cllm.engine.config import EngineConfig
-from cllm.engine.core.messages import (
+from cllm.engine.core.commands import (
     Answered,
     Command,
     Embedded,

@@ -15,7 +15,7 @@ from typing import IO, NamedTuple
 
 from cllm.engine.child_process import how_ended
 from cllm.engine.config import N_TEXTS_MAX, EngineConfig
-from cllm.engine.core.messages import Command
+from cllm.engine.core.commands import Command
 from cllm.engine.file_content import FileContent
 from cllm.engine.plain_values import as_plain
 from cllm.engine.process import spawn

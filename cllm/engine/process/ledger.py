@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from cllm.engine.completion_builder import CompletionBuilder
-from cllm.engine.core.messages import (
+from cllm.engine.core.commands import (
     AddEmbedding,
     AddRequest,
     Answered,

@@ -18,7 +18,7 @@ import numpy as np
 
 from cllm import errors
 from cllm.engine.constraint import NamedConstraint
-from cllm.engine.core.messages import (
+from cllm.engine.core.commands import (
     MAX_STATE_BYTES,
     AddEmbedding,
     AddRequest,

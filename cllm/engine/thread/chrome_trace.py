@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cllm.engine.core.commands import Event, Finished
 from cllm.engine.core.engine_core import EngineCore
-from cllm.engine.core.messages import Event, Finished
 from cllm.engine.core.scheduler import Chunk, is_decoding
 from cllm.errors import InvalidArgumentError
 

@@ -10,7 +10,7 @@ import weakref
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
 
-from cllm.engine.core.messages import Ended, Shutdown, Stopped
+from cllm.engine.core.commands import Ended, Shutdown, Stopped
 from cllm.engine.core.statistics import EngineStatistics
 from cllm.engine.thread.mailbox import EventOutbox, Inbox
 from cllm.engine.thread.worker_thread import WorkerThreads

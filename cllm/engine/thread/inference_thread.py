@@ -17,10 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from cllm.engine.config import EngineConfig
-from cllm.engine.core.embedding_core import EmbeddingCore
-from cllm.engine.core.engine_core import EngineCore
-from cllm.engine.core.linger import Linger
-from cllm.engine.core.messages import (
+from cllm.engine.core.commands import (
     AddEmbedding,
     Ask,
     CancelRequest,
@@ -31,6 +28,9 @@ from cllm.engine.core.messages import (
     Ready,
     Shutdown,
 )
+from cllm.engine.core.embedding_core import EmbeddingCore
+from cllm.engine.core.engine_core import EngineCore
+from cllm.engine.core.linger import Linger
 from cllm.engine.core.scheduler import Chunk
 from cllm.engine.core.speculation import BudgetedSpeculation
 from cllm.engine.core.statistics import EngineStatistics, Recorder

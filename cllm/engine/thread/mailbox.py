@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 import anyio.lowlevel
 
-from cllm.engine.core.messages import AddRequest, CancelRequest, Command, Event, Read
+from cllm.engine.core.commands import AddRequest, CancelRequest, Command, Event, Read
 
 T = TypeVar("T")
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from cllm.engine.core.messages import PrefixLoaded
+from cllm.engine.core.commands import PrefixLoaded
 from cllm.engine.core.prefix_tiers import Tokens
 from cllm.engine.request import SequenceState
 from cllm.engine.state_file import (

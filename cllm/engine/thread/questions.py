@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cllm.engine.core.engine_core import EngineCore
-from cllm.engine.core.messages import (
+from cllm.engine.core.commands import (
     Answer,
     Answered,
     Ask,
@@ -18,6 +17,7 @@ from cllm.engine.core.messages import (
     Question,
     UnloadLora,
 )
+from cllm.engine.core.engine_core import EngineCore
 from cllm.engine.thread.backend import Loras
 from cllm.errors import CllmError, ModelLoadError
 

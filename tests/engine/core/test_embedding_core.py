@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cllm.engine.core.commands import AddEmbedding, CancelRequest, Embedded
 from cllm.engine.core.embedding_core import IDLE_BATCH_S, EmbeddingCore
-from cllm.engine.core.messages import AddEmbedding, CancelRequest, Embedded
 from cllm.engine.core.sequence import AGEING_S
 from cllm.engine.core.statistics import Recorder
 from cllm.engine.embedding import EmbeddingRequest

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from cllm.engine.constraint import Mask
-from cllm.engine.core.messages import Finished
+from cllm.engine.core.commands import Finished
 from cllm.engine.core.scheduler import seq_id_of
 from cllm.engine.output import FinishReason
 from cllm.engine.request import GenerationRequest

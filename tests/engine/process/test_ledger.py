@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from cllm.engine.core.messages import (
+from cllm.engine.core.commands import (
     AddEmbedding,
     AddRequest,
     Answered,

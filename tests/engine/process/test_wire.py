@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm.engine.constraint import NamedConstraint
-from cllm.engine.core.messages import (
+from cllm.engine.core.commands import (
     AddEmbedding,
     AddRequest,
     Answered,

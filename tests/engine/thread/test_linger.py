@@ -8,8 +8,8 @@ import anyio
 import pytest
 
 from cllm import TokenStream
+from cllm.engine.core.commands import AddRequest, CancelRequest, Command, Read
 from cllm.engine.core.linger import Linger
-from cllm.engine.core.messages import AddRequest, CancelRequest, Command, Read
 from cllm.engine.request import GenerationRequest
 from cllm.engine.sampling_params import SamplingParams
 from cllm.engine.thread.mailbox import Inbox

@@ -16,7 +16,7 @@ import pytest
 
 from cllm import Engine, InvalidArgumentError
 from cllm.engine import state_file
-from cllm.engine.core.messages import PrefixLoaded
+from cllm.engine.core.commands import PrefixLoaded
 from cllm.engine.request import SequenceState
 from cllm.engine.state_file import MAGIC
 from cllm.engine.thread import prefix_files

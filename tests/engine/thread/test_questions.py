@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cllm.engine.core.messages import (
+from cllm.engine.core.commands import (
     Answered,
     Ask,
     Audit,

@@ -1,4 +1,4 @@
-"""Messages between the event loop and the inference thread: commands in, events out.
+"""Commands from the event loop to the inference thread, and the events that answer them.
 
 Frozen values, so that neither side can change what the other has.
 """
