@@ -78,8 +78,8 @@ class Library:
         The shared library that was loaded.
     record : dict
         What `build_llama.sh` wrote about it (`build.json`), or what is known about a library of others.
-    n_contexts : int
-        Contexts that were made in this process.
+    n_decodes : int
+        Batches that contexts of this process have computed, or tried to.
 
     Raises
     ------
@@ -90,7 +90,7 @@ class Library:
     def __init__(self, path: Path, record: dict[str, Any]) -> None:
         self.path = path
         self.record = record
-        self.n_contexts: int = 0
+        self.n_decodes: int = 0
         try:
             h.DECLARATIONS.lay_out(layouts_of(path))
         except ValueError as error:

@@ -39,6 +39,10 @@ class Rollback:
         self._n_left: dict[int, int] = {}
         self.cut: set[int] = set()
 
+    def begin(self) -> None:
+        """Note that a decode begins, which may move the cells of every sequence."""
+        self._n_left.clear()
+
     def decoded(self, runs: Sequence[Run]) -> None:
         """Note what a decode has stored."""
         n_rows: dict[int, int] = {}
@@ -51,7 +55,7 @@ class Rollback:
         if not self._any_order:
             is_whole = is_whole and ids == list(range(ids[0], ids[0] + len(ids)))
         n_left = min(first - 1, self.n_most) if is_whole else 0
-        self._n_left.update(dict.fromkeys(ids, n_left))
+        self._n_left = dict.fromkeys(ids, n_left)
 
     def take(self, seq_id: int, n_positions: int) -> bool:
         """Return True if a sequence can give up so many positions, which it then does."""

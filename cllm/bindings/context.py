@@ -243,6 +243,8 @@ class Context(Memory, LoraContext):
         self._check_batch(batch)
         self.n_decodes += 1
         self._decoded = False
+        self._rollback.begin()
+        self._lib.n_decodes += 1
         code = self._lib.llama_decode(pointer, batch.struct)
         if code == 0:
             # On a GPU decode is asynchronous: wait here, with the GIL released, not in a getter.
@@ -331,7 +333,6 @@ def init_context(model: Model, params: Any, *, no_warning: str) -> Any:
         llama.cpp refuses these parameters.
     """
     forward_log()
-    library().n_contexts += 1
     pointer = library().llama_init_from_model(model._pointer, params)
     reason = forward_log(no_warning=no_warning)
     if not pointer:

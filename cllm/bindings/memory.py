@@ -79,10 +79,12 @@ class Memory(NativeHandle):
         first, end = self._check_range(p0, p1)
         if self.n_rollback:
             last = self.seq_pos_max(seq_id)
-            if last is None or first <= 0 or first > last:
+            if last is None or (first <= 0 and not 0 <= end <= last):
                 self._rollback.forget(seq_id)
-            elif 0 <= end <= last or not self._rollback.take(seq_id, last + 1 - first):
-                return False
+            elif first <= last:
+                is_end = not 0 <= end <= last
+                if not (is_end and self._rollback.take(seq_id, last + 1 - first)):
+                    return False
         return bool(self._lib.llama_memory_seq_rm(self._memory, seq_id, first, end))
 
     def seq_cp(
@@ -237,11 +239,11 @@ class Memory(NativeHandle):
         lib, flags = self._lib, h.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
         size = lib.llama_state_seq_get_size_ext(self._pointer, seq_id, flags)
         state = (ctypes.c_uint8 * size)()
-        lib.llama_state_seq_get_data_ext(self._pointer, state, size, seq_id, flags)
-        n_bytes = lib.llama_state_seq_set_data_ext(self._pointer, state, size, seq_id, flags)
-        forward_log()
-        if n_bytes != size:
-            raise LlamaCallError("llama_state_seq_set_data_ext", n_bytes, f"of {size} bytes")
+        for call in ("llama_state_seq_get_data_ext", "llama_state_seq_set_data_ext"):
+            n_bytes = getattr(lib, call)(self._pointer, state, size, seq_id, flags)
+            forward_log()
+            if n_bytes != size:
+                raise LlamaCallError(call, n_bytes, f"of {size} bytes")
         self._rollback.forget(seq_id)
 
     def _check_copied(self, seq_id: int) -> None:

@@ -495,14 +495,21 @@ class EngineConfig:
         )
 
     def kv_layout(
-        self, n_ctx_train: int, *, state_bytes: int = 0, is_windowed: bool = False
+        self,
+        n_ctx_train: int,
+        *,
+        state_bytes: int = 0,
+        n_states: int = 1,
+        is_windowed: bool = False,
+        can_copy: bool = True,
     ) -> KVLayout:
         """Return `kv_unified` and the number of seq_ids for a model trained with `n_ctx_train` positions.
 
         The prefix cache has seq_ids of its own.  In the per-sequence layout each costs a share of
         `n_ctx`: there it lives in those that no running sequence needs, and "auto" sees to one more.
         Where only all of a sequence can be shared, several beginnings of one are kept; recurrent memory
-        has a state of `state_bytes` for each.
+        has `n_states` states of `state_bytes` for each.  Where no sequence can be copied, prefixes stay
+        in the seq_ids of the sequences that computed them.
         """
         n_running, n_cached = self.n_seq_max, 0
         if self.prefix_cache:
@@ -510,8 +517,9 @@ class EngineConfig:
             if state_bytes or is_windowed:
                 n_cached = min(max(2 * n_running, N_CACHED_IDS // 4), N_CACHED_IDS)
             if state_bytes:
-                n_bytes = state_bytes * (1 + self.n_draft_states(state_bytes))
-                n_cached = min(n_cached, max(1, STATES_BYTES // n_bytes))
+                n_cached = min(n_cached, max(1, STATES_BYTES // (state_bytes * n_states)))
+            if not can_copy:
+                n_cached = 0
         n_unified = min(n_running + n_cached, N_SEQ_IDS)
         if self.kv_unified != AUTO:
             return KVLayout(True, n_unified) if self.kv_unified else KVLayout(False, n_running)

@@ -180,7 +180,13 @@ def test_drafts_get_as_many_states_of_a_sequence_as_there_is_memory_for(
 ) -> None:
     config = EngineConfig(n_seq_max=8, **options)
     assert config.n_draft_states(state_bytes) == n_states
-    assert config.kv_layout(1 << 30, state_bytes=state_bytes).n_seq_ids == n_seq_ids
+    layout = config.kv_layout(1 << 30, state_bytes=state_bytes, n_states=1 + n_states)
+    assert layout.n_seq_ids == n_seq_ids
+
+
+def test_sequences_that_cannot_be_copied_need_no_seq_ids_for_prefixes() -> None:
+    layout = EngineConfig(n_seq_max=8).kv_layout(1 << 30, state_bytes=1000, can_copy=False)
+    assert layout == (True, 8)
 
 
 def test_the_prefix_cache_may_fill_the_context_unless_told_otherwise() -> None:

@@ -161,7 +161,9 @@ class Simulator:
             **options,
         )
         state_bytes = int(not (has_pos_min or is_windowed))
-        layout = self.config.kv_layout(n_ctx, state_bytes=state_bytes, is_windowed=is_windowed)
+        layout = self.config.kv_layout(
+            n_ctx, state_bytes=state_bytes, is_windowed=is_windowed, can_copy=can_copy
+        )
         n_seq_ids = min(layout.n_seq_ids, n_ctx)
         self._clock = _Clock()
         is_drafting = draft_share is not None or self.config.speculation is not None

@@ -213,6 +213,10 @@ class Cells:
         for entry in [entry for entry in self.prefixes.entries if entry.slot is slot]:
             self.evict(entry, saves=False)
 
+    def age(self, slot: Slot) -> None:
+        """Make the cached prefix in a slot the least recently used one, if it is still there."""
+        self.prefixes.entries.sort(key=lambda entry: entry.slot is not slot)
+
     def _make_way(self, tokens: Tokens, lora: LoraUse) -> bool:
         """Evict the prefixes that a new entry contains; return False if a cached prefix contains the entry."""
         n_most = None if self.can_truncate else len(tokens)

@@ -31,7 +31,7 @@ def next_checkpoint(
     branch_points: Iterable[int] = (),
     *,
     n_least: int = 0,
-    may_go_back: bool = False,
+    n_output_from: int = NEVER,
 ) -> int:
     """Return the next position at which the memory of a sequence must be saved; `NEVER` if there is none.
 
@@ -45,8 +45,8 @@ def next_checkpoint(
         Positions at which other sequences have diverged from it, or will.
     n_least : int
         Nowhere else before so many tokens.
-    may_go_back : bool
-        True if the output may continue from an earlier token.
+    n_output_from : int
+        From so many tokens on, the output of a request that may go back is kept.
     """
     step = INTERVAL
     while n_prompt > N_REGULAR * step:
@@ -56,6 +56,6 @@ def next_checkpoint(
     found = [at for at in branch_points if at > n_computed]
     if first <= last:
         found.append(regular if regular + MIN_GAIN <= last else last)
-    elif may_go_back:
-        found.append((max(n_computed, n_prompt) // OUTPUT_INTERVAL + 1) * OUTPUT_INTERVAL)
+    elif n_output_from != NEVER:
+        found.append((max(n_computed, n_output_from) // OUTPUT_INTERVAL + 1) * OUTPUT_INTERVAL)
     return min(found, default=NEVER)

@@ -16,6 +16,7 @@ from cllm.engine.core.checkpoints import (
     MIN_GAIN,
     N_OUTPUT_CHECKPOINTS,
     NEVER,
+    OUTPUT_INTERVAL,
     next_checkpoint,
 )
 from cllm.engine.core.decoder import CacheMemory
@@ -263,14 +264,20 @@ class KVCacheManager:
         n_least, request = 0, sequence.request
         if not self._kv_cache.shares_cells:  # it is saved, if it can be and is not too short
             n_least = NEVER if self.saved.tiers is None else MIN_SAVED
+        n_output_from, may_go_back = (
+            NEVER,
+            request.generated_token_ids or request.params.banned_strings,
+        )
+        if may_go_back and self._kv_cache.shares_cells:
+            n_kept = N_OUTPUT_CHECKPOINTS * OUTPUT_INTERVAL
+            n_output_from = max(sequence.n_prompt, len(sequence.tokens) - n_kept)
         placement = sequence.placement
         placement.n_checkpoint = next_checkpoint(
             sequence.n_computed,
             sequence.n_prompt,
             placement.branch_points,
             n_least=n_least,
-            may_go_back=self._kv_cache.shares_cells
-            and bool(request.generated_token_ids or request.params.banned_strings),
+            n_output_from=n_output_from,
         )
 
     def keep_checkpoints(self, chunks: Iterable[Chunk]) -> None:
@@ -285,12 +292,13 @@ class KVCacheManager:
                 tokens = sequence.token_array()[: slot.n_computed].copy()
                 # In the per-sequence layout a copy in cells would need a stream of its own.
                 if self._kv_cache.shares_cells:
+                    in_output = slot.n_computed > sequence.n_prompt
+                    if in_output and len(placement.output_checkpoints) == N_OUTPUT_CHECKPOINTS:
+                        self.cells.drop(placement.output_checkpoints.pop(0))
                     kept = self.cells.keep_copy(slot, tokens, sequence.request.lora)
                     is_new = kept is not None
-                    if kept is not None and slot.n_computed > sequence.n_prompt:
+                    if kept is not None and in_output:
                         placement.output_checkpoints.append(kept)
-                    if len(placement.output_checkpoints) > N_OUTPUT_CHECKPOINTS:
-                        self.cells.drop(placement.output_checkpoints.pop(0))
                 else:
                     prefix = self.cells.save(slot, tokens, sequence.request.lora)
                     if is_new := prefix is not None:
@@ -308,6 +316,8 @@ class KVCacheManager:
         if slot is None:
             return
         sequence.placement.leave()
+        for checkpoint in sequence.placement.output_checkpoints:
+            self.cells.age(checkpoint)
         n_tokens = slot.n_computed
         if keep and self.cells.keep(slot, sequence.token_array(), sequence.request.lora):
             logger.debug(

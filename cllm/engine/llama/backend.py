@@ -30,7 +30,7 @@ from cllm.engine.file_content import (
     loading,
 )
 from cllm.engine.llama import rpc
-from cllm.engine.llama.decoder import LlamaDecoder, make_context, measure_state
+from cllm.engine.llama.decoder import LlamaDecoder, can_copy, make_context, measure_states
 from cllm.engine.llama.determinism import deterministic_decoder, without_tiles
 from cllm.engine.llama.draft_model import DraftModel, make_draft_context
 from cllm.engine.llama.encoder import (
@@ -207,10 +207,10 @@ class LlamaBackend:
         """Return the decoder that the configuration asks for."""
         config, files = self._config, model_files(self._config)
         if not config.deterministic:
-            make = partial(make_context, model, config, measure_state(model, config))
+            make = partial(make_context, model, config, measure_states(model, config))
             return LlamaDecoder(make, config.n_batch, loras)
         with without_tiles(any(map(has_tiled_matrix, files))):
-            make = partial(make_context, model, config, measure_state(model, config))
+            make = partial(make_context, model, config, measure_states(model, config))
             needs_padding = any(map(has_plain_matrix, files))
             return deterministic_decoder(
                 model, make, config.n_batch, loras, needs_padding=needs_padding
@@ -326,11 +326,6 @@ class LlamaBackend:
         return self._guidance.compile(*named)
 
 
-# Copies of their states are made at the next decode, and are empty if the source was emptied before:
-# `llama_dsv4_comp_state` in llama-kv-cache-dsv4.cpp.
-LATE_COPIES = ("deepseek4",)
-
-
 class LlamaEmbedderBackend(LlamaBackend):
     """Loads a model for embeddings alone, without a context that generates."""
 
@@ -348,7 +343,7 @@ def _empty_cache(decoder: LlamaDecoder, model: Model) -> KVCache:
         has_pos_min=not (model.has_state or model.n_swa),
         is_windowed=is_windowed,
         n_rollback=N_DRAFT_ROWS if is_windowed else context.n_rollback,
-        can_copy=model.metadata_value("general.architecture") not in LATE_COPIES,
+        can_copy=can_copy(model),
     )
 
 

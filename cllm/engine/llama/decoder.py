@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -149,29 +150,65 @@ class LlamaDecoder:
         self.context.set_abort(True)
 
 
-def measure_state(model: Model, config: EngineConfig) -> int:
-    """Return the bytes of a sequence's state, measured with a small context that decodes a token."""
+class States(NamedTuple):
+    """States of recurrent layers.
+
+    Attributes
+    ----------
+    n_bytes : int
+        Of one state of one sequence; 0 if the model has none.
+    can_roll_back : bool
+        True if llama.cpp can keep more of a sequence, for the rows of drafts.
+    """
+
+    n_bytes: int = 0
+    can_roll_back: bool = False
+
+
+NO_STATES = States()
+# Copies of their states are made at the next decode, and are empty if the source was emptied before:
+# `llama_dsv4_comp_state` in llama-kv-cache-dsv4.cpp.
+LATE_COPIES = ("deepseek4",)
+
+
+def can_copy(model: Model) -> bool:
+    """Return True if sequences of the model can be copied."""
+    return model.metadata_value("general.architecture") not in LATE_COPIES
+
+
+def measure_states(model: Model, config: EngineConfig) -> States:
+    """Return what states a model has, measured with a small context that decodes a token."""
     if not model.has_state:
-        return 0
+        return States()
     n_threads, n_threads_batch = config.compute_threads
     with Context(
-        model, n_ctx=N_CELLS, n_batch=1, n_threads=n_threads, n_threads_batch=n_threads_batch
+        model,
+        n_ctx=N_CELLS,
+        n_batch=3,
+        n_rs_seq=1,
+        n_threads=n_threads,
+        n_threads_batch=n_threads_batch,
     ) as context:
         batch = Batch(1)
         batch.add(0, [0], 0, n_outputs=0)
         context.decode(batch)
-        return len(context.state_seq_get_data(0))
+        return States(len(context.state_seq_get_data(0)), context.n_rollback > 0)
 
 
-def make_context(model: Model, config: EngineConfig, state_bytes: int = 0) -> Context:
-    """Return an empty context for an engine, of a model with a state of `state_bytes` for each sequence."""
+def make_context(model: Model, config: EngineConfig, states: States = NO_STATES) -> Context:
+    """Return an empty context for an engine, of a model with such states."""
     n_threads, n_threads_batch = config.compute_threads
+    n_drafts = config.n_draft_states(states.n_bytes) if states.can_roll_back else 0
     # llama.cpp aborts unless a batch and the cache have room for a row of every seq_id.
     kv_unified, n_seq_ids = config.kv_layout(
-        model.n_ctx_train, state_bytes=state_bytes, is_windowed=bool(model.n_swa)
+        model.n_ctx_train,
+        state_bytes=states.n_bytes,
+        n_states=1 + n_drafts,
+        is_windowed=bool(model.n_swa),
+        can_copy=can_copy(model),
     )
     n_padding = N_PADDING_ROWS * n_seq_ids if config.deterministic else 0
-    n_drafts = N_DRAFT_ROWS if config.speculation is not None else 0
+    n_draft_rows = N_DRAFT_ROWS if config.speculation is not None else 0
     n_batch = max(config.n_batch, n_seq_ids) + n_padding
     type_k, type_v = config.kv_types
     return Context(
@@ -180,8 +217,8 @@ def make_context(model: Model, config: EngineConfig, state_bytes: int = 0) -> Co
         n_batch=n_batch,
         n_ubatch=config.n_ubatch,
         n_seq_max=n_seq_ids,
-        n_rs_seq=config.n_draft_states(state_bytes),
-        n_outputs_max=min(n_seq_ids + n_padding + n_drafts, n_batch),
+        n_rs_seq=n_drafts,
+        n_outputs_max=min(n_seq_ids + n_padding + n_draft_rows, n_batch),
         n_threads=n_threads,
         n_threads_batch=n_threads_batch,
         kv_unified=kv_unified,

@@ -8,6 +8,7 @@ architecture and the CPU; so a few decodes in different shapes are compared befo
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -20,7 +21,10 @@ from cllm.errors import InvalidArgumentError
 
 # llama.cpp takes K-quants by tiles from 8 rows on, unless this says 0 before its first product.
 TILED_PRODUCTS = "GGML_CPU_TILED_MM"
-_are_tiles_off: bool | None = None  # in this process; None: nothing has been asked for
+_lock = threading.Lock()
+_n_users = 0  # engines that want it to say 0 now
+_before: str | None = None  # what it said before the first of them
+_are_tiles_off: bool | None = None  # as llama.cpp has read it in this process; None: not yet
 
 
 @contextmanager
@@ -37,23 +41,31 @@ def without_tiles(has_tiled_matrix: bool) -> Iterator[None]:
     InvalidArgumentError
         llama.cpp has read the setting in this process already, as it was for another engine.
     """
-    global _are_tiles_off
-    before = os.environ.get(TILED_PRODUCTS)
-    if _are_tiles_off is None:
-        _are_tiles_off = before == "0" or library().n_contexts == 0
-    if has_tiled_matrix and not _are_tiles_off:
-        raise InvalidArgumentError(
-            "deterministic", True, f"False with K-quants or IQ-quants after another engine of this "
-            f"process has computed; set {TILED_PRODUCTS}=0 when it starts",
-        )  # fmt: skip
-    # Other code must not see it.
-    os.environ[TILED_PRODUCTS] = "0"
+    global _n_users, _before, _are_tiles_off
+    with _lock:
+        if not _n_users:
+            _before = os.environ.get(TILED_PRODUCTS)
+            if _are_tiles_off is None and library().n_decodes:
+                _are_tiles_off = _before == "0"
+        if has_tiled_matrix and _are_tiles_off is False:
+            raise InvalidArgumentError(
+                "deterministic", True, f"False with K-quants or IQ-quants after another engine of "
+                f"this process has computed; set {TILED_PRODUCTS}=0 when it starts",
+            )  # fmt: skip
+        _n_users += 1
+        os.environ[TILED_PRODUCTS] = "0"
+    n_decodes = library().n_decodes
     try:
         yield
     finally:
-        del os.environ[TILED_PRODUCTS]
-        if before is not None:
-            os.environ[TILED_PRODUCTS] = before
+        with _lock:
+            if _are_tiles_off is None and library().n_decodes > n_decodes:
+                _are_tiles_off = True
+            _n_users -= 1
+            if not _n_users:  # other code must not see it
+                os.environ.pop(TILED_PRODUCTS)
+                if _before is not None:
+                    os.environ[TILED_PRODUCTS] = _before
 
 
 def deterministic_decoder(

@@ -47,7 +47,7 @@ def test_it_is_kept_where_another_has_parted_from_it() -> None:
 def test_an_output_that_may_go_back_is_kept_every_so_often() -> None:
     def places_of(n_prompt: int, n_tokens: int) -> list[int]:
         found, at = list[int](), 0
-        while (at := next_checkpoint(at, n_prompt, may_go_back=True)) <= n_tokens:
+        while (at := next_checkpoint(at, n_prompt, n_output_from=n_prompt)) <= n_tokens:
             found.append(at)
         return found
 

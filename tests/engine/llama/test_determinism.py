@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,13 +10,15 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 
 from cllm import Engine, EngineConfig, InvalidArgumentError
-from cllm.bindings import Model
+from cllm.bindings import Model, library
+from cllm.engine.llama import determinism
 from cllm.engine.llama.decoder import LlamaDecoder, make_context
-from cllm.engine.llama.determinism import deterministic_decoder, without_tiles
+from cllm.engine.llama.determinism import TILED_PRODUCTS, deterministic_decoder, without_tiles
 from cllm.engine.llama.gguf_header import has_plain_matrix, has_tiled_matrix
 from cllm.engine.llama.loras import LlamaLoras
 from cllm.engine.llama.padded_decoder import PaddedDecoder, Rows, has_lone_rows
@@ -206,3 +209,31 @@ anyio.run(main, *(argument == "True" for argument in sys.argv[1:]))
     assert "after another engine of this process has computed" in told(False, True)
     assert told(True, True) == ""
     assert told(True, False) == ""
+
+
+@pytest.mark.anyio
+async def test_deterministic_engines_may_start_at_the_same_time(
+    anyio_backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(TILED_PRODUCTS, raising=False)
+    path = make_model.ensure("tiny-llama", "Q8_0")
+
+    async def use() -> None:
+        async with Engine(path, deterministic=True, n_ctx=512, n_seq_max=2, **QUIET) as engine:
+            await engine.generate([5, 6, 7], max_tokens=2)
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(4):
+            tasks.start_soon(use)
+    assert TILED_PRODUCTS not in os.environ
+
+
+def test_a_setting_that_was_not_read_is_not_relied_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(determinism, "_are_tiles_off", None)
+    monkeypatch.setattr(library(), "n_decodes", 0)
+    monkeypatch.delenv(TILED_PRODUCTS, raising=False)
+    with pytest.raises(ValueError, match="it failed"), without_tiles(True):
+        raise ValueError("it failed")
+    library().n_decodes += 1  # of an engine without the setting
+    with pytest.raises(InvalidArgumentError, match="after another engine"), without_tiles(True):
+        pass

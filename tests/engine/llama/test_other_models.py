@@ -17,7 +17,7 @@ from cllm.bindings import Model
 from cllm.engine.config import EngineConfig
 from cllm.engine.core.checkpoints import MIN_GAIN, TAIL
 from cllm.engine.core.saved_states import SavedStates
-from cllm.engine.llama.decoder import measure_state
+from cllm.engine.llama.decoder import measure_states
 from cllm.errors import CllmError, ContextError
 from tests.conftest import QUIET, running_batch, some_in_fast
 from tools import make_model
@@ -128,7 +128,8 @@ async def assert_as_alone(path: Path, asked: list[tuple[list[int], Completion]])
 async def test_what_a_state_takes_is_measured(name: str, n_states: int) -> None:
     path = make_model.ensure(name, "F16")
     with Model(path) as model:
-        n_bytes = measure_state(model, EngineConfig(n_threads=1))
+        n_bytes, can_roll_back = measure_states(model, EngineConfig(n_threads=1))
+    assert not can_roll_back
     assert n_states * 4 * 128 * (16 + 3) <= n_bytes < (n_states or 0.5) * 2 * 4 * 128 * (16 + 3)
 
 

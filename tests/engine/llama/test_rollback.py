@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from cllm import Completion, Engine, SamplingParams
-from cllm.bindings import quantize
+from cllm.bindings import Batch, Context, Model, quantize
 from tests.conftest import QUIET, some_in_fast
 from tests.simulation.oracle_drafter import OracleDrafter, OracleEngine, known_answers
 from tools import architecture_models
@@ -108,3 +111,51 @@ async def test_with_deterministic_drafts_of_a_hybrid_model_change_no_bit(
     for found, expected in zip(together, alone, strict=True):
         assert found.token_ids == expected.token_ids
         assert found.logprobs == expected.logprobs
+
+
+@pytest.fixture
+def hybrid() -> Iterator[Context]:
+    """A context of a hybrid model that can give up rows."""
+    (path,) = architecture_models.ensure("qwen35")
+    options: dict[str, Any] = {"n_ctx": 512, "n_batch": 64, "n_seq_max": 4, "n_outputs_max": 16}
+    with Model(path) as model, Context(model, n_rs_seq=4, n_threads=1, **options) as context:
+        yield context
+
+
+def decoded(context: Context, seq_id: int, tokens: list[int], p0: int) -> NDArray[np.float32]:
+    """Logits of the last row."""
+    batch = Batch(64)
+    batch.add(seq_id, tokens, p0, n_outputs=1)
+    return np.array(context.decode(batch).rows[-1], np.float32)
+
+
+@pytest.mark.parametrize("no_op", [False, True], ids=["", "after a removal of nothing"])
+def test_a_copy_of_a_sequence_that_was_cut_has_its_state_to_the_bit(
+    hybrid: Context, no_op: bool
+) -> None:
+    prompt, drafts = random_tokens(random.Random(5), 30), random_tokens(random.Random(6), 4)
+    rows = []
+    for is_copied in (False, True):
+        decoded(hybrid, 0, prompt, 0)
+        decoded(hybrid, 0, drafts, 30)
+        assert hybrid.seq_rm(0, 32)
+        if no_op:
+            assert hybrid.seq_rm(0, 40)
+        if is_copied:
+            hybrid.seq_cp(0, 1)
+            assert hybrid.seq_rm(0)
+        rows.append(decoded(hybrid, int(is_copied), [7], 32))
+        for seq_id in (0, 1):
+            hybrid.seq_rm(seq_id)
+    assert np.array_equal(rows[0], rows[1])
+
+
+def test_rows_that_llama_cpp_would_give_up_wrongly_are_not_given_up(hybrid: Context) -> None:
+    tokens = random_tokens(random.Random(5), 9)
+    decoded(hybrid, 0, tokens, 0)
+    decoded(hybrid, 1, tokens, 0)
+    assert not hybrid.seq_rm(0, 8)  # another decode has been since
+    assert hybrid.seq_rm(1, 7)
+    assert not hybrid.seq_rm(1, 6)  # it has been cut already
+    assert not hybrid.seq_rm(0, 0, 3)
+    assert [hybrid.seq_pos_max(seq_id) for seq_id in (0, 1)] == [8, 6]
