@@ -19,6 +19,7 @@ import json
 import math
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -57,7 +58,7 @@ N_CTX_SEQ = 192
 N_CTX_UNIFIED = 256
 N_OUTPUT, N_LONG = 10, 80
 MAX_DIFFERENCE = 0.05  # of log probabilities, where another shape of a batch rounds otherwise
-LIMIT_S = 120.0  # for one layout of one file
+LIMIT_S, HANG_S = 120.0, 300  # for one layout of one file
 OPTIONS: dict[str, Any] = {
     "n_seq_max": N_SEQ_MAX, "n_batch": 64, "n_threads": 1, "n_threads_batch": 1,
     "stream_buffer": 4,
@@ -110,18 +111,26 @@ class Verdict:
         return f"{self.layout} {self.file_type}{process}: {self.result} {self.reason}"
 
 
+class _Rejected(Exception):
+    """The engine did not load the file."""
+
+    def __init__(self, error: CllmError) -> None:
+        self.error = error
+
+
 # --- The host ----------------------------------------------------------------------------------
 def host(path: Path) -> None:
     """Examine a file in the cells that come as JSON lines; answer with verdicts."""
     with tempfile.TemporaryDirectory() as folder:
         for line in sys.stdin:
             cell = Cell(*json.loads(line))
+            signal.alarm(HANG_S)  # a call that does not return ends the host
             result, reason = WORKS, ""
             try:
                 file = _as_type(path, cell.file_type, Path(folder))
                 anyio.run(partial(_examine, file, cell))
-            except CllmError as error:
-                result, reason = "rejected", f"{type(error).__name__}: {error}"
+            except _Rejected as rejected:
+                result, reason = "rejected", f"{type(rejected.error).__name__}: {rejected.error}"
             except BaseException as error:  # whatever it is, it is what this program looks for
                 result, reason = "wrong", f"{type(error).__name__}: {error}"
             print(json.dumps(asdict(Verdict(path.stem, *cell, result, reason))), flush=True)
@@ -145,9 +154,16 @@ async def _examine(path: Path, cell: Cell) -> None:
         "n_ctx": N_CTX_SEQ * N_SEQ_MAX if own_shares else N_CTX_UNIFIED,
     }  # fmt: skip
     with anyio.fail_after(LIMIT_S):
-        async with Engine(path, **options) as engine:
+        engine = Engine(path, **options)
+        try:
+            await engine.__aenter__()
+        except CllmError as error:
+            raise _Rejected(error) from None
+        try:
             asked = await _use(engine)
             n_preemptions = engine.statistics().n_preemptions
+        finally:
+            await engine.__aexit__(None, None, None)
         await _check(path, asked, is_exact=cell.layout == "deterministic")
     assert own_shares or n_preemptions, "nothing was preempted"
 
@@ -179,8 +195,7 @@ async def _use(engine: Engine) -> list[Asked]:
     grown = [tokens(30) for _ in range(N_SEQ_MAX)]
     long = replace(params, max_tokens=N_LONG)
     asked += zip(grown, await engine.generate_all(grown, long), strict=True)
-    for _ in range(2):  # the second turn of a chat, and one more
-        before, answer = asked[5] if _ == 0 else asked[-1]
+    for before, answer in (asked[5], asked[-1]):  # second turns of chats
         turn = [*before, *answer.token_ids, *tokens(4)]
         asked.append((turn, await engine.generate(turn, params)))
     prompt = prompts[2]
@@ -238,7 +253,8 @@ def examine(path: Path, cells: Iterable[Cell] = CELLS) -> list[Verdict]:
     for some in ([cell for cell in wanted if cell not in exact], exact):
         for cell, verdict in zip(some, _in_hosts(path, some), strict=True):
             if not (verdict.is_right or cell.preflight):
-                (verdict,) = _in_hosts(path, [cell._replace(preflight=True)])
+                (again,) = _in_hosts(path, [cell._replace(preflight=True)])
+                verdict = again if again.result == "rejected" else verdict
             found.append(verdict)
     return found
 
@@ -250,9 +266,8 @@ def _in_hosts(path: Path, cells: Sequence[Cell]) -> list[Verdict]:
     while left:
         lines = "".join(json.dumps(cell) + "\n" for cell in left)
         done = subprocess.run(
-            command, input=lines, capture_output=True, text=True, check=False, cwd=ROOT,
-            timeout=2 * LIMIT_S * len(left),
-        )  # fmt: skip
+            command, input=lines, capture_output=True, text=True, check=False, cwd=ROOT
+        )
         verdicts = [Verdict(**json.loads(line)) for line in done.stdout.splitlines()]
         found += verdicts
         left = left[len(verdicts) :]
@@ -284,9 +299,8 @@ def reasons(verdicts: Sequence[Verdict]) -> Table:
 
 
 def _short(reason: str) -> str:
-    """Return a reason without the file's name and what follows from the machine."""
-    reason = re.sub(r"\S*/(\S*/)*", "", re.sub(r"cannot load '.*?': ", "", reason))
-    return reason.partition("; if another engine")[0]
+    """Return a reason without the names of directories, and without the file's."""
+    return re.sub(r"\S*/(\S*/)*", "", re.sub(r"cannot load '.*?': ", "", reason))
 
 
 def record(verdicts: Sequence[Verdict]) -> Record:

@@ -35,11 +35,21 @@ def test_an_architecture_gives_the_answers_of_alone_in_any_company(name: str) ->
 
 @pytest.mark.full
 def test_one_that_ends_its_process_is_rejected_with_preflight() -> None:
-    (path,) = architecture_models.ensure("plamo2")
-    (verdict,) = examine(path, [UNIFIED])
+    path = architecture_models.ensure("kimi-linear")[0]
+    (verdict,) = examine(path, [Cell("per-sequence", "Q8_0")])
     assert verdict.preflight
     assert verdict.result == "rejected"
     assert "ended with SIGABRT" in verdict.reason
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["plamo2", "cogvlm"])
+def test_one_that_llama_cpp_computes_wrongly_is_rejected_by_name(name: str) -> None:
+    (path,) = architecture_models.ensure(name)
+    (verdict,) = examine(path, [UNIFIED])
+    assert not verdict.preflight
+    assert verdict.result == "rejected"
+    assert f"{name}: llama.cpp" in verdict.reason
 
 
 def verdict(name: str, layout: str, file_type: str, result: str, reason: str = "") -> Verdict:
@@ -54,7 +64,7 @@ def test_the_record_has_a_row_for_each_file_that_does_not_work_everywhere() -> N
         for kind in ("F32", "Q8_0", "Q4_K_M")
     ]
     path = "cannot load '/x/b.gguf': "
-    found[-3] = verdict("b", "deterministic", "F32", "rejected", f"E: {path}no; if another engine")
+    found[-3] = verdict("b", "deterministic", "F32", "rejected", f"E: {path}no")
     assert summary(found).rows == [["a", "yes", "yes", "yes"], ["b", "yes", "yes", "Q8_0, Q4_K_M"]]
     assert reasons(found).rows == [("b", "deterministic", "E: no")]
     kept = record(found)

@@ -30,7 +30,8 @@ from cllm.engine.file_content import (
     loading,
 )
 from cllm.engine.llama import rpc
-from cllm.engine.llama.decoder import LlamaDecoder, can_copy, make_context, measure_states
+from cllm.engine.llama.architecture_faults import can_copy, check_architecture
+from cllm.engine.llama.decoder import LlamaDecoder, make_context, measure_states
 from cllm.engine.llama.determinism import deterministic_decoder, without_tiles
 from cllm.engine.llama.draft_model import DraftModel, make_draft_context
 from cllm.engine.llama.encoder import (
@@ -186,6 +187,7 @@ class LlamaBackend:
         """Return the decoder and its empty cache; stand-ins for both if only embeddings are wanted."""
         config = self._config
         if self._generates:
+            check_architecture(model)
             try:
                 decoder = self._make_decoder(model, loras)
             except NotGenerativeError as error:

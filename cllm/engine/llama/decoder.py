@@ -12,6 +12,7 @@ from cllm.bindings import Batch, Context, Model
 from cllm.engine.config import EngineConfig
 from cllm.engine.core.speculation import N_DRAFT_ROWS
 from cllm.engine.file_content import MappedFiles
+from cllm.engine.llama.architecture_faults import can_copy
 from cllm.engine.llama.loras import LlamaLoras
 from cllm.engine.lora import LoraSet
 
@@ -166,14 +167,6 @@ class States(NamedTuple):
 
 
 NO_STATES = States()
-# Copies of their states are made at the next decode, and are empty if the source was emptied before:
-# `llama_dsv4_comp_state` in llama-kv-cache-dsv4.cpp.
-LATE_COPIES = ("deepseek4",)
-
-
-def can_copy(model: Model) -> bool:
-    """Return True if sequences of the model can be copied."""
-    return model.metadata_value("general.architecture") not in LATE_COPIES
 
 
 def measure_states(model: Model, config: EngineConfig) -> States:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from cllm.bindings import Context, Model, library
+from cllm.engine.llama.architecture_faults import UNSTEADY, architecture_of
 from cllm.engine.llama.decoder import LlamaDecoder
 from cllm.engine.llama.loras import LlamaLoras
 from cllm.engine.llama.padded_decoder import PaddedDecoder
@@ -94,6 +95,9 @@ def deterministic_decoder(
         raise InvalidArgumentError(
             "deterministic", True, "False where a GPU computes: it has been shown on CPUs only"
         )
+    if (architecture := architecture_of(model)) in UNSTEADY:
+        limit = f"False with {architecture}: llama.cpp gives one row different logits at times"
+        raise InvalidArgumentError("deterministic", True, limit)
     differing: list[str] = []
     kinds = [PaddedDecoder] if needs_padding else [LlamaDecoder, PaddedDecoder]
     if model.has_state:  # padding has to be removed again
@@ -102,7 +106,7 @@ def deterministic_decoder(
         decoder = kind(make_context, n_batch, loras)
         try:
             decoder.set_loras(tuple(sorted((i.name, i.scale or 1.0) for i in loras.infos)))
-            differing = shapes_that_differ(decoder, are_equal)
+            differing = shapes_that_differ(decoder, are_equal, is_long=True)
         except BaseException:
             decoder.close()
             raise

@@ -204,7 +204,7 @@ def _is_embedded(config: EngineConfig) -> bool:
 
 def _settings_line(config: EngineConfig) -> bytes:
     """The settings of the engine in the other process: as here, but for one short request."""
-    small = dataclasses.replace(config, preflight=False, trace=None, n_ctx=N_CTX, n_seq_max=1)
+    small = dataclasses.replace(config, preflight=False, trace=None, n_ctx=N_CTX)
     return small.to_json().encode() + b"\n"
 
 

@@ -27,17 +27,25 @@ MAX_DIFFERENCE = 0.5  # between log probabilities of a likely token
 MIN_MARGIN = 0.1  # by which the most likely token has to lead, to be the same everywhere
 N_LIKELY = 10
 N_CTX, N_BATCH = 1024, 128  # of a context that tries them
+N_CTX_SEQ = 64  # at least, of each sequence
+N_LONG = 80  # more tokens than any kernel takes at once
 N_UNLIKE_MAX = 1  # texts in which rounding may choose other experts
 
 Logits = NDArray[np.float32]
 
 
 class BatchShape(NamedTuple):
-    """Shape of a batch: how the tokens are cut, sequences beside them, number of output rows."""
+    """Shape of a batch: how the tokens are cut, sequences beside them, number of output rows.
+
+    With `is_even` each of the others has as many rows, otherwise one.  With `one_waits` the first of
+    them has rows in the first batch only.
+    """
 
     cut: tuple[int, ...]
     n_others: int = 0
     n_outputs: int = 1
+    is_even: bool = False
+    one_waits: bool = False
 
 
 # An engine whose one sequence never has company gives the same answers as one of many.
@@ -48,11 +56,22 @@ SHAPES: dict[str, BatchShape] = {
     "in pieces": BatchShape((7, 2, N_TOKENS - N_LAST - 9, *[1] * N_LAST)),
     "beside one other": BatchShape(_AT_THE_END, n_others=1),
     "beside many others": BatchShape(_AT_THE_END, n_others=N_COMPANY),
+    "beside the prompts of others": BatchShape(_AT_THE_END, n_others=2, is_even=True),
+    "around one that waits": BatchShape(_AT_THE_END, n_others=2, one_waits=True),
+}
+# Of one text, where every bit counts.
+LONG_SHAPES: dict[str, BatchShape] = {
+    "at once": BatchShape((N_LONG,)),
+    "in pieces of a long text": BatchShape((30, N_LONG - 31, 1)),
 }
 
 
 def shapes_that_differ(
-    decoder: LlamaDecoder, agree: Callable[[Logits, Logits], bool], n_most: int = 0
+    decoder: LlamaDecoder,
+    agree: Callable[[Logits, Logits], bool],
+    n_most: int = 0,
+    *,
+    is_long: bool = False,
 ) -> list[str]:
     """Return the names of the shapes whose last logits do not agree with those of the first shape.
 
@@ -62,12 +81,17 @@ def shapes_that_differ(
         Of two rows of logits.
     n_most : int
         Of the texts, in so many a shape may differ.
+    is_long : bool
+        Try a longer text, too, if sequences may have one.
     """
     n_company = min(decoder.context.n_seq_max - 1, decoder.n_batch // 2)
-    n_differing = dict.fromkeys(SHAPES, 0)
-    for text in range(N_TEXTS):
+    texts = [SHAPES] * N_TEXTS
+    if is_long and decoder.n_ctx_seq > N_LONG:
+        texts.append(LONG_SHAPES)
+    n_differing = dict.fromkeys([*SHAPES, *LONG_SHAPES], 0)
+    for text, shapes in enumerate(texts):
         reference = None
-        for name, shape in SHAPES.items():
+        for name, shape in shapes.items():
             logits = _last_logits(decoder, text, shape, min(shape.n_others, n_company))
             if reference is None:
                 reference = logits
@@ -104,14 +128,19 @@ def _last_logits(
 ) -> NDArray[np.float32]:
     """Logits of the last of some tokens; the memory is empty before and after."""
     n_vocab = decoder.n_vocab
-    tokens = [(7919 * i * (text + 1) + 31 + 977 * text) % n_vocab for i in range(N_TOKENS)]
+    tokens = [(7919 * i * (text + 1) + 31 + 977 * text) % n_vocab for i in range(sum(shape.cut))]
     logits = np.empty(0, np.float32)
-    for tick, (start, end) in enumerate(_ranges(shape.cut, decoder.n_batch - n_others)):
+    n_max = decoder.n_batch - n_others
+    if shape.is_even:
+        n_max = max(1, decoder.n_batch // (1 + n_others))
+    for tick, (start, end) in enumerate(_ranges(shape.cut, n_max)):
         decoder.clear()
         n_outputs = min(shape.n_outputs, end - start, decoder.n_outputs_max - n_others)
         last = decoder.add(0, tokens[start:end], start, n_outputs=n_outputs)[-1]
-        for seq_id in range(1, n_others + 1):
-            decoder.add(seq_id, [(104729 * seq_id + tick) % n_vocab], tick, n_outputs=1)
+        first, n_rows = (start, end - start) if shape.is_even else (tick, 1)
+        for seq_id in range(2 if shape.one_waits and tick else 1, n_others + 1):
+            others = [(104729 * seq_id + first + i) % n_vocab for i in range(n_rows)]
+            decoder.add(seq_id, others, first, n_outputs=1)
         logits = decoder.decode()[last].copy()
     for seq_id in range(n_others + 1):
         decoder.seq_rm(seq_id)
@@ -128,13 +157,17 @@ def _ranges(cut: tuple[int, ...], n_max: int) -> Iterator[tuple[int, int]]:
 def misfit(config: EngineConfig) -> str | None:
     """Return why answers of the model would be wrong; None if all shapes agree."""
     layouts = (False, True) if config.kv_unified == AUTO else (config.kv_unified,)
+    if config.deterministic:
+        layouts = (False,)
     wrong: dict[bool, list[str]] = {}
     with Model(
         config.model_path, n_gpu_layers=config.n_gpu_layers, use_mmap=config.use_mmap
     ) as model:
         for layout in layouts:
             assert isinstance(layout, bool)
-            small = replace(config, n_ctx=N_CTX, n_seq_max=2, kv_unified=layout)
+            # With as many sequences: llama.cpp reserves memory for them, which may fail.
+            n_ctx = N_CTX if layout else max(N_CTX, N_CTX_SEQ * config.n_seq_max)
+            small = replace(config, n_ctx=n_ctx, n_batch=N_BATCH, kv_unified=layout)
             with closing(LlamaDecoder(partial(make_context, model, small), N_BATCH)) as decoder:
                 if found := shapes_that_differ(decoder, are_alike, N_UNLIKE_MAX):
                     wrong[layout] = found
