@@ -199,10 +199,9 @@ class KVCache:
 
     @property
     def rolls_back_alike(self) -> bool:
-        """True if rows can be given up only where llama.cpp computes them in one physical batch.
+        """True if rows can be removed only after a decode in which all sequences had as many.
 
-        It splits a batch whose sequences have different numbers of rows, unless they have all their cells in
-        one buffer, and then only for states.
+        llama.cpp splits other batches: with states always, with a window in the per-sequence layout.
         """
         return self.is_recurrent or (self.is_windowed and not self.kv_unified)
 

@@ -42,7 +42,7 @@ class Placement(Generic[LeaderT]):
     n_checkpoint : int
         Number of computed tokens at which its memory is kept next.
     output_checkpoints : list of Slot
-        What keeps the memory that it had in its output.
+        Cached prefixes that end in its output.
     """
 
     slot: Slot | None = None

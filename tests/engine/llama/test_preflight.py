@@ -374,7 +374,7 @@ def test_the_child_gets_every_setting_of_a_load() -> None:
         trace="log", preflight=True, prefix_cache_tokens=100,
     )  # fmt: skip
     told = EngineConfig(**json.loads(preflight._settings_line(config)))
-    changed = {"n_ctx": 512, "n_seq_max": 1, "preflight": False, "trace": None}
+    changed = {"n_ctx": 512, "preflight": False, "trace": None}
     for name in EngineConfig.__slots__:
         expected = changed.get(name, getattr(config, name))
         if name == "model":
