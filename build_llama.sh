@@ -279,7 +279,7 @@ get_source() {
   stage=$root/src/.tmp.$$
   mkdir -p "$stage"
   if [[ ! -f $archive ]]; then
-    say "downloading $REQUIREMENT (75 MB)"
+    say "downloading $REQUIREMENT"
     # The hash is for pip as well, which runs code of the archive to learn its metadata.
     printf '%s --hash=sha256:%s\n' "$REQUIREMENT" "$SDIST_SHA256" >"$stage/requirements.txt"
     supervise "$python" -m pip download --quiet --disable-pip-version-check --no-deps \
