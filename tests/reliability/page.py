@@ -51,13 +51,14 @@ reaches it.
 ARCHITECTURES_INTRODUCTION = """\
 # Architectures
 
-cllm loads every architecture that llama.cpp computes as a causal decoder. `make test-archs` examines
-them with small random models that llama.cpp's own generator writes: requests alone and together,
-shared beginnings, preemption, fork, rewind, suspend and resume, and an audit of the KV cache, past
-the sliding window where there is one. Each token is scored again by an engine that computes the
-whole text alone. Its log probability has to be the same but for rounding (0.05, and 0.5 with
-quantized weights), with `deterministic` to the bit. The files are examined as F32, Q8_0 and Q4_K_M,
-in the three [layouts](determinism.md) of the KV cache, and with `process=True`.
+cllm loads every architecture that llama.cpp computes as a causal decoder. `make test-archs`
+examines them with small random models that llama.cpp's own generator writes: requests alone and
+together, shared beginnings, preemption, fork, rewind, suspend and resume, and an audit of the
+KV cache, past the sliding window where there is one. Each token is scored again by an engine
+that computes the whole text alone. Its log probability has to be the same but for rounding
+(0.05, and 0.5 with quantized weights), with `deterministic` to the bit. The files are examined
+as F32, Q8_0 and Q4_K_M, in the three [layouts](determinism.md) of the KV cache, and with
+`process=True`.
 
 A file that ends a process, or whose answers depend on the company of a request, is rejected with a
 `ModelLoadError` if `preflight` is on, as in `cllm serve`.
