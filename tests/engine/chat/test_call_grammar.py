@@ -33,6 +33,7 @@ WRITES_MORE = (
     "Cohere2MoE", "CohereForAI-c4ai-command-r-plus-tool_use", "ByteDance-Seed-OSS",
     "CohereForAI-c4ai-command-r7b-12-2024-tool_use", "openbmb-MiniCPM5-1B",
     "MiniMax-M3", "openai-gpt-oss-120b", "mistralai-Mistral-Nemo-Instruct-2407", "ibm-granite-granite-3.3-2B-Instruct",
+    "llm-jp-llm-jp-4.1-8b-thinking",
 )  # fmt: skip
 ARGUMENTS = {"city": "Zurich", "n_days": 3, "units": ["a", "b"]}
 pytestmark = pytest.mark.skipif(

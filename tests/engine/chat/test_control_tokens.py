@@ -166,11 +166,7 @@ def test_text_without_a_name_is_one_piece_with_the_template(text: str) -> None:
     assert (len(pieces) == 1) == (not any(names_in([text]).values()))
 
 
-# One translates: it rejects a text that does not name two languages, in transformers too.
-CHATTING = [path for path in TEMPLATES if path.stem != "google-translategemma-4b-it"]
-
-
-@pytest.mark.parametrize("path", CHATTING, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
 def test_a_real_template_writes_its_own_names_and_no_others(path: Any) -> None:
     source = path.read_text()
     names = sorted(
