@@ -1,4 +1,4 @@
-"""What memory with states can give up is only what llama.cpp gives up rightly."""
+"""Memory with states gives up a row only where llama.cpp has kept the state before it."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ CELLS = [
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a file in one cell.
+    """Result of a file in one cell.
 
     Attributes
     ----------

@@ -97,8 +97,7 @@ def architectures_page(record: Record) -> str:
     """Return the page about architectures."""
     others, reasons = record.tables
     return ARCHITECTURES_INTRODUCTION + "\n".join([
-        "| files | |", "| --- | --- |",
-        *(f"| {_words(name)} | {_shown(value)} |" for name, value in record.figures.items()), "",
+        *_table(Table(("files", ""), [(_words(name), value) for name, value in record.figures.items()])),
         "## Files that do not work in every way", *_table(others),
         "## Reasons", *_table(reasons),
         *wrap(f"*{record.machine}; {record.commit}.*", WIDTH), "",

@@ -261,14 +261,10 @@ class KVCacheManager:
         self._set_checkpoint(sequence)
 
     def _set_checkpoint(self, sequence: Sequence) -> None:
-        n_least, request = 0, sequence.request
+        n_least, n_output_from, request = 0, NEVER, sequence.request
         if not self._kv_cache.shares_cells:  # it is saved, if it can be and is not too short
             n_least = NEVER if self.saved.tiers is None else MIN_SAVED
-        n_output_from, may_go_back = (
-            NEVER,
-            request.generated_token_ids or request.params.banned_strings,
-        )
-        if may_go_back and self._kv_cache.shares_cells:
+        elif request.generated_token_ids or request.params.banned_strings:  # may go back
             n_kept = N_OUTPUT_CHECKPOINTS * OUTPUT_INTERVAL
             n_output_from = max(sequence.n_prompt, len(sequence.tokens) - n_kept)
         placement = sequence.placement

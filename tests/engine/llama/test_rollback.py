@@ -40,7 +40,7 @@ CASES = [(name, layout) for layout in LAYOUTS for name in ARCHITECTURES]
 
 @pytest.fixture
 def anyio_backend() -> str:
-    """What memory can do does not depend on the event loop."""
+    """One event loop: the decoder does not depend on it."""
     return "asyncio"
 
 
