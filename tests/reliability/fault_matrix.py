@@ -136,10 +136,11 @@ REQUEST: Mapping[str, Sequence[Outcome]] = {
 CONTEXT: Mapping[str, Sequence[Outcome]] = {
     "llama_context_default_params": ERRORS,
     "llama_max_parallel_sequences": ERRORS,
+    "llama_model_meta_val_str": ERRORS,
     "llama_init_from_model": (returns(None), *ERRORS),
     **{
         f"llama_{name}": ERRORS
-        for name in ("n_batch", "n_ctx", "n_ctx_seq", "n_seq_max", "n_ubatch")
+        for name in ("n_batch", "n_ctx", "n_ctx_seq", "n_rs_seq", "n_seq_max", "n_ubatch")
     },
     "llama_get_memory": (returns(None), *ERRORS),
     "llama_free": (raises(RuntimeError, after=True),),
