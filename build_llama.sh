@@ -183,7 +183,7 @@ choose_flags() {
 # check_headers RECORDS DIR...: compare the headers in DIR... with cllm's declarations, and record where
 # the structures have their fields.
 check_headers() {
-  CC=$cc "$python" "$here/tools/native/check_headers.py" "$@" ||
+  CC=$cc "$python" "$here/tools/native/check_headers.py" llama.h "$@" ||
     fail "llama.cpp $commit does not fit cllm's declarations, which are in cllm/bindings/_llama_h.py"
 }
 

@@ -21,7 +21,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.native.check_headers import DECLARATIONS, complaints, declarations_at
+from tools.native.check_headers import DECLARATIONS, complaints, declarations_of
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build_llama.sh"
@@ -81,8 +81,7 @@ def main() -> int:
             print("the pin is newer")
             return 0
         print("\n".join(differences(pinned, source)) or "llama.h declares the same")
-        module = declarations_at(DECLARATIONS)
-        if wrong := complaints(module.DECLARATIONS, source.headers):
+        if wrong := complaints(declarations_of("llama.h"), source.headers):
             print(*(f"does not fit: {name}: {text}" for name, text in wrong.items()), sep="\n")
             return 1
         print("the headers fit cllm's declarations")

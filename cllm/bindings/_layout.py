@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cllm.bindings import _llama_h as h
+from cllm.bindings._declarations import Declarations
 from cllm.errors import AbiMismatchError
 
 KNOWN_LIBRARIES = Path(__file__).with_name("known_libraries.json")
@@ -28,8 +28,15 @@ def record_of(path: Path) -> dict[str, Any]:
     return known_library(path) or {}
 
 
-def layouts_of(path: Path) -> dict[str, Any]:
+def layouts_of(path: Path, declared: Declarations) -> dict[str, Any]:
     """Return the size and the offsets of each structure of parameters.
+
+    Parameters
+    ----------
+    path : Path
+        Of libllama.
+    declared : Declarations
+        The declarations of the structures.
 
     Raises
     ------
@@ -37,7 +44,7 @@ def layouts_of(path: Path) -> dict[str, Any]:
         The library was not compared with these declarations.
     """
     build = path.parent.parent
-    file = build / "layouts" / f"{h.DECLARATIONS.digest}.json"
+    file = build / "layouts" / f"{declared.digest}.json"
     if file.is_file():
         structs: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["structs"]
         return structs

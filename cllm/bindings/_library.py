@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from cllm.bindings import _llama_h as h
+from cllm.bindings._functions import Functions
 from cllm.bindings._layout import layouts_of, record_of
-from cllm.errors import AbiMismatchError, LibraryError, LibraryNotFoundError
+from cllm.errors import LibraryError, LibraryNotFoundError
 
 logger = logging.getLogger("cllm.llama")
 
@@ -69,43 +70,23 @@ class _DlInfo(ctypes.Structure):
     ]
 
 
-class Library:
+class Library(Functions):
     """The functions of libllama as attributes, with the signatures of `_llama_h`.
 
     Attributes
     ----------
-    path : Path
-        The shared library that was loaded.
     record : dict
         What `build_llama.sh` wrote about it (`build.json`), or what is known about a library of others.
     n_decodes : int
         Batches that contexts of this process have computed, or tried to.
-
-    Raises
-    ------
-    AbiMismatchError
-        A function is not there, or a field that is set.
     """
 
+    declared = h.DECLARATIONS
+
     def __init__(self, path: Path, record: dict[str, Any]) -> None:
-        self.path = path
         self.record = record
         self.n_decodes: int = 0
-        try:
-            h.DECLARATIONS.lay_out(layouts_of(path))
-        except ValueError as error:
-            raise AbiMismatchError(f"{path}: {error}") from None
-        long_calls = ctypes.CDLL(str(path))
-        short_calls = ctypes.PyDLL(str(path))
-        for prototype in h.DECLARATIONS.prototypes.values():
-            view = long_calls if prototype.name in h.RELEASES_GIL else short_calls
-            if not hasattr(view, prototype.name):
-                self._lacks(prototype.name)
-                continue
-            function = view[prototype.name]
-            function.restype = prototype.restype
-            function.argtypes = prototype.argtypes
-            setattr(self, prototype.name, function)
+        super().__init__(path, path)
         # libc's `strlen` over a two-byte flag is a `bool (*)(void *)` that costs nothing: the
         # abort callback runs after every graph node, where a Python function would need the GIL.
         abort_type = h.DECLARATIONS.callbacks["ggml_abort_callback"]
@@ -116,20 +97,10 @@ class Library:
         self._no_log = log_type()
 
     def _lacks(self, name: str) -> None:
-        """Let a call of this function raise an error, if the library may do without it."""
-        if name not in h.OPTIONAL:
-            raise AbiMismatchError(f"{self.path} has no function {name}")
         if name == "llama_max_parallel_sequences":
             setattr(self, name, lambda: h.LLAMA_MAX_SEQ)
-            return
-
-        def absent(*_: object) -> None:
-            raise LibraryError(f"{self.path} has no function {name}, which this call needs")
-
-        setattr(self, name, absent)
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"libllama function {name!r} is not declared in _llama_h")
+        else:
+            super()._lacks(name)
 
     def start(self) -> None:
         """Take over the log, and load and initialise the backends.
@@ -270,7 +241,7 @@ def find_library() -> tuple[Path, dict[str, Any]]:
     AbiMismatchError
     """
     path = _find()
-    layouts_of(path)
+    layouts_of(path, h.DECLARATIONS)
     return path, record_of(path)
 
 

@@ -23,6 +23,7 @@ import pytest
 
 from cllm.bindings import _llama_h as h
 from cllm.bindings import library
+from cllm.bindings._declarations import Declarations
 from cllm.bindings._layout import layouts_of
 from tools.native import check_headers
 
@@ -35,18 +36,18 @@ def headers() -> Path:
     return library().path.parent.parent / "include"
 
 
-def declarations(*text: str, enums: Enums = h.C_PREFIX, laid_out: bool = True) -> h.Declarations:
+def declarations(*text: str, enums: Enums = h.C_PREFIX, laid_out: bool = True) -> Declarations:
     """Declarations of this C text, with the structures as the library has them."""
     typedefs, structs, prototypes = text or h.DECLARATIONS.text
-    made = h.Declarations(typedefs, structs, prototypes, enums)
+    made = Declarations(typedefs, structs, prototypes, enums, parameters=h.PARAMETERS)
     if laid_out:
-        made.lay_out(layouts_of(library().path))
+        made.lay_out(layouts_of(library().path, h.DECLARATIONS))
     return made
 
 
 def padded(struct: str) -> str:
     """The C text of a structure of parameters, with what is not declared as bytes."""
-    layout = layouts_of(library().path)[struct]
+    layout = layouts_of(library().path, h.DECLARATIONS)[struct]
     types, text, end = h.DECLARATIONS.fields[struct], "", 0
     placed = sorted((layout["offsets"][field], field) for field in types)
     for offset, field in [*placed, (layout["size"], "")]:
@@ -60,7 +61,7 @@ def padded(struct: str) -> str:
 
 
 def complaints_of_cffi(
-    declarations: h.Declarations, text: tuple[str, str, str], enums: Enums = h.C_PREFIX
+    declarations: Declarations, text: tuple[str, str, str], enums: Enums = h.C_PREFIX
 ) -> list[str]:
     """Where cffi's reading of `text` differs from our ctypes reading."""
     ffi = cffi.FFI()
@@ -251,7 +252,7 @@ def changed_headers(tmp_path: Path) -> Callable[[str, str], Path]:
 
 def checked(headers: Path, records: Path) -> subprocess.CompletedProcess[str]:
     """Compare headers with the declarations as build_llama.sh does."""
-    command = [sys.executable, str(SCRIPT), str(records), str(headers)]
+    command = [sys.executable, str(SCRIPT), "llama.h", str(records), str(headers)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -315,7 +316,7 @@ def test_a_library_may_lack_the_functions_that_are_needed_now_and_then(
     ],
 )
 def test_a_layout_that_cannot_be_is_rejected(change: Callable[[Any], Any], told: str) -> None:
-    layouts = json.loads(json.dumps(layouts_of(library().path)))
+    layouts = json.loads(json.dumps(layouts_of(library().path, h.DECLARATIONS)))
     change(layouts["llama_context_params"])
     with pytest.raises(ValueError, match=told):
         declarations(laid_out=False).lay_out(layouts)

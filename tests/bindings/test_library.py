@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from cllm.bindings import library
+from cllm.bindings._declarations import Declarations
 from cllm.bindings._layout import KNOWN_LIBRARIES
 from cllm.bindings._library import Library
-from cllm.bindings._llama_h import C_PREFIX, DECLARATIONS, Declarations
+from cllm.bindings._llama_h import C_PREFIX, DECLARATIONS, PARAMETERS
 from cllm.errors import AbiMismatchError, LibraryError
 
 
@@ -159,7 +160,7 @@ def test_the_known_libraries_were_compared_with_these_declarations() -> None:
     assert known["declarations"] == DECLARATIONS.digest, "run python -m tools.known_libraries"
     assert len({each["sha256"] for each in known["libraries"]}) == len(known["libraries"]) >= 4
     for each in known["libraries"]:
-        Declarations(*DECLARATIONS.text, C_PREFIX).lay_out(each["structs"])
+        Declarations(*DECLARATIONS.text, C_PREFIX, parameters=PARAMETERS).lay_out(each["structs"])
 
 
 @pytest.mark.parametrize("name", ["llama_model_quantize", "llama_max_parallel_sequences"])

@@ -103,8 +103,8 @@ STAND_INS = {
 CHECK_HEADERS = """
 import os, pathlib, sys
 with open(os.environ["STUB"] + "/headers.log", "a") as log:
-    print(*sys.argv[2:], file=log)
-records = pathlib.Path(sys.argv[1])
+    print(*sys.argv[3:], file=log)
+records = pathlib.Path(sys.argv[2])
 if os.environ["HEADERS"] == "differ":
     sys.exit("  llama_decode: conflicting types")
 records.mkdir(parents=True, exist_ok=True)

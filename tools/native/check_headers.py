@@ -2,12 +2,13 @@
 
 The C compiler checks each prototype, type of a field, typedef and enum value beside the headers.  Where
 llama.cpp's structures of parameters keep their fields may differ from version to version: this is measured
-and recorded, and cllm reads the record when it loads the library (`_llama_h.Declarations.lay_out`).
+and recorded, and cllm reads the record when it loads the library (`Declarations.lay_out`).
 
-Usage: check_headers.py RECORDS DIR...
+Usage: check_headers.py HEADER RECORDS DIR...
 
+HEADER : llama.h or mtmd.h, the header to compare
 RECORDS : a directory; the record is written there, in a file named after the declarations
-DIR : directories with llama.h and ggml's headers
+DIR : directories with this header, llama.h and ggml's headers
 
 It needs the standard library and a C compiler (`CC`), and neither cllm nor libllama.
 """
@@ -15,7 +16,7 @@ It needs the standard library and a C compiler (`CC`), and neither cllm nor libl
 from __future__ import annotations
 
 import ctypes
-import importlib.util
+import importlib
 import json
 import os
 import re
@@ -24,23 +25,27 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-HERE = Path(__file__).resolve()
-DECLARATIONS = HERE.parents[2] / "cllm" / "bindings" / "_llama_h.py"
+ROOT = Path(__file__).resolve().parents[2]
+DECLARATIONS = ROOT / "cllm" / "bindings" / "_llama_h.py"
+MODULES = {"llama.h": "_llama_h", "mtmd.h": "_mtmd_h"}
 ERROR = re.compile(r"^([\w.]+):\d+(?::\d+)?: (?:fatal )?error: (.*)$", re.M)
 UNDECLARED = "undeclared"  # gcc: 'x' undeclared; clang: undeclared identifier
 
 
-def declarations_at(path: Path = DECLARATIONS) -> Any:
-    """Return the module of declarations; it is loaded by its path, because cllm may not be installed."""
-    spec = importlib.util.spec_from_file_location("_llama_h", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def declarations_of(header: str) -> Any:
+    """Return cllm's declarations of a header, without running the packages around them.
+
+    numpy and anyio, which they import, may not be installed yet.
+    """
+    for name in ("cllm", "cllm.bindings"):
+        if name not in sys.modules:
+            package = ModuleType(name)
+            package.__path__ = [str(ROOT.joinpath(*name.split(".")))]
+            sys.modules[name] = package
+    return importlib.import_module(f"cllm.bindings.{MODULES[header]}").DECLARATIONS
 
 
 def complaints(declared: Any, directories: Sequence[Path]) -> dict[str, str]:
@@ -48,12 +53,12 @@ def complaints(declared: Any, directories: Sequence[Path]) -> dict[str, str]:
 
     Parameters
     ----------
-    declared : _llama_h.Declarations
+    declared : Declarations
     directories : sequence of Path
         Of the headers.
     """
     checks = [*_of_types(declared), *_of_functions(declared), *_of_enums(declared)]
-    lines = ['#include <stddef.h>\n#include "llama.h"']
+    lines = [f'#include <stddef.h>\n#include "{declared.header}"']
     lines += [f'#line 1 "{name}"\n{code}' for name, code in checks]
     done = _compiled(lines, directories, "-fsyntax-only")
     found: dict[str, str] = {}
@@ -66,7 +71,8 @@ def complaints(declared: Any, directories: Sequence[Path]) -> dict[str, str]:
 
 def layout(declared: Any, directories: Sequence[Path]) -> dict[str, Any]:
     """Return the size of each structure of parameters and the offsets of its fields, in bytes."""
-    lines = ['#include <stddef.h>\n#include <stdio.h>\n#include "llama.h"', "int main(void) {"]
+    lines = [f'#include <stddef.h>\n#include <stdio.h>\n#include "{declared.header}"']
+    lines.append("int main(void) {")
     for name in sorted(declared.parameters):
         lines.append(f'printf("{name} %zu\\n", sizeof(struct {name}));')
         lines += [
@@ -143,9 +149,8 @@ def _compiled(
 
 def main() -> int:
     """Write the record, or print what does not fit."""
-    records, directories = Path(sys.argv[1]), [Path(given) for given in sys.argv[2:]]
-    module = declarations_at()
-    declared = module.DECLARATIONS
+    header, records, *directories = sys.argv[1], *map(Path, sys.argv[2:])
+    declared = declarations_of(header)
     path = records / f"{declared.digest}.json"
     if path.exists():
         return 0
@@ -153,10 +158,10 @@ def main() -> int:
     wrong = [
         f"  {name}: {text}"
         for name, text in found.items()
-        if not (name in module.OPTIONAL and UNDECLARED in text)
+        if not (name in declared.optional and UNDECLARED in text)
     ]
     if wrong:
-        print(f"llama.h and cllm's declarations differ, {len(wrong)} times:", file=sys.stderr)
+        print(f"{header} and cllm's declarations differ, {len(wrong)} times:", file=sys.stderr)
         print("\n".join(wrong), file=sys.stderr)
         return 1
     records.mkdir(parents=True, exist_ok=True)
