@@ -6,7 +6,8 @@ import json
 import resource
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
+from http.client import HTTPConnection
 from pathlib import Path
 
 import httpx
@@ -109,6 +110,28 @@ def test_a_connection_too_many_is_told_so_while_all_others_work(tmp_path: Path) 
         refused = httpx.get(f"{server.url}/health")
     assert refused.status_code == 503
     assert refused.json()["error"]["message"] == "too many connections"
+
+
+def test_a_connection_that_is_kept_open_after_an_answer_makes_room_for_a_new_one(
+    tmp_path: Path,
+) -> None:
+    with running(tmp_path / "log", "--max-connections", str(N_MIN)) as server, ExitStack() as stack:
+        kept = [
+            stack.enter_context(closing(HTTPConnection("127.0.0.1", server.port, timeout=10)))
+            for _ in range(N_MIN)
+        ]
+        assert {status_over(each) for each in kept} == {200}
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert {status_over(each) for each in kept[1:]} == {200}
+        assert kept[0].sock.recv(1) == b""  # it was idle for longest
+
+
+def status_over(connection: HTTPConnection) -> int:
+    """The status of one more answer over a connection."""
+    connection.request("GET", "/health")
+    response = connection.getresponse()
+    response.read()
+    return response.status
 
 
 def texts_of(response: httpx.Response) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""HTTP/1.1 as uvicorn speaks it, with limits on headers and on the time that clients take."""
+"""HTTP/1.1 protocol of uvicorn, with limits on the size of headers and on the time of clients."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from cllm.server.http.connections import Connections
 from cllm.server.http.problems import Problem
 
 ANY_NUMBER = Connections(sys.maxsize)
-LINGER_S = 2.0  # that a client may go on sending after the answer that ends its connection
+LINGER_S = 2.0  # seconds that a client may still send after the answer that ends its connection
 
 
 class LingeringTransport:
     """Transport whose `close` lets a sending client receive the answer first.
 
-    Closed with unread bytes, a connection is reset, and what was sent is lost.
+    A connection that is closed with unread bytes is reset, and the client loses the answer.
 
     Parameters
     ----------
     is_sending : callable
-        Whether the client may be.
+        Returns True if the client may still be sending its request.
     """
 
     def __init__(self, transport: asyncio.Transport, is_sending: Callable[[], bool]) -> None:
@@ -40,7 +40,7 @@ class LingeringTransport:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        """See `asyncio.Transport`; after the end there is nothing more to say."""
+        """See `asyncio.Transport`; data after `close` is dropped."""
         if not self.is_lingering:
             self._transport.write(data)
 
@@ -49,7 +49,7 @@ class LingeringTransport:
         return self.is_lingering or self._transport.is_closing()
 
     def close(self) -> None:
-        """Close, now or when the client has read the answer, or has had the time to."""
+        """Close the connection: at once, or within `LINGER_S` if the client may still be sending."""
         if self.is_closing():
             return
         if not self._is_sending():
@@ -69,13 +69,13 @@ class WireLimits:
     Attributes
     ----------
     max_header_bytes : int
-        Of a request line, headers and trailers, and of what comes without completing any of them.
+        Bytes of a request line, headers and trailers together; also bytes received without completing any.
     header_timeout_s, write_timeout_s : float
-        Seconds for a client to send its headers, and to take what was sent to it.
+        Seconds for a client to send its headers; seconds without progress in reading its answer.
     on_refused : callable
-        Called with the status of an answer that no application has given.
+        Called with the HTTP status of each error response that the protocol sends itself.
     connections : Connections
-        All that there are.
+        Connections of the server.
     """
 
     max_header_bytes: int
@@ -86,7 +86,7 @@ class WireLimits:
 
 
 class PunctualProtocol(HttpToolsProtocol):
-    """Protocol of uvicorn with limits on headers, and on the time that clients take."""
+    """uvicorn's protocol for one connection, with the limits of `limits`."""
 
     limits: ClassVar[WireLimits]
     _header_timer: asyncio.TimerHandle | None = None
@@ -95,11 +95,11 @@ class PunctualProtocol(HttpToolsProtocol):
     _n_pending = 0  # bytes received since a head, a part of a body or a request was complete
     _data = b""  # what is being parsed
     _is_in_body = _is_refused = False
-    _refusal: Problem | None = None  # of what has come before it could be answered
+    _refusal: Problem | None = None  # error to send after the answer that is still running
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(LingeringTransport(transport, self._may_send))  # type: ignore[arg-type]
-        # Writing pauses as soon as the system takes no more: from then on time runs.
+        # Writing pauses as soon as the socket takes no more: the write timeout starts then.
         transport.set_write_buffer_limits(high=0)
         if self.limits.connections.add(self):
             self._await_headers()
@@ -116,12 +116,13 @@ class PunctualProtocol(HttpToolsProtocol):
         if self._n_pending > self.limits.max_header_bytes:
             self._refuse(_too_large(self.limits.max_header_bytes))
         elif self.cycle is None or self.cycle.response_complete:
-            self._await_headers()  # of the next request, after what is left of this one
+            self._await_headers()  # of the next request
         else:
             self._stop_header_timer()
+            self.limits.connections.set_idle(self, False)
 
     def on_message_begin(self) -> None:
-        """Requests wait for each other: nothing is parsed that is not yet to be answered."""
+        """Begin a request; reject one that is sent before the answer to the previous one (pipelining)."""
         if self.cycle is not None and not self.cycle.response_complete:
             raise Problem(400, "a request must wait for the answer to the one before it")
         self._n_header_bytes = 0
@@ -143,7 +144,7 @@ class PunctualProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         _check_framing(self.headers, self.parser)
-        if not self.parser.should_upgrade():  # or it comes once more, without that
+        if not self.parser.should_upgrade():  # an upgrade is parsed again without its header
             super().on_headers_complete()
             self._n_pending, self._is_in_body = 0, True
 
@@ -176,9 +177,9 @@ class PunctualProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """A request that would rather be HTTP/2 (h2c) is one of HTTP/1.1; its body comes yet.
+        """Parse a request for an upgrade, such as h2c (HTTP/2), again as HTTP/1.1 without that header.
 
-        The parser takes what follows for another protocol's.
+        The parser stops at an upgrade: it takes the body for data of the other protocol.
         """
         upgrade = sys.exception()
         assert isinstance(upgrade, httptools.HttpParserUpgrade)
@@ -194,6 +195,8 @@ class PunctualProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if self._refusal is not None:
             self._refuse(self._refusal)
+        else:
+            self.limits.connections.set_idle(self, True)  # a client may keep it open
 
     def send_400_response(self, msg: str) -> None:
         """Reject input that the parser, or one of its callbacks, rejects."""
@@ -215,7 +218,6 @@ class PunctualProtocol(HttpToolsProtocol):
 
     def _stop_header_timer(self) -> None:
         if self._header_timer is not None:
-            self.limits.connections.set_idle(self, False)
             self._header_timer.cancel()
             self._header_timer = None
 
@@ -245,7 +247,7 @@ class PunctualProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def _refuse(self, problem: Problem) -> None:
-        """Answer with an error and close, after an answer that is due before."""
+        """Send an error response and close the connection, after an answer that is still running."""
         cycle = self.cycle
         is_due = cycle is not None and not cycle.response_complete
         if is_due and not self._is_in_body:
@@ -272,7 +274,7 @@ def _check_framing(
     Raises
     ------
     Problem
-        No host or two of them, a body that is encoded, a tunnel.
+        400: not exactly one host, a transfer encoding other than `chunked`, or the method CONNECT.
     """
     names = [name for name, _ in headers]
     if names.count(b"host") != 1 and (parser.get_http_version() == "1.1" or b"host" in names):
