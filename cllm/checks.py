@@ -1,8 +1,9 @@
-"""Checks of arguments, made before a call of libllama that would abort, hang or lie.
+"""Checks of arguments, made before a call of libllama that would abort, hang or return wrong results.
 
 `tests/reliability/hazard_rows.py` is the table of such calls.
 
-Each returns the value it was given, or raises an error that names field, value and limit.
+A check returns the value, converted where its type says so; `check_several` returns None.  A wrong value
+raises an error that names field, value and limit: `error(field, value, limit)`.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ ErrorType = Callable[[str, object, str], Exception]
 
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = 3.4028234e38
-# llama.cpp's tokenizers are quadratic in places (43 s for 600 KB of newlines); no use needs more.
-MAX_TEXT_BYTES = 1 << 20  # that are tokenized at once: some tokenizers take quadratic time
-MAX_CHAT_BYTES = 4 << 20  # of all messages, as much as a template may write
+# llama.cpp's tokenizers are quadratic in places: 43 s for 600 KB of newlines.
+MAX_TEXT_BYTES = 1 << 20  # limit of one text to tokenize
+MAX_CHAT_BYTES = 4 << 20  # limit of all messages of a chat, as large as a template's output may be
 MAX_SEED = 2**32 - 2  # 2**32 - 1 asks llama.cpp for a random seed
 MAX_THREADS = 512
 MAX_TENANT = 256  # characters of a name
@@ -30,14 +31,14 @@ MAX_TENANT = 256  # characters of a name
 def check_int(
     field: str, value: object, low: int, high: int, error: ErrorType = InvalidArgumentError
 ) -> int:
-    """`value` if it is an integer with `low <= value <= high`."""
+    """Return `value` as an `int` if it is an integer with `low <= value <= high`; otherwise raise `error`."""
     if type(value) is int and low <= value <= high:  # checked for every row of a batch
         return value
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise error(field, value, "an integer")
     try:
         number: int = value.__index__()
-    except TypeError:  # an array of several
+    except TypeError:  # an array with more than one element
         raise error(field, value, "an integer") from None
     if not low <= number <= high:
         raise error(field, value, f"{low} to {high}")
@@ -51,9 +52,9 @@ def check_float(
     high: float = FLOAT32_MAX,
     error: ErrorType = InvalidArgumentError,
 ) -> float:
-    """`value` if it is a finite number with `low <= value <= high`.
+    """Return `value` as a `float` if it is a finite number with `low <= value <= high`.
 
-    The C side sees float32: what overflows there is not finite.
+    The default range is that of float32, which the C side uses.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise error(field, value, "a number")
@@ -65,7 +66,7 @@ def check_float(
 
 
 def check_bool(field: str, value: object, error: ErrorType = InvalidArgumentError) -> bool:
-    """`value` if it is True or False."""
+    """Return `value` if it is True or False; otherwise raise `error`."""
     if not isinstance(value, bool):
         raise error(field, value, "True or False")
     return value
@@ -82,9 +83,9 @@ def check_tenant(field: str, name: object, error: ErrorType = InvalidArgumentErr
 def check_several(
     field: str, value: object, limit: str, error: ErrorType = InvalidArgumentError
 ) -> None:
-    """Reject values that are no sequence; an array is accepted, a single text is not."""
+    """Raise `error` unless `value` is a sequence or an array.  Text, bytes and mappings are rejected too."""
     try:
-        n = len(value)  # type: ignore[arg-type]  # the question
+        n = len(value)  # type: ignore[arg-type]  # it may have no length
     except TypeError:
         n = -1
     is_one = isinstance(value, str | bytes | bytearray | memoryview | Mapping)
@@ -93,7 +94,7 @@ def check_several(
 
 
 def check_enum(field: str, value: object, kind: type[E]) -> E:
-    """`value` as a member of `kind`."""
+    """Return the member of `kind` with the number `value`; raise `InvalidArgumentError` if there is none."""
     try:
         return kind(check_int(field, value, -(2**31), INT32_MAX))
     except ValueError:
@@ -102,7 +103,7 @@ def check_enum(field: str, value: object, kind: type[E]) -> E:
 
 
 def encode_text(field: str, text: str, error: ErrorType = InvalidArgumentError) -> bytes:
-    """UTF-8 of `text`; a lone surrogate, which has none, is refused."""
+    """Return `text` in UTF-8.  A lone surrogate raises `error`: it has no UTF-8 form."""
     if not isinstance(text, str):
         raise error(field, text, "a str")
     try:
@@ -112,11 +113,9 @@ def encode_text(field: str, text: str, error: ErrorType = InvalidArgumentError) 
         raise error(field, lone, "text without lone surrogates") from None
 
 
-def encode_prompt(text: str) -> bytes:
-    """UTF-8 of a text that is to be tokenized."""
-    encoded = encode_text("text", text)
+def encode_prompt(text: str, field: str = "text", error: ErrorType = InvalidArgumentError) -> bytes:
+    """Return a text in UTF-8 for a tokenizer; raise `error` above `MAX_TEXT_BYTES` bytes."""
+    encoded = encode_text(field, text, error)
     if len(encoded) > MAX_TEXT_BYTES:
-        raise InvalidArgumentError(
-            "text", f"{len(encoded)} bytes", f"at most {MAX_TEXT_BYTES} bytes"
-        )
+        raise error(field, f"{len(encoded)} bytes", f"at most {MAX_TEXT_BYTES} bytes")
     return encoded

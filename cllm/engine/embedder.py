@@ -1,4 +1,4 @@
-"""Embedder: texts to vectors; and what every engine has of that."""
+"""Embedder: an engine that computes vectors of texts; `EmbeddingMethods` are shared with `Engine`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cllm.errors import InvalidArgumentError
 
 
 class EmbeddingMethods(Lifecycle):
-    """Methods for whole texts; event loop only."""
+    """Methods of all engines for vectors, rankings, classes and tokens of texts; event loop only."""
 
     # --- Texts -------------------------------------------------------------------------------
     async def embed(
@@ -60,12 +60,13 @@ class EmbeddingMethods(Lifecycle):
         Raises
         ------
         InvalidRequestError
-            Names the text, the value and the limit, before anything is computed.
+            Names the text, the value and the limit.  It is raised before anything is computed.
         EmbeddingError
-            A text cannot be computed; `__cause__` says why.
+            A text cannot be computed (`__cause__` says why), or `drain` or `aclose` cancelled the call.
         DeadlineError
-            A `TimeoutError` too.
+            `timeout` seconds have passed; also a `TimeoutError`.
         QueueFullError
+            `max_queue` requests wait already.
         ClosedError, EngineFailedError
             The engine does not serve requests.
         """
@@ -89,7 +90,7 @@ class EmbeddingMethods(Lifecycle):
         priority: int = 0,
         timeout: float | None = None,
     ) -> Embeddings:
-        """Return vectors as `embed` does, with the number of tokens of each text."""
+        """Return vectors and the number of tokens of each text; arguments and errors as for `embed`."""
         with self._serving() as parts:
             return await parts.embeddings.embed(
                 texts,
@@ -117,13 +118,12 @@ class EmbeddingMethods(Lifecycle):
         truncate : bool
             Cut documents that are too long beside the query, instead of rejecting them.
         priority, timeout :
-            As of `embed`.
+            As for `embed`.
 
         Raises
         ------
         InvalidRequestError
-            Names the field, the value and the limit; or the model has no classifier.  Other errors as for
-            `embed`.
+            An argument is invalid, or the model has no classifier that ranks.  Other errors as for `embed`.
         """
         with self._serving() as parts:
             return await parts.embeddings.rerank(
@@ -138,12 +138,12 @@ class EmbeddingMethods(Lifecycle):
         priority: int = 0,
         timeout: float | None = None,
     ) -> list[Classification]:
-        """Return the classifier's scores of each text; arguments as of `embed`.
+        """Return the classifier's scores of each text; arguments as for `embed`.
 
         Raises
         ------
         InvalidRequestError
-            Names what is wrong; the model may have no classifier.  Other errors as of `embed`.
+            An argument is invalid, or the model has no classifier.  Other errors as for `embed`.
         """
         with self._serving() as parts:
             return await parts.embeddings.classify(
@@ -166,7 +166,7 @@ class EmbeddingMethods(Lifecycle):
         Raises
         ------
         InvalidArgumentError
-            Not a text, longer than 1 MiB, or with a lone surrogate.
+            `text` is not a string, has more than 1 MiB of UTF-8, or has a lone surrogate.
         """
         with self._serving() as parts:
             return await parts.input_processor.texts.tokenize(
@@ -174,23 +174,23 @@ class EmbeddingMethods(Lifecycle):
             )
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids; control tokens have none.
+        """Return the text of token ids, with U+FFFD for bytes that are no UTF-8.  Control tokens have no text.
 
         Raises
         ------
         InvalidArgumentError
-            Not a sequence of token ids.
+            `token_ids` is not a sequence, or an id is not in the vocabulary.
         """
         with self._serving() as parts:
             return await parts.input_processor.texts.detokenize(token_ids)
 
     async def pieces(self, token_ids: Sequence[int]) -> list[bytes]:
-        """Return the bytes of each token; a token may be part of a character.
+        """Return the bytes of each token: perhaps a part of a character, and none for a control token.
 
         Raises
         ------
         InvalidArgumentError
-            Not a sequence of token ids.
+            `token_ids` is not a sequence, or an id is not in the vocabulary.
         """
         with self._serving() as parts:
             return await parts.input_processor.texts.pieces(token_ids)
@@ -199,8 +199,8 @@ class EmbeddingMethods(Lifecycle):
 class Embedder(EmbeddingMethods):
     """An engine for vectors, rankings and classes only.
 
-    It has no context that generates: for an encoder, or to save memory.  Use it with `async with`;
-    arguments and errors are those of `Engine`.
+    It has no context for generation, which saves memory.  Use it with `async with`.  Arguments and errors
+    are those of `Engine`; with `embedding_model`, entering raises `InvalidArgumentError`.
     """
 
     _child_backend = "cllm.engine.llama.backend:LlamaEmbedderBackend"

@@ -98,6 +98,7 @@ async def test_many_texts_are_answered_in_their_order_and_hold_one_place_of_the_
         pytest.param([[258]], {}, "texts[0]", id="no token"),
         pytest.param(["ok", "x" * 600], {}, "texts[1]", id="too long"),
         pytest.param(["x" * 100_000], {}, "texts[0]", id="far too long"),
+        pytest.param(["a", "b\ud800"], {}, "texts[1]", id="a lone surrogate"),
         pytest.param(["a"], {"dimensions": 0}, "dimensions", id="no dimensions"),
         pytest.param(["a"], {"dimensions": 65}, "dimensions", id="more than there are"),
         pytest.param(["a"], {"normalize": 1}, "normalize", id="no flag"),
@@ -271,6 +272,8 @@ async def test_the_most_relevant_document_comes_first() -> None:
         ("a", ["b", ""], "documents[1]"),
         ("a", [b"c"], "documents[0]"),
         ("a", ["b", "x" * 600], "documents[1]"),
+        ("\ud800", ["b"], "query"),
+        ("a", ["b", "c\ud800"], "documents[1]"),
     ],
 )
 async def test_what_cannot_be_ranked_is_refused_by_name(
@@ -531,3 +534,11 @@ async def test_a_model_for_texts_that_is_not_there_or_says_nothing_is_refused_by
     with pytest.raises(InvalidArgumentError, match="an Embedder has one model"):
         async with Embedder(encoder, pooling="mean", embedding_model=encoder, **QUIET):
             pass
+
+
+async def test_a_text_for_a_large_window_has_the_tokenizers_limit() -> None:
+    """A window of 2**17 tokens has room for more characters than a tokenizer takes."""
+    async with FakeEngine(n_ubatch=1 << 17, n_batch=1 << 17) as engine:
+        with pytest.raises(InvalidRequestError, match="1048577 bytes") as caught:
+            await engine.embed(["a", "x" * ((1 << 20) + 1)])
+        assert caught.value.field == "texts[1]"

@@ -1,7 +1,7 @@
 """EmbeddingCalls: from texts to vectors, as callers see it.  Event loop only.
 
-Texts are tokenized off the loop and checked before any is computed; the inference thread gets them in
-requests of bounded size, of which few wait there at a time.
+Texts are tokenized off the loop and checked before any is computed.  The inference thread gets them in
+requests of at most `N_TEXTS` texts, and at most `N_AHEAD` requests of a call at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.checks import INT32_MAX, check_bool, check_float, check_int, check_several
+from cllm.checks import (
+    INT32_MAX,
+    check_bool,
+    check_float,
+    check_int,
+    check_several,
+    encode_prompt,
+    encode_text,
+)
 from cllm.engine.chat.rank_prompt import RankPrompt
 from cllm.engine.embedding import (
     Classification,
@@ -37,7 +45,7 @@ from cllm.engine.thread.worker_thread import WorkerThread
 from cllm.engine.vocabulary import EngineVocabulary
 from cllm.errors import InvalidRequestError
 
-N_TEXTS = 256  # of a request, and tokenized in one go
+N_TEXTS = 256  # of one request; also the number that is tokenized in one call of the thread
 N_AHEAD = 2  # requests of one call that wait on the inference thread
 
 Tokens = tuple[int, ...]
@@ -51,7 +59,7 @@ class Urgency:
     ----------
     priority : int
     timeout : float or None
-        Seconds.
+        Seconds after tokenization until a `DeadlineError`; None: no limit.
     """
 
     priority: int = 0
@@ -69,9 +77,10 @@ class EmbeddingCalls:
     Parameters
     ----------
     check_serving : callable
-        The vocabulary, or why requests are not served; with `draining`, the last ones are enough.
+        Returns the vocabulary, or raises the error that says why no requests are served.  With
+        `draining=True` a draining engine counts as serving.
     text_vocabulary : callable
-        That of the model that computes texts, while requests are served.
+        Returns the vocabulary of the model that computes texts; None if no requests are served.
     tokenizer : WorkerThread
     """
 
@@ -142,7 +151,7 @@ class EmbeddingCalls:
     async def rank_prompts(
         self, template: str, query: str, documents: Sequence[str]
     ) -> list[list[int]]:
-        """The tokens of the query with each document, for a model that writes yes or no."""
+        """Return the prompt tokens of the query with each document, for a model that writes "yes" or "no"."""
         check_query(query, documents)
         prompt = RankPrompt(template, self._check_serving())
         return await self._tokenizer.run(
@@ -152,7 +161,7 @@ class EmbeddingCalls:
     # --- Steps ---------------------------------------------------------------------------------
     @contextmanager
     def _place(self) -> Iterator[None]:
-        """One place of the queue, however many texts there are."""
+        """Hold one place in the queue, for any number of texts; raise `QueueFullError` if it is full."""
         self._gate.enter()
         is_served = False
         try:
@@ -162,7 +171,7 @@ class EmbeddingCalls:
             self._gate.leave(is_served=is_served)
 
     def _info(self, *, wants_scores: bool) -> EmbeddingInfo:
-        """Return the model's abilities with texts."""
+        """Return the model's abilities with texts; raise `InvalidRequestError` if it lacks the wanted one."""
         self._check_serving()
         model = self._dispatcher.model
         assert model is not None
@@ -193,7 +202,7 @@ class EmbeddingCalls:
         return Embeddings(vectors, tuple(map(len, tokens)))
 
     def _check_texts(self) -> EngineVocabulary:
-        """The vocabulary of texts, or why requests are not served."""
+        """Return the vocabulary of texts, or raise the error that says why no requests are served."""
         self._check_serving(draining=True)
         vocabulary = self._text_vocabulary()
         assert vocabulary is not None
@@ -215,7 +224,7 @@ class EmbeddingCalls:
     async def _pairs(
         self, info: EmbeddingInfo, query: str, documents: Sequence[str], *, truncate: bool
     ) -> list[Tokens]:
-        """The token ids of the query with each document."""
+        """Return the checked token ids of the query with each document."""
         vocabulary = self._check_texts()
         model = self._dispatcher.model
         assert model is not None
@@ -244,7 +253,7 @@ class EmbeddingCalls:
     async def _by_parts(
         self, n_texts: int, tokenize: Callable[[int], list[Tokens]]
     ) -> list[Tokens]:
-        """Return the results of `tokenize`, with other requests served in between."""
+        """Return the results of `tokenize`, called for `N_TEXTS` texts at a time; other calls run between."""
         found: list[Tokens] = []
         for first in range(0, n_texts, N_TEXTS):
             found += await self._tokenizer.run(partial(tokenize, first))
@@ -263,7 +272,7 @@ class EmbeddingCalls:
                 if len(waiting) == N_AHEAD:
                     rows.append(await waiting[0].vectors())
                     waiting.popleft()
-                self._check_serving(draining=True)  # no await from here on: it is answered
+                self._check_serving(draining=True)  # no await until `embed`: it is answered
                 request = EmbeddingRequest(
                     request_id=f"embed-{new_request_id()}",
                     serial=self._dispatcher.next_serial(),
@@ -283,17 +292,21 @@ class EmbeddingCalls:
 
 
 def check_query(query: object, documents: object) -> None:
-    """Reject a query or documents that are no texts."""
-    if not isinstance(query, str) or not query:
-        raise InvalidRequestError("query", query, "a text that is not empty")
+    """Reject a query or a document that no tokenizer takes, or that is empty."""
+    _check_text("query", query)
     check_several("documents", documents, "a sequence of texts", InvalidRequestError)
     for i, document in enumerate(documents):  # type: ignore[arg-type, var-annotated]
-        if not isinstance(document, str) or not document:
-            raise InvalidRequestError(f"documents[{i}]", document, "a text that is not empty")
+        _check_text(f"documents[{i}]", document)
+
+
+def _check_text(field: str, text: object) -> None:
+    if not isinstance(text, str) or not text:
+        raise InvalidRequestError(field, text, "a text that is not empty")
+    encode_text(field, text, InvalidRequestError)
 
 
 def ranking(scores: Sequence[float], n_tokens: Sequence[int]) -> list[Ranked]:
-    """The best first; of equal ones, the first that was given."""
+    """Return the documents by descending score; documents with equal scores keep their order."""
     order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
     return [Ranked(i, scores[i], n_tokens[i]) for i in order]
 
@@ -323,7 +336,7 @@ def _tokens_of(
 def _by_tokens(
     vocabulary: EngineVocabulary, info: EmbeddingInfo, query: str
 ) -> Callable[[str, int | None], Sequence[int]]:
-    """Makes one text of the query and a document, as classifiers are trained; perhaps with less of it."""
+    """Return a function that joins the query and a document as tokens; it cuts the document to fit `n_most`."""
 
     def pair_of(document: str, n_most: int | None) -> Sequence[int]:
         head = vocabulary.tokenize(query)
@@ -338,19 +351,23 @@ def _by_tokens(
 
 
 def _check_characters(text: str, info: EmbeddingInfo, field: str, truncate: bool) -> str:
-    """Return the text, or reject it before tokenizing if it is far too long."""
+    """Cut (with `truncate`) or reject a text that is far too long, before it is tokenized; return it.
+
+    A text that no tokenizer takes is rejected, with the name of its field.
+    """
     n_most = info.n_tokens_max * MAX_CHARACTERS_PER_TOKEN
-    if len(text) <= n_most:
-        return text
-    if truncate:
-        return text[:n_most]
-    raise _too_long(field, f"{len(text)} characters", info)
+    if len(text) > n_most:
+        if not truncate:
+            raise _too_long(field, f"{len(text)} characters", info)
+        text = text[:n_most]
+    encode_prompt(text, field, InvalidRequestError)
+    return text
 
 
 def _fitting(
     tokens: Tokens, info: EmbeddingInfo, after: Tokens, field: str, truncate: bool
 ) -> Tokens:
-    """Return the tokens, cut before those that end a text if there are too many and cutting is allowed."""
+    """Return the tokens of a text; with `truncate`, too many are cut, but the tokens that end a text stay."""
     n_most = info.n_tokens_max
     if len(tokens) <= n_most:
         return tokens
