@@ -12,12 +12,12 @@ from cllm.bindings import Model
 from cllm.doctor.model_checks import check_vocabulary, shared_prefixes
 from cllm.doctor.template_check import check_chat_template
 from cllm.engine.config import EngineConfig
-from cllm.engine.llama.gguf_header import read_header, read_shapes
+from cllm.engine.llama.gguf_header import model_parts, read_header, read_shapes
 from cllm.engine.llama.memory import kv_bytes
 from cllm.engine.llama.preflight import Preflight, model_files
 from cllm.memory import available_bytes
 
-N_CTX = (4096, 32768)  # beside what the model was trained for
+N_CTX = (4096, 32768)  # cells of KV caches to report, if below the model's training length
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +27,13 @@ class ModelFacts:
     Attributes
     ----------
     n_bytes : int
-        Of its files.
+        Size of its files.
     chat, vocabulary, prefixes : str
-        In words.
+        Descriptions of the chat template, of the vocabulary, and of the prefixes that requests can share.
     kv_bytes : mapping
-        Of an F16 KV cache, by its cells.
+        Bytes of an F16 KV cache for one sequence, by its number of cells.
     available_bytes : int or None
-        Of memory, on this machine, now.
+        Memory that is available on this machine now; None if unknown.
     """
 
     path: str
@@ -65,13 +65,13 @@ class FileFacts:
     Attributes
     ----------
     kind : str
-        What it says it is: a model, an adapter, a projector (mmproj).
+        Value of `general.type`, such as "model", "adapter" or "mmproj" (projector).
     n_bytes, n_tensors, n_params : int
-        Of this file, if a model has several.
+        Numbers of all parts that exist, if the model is split into several files.
     metadata : mapping
-        The values before the vocabulary.
+        Metadata by key, as far as the vocabulary.
     reason : str
-        Why it is not loaded.
+        Reason that the file is not loaded.
     """
 
     path: str
@@ -90,12 +90,14 @@ class FileFacts:
 
 
 def file_facts(path: Path, reason: str) -> FileFacts | None:
-    """Return the facts in the header of a GGUF file, without libllama; None: it has none.
+    """Return the facts in the header of a GGUF file, without libllama; None if it names no architecture.
+
+    Raises `OSError` if the file cannot be opened.
 
     Parameters
     ----------
     reason : str
-        Why it is not loaded.
+        Reason that the file is not loaded.
     """
     metadata, shapes = read_header(path), read_shapes(path)
     architecture = metadata.get("general.architecture")
@@ -106,7 +108,7 @@ def file_facts(path: Path, reason: str) -> FileFacts | None:
         name=str(metadata.get("general.name", path.stem)),
         kind=str(metadata.get("general.type", "model")),
         architecture=architecture,
-        n_bytes=path.stat().st_size,
+        n_bytes=sum(part.stat().st_size for part in model_parts(path)),
         n_tensors=len(shapes),
         n_params=sum(map(math.prod, shapes.values())),
         metadata=metadata,
@@ -115,17 +117,18 @@ def file_facts(path: Path, reason: str) -> FileFacts | None:
 
 
 def model_facts(path: Path, n_ctx: Iterable[int] = ()) -> ModelFacts:
-    """Return the facts about a model; loads it, mapped, without a context.
+    """Return the facts about a model.  It is loaded with its files mapped, without a context.
 
     Parameters
     ----------
-    n_ctx
-        Sizes of the KV cache that are wanted too.
+    n_ctx : iterable of int
+        More sizes of the KV cache to report, in cells.
 
     Raises
     ------
-    ModelLoadError
-        It cannot be used; where it ends a process, that is one of its own.
+    ModelLoadError, LibraryError
+        The model or the library cannot be used.  A new file is loaded in a child process first: a damaged
+        file ends only that process.
     """
     config = EngineConfig(model=path, preflight="unseen")
     Preflight(config).run()

@@ -1,12 +1,13 @@
-"""The metadata of a GGUF file without llama.cpp, which a damaged file may end the process of.
+"""Read the metadata of a GGUF file without llama.cpp: a damaged file can make llama.cpp end the process.
 
-Values only as far as the vocabulary, and only numbers, texts and lists of numbers; and the shapes of
-tensors.  See ggml's `docs/gguf.md`.
+`read_header` reads numbers, texts and lists of numbers, up to the vocabulary.  `read_shapes` reads the
+shapes of tensors.  See ggml's `docs/gguf.md`.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import struct
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,6 +31,7 @@ _SCALARS = {
 _STRING, _ARRAY = 8, 9
 MAX_LENGTH = 1 << 16  # of a key, a text or a list that is read
 
+_PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 MAX_SKIPPED = 1 << 32
 MAX_TENSORS = 1 << 17
 
@@ -41,12 +43,14 @@ Value = str | int | float | bool | list[int | float | bool]
 
 
 def read_header(path: Path) -> dict[str, Value]:
-    """Return the metadata up to the vocabulary; of a damaged file, the part that can be read.
+    """Return the values before the first `tokenizer.` key; of a damaged file, those that can be read.
+
+    A list of texts is returned as an empty list.
 
     Raises
     ------
     OSError
-        It cannot be opened.
+        The file cannot be opened.
     """
     known: dict[str, Value] = {}
     with open_regular(path) as file:
@@ -64,24 +68,40 @@ def read_header(path: Path) -> dict[str, Value]:
     return known
 
 
+def model_parts(path: Path) -> list[Path]:
+    """Return the files of a model in order: all parts that exist if it is split, otherwise `path` alone."""
+    split = _PART.fullmatch(path.name)
+    if split is None:
+        return [path]
+    name, n_parts = split.groups()
+    numbers = range(1, int(n_parts) + 1)
+    parts = [path.with_name(f"{name}-{number:05}-of-{n_parts}.gguf") for number in numbers]
+    return [part for part in parts if part == path or part.exists()]
+
+
 def read_shapes(path: Path) -> Shapes:
-    """Return the shapes of the tensors, in ggml's order; of a damaged file, those that can be read.
+    """Return the shapes of a model's tensors, in ggml's order; of a damaged file, those that can be read.
+
+    All parts of a split model are read.
 
     Raises
     ------
     OSError
         It cannot be opened.
     """
-    return {name: shape for name, (shape, _) in _read_tensors(path).items()}
+    found = [_read_tensors(part) for part in model_parts(path)]
+    return {name: shape for tensors in found for name, (shape, _) in tensors.items()}
 
 
 def has_plain_matrix(path: Path) -> bool:
-    """True if a matrix of the file is F16 or F32: llama.cpp multiplies it with one row otherwise than with many.
+    """Return True if a matrix of the file is F16 or F32.
+
+    llama.cpp multiplies such a matrix with one row by another method than with several rows.
 
     Raises
     ------
     OSError
-        It cannot be opened.
+        The file cannot be opened.
     """
     tensors = _read_tensors(path).values()
     return any(kind in (F32, F16) and len(shape) > 1 for shape, kind in tensors)

@@ -11,13 +11,14 @@ _SUFFIXES = (".lora_a", ".lora_b")
 
 
 def check_lora_file(path: Path, model_path: Path) -> None:
-    """Reject a file that is no adapter, or an adapter of another model.
+    """Check that a file is a LoRA adapter of the model.
 
-    What cannot be read of a file is left to llama.cpp.
+    Tensors that cannot be read are left to llama.cpp.
 
     Raises
     ------
     ModelLoadError
+        The file cannot be opened, is no LoRA adapter, or is an adapter of another model.
     """
     try:
         lora, model = read_header(path), read_header(model_path)
@@ -37,14 +38,14 @@ def check_lora_file(path: Path, model_path: Path) -> None:
 
 
 def _misfit(lora: Shapes, model: Shapes) -> str:
-    """Return the tensors of an adapter that the model lacks; nothing for a model in several files."""
+    """Describe the first tensor of an adapter that does not fit the model; empty if all tensors fit."""
     for name, shape in lora.items():
         base, _, suffix = name.rpartition(".")
         if f".{suffix}" not in _SUFFIXES:
             continue
         if base not in model:
             return f"{base} is not in this one"
-        # Of the table of embeddings, which is looked up and not multiplied with, both are flipped.
+        # The table of embeddings is looked up, not multiplied: `lora_a` and `lora_b` swap their roles.
         is_input = (suffix == "lora_a") != base.endswith("token_embd.weight")
         dimension = 0 if is_input else 1
         own = 1 if base.endswith("token_embd.weight") else dimension

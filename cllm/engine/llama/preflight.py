@@ -1,22 +1,19 @@
 """Preflight: a model is tried in another process before this one loads it.
 
-A damaged file can end the process that loads it, or keep it busy for ever.  `preflight_child` runs
-an engine with the same settings for a few tokens, so that what is tried is what will be done; only
-its context is small.
+A damaged file can end or hang the process that loads it.  `preflight_child` runs an engine with the
+same settings for a few tokens; only its context is small.
 
-One thread runs a preflight and waits for it; it need not have an event loop, and must not be that
-of one.  The process ends with it, whatever happens, and when this process does.
+A preflight blocks the calling thread, which must not be the thread of an event loop.  The child process
+ends with the preflight, even if an error is raised, and when this process ends.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import glob
 import hashlib
 import json
 import logging
 import math
-import re
 import subprocess
 import time
 from contextlib import suppress
@@ -33,26 +30,25 @@ from cllm.engine.child_process import (
 )
 from cllm.engine.config import UNSEEN, EngineConfig
 from cllm.engine.llama import preflight_cache
+from cllm.engine.llama.gguf_header import model_parts
 from cllm.errors import ClosedError, ModelLoadError
 
 logger: logging.Logger = logging.getLogger("cllm.engine")
 
 HELPER = "cllm.engine.preflight_child"
-# Longer than this and it hangs: so many seconds, and those that a slow disk needs for the files.
+# A process that takes longer is taken to hang: a fixed time, and the time of a slow disk for the files.
 TIME_LIMIT_S = 120.0
 SLOW_BYTES_PER_S = 50e6
-EXIT_S = 5.0  # to be gone, once its output is closed
-ORPHAN_S = 10  # by which a process without parent may outlive the limit
-LOADED = b"\nloaded\n"  # what the process says then
+EXIT_S = 5.0  # for the process to end after its output was closed
+ORPHAN_S = 10  # added to the limit after which a process without a parent ends itself
+LOADED = b"\nloaded\n"  # output of the process when the model is loaded
 N_CTX = 512
 MAX_OUTPUT_BYTES = 1 << 16
 MAX_WORDS = 300
 
-_SPLIT = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
-
 
 class Preflight:
-    """Tries one model, if its settings say so.
+    """Tries one model in a child process, if `EngineConfig.preflight` asks for it.
 
     Parameters
     ----------
@@ -64,17 +60,17 @@ class Preflight:
         self._files: preflight_cache.Fingerprints = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._is_stopped = False
-        self._ended = False  # the last process, by a signal, after it had loaded the model
+        self._ended = False  # True if a signal ended the last process after the model was loaded
 
     def run(self) -> None:
-        """Return if the model may be loaded here.
+        """Try the model, unless the settings or earlier preflights make that unnecessary.
 
         Raises
         ------
         ModelLoadError
-            The process was killed, refused the model, or did not come back; the reason says which.
+            The process could not start, was killed, rejected the model, or hung; the reason says which.
         LibraryError
-            There is no library to try it with.
+            No libllama was found.
         ClosedError
             `stop` was called.
         """
@@ -103,7 +99,7 @@ class Preflight:
             raise
 
     def _layout_that_works(self) -> bool | None:
-        """Return the value of `kv_unified` with which no process ends; None if there is none."""
+        """Return the value of `kv_unified` with which a preflight passes; None if none does."""
         for layout in (True, False):
             if self._config.kv_unified == layout or (layout and self._config.deterministic):
                 continue
@@ -113,12 +109,12 @@ class Preflight:
         return None
 
     def passed(self) -> None:
-        """Remember that the model passed, if the settings ask for that."""
+        """Remember in the cache directory that the model passed, if `preflight` is "unseen"."""
         if self._config.preflight == UNSEEN and self._files:
             preflight_cache.remember(self._files)
 
     def stop(self) -> None:
-        """End the process, and let no other try the model: `run` raises `ClosedError`.  Any thread; returns at once."""
+        """End the process; `run` raises `ClosedError`, also later.  Any thread; returns at once."""
         self._is_stopped = True
         if (process := self._process) is not None:
             process.kill()
@@ -146,7 +142,7 @@ class Preflight:
         with process:
             try:
                 self._process = process
-                if self._is_stopped:  # perhaps since a moment ago: looked at last
+                if self._is_stopped:  # checked last: `stop` may have been called meanwhile
                     process.kill()
                 output = self._converse(process, config, limit_s)
             except BaseException:
@@ -172,7 +168,7 @@ class Preflight:
             process.stdin.write(_settings_line(config))
         # Standard input stays open: its end tells the process that its parent is gone.
         output = _read_to_end(process.stdout, deadline)
-        self._process = None  # about to be waited for: its number may be another's then
+        self._process = None  # `stop` must not kill it after `wait`: its id may be reused
         try:
             process.wait(0 if output is None else EXIT_S)
         except subprocess.TimeoutExpired:
@@ -182,17 +178,12 @@ class Preflight:
 
 
 def model_files(config: EngineConfig) -> list[Path]:
-    """Every file that answers depend on: the model, all parts of a split one, the adapters."""
-    files = [config.model_path, *(Path(lora.path) for lora in config.loras)]
-    if (split := _SPLIT.fullmatch(config.model_path.name)) is not None:
-        name, n_parts = split.groups()
-        parts = f"{glob.escape(name)}-?????-of-{n_parts}.gguf"
-        files += sorted(config.model_path.parent.glob(parts))
-    return files
+    """Return the files that answers depend on: the model, all parts of a split model, the adapters."""
+    return [*model_parts(config.model_path), *(Path(lora.path) for lora in config.loras)]
 
 
 def other_files(config: EngineConfig) -> list[Path]:
-    """The models that draft, and that compute texts, if there are some."""
+    """Return the files of the draft model and of the embedding model, if they are set."""
     given = (config.draft_model, config.embedding_model)
     return [Path(path) for path in given if path is not None]
 
@@ -203,7 +194,7 @@ def _is_embedded(config: EngineConfig) -> bool:
 
 
 def _settings_line(config: EngineConfig) -> bytes:
-    """The settings of the engine in the other process: as here, but for one short request."""
+    """Return the settings for the child process, as one line of JSON: the same, but with a small context."""
     small = dataclasses.replace(config, preflight=False, trace=None, n_ctx=N_CTX)
     return small.to_json().encode() + b"\n"
 
@@ -220,10 +211,9 @@ def _read_to_end(stream: IO[bytes], deadline: float) -> bytes | None:
 
 
 def _check(output: bytes, returncode: int, path: str) -> None:
-    """Raise unless the process said that it could use the model.
+    """Raise `ModelLoadError` unless the process reported that it could use the model.
 
-    That it ended without a failure is not enough: where children are not waited for (`SIGCHLD` is
-    ignored), Python takes every end for a good one.
+    The exit status is not enough: if `SIGCHLD` is ignored, Python reports status 0 for every process.
     """
     lines = [line.strip() for line in output.decode("utf-8", "replace").splitlines()]
     last_words = next((line for line in reversed(lines) if line), "it said nothing")

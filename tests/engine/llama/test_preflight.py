@@ -409,5 +409,5 @@ def test_the_files_of_a_model_are_its_parts_and_adapters(tmp_path: Path) -> None
         (tmp_path / name).touch()
     config = EngineConfig(model=tmp_path / names[0], lora=[(tmp_path / "lora.gguf", 1.0)])
     found = [path.name for path in model_files(config)]
-    assert found == [names[0], "lora.gguf", *names]
+    assert found == [*names, "lora.gguf"]
     assert model_files(EngineConfig(model="m[1].gguf")) == [Path("m[1].gguf")]
