@@ -1,7 +1,7 @@
 """`--tools FILE.py`: the functions of a Python file as tools that a model may call.
 
-Each public function that the file defines is one: its name, the first paragraph of its docstring, and
-its parameters by their annotations.  It may be a coroutine function.  The file is run, as `python` would.
+Each public function or coroutine function that the file defines is a tool.  Its description is the first
+paragraph of the docstring, and its parameters follow the annotations.  The file is imported as a module.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class FunctionTool:
 
 
 def load_tools(path: Path) -> dict[str, FunctionTool]:
-    """The tools in a file, by name.
+    """Return the tools of a file, by name.
 
     Raises
     ------
     CllmError
-        It cannot be run, or has no function.
+        The file is not a Python file, raises an error, or defines no public function.
     """
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None or not path.is_file():
@@ -71,7 +71,7 @@ def load_tools(path: Path) -> dict[str, FunctionTool]:
 
 
 def definition_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """A function as OpenAI's clients describe one."""
+    """Return the definition of a function as a tool, in OpenAI's form."""
     hints = typing.get_type_hints(function)
     properties, required = {}, []
     for name, parameter in inspect.signature(function).parameters.items():
@@ -90,7 +90,8 @@ def schema_of(kind: Any) -> dict[str, Any]:
     if kind in KINDS:
         return KINDS[kind]
     if origin is Literal:
-        return {"type": "string", "enum": list(inner)}
+        kinds = {type(value) for value in inner}
+        return {**(KINDS.get(kinds.pop(), {}) if len(kinds) == 1 else {}), "enum": list(inner)}
     if origin in (Union, types.UnionType):
         return {"anyOf": [schema_of(one) for one in inner]}
     if origin is list or kind is list:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from cllm import CllmError, SamplingParams, ToolCall
 from cllm.cli.chat_session import MAX_ROUNDS, Chat
 from cllm.cli.terminal import StandardOutput
-from cllm.cli.tool_file import load_tools, run_tool
+from cllm.cli.tool_file import load_tools, run_tool, schema_of
 from cllm.testing import FakeAnswer, FakeEngine
 from tests.cli.children import run_cllm
 
@@ -165,3 +165,15 @@ async def test_a_model_that_goes_on_calling_is_stopped(
     said = capsys.readouterr().err
     assert said.count("→") == MAX_ROUNDS
     assert said.endswith(f"stopped after {MAX_ROUNDS} rounds.\n")
+
+
+@pytest.mark.parametrize(
+    ("kind", "schema"),
+    [
+        (Literal["c", "f"], {"type": "string", "enum": ["c", "f"]}),
+        (Literal[1, 2], {"type": "integer", "enum": [1, 2]}),
+        (Literal[1, "auto", None], {"enum": [1, "auto", None]}),
+    ],
+)
+def test_a_literal_allows_its_values_whatever_their_type(kind: Any, schema: Any) -> None:
+    assert schema_of(kind) == schema

@@ -1,4 +1,4 @@
-"""Turns made of messages with headers that say to whom each goes: harmony and its kin.  Pure.
+"""Turns of messages with headers that name the recipient of each message: harmony and similar formats.  Pure.
 
 `<|start|>assistant<|channel|>analysis<|message|>…<|end|>` is reasoning, `to=functions.name` a call.
 """
@@ -19,16 +19,16 @@ class TurnSink(CallSink, Protocol):
     """Receiver of all channels."""
 
     def content(self, text: str) -> None:
-        """A piece of the answer."""
+        """Add a piece of the answer."""
 
     def reasoning(self, text: str) -> None:
-        """A piece of reasoning."""
+        """Add a piece of reasoning."""
 
     def fail(self) -> None:
         """Discard a call that was held back."""
 
     def mark(self) -> None:
-        """Mark the position from which text is content if the text ends before it becomes anything else."""
+        """Mark the current position: text after it is content if it turns out to be no message."""
 
     def untold(self) -> str:
         """Return the text read since `mark` that was not reported."""
@@ -43,31 +43,35 @@ class RoutedTurn:
 
     Attributes
     ----------
-    message : str
-        Ends a header.
+    start, message : str
+        Optional text before a header; text between a header and its message.
     ends : tuple of str
-        End a message that is no call.
+        Alternatives for the end of a message.
     reasoning_route, content_route : str
-        Regular expressions for headers.
+        Regular expressions for the headers of reasoning and of content.
     call_route : str
-        The same for calls; its group "name" is the tool.
+        Regular expression for the headers of calls.  Group "name" is the tool.  The tool must have
+        been offered, unless there is a match of a group "own".
     calls : CallSyntax, optional
-        How the message of a call is written; None: as JSON.
+        Syntax of the message of a call; None: the arguments as JSON.
     call_ends : tuple of str
+        Further alternatives for the end of a call.
     header : str
-        A regular expression for headers that were cut off, which are not content.
+        Regular expression for headers that were cut off, which are not content.
     words : str
-        The same for what may stand in a header.
+        Regular expression for the words of a header; other text in a header is content.
     thought_written : (str, str)
-        What the model writes before and behind a thought.
+        Text that the model writes before and after a thought.
     call_written : str
-        The header of a call as the model writes it, with `{name}` in it.
+        Header of a call as the model writes it, with `{name}` for the tool.
     answer_written, others_written : str, tuple of str
-        The header of an answer, and those of other messages that are no calls.
+        Header of an answer, and headers of other messages that are not calls.
     between : str
-        What ends a message that is no call and begins the next one.
+        Text that ends a message that is not a call and begins the next one.
     answers, answer : tuple of str, str
-        Headers that begin an answer behind thoughts; what ends a thought and begins an answer.
+        Headers that begin an answer after thoughts; text that ends a thought and begins an answer.
+    markers : tuple of str
+        Control tokens of the format.
     """
 
     message: str
@@ -90,17 +94,17 @@ class RoutedTurn:
     markers: tuple[str, ...] = field(default=())
 
     def text_of(self, text: str) -> str:
-        """Return the content of a text that is no message, without its marker or a header that was cut off."""
+        """Return a text that is not a message, without `start`; "" if it is a header that was cut off."""
         text = text.removeprefix(self.start)
         return "" if re.fullmatch(self.header, text) else text
 
     def read(self, reader: TextReader, sink: TurnSink) -> Step[None]:
-        """All messages, to the end of the text.
+        """Read all messages up to the end of the text.
 
         Raises
         ------
         EndOfTextError
-            Inside of a header or a call.
+            The text ends inside a header or a call.
         """
         while not (yield from reader.is_at_end()):
             mark = reader.hold()
@@ -110,7 +114,7 @@ class RoutedTurn:
             except EndOfTextError:
                 raise
             except MismatchError:
-                # Not a header, or not a call: whatever it is, it is text.
+                # Text that is neither a message with a header nor a call is content.
                 sink.fail()
                 reader.at = max(reader.at, mark + 1)
                 sink.content(self.text_of(sink.untold()))
@@ -120,15 +124,13 @@ class RoutedTurn:
         mark = reader.at
         yield from reader.accept(self.start)
         header = yield from self._header(reader)
-        if header is None:
-            return
         name = self._called(header, sink)
         reasons = re.search(self.reasoning_route, header) is not None
         answers = re.search(self.content_route, header) is not None
         if name is None and not (reasons or answers):
             sink.between(self.text_of(reader.since(mark)))
         elif (others := re.sub(self.words, "", header)).strip():
-            sink.between(others)  # what is no part of a header is not lost in one
+            sink.between(others)  # text that does not belong in a header is content
         if name is not None:
             yield from self._call(name, reader, sink)
             return
@@ -140,15 +142,15 @@ class RoutedTurn:
             return
 
     def _called(self, header: str, sink: TurnSink) -> str | None:
-        """The tool that a header calls, if it calls one."""
+        """Return the tool that a header calls; None if it calls none, or an unknown one without "own"."""
         match = re.search(self.call_route, header)
         if match is None:
             return None
         name = match["name"]
         return name if match.groupdict().get("own") is not None or sink.knows(name) else None
 
-    def _header(self, reader: TextReader) -> Step[str | None]:
-        """Up to the message; None if it ends without one."""
+    def _header(self, reader: TextReader) -> Step[str]:
+        """Read a header up to `message`, and return it; `MismatchError` if another marker ends it."""
         header, marker = yield from reader.until(self.message, *self.ends, limit=MAX_HEADER)
         if marker != self.message:
             raise MismatchError
