@@ -5,8 +5,8 @@
 
 `cllm.bindings` has libllama as Python objects; `cllm.errors` has the tree of exceptions.
 
-Each name is imported when it is used: a command line, or the process of an engine, needs few of them, and
-all take half a second.
+Each name is imported on its first use.  Importing all of them takes half a second, and a command line or the
+process of an engine needs few.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
         RpcServerError,
     )
 
-__version__ = "0.1.0"  # that of pyproject.toml; a test compares them
+__version__ = "0.1.0"  # the version in pyproject.toml; a test compares them
 
 __all__ = (
     "ChatPromptOptions",

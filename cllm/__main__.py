@@ -1,4 +1,4 @@
-"""`cllm` and `python -m cllm`: the command line, if its extra is installed."""
+"""`cllm` and `python -m cllm`: the command line, which needs the extra `cli`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command line; without the extra `cli`, say so and exit 2."""
+    """Run the command line and exit; without the extra `cli`, print how to install it, and exit with 2."""
     try:
         from cllm.cli.app import run
     except ModuleNotFoundError as error:

@@ -1,11 +1,11 @@
-"""log_once: log text of callers escaped, shortened, once, and a limited number of times."""
+"""log_once: warnings that quote text of callers, each logged once, and a limited number of each message."""
 
 from __future__ import annotations
 
 import logging
 
-N_CHARACTERS_MAX = 80  # of each thing
-N_LINES_MAX = 64  # of each message
+N_CHARACTERS_MAX = 80  # of each quoted text
+N_LINES_MAX = 64  # log lines with the same message
 
 _said: dict[str, set[tuple[str, ...]]] = {}
 
@@ -13,12 +13,14 @@ _said: dict[str, set[tuple[str, ...]]] = {}
 def log_once(logger: logging.Logger, message: str, *words: object) -> None:
     """Log a warning, unless it was logged before with the same words.  Any thread.
 
+    After 64 lines with the same message, no more are logged.
+
     Parameters
     ----------
     message : str
-        With `%s` for each of the words.
+        Format with a `%s` for each of the words.
     *words : object
-        Text of a caller.  Line breaks and control characters are escaped.
+        Texts to insert: their first 80 characters, with line breaks and control characters escaped.
     """
     shown = tuple(map(_shown, words))
     said = _said.setdefault(message, set())

@@ -22,11 +22,11 @@ class Processors(NamedTuple):
     Attributes
     ----------
     n_allowed : int
-        Processors of its affinity.
+        Processors in its CPU affinity.
     n_cores : int
-        Physical cores of those: hyper-threads share one, and slow each other.
+        Physical cores of these processors.  Hyper-threads share a core and slow each other.
     quota : float or None
-        Processors that its cgroups allow at once, on average; None: any number.
+        Processors that its cgroups allow at once, on average; None: no limit.
     """
 
     n_allowed: int
@@ -35,14 +35,14 @@ class Processors(NamedTuple):
 
     @property
     def n_threads(self) -> int:
-        """Number of compute threads that fit."""
+        """Number of compute threads to use: one for each core, at most the quota and 512, at least 1."""
         n_threads = min(self.n_cores, MAX_THREADS)
         # With more threads than the quota, all of them stand still for a part of each period.
         return max(1, n_threads if self.quota is None else min(n_threads, math.floor(self.quota)))
 
 
 def usable_processors() -> Processors:
-    """Return the processors that this process may use."""
+    """Return the processors that this process may use; on macOS, all of them, each counted as a core."""
     try:
         allowed = os.sched_getaffinity(0)
     except AttributeError:  # not on macOS
@@ -59,12 +59,12 @@ def usable_processors() -> Processors:
 
 
 def cgroup_directories(controller: str) -> Iterator[Path]:
-    """Return the directories of the cgroups of this process, from its own to the root.
+    """Yield the directories of the cgroups of this process, from its own to the root.
 
     Parameters
     ----------
     controller : str
-        Of cgroup version 1; version 2 has one hierarchy for all.
+        Controller in cgroup version 1, such as "cpu".  Version 2 has one hierarchy for all controllers.
     """
     with suppress(OSError, ValueError):
         for line in OWN_CGROUPS.read_text().splitlines():
@@ -84,7 +84,7 @@ def cgroup_directories(controller: str) -> Iterator[Path]:
 def _quotas() -> Iterator[float]:
     for directory in cgroup_directories("cpu"):
         with suppress(OSError, ValueError, ZeroDivisionError):
-            quota, period = (directory / "cpu.max").read_text().split()  # "max": there is none
+            quota, period = (directory / "cpu.max").read_text().split()  # quota "max": no limit
             yield int(quota) / int(period)
         with suppress(OSError, ValueError, ZeroDivisionError):
             quota_us = int((directory / "cpu.cfs_quota_us").read_text())

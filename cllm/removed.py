@@ -23,7 +23,7 @@ def replacement(name: str) -> str:
     Parameters
     ----------
     name : str
-        As in Python, or as an option of the command line.
+        Name in Python, or option of the command line: `slot_save_path` or `--slot-save-path`.
     """
     return REPLACEMENTS.get(name.lstrip("-").replace("-", "_"), "")
 

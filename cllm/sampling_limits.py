@@ -1,8 +1,7 @@
 """Limits of the numbers of samplers: one table for `SamplingParams` and for the bindings.
 
-Within these, llama.cpp's probabilities stay finite and its buffers small; values beyond have
-no use.  `SamplingParams` is stricter or freer only where a number means something else there, such as
--1 for the whole context.
+Within these limits, llama.cpp's probabilities stay finite and its buffers small.  Values beyond have no use.
+The bindings are stricter where a value has a meaning only in `SamplingParams`, such as -1 for the context.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ MAX_LAST_N = 1 << 20
 MAX_BREAKERS = 64
 MAX_LOGPROBS = 256
 MAX_BIAS = 1e4
-MIN_TEMPERATURE = 1e-3  # below, but for 0, the largest probability is not finite
+MIN_TEMPERATURE = 1e-3  # smaller values, except 0, give probabilities that are not finite
 
 INTEGER_RANGES = {
     "max_tokens": (1, INT32_MAX),
@@ -40,7 +39,7 @@ FLOAT_RANGES = {
     "xtc_threshold": (0.0, 1.0),
     "dynatemp_range": (0.0, 100.0),
     "dynatemp_exponent": (0.0, 100.0),
-    # 0 divides by nothing and gives infinities: the last token of the vocabulary would win.
+    # A penalty of 0 divides by zero: with infinite logits, the last token of the vocabulary wins.
     "repeat_penalty": (1e-3, 1e3),
     "presence_penalty": (-100.0, 100.0),
     "frequency_penalty": (-100.0, 100.0),
@@ -54,7 +53,7 @@ FLOAT_RANGES = {
 
 
 def check_limits(field: str, value: object, error: ErrorType = InvalidArgumentError) -> float:
-    """`value` if the table allows it for this field; an integer stays one."""
+    """Return `value` as the field's `int` or `float` if the table allows it; otherwise raise `error`."""
     if field in INTEGER_RANGES:
         return check_int(field, value, *INTEGER_RANGES[field], error)
     number = check_float(field, value, *FLOAT_RANGES[field], error)

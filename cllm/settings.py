@@ -36,8 +36,8 @@ class Affects(Flag):
     """Effects of a setting besides speed and memory: on answers, on batches, on saved states."""
 
     NOTHING = 0
-    ANSWERS = auto()  # of every engine
-    BATCHES = auto()  # and by them the answers of an engine that is not deterministic
+    ANSWERS = auto()  # the answers of every engine
+    BATCHES = auto()  # the batches, and so the answers of an engine that is not deterministic
     STATE = auto()  # the bytes of a sequence's saved state
 
 
@@ -48,18 +48,18 @@ class Setting:
     Parameters
     ----------
     check : callable, optional
-        Return the value to keep; raise what the given error type makes of field, value and limit.
-        None: the bindings check it.
+        Function of the name, the value and an error type.  It returns the value to keep, or raises
+        `error(name, value, limit)`.  None: `__post_init__` or the bindings check the value.
     flags : str
         Names of the option, with spaces between; empty: from the name of the field; "-": no option.
     affects : Affects
-        What depends on it.
+        Parts of an engine's behavior that depend on the setting.
     is_optional : bool
-        None is a value.
+        True if the value may be None.
     variable : str, optional
         An environment variable that sets the option if `CLLM_…` does not.
     is_secret : bool
-        Errors leave the value out.
+        True if error messages do not contain the value.
     """
 
     check: Check | None
@@ -103,7 +103,7 @@ def setting(
     is_secret: bool = False,
     hash: bool | None = None,
 ) -> Any:
-    """Return a dataclass field with a `Setting`; one whose default is None may be None."""
+    """Return a dataclass field with a `Setting`; by default, `is_optional` is True if the default is None."""
     optional = default is None if is_optional is None else is_optional
     stated = Setting(check, flags, affects, optional, variable, is_secret)
     if type(default).__hash__ is None:  # a read-only mapping, for dataclasses not a default
@@ -113,7 +113,7 @@ def setting(
 
 def settings_of(kind: type[Any]) -> dict[str, Setting]:
     """Return the settings of a configuration by the names of its fields."""
-    if kind not in _SETTINGS:  # asked for each request
+    if kind not in _SETTINGS:  # cached: this is called for each request
         _SETTINGS[kind] = {each.name: each.metadata[KEY] for each in fields(kind)}
     return _SETTINGS[kind]
 
@@ -134,7 +134,7 @@ def check_settings(configuration: Any, error: ErrorType = InvalidArgumentError) 
 
 
 def descriptions(kind: type[Any]) -> dict[str, str]:
-    """Return the first sentence about each field, from the docstring of a configuration."""
+    """Return the first sentence about each field, by its name, from the docstring of a configuration."""
     found: dict[str, str] = {}
     for names, text in ENTRY.findall(inspect.cleandoc(kind.__doc__ or "")):
         sentence = END_OF_SENTENCE.split(" ".join(text.split()))[0]
@@ -148,7 +148,7 @@ def boolean(name: str, value: object, error: ErrorType) -> bool:
 
 
 def file_path(name: str, value: object, error: ErrorType) -> object:
-    """Check that a value is the name of a file, and expand a `~` at its beginning."""
+    """Check that a value is a path, which need not exist; return it with a `~` at its beginning expanded."""
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str) or not text or "\0" in text:
         raise error(name, value, "a path: not empty, without NUL characters")
@@ -164,7 +164,7 @@ def nonblank(name: str, value: object, error: ErrorType) -> object:
 
 
 def texts(name: str, value: object, error: ErrorType) -> tuple[str, ...]:
-    """Return a sequence of texts as a tuple."""
+    """Return a sequence of texts as a tuple; a blank text is an error."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise error(name, value, "a sequence of texts")
     for each in value:
@@ -183,7 +183,7 @@ def number(low: float, high: float) -> Check:
 
 
 def one_of(*names: str) -> Check:
-    """Return a check for a few words."""
+    """Return a check that accepts only these words."""
 
     def check(name: str, value: object, error: ErrorType) -> object:
         if value not in names:
@@ -194,7 +194,7 @@ def one_of(*names: str) -> Check:
 
 
 def boolean_or(word: str) -> Check:
-    """Return a check for True, False or one word."""
+    """Return a check that accepts True, False and one word."""
 
     def check(name: str, value: object, error: ErrorType) -> object:
         if value != word and not isinstance(value, bool):

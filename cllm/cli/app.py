@@ -32,7 +32,7 @@ MODULES = {
 
 
 def command_line(asked: str | None = None) -> typer.Typer:
-    """Return the commands, or only the requested one: each imports modules that the others do not need."""
+    """Return the app with only the command `asked`, to import less; with all if there is no such command."""
     app = typer.Typer(
         name="cllm",
         help="One llama.cpp model as a first-class citizen of an asyncio program.",
@@ -69,19 +69,19 @@ def _options(
 
 
 def _print_anything() -> None:
-    """Replace characters that the encoding of the terminal does not have."""
+    """Set the standard streams to replace characters that their encoding does not have."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
 def run() -> int:
-    """Run the command line and return the exit code."""
+    """Run the command line and return the exit code; errors are printed, or raised if CLLM_DEBUG is 1."""
     _print_anything()
     try:
         with importing():
             commands = command_line(*sys.argv[1:2])
-        # Typer would exit by itself: then an error of ours could not be told from a crash.
+        # In standalone mode Typer exits by itself, and cllm's errors look like crashes.
         code = commands(standalone_mode=False)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

@@ -1,8 +1,8 @@
 """`cllm bench`: how fast this machine runs a model, for several numbers of requests at once.
 
-A closed loop: so many clients, each of which sends its next request when it has the whole answer to
-the last.  Prompts are token ids drawn at random, so that no two have a beginning in common; every
-output is as long as asked for.  Times are those that a client sees on the event loop.
+The load is a closed loop: each client sends its next request when it has the whole answer to the last.
+Prompts are random token ids, so that they share no long prefix; every output has the requested length.
+Times are those that a client sees on the event loop.
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ class Workload:
 
     Attributes
     ----------
+    concurrencies : tuple of int
+        Numbers of clients to measure, one after the other.
     n_prompt, n_output : int
         Tokens of each prompt and of each output.
     n_requests : int or None
-        For each concurrency; None: four for each client, at least sixteen.
+        Measured requests for each concurrency; None: four for each client, at least 16.
     """
 
     concurrencies: tuple[int, ...]
@@ -45,12 +47,12 @@ class Workload:
     n_requests: int | None
 
     def requests_at(self, concurrency: int) -> int:
-        """Measured requests at one concurrency."""
+        """Return the number of measured requests at one concurrency."""
         return max(16, 4 * concurrency) if self.n_requests is None else self.n_requests
 
     @property
     def n_cells(self) -> int:
-        """KV cells that suffice for all that run at once."""
+        """Number of KV cells for the highest concurrency, rounded up to a multiple of 256."""
         n_cells = max(self.concurrencies) * (self.n_prompt + self.n_output)
         return -(-n_cells // 256) * 256
 
@@ -65,7 +67,7 @@ class Sample:
     itls_s: list[float] = field(default_factory=list)
 
     def level(self, concurrency: int, elapsed_s: float) -> Level:
-        """Return the order statistics."""
+        """Return the throughput, and the percentiles of the times."""
         return Level(
             concurrency=concurrency,
             n_requests=len(self.ttfts_s),
@@ -85,7 +87,7 @@ class Bench:
     Parameters
     ----------
     on_request : callable
-        Called after each measured request with how many there were.
+        Called after each measured request with the number of measured requests so far.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class Bench:
         self._params = SamplingParams(temperature=0, max_tokens=workload.n_output, ignore_eos=True)
 
     async def run(self) -> list[Level]:
-        """Every concurrency in turn, each after a warm-up with one request for each client."""
+        """Measure each concurrency after a warm-up with one request per client; return the results."""
         levels = []
         for concurrency in self._workload.concurrencies:
             await self._loop(concurrency, self._prompts(concurrency), Sample(), lambda: None)
@@ -130,7 +132,7 @@ class Bench:
                 clients.start_soon(ask)
 
     def _prompts(self, n: int) -> list[list[int]]:
-        """Prompts that have nothing in common; the same whenever the command runs."""
+        """Return random prompts, drawn with a fixed seed: each run of a command has the same ones."""
         vocabulary = range(self._engine.model.n_vocab)
         return [self._random.choices(vocabulary, k=self._workload.n_prompt) for _ in range(n)]
 
@@ -174,7 +176,7 @@ async def _bench(
 
 
 def _concurrencies(given: str) -> tuple[int, ...]:
-    """The numbers of a list with commas, in order."""
+    """Return the distinct numbers of a comma-separated list in ascending order, or raise `BadParameter`."""
     try:
         numbers = sorted({int(number) for number in given.split(",")})
     except ValueError:
@@ -186,7 +188,7 @@ def _concurrencies(given: str) -> tuple[int, ...]:
 
 
 def _checked_plot(path: Path | None) -> Path | None:
-    """Return the path of the plot, if it can be drawn; errors are raised before the measurement."""
+    """Return the path of the plot, or None without a path or matplotlib; reject a path that cannot be used."""
     if path is None:
         return None
     formats = plot_formats()
@@ -205,16 +207,16 @@ def _checked_plot(path: Path | None) -> Path | None:
 def bench(
     engine: EngineFlags,
     concurrency: Annotated[
-        str, typer.Option(help="Requests at once; several numbers with commas between.")
+        str, typer.Option(help="Requests at once: numbers separated by commas.")
     ] = "1,4,8,16",
     prompt_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of each prompt; no two prompts share any.")
+        int, typer.Option(min=1, help="Tokens of each prompt, drawn at random.")
     ] = 64,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each output.")] = 32,
     requests: Annotated[
         int | None,
         typer.Option(
-            min=1, help="For each concurrency; by default four for each at once, at least 16."
+            min=1, help="Requests for each concurrency; by default 4 times that, at least 16."
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,

@@ -23,11 +23,11 @@ class Level:
     Attributes
     ----------
     output_tokens_per_s, prompt_tokens_per_s : float
-        Of all clients together.
+        Tokens per second of all clients together.
     ttft_p50_ms, ttft_p99_ms : float
-        From the submission of a request to its first token.
+        Milliseconds from the submission of a request to its first token.
     itl_p50_ms, itl_p99_ms : float or None
-        Between two tokens of one request; None if there was only one.
+        Milliseconds between two deltas of one request; None if each request had only one.
     """
 
     concurrency: int
@@ -47,7 +47,7 @@ def percentile(values: Sequence[float], percent: int) -> float:
 
 
 def machine() -> str:
-    """The processor, and how much of it this process has."""
+    """Return the name of the processor, and the number of CPUs that this process may use."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -70,7 +70,7 @@ def about(config: EngineConfig, model: ModelInfo) -> list[str]:
 
 
 def table(levels: Sequence[Level]) -> Table:
-    """A line for each concurrency."""
+    """Return a table with one row for each concurrency."""
     shown = Table(box=None, pad_edge=False, header_style="bold")
     for column in (
         "at once", "requests", "output\ntokens/s", "prompt\ntokens/s",
@@ -113,7 +113,7 @@ def as_json(
 
 
 def plot_formats() -> list[str]:
-    """File name suffixes that a plot may have; none without matplotlib."""
+    """Return the file name suffixes of plots, without the dot; an empty list without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ModuleNotFoundError:
@@ -122,7 +122,7 @@ def plot_formats() -> list[str]:
 
 
 def save_plot(path: Path, levels: Sequence[Level], title: str) -> None:
-    """Draw throughput and latency against concurrency.  Needs matplotlib."""
+    """Save a plot of throughput and latency against concurrency.  Needs matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.5), layout="constrained")

@@ -1,7 +1,7 @@
 """`cllm chat`: talk to a model.
 
-Standard output has the answers and nothing else, so that a script can talk as well; what is said
-about the chat goes to standard error.
+Standard output has only the answers, so that a script can use the command; notes and errors go to
+standard error.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SEVERAL_LINES = '"""'  # begins a message of several lines, and ends it
 
 
 async def talk(chat: Chat) -> None:
-    """Talk until the input ends, or Ctrl-C at the prompt."""
+    """Answer messages until the input ends, a command ends the chat, or Ctrl-C is pressed at the prompt."""
     commands = ChatCommands(chat)
     if is_terminal(sys.stdin):
         note(f"{chat.name}, {chat.history.n_ctx:,} tokens of context, /help for help")
@@ -66,7 +66,7 @@ async def talk(chat: Chat) -> None:
 
 
 async def _take(chat: Chat, commands: ChatCommands, line: str) -> None:
-    """Execute a line of input."""
+    """Run a command, a line that begins with one slash, or answer the line; `//` stands for a slash."""
     if line.startswith("/") and not line.startswith("//"):
         await commands.obey(line)
     elif line:
@@ -75,7 +75,7 @@ async def _take(chat: Chat, commands: ChatCommands, line: str) -> None:
 
 
 def _ask_message() -> str | None:
-    """Return the next message or None: one line, or the lines between two lines of three quotes."""
+    """Return the next message: a line, or lines from three quotes to three quotes; None as for `_ask`."""
     line = _ask()
     if line is None or not line.lstrip().startswith(SEVERAL_LINES):
         return line
@@ -89,7 +89,7 @@ def _ask_message() -> str | None:
 
 
 def _ask(prompt: str = "> ") -> str | None:
-    """The next line, or None at the end of the input or on Ctrl-C.
+    """Return the next line; None at the end of the input or on Ctrl-C.
 
     Blocks the event loop, which has nothing else to do: an answer has ended before this is called,
     and `input` with its editing can be interrupted on the main thread only.
@@ -104,7 +104,7 @@ def _ask(prompt: str = "> ") -> str | None:
             print(prompt, end="", file=sys.stderr, flush=True)
             return input()
         prompt = styled(prompt, BOLD, sys.stdout)
-        if "readline" in sys.modules:  # it has to know what takes no room
+        if "readline" in sys.modules:  # it must know which characters have no width
             prompt = re.sub("(\x1b.*?m)", "\x01\\1\x02", prompt)
         return input(prompt)
     except (EOFError, KeyboardInterrupt):
@@ -136,14 +136,12 @@ async def _chat(
 def chat(
     engine: EngineFlags,
     sampling: SamplingFlags,
-    system: Annotated[
-        str | None, typer.Option(help="What the model is told first; text or @FILE.")
-    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message: text, or @FILE.")] = None,
     tools: Annotated[
         Path | None, typer.Option(help="A Python file; the model may call its functions.")
     ] = None,
     reasoning_effort: Annotated[
-        str | None, typer.Option(help="none to max: how much the model thinks.")
+        str | None, typer.Option(help="How much the model thinks: from none to max.")
     ] = None,
 ) -> int:
     """Talk to the model: it streams, remembers, calls tools, and stops on Ctrl-C."""

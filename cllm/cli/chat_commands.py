@@ -22,7 +22,7 @@ class ChatCommand:
     Attributes
     ----------
     obey : callable
-        Takes what follows its name.
+        Runs the command; takes the text after its name.
     """
 
     arguments: str
@@ -36,7 +36,7 @@ class ChatCommands:
     Attributes
     ----------
     has_ended : bool
-        The user wants to leave.
+        True once the user has ended the chat.
     """
 
     def __init__(self, chat: Chat) -> None:
@@ -48,15 +48,17 @@ class ChatCommands:
             "undo": ChatCommand("", "take back the last message and its answer", self._undo),
             "reset": ChatCommand("", "forget the whole chat", self._reset),
             "system": ChatCommand(
-                "TEXT", "tell the model this first; none: forget it", self._system
+                "TEXT", "set the system message; without TEXT, remove it", self._system
             ),
-            "set": ChatCommand("NAME VALUE", "change how is sampled; none: what is set", self._set),
+            "set": ChatCommand(
+                "NAME VALUE", "set a sampling parameter; without NAME, show those set", self._set
+            ),
             "file": ChatCommand("PATH", "put a text file before the next message", self._file),
             "save": ChatCommand("PATH", "write the chat to a file, as JSON", self._save),
-            "load": ChatCommand("PATH", "go on with a chat that was saved", self._load),
-            "tokens": ChatCommand("TEXT", "what the model sees of a text", self._tokens),
-            "stats": ChatCommand("", "how long the chat is, and how fast it goes", self._stats),
-            "help": ChatCommand("", "this", self._help),
+            "load": ChatCommand("PATH", "continue a saved chat", self._load),
+            "tokens": ChatCommand("TEXT", "show the tokens of a text", self._tokens),
+            "stats": ChatCommand("", "show the length of the chat, and its speed", self._stats),
+            "help": ChatCommand("", "show this help", self._help),
             "exit": leave,
         }
         self._by_name = self._commands | {"quit": leave, "bye": leave}

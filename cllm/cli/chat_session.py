@@ -1,4 +1,4 @@
-"""Chat: a conversation with a model on a terminal, without its prompt and its commands."""
+"""Chat: answers the messages of a conversation, and prints the answers; input is read in `chat.py`."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from cllm.cli.history import History, Message, Messages, Turn
 from cllm.cli.terminal import DIM, StandardOutput, complain, is_terminal, note, styled
 from cllm.cli.tool_file import FunctionTool, run_tool
 
-# Calls of tools in one turn, before a model that goes on calling is stopped.
+# Answers with tool calls in one turn after which the turn ends.
 MAX_ROUNDS = 16
 
 
 class Chat:
-    """Loop that reads messages and prints answers.  Event loop only.
+    """A conversation that prints its answers.  Event loop only.
 
     Attributes
     ----------
     history : History
     params : SamplingParams
-        Of the next answers.
+        Sampling parameters of the next answers.
     attached : list of str
-        What goes before the next message.
+        Texts that are put before the next message.
     has_failed : bool
-        Whether a message could not be answered.
+        True if a message could not be answered.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Chat:
         self._options: ChatPromptOptions = {"reasoning_effort": effort}
         if self._tools:
             self._options["tools"] = [tool.definition for tool in self._tools.values()]
-        # Beyond the context of its training a model goes on, but not sensibly.
+        # Outputs beyond the context that a model was trained for are of no use.
         n_ctx = min(engine.model.n_ctx, engine.model.n_ctx_train)
         self._engine = engine
         self.params = params
@@ -81,7 +81,7 @@ class Chat:
 
     # --- Answers -----------------------------------------------------------------------------
     async def answer(self, message: str) -> None:
-        """Answer a message, with as much of the chat as fits the context."""
+        """Print the answer to a message, with the turns that fit the context; print an error of the request."""
         self._is_stopped = False
         try:
             turns = await self.history.fitting(
@@ -94,7 +94,7 @@ class Chat:
             complain(str(error))
 
     async def _answer_after(self, turns: list[Turn], message: str) -> bool:
-        """Print an answer as it comes and remember it; False if the prompt is too long."""
+        """Print and remember an answer; return False if the prompt is too long and a turn can be dropped."""
         said: list[Message] = []
         for _ in range(MAX_ROUNDS):
             messages = [*self.history.messages(turns, message), *said]
@@ -141,7 +141,7 @@ class Chat:
                 await self._out.write("\n")
 
     def _remember(self, message: str, said: list[Message], completion: Completion) -> None:
-        """Keep the answer, complete or not, and print its statistics."""
+        """Keep the answer, unless it was stopped before its text; print its statistics on a terminal."""
         usage = completion.usage
         is_stopped = completion.finish_reason is FinishReason.CANCELLED
         if is_stopped and not completion.text:
@@ -159,7 +159,7 @@ class Chat:
 
     @asynccontextmanager
     async def _opened(self, stream: TokenStream) -> AsyncIterator[TokenStream]:
-        """A stream that Ctrl-C cancels, though it be pressed before there was one."""
+        """Yield the opened stream.  Ctrl-C cancels it, also if it was pressed before the stream was open."""
         try:
             async with stream:
                 self._stream = stream
@@ -170,16 +170,16 @@ class Chat:
             self._stream = None
 
     async def count(self, text: str) -> int:
-        """Tokens of a text."""
+        """Return the number of tokens of a text."""
         return len(await self._engine.tokenize(text, add_special=False))
 
     async def tokenize(self, text: str) -> list[tuple[int, str]]:
-        """The tokens of a text, and each as text."""
+        """Return each token id of a text, with its text."""
         tokens = await self._engine.tokenize(text, add_special=False)
         return [(token, await self._engine.detokenize([token])) for token in tokens]
 
     async def count_prompt(self, messages: Messages) -> int:
-        """Tokens of a prompt.  It gets computed, which is not lost: the next one begins with it."""
+        """Count the tokens of a prompt by computing it; the prefix cache keeps it for the next prompt."""
         try:
             asked = self._engine.stream_chat(messages, max_tokens=1, **self._options)
             async with self._opened(asked) as stream:

@@ -46,7 +46,7 @@ def _repeating(text: str) -> Answer:
 
 
 def questions() -> list[Answer]:
-    """The eight prompts.  Most answers are about equally long, so that they share their ticks."""
+    """Return the eight prompts.  Most answers are about equally long, so that they share their ticks."""
     return [
         Answer("37+58=", "95"),
         _counting(1, 18),
@@ -60,7 +60,7 @@ def questions() -> list[Answer]:
 
 
 async def _read(engine: Engine, answer: Answer, pace_s: float) -> None:
-    """Read one stream as fast as eyes can follow; a slow reader delays no other stream."""
+    """Read one stream, pausing `pace_s` seconds after each delta; this delays no other stream."""
     async with engine.stream(answer.prompt, temperature=0, max_tokens=200) as stream:
         async for delta in stream:
             answer.text += delta.text
@@ -98,7 +98,7 @@ async def _show(console: Console, engine: Engine, answers: list[Answer], pace_s:
 
 
 def _summary(answers: list[Answer], statistics: EngineStatistics) -> list[str]:
-    # The engine's own time: reading may have been slowed down for the eyes.
+    # The engine measures this time: the demonstration may have read the streams slowly.
     elapsed_s = max(a.completion.timings.total_s for a in answers if a.completion)
     rows_per_tick = statistics.n_decoding_rows / max(1, statistics.n_decoding_ticks)
     return [

@@ -1,4 +1,4 @@
-"""`cllm doctor`: whether this installation is sound, and latency grows over identical requests."""
+"""`cllm doctor`: check this installation, and measure if latency grows over identical requests."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from cllm.doctor import (
     save_rows_plot,
 )
 
-N_FIRST, N_LAST = 6, 2  # requests of a table; those between them follow the same pattern
+N_FIRST, N_LAST = 6, 2  # requests that a table shows; those between follow the same pattern
 _STYLE = {Status.OK: "green", Status.WARNING: "yellow", Status.FAILED: "bold red"}
 
 
 def _check_plot(path: Path | None) -> Path | None:
-    """A wrong name is an error at once, not after the experiments."""
+    """Return the path of the plot; reject a wrong suffix or directory before the experiments."""
     if path is None:
         return None
     if path.suffix not in PLOT_FORMATS:
@@ -122,7 +122,7 @@ def _show_table(console: Console, experiment: Experiment) -> None:
 
 
 def _summary(experiments: list[Experiment]) -> Table:
-    """One line for each experiment, first → last; times as last quarter ÷ first."""
+    """Return a row for each experiment: values of the first and last request, and the growth of the times."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     table.add_column("experiment", no_wrap=True)
     for column in ("rows", "pos_max", "cells", "decode ×", "latency ×"):
@@ -194,7 +194,7 @@ def _show_rows(console: Console, costs: RowCosts) -> None:
 
 
 def _measure_rows(config: EngineConfig, *, is_quick: bool, as_json: bool) -> RowCosts | None:
-    """None if the model cannot be used."""
+    """Measure and print the costs of rows; return None if the model cannot be used."""
     console = Console(highlight=False, quiet=as_json)
     check = preflight_check(config.model_path)
     if check.status is Status.FAILED:
@@ -216,13 +216,11 @@ def doctor(
     model: ModelOption = None,
     quick: Annotated[
         bool,
-        typer.Option(
-            "--quick", help="Fewer requests: seconds for a small model; it says how many."
-        ),
+        typer.Option("--quick", help="Send fewer requests: this takes seconds with a small model."),
     ] = False,
     tables: Annotated[
         bool | None,
-        typer.Option(help="Show each request of each experiment; by default without --quick."),
+        typer.Option(help="Show first and last requests of experiments; default: unless --quick."),
     ] = None,
     rows: Annotated[
         bool,
@@ -235,7 +233,10 @@ def doctor(
         typer.Option(callback=_check_plot, metavar="FILE", help="Save a picture (extra `plot`)."),
     ] = None,
     threads: Annotated[
-        int | None, typer.Option("--threads", "-t", min=1, max=512, help="The physical cores.")
+        int | None,
+        typer.Option(
+            "--threads", "-t", min=1, max=512, help="Compute threads; by default as in an engine."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> int:

@@ -1,4 +1,4 @@
-"""`cllm embed`: the vectors of many texts, as JSON lines or as one array of numpy."""
+"""`cllm embed`: the vectors of many texts, as JSON lines or as one NumPy array."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class VectorWriter:
     n_written: int = 0
 
     async def write(self, texts: list[str], vectors: NDArray[np.float32]) -> None:
-        """Write some vectors."""
+        """Write the vectors as JSON lines; with a path, keep them for `close`."""
         if self.path is not None:
             self._arrays.append(vectors)
         else:
@@ -54,7 +54,7 @@ class VectorWriter:
         self.n_written += len(texts)
 
     async def close(self) -> None:
-        """Write the rest and close the destination."""
+        """Write the array to the path, if there is one; raise `CllmError` if that fails."""
         if self.path is None:
             return
         whole = np.concatenate(self._arrays) if self._arrays else np.empty((0, 0), np.float32)
@@ -70,7 +70,7 @@ def _save(path: Path, whole: NDArray[np.float32]) -> None:
 
 
 def _shortest(vector: NDArray[np.float32]) -> list[float]:
-    """Return the fewest digits that identify each float32."""
+    """Return the values as floats with the fewest digits that identify each float32."""
     return [float(str(value)) for value in vector]
 
 
@@ -109,7 +109,7 @@ async def _embed_all(
 
 
 def _of_line(error: InvalidRequestError, n_before: int) -> InvalidRequestError:
-    """The same of the text as its writer counts it: the first is 1."""
+    """Return the error with the number of its text in the whole input; the first text has number 1."""
     name, _, rest = error.field.partition("[")
     if name != "texts" or not rest:
         return error
@@ -117,7 +117,7 @@ def _of_line(error: InvalidRequestError, n_before: int) -> InvalidRequestError:
 
 
 async def _parts(given: Iterable[str]) -> AsyncIterator[list[str]]:
-    """Yield the texts, those of standard input (`-`) some at a time."""
+    """Yield the texts in lists; lines of standard input (`-`) are read `N_AT_ONCE` at a time."""
     part: list[str] = []
     for argument in given:
         if argument != STANDARD_INPUT:
@@ -142,14 +142,14 @@ def embed(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", help="Write one array, float32, as .npy; needs all in memory."
+            "--output", "-o", help="Write one float32 array as .npy; memory holds all vectors."
         ),
     ] = None,
     normalize: Annotated[
-        bool, typer.Option("--normalize/--no-normalize", help="Make every vector a unit long.")
+        bool, typer.Option("--normalize/--no-normalize", help="Scale every vector to length 1.")
     ] = True,
     dimensions: Annotated[
-        int | None, typer.Option(help="Keep so many numbers of each vector, the first.")
+        int | None, typer.Option(help="Keep only the first numbers of each vector, this many.")
     ] = None,
     truncate: Annotated[
         bool, typer.Option("--truncate", help="Cut texts that are too long, instead of refusing.")

@@ -1,8 +1,8 @@
 """`cllm generate`: the outputs of many prompts, computed at once, printed in order.
 
-Each prompt has a reader that takes its text as it comes; the printer goes through them in order and
-prints the first that is not finished as it grows.  How far the readers are ahead of it is bounded,
-and prompts are taken from standard input only as there is room.
+Each prompt has a reader that collects its output.  One printer prints the outputs in order, each while
+it grows.  The number of outputs that wait for the printer is limited, and prompts are read from standard
+input only as there is room.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from cllm.cli.terminal import (
     run,
 )
 
-# Finished outputs that wait for their turn: a slow one holds up the others only behind so many.
+# Outputs that may wait for the printer.  With more behind a slow output, no prompt is submitted.
 MAX_AHEAD = 1024
 
 STANDARD_INPUT = "-"
@@ -64,9 +64,9 @@ class Submitted:
     Attributes
     ----------
     completion : Completion or None
-        Once the output has ended; None if the request was refused.
+        Completion of an output that has ended; None before that, or if the request was rejected.
     error : RequestError or None
-        Why there is no more.
+        Error that ended the request.
     """
 
     def __init__(self, index: int, prompt: str) -> None:
@@ -99,7 +99,7 @@ class Submitted:
                 yield text
 
     def as_json(self) -> str:
-        """All about it as a line of JSON."""
+        """Return the prompt, the output and its statistics as a line of JSON."""
         completion = self.completion
         values: dict[str, object] = {
             "index": self.index,
@@ -116,7 +116,7 @@ class Submitted:
 
 
 class PromptRun:
-    """The way of all prompts from input to printed output."""
+    """Computation of all prompts at once, with outputs printed in order."""
 
     def __init__(
         self, engine: Engine, params: SamplingParams, form: Form, out: StandardOutput
@@ -125,14 +125,14 @@ class PromptRun:
         self._params = params
         self._form = form
         self._out = out
-        # One that ends leaves a prompt behind that can start at once; the queue takes them all.
+        # More prompts than run at once, so that one can start as another ends; the queue has room for all.
         n_seq_max = engine.config.n_seq_max
         self._room = anyio.Semaphore(n_seq_max + min(n_seq_max, engine.config.max_queue))
         self._n_submitted = self._n_ended = self._n_tokens = 0
         self._is_all_submitted = False
 
     async def run(self, prompts: AsyncIterator[str]) -> bool:
-        """Print the outputs; return True if every prompt has one."""
+        """Print the outputs; return True if none failed, and none with a constraint was cut off."""
         is_right = True
         send, receive = anyio.create_memory_object_stream[Submitted](MAX_AHEAD)
         with send, receive, progress_bar(self._form.has_progress_bar) as self._show:
@@ -195,7 +195,7 @@ class PromptRun:
         return is_right
 
     def _problem(self, submitted: Submitted) -> str | None:
-        """Return the reason why an output is not what was asked for; None if it is."""
+        """Return why an output failed, or ended before its constraint was met; None if neither."""
         completion, params = submitted.completion, self._params
         if submitted.error is not None:
             return str(submitted.error)
@@ -236,7 +236,7 @@ def _heading(submitted: Submitted) -> str:
 
 
 async def _prompts(arguments: Iterable[str]) -> AsyncIterator[str]:
-    """The prompts; a `-` is replaced by the lines of standard input that are not empty."""
+    """Yield the prompts; a `-` is replaced by the lines of standard input that are not empty."""
     for argument in arguments:
         if argument != STANDARD_INPUT:
             yield argument
@@ -263,7 +263,7 @@ def generate(
     engine: EngineFlags,
     sampling: SamplingFlags,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Each prompt is a user's message, by the chat template.")
+        bool, typer.Option("--chat", help="Use the chat template: each prompt is a user message.")
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object a line, with usage and timings.")
@@ -276,7 +276,7 @@ def generate(
         as_chat=chat,
         as_json=as_json,
         has_headings=are_several and is_screen and not as_json,
-        # Outputs that grow on the same screen say as much, and the two would write over each other.
+        # Growing outputs show progress too, and a bar on the same screen would overwrite them.
         has_progress_bar=are_several and not is_screen,
     )
     return run(_generate, prompts, engine.config(), sampling.params(), form)

@@ -9,7 +9,7 @@ from typing import Any
 Message = dict[str, Any]
 Messages = list[Message]
 
-# What a template puts around a message, in tokens; only a guess is needed.
+# Estimated tokens that a chat template adds around a message.
 N_AROUND = 16
 
 
@@ -20,9 +20,9 @@ class Turn:
     Attributes
     ----------
     said : tuple of message
-        What came after the message: calls of tools and their results, and at last the answer.
+        Messages after it: calls of tools and their results, and at last the answer.
     n_tokens : int
-        Of the last prompt, and of the answer.
+        Tokens of the last prompt, which has all earlier turns, and of the answer; 0: unknown.
     """
 
     message: str
@@ -44,11 +44,11 @@ class History:
     Parameters
     ----------
     system : str or None
-        Goes before everything else, and is never dropped.
+        System message: comes first, and is never dropped.
     n_ctx : int
         Tokens of the context.
     n_answer_max : int or None
-        Tokens of an answer at the most.
+        Maximum number of tokens of an answer; None: no limit.
 
     Attributes
     ----------
@@ -65,9 +65,9 @@ class History:
 
     @property
     def n_tokens(self) -> int:
-        """Return the most tokens that the chat may take of the context.
+        """Maximum number of tokens of the chat in the context; 0 for an empty chat.
 
-        Less where the template leaves something out, such as the thoughts before an answer.
+        The real number is smaller if the template omits something, such as the thoughts before an answer.
         """
         return self.turns[-1].n_tokens if self.turns else 0
 
@@ -93,14 +93,16 @@ class History:
     ) -> list[Turn]:
         """Return the turns that leave room for a message and its answer: all, or the last ones.
 
-        Nothing is dropped yet: the message may turn out not to be answerable at all.
+        Room for an answer is a quarter of the context at most.  The history is not changed: the message may
+        turn out not to be answerable at all.
 
         Parameters
         ----------
         count : callable
-            Tokens of a text.
+            Returns the number of tokens of a text.
         count_prompt : callable
-            Tokens of a whole prompt, exactly.  May be slow: called only where it may not fit.
+            Returns the number of tokens of a prompt.  It may be slow, and is called only for a prompt that
+            may not fit.
         """
         n_room = self.n_ctx - self._n_for_answer
         if not self.turns or self.n_tokens + await count(message) + N_AROUND <= n_room:
@@ -108,7 +110,7 @@ class History:
         n_prompt = await count_prompt(self.messages(self.turns, message))
         if n_prompt <= n_room:
             return list(self.turns)
-        # Every dropping makes the rest of the chat be computed again, so it is done seldom.
+        # After a drop the rest of the chat is computed again: drop seldom, and down to half the context.
         n_wanted = self.n_ctx // 2
         kept = list(self.turns)
         while kept and n_prompt > n_wanted:
@@ -123,7 +125,7 @@ class History:
         return n_dropped
 
     def undo(self) -> Turn | None:
-        """Remove the last turn, if there is one."""
+        """Remove the last turn and return it; None if there is none."""
         return self.turns.pop() if self.turns else None
 
     def reset(self) -> None:
@@ -137,7 +139,7 @@ def turns_of(messages: Messages) -> tuple[str | None, list[Turn]]:
     Raises
     ------
     ValueError
-        They are no chat that ends with an answer.
+        The messages are not turns of a user's text and an answer.
     """
     rest, turns, system = list(messages), list[Turn](), None
     if rest and rest[0]["role"] == "system":

@@ -1,4 +1,4 @@
-"""`cllm info`: facts from a model's file; of a file that llama.cpp does not load, its header."""
+"""`cllm info`: facts from a model's file, or its header alone if llama.cpp does not load the file."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ MAX_VALUE = 60  # characters of a value of the metadata
 
 def info(
     model: Annotated[
-        str | None, typer.Argument(help="A GGUF file, or hf:USER/REPO[:QUANT]; the embedded model.")
+        str | None,
+        typer.Argument(help="A GGUF file or hf:USER/REPO[:QUANT]; by default the embedded model."),
     ] = None,
     n_ctx: Annotated[
         list[int] | None,
-        typer.Option("-c", "--n-ctx", min=1, max=1 << 26, help="KV cells to tell the memory of."),
+        typer.Option(
+            "-c", "--n-ctx", min=1, max=1 << 26, help="Show the memory of so many KV cells."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> int:

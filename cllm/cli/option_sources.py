@@ -1,8 +1,8 @@
 """Options of a command from the environment (`CLLM_…`), and from a TOML file (`--config FILE.toml`).
 
-The names are those of options: `--n-ctx` is `CLLM_` with `N_CTX` in the environment, and `n-ctx` or `n_ctx` in a file.  A
-typed option has precedence over the environment, and the environment over the file.  A value that is not used is
-not read.
+The names are those of options: `--n-ctx` is `CLLM_` with `N_CTX` in the environment, and `n-ctx` or `n_ctx`
+in a file.  The command line has precedence over the environment, and the environment over the file.  A
+value that another source overrides is not checked.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ PREFIX = "CLLM_"
 NOT_FROM_SOURCES = ("--config", "--help", "-h")
 # Kubernetes sets PREFIX + "PORT" to tcp://ADDRESS:PORT in each pod beside a Service that is called cllm.
 SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://")
-# Two options that name the model: the one with precedence is used, whatever the other one says.
+# Both options name the model: the one from the source with precedence is used, the other ignored.
 RIVALS = {"model": "hf", "hf": "model"}
-# Called if the option was not typed.
+# Functions that return the values of options, called only for options that the command line lacks.
 Values = dict[str, Callable[[], Any]]
 
 
 def config_file(variables: Mapping[str, str]) -> Any:
-    """Return the type of a command's parameter that reads the options of all sources.
+    """Return the annotation of a `--config` parameter, which loads options from file and environment.
 
     Parameters
     ----------
     variables : mapping of str to str
-        Variables of the environment that set an option if `CLLM_…` does not, by the names of parameters.
+        Environment variable of a parameter, by its name; used if the `CLLM_…` variable is not set.
     """
 
     def take(context: typer.Context, path: Path | None) -> Path | None:
@@ -58,7 +58,7 @@ def config_file(variables: Mapping[str, str]) -> Any:
             show_envvar=False,
             is_eager=True,
             callback=take,
-            help="Take options from a file.  Typed options have precedence, and then CLLM_… of the environment.",
+            help="Read options from this file.  The command line and CLLM_… variables have precedence.",
         ),
     ]
 
@@ -113,7 +113,7 @@ def _of_environment(
 
 
 def _is_set(environment: Mapping[str, str], variable: str) -> bool:
-    """An empty variable is none, as for other programs."""
+    """Return True if a variable is set, not empty, and not a link that Kubernetes sets for a service."""
     given = environment.get(variable, "")
     return bool(given) and not SERVICE_LINK.match(given)
 
@@ -129,7 +129,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _typed(value: Any, parameter: Any) -> Any:
-    """Return a value of a file as it would be typed, if it could be."""
+    """Return a TOML value in the form of the command line: bool for a flag, otherwise text or texts."""
     if parameter.is_flag:
         if not isinstance(value, bool):
             raise typer.BadParameter(f"it is of type {type(value).__name__}, must be true or false")
@@ -145,7 +145,7 @@ def _typed(value: Any, parameter: Any) -> Any:
 
 
 def _split(text: str, parameter: Any) -> str | list[str]:
-    """Return the values of a variable, which commas separate, or line breaks if there are any."""
+    """Return the text of a variable; that of a repeatable option is split at line breaks, or else at commas."""
     if not parameter.multiple:
         return text
     return [value for value in text.split("\n" if "\n" in text else ",") if value]
@@ -158,7 +158,7 @@ def _value(
     read: Callable[[Any, Any], Any],
     value: Any,
 ) -> Any:
-    """Return the value of an option that was not typed, as it would be typed."""
+    """Return the value of an option not on the command line, or None if its rival is; errors name `where`."""
     rival = RIVALS.get(parameter.name, "")
     source = context.get_parameter_source(rival)  # typed options are processed before all others
     if source is not None and source.name == "COMMANDLINE":

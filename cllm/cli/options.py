@@ -53,17 +53,17 @@ class Flags:
     Attributes
     ----------
     configuration : type
-        Its settings become options.
+        Class whose settings become options.
     panel : str
         Heading of the options in a command's help.
     extra : dict of str to type
-        Further options, by the names of their parameters, as typer takes them.
+        Typer annotations of further options, by the names of their parameters.
     own_defaults : dict of str to object
-        Those of the command line, where it differs from the configuration.
+        Defaults of every command that differ from those of the configuration.
     given : dict of str to object
-        What was given, by the name of the field.
+        Values of the given options, by the names of their fields.
     defaults : dict of str to object
-        Those of the command; None hides the default from the help.
+        Defaults of the command, over `own_defaults`; a None is left out.
     """
 
     configuration: ClassVar[type[Any]]
@@ -83,7 +83,7 @@ class Flags:
         }
 
     def make(self, **defaults: object) -> Any:
-        """Return the configuration from the given options, then `defaults`, then those of the command.
+        """Return the configuration.  Given options override `defaults`, and these the command's defaults.
 
         Raises
         ------
@@ -139,7 +139,7 @@ class EngineFlags(Flags):
         Raises
         ------
         typer.BadParameter
-            As `config`; or a model has no name, or the name of another one.
+            As for `config`; also if a model has no name, two have the same, or there is a `trace`.
         """
         models = cast(list[str], self.given.get("model", []))
         named = [NAMED.fullmatch(model) for model in models]
@@ -165,7 +165,7 @@ class EngineFlags(Flags):
         for name in ("model", "speculation", "embedding_model"):
             if is_name(value := given.get(name)):
                 given[name] = model_file(str(value))
-        # One number of threads is for single rows and for many.
+        # `n_threads` alone sets the threads of batches too.
         given.setdefault("n_threads_batch", given.get("n_threads"))
         return cast(EngineConfig, EngineFlags(given, self.defaults).make(**defaults))
 
@@ -210,7 +210,7 @@ def with_flags(**defaults: object) -> Callable[[Callable[..., int]], Callable[..
     Parameters
     ----------
     **defaults
-        Those of the command, by the names of fields; None: another one each time.
+        Defaults of the command, by field; None: the help shows none, as the command computes the value.
     """
 
     def decorated(command: Callable[..., int]) -> Callable[..., int]:
@@ -305,7 +305,7 @@ def _stated(
 
 
 def flags_of(name: str, stated: Setting, hint: object) -> list[str]:
-    """Return the names of an option."""
+    """Return the names of an option as typer takes them: `--name`, or `--name/--no-name` for a bool."""
     if stated.flags:
         return stated.flags.split()
     flag = name.replace("_", "-")
@@ -322,7 +322,7 @@ def _help(said: str, hint: object, default: object) -> str:
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
-    """Return the types of a union, and their origins."""
+    """Return the types of a union, or the one type; a generic type is replaced by its origin."""
     members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return tuple(get_origin(member) or member for member in members)
 
@@ -337,7 +337,7 @@ def _is_several(hint: object) -> bool:
 
 
 def _typed(name: str, hint: object) -> Any:
-    """Return the type of an option, as it is typed."""
+    """Return the type that typer reads for an option."""
     if name == "model" or _is_several(hint):
         return list[str]
     if int in (members := _members(hint)) and Literal in members:
@@ -352,7 +352,7 @@ def _reader(name: str, stated: Setting) -> Callable[[Any], Any]:
         if given == "" and stated.is_optional and not stated.is_secret:
             return None
         value = READERS[name](given) if name in READERS else given
-        if name == "model":  # may have a name
+        if name == "model":  # may be NAME=MODEL; checked by `config` and `configs`
             return value
         try:
             return stated.checked(name, value, InvalidArgumentError)
@@ -363,12 +363,13 @@ def _reader(name: str, stated: Setting) -> Callable[[Any], Any]:
 
 
 def model_file(given: str | None) -> Path | None:
-    """Return the file of a model that is given by it, or by name; None: the embedded one.
+    """Return the path of a model; a model given as `hf:…` is downloaded if needed.  None: the embedded model.
 
     Raises
     ------
     typer.BadParameter
-        It is neither.
+        The name is invalid, or the extra `hub` is not installed.
+    DownloadError
     """
     try:
         if given is None:
@@ -380,12 +381,14 @@ def model_file(given: str | None) -> Path | None:
 
 ModelOption = Annotated[
     str | None,
-    typer.Option("--model", "-m", metavar="MODEL", help="A GGUF file or hf:…; the embedded model."),
+    typer.Option(
+        "--model", "-m", metavar="MODEL", help="A GGUF file or hf:…; by default the embedded model."
+    ),
 ]
 
 
 def _weights(given: Sequence[str]) -> dict[str, float]:
-    """Read NAME=WEIGHT, several times."""
+    """Return the weights of texts NAME=WEIGHT, by name."""
     weights = {}
     for text in given:
         name, separator, weight = text.rpartition("=")
@@ -399,7 +402,7 @@ def _weights(given: Sequence[str]) -> dict[str, float]:
 
 
 def _adapters(given: Sequence[str]) -> tuple[LoraSetting, ...]:
-    """Read [NAME=]FILE[:SCALE], several times."""
+    """Return the adapters of texts [NAME=]FILE[:SCALE]; the default scale is 1."""
     adapters: list[LoraSetting] = []
     for text in given:
         named = NAMED.fullmatch(text)
@@ -414,7 +417,7 @@ def _adapters(given: Sequence[str]) -> tuple[LoraSetting, ...]:
 
 
 def _addresses(given: Sequence[str]) -> tuple[str, ...]:
-    """Read addresses; llama.cpp's programs take them with commas between."""
+    """Return all addresses; a text may hold several, separated by commas, as in llama.cpp's programs."""
     return tuple(address for text in given for address in text.split(","))
 
 

@@ -1,4 +1,4 @@
-"""`cllm pull` and `cllm models`: models by name."""
+"""`cllm pull` and `cllm models`: download, list and remove models."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def models(
         bool, typer.Option("--prune", help="Remove what is left of interrupted downloads.")
     ] = False,
 ) -> int:
-    """The models that were downloaded, and the disk they use."""
+    """List the downloaded models and the disk space that they use, or remove some."""
     known = cached_models()
     if remove:
         chosen = [_find(name, known) for name in remove]

@@ -1,4 +1,4 @@
-"""`cllm serve`: the HTTP server, and under it the engine in a process of its own."""
+"""`cllm serve`: the HTTP server, and the engine in a process of its own."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def serve(
         Path | None,
         typer.Option(
             metavar="RULES.yaml",
-            help="No model: answer as these rules say, for tests of clients; also .toml and .json.",
+            help="Answer by rules, without a model, to test clients; also .toml and .json.",
         ),
     ] = None,
 ) -> int:
     """Serve a model over HTTP: /generate, OpenAI's endpoints, /docs."""
-    # The child is not to have it.
+    # Child processes must not inherit the key.
     os.environ.pop("CLLM_API_KEY", None)
     process = bool(engine.given.get("process", True))
     config = server.config()
@@ -48,7 +48,7 @@ def serve(
             from cllm.server.operation.logs import configure_logging
             from cllm.server.serving import listen
             from cllm.server.serving import serve as run
-        # In a process of its own a file that ends it while it is loaded ends nothing else.
+        # A file that crashes its loader ends only the engine's own process, which needs no preflight.
         options: EngineOptions = {"preflight": False if process else "unseen"}
         make_app: Callable[..., Any] = create_app
         if fake is not None:
@@ -96,14 +96,14 @@ def _engine_process() -> AbstractContextManager[None]:
 
 
 def _app_of_models(models: dict[str, EngineConfig], _: object, config: Any, **__: object) -> Any:
-    """Return an application of several models; the error of one that cannot be loaded has its name."""
+    """Return an application of several models, each loaded at its first request."""
     from cllm.server.several import create_models_app
 
     return create_models_app(models, config)
 
 
 def _app_of_rules(path: Path) -> Callable[..., Any]:
-    """`create_app` of a server without a model."""
+    """Return a replacement of `create_app` that answers by the rules of a file; reject an invalid file."""
     with extra("testing"):
         from cllm.testing.fake_rules import FakeRules
         from cllm.testing.fake_server import create_fake_app

@@ -1,7 +1,7 @@
 """The standard streams as the commands use them, and the event loop around a command.
 
-Standard output has what was asked for and nothing else; notes and errors go to standard error.
-Neither reading nor writing blocks the event loop, so that Ctrl-C works while a pager takes nothing.
+Standard output has only the results of a command; notes and errors go to standard error.  Reading and
+writing do not block the event loop, so that Ctrl-C works while a pager reads nothing.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import cllm
 
 BOLD, DIM, RED = "1", "2", "31"
 
-# Longer than the engine takes: it refuses such a line, and the rest of it need not be kept.
+# Bytes of a line that are kept.  The engine accepts fewer, and so rejects a line that was cut.
 MAX_LINE_BYTES = 2 << 20
 
-# What a model says may move the cursor, or worse: a terminal gets a picture of it.
+# Control characters in an output could move the cursor, or worse: a terminal gets visible symbols.
 _PICTURES = {
     code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\t\n"
 } | dict.fromkeys(range(0x7F, 0xA0), "\N{REPLACEMENT CHARACTER}")
@@ -35,7 +35,7 @@ AnyEngine = TypeVar("AnyEngine", cllm.Engine, cllm.Embedder)
 
 
 def visible(text: str) -> str:
-    """The text without the control characters that a terminal would obey."""
+    """Return the text with a visible symbol for each control character but tab and newline."""
     return text.translate(_PICTURES)
 
 
@@ -45,7 +45,7 @@ def is_terminal(stream: TextIO | None) -> bool:
 
 
 def styled(text: str, style: str, stream: TextIO | None) -> str:
-    """The text in bold or dim on a terminal that may show it."""
+    """Return the text in `BOLD`, `DIM` or `RED` if the stream is a terminal with styles, else as it is."""
     if not is_terminal(stream) or "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb":
         return text
     return f"\x1b[{style}m{text}\x1b[0m"
@@ -75,11 +75,11 @@ class StandardOutput:
 
     def __init__(self) -> None:
         self.is_terminal: bool = is_terminal(sys.stdout)
-        # Python leaves None where the descriptor was closed: 1 may by now be any file of ours.
+        # `sys.stdout` is None if descriptor 1 was closed at the start; another file may have it now.
         self._descriptor = None if sys.stdout is None else _Descriptor(1)
 
     async def write(self, text: str) -> None:
-        """Write all of it, waiting for room."""
+        """Write the whole text, waiting for room; a terminal gets it as `visible`."""
         if self._descriptor is None:
             raise BrokenPipeError
         # A lone surrogate comes from an argument that is not UTF-8; in JSON this is its escape.
@@ -93,7 +93,7 @@ class StandardOutput:
                 continue
 
     async def write_styled(self, text: str, style: str) -> None:
-        """Write a line of our own, not of the model's."""
+        """Write a short text of the command itself, in a style of `styled`."""
         if self._descriptor is None:
             raise BrokenPipeError
         await self._descriptor.wait(anyio.wait_writable)
@@ -119,9 +119,9 @@ class _Descriptor:
 
 
 async def input_lines() -> AsyncIterator[str]:
-    """Lines of standard input without their ends, read only as they are asked for.
+    """Yield the lines of standard input without line ends; input is read only as lines are needed.
 
-    Bytes that are not UTF-8 become lone surrogates, as in arguments: the engine refuses them.
+    Bytes that are not UTF-8 become lone surrogates, as in arguments: the engine rejects them.
     """
     if sys.stdin is None:
         return
@@ -141,7 +141,7 @@ async def input_lines() -> AsyncIterator[str]:
 
 @contextmanager
 def progress_bar(is_wanted: bool) -> Iterator[Callable[[int, int | None, str], None]]:
-    """Give a function that shows `(n_done, n_total or None, remark)` on standard error."""
+    """Yield a function of `(n_done, n_total or None, remark)` that shows them if stderr is a terminal."""
     if not (is_wanted and is_terminal(sys.stderr)):
         yield lambda n_done, n_total, remark: None
         return
@@ -175,8 +175,8 @@ async def loaded(engine: AnyEngine) -> AsyncIterator[AnyEngine]:
 def run(command: Callable[[*Arguments], Awaitable[int]], *arguments: *Arguments) -> int:
     """Run a command on an event loop and return its exit code.
 
-    An error inside of a task group comes out as it is, not in a group.  A broken pipe is no
-    failure: the reader of the output has gone.
+    An exception group is replaced by its first error.  A broken pipe gives exit code 0: the reader of the
+    output has gone.
     """
     try:
         return anyio.run(command, *arguments)
@@ -184,7 +184,7 @@ def run(command: Callable[[*Arguments], Awaitable[int]], *arguments: *Arguments)
         return 0
     except KeyboardInterrupt:
         if is_terminal(sys.stdout):
-            print(file=sys.stderr)  # the shell goes on below the line that was being written
+            print(file=sys.stderr)  # so that the shell's prompt begins a new line
         raise
     except BaseExceptionGroup as group:
         error: BaseException = group

@@ -1,4 +1,4 @@
-"""`cllm tokenize`: what a model sees of a text."""
+"""`cllm tokenize`: the tokens of a text."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def tokenize(
     special: Annotated[
         bool,
         typer.Option(
-            "--special/--no-special", help="As a prompt: with what the model puts around a text."
+            "--special/--no-special", help="Add the tokens that the model puts around a prompt."
         ),
     ] = True,
-    ids: Annotated[bool, typer.Option("--ids", help="The numbers alone, on one line.")] = False,
+    ids: Annotated[bool, typer.Option("--ids", help="Print only the ids, on one line.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> int:
     """Print the tokens of a text, one a line, and how many they are."""

@@ -1,4 +1,4 @@
-"""Servers of cllm as if they were an engine of this process (extra `client`)."""
+"""Client of cllm servers with methods of `Engine` (extra `client`)."""
 
 from cllm.errors import extra
 

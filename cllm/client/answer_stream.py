@@ -1,4 +1,4 @@
-"""AnswerStream: the output of one request to a server, which goes on elsewhere where it is cut off."""
+"""AnswerStream: the output of one request to a server; after a failure another server continues it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from cllm.errors import CllmError, GenerationError
 from cllm.routing.prefix_table import Key
 
 PATH = "/generate"
-# An answer that ends its servers one after another ends itself.
+# A request that crashes each of its servers fails after so many moves to another one.
 MAX_MOVES = 8
-GRACE_S = 1.0  # after its time, for a server to say so
-END_S = 1.0  # for the rest of an answer that is complete: then its connection is of use again
+GRACE_S = 1.0  # seconds after the deadline in which a server may report it
+END_S = 1.0  # seconds to read the rest of a complete response, so that its connection can be reused
 
 
 class _CutOffError(Exception):
@@ -31,20 +31,20 @@ class _CutOffError(Exception):
 
 
 class AnswerStream:
-    """Stream of a server, as of `Engine.stream`: deltas, and the completion.  For one task.
+    """Output of one request to a server: an async iterator of `TokenDelta`.  One task of the event loop.
 
-    Use it with `async with`, which submits the request and raises the server's rejection; or with `async
-    for` alone.  Leaving it early cancels the request.
+    Use it with `async with`: entering submits the request, and leaving early cancels it.  With `async for`
+    alone, the first step submits it, and an early end needs `cancel`.
 
-    If the server ends or the connection is lost, the client continues the request on the next server that
-    answers, with the tokens received so far: no token comes twice, and none is missing.  A timeout around
-    one step closes the connection too, and the next step continues.
+    If the server ends or the connection is lost, the next server that answers continues the request.  It
+    gets the tokens received so far: no token comes twice, and none is missing.  A timeout around one step
+    closes the connection too, and the next step continues.
 
     Attributes
     ----------
     request_id : str
     n_moves : int
-        Number of times that it continued on another server or connection.
+        Number of times, at most 8, that it continued after a server failed or a connection was lost.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class AnswerStream:
         self._events: deque[bytes] = deque()
         self._completion: Completion | None = None
         self._failure: GenerationError | None = None
-        self._last: TokenDelta | None = None  # of a step that was cancelled after it had come
+        self._last: TokenDelta | None = None  # if its step was cancelled after it arrived
         self._is_late = False  # its deadline passed while no server was reachable
 
     async def __aenter__(self) -> Self:
-        """Ask for it."""
+        """Submit the request; raise `RequestError`, `ServerError` or `ClosedError` if no server accepts it."""
         await self._open()
         return self
 
@@ -88,22 +88,22 @@ class AnswerStream:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Cancel it, if it has not ended."""
+        """Cancel the request if it has not ended."""
         await self.cancel()
 
     def __aiter__(self) -> Self:
-        """The deltas."""
+        """Return the stream itself."""
         return self
 
     async def __anext__(self) -> TokenDelta:
-        """The next delta.
+        """Return the next delta.
 
         Raises
         ------
-        RequestError
-            The request cannot be served; a `GenerationError` carries what there is of the answer.
-        ServerError
-            No server continues it.
+        GenerationError
+            The request failed after a server accepted it; see `__cause__`, and `completion` for the output.
+        RequestError, ServerError, ClosedError
+            As for `__aenter__`, if no server has accepted the request yet.
         """
         if self._last is not None:
             last, self._last = self._last, None
@@ -135,9 +135,12 @@ class AnswerStream:
                 continue
             assert delta is not None
             if delta.finish_reason is FinishReason.ERROR:
-                continue  # the next event says why; what it ends with is not what comes next elsewhere
+                # The next event has the error.  The text of this delta was held back until now, and would
+                # come again from another server.
+                continue
             if delta.finish_reason is FinishReason.CANCELLED:
-                # Not by us: its server ends.  What it gives up with is not what comes next.
+                # The server cancels because it ends.  The last text was held back until now: the next
+                # server sends it.
                 await self._move(_CutOffError("the server cancelled the request"))
                 continue
             if delta.finish_reason is None:
@@ -151,8 +154,8 @@ class AnswerStream:
 
         Raises
         ------
-        RequestError, ServerError
-            As for `__anext__`.
+        RequestError, ServerError, ClosedError
+            As for `__anext__`; a failed request raises its `GenerationError` at each call.
         """
         async for _ in self:
             pass
@@ -169,7 +172,7 @@ class AnswerStream:
 
     # --- To the servers ----------------------------------------------------------------------
     async def _open(self) -> None:
-        """Request the rest of the answer, unless that is under way."""
+        """Request the rest of the answer, unless a response is open.  Sets `_is_late` after the deadline."""
         if self._response is not None or self._completion is not None or self._is_late:
             return
         now = time.monotonic()
@@ -183,7 +186,7 @@ class AnswerStream:
                 self._is_late = True
                 return
             body["timeout"] = left_s
-        # A server ends it in time by itself; this is for when none answers.
+        # A server enforces the deadline itself; this limit is needed if no server answers.
         with anyio.move_on_after(self._left_s()) as scope:
             self._server, self._response = await self._replicas.post(
                 PATH,

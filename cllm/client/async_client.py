@@ -1,4 +1,4 @@
-"""AsyncClient: what `Engine` does, by one server or by several."""
+"""AsyncClient: client of one or several servers, with methods of `Engine`."""
 
 from __future__ import annotations
 
@@ -37,22 +37,24 @@ class AsyncClient(Generates[AnswerStream]):
     """A client of one or several servers of one model, with methods of `Engine`.
 
     Use it with `async with`.  Call all methods in the event loop (asyncio or trio) in which the client was
-    entered.
+    entered.  A request with `prompt_logprobs` raises `InvalidRequestError`: streams over HTTP have none.
 
     Parameters
     ----------
     base_url : str or sequence of str
         `http://host:port` of a server, of several servers, or of a load balancer.  With several, a request
-        goes to the server that has computed the longest prefix of its prompt.
+        goes to the server that has computed the longest prefix of its prompt.  A server with over 8 requests
+        of this client more than another one is passed over.
     api_key : str, optional
+        Sent as `Authorization: Bearer`.
     session_id : str, optional
         Requests of one session go to one server, which has computed their prefixes.  A load balancer gets
         the id as `x-session-id`.
     model : str, optional
         Name of a model, on a server of several; or of a LoRA adapter.
     patience_s : float
-        Seconds for which servers that cannot be reached, or answer 502, 503 or 504, are asked again before
-        `ServerError` is raised.  A server that was reached is waited for.
+        Seconds of retries, default 30, if servers cannot be reached or answer 502, 503 or 504; then
+        `ServerError` is raised.  A server that was reached has no time limit but `timeout`.
 
     Raises
     ------
@@ -99,8 +101,8 @@ class AsyncClient(Generates[AnswerStream]):
     def _open(self, call: RequestCall) -> AnswerStream:
         """Return the stream of a request.
 
-        `prompt_logprobs` cannot be had: they are no part of a stream over HTTP.  What is drawn has a
-        seed, so that a stream that goes on elsewhere draws the same.
+        A server rejects `prompt_logprobs`, which a stream does not send.  A request that samples gets a seed,
+        so that another server continues it with the same random numbers.
         """
         if not REQUEST_ID.fullmatch(call.request_id):
             limit = "1 to 128 letters, digits, '.', '_', ':' and '-'"
@@ -142,8 +144,8 @@ class AsyncClient(Generates[AnswerStream]):
         ------
         RequestError
             The texts cannot be served.
-        ServerError
-            No server answers.
+        ServerError, ClosedError
+            No server accepted the request within `patience_s`, one failed, or the client is closed.
         """
         body = {
             **self._model,
@@ -172,14 +174,14 @@ class AsyncClient(Generates[AnswerStream]):
         tenant: str = "",
         timeout: float | None = None,
     ) -> Score:
-        """Return how likely the model holds a continuation to be; arguments as for `Engine.score`.
+        """Return the log probabilities of a continuation after a prompt; arguments as for `Engine.score`.
 
         Raises
         ------
         RequestError
             The texts cannot be served.
-        ServerError
-            No server answers.
+        ServerError, ClosedError
+            As for `embed`.
         """
         body: dict[str, Any] = {
             **self._model,
@@ -207,12 +209,12 @@ class AsyncClient(Generates[AnswerStream]):
         read: Callable[[Any], T],
         keys: Sequence[Key] = (),
     ) -> T:
-        """Return the result of a request that is not a stream; if a server ends, the next one is asked.
+        """Return the result of a request that is not a stream.  If a server fails, the next one is queried.
 
         Parameters
         ----------
         keys : sequence of bytes
-            Of the session, or of the beginnings of the prompt: which server is asked first.
+            Keys of the session, or of the prefixes of the prompt, which choose the first server.
         """
         url: str | None = None
         for _ in range(MAX_MOVES + 1):
@@ -233,7 +235,7 @@ class AsyncClient(Generates[AnswerStream]):
 
 
 def _header_of(field: str, value: str) -> str:
-    """A value that a header can have."""
+    """Return `value` if a header can have it; raise `InvalidArgumentError` if not."""
     if not isinstance(value, str) or not HEADER_VALUE.fullmatch(value):
         raise InvalidArgumentError(field, value, "1 to 1024 letters, digits and signs of ASCII")
     return value
@@ -249,7 +251,7 @@ def _prompt_of(call: RequestCall) -> dict[str, Any]:
     """Return the fields of a body with the prompt."""
     prompt = call.prompt
     if not isinstance(prompt, ChatPrompt):
-        # Always sent: a server's own default is llama-server's, and not an engine's.
+        # Always sent: the server's default is True, like llama-server's; that of `Engine` is False.
         return {"prompt": prompt, "parse_special": call.parse_special}
     return {
         "messages": prompt.messages,
@@ -265,7 +267,7 @@ def _prompt_of(call: RequestCall) -> dict[str, Any]:
 
 
 def _sampling_of(call: RequestCall) -> dict[str, Any]:
-    """Return the sampling fields that the caller set; the server's model decides the others."""
+    """Return the fields that the caller set, and a seed unless `temperature` is 0; the server sets the rest."""
     given = {name: getattr(call.params, name) for name in call.given}
     if given.get("seed") is None and given.get("temperature") != 0.0:
         given["seed"] = secrets.randbelow(MAX_SEED + 1)

@@ -23,13 +23,13 @@ DONE = b"[DONE]"
 
 
 class EventReader:
-    """Decoder from bytes to the data of whole events; an incomplete event is dropped."""
+    """Decoder from bytes to the data of whole events; an incomplete event is kept until its rest arrives."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """The events that are whole with this."""
+        """Add bytes, and yield the data of each event that is now complete."""
         *whole, self._rest = (self._rest + data).split(b"\n\n")
         for event in whole:
             lines = [line[6:] for line in event.split(b"\n") if line.startswith(b"data: ")]
@@ -38,12 +38,12 @@ class EventReader:
 
 
 def object_of(data: bytes) -> dict[str, Any]:
-    """The object in an event.
+    """Return the JSON object in the data of an event.
 
     Raises
     ------
     ValueError
-        It is none of cllm's.
+        The data is not JSON, or not an object.
     """
     value = json.loads(data)
     if not isinstance(value, dict):
@@ -52,12 +52,12 @@ def object_of(data: bytes) -> dict[str, Any]:
 
 
 def delta_of(event: Mapping[str, Any]) -> TokenDelta:
-    """The delta that an event is.
+    """Return the delta in an event of `POST /generate`.
 
     Raises
     ------
     KeyError, TypeError, ValueError
-        It is none of cllm's.
+        A field is missing or has a wrong type or value.
     """
     reason, logprobs = event["finish_reason"], event.get("logprobs")
     return TokenDelta(

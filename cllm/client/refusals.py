@@ -17,19 +17,19 @@ from cllm.errors import (
 )
 
 QUEUE_FULL, UNAVAILABLE = 429, 503
-# Of these another server, or the same one a little later, may think otherwise.
+# After these statuses another server, or the same one a little later, may serve the request.
 PASSING = frozenset((QUEUE_FULL, 502, UNAVAILABLE, 504))
-NUMBERS = {"n_prompt": "n_prompt_tokens", "n_ctx": "n_ctx"}  # of an overflow
+NUMBERS = {"n_prompt": "n_prompt_tokens", "n_ctx": "n_ctx"}  # `PromptTooLongError` from a response
 FAILED, TIMEOUT, TOO_LONG = "generation_failed", "timeout", "context_length_exceeded"
 
 
 class ServerError(CllmError):
-    """A server did not answer, or answered with an internal error.
+    """A server did not answer, or answered with an error that is no `RequestError`, such as status 401 or 500.
 
     Attributes
     ----------
     status : int or None
-        Of its answer; None: there was none.
+        HTTP status of the response; None: there was none, or it failed after status 200.
     """
 
     def __init__(self, message: str, status: int | None = None) -> None:
@@ -38,7 +38,7 @@ class ServerError(CllmError):
 
 
 def refusal_of(status: int, headers: Mapping[str, str], body: bytes) -> CllmError:
-    """The error that an answer of this status is."""
+    """Return the error for a response whose status is not 200."""
     problem = _problem_in(body)
     message = str(problem.get("message") or f"the server answers with status {status}")
     field = problem.get("param")
@@ -57,7 +57,7 @@ def refusal_of(status: int, headers: Mapping[str, str], body: bytes) -> CllmErro
 
 
 def failure_of(event: Mapping[str, Any]) -> ServerError | None:
-    """Return the error in an event, if it has one; that of a server which has stopped has its status."""
+    """Return the error in an event, or None.  Its status is 503 if the server is unavailable, else None."""
     problem = event.get("error")
     if not isinstance(problem, Mapping):
         return None

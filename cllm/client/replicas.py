@@ -1,4 +1,4 @@
-"""Replicas: servers of one model, of which each request goes to one that answers.  Event loop only."""
+"""Replicas: sends each request to one of several servers of a model.  Event loop only."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from cllm.routing.prefix_table import Key, PrefixTable
 
 CONNECT_S, WRITE_S = 5.0, 30.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
-AVOIDED_S, LONGEST_AVOIDED_S = 2.0, 60.0  # one that did not answer is asked after the others
-# A machine that is gone says nothing: found out after half a minute, whatever a server computes.
+AVOIDED_S, LONGEST_AVOIDED_S = 2.0, 60.0  # for which a server that failed is asked after the others
+# TCP detects a machine that is gone after 30 s, however long a server computes without sending.
 _KEEP_ALIVE = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 
 
 class Replicas:
     """Addresses of the servers, and a pool of connections to them.
 
-    Of several servers, the one that has had the longest beginning of a prompt is asked first, unless it
-    has much more to do for this client than another.
+    The server that has received the longest prefix of a prompt is asked first.  It is passed over if it has
+    over 8 open requests of this client more than another server.
 
     Parameters
     ----------
     urls : sequence of str
-        Of servers, or of one address that stands for many.
+        Addresses of servers, or of one load balancer.
     patience_s : float
-        Seconds for which servers that cannot be reached, or answer 502, 503 or 504, are asked again before
-        an error is raised.  A server that was reached is waited for.
+        Seconds of retries if servers cannot be reached or answer 502, 503 or 504; then an error is raised.
+        A server that was reached has no time limit.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class Replicas:
         self._n_failed: Counter[str] = Counter()
         self._avoided: dict[str, float] = {}
         self._http = httpx.AsyncClient(
-            # Events that a proxy compresses come late, and in other bytes.
+            # A proxy that compresses events delays them; and the events are read undecoded.
             headers={**headers, "accept-encoding": "identity"},
             timeout=httpx.Timeout(None, connect=CONNECT_S, write=WRITE_S),
             transport=httpx.AsyncHTTPTransport(
-                # Certificates take their time to load.
+                # Certificates are loaded only for https: loading is slow.
                 verify=any(httpx.URL(url).scheme == "https" for url in self._urls),
                 limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
                 socket_options=_socket_options(),
@@ -84,16 +84,18 @@ class Replicas:
         Parameters
         ----------
         keys : sequence of bytes
-            Of the beginnings of the prompt.
+            Keys of the session, or of the prefixes of the prompt, the shortest first.
         but : str, optional
-            One that has just failed: it is asked last.
+            URL of a server that has just failed: it is asked last.
         is_begun : bool
-            It has been served, and goes on: it waits where all queues are full.
+            True if the request continues an answer: it then waits up to `patience_s` for a full queue.
 
         Raises
         ------
-        CllmError
-            A server rejected the request, or none answered for `patience_s`.
+        RequestError
+            A server rejected the request; `QueueFullError`: a queue is full, and no other server accepted it.
+        ServerError, ClosedError
+            No server accepted it within `patience_s`, one answered with an error, or the client is closed.
         """
         until = time.monotonic() + self._patience_s
         pause_s = FIRST_PAUSE_S
@@ -134,7 +136,7 @@ class Replicas:
     async def _ask(
         self, url: str, path: str, content: bytes, headers: Mapping[str, str] | None
     ) -> httpx.Response:
-        """One answer; while it is 200, it counts as open: a server sends nothing before its first token."""
+        """Return the response of one server.  The request counts as open; after status 200 until `close`."""
         request = self._http.build_request(
             "POST",
             url + path,
@@ -142,7 +144,7 @@ class Replicas:
             headers={"content-type": "application/json", **(headers or {})},
         )
         request.stream = _Whole(content)
-        self._n_open[url] += 1
+        self._n_open[url] += 1  # already now: a server sends nothing before its first token
         is_open = False
         try:
             response = await self._http.send(request, stream=True)
@@ -157,7 +159,7 @@ class Replicas:
         await response.aclose()
 
     def _in_turn(self, keys: Sequence[Key]) -> Iterator[str]:
-        """Yield all servers once; those that did not answer recently come last."""
+        """Return each server once: the best prefix first, servers that failed recently last."""
         if len(self._urls) == 1:
             return iter(self._urls)
         now = time.monotonic()
@@ -169,16 +171,16 @@ class Replicas:
         )
 
     def _avoid(self, url: str) -> None:
-        """Ask the others first, for the longer the more often it has failed in a row."""
+        """Ask a server last for 2 s, twice as long after each further failure in a row, at most 60 s."""
         self._n_failed[url] += 1
         seconds = min(AVOIDED_S * 2 ** (self._n_failed[url] - 1), LONGEST_AVOIDED_S)
         self._avoided[url] = time.monotonic() + seconds
 
 
 class _Whole(httpx.AsyncByteStream):
-    """A body in one piece.
+    """Body of a request, in one piece.
 
-    Not a generator, as httpx' own: of one that a lost connection leaves unfinished, trio warns.
+    The body of httpx is a generator, and trio warns if a lost connection leaves a generator unfinished.
     """
 
     def __init__(self, content: bytes) -> None:
@@ -200,12 +202,12 @@ class _Once(AsyncIterator[bytes]):
 
 
 def _encoded(body: Mapping[str, Any]) -> bytes:
-    """A body as JSON.
+    """Return a body as JSON in UTF-8.
 
     Raises
     ------
     InvalidRequestError
-        Something in it is not a value of JSON, or text that is no Unicode.
+        JSON cannot represent a value, or a text has a lone surrogate.
     """
     try:
         text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

@@ -1,7 +1,7 @@
-"""The doctor: whether this installation is sound, and latency grows over identical requests.
+"""Doctor: checks of this installation and a model, and experiments on the latency of identical requests.
 
-Knows `cllm.bindings` and no terminal.  `examine` yields frozen findings: checks, then experiments
-with what they measured and the cause that their pattern stands for, then the answer.
+Prints nothing.  `examine` yields frozen findings: checks, the plan of the experiments, the experiments with
+their measurements and diagnosis, and the conclusion.
 """
 
 from cllm.doctor.diagnosis import conclude, diagnose, growth

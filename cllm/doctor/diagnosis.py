@@ -1,7 +1,7 @@
-"""Derive the cause from the numbers of identical requests.  Pure.
+"""Derive the cause of growing latency from the numbers of identical requests.  Pure functions.
 
-Rows, positions and cells decide: they are exact, and the same on every machine.  Times only follow
-them, so they are shown as a ratio and never asked.
+Rows, positions and cells decide, because they are the same on every machine.  Times depend on them; they are
+only reported, as a ratio.
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ from statistics import median
 
 from cllm.doctor.findings import Cause, Conclusion, Diagnosis, Experiment, Measurement, Refusal
 
-# Beyond this, equal work took so unequal a time that the reader deserves a word about it.
+# With equal work, a larger ratio of times is explained in the answer.
 STEADY = 1.25
 N_MIN = 3  # fewer requests show no pattern
 
 
 def growth(values: Sequence[float]) -> float:
-    """Return the median of the last quarter over that of the first; 1 without values."""
+    """Return the ratio of the medians of the last and the first quarter; 1 if the first is 0 or empty."""
     quarter = max(1, len(values) // 4)
     first = median(values[:quarter]) if values else 0.0
     return median(values[-quarter:]) / first if first > 0 else 1.0
 
 
 def diagnose(requests: Sequence[Measurement], refusal: Refusal | None = None) -> Diagnosis:
-    """Name the cause of a pattern.
+    """Return the cause of the pattern in the measurements.
 
-    The cases, in this order: a batch was refused; the rows of a request grow; its positions do; the
-    cells in use do; nothing grows but the number of requests ahead; nothing grows.
+    The cases, in this order: a batch was rejected; the rows grow; the last positions grow; cells are left
+    after a request; only requests ahead were found; nothing grows.  `Cause.UNKNOWN` stands for fewer than
+    three requests, and for rows, positions or cells that go up and down.
     """
     if refusal is not None:
         return _of_refusal(refusal)
@@ -119,7 +120,7 @@ def _of_cells_left(requests: Sequence[Measurement], pattern: str) -> Diagnosis:
 
 
 def conclude(experiments: Sequence[Experiment], subject: Experiment) -> Conclusion:
-    """Answer the question from the experiment that clears on finish, the `subject`."""
+    """Return the answer to "does latency grow?", from `subject`, the experiment "clear on finish"."""
     requests = subject.requests
     n_rows = requests[0].n_rows if requests else 0
     grows = subject.diagnosis.cause is not Cause.FLAT

@@ -25,7 +25,8 @@ QUICK_BUDGET_S, QUICK_N_REQUESTS = 8.0, 16
 def examine(path: Path, *, n_threads: int, is_quick: bool = False) -> Generator[Finding]:
     """Examine the installation and one model.
 
-    One thread only, and not from a coroutine.  Closing the iterator early frees everything.
+    Use it from one thread only, and not from a coroutine: one experiment starts an event loop.  Closing the
+    iterator early frees everything.
 
     Parameters
     ----------
@@ -34,12 +35,12 @@ def examine(path: Path, *, n_threads: int, is_quick: bool = False) -> Generator[
     n_threads : int
         Compute threads.
     is_quick : bool
-        Fewer requests.
+        Aim at 8 s of experiments with up to 16 requests each, instead of 60 s with up to 24.
 
     Yields
     ------
     Check, Plan, Experiment, Conclusion
-        The checks first.  If one fails, nothing follows that depends on it.
+        Findings in this order.  After a failed check there are no experiments and no conclusion.
     """
     for check in installation_checks():
         yield check

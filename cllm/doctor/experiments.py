@@ -1,9 +1,8 @@
-"""The experiments: what a server does right, and the six things it does wrong.
+"""The experiments: one way in which a server handles identical requests well, and six others.
 
-Each has a context of its own and runs identical requests on it, one after another.  The four that
-the field reports proposed are among them: read the positions after seq_rm ("clear on finish"), a
-new seq_id each time ("clear on reuse"), continuity errors ("restart at 0"), and going on from the
-last position ("never clear").
+Each experiment has its own context and runs its requests there, one after another.  Field reports proposed
+four of them.  "clear on finish" reads the positions after seq_rm.  "clear on reuse" takes another seq_id each
+time.  "restart at 0" shows continuity errors.  "never clear" continues from the last position.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Outcome = tuple[list[Measurement], Refusal | None]
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """An experiment before it is made."""
+    """Description of an experiment; `run` takes a runner and the number of requests."""
 
     name: str
     question: str
@@ -34,13 +33,13 @@ class Setup:
 
 
 def run_experiments(model: Model, plan: Plan, *, n_threads: int) -> Iterator[Experiment]:
-    """Make every experiment, one at a time, in the order of `SETUPS`."""
+    """Run the experiments in the order of `SETUPS`, and yield each as soon as it is finished."""
     for setup in SETUPS:
         yield run_experiment(setup, model, plan, n_threads=n_threads)
 
 
 def run_experiment(setup: Setup, model: Model, plan: Plan, *, n_threads: int) -> Experiment:
-    """Make one experiment on a context of its own."""
+    """Run one experiment in its own context, and return it with its diagnosis."""
     prompt = prompt_tokens(model.vocab, plan.shape.n_prompt)
     with open_context(model, plan, n_threads=n_threads) as context:
         runner = RequestRunner(context, prompt, plan.shape.n_output)
@@ -62,17 +61,17 @@ def clear_on_finish(runner: RequestRunner, n_requests: int) -> Outcome:
 
 
 def never_clear(runner: RequestRunner, n_requests: int) -> Outcome:
-    """The next request continues on the same seq_id."""
+    """Never call `seq_rm`: each request continues the sequence of the one before."""
     return [runner.run() for _ in range(n_requests)], None
 
 
 def clear_wrong_id(runner: RequestRunner, n_requests: int) -> Outcome:
-    """`seq_rm` is called each time and returns True each time: of an empty sequence."""
+    """Call `seq_rm` with another seq_id, which is empty: it returns True each time."""
     return [runner.run(clears=1) for _ in range(n_requests)], None
 
 
 def clear_on_reuse(runner: RequestRunner, n_requests: int) -> Outcome:
-    """seq_ids in rotation, each cleared when its next request comes."""
+    """Use the seq_ids in rotation, and clear each just before its next request."""
     requests = []
     for number in range(n_requests):
         seq_id = number % runner.context.n_seq_max
@@ -82,9 +81,9 @@ def clear_on_reuse(runner: RequestRunner, n_requests: int) -> Outcome:
 
 
 def restart_at_0(runner: RequestRunner, _n_requests: int) -> Outcome:
-    """Positions begin at 0 again in a sequence that was not cleared.
+    """Begin at position 0 again in a sequence that was not cleared.
 
-    Makes three requests: one that is not cleared, one that is refused, and it again, cleared first.
+    The first request is not cleared.  The second is rejected.  It runs again after `seq_rm`.
     """
     context = runner.context
     first = runner.run()
@@ -112,13 +111,13 @@ def restart_at_0(runner: RequestRunner, _n_requests: int) -> Outcome:
 
 
 def resend_history(runner: RequestRunner, n_requests: int) -> Outcome:
-    """Each prompt has all earlier ones before it; `seq_rm` is right."""
+    """Send all earlier prompts before each prompt, and clear each sequence when its request ends."""
     requests = [runner.run(clears=0, prompt=runner.prompt * (n + 1)) for n in range(n_requests)]
     return requests, None
 
 
 def queue(runner: RequestRunner, n_requests: int) -> Outcome:
-    """All clients at once, one lock, timed by the clients."""
+    """Submit the requests of all clients at once, serve them behind one lock, and time them in the clients."""
     return run_behind_a_lock(runner, n_requests), None
 
 
@@ -142,7 +141,7 @@ SUBJECT = SETUPS[0]  # the experiment that answers the question
 
 
 class _Collector(logging.Handler):
-    """Log handler that keeps all records."""
+    """Log handler that appends the messages of errors to a list."""
 
     def __init__(self, messages: list[str]) -> None:
         super().__init__(logging.ERROR)
@@ -154,7 +153,7 @@ class _Collector(logging.Handler):
 
 @contextmanager
 def llama_errors() -> Iterator[list[str]]:
-    """The errors that llama.cpp logs meanwhile."""
+    """Yield a list that collects the errors which llama.cpp logs during the block."""
     messages: list[str] = []
     collector = _Collector(messages)
     logger = logging.getLogger("cllm.llama")

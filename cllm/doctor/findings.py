@@ -17,14 +17,14 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was looked at.
+    """Result of one check.
 
     Attributes
     ----------
     name : str
     status : Status
     text : str
-        What was found, on one line.
+        Description of the result, on one line.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Shape:
 
     @property
     def n_rows(self) -> int:
-        """Rows to decode: all but the last output token, which nothing follows."""
+        """Number of rows to decode: all tokens but the last output token."""
         return self.n_prompt + self.n_output - 1
 
 
@@ -67,7 +67,7 @@ class Plan:
 
     @property
     def n_ctx(self) -> int:
-        """Cells for all requests of an experiment at once: it shall not end for want of room."""
+        """Cells for all requests of an experiment together, so that it has room even if none is cleared."""
         return self.n_requests * self.shape.n_rows
 
 
@@ -112,21 +112,21 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Batch whose positions do not continue its sequence, and the error that it got.
+    """Batch whose positions do not continue its sequence, and its errors.
 
     Attributes
     ----------
     seq_id : int
     last_pos, first_pos : int
-        X, where the sequence ends, and Y, where the batch begins.
+        X, the last position of the sequence, and Y, the first position of the batch.
     error : str
-        What the bindings say, before any call.
+        Text of the `PositionError` that the bindings raise instead of a call.
     code : int
-        What `llama_decode` returns when it is called all the same.
+        Code that `llama_decode` returns if it is called without that check.
     message : str
-        What llama.cpp logs then; may be empty.
+        Errors that llama.cpp logs then, one a line; may be empty.
     is_unchanged : bool
-        Whether the KV cache held afterwards what it held before.
+        True if the last position of sequence 0 and the number of used cells are the same afterwards.
     """
 
     seq_id: int
@@ -167,13 +167,14 @@ class Experiment:
     ----------
     name : str
     question : str
-        What is done, on one line.
+        Description of the experiment, on one line.
     expected : Cause
-        What a sound llama.cpp shows.
+        Diagnosis with a working llama.cpp.
     requests : tuple of Measurement
     refusal : Refusal or None
+        Rejected batch; None in all experiments but "restart at 0".
     diagnosis : Diagnosis
-        Of the measured rows, positions and cells; times have no part in it.
+        Cause that follows from the measured rows, positions and cells; times are not used.
     """
 
     name: str
@@ -185,13 +186,16 @@ class Experiment:
 
     @property
     def is_expected(self) -> bool:
-        """True if the cause was recognised."""
+        """True if the diagnosed cause is the expected one."""
         return self.diagnosis.cause is self.expected
 
 
 @dataclass(frozen=True, slots=True)
 class Conclusion:
-    """The answer to "does latency grow over identical requests here?"."""
+    """Answer to the question "does latency grow over identical requests here?".
+
+    `grows` is False if the diagnosis of "clear on finish" is `Cause.FLAT`.  `text` is the answer.
+    """
 
     grows: bool
     text: str
@@ -223,12 +227,12 @@ class Report:
 
     @property
     def is_healthy(self) -> bool:
-        """True if no check failed and every experiment showed what a sound llama.cpp shows."""
+        """True if no check failed and every experiment has its expected diagnosis."""
         is_sound = all(check.status is not Status.FAILED for check in self.checks)
         return is_sound and all(experiment.is_expected for experiment in self.experiments)
 
     def as_dict(self) -> dict[str, Any]:
-        """The report for `json.dumps`."""
+        """Return the report for `json.dumps`."""
         plan = next((f for f in self.findings if isinstance(f, Plan)), None)
         return {
             "healthy": self.is_healthy,

@@ -15,7 +15,7 @@ from cllm.errors import AbiMismatchError, LibraryError
 from cllm.memory import available_bytes
 
 MIB = 1 << 20
-# What `build_llama.sh` records of Intel's matrix tiles, and what it made of it.
+# Texts for the values of `amx` (Intel's matrix tiles) in the record of `build_llama.sh`.
 _AMX_TEXT = {
     "absent": "this CPU has none",
     "disabled": "left out: the build is portable",
@@ -51,7 +51,7 @@ def installation_checks() -> Iterator[Check]:
 
 
 def llama_version() -> str:
-    """Return the version of llama.cpp in a few words, without loading it."""
+    """Return a text with commit, target CPU and path of libllama, without loading it, or that there is none."""
     try:
         path, record = find_library()
     except LibraryError:
@@ -60,9 +60,9 @@ def llama_version() -> str:
 
 
 def check_version(record: dict[str, Any], version: str) -> Check:
-    """Compare the version of llama.cpp with the one that the tests run with.
+    """Compare the version of llama.cpp with the one that the tests run with; another one is a warning.
 
-    A library that does not fit the declarations does not load: see `AbiMismatchError`.
+    A library that does not match the declarations is not loaded at all: see `AbiMismatchError`.
     """
     commit = record.get("commit")
     told = f"llama.cpp {commit} ({record.get('version', version)})"
@@ -79,7 +79,7 @@ def _numbers(version: str) -> list[int]:
 
 
 def check_build(record: dict[str, Any]) -> Check:
-    """Check how the library was built; sanitizers and debug builds are slow."""
+    """Report how the library was built; sanitizers or a debug build are a warning, because they are slow."""
     flags = [str(flag) for flag in record.get("flags", [])]
     kind = next(
         (f.partition("=")[2] for f in flags if f.startswith("-DCMAKE_BUILD_TYPE=")), "unknown"
@@ -104,13 +104,13 @@ def check_cpu(record: dict[str, Any], cpu: str, features: str, backend: str) -> 
     Parameters
     ----------
     record : dict
-        What `build_llama.sh` wrote.
+        Record that `build_llama.sh` wrote.
     cpu : str
-        The name of this machine's; empty if it has none.
+        Name of this machine's CPU; empty if it is unknown.
     features : str
-        From `system_info`.
+        Text of `system_info`.
     backend : str
-        The file with the code for this CPU, such as "libggml-cpu-haswell.so".
+        Name of the file with the code for this CPU, such as "libggml-cpu-haswell.so".
     """
     pairs = (part.rpartition(":")[2].partition("=") for part in features.split("|"))
     used = " ".join(name.strip() for name, _, value in pairs if value.strip() == "1")
@@ -129,7 +129,7 @@ def check_cpu(record: dict[str, Any], cpu: str, features: str, backend: str) -> 
 
 
 def check_amx(record: dict[str, Any]) -> Check:
-    """Report what the build found out about Intel's matrix tiles."""
+    """Report the result of the build's test of Intel's matrix tiles; failed if they are used but fault."""
     verdict = str(record["amx"])
     text = _AMX_TEXT.get(verdict, verdict)
     if verdict == "faults" and not any(_NO_AMX in str(f) for f in record.get("flags", [])):
@@ -151,7 +151,7 @@ def memory_check(model_bytes: int) -> Check:
 
 
 def check_memory(model_bytes: int, available_bytes: int | None, may_lock: str) -> Check:
-    """Compare the weights with the free memory; None stands for "the system does not say"."""
+    """Compare weights with free memory (None: unknown); `may_lock` is the limit of locked memory as text."""
     text = f"{model_bytes / MIB:,.1f} MiB of weights"
     if available_bytes is None:
         return Check("memory", Status.OK, f"{text}; {may_lock} may be locked (use_mlock)")

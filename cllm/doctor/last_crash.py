@@ -1,4 +1,4 @@
-"""The last crash of an engine's process that this machine remembers."""
+"""Check of the last crash of an engine's process, from the report in the user's state directory."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from cllm.doctor.findings import Check, Status
 from cllm.engine.process.crash_report import crash_file, last_crash
 
-N_CAUSE = 300  # characters of it, from its end
+N_CAUSE = 300  # characters of the last words of the process that are shown, from their end
 
 
 def last_crash_check() -> Iterator[Check]:
-    """Yield the check of the last crash, if there was one."""
+    """Yield a warning with the time, model and cause of the last crash; nothing if there was none."""
     if (crash := last_crash()) is None:
         return
     how, _, words = crash.cause.partition(":")

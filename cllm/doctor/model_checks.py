@@ -13,12 +13,12 @@ from cllm.doctor.template_check import check_chat_template
 from cllm.doctor.workload import TEXT, ProbeContext, prompt_tokens
 from cllm.errors import CllmError, NoKVSlotError
 
-N_CELLS = 256  # the fewest that llama.cpp makes
+N_CELLS = 256  # cells of the smallest KV cache of llama.cpp
 N_PROMPT = 16
 
 
 def model_checks(model: Model, *, n_threads: int) -> Iterator[Check]:
-    """Check a model; a failed one makes the experiments pointless.  The model's thread only."""
+    """Yield checks of a model; if one has failed, experiments make no sense.  Use the model's thread."""
     yield Check(
         "model",
         Status.OK,
@@ -52,7 +52,7 @@ def shared_prefixes(model: Model) -> str:
 
 
 def check_vocabulary(vocab: Vocabulary) -> Check:
-    """Check that texts become tokens and the same texts again, and that an output can end."""
+    """Check that a text survives tokenizing and joining, and that a token exists that ends an output."""
     try:
         tokens = vocab.tokenize(TEXT, add_special=False)
         text = vocab.join(tokens)
@@ -71,7 +71,7 @@ def check_vocabulary(vocab: Vocabulary) -> Check:
 def _check_decode(context: Context, prompt: list[int]) -> Check:
     batch = Batch(len(prompt))
     batch.add(0, prompt, 0, n_outputs=1)
-    context.decode(batch)  # the first pays for pages and buffers
+    context.decode(batch)  # not measured: the first decode touches new pages and buffers
     context.seq_rm(0)
     started_s = time.perf_counter()
     logits = context.decode(batch)

@@ -1,4 +1,4 @@
-"""Choose the number and size of requests that examine a slow model in reasonable time.  Pure."""
+"""Choose the number and size of requests, so that the experiments end in time with a slow model.  Pure."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ SHAPES = (Shape(64, 16), Shape(32, 8), Shape(16, 4), Shape(8, 2))
 N_SEQ_IDS = 4
 # Two rounds of all seq_ids: the first shows cells growing, the second that they stay.
 N_REQUESTS_MIN = 2 * N_SEQ_IDS
-N_EQUAL = 5  # experiments whose requests all have the same rows
-N_OTHER = 23  # the requests beside the refused one, and the warm-up of each experiment
-# Attention over cells that are never cleared, and other work on the machine.
+N_EQUAL = 5  # experiments of `n_requests` requests with the same rows
+N_OTHER = 23  # 2 requests of "restart at 0", and 3 requests of warm-up in each of 7 experiments
+# Factor for attention over cells that are never cleared, and for other work on the machine.
 MARGIN = 1.5
 
 
@@ -26,7 +26,7 @@ class Pace:
 
 
 def estimate_s(shape: Shape, n_requests: int, pace: Pace) -> float:
-    """Return the estimated seconds of all experiments."""
+    """Return the estimated seconds of all experiments, including a margin of 50 %."""
     prompt_s = shape.n_prompt * pace.prompt_row_s
     output_s = (shape.n_output - 1) * pace.output_row_s
     # The history that is sent again: one prompt more each time.
@@ -36,7 +36,7 @@ def estimate_s(shape: Shape, n_requests: int, pace: Pace) -> float:
 
 
 def choose_plan(pace: Pace, *, budget_s: float, n_requests: int, n_ctx_train: int) -> Plan:
-    """The largest plan within the budget and the model's context.
+    """Return the largest plan within the budget and the model's context, otherwise the smallest plan.
 
     Parameters
     ----------
@@ -44,9 +44,9 @@ def choose_plan(pace: Pace, *, budget_s: float, n_requests: int, n_ctx_train: in
     budget_s : float
         Seconds for all experiments; the smallest plan may take longer.
     n_requests : int
-        Of an experiment, at the most.
+        Largest number of requests of an experiment.
     n_ctx_train : int
-        Positions that the model was trained for; 0 if it does not say.
+        Positions that the model was trained for; 0 if unknown.
     """
     for shape in SHAPES:
         for n in range(n_requests, N_REQUESTS_MIN - 1, -1):

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PLOT_FORMATS = (".png", ".pdf", ".svg")
-N_MIN = 3  # requests that make a line
-# Okabe and Ito's colours, which colour-blind eyes tell apart; equal lines lie over each other, so
-# that markers and dashes differ as well.
+N_MIN = 3  # experiments with fewer requests are not drawn
+# Okabe and Ito's colours, which color-blind readers can distinguish.  Markers and dashes differ
+# too, because equal lines cover each other.
 _STYLES: tuple[dict[str, Any], ...] = (
     {"color": "#000000", "marker": "o", "linewidth": 2.4},
     {"color": "#d55e00", "marker": "s"},
@@ -36,12 +36,12 @@ _PANELS: tuple[tuple[str, Callable[[Measurement], float]], ...] = (
 
 
 def has_matplotlib() -> bool:
-    """True if `save_plot` can work."""
+    """Return True if matplotlib is installed, which `save_plot` and `save_rows_plot` need."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def save_plot(report: Report, path: Path, *, title: str) -> None:
-    """Draw rows, positions, cells and times over the requests of each experiment.
+    """Draw rows, positions, cells and times over the requests of each experiment of at least three.
 
     Parameters
     ----------

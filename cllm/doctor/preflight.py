@@ -1,4 +1,4 @@
-"""Try a model in a process of its own first: a damaged file, or a wrong build, ends that one."""
+"""Check of a model in a child process first: a damaged file or a wrong build ends only the child."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cllm.engine.llama.preflight import Preflight
 
 
 def preflight_check(path: Path) -> Check:
-    """Load the model in a child process and decode a few tokens there."""
+    """Load the model in a child process and decode a few tokens there; an error becomes a failed check."""
     config = EngineConfig(model=path, n_threads=1, n_threads_batch=1, preflight=True)
     try:
         Preflight(config).run()

@@ -10,7 +10,7 @@ from cllm.engine.thread.processor_load import ProcessorReader
 from cllm.processors import Processors, usable_processors
 
 WINDOW_S = 0.25
-OTHERS = 0.3  # processors; less is no other program that computes
+OTHERS = 0.3  # processors that other programs may use without a warning
 
 
 def processors_check(n_threads: int) -> Check:
@@ -27,7 +27,7 @@ def processors_check(n_threads: int) -> Check:
 
 
 def check_processors(load: ProcessorLoad | None, usable: Processors, n_threads: int) -> Check:
-    """Compare the threads with the processors that other programs leave; None if the load is unknown."""
+    """Compare the threads with the quota, and with the load of other programs (`load` None: unknown)."""
     text = str(usable.n_allowed)
     if usable.n_cores != usable.n_allowed:
         text += f" on {usable.n_cores} cores"

@@ -1,4 +1,4 @@
-"""Clients that arrive together and wait for one lock: what their latency shows, and what it hides."""
+"""Experiment with clients that arrive together and wait for one lock: their latency includes the wait."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from cllm.doctor.workload import RequestRunner
 
 
 def run_behind_a_lock(runner: RequestRunner, n_clients: int) -> list[Measurement]:
-    """One request for each client, all submitted before the first is served.
+    """Run one request for each client, all submitted before the first is served.
 
-    Starts an event loop: not to be called from a coroutine.
+    Return the measurements in the order of service.  Starts an event loop: do not call it from a coroutine.
     """
-    # In debug mode asyncio would complain of what is done here on purpose: the loop is blocked.
+    # In debug mode asyncio would log that the loop is blocked, which is intended here.
     return anyio.run(_serve, runner, n_clients, backend_options={"debug": False})
 
 

@@ -1,7 +1,7 @@
 """Measure the time of a decode by its number of rows, one row for each sequence.
 
-Kernels take rows in steps, each machine and each weight type its own: three rows may cost more than
-four, and 64 twice as much as 63.  One thread only, and not from a coroutine.
+Kernels compute rows in groups whose size depends on the machine and the weight type.  Three rows may take
+longer than four, and 64 twice as long as 63.  Use it from one thread only, and not from a coroutine.
 """
 
 from __future__ import annotations
@@ -16,27 +16,26 @@ from cllm.bindings import Batch, Context, Model
 from cllm.doctor.workload import TEXT
 
 N_ROWS_MAX = 64
-N_POSITIONS = 16  # that every sequence has when a turn begins
-N_TURNS, QUICK_N_TURNS = 5, 3  # the medians of them count
-# More rows for less time, or one row more for so much more: worth telling.
-STEP = 1.25
-SAVING = 0.95
+N_POSITIONS = 16  # positions of every sequence when a turn begins
+N_TURNS, QUICK_N_TURNS = 5, 3  # turns; their median is the result
+STEP = 1.25  # ratio to the time of one row less from which `steps` has a number of rows
+SAVING = 0.95  # ratio of times below which more rows count as cheaper
 
 
 @dataclass(frozen=True, slots=True)
 class RowCosts:
-    """Seconds of one decode.
+    """Time of one decode by its number of rows.
 
     Attributes
     ----------
     seconds : mapping
-        By the number of rows, ascending from 1.
+        Median seconds of a decode by its number of rows, ascending from 1.
     """
 
     seconds: Mapping[int, float]
 
     def tokens_per_s(self, n_rows: int) -> float:
-        """Return the tokens per second of all sequences together."""
+        """Return the tokens per second of all sequences together, in decodes of `n_rows` rows."""
         return n_rows / self.seconds[n_rows]
 
     @property
@@ -46,7 +45,7 @@ class RowCosts:
 
     @property
     def cheaper_with_more(self) -> dict[int, int]:
-        """Numbers of rows that take longer than some more do, and the most for which that is so."""
+        """Numbers of rows for which more rows take below 0.95 of the time, each with the most such rows."""
         return {
             rows: max(cheaper)
             for rows, seconds in self.seconds.items()
@@ -59,7 +58,7 @@ class RowCosts:
 
     @property
     def steps(self) -> dict[int, float]:
-        """Numbers of rows that take much longer than one row less does, and how many times as long."""
+        """Numbers of rows from 3 on that take at least 1.25 times as long as one row less, and the ratio."""
         return {
             rows: factor
             for rows, seconds in self.seconds.items()
@@ -68,7 +67,7 @@ class RowCosts:
         }
 
     def as_dict(self) -> dict[str, object]:
-        """Return milliseconds by the number of rows as text, for JSON."""
+        """Return the milliseconds by number of rows and the derived properties for JSON; keys are text."""
         return {
             "decode_ms": {str(rows): 1000 * seconds for rows, seconds in self.seconds.items()},
             "best": self.best,
@@ -86,14 +85,16 @@ def measure_rows(
     clock: Callable[[], float] = time.perf_counter,
     on_turn: Callable[[int], None] = lambda turn: None,
 ) -> RowCosts:
-    """Measure every number of rows from 1 on, in turns up and down.
+    """Measure decodes of 1 to `n_rows_max` rows, in turns that count up and down alternately.
+
+    Raises the errors of `Model`, `Context` and `Context.decode`.
 
     Parameters
     ----------
     path : Path
         A GGUF file that can be loaded: see `preflight_check`.
     n_turns : int
-        At least 1.
+        Measurements of each number of rows, at least 1; the median is the result.
     on_turn : callable
         Called with the number of each turn, from 0, before it begins.
     """
@@ -123,7 +124,7 @@ def measure_rows(
 def _decodes(
     context: Context, tokens: Sequence[int], numbers: Sequence[int], clock: Callable[[], float]
 ) -> Iterator[tuple[int, float]]:
-    """The seconds of a decode of each of these numbers of rows, in an emptied context."""
+    """Yield each of these numbers of rows with the seconds of its decode; the context is emptied first."""
     batch, ends = Batch(context.n_batch), [len(tokens)] * context.n_seq_max
     for seq_id in range(context.n_seq_max):
         context.seq_rm(seq_id)

@@ -1,4 +1,4 @@
-"""Ask the chat template what of a conversation it takes, by rendering with it."""
+"""Check of the chat template: the parts of a conversation that it supports, found by rendering."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cllm.engine.chat.template_abilities import TemplateAbilities
 from cllm.errors import CllmError
 
 NAME = "chat template"
-# What is said in words where a template has no place for it.
+# Abilities by name.  Without one, the engine writes that part of a conversation as plain text.
 IN_WORDS = {
     "system": "system messages",
     "tools": "tools",
@@ -20,7 +20,7 @@ IN_WORDS = {
 
 
 def check_chat_template(model: Model) -> Check:
-    """Check that chats are possible, and what the template does with tools, thinking and the system message."""
+    """Check that the template renders a chat, and report its abilities; otherwise return a warning."""
     template = model.chat_template()
     if template is None:
         return Check(NAME, Status.WARNING, "none: chats need one, prompts do not")

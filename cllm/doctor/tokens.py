@@ -8,11 +8,12 @@ from cllm.bindings import Model
 
 
 def tokens_of(path: Path, text: str, *, add_special: bool) -> list[tuple[int, bytes]]:
-    """Return each token of a text with its text; control tokens have their names.
+    """Return the id and the bytes of each token of a text; a control token has the bytes of its name.
 
     Raises
     ------
-    ModelLoadError
+    ModelLoadError, InvalidArgumentError
+        The file or the text cannot be used.
     """
     with Model(path, vocab_only=True) as model:
         tokens = model.vocab.tokenize(text, add_special=add_special)

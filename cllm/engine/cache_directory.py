@@ -1,6 +1,6 @@
-"""Small JSON files in the cache directory: what was learned here, and may be lost.
+"""Small JSON files in the cache directory.  Their content can be computed again if it is lost.
 
-A file that cannot be read is empty, and one that cannot be written stays as it is.
+A file that cannot be read counts as empty.  If a file cannot be written, the old one is kept.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from pathlib import Path
 
 
 def cache_file(name: str) -> Path:
-    """A file of this name, in the directory that `build_llama.sh` uses too.  It may not exist yet.
+    """Return the path of a file in the cache directory of cllm.  The file may not exist yet.
+
+    `build_llama.sh` uses the same directory.
 
     Raises
     ------
@@ -27,42 +29,42 @@ def cache_file(name: str) -> Path:
 
 
 def read_cached(name: str) -> dict[str, object]:
-    """Return the object in a file; empty if the file cannot be read."""
+    """Return the JSON object in a file; empty if the file cannot be read or has no JSON object."""
     try:
         known = json.loads(cache_file(name).read_bytes())
-    except (OSError, ValueError, RuntimeError):  # RecursionError, of what is nested, is the last
+    except (OSError, ValueError, RuntimeError):  # also RecursionError, for deeply nested JSON
         return {}
     return known if isinstance(known, dict) else {}
 
 
 def keep_cached(name: str, entries: Mapping[str, object], n_max: int) -> None:
-    """Add entries to a file.  Of more than `n_max`, the ones that were added last are kept.
+    """Add entries to a file, and keep only the `n_max` entries that were added last.
 
     Raises
     ------
     OSError, RuntimeError
-        The file stays as it was.
+        The file cannot be written, or the home directory is unknown.  The file is unchanged.
     """
     known = read_cached(name)
     for key, value in entries.items():
-        known.pop(key, None)  # to its place at the end
+        known.pop(key, None)  # so that the key moves to the end
         known[key] = value
     write_cached(name, dict(list(known.items())[-n_max:]))
 
 
 def write_cached(name: str, values: Mapping[str, object]) -> None:
-    """Replace a file.
+    """Replace the entries of a file.
 
     Raises
     ------
     OSError, RuntimeError
-        It stays as it was.
+        The file cannot be written, or the home directory is unknown.  The file is unchanged.
     """
     replace_json(cache_file(name), values)
 
 
 def replace_json(file: Path, values: Mapping[str, object]) -> None:
-    """Replace a JSON file in one step, and make its directory.
+    """Replace a JSON file atomically; create its directory if there is none.
 
     Raises
     ------

@@ -1,9 +1,9 @@
 """Run a module of cllm in a process of its own, so that a crash ends that process alone.
 
 Start each child with `child_command`, `child_environment` and `process_group=0`.  The process group
-keeps a terminal's Ctrl-C away from the child.  Never start a child in a new session: Linux schedules
-each session as a group of its own (`kernel.sched_autogroup_enabled`), and one busy program elsewhere
-then takes most of a processor from the child's compute threads (measured: 2 tokens/s instead of 37).
+keeps a terminal's Ctrl-C away from the child.  Never start a child in a new session.  Linux schedules
+each session as a group of its own (`kernel.sched_autogroup_enabled`).  One busy program in another
+session then takes most of a processor from the child (measured: 2 tokens/s instead of 37).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_READ = 1 << 16
 
 
 def child_command(module: str, *arguments: str) -> list[str]:
-    """The command that runs a module, with nothing imported from the working directory."""
+    """Return the command that runs a module; the module imports nothing from the working directory."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
@@ -41,7 +41,7 @@ def child_environment() -> dict[str, str]:
 
 
 def limit_memory(n_bytes: int) -> None:
-    """Limit the growth of this process to `n_bytes` of address space.  Without `/proc` there is no limit."""
+    """Limit the growth of this process to `n_bytes` of address space; do nothing without `/proc`."""
     sizes = Path("/proc/self/statm")
     if not sizes.exists():
         return
@@ -54,7 +54,10 @@ def limit_memory(n_bytes: int) -> None:
 
 
 def answers_of_this_process() -> TextIO:
-    """Return the stream for answers; output of libraries goes elsewhere.  A crash leaves no core file."""
+    """Return a text stream on standard output, and disable core files.
+
+    From then on, output of libraries to standard output goes to standard error.
+    """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answers = os.fdopen(os.dup(1), "w", encoding="ascii")
     os.dup2(2, 1)
@@ -68,19 +71,20 @@ def answer_requests(
     *,
     alarm_s: int,
 ) -> None:
-    """Say that this process is ready, and answer each line of standard input until it ends.
+    """Write `ready`, then answer each JSON line of standard input until standard input ends.
 
     Parameters
     ----------
     answer : callable
-        Takes the fields of a request.
+        Called with the fields of a request as keyword arguments; returns the fields of the answer.
     alarm_s : int
-        Seconds for an answer: an orphan in an endless call would never see that its input has ended.
+        Seconds after which SIGALRM ends this process during an answer.  An orphan in an endless call would
+        never see that its input has ended.
     """
     reply = ready
     while True:
         signal.alarm(0)
-        print(json.dumps(reply), file=answers, flush=True)  # to who asks
+        print(json.dumps(reply), file=answers, flush=True)  # to the parent process
         request = sys.stdin.buffer.readline()
         if not request:
             return
@@ -97,14 +101,15 @@ class EndedError(Exception):
 
 
 class JsonChild:
-    """A module that answers each line of JSON with one, in a process that is started when it is needed.
+    """Child process that answers each line of JSON with a line of JSON; the first request starts it.
 
-    The process writes one line when it is ready; its field `error` says why it cannot serve.  One
-    thread asks at a time; any thread may end or close it.
+    The process writes one line when it is ready.  A field `error` in that line says why it cannot serve.
+    Any thread may call the methods; requests of several threads wait for each other.
 
     Parameters
     ----------
     module, *arguments : str
+        Name of the module, and its command-line arguments.
     """
 
     def __init__(self, module: str, *arguments: str) -> None:
@@ -115,13 +120,19 @@ class JsonChild:
         self._is_closed = False
 
     def ask(self, request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-        """Return the answer.
+        """Return the answer to a request; start the process if none runs.
+
+        Parameters
+        ----------
+        limit_s : float
+            Seconds for the answer; the start of the process has a limit of its own (`START_S`).
 
         Raises
         ------
         TooSlowError, EndedError
-            The next request is sent to another process.
+            The process did not answer in time, or ended.  The next request starts another process.
         ClosedError
+            `stop` or `close` was called.
         OSError
             No process can be started, or it does not get ready.
         """
@@ -133,7 +144,7 @@ class JsonChild:
         """End the process and return at once; a running `ask` raises `EndedError`."""
         self._n_endings += 1
         if (process := self._process) is not None:
-            process.kill()  # a reader of its answer sees the end
+            process.kill()  # the thread in `ask` then reads the end of the output
 
     def end(self) -> None:
         """End the process and wait for its end; a running `ask` raises `EndedError`."""
@@ -156,7 +167,8 @@ class JsonChild:
         try:
             process = self._started(n_endings)
             assert process.stdin is not None
-            with suppress(BrokenPipeError):  # it has ended: reading says so
+            # The process may have ended: `_read_line` raises `EndedError`.
+            with suppress(BrokenPipeError):
                 process.stdin.write(json.dumps(request).encode() + b"\n")
                 process.stdin.flush()
             answer = _read_line(process, limit_s)
@@ -166,7 +178,7 @@ class JsonChild:
                 raise ClosedError("the engine is closed") from None
             raise
         finally:
-            if answer is None:  # it may still be thinking: the next one would get the answer
+            if answer is None:  # a late answer would be taken for that of the next request
                 self._end()
 
     def _started(self, n_endings: int) -> subprocess.Popen[bytes]:
@@ -213,9 +225,9 @@ class JsonChild:
 
 
 def _end_leaked(process: subprocess.Popen[bytes], pid: int) -> None:
-    """End the process of an object that was not closed, but is collected or open when the program ends.
+    """End the process of a `JsonChild` that was collected, or is still open at exit.
 
-    A forked child leaves it to its parent.
+    A forked child of this process does nothing: the process belongs to its parent.
     """
     if pid == os.getpid():
         _end(process)
@@ -223,11 +235,17 @@ def _end_leaked(process: subprocess.Popen[bytes], pid: int) -> None:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
-    process.communicate()  # closes the pipes, and waits for its end, which is near
+    process.communicate()  # closes the pipes, and waits for the killed process
 
 
 def _read_line(process: subprocess.Popen[bytes], limit_s: float) -> dict[str, Any]:
-    """The next line of a process."""
+    """Return the object in the next line of JSON.
+
+    Raises
+    ------
+    TooSlowError, EndedError
+        No whole line came within `limit_s` seconds, or the output has ended.
+    """
     assert process.stdout is not None
     data = b""
     for more in read_until(process.stdout, time.monotonic() + limit_s):
@@ -244,16 +262,16 @@ def read_until(stream: IO[bytes], deadline: float) -> Iterator[bytes]:
     Parameters
     ----------
     deadline : float
-        Of `time.monotonic`.
+        Time by `time.monotonic`, in seconds.
 
     Raises
     ------
     TooSlowError
-        The deadline has come first.
+        The output has not ended at the deadline.
     """
     with selectors.DefaultSelector() as selector:
         selector.register(stream, selectors.EVENT_READ)
-        # Looked at each time: one that writes for ever has always something to read.
+        # The deadline is checked before each read: a process may write for ever.
         while (left_s := deadline - time.monotonic()) > 0 and selector.select(left_s):
             if not (data := os.read(stream.fileno(), MAX_READ)):
                 return

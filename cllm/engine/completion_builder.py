@@ -1,4 +1,4 @@
-"""CompletionBuilder: puts the completion of an output together from its deltas.  Pure."""
+"""CompletionBuilder: builds the completion of a request from its deltas.  Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CompletionBuilder:
     ----------
     token_ids : list of int
     token_times : list of float
-        When each token came, in seconds of the caller's clock.
+        Time of each token, in seconds of the caller's clock.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -36,7 +36,7 @@ class CompletionBuilder:
     _calls: dict[int, ToolCall] = field(default_factory=dict)
 
     def add(self, delta: TokenDelta, now: float) -> None:
-        """Add the next delta."""
+        """Add the next delta; `now` is the time of its tokens, in seconds of the caller's clock."""
         for token in delta.token_ids:
             self.token_ids.append(token)
             self.token_times.append(now)
@@ -68,14 +68,14 @@ class CompletionBuilder:
         prompt_logprobs: Sequence[TokenLogprob | None] | None = None,
         fingerprint: str = "",
     ) -> Completion:
-        """Return all of the output.
+        """Return the completion with all deltas that were added.
 
         Parameters
         ----------
         usage : Usage
-            `n_output` is counted here.
+            Token counts of the request; `n_output` is replaced by the number of added tokens.
         submitted_at, admitted_at, ended_at : float
-            Seconds of the clock of `add`.
+            Times by the clock of `add`, in seconds.
         """
         return Completion(
             request_id=request_id,

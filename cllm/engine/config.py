@@ -32,18 +32,18 @@ from cllm.settings import (
     settings_of,
 )
 
-N_SEQ_IDS = 256  # LLAMA_MAX_SEQ: all that libllama has
+N_SEQ_IDS = 256  # LLAMA_MAX_SEQ: the most sequence ids that libllama supports
 AUTO: Final = "auto"
 NGRAM: Final = "ngram"
 N_CTX = 4096
-N_TEXTS_MAX = 64  # that become vectors in one batch
-N_CACHED_IDS = 16  # of the prefix cache, at the most
-STATES_BYTES = 512 << 20  # of the states of recurrent models that are kept for others, at the most
-# States of each running sequence that are kept for drafts, and the bytes of all, at the most.
+N_TEXTS_MAX = 64  # texts of one embedding batch
+N_CACHED_IDS = 16  # largest number of seq_ids of the prefix cache
+STATES_BYTES = 512 << 20  # limit of the states that recurrent models keep for the prefix cache
+# Limits of the states that recurrent memory keeps for drafts: of each running sequence, and bytes in all.
 N_DRAFT_STATES, DRAFT_STATES_BYTES = 4, 1 << 30
 
 UNSEEN: Final = "unseen"
-PLAIN_TYPES = ("f32", "f16", "bf16")  # of the KV cache, not quantized
+PLAIN_TYPES = ("f32", "f16", "bf16")  # types of the KV cache that are not quantized
 BATCHES = Affects.BATCHES
 ANSWERS = Affects.ANSWERS | Affects.STATE
 EMBEDDED_MODEL = Path(__file__).parent.parent / "models" / "cllm-tiny.gguf"
@@ -156,8 +156,8 @@ class EngineOptions(TypedDict, total=False):
 class EngineConfig:
     """The settings of an engine.
 
-    The first sentence about a field is the help of its option, where a value of None is what happens
-    without the option.
+    The first sentence of a field is also the help text of its command-line option.  It calls the effect of
+    None "by default".
 
     Parameters
     ----------
@@ -170,9 +170,9 @@ class EngineConfig:
     n_seq_max : int
         Sequences that run at once, 1 to 255.  256 without prefix cache.
     n_batch : int
-        Rows of a tick; at least `n_seq_max`.
+        Rows (tokens) that one tick computes at most; at least `n_seq_max`.
     n_ubatch : int
-        Rows of a physical batch.
+        Rows that llama.cpp computes at once (physical batch) at most.
     n_threads : int, optional
         Compute threads at most; by default the physical cores that this process may use, and one for
         the embedded model.  The engine uses fewer while other programs keep the processors busy, unless
@@ -183,29 +183,29 @@ class EngineConfig:
         Layers on the GPU; -1: all that fit.
     kv_unified : bool or "auto"
         One KV buffer for all sequences, or an equal share of `n_ctx` for each; by default shares where
-        each is as long as the model was trained for.  With shares no request may be longer than one, and
-        what ran before does not change the answer of a request that runs alone, except for hits of the
-        prefix cache.  "auto" is False if `deterministic`, or if `n_ctx` has room for `n_seq_max` sequences
-        and one more for the prefix cache, each as long as the model was trained for; it is True with
-        recurrent memory and with scaled positions.
+        each is as long as the model was trained for.  With shares, no request can be longer than one share.
+        Earlier requests then do not change the answer of a request that runs alone, except by hits of the
+        prefix cache.  "auto" is False if `deterministic`.  Otherwise it is True with recurrent memory, with
+        scaled positions, or if `n_ctx` is too small.  `n_ctx` is large enough with room for `n_seq_max`
+        sequences of the trained length, and for one more with the prefix cache.
     flash_attn : bool, optional
         Flash attention; by default llama.cpp decides.
     deterministic : bool
-        Give the same tokens for the same request, to the bit, with any other requests beside it.  Log
-        probabilities too, and independent of chunks, prefix cache, preemption and threads.  CPU only, and
-        slower (docs/determinism.md).  Loading a model ends with a test of it, and fails where the test does.
+        Give the same tokens for the same request, to the bit, with any other requests beside it.  The same
+        holds for log probabilities, and for any chunks, cached prefixes, preemptions and threads.  CPU only,
+        and slower (docs/determinism.md).  Loading a model ends with a test of it, and fails if the test fails.
     speculation : "ngram", str or Path, optional
         Guess tokens, and compute the guesses with the token they follow: "ngram", or the file of a smaller
-        model with the same vocabulary.  As many as are worth their time: the answers stay the same, and may
-        come sooner.  "ngram" guesses from the tokens of the request itself.  Tokens that a JSON schema or
-        an expression forces are guessed with either.
+        model with the same vocabulary.  The number of guesses adapts to the time that they save; the answers
+        stay the same.  "ngram" guesses from the tokens of the request itself.  Both also guess the tokens that
+        a JSON schema or an expression forces.
     type_k : str
         Data type of the keys: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0 or iq4_nl.  With
         `deterministic`, f16 becomes bf16.
     type_v : str
         Data type of the values, as `type_k`.
     use_mmap : bool
-        Map the file.
+        Map the model's file into memory instead of reading it.
     use_mlock : bool
         Lock the model in memory.
     overcommit : bool
@@ -215,15 +215,15 @@ class EngineConfig:
     max_queue : int
         Requests that may wait for a sequence.  One more raises a `QueueFullError`; a server answers 429.
     prefix_cache : bool
-        Share the cells of common prefixes of prompts.  With running sequences, and with what finished ones
-        have left.
+        Share the cells of common prefixes of prompts.  A prompt shares them with running sequences, and with
+        prefixes of finished ones.
     prefix_cache_tokens : int, optional
         KV cells for the prefixes of finished requests; by default all that no request needs.  The least
         recently used prefix is evicted when a request needs its cells.
     prefix_cache_bytes : int, optional
         Bytes of host memory for preempted requests, and for prefixes that have left the KV cells; by default
-        a quarter of what is free, 8 GiB at most.  They come back from there where that is faster than
-        computing them; prefixes leave to make room for sequences.  0: none.
+        a quarter of what is free, 8 GiB at most.  A state is restored from there if that is faster than
+        computing it.  Prefixes are dropped to make room for preempted requests.  0: none.
     prefix_cache_dir : str or Path, optional
         A directory where prefixes are kept as files too, for other engines and later ones.  It holds
         prompts and answers.
@@ -231,8 +231,8 @@ class EngineConfig:
         Bytes of all files in `prefix_cache_dir`.  The least recently used file is deleted first.
     n_prefill_chunk : int, optional
         Rows of a prompt in a tick that other requests wait for; by default 128 on a CPU, and `n_batch` on
-        a GPU.  Prompts of up to twice as many tokens are not cut, and together take up to twice as many.
-        Not used with `target_itl_ms`.
+        a GPU.  A prompt of up to twice as many tokens is not cut.  Several such prompts together take up to
+        twice as many rows of a tick.  Not used with `target_itl_ms`.
     target_itl_ms : float, optional
         Milliseconds between two tokens of a stream while a prompt is computed.  Chunks of prompts are sized
         so that the median is near this, and few gaps are 1.2 times as long.
@@ -245,8 +245,9 @@ class EngineConfig:
     process : bool
         Run llama.cpp in a process of its own: if it ends, a new one continues all requests.
     hang_timeout_s : float, optional
-        With `process`: seconds without a sign of life after which llama.cpp's process is restarted.  The same holds for one tick
-        that computes nothing, and with `rpc` for any tick.  None: never.
+        With `process`: seconds without a sign of life after which llama.cpp's process is restarted.  The same
+        limit holds for a tick that uses less than a tenth of one processor, such as a tick that waits for
+        `rpc` servers.  Other ticks may take ten times as long.  None: never.
     rpc : sequence of str
         Experimental: HOST:PORT of llama.cpp's RPC servers, which take layers as GPUs do; with a process
         only.  In private networks only (docs/rpc.md).
@@ -255,8 +256,8 @@ class EngineConfig:
         and no answers.  With `process`, each restart begins a file of its own: `FILE.1`, …
     preflight : bool or "unseen"
         Load the model in another process first.  A damaged file, which can end or hang the process that
-        loads it, raises a `ModelLoadError` then.  "unseen": only a file that has not passed before with this
-        library, as the cache directory remembers, and that is not the embedded model.
+        loads it, raises a `ModelLoadError` then.  "unseen" tries only files that have not passed before with
+        this library, according to the cache directory, and not the embedded model.
     rope_scaling : str, optional
         RoPE scaling: none, linear, yarn or longrope; by default the model's.
     rope_freq_base : float
@@ -274,8 +275,8 @@ class EngineConfig:
     yarn_orig_ctx : int
         YaRN: positions that the model was trained with; 0: the model's.
     lora : sequence of (path, scale) or (name, path, scale)
-        A LoRA adapter, [NAME=]FILE[:SCALE]; with scale 0 for requests that name it.  The scale holds for
-        requests that name no adapter.  Without a name an adapter has that of its file, less its end.
+        A LoRA adapter, [NAME=]FILE[:SCALE]; with scale 0 only requests that name the adapter use it.  The scale
+        holds for requests that name no adapter.  The default name is that of the file, without its suffix.
     chat_template : str or Path, optional
         Jinja, or a file with it, in place of the model's own template.  Text with `{{` or `{%` is Jinja.
     model_sampling : bool
@@ -326,7 +327,7 @@ class EngineConfig:
     speculation: str | Path | None = setting(
         None, or_word(NGRAM, file_path), "--speculation -md --model-draft"
     )
-    # The bindings know the types, and the limits of RoPE.
+    # The bindings check the types, and the values for RoPE.
     type_k: str = setting("f16", None, "--type-k -ctk --cache-type-k", affects=ANSWERS)
     type_v: str = setting("f16", None, "--type-v -ctv --cache-type-v", affects=ANSWERS)
     use_mmap: bool = setting(True, boolean, "--mmap/--no-mmap")
@@ -411,9 +412,9 @@ class EngineConfig:
         return json.dumps({f.name: getattr(self, f.name) for f in fields(self)}, default=_plain)
 
     def absolute(self) -> EngineConfig:
-        """Return the same settings for processes that start later, elsewhere: without relative paths.
+        """Return the same settings with absolute paths, for a process with another working directory.
 
-        A chat template is in it instead of its file.
+        The text of a chat template replaces the path of its file.
 
         Raises
         ------
@@ -454,17 +455,17 @@ class EngineConfig:
 
     @property
     def draft_model(self) -> Path | None:
-        """The file of the model that drafts."""
+        """File of the draft model for speculation; None without a draft model."""
         given = self.speculation
         return None if given is None or given == NGRAM else Path(given)
 
     def read_chat_template(self) -> str | None:
-        """The chat template that is used in place of the model's; None for the model's.
+        """Return the text of the configured chat template; None if the model's own template is used.
 
         Raises
         ------
         InvalidArgumentError
-            There is no such file, or it is no text.
+            The file cannot be read, or is not UTF-8 text.
         """
         given = self.chat_template
         if given is None or is_jinja(given):
@@ -477,10 +478,10 @@ class EngineConfig:
 
     @property
     def kv_types(self) -> tuple[str, str]:
-        """`(type_k, type_v)` as they are used."""
+        """Types of the KV cache's keys and values, `(type_k, type_v)`; bf16 for f16 if `deterministic`."""
 
-        # Of f16 and f32, llama.cpp's attention takes rows by tiles from 64 on, and splits a single
-        # one between threads.
+        # With f16 and f32, llama.cpp's attention computes 64 rows or more in tiles, and splits a single row
+        # between threads.  Results would then depend on the number of rows.
         def used(type_kv: str) -> str:
             return "bf16" if self.deterministic and type_kv == "f16" else type_kv
 
@@ -505,11 +506,11 @@ class EngineConfig:
     ) -> KVLayout:
         """Return `kv_unified` and the number of seq_ids for a model trained with `n_ctx_train` positions.
 
-        The prefix cache has seq_ids of its own.  In the per-sequence layout each costs a share of
-        `n_ctx`: there it lives in those that no running sequence needs, and "auto" sees to one more.
-        Where only all of a sequence can be shared, several beginnings of one are kept; recurrent memory
-        has `n_states` states of `state_bytes` for each.  Where no sequence can be copied, prefixes stay
-        in the seq_ids of the sequences that computed them.
+        With a unified KV buffer the prefix cache has seq_ids of its own.  In the per-sequence layout each
+        seq_id costs a share of `n_ctx`.  The cache then uses those that no running sequence needs; "auto"
+        chooses that layout only with room for one more.  Recurrent and sliding-window memory can share only
+        whole sequences, so more prefixes of each are kept; recurrent memory has `n_states` states of
+        `state_bytes` for each.  Without `can_copy`, prefixes stay in the seq_ids that computed them.
         """
         n_running, n_cached = self.n_seq_max, 0
         if self.prefix_cache:
@@ -526,13 +527,16 @@ class EngineConfig:
         if self.deterministic:
             return KVLayout(False, n_running)
         n_whole = self.n_cells // n_ctx_train if n_ctx_train else 0
-        # Who scales positions wants more of them than the model was trained for.
+        # Scaled positions are for sequences longer than the model was trained for.
         if state_bytes or self._scales_positions or n_whole < n_running + bool(n_cached):
             return KVLayout(True, n_unified)
         return KVLayout(False, min(n_whole, n_unified))
 
     def n_draft_states(self, state_bytes: int) -> int:
-        """Return how many more states of `state_bytes` recurrent memory keeps of a sequence, for wrong drafts."""
+        """Return the number of extra states that recurrent memory keeps of a sequence, to undo wrong drafts.
+
+        `state_bytes` is the size of one state; 0 for a model without recurrent memory.
+        """
         if self.speculation is None or not state_bytes:
             return 0
         n_most = DRAFT_STATES_BYTES // (state_bytes * self.n_seq_max)
@@ -548,7 +552,7 @@ class EngineConfig:
         )
 
     def n_prefix_cache_tokens(self, n_cells: int) -> int:
-        """Return the KV cells, of `n_cells`, that finished sequences may leave occupied."""
+        """Return the largest number of KV cells, out of `n_cells`, for prefixes of finished requests."""
         if not self.prefix_cache:
             return 0
         n_tokens = self.prefix_cache_tokens
@@ -556,8 +560,8 @@ class EngineConfig:
 
     @property
     def compute_threads(self) -> tuple[int, int]:
-        """`(n_threads, n_threads_batch)` with None replaced."""
-        # The embedded model is too small to share between threads.
+        """Numbers of compute threads, `(n_threads, n_threads_batch)`, with the defaults for None."""
+        # The embedded model is too small for several threads.
         n_threads = self.n_threads or (1 if self.model is None else usable_processors().n_threads)
         return n_threads, self.n_threads_batch or n_threads
 
@@ -570,7 +574,7 @@ class KVLayout(NamedTuple):
 
 
 def _lora_infos(loras: Sequence[LoraSetting]) -> tuple[LoraInfo, ...]:
-    """Return the adapters, with the names of their files for those without one: the second of a name is `name-2`."""
+    """Return the adapters; one without a name is named after its file, with `-2`, `-3`, … for duplicates."""
     infos: dict[str, LoraInfo] = {}
     given = {lora[0] for lora in loras if len(lora) == 3}
     for lora in loras:
@@ -584,18 +588,18 @@ def _lora_infos(loras: Sequence[LoraSetting]) -> tuple[LoraInfo, ...]:
 
 
 def _plain(value: Any) -> str | int:
-    """A path, or an integer that is none of Python's, for JSON."""
+    """Return a path as a string, or an integer of another type (such as numpy's) as an `int`, for JSON."""
     return os.fspath(value) if isinstance(value, os.PathLike) else operator.index(value)
 
 
 def config_from(model: str | Path | None, options: EngineOptions) -> EngineConfig:
-    """The configuration of `Engine(model, **options)`; an unknown option is a `TypeError`."""
+    """Return the configuration of `Engine(model, **options)`; raise `TypeError` for an unknown option."""
     check_known(options)
     return EngineConfig(model=model, **options)
 
 
 def check_known(options: EngineOptions) -> None:
-    """An unknown option is a `TypeError`."""
+    """Raise `TypeError` for an unknown option."""
     known = {field.name for field in fields(EngineConfig)}
     unknown = sorted(set(options) - known)
     if unknown:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from cllm.errors import CllmError
 
-# Which tokens may come next: shape `(n_vocab,)`.
+# True for each token that may come next; bool of shape `(n_vocab,)`.
 Mask = NDArray[np.bool_]
 
 
@@ -22,10 +22,10 @@ class ConstraintFamily(Protocol):
     """Constraints of one kind, which compute their masks together."""
 
     def masks(self, constraints: Sequence[Any]) -> Sequence[Mask | Exception]:
-        """Return, for each constraint, the tokens that may come next: bool of shape `(n_vocab,)`, or an error.
+        """Return the mask of each constraint, or an exception for a constraint that cannot continue.
 
-        Valid until the next call.  A token that ends the output is among them where the output is
-        complete.  An exception in place of the mask of one that cannot go on.
+        A mask is a bool array of shape `(n_vocab,)`: True for each token that may come next.  Tokens that
+        end the output are allowed if the output is complete.  The masks are valid until the next call.
         """
 
 
@@ -50,19 +50,21 @@ class TokenConstraint(Protocol):
 
 
 class NamedConstraint(NamedTuple):
-    """A constraint that was tried here, and is compiled in the process that samples.
+    """Text of a constraint that was tested and is compiled later, in the process that samples.
 
     Attributes
     ----------
     field : str
-        A constraint of `SamplingParams`, or `tools`.
+        Name of a field of `SamplingParams`, such as "json_schema"; or "tools".
+    text : str
+        Source text of the constraint.
     """
 
     field: str
     text: str
 
     def start(self) -> TokenConstraint:
-        """See `CompiledConstraint`."""
+        """Raise `NotImplementedError`: only a compiled constraint can start."""
         raise NotImplementedError(f"{self.field} is compiled in the process that samples")
 
 

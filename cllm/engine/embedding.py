@@ -1,4 +1,4 @@
-"""Texts to vectors: what callers say and get, and what crosses to the inference thread."""
+"""Values of embeddings: the results for callers, and the requests to the inference thread."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingInfo:
-    """Abilities of a model with whole texts.
+    """Properties of a model that computes vectors or scores of texts.
 
     Attributes
     ----------
     pooling : str
-        "mean" of the tokens' vectors, that of the first ("cls") or the "last"; or "rank": scores of the
-        model's classifier.
+        Source of a text's vector: "mean" of all tokens, the first token ("cls") or the last one ("last").
+        "rank": the model's classifier computes scores instead.
     n_values : int
         Length of a vector, or number of scores.
     n_tokens_max : int
-        Tokens of one text at most.
+        Largest number of tokens of one text.
     labels : tuple of str
         Labels of the classifier's scores; empty if the file has none.
     between, after : tuple of int
-        Tokens between a query and a document, and those that end a text.
+        Tokens between a query and a document, and tokens at the end of a text.
     is_softmaxed : bool
-        True if the scores are probabilities already.
+        True if llama.cpp returns the scores as probabilities.
     """
 
     pooling: str
@@ -58,7 +58,7 @@ class EmbeddingRequest:
     submitted_at : float
         Time by `time.perf_counter`.
     deadline : float or None
-        The same; texts that are not computed by then are dropped.
+        Time by `time.perf_counter` at which the whole request fails; None: no deadline.
     """
 
     request_id: str
@@ -76,9 +76,9 @@ class Embeddings:
     Attributes
     ----------
     vectors : ndarray
-        float32, `(n_texts, n_values)`; a new array.
+        float32, `(n_texts, n_values)`, in the order of the texts; the caller owns the array.
     n_tokens : tuple of int
-        Tokens of each text that were computed.
+        Number of computed tokens of each text, after a cut by `truncate`.
     """
 
     vectors: NDArray[np.float32]
@@ -96,7 +96,7 @@ class Ranked:
     score : float
         Relevance to the query, 0 to 1.
     n_tokens : int
-        Computed tokens: query and document.
+        Number of tokens of the query and the document together.
     """
 
     index: int

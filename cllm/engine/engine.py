@@ -41,22 +41,26 @@ class Engine(Generates[TokenStream], EmbeddingMethods):
         A GGUF file, or a name (`hf:user/repo:quant`); None: the embedded model.
     config : EngineConfig, optional
         All settings as one value, instead of `model` and `options`.
+    on_restart : callable, optional
+        Called in the event loop with a `Restart` after each restart of the engine's process (`process=True`).
     **options
         The fields of `EngineConfig`.
 
     Raises
     ------
     TypeError
-        An unknown option.
+        An option is unknown, or `config` is combined with `model` or options.
     InvalidArgumentError
-        An option with a value that cannot be used.
+        An option has a value that cannot be used.
+    ModelLoadError, DownloadError
+        Raised when the engine is entered: the model cannot be loaded or downloaded.
     """
 
     if not TYPE_CHECKING:  # or a type checker would accept every name
 
         def __getattr__(self, name: str) -> Any:
-            """Raise `AttributeError`; for a method that was removed, with its replacement."""
-            if hasattr(type(self), name):  # a property that raised: its own error says more
+            """Raise `AttributeError`; the error names the replacement of a removed method."""
+            if hasattr(type(self), name):  # a property raised: raise its own error again
                 return object.__getattribute__(self, name)
             text = f"{type(self).__name__!r} object has no attribute {name!r}"
             if instead := replacement(name):
@@ -89,9 +93,9 @@ class Engine(Generates[TokenStream], EmbeddingMethods):
         timeout: float | None = None,
         request_id: str | None = None,
     ) -> TokenStream:
-        """Return a stream that continues a suspended generation, in this process or another.
+        """Return a stream that continues a suspended generation, perhaps of another process.
 
-        The stream yields the deltas that its reader has not received; its completion has the whole output.
+        The stream yields the deltas that were not read before; its completion has the whole output.
 
         Parameters
         ----------
@@ -100,7 +104,7 @@ class Engine(Generates[TokenStream], EmbeddingMethods):
         priority : int, optional
             None: as before.
         timeout : float, optional
-            Seconds from now.
+            Seconds from submission until the request ends with `deadline`; None: no limit.
         request_id : str, optional
             None: as before.
 
@@ -156,7 +160,7 @@ class Engine(Generates[TokenStream], EmbeddingMethods):
         tenant: str = "",
         timeout: float | None = None,
     ) -> Score:
-        """Return how likely the model holds a continuation to be, before any sampler.
+        """Return the log probabilities of a continuation after a prompt, before any sampler.
 
         The prompt is cached as for any request, so that several continuations of one prompt compute it
         once.
@@ -165,14 +169,16 @@ class Engine(Generates[TokenStream], EmbeddingMethods):
         ----------
         prompt, continuation : str or sequence of int
             Text, or token ids.  The continuation is tokenized by itself if its first token would contain
-            the end of the prompt.
+            the end of the prompt, or if the prompt is token ids.
         lora, priority, tenant, timeout :
-            As of `stream`.
+            As for `stream`.
 
         Raises
         ------
         DeadlineError
             `timeout` seconds passed before the continuation was scored.
+        ClosedError
+            The engine was closed, or `drain` cancelled the request.
         RequestError
             Names the field, the value and the limit.
         """
@@ -184,13 +190,13 @@ class Engine(Generates[TokenStream], EmbeddingMethods):
                 tenant=tenant,
                 timeout=timeout,
             )
-            # Its tokens are of this model, though another may take over meanwhile.
+            # The tokens belong to this model, even if `reload` replaces the model meanwhile.
             async with TokenStream(call, lambda: parts.input_processor) as stream:
                 return Score.of(await stream.completion())
 
     # --- Adapters ----------------------------------------------------------------------------
     async def load_lora(self, name: str, path: str | Path, *, scale: float = 0.0) -> LoraInfo:
-        """Load a LoRA adapter that requests can name from then on.
+        """Load a LoRA adapter, so that later requests can name it, and return its description.
 
         The file is read between two ticks, which pauses all streams.  With `preflight`, a child process
         tries the file first.
@@ -203,7 +209,7 @@ class Engine(Generates[TokenStream], EmbeddingMethods):
         Raises
         ------
         InvalidRequestError
-            Another adapter has this name, or the engine is deterministic.
+            Another adapter has this name, an argument is invalid, or the engine is deterministic.
         ModelLoadError
             The file is no adapter, or an adapter of another model.
         """
@@ -252,24 +258,24 @@ class Engine(Generates[TokenStream], EmbeddingMethods):
     ) -> list[Ranked]:
         """Return documents in the order of their relevance to a query, the best first.
 
-        The model's classifier computes the scores, if there is one.  For a model that was trained to write
-        "yes" or "no", such as Qwen3-Reranker, the score is the probability of "yes"; each document is one
-        or two requests.
+        The model's classifier computes the scores, if there is one.  Models such as Qwen3-Reranker generate
+        "yes" or "no" instead: the score is p(yes) / (p(yes) + p(no)), and each document is two requests.
 
         Parameters
         ----------
         truncate : bool
             Cut documents that are too long, instead of rejecting them.  For a classifier only.
         priority, timeout :
-            As of `embed`.
+            As for `embed`.
         template : str, optional
-            Prompt with `{query}` and `{document}` for a model that writes; None: the model's own.
+            Prompt with `{query}` and `{document}` for a model without classifier; None: the model's own.
 
         Raises
         ------
         InvalidRequestError
-            Names the field, the value and the limit; or the model is neither a classifier nor such a
-            reranker.
+            An argument is invalid, or the model is neither a classifier nor such a reranker.
+        DeadlineError
+            `timeout` seconds have passed.  Other errors as for `embed`, and for `score` without classifier.
         """
         self._check_serving()
         model = self.model
@@ -286,7 +292,7 @@ class Engine(Generates[TokenStream], EmbeddingMethods):
         raise DeadlineError(f"{len(documents)} documents were not ranked in {timeout} s")
 
     async def _rank(self, prompts: Sequence[list[int]], priority: int) -> list[Ranked]:
-        """Return the probability of "yes" against "no" for each prompt."""
+        """Return the ranking of the prompts by p(yes) / (p(yes) + p(no))."""
         answers = [(await self.tokenize(word, add_special=False))[:1] for word in ("yes", "no")]
 
         async def ask(prompt: Prompt) -> float:

@@ -22,8 +22,8 @@ from cllm.errors import ModelChangedError, ModelLoadError
 
 CACHE = "file_digests.json"
 MAX_CACHED = 256
-# A system sets the time of a file when a write begins, and some keep it in full seconds: the content may
-# change for so long without another time.
+# A file's time is set when a write begins, and some file systems store full seconds only.  Two changes
+# within this time may therefore leave the same file time.
 SETTLED_NS = 2_000_000_000
 
 Stamp = tuple[int, ...]
@@ -39,11 +39,11 @@ class FileContent:
     path : str
         Absolute.
     sha256 : str
-        Of all bytes, in hexadecimal digits.
+        Digest of all bytes, in hexadecimal digits.
     n_bytes : int
     stamp : tuple of int
-        Device, inode, bytes, and the nanoseconds of the last write and of the last change.  A file
-        with this stamp has this content.  Empty of a file that was written to a moment ago.
+        Device, inode, size in bytes, and the times of the last write and of the last change (mtime, ctime)
+        in nanoseconds.  A file with this stamp has this content.  Empty if the file changed less than 2 s ago.
     """
 
     path: str
@@ -53,7 +53,7 @@ class FileContent:
 
 
 def content_of(path: str | Path) -> FileContent:
-    """Return the content of a file.  Reading takes about a second per gigabyte.
+    """Return the description of a file's content.  The first call takes about a second per gigabyte.
 
     Raises
     ------
@@ -84,12 +84,12 @@ def _content_of(path: str) -> FileContent:
 
 
 def check_content(expected: FileContent) -> None:
-    """Return if a file still has this content.
+    """Check that a file still has this content.
 
     Raises
     ------
     ModelChangedError
-        It does not, or it is gone.
+        The file has other content, or is gone.
     """
     try:
         if _stamp(Path(expected.path).stat()) == expected.stamp:
@@ -108,7 +108,7 @@ def open_regular(path: str | Path) -> io.BufferedReader:
     Raises
     ------
     OSError
-        It cannot be opened, or is not a regular file: a FIFO would wait for a writer.
+        The file cannot be opened, or is not a regular file: opening a FIFO would wait for a writer.
     """
     path = Path(path)
     if not stat.S_ISREG(path.stat().st_mode):
@@ -140,35 +140,37 @@ class MappedFiles:
         self._held: list[tuple[int, FileContent, os.stat_result]] = []
 
     def hold(self, content: FileContent) -> None:
-        """Add a file, inside of `loading`, which checks that it is still the same.
+        """Add a file.  Call it within `loading`, which checks that the file is still the same.
 
         Raises
         ------
         OSError
-            It cannot be opened.
+            The file cannot be opened.
         """
         fd = os.open(content.path, os.O_RDONLY)
         self._held.append((fd, content, os.fstat(fd)))
 
     def check(self) -> None:
-        """Raise an error if a file was written to.  Takes a microsecond.
+        """Check that no file has other content; takes about a microsecond if no file was touched.
+
+        A file with a new change time may be read again, which takes about a second per gigabyte.
 
         Raises
         ------
         ModelChangedError
-            What was computed since the last call may be of other weights.
+            A file has changed; results since the last call may be wrong.
         """
         for i, (fd, content, before) in enumerate(self._held):
             present = os.fstat(fd)
             if present.st_ctime_ns == before.st_ctime_ns:
                 continue
-            # A file that loses its name, because another gets it, is still the same.
+            # If another file takes the name, only the number of links changes: the content is the same.
             is_renamed = present.st_nlink != before.st_nlink
             is_renamed = is_renamed and _written(present) == _written(before)
             is_settled = is_renamed or _is_settled(_stamp(present))
             if not is_renamed and _digest(fd) != content.sha256:
                 raise ModelChangedError(content.path, _change(content.n_bytes, present.st_size))
-            if is_settled:  # otherwise a write may have begun, and not yet reached the weights
+            if is_settled:  # otherwise a write may still be going on: look again next time
                 self._held[i] = fd, content, present
 
     def close(self) -> None:
@@ -210,7 +212,7 @@ def _known(path: str, stamp: Stamp) -> str | None:
 
 
 def _is_settled(stamp: Stamp) -> bool:
-    """Return True if every change of the content changes the file's stamp."""
+    """Return True if the file last changed over 2 s ago, so that any later change gives another stamp."""
     return time.time_ns() - max(stamp[3:]) > SETTLED_NS
 
 

@@ -14,8 +14,9 @@ class EngineStatus(StrEnum):
     STARTING = "starting"
     READY = "ready"
     STALLED = "stalled"
+    """The present tick has lasted longer than `stall_timeout_s`."""
     RESTARTING = "restarting"
-    """Its process has ended by itself: requests wait for another."""
+    """The engine's process has crashed; requests wait until a new process has loaded the model."""
     DRAINING = "draining"
     FAILED = "failed"
     CLOSED = "closed"
@@ -28,7 +29,7 @@ class Restart:
     Attributes
     ----------
     cause : str
-        Signal that ended the process, and its last words on standard error.
+        Signal or exit status of the process, and the end of its standard error.
     n_requests : int
         Number of requests that continue.
     duration_s : float
@@ -42,7 +43,7 @@ class Restart:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """State of an engine: if it serves requests, and why not.
+    """Status of an engine, and the reason if it serves no requests.
 
     Attributes
     ----------
@@ -65,9 +66,9 @@ def health_of(
     crash: str,
     stall_timeout_s: float,
 ) -> Health:
-    """Return the health of an engine with this status; None before it was entered.
+    """Return the health of an engine; `status` is None before the engine is entered.
 
-    `crash` is the reason of the last crash, until a new process serves.
+    `crash` is the cause of the last crash, and empty once a new process serves.
     """
     if status is None:
         return Health(EngineStatus.STARTING, 0.0, "not entered yet")
@@ -84,7 +85,12 @@ def health_of(
 def check_serving(
     status: EngineStatus | None, failure: BaseException | None, *, draining: bool
 ) -> None:
-    """Raise an error unless requests are served; with `draining`, a draining engine is accepted."""
+    """Raise an error unless requests are served; with `draining`, a draining engine is accepted.
+
+    Raises
+    ------
+    ClosedError, EngineFailedError
+    """
     if status is EngineStatus.FAILED:
         assert failure is not None
         raise EngineFailedError.of(failure)

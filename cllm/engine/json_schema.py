@@ -1,8 +1,8 @@
-"""JSON schemas: one reading of them, for what enforces a schema and for what goes by its types.  Pure.
+"""JSON schemas: references, types and kinds of values, for grammars and for parsers of tool calls.  Pure.
 
-`SchemaDocument.closed` returns a schema that can be put anywhere: it has only keywords that constrain
-an output, and its references point to definitions of its own.  A keyword that cannot be enforced is
-an error where the schema is strict, and is noted in `ignored` where it is not.
+`SchemaDocument.closed` returns a self-contained schema.  It has only keywords that constrain an output,
+and its references point to its own definitions.  A keyword that cannot be enforced is an error in a
+strict schema; otherwise it is noted in `ignored`.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from cllm.log_once import log_once
 logger: logging.Logger = logging.getLogger(__name__)
 Kind = TypeVar("Kind")
 Part = TypeVar("Part")
-# JSON's types, with numbers in two halves: `number` is both.
+# Types of JSON values; "number" is split into "integer" and "fraction".
 TYPES = frozenset({"null", "boolean", "integer", "fraction", "string", "array", "object"})
 N_ALTERNATIVES_MAX = 64
-# Where a schema has schemas.
+# Keywords with subschemas: in a mapping, in a list, or as the value itself.
 IN_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 IN_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 ALONE = (
     "items", "additionalItems", "additionalProperties", "not", "if", "then", "else", "contains",
     "propertyNames", "unevaluatedItems", "unevaluatedProperties",
 )  # fmt: skip
-# What llguidance enforces; everything else that it does not know, it takes for an annotation.
+# Keywords that llguidance enforces, besides those with subschemas.  It ignores unknown keywords.
 ENFORCED = frozenset(
     [
         "type",
@@ -66,14 +66,14 @@ CLOSED_INSIDE = frozenset(
         "additionalProperties",
     ]
 )
-# What it does not, with the values that assert nothing.
+# Keywords that llguidance does not enforce, with the values that assert nothing.
 NOT_ENFORCED: dict[str, tuple[object, ...]] = {
     "uniqueItems": (False,), "not": (False,), "if": (), "contains": (), "propertyNames": (True, {}),
     "dependentRequired": ({},), "dependentSchemas": ({},), "dependencies": ({},),
     "unevaluatedProperties": (True, {}), "unevaluatedItems": (True, {}), "$dynamicRef": (),
     "$recursiveRef": (),
 }  # fmt: skip
-# What the values of keywords are, and what is said of others.
+# Types that a keyword's value may have, and the limit in the error for any other value.
 SHAPES: dict[str, tuple[tuple[type, ...], str]] = {
     **dict.fromkeys(("format", "pattern", "$ref", "$id", "$anchor"), ((str,), "text")),
     **dict.fromkeys(
@@ -83,22 +83,23 @@ SHAPES: dict[str, tuple[tuple[type, ...], str]] = {
     **dict.fromkeys(IN_MAPS, ((Mapping,), "a mapping of schemas")),
     **dict.fromkeys((*IN_LISTS, "enum", "required"), ((list,), "a list")),
 }
-N_KINDS_MAX = 20_000  # schemas that are taken apart into kinds of values, of one document
+N_KINDS_MAX = 20_000  # schemas of one document that are split into kinds of objects or arrays
 MAX_SAID = 80  # characters of a keyword or a pattern in errors and logs
 N_IGNORED_MAX = 100
-N_PATTERNS_MAX = 100  # of `patternProperties`, of one document: each is looked for in each key
+# Patterns of `patternProperties` in one document: each is searched in each key.
+N_PATTERNS_MAX = 100
 N_COMPARED_MAX = 200  # parts of `oneOf` that are compared with each other
-MAX_SEARCHED = 256  # characters of a key that patterns are looked for in
-N_QUANTIFIERS_MAX = 3  # of a pattern that is looked for: more can take exponential time
+MAX_SEARCHED = 256  # characters of a key in which patterns are searched
+N_QUANTIFIERS_MAX = 3  # quantifiers of a searched pattern: more can take exponential time
 FORMATS = frozenset(
     ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"]
 )  # others are annotations
-# Of a pattern: assertions about what is around, and references back.
+# Parts of a pattern that are not regular: lookarounds, anchors such as \b, and backreferences.
 IRREGULAR = re.compile(r"\(\?(?:=|!|<=|<!)|\\[bBAzZGkK1-9]")
 
 
 def is_irregular(pattern: str) -> bool:
-    """Return whether a pattern looks around, or back."""
+    """Return True if a pattern has a lookaround, an anchor other than `^` and `$`, or a backreference."""
     return IRREGULAR.search(pattern.replace("\\\\", "")) is not None
 
 
@@ -112,15 +113,15 @@ class ObjectSchema:
         Each value satisfies all schemas of its key.
     required : tuple of str
     additional : schema or None
-        Of other keys; None where the schema does not say.
+        `additionalProperties`: schema of all other keys; None if the keyword is missing.
     patterns : mapping of str to schema
         `patternProperties`.
     n_min, n_max : int, int or None
-        Number of keys.
+        Smallest and largest number of keys; None: no limit.
     others : tuple of mapping
-        Schemas with what is not expressed by the rest: `const`, `enum`.
+        Schemas with the keywords that have no attribute here: `const` and `enum`.
     names_keys : bool
-        The schema has `properties`.
+        True if the schema has `properties`.
     """
 
     properties: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
@@ -134,11 +135,11 @@ class ObjectSchema:
 
     @property
     def rest(self) -> object:
-        """Schema of keys that are not named; with `properties` none are allowed unless the schema says so."""
+        """Schema of other keys: `additional`; if that is None, False (no key) with `properties`, else True."""
         return not self.names_keys if self.additional is None else self.additional
 
     def takes(self, key: str) -> bool:
-        """Return whether an object may have this key."""
+        """Return True if an object may have this key."""
         is_named = key in self.properties or any(searches(p, key) for p in self.patterns)
         return is_named or self.rest is not False
 
@@ -150,10 +151,11 @@ class ArraySchema:
     Attributes
     ----------
     first : tuple of tuple of schema
-        Of the first items, one tuple each; an item satisfies all of its schemas.
+        One tuple for each of the first items; an item satisfies all schemas of its tuple.
     items : tuple of schema
-        Of the others.
+        Schemas that each further item satisfies.
     n_min, n_max : int, int or None
+        Smallest and largest number of items; None: no limit.
     others : tuple of mapping
         As for `ObjectSchema`.
     """
@@ -170,15 +172,16 @@ class ArraySchema:
 
 
 class SchemaDocument:
-    """Schema with the targets of its references.
+    """A JSON schema whose references can be resolved.
 
     Parameters
     ----------
     name : str
         Field of the request, for errors.
     root : schema
+        A mapping or a boolean.
     is_strict : bool
-        A keyword that cannot be enforced is an error.
+        True if a keyword that cannot be enforced is an error.
 
     Attributes
     ----------
@@ -192,14 +195,14 @@ class SchemaDocument:
         self.ignored: list[str] = []
         self._name = name
         self._n_kinds = self._n_patterns = 0
-        self._bases: dict[int, str] = {}  # of schemas by identity
-        self._known: dict[str, object] = {"": root}  # by URI, with an anchor or without
-        # By the identity of schemas, all of which stay alive with the document.
+        self._bases: dict[int, str] = {}  # base URI of each schema, by its identity
+        self._known: dict[str, object] = {"": root}  # schemas by URI, some with an anchor
+        # Caches by the identity of schemas.  All schemas stay alive with the document.
         self._types: dict[int, frozenset[str]] = {}
         self._constants: dict[tuple[int, object], bool] = {}
         self._found_kinds: dict[tuple[int, str], list[Any]] = {}
         self._exclusions = Exclusions(self)
-        self.texts: dict[int, str | None] = {}  # of `text_terminal`
+        self.texts: dict[int, str | None] = {}  # cache of `argument_text.text_terminal`
         self._joined: dict[tuple[int, ...], tuple[dict[str, Any], Sequence[object]]] = {}
         self._index(root, "")
 
@@ -248,7 +251,7 @@ class SchemaDocument:
         Raises
         ------
         InvalidRequestError
-            There is no such place in this document; or it is in another, and the schema is strict.
+            The target does not exist, or it is in another document and the schema is strict.
         """
         reference = schema["$ref"]
         uri = ""
@@ -298,7 +301,7 @@ class SchemaDocument:
             return frozenset() if schema is False else TYPES
         if (known := self._types.get(id(schema))) is not None:
             return known
-        # The schemas that say something of the same value, those that others need first.
+        # All schemas that apply to the same value; each one after the schemas that it refers to.
         nodes, order, seen = [(schema, False)], list[Mapping[str, Any]](), set[int]()
         while nodes:
             node, is_done = nodes.pop()
@@ -309,7 +312,7 @@ class SchemaDocument:
                 inner = (*self.all_of(node), *(p for parts in _choices_of(node) for p in parts))
                 nodes.append((node, True))
                 nodes += [(part, False) for part in inner if isinstance(part, Mapping)]
-        # A schema that refers to itself adds nothing to itself: the least solution.
+        # Schemas may refer to themselves, so the least fixed point is computed, from empty sets.
         found: dict[int, frozenset[str]] = {id(node): frozenset() for node in order}
         is_changed = True
         while is_changed:
@@ -342,7 +345,7 @@ class SchemaDocument:
         return types
 
     def joined(self, schemas: Sequence[object]) -> object:
-        """Return a schema of the values that satisfy all given schemas; equal arguments give the same object."""
+        """Return a schema for values that satisfy all given schemas; the same object for the same schemas."""
         parts = list({id(part): part for part in schemas}.values())
         if len(parts) < 2:
             return parts[0] if parts else True
@@ -354,12 +357,12 @@ class SchemaDocument:
         return self._joined[key][0]
 
     def takes_constant(self, schema: object, value: bool | None) -> bool:
-        """Return whether a schema allows null, true or false."""
+        """Return True if a schema allows `value`: None, True or False."""
         if not isinstance(schema, Mapping):
             return schema is not False
         key = (id(schema), value)
         if key not in self._constants:
-            self._constants[key] = False  # of a schema that refers to itself
+            self._constants[key] = False  # ends the recursion if the schema refers to itself
             self._constants[key] = self._takes_constant(schema, value)
         return self._constants[key]
 
@@ -380,19 +383,19 @@ class SchemaDocument:
         )
 
     def all_of(self, schema: Mapping[str, Any]) -> Iterator[object]:
-        """Yield the schemas that must hold as well."""
+        """Yield the target of `$ref`, and the schemas of `allOf`."""
         if isinstance(schema.get("$ref"), str):
             yield self.target(schema)
         yield from _list_of(schema, "allOf")
 
     # --- A schema by itself -----------------------------------------------------------------
     def closed(self, schema: object) -> dict[str, Any]:
-        """Return a schema that allows the same and can be put anywhere, with `$defs` of its own.
+        """Return an equivalent schema that is self-contained: its `$defs` have all targets of references.
 
         Raises
         ------
         InvalidRequestError
-            A part is no schema; or cannot be enforced, and the schema is strict.
+            A part is no schema, or it cannot be enforced and the schema is strict.
         """
         names: dict[int, str] = {}
         targets: list[object] = []
@@ -445,9 +448,10 @@ class SchemaDocument:
         return kept
 
     def _with_count(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the schema with numbers of properties as llguidance enforces them.
+        """Return the schema without limits on the number of properties that llguidance cannot enforce.
 
-        It counts keys only where all that have a name are required, or where one is enough.
+        llguidance enforces them only if all named keys are required, or if no other keys are allowed and the
+        limits are 0 or 1.  `minProperties` of 1 is rewritten with `anyOf` and `required`.
         """
         n_min, n_max = _count(schema, "minProperties") or 0, _count(schema, "maxProperties")
         if not n_min and n_max is None:
@@ -515,7 +519,7 @@ class SchemaDocument:
         Raises
         ------
         InvalidRequestError
-            A strict schema has keywords that have no part in `ObjectSchema`, or too many kinds.
+            The schema has too many kinds, or it is strict and has a keyword that cannot be enforced.
         """
         return self._kinds(schema, seen, "object", ObjectSchema(), _own_object, _merged)
 
@@ -565,14 +569,14 @@ class SchemaDocument:
 
 
 class Exclusions:
-    """Finds out whether parts of a `oneOf` exclude each other, as far as is known."""
+    """Test of the parts of a `oneOf` for mutual exclusion.  It may miss that parts exclude each other."""
 
     def __init__(self, document: SchemaDocument) -> None:
         self._document = document
-        self._found_choices: dict[int, list[str] | None] = {}  # by the identity of a schema
+        self._found_choices: dict[int, list[str] | None] = {}  # cache of `_choices`, by identity
 
     def exclude_each_other(self, parts: Sequence[object]) -> bool:
-        """Return whether no value satisfies two of these schemas, as far as is known."""
+        """Return True if certainly no value satisfies two of these schemas."""
         types = [self._document.types(part) for part in parts]
         n_of_each = Counter(chain.from_iterable(types))
         if any(n > 1 for name, n in n_of_each.items() if name != "object"):
@@ -590,7 +594,7 @@ class Exclusions:
     def _are_apart(
         self, kinds: Sequence[Sequence[object]], differ: Callable[[Any, Any], bool]
     ) -> bool:
-        """Return True if the kinds of values are known to differ from those of other parts."""
+        """Return True if values of different parts certainly differ, by a key of all parts or by `differ`."""
         if self._are_told_apart(kinds):
             return True
         if len(kinds) > N_COMPARED_MAX:
@@ -599,7 +603,7 @@ class Exclusions:
         return all(differ(a, b) for a, b in pairs)
 
     def _are_told_apart(self, parts: Sequence[Sequence[object]]) -> bool:
-        """Return whether a key that all objects have has values of its own in each part."""
+        """Return True if some required key of all objects has different values in each part."""
         objects = [[one for one in part if isinstance(one, ObjectSchema)] for part in parts]
         required = [set(one.required) for one in chain.from_iterable(objects)]
         if not required or len(required) < sum(map(len, parts)):
@@ -617,13 +621,13 @@ class Exclusions:
         return False
 
     def _excludes(self, one: object, other: object) -> bool:
-        """Return whether a value of one kind is never of the other, as far as is known."""
+        """Return True if certainly no value of kind `one` is also of kind `other`."""
         if not isinstance(one, ObjectSchema) or not isinstance(other, ObjectSchema):
             return False
         return any(not one.takes(key) for key in other.required) or self._differ(one, other)
 
     def _differ(self, one: ObjectSchema, other: ObjectSchema) -> bool:
-        """Return whether a key that both have never has the same value."""
+        """Return True if a key that one of them requires can certainly not have the same value in both."""
         return any(
             self._never_equal(one.properties.get(key), other.properties.get(key))
             for key in {*one.required, *other.required}
@@ -641,13 +645,13 @@ class Exclusions:
         return None not in known and not set(known[0] or ()) & set(known[1] or ())
 
     def _choices(self, schema: object) -> list[str] | None:
-        """Return all values that a schema has, each as JSON; None if that is not known."""
+        """Return all values that a schema allows, each as JSON text; None if it does not list them."""
         if not isinstance(schema, Mapping):
             return None
         for values in values_of(schema):
             return [json.dumps(value, sort_keys=True) for value in values]
         if id(schema) not in self._found_choices:
-            self._found_choices[id(schema)] = None  # of a schema that refers to itself
+            self._found_choices[id(schema)] = None  # the schema may refer to itself
             found = (self._choices(part) for part in self._document.all_of(schema))
             known = next((values for values in found if values is not None), None)
             self._found_choices[id(schema)] = known
@@ -679,7 +683,13 @@ def _own_object(schema: Mapping[str, Any]) -> ObjectSchema:
 def _both(
     name: str, first: Sequence[Kind], second: Sequence[Kind], merge: Callable[[Kind, Kind], Kind]
 ) -> list[Kind]:
-    """Return the kinds of values that are of both."""
+    """Return the merged kind of each pair of `first` and `second`.
+
+    Raises
+    ------
+    InvalidRequestError
+        There are more than `N_ALTERNATIVES_MAX` pairs.
+    """
     if len(first) * len(second) > N_ALTERNATIVES_MAX:
         limit = f"of at most {N_ALTERNATIVES_MAX} kinds of values"
         raise InvalidRequestError(name, f"{len(first)} times {len(second)}", limit)
@@ -725,7 +735,7 @@ def _count(schema: Mapping[str, Any], keyword: str) -> int | None:
 
 
 def _merged(one: ObjectSchema, other: ObjectSchema) -> ObjectSchema:
-    """Return objects that are of both kinds."""
+    """Return the kind of objects that are of both kinds."""
     properties: dict[str, tuple[object, ...]] = {}
     for key in (*one.properties, *(key for key in other.properties if key not in one.properties)):
         schemas: tuple[object, ...] = ()
@@ -779,7 +789,7 @@ def _fitting(patterns: Mapping[str, object], key: str) -> tuple[object, ...]:
 
 
 def searches(pattern: str, text: str) -> bool:
-    """Return True if a pattern of a schema is found in a text; expensive searches are given up."""
+    """Return True if a pattern is found in a text; False too if the search could be slow or is invalid."""
     n_quantifiers = len(re.findall(r"[*+{]", pattern))
     if (
         len(text) > MAX_SEARCHED
@@ -799,11 +809,11 @@ def _mapped(value: Any, keyword: str, close: Any) -> Any:
         return {key: close(part) for key, part in value.items()}
     if isinstance(value, list):
         return [close(part) for part in value]
-    return close(value) if keyword in ALONE else value  # which llguidance names as wrong
+    return close(value) if keyword in ALONE else value  # llguidance reports the wrong type
 
 
 def without_nulls(schema: object) -> object:
-    """Return a schema without keywords that are null: some libraries write unset ones so."""
+    """Return a schema without keywords whose value is null: some libraries write unset keywords as null."""
     if not isinstance(schema, Mapping):
         return schema
     kept: dict[str, object] = {}
@@ -818,7 +828,7 @@ def without_nulls(schema: object) -> object:
 
 
 def _parts_of(schema: Mapping[str, Any]) -> Iterator[object]:
-    """Yield the schemas in a schema."""
+    """Yield the direct subschemas of a schema, and None or other values of the same keywords."""
     for keyword in IN_MAPS:
         yield from _mapping(schema.get(keyword)).values()
     for keyword in (*IN_LISTS, "items"):
@@ -837,14 +847,14 @@ def _list_of(schema: Mapping[str, Any], keyword: str) -> list[object]:
 
 
 def _choices_of(schema: Mapping[str, Any]) -> Iterator[list[object]]:
-    """Yield lists of schemas of which one must hold."""
+    """Yield the lists of `anyOf` and `oneOf` that are not empty."""
     for keyword in ("anyOf", "oneOf"):
         if parts := _list_of(schema, keyword):
             yield parts
 
 
 def values_of(schema: Mapping[str, Any]) -> Iterator[list[object]]:
-    """Yield lists of values of which a value is one."""
+    """Yield the values of `enum`, and the value of `const` as a list: each list has every allowed value."""
     if isinstance(schema.get("enum"), list):
         yield schema["enum"]
     if "const" in schema:
@@ -852,7 +862,7 @@ def values_of(schema: Mapping[str, Any]) -> Iterator[list[object]]:
 
 
 def _named_types(names: object) -> frozenset[str] | None:
-    """Return the types of these names; None if one is no type."""
+    """Return the types, as in `TYPES`, of these names of JSON Schema; None if a name is unknown."""
     if names is None:
         return TYPES
     if not isinstance(names, list):
@@ -879,12 +889,12 @@ def type_of(value: object) -> str:
 
 
 def enforceable(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema in llguidance's form, with its options for llguidance.
+    """Return a self-contained schema for llguidance, with the options in its `x-guidance`.
 
     Raises
     ------
     InvalidRequestError
-        A keyword cannot be enforced, and the options are not lenient.
+        A keyword cannot be enforced, and `x-guidance` has no true "lenient".
     """
     given = schema.get("x-guidance")
     options = given if isinstance(given, Mapping) else {}

@@ -1,7 +1,7 @@
 """Lifecycle: how an engine starts, what state it is in, and how it ends.
 
-Everything here runs on the event loop and never blocks it.  The inference thread is told what to do
-through the inbox, and what it did arrives in the dispatcher, once per tick.
+Everything here runs on the event loop and never blocks it.  The inbox takes commands to the inference
+thread.  The dispatcher receives the events of that thread, once per tick.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ T = TypeVar("T")
 
 
 class Lifecycle:
-    """The part of `Engine` that serves no requests."""
+    """Base class of engines: start, reload, state and end, but no requests."""
 
-    # What serves in the process of `process=True`: a module and a `LlamaBackend` of it.  None: nothing
-    # can, and there is none.
+    # Backend of the child process with `process=True`, as "module:class"; a `LlamaBackend`.  None: this
+    # class has no child process, and `process` counts as False.
     _child_backend: ClassVar[str | None] = "cllm.engine.llama.backend:LlamaBackend"
 
     def __init__(
@@ -71,11 +71,12 @@ class Lifecycle:
         )
         self._on_restart = on_restart
         self._status: EngineStatus | None = None
-        self._entered: Parts | None = None  # those that take requests
-        self._started: list[Parts] = []  # and those that are being loaded, or end
-        self._hosts: list[EngineHost] = []  # theirs, which know nothing of this
+        self._entered: Parts | None = None  # the parts that take new requests
+        self._started: list[Parts] = []  # also the parts that are being loaded, or that end
+        # Hosts of `_started`; they hold no reference to this engine.
+        self._hosts: list[EngineHost] = []
         self._loop_guard: LoopGuard | None = None
-        self._earlier = EngineStatistics()  # of those that have ended
+        self._earlier = EngineStatistics()  # sum of the parts that have ended
         self._is_reloading = False
         self._finalizer: weakref.finalize[..., Lifecycle] | None = None
         self._generation = fork_generation()
@@ -145,7 +146,7 @@ class Lifecycle:
         Raises
         ------
         CllmError
-            It cannot be, or the engine was closed meanwhile.
+            The model cannot be loaded, or the engine was closed meanwhile.
         """
         await parts.dispatcher.answered.wait()
         if self._is_closed:
@@ -201,7 +202,12 @@ class Lifecycle:
         Parameters
         ----------
         timeout : float, optional
-            Seconds; requests that have not ended by then are cancelled.
+            Seconds; requests that have not ended by then are cancelled.  None: no limit.
+
+        Raises
+        ------
+        ClosedError, EngineFailedError
+            The engine does not serve requests.
         """
         self._check_serving()
         self._status = EngineStatus.DRAINING
@@ -213,7 +219,7 @@ class Lifecycle:
 
     async def _wait_idle(self) -> None:
         for parts in list(self._started):
-            # Those that are still tokenized or compiled too, and those that go on otherwise.
+            # Requests that are being tokenized or continued count too.
             while not parts.gate.is_empty:
                 await parts.gate.wait_left()
 
@@ -223,8 +229,8 @@ class Lifecycle:
         """Load a model beside the present one, which is freed when its requests have ended.
 
         New requests use the new model as soon as it is loaded.  The call returns when the old model is
-        freed. Cancelled before the new model is loaded, it changes nothing.  Cancelled later, the old model
-        is still freed when its requests have ended.
+        freed.  If the call is cancelled before the new model is loaded, nothing changes.  If it is cancelled
+        later, the old model is still freed when its requests have ended.
 
         Parameters
         ----------
@@ -256,7 +262,7 @@ class Lifecycle:
 
     async def _replace(self, config: EngineConfig) -> None:
         for parts in list(self._started):
-            # A reload was cancelled while it ended.
+            # An earlier `reload` was cancelled while these parts were ending.
             if parts is not self._entered and parts.dispatcher.stopped.is_set():
                 await self._end(parts)
         old, backend = self._parts, self._make_backend(config)
@@ -316,11 +322,11 @@ class Lifecycle:
         return told.plus(self._earlier)
 
     def is_open(self, request_id: str) -> bool:
-        """Return True if a request of this id is open; for a moment still after its stream was closed."""
+        """Return True if a request with this id is open.  Closing its stream ends it a moment later."""
         return self._entered is not None and self._parts.dispatcher.is_open(request_id)
 
     def health(self) -> Health:
-        """Return if requests are served.  Any thread, at any time."""
+        """Return the status of the engine, with the reason if it serves no requests.  Any thread."""
         return health_of(
             self._present_status,
             0.0 if self._entered is None else self._entered.thread.heartbeat_age_s,
@@ -330,23 +336,23 @@ class Lifecycle:
         )
 
     async def reset_prefix_cache(self) -> None:
-        """Drop all cached prefixes of finished requests."""
+        """Drop all cached prefixes of finished requests: in KV cells, host memory and files."""
         with self._serving(draining=True) as parts:
             parts.inbox.put(ClearPrefixCache())
-            await parts.dispatcher.audit()  # answered after it
+            await parts.dispatcher.audit()  # answered after the command above
 
     async def slots(self) -> tuple[SlotInfo, ...]:
-        """Return the holder of each seq_id."""
+        """Return the state of each seq_id, and the request that it serves; in ascending order."""
         with self._serving(draining=True) as parts:
             return (await parts.dispatcher.live_view()).slots
 
     async def live_view(self) -> LiveView:
-        """Return the holder of each seq_id, the content of the KV cache, and the ticks since the last call."""
+        """Return the state of each seq_id, the content of the KV cache, and the ticks since the last call."""
         with self._serving(draining=True) as parts:
             return await parts.dispatcher.live_view()
 
     async def audit(self) -> list[str]:
-        """Return the differences between the bookkeeping and llama.cpp's positions; empty if they agree."""
+        """Return a text for each difference between bookkeeping and llama.cpp; the next tick repairs them."""
         with self._serving(draining=True) as parts:
             return await parts.dispatcher.audit()
 
@@ -360,7 +366,7 @@ class Lifecycle:
             yield parts
 
     def _check_serving(self, *, draining: bool = False) -> EngineVocabulary:
-        """The vocabulary, if requests are served, and served to this caller."""
+        """Return the vocabulary; raise an error if this engine serves no requests to this caller."""
         if self._entered is not None:
             return self._check_host(self._entered.thread, draining=draining)
         self._check_process()
@@ -368,13 +374,13 @@ class Lifecycle:
         raise ClosedError("the engine has not been entered")
 
     def _check_host(self, host: EngineHost, *, draining: bool = False) -> EngineVocabulary:
-        """The same of one host: who has a request of it stays there."""
+        """Return the vocabulary of a host as `_check_serving` does; a request stays with its host."""
         self._check_process()
         check_serving(self._status_of(host), host.failure, draining=draining)
         assert self._loop_guard is not None
         self._loop_guard.check()
         vocabulary = host.vocabulary
-        if vocabulary is None:  # it has failed, and its last event is on its way
+        if vocabulary is None:  # the host has failed; its last event has not arrived yet
             raise EngineFailedError("the engine has failed")
         return vocabulary
 
@@ -398,7 +404,7 @@ class Lifecycle:
             return self._status
         if host.failure is not None:
             return EngineStatus.FAILED
-        # It ends when its event loop is gone.
+        # A host also ends if its event loop is gone.
         return self._status if host.is_alive else EngineStatus.CLOSED
 
     @property
@@ -413,7 +419,10 @@ class Lifecycle:
 
 
 def _weakly(method: Callable[P, T]) -> Callable[P, T]:
-    """Return a method that does not keep its engine: streams hold the parts that have it."""
+    """Return a callable for a method that holds no reference to the method's object.
+
+    Streams hold the parts of an engine, which hold this callable; they must not keep the engine alive.
+    """
     found = weakref.WeakMethod(method)
 
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -426,7 +435,7 @@ def _weakly(method: Callable[P, T]) -> Callable[P, T]:
 
 def _stop_leaked(hosts: list[EngineHost], name: str, generation: int) -> None:
     """End the threads of an engine that was collected without being closed."""
-    if generation == fork_generation():  # otherwise nothing of it is in this process
+    if generation == fork_generation():  # a forked child has no threads of the engine
         for host in hosts:
             host.request_stop()
         message = f"the engine of {name} was dropped without being closed: use `async with`"
@@ -434,7 +443,10 @@ def _stop_leaked(hosts: list[EngineHost], name: str, generation: int) -> None:
 
 
 async def _resolved(config: EngineConfig) -> EngineConfig:
-    """The same with files in place of names, which are downloaded if they are not here, and a number of cells."""
+    """Return the configuration with files instead of model names, and a number for `n_ctx="auto"`.
+
+    Models that are not on this machine are downloaded.
+    """
     model, speculation, embedding_model = [
         await anyio.to_thread.run_sync(find_model, given, abandon_on_cancel=True)
         if is_name(given)

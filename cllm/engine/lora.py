@@ -10,7 +10,7 @@ from cllm.checks import check_float
 from cllm.engine.file_content import FileContent
 from cllm.errors import InvalidArgumentError, InvalidRequestError
 
-# Names and scales, none of which is 0, in the order of the names: what llama.cpp computes one decode with.
+# Adapters of one decode: pairs of name and scale, sorted by name, without scales of 0.
 LoraSet = tuple[tuple[str, float], ...]
 
 MAX_SCALE = 1e4
@@ -26,10 +26,10 @@ class LoraInfo:
     path : str
         File of the adapter.
     scale : float
-        Scale for requests that name no adapters; 0: they do not use it.
+        Scale for requests that name no adapters; 0: such requests do not use the adapter.
     invocation_tokens : tuple of int
-        Tokens that activate an aLoRA: it computes from their last occurrence in a prompt on, and nothing
-        without them.  Empty: the adapter computes everything.
+        Tokens that activate an activated LoRA (aLoRA).  It computes from their last occurrence in a prompt
+        on; without them it is not used.  Empty: the adapter computes all tokens.
     content : FileContent or None
         Digest of the file when it was loaded.
     """
@@ -64,18 +64,18 @@ class LoraUse:
         return self.loras if position >= self.start else self.before
 
     def n_until_change(self, position: int) -> float:
-        """Return the number of tokens from this one on with the same adapters."""
+        """Return the number of tokens from `position` on with the same adapters; inf if they never change."""
         return self.start - position if position < self.start else math.inf
 
     def n_alike(self, other: LoraUse) -> float:
-        """Return the number of positions, from the first on, with the same adapters as another request."""
+        """Return the number of first positions with the same adapters as `other`; inf if all are equal."""
         for position in sorted({0, self.start, other.start}):
             if self.at(position) != other.at(position):
                 return position
         return math.inf
 
     def uses(self, name: str) -> bool:
-        """Return True if this adapter computes any of its tokens."""
+        """Return True if an adapter of this name computes any token of the request."""
         return any(lora == name for lora, _ in (*self.loras, *self.before))
 
 
@@ -113,17 +113,21 @@ def check_lora_name(
 def lora_use(
     wanted: Mapping[str, float] | None, loaded: Mapping[str, LoraInfo], tokens: Sequence[int]
 ) -> LoraUse:
-    """Return the adapters of a request with this prompt.
+    """Return the adapters that compute a request.
 
     Parameters
     ----------
     wanted : mapping or None
-        Names and scales; None: the default of the engine.
+        Names and scales that the request gives; None: all loaded adapters with their own scales.
+    loaded : mapping
+        Loaded adapters by name.
+    tokens : sequence of int
+        Prompt, in which an aLoRA looks for its invocation tokens.
 
     Raises
     ------
     InvalidRequestError
-        There is no such adapter, or two aLoRAs are named.
+        An adapter is not loaded, or more than one aLoRA is used.
     """
     if wanted is None:
         wanted = {name: info.scale for name, info in loaded.items()}
@@ -147,7 +151,7 @@ def lora_use(
 
 
 def _last_place(wanted: Sequence[int], tokens: Sequence[int]) -> int | None:
-    """Return the last position at which these tokens begin in the others."""
+    """Return the last position at which `wanted` begins in `tokens`; None if it does not occur."""
     wanted = tuple(wanted)
     for start in range(len(tokens) - len(wanted), -1, -1):
         if tuple(tokens[start : start + len(wanted)]) == wanted:

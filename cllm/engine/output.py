@@ -1,4 +1,7 @@
-"""Output values: what an engine gives, frozen.  They import nothing of cllm: errors carry them."""
+"""Output values: frozen dataclasses that an engine returns.
+
+This module imports nothing of cllm, because the errors in `cllm.errors` carry these values.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,11 @@ from typing import Any
 
 
 class FinishReason(StrEnum):
-    """Reason for the end of a request."""
+    """Reason for the end of a request.
+
+    `STOP`: an end-of-generation token, a stop token or a stop string.  `LENGTH`: `max_tokens` or a full
+    context.  `TOOL_CALLS`: as `STOP`, after a tool call.  `ERROR`: the request failed; its stream raises.
+    """
 
     STOP = "stop"
     LENGTH = "length"
@@ -81,7 +88,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """Tokens and text that one tick added to an output.
+    """A sampled token, and the text that became final with it.
 
     Attributes
     ----------
@@ -89,7 +96,7 @@ class TokenDelta:
         Whole characters that can no longer change; may be empty.  In a chat, the content without reasoning
         and calls.
     token_ids : tuple of int
-        All sampled tokens, including the end-of-generation token.
+        One token, perhaps an end-of-generation token.  Empty if the request ended without a token.
     finish_reason : FinishReason or None
         None until the last delta.
     stop_reason : str, int or None
@@ -190,15 +197,16 @@ class Timings:
 class Completion:
     """The whole output of a request; the partial output if it ended early.
 
-    For a request with `generated` tokens: the output after them, but all of its calls.
+    For a request with `generated` tokens it has only the output after them.  `tool_calls` also has the calls
+    in those tokens.
 
     Attributes
     ----------
     logprobs : tuple of TokenLogprob or None
         One for each of `token_ids`; None unless requested.
-        prompt_logprobs : tuple or None
-            One for each of `prompt_token_ids`, with None for the first; None unless requested.  Shorter if the
-            request ended before its prompt was computed.
+    prompt_logprobs : tuple or None
+        One for each of `prompt_token_ids`, with None for the first; None unless requested.  Shorter if the
+        request ended before its prompt was computed.
     reasoning : str
         In a chat: reasoning of the model.
     tool_calls : tuple of ToolCall

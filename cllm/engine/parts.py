@@ -1,4 +1,4 @@
-"""Parts: what an engine consists of while one model is loaded, on both sides of the border."""
+"""Parts: the objects of an engine for one loaded model, on the event loop and the inference thread."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Parts:
     loras: LoraRegistry
 
     def end_when_idle(self) -> None:
-        """Wait until all requests have ended; no more are submitted."""
+        """Stop the host as soon as no request is open, and return at once.  Submit no more requests."""
         self.gate.when_empty(self.thread.request_stop)
 
     async def aclose(self) -> None:
@@ -68,14 +68,14 @@ def start_parts(
     Parameters
     ----------
     child_backend : str or None
-        What serves in the process of `process=True`: a module and a `LlamaBackend` of it.
+        Backend of the child process with `process=True`, as "module:class"; a `LlamaBackend`.
     check_host : callable
-        Of a host: its vocabulary, or why requests are not served.
+        Called with a host; returns its vocabulary, or raises an error if it serves no requests.
     """
     workers = WorkerThreads()
     try:
         interrupter = Interrupter()
-        # Of a process, it is there that a decode is cut short.
+        # With a child process, the inbox of that process interrupts decodes.
         inbox = Inbox() if config.process else Inbox(interrupter.cancel)
         gate = QueueGate(n_seq_max=config.n_seq_max, max_queue=config.max_queue)
         dispatcher = Dispatcher(inbox, gate, loop_guard, on_restart)
@@ -104,7 +104,7 @@ def start_parts(
             check, lambda: host.text_vocabulary, gate, dispatcher, tokenizer
         )
         host.start()
-    except BaseException:  # as many threads as the system allows
+    except BaseException:  # for example, the system allows no more threads
         workers.end()
         raise
     return Parts(gate, inbox, dispatcher, interrupter, host, input_processor, embeddings, loras)

@@ -1,4 +1,4 @@
-"""Frozen values as what JSON has, and back: dataclasses, tuples, bytes and what they are made of."""
+"""Conversion of dataclasses, tuples, mappings and bytes to values that JSON can express, and back."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 
 def as_plain(value: Any) -> Any:
-    """A value as lists, dictionaries, strings and numbers; bytes as hexadecimal digits.
+    """Return a value as lists, dictionaries, strings and numbers; bytes become hexadecimal digits.
 
     Raises
     ------
     TypeError
-        It has something else in it.
+        The value contains an object of another type.
     """
     if is_dataclass(value):
         return {f.name: as_plain(getattr(value, f.name)) for f in fields(value) if f.init}
@@ -32,12 +32,12 @@ def as_plain(value: Any) -> Any:
 
 
 def of_plain(kind: Any, plain: Any) -> Any:
-    """The value of this type that `as_plain` has made this of.
+    """Return the value of type `kind` from which `as_plain` has made `plain`.
 
     Raises
     ------
     TypeError, ValueError, LookupError
-        It is none.
+        `plain` does not represent a value of this type.
     """
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):

@@ -1,8 +1,8 @@
 """The process of `preflight`: `python -m cllm.engine.preflight_child SECONDS`.
 
-Reads the settings of an engine as one JSON line from standard input, runs that engine for a few
-tokens, and says in the last line of its output what was wrong: `{"reason": …, "path": …}`, both null
-if nothing was.  It ends when standard input does, and after so many seconds at the latest.
+The process reads the settings of an engine as one JSON line from standard input, and runs that engine for
+a few tokens.  The last line of its output is `{"reason": …, "path": …}`: the error, or null in both
+fields.  The process ends when standard input ends, and at the latest after SECONDS.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STDIN, STDOUT = 0, 1
 
 
 def main(seconds: str) -> None:
-    """Try a model, and exit."""
+    """Try the model, write the result, and exit; SIGALRM ends the process after `seconds`."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.alarm(
         int(seconds)
@@ -48,16 +48,16 @@ def main(seconds: str) -> None:
         )
     answer = json.dumps({"reason": reason, "path": path})
     os.write(STDOUT, f"\n{answer}\n".encode())
-    os._exit(0)  # nothing may be said after that
+    os._exit(0)  # no output may follow the answer
 
 
 async def use_once(config: EngineConfig) -> bool:
-    """Load the model, read a prompt, and write a few tokens; of an encoder, compute a vector.
+    """Load the model, then generate a few tokens and compute a vector, as far as the model can.
 
     Returns
     -------
     bool
-        True if it generates.
+        True if the model generates text.
     """
     async with Engine(config=config) as engine:
         os.write(STDOUT, LOADED)

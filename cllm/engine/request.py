@@ -1,4 +1,4 @@
-"""One request and what it gives: frozen values, made by the engine, no behaviour."""
+"""Frozen values that the engine makes: a request, and the description of the model."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from cllm.errors import ClosedError, DeadlineError
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """How an output thinks before it answers.
+    """Form and limit of the reasoning before an answer.
 
     Attributes
     ----------
     start, ends : bytes, tuple of bytes
-        Text that begins the thought, empty if it needs none, and texts that end it.
+        Text that begins the reasoning (may be empty), and the texts that end it.
     is_open : bool
-        True if the prompt has begun the thought.
+        True if the prompt ends inside the reasoning.
     budget : int or None
-        Tokens of the thought at most.
+        Largest number of reasoning tokens; None: no limit.
     ending : tuple of int
-        Tokens that end the thought, as the template writes it.
+        Tokens that end the reasoning, as the chat template writes them.
     """
 
     start: bytes
@@ -62,36 +62,36 @@ class GenerationRequest:
     serial : int
         Order of arrival.
     submitted_at, deadline : float
-        Seconds of `time.perf_counter`; the deadline may be None.
+        Times by `time.perf_counter`, in seconds; a deadline of None means no limit.
     priority : int
         Lower is more urgent.
     first_scored : int or None
-        Number of the first prompt token whose log probability is requested, from 1; None: of none.
+        Index of the first prompt token whose log probability is requested, at least 1; None: no token.
     strips_space : bool
         True if the output begins a text, and the vocabulary puts a space before texts.
     constraint : CompiledConstraint or None
         The compiled constraint of `params`, or of the calls that the chat must make.
     spelled : mapping of int to bytes
-        Control tokens that are text in this output.
+        Text of the control tokens that count as text in this output, by token id.
     thinking : Thinking or None
-        Thought after which the constraint begins, and its budget.
+        Reasoning before the answer; the constraint begins after it.
     fingerprint : str
         Fingerprint of the engine; see `Completion`.
     generated_token_ids : tuple of int
         Beginning of the output, sampled before: the request continues after it.
     resamples : bool
-        True if the sampler needs the logits from which these were sampled.
+        True if the sampler needs the logits from which `generated_token_ids` were sampled.
     seed : int or None
-        Seed of the random numbers: that of `params`, or a random one that is kept for continuations; None:
-        any.
+        Seed of the random numbers: that of `params`, or a random one that continuations use again.  None:
+        the sampler chooses one.
     n_unread : int
         Number of earlier deltas that the reader has not taken.
     lora : LoraUse
         Adapters of the request.
     state : SequenceState or None
-        KV state of its first tokens from its suspension.
+        KV state of the first tokens, saved when the request was suspended.
     excluded : tuple of int
-        Tokens that must not follow the generated ones.
+        Tokens that must not be sampled first, directly after `generated_token_ids`.
     tenant : str
         Tenant of the request.
     """
@@ -136,7 +136,7 @@ class Score:
     token_ids : tuple of int
         Tokens of the continuation.
     logprobs : tuple of float
-        Log probability of each token, after the prompt and the tokens before it.
+        Natural logarithm of the probability of each token, after the prompt and the tokens before it.
     total : float
         Sum of `logprobs`.
     """
@@ -154,7 +154,7 @@ class Score:
         DeadlineError
             The deadline passed before the continuation was scored.
         ClosedError
-            The engine was closed before.
+            The request was cancelled, or the engine was closed, before the continuation was scored.
         """
         scored = [score for score in completion.prompt_logprobs or () if score is not None]
         if len(completion.prompt_logprobs or ()) < len(completion.prompt_token_ids):
@@ -208,7 +208,7 @@ class ModelInfo:
     generates : bool
         False for an encoder, and for an `Embedder`.
     embedding : EmbeddingInfo or None
-        Abilities with whole texts; None if neither the file nor the settings name a pooling.
+        Properties for vectors of texts; None if no pooling is named, or the model cannot compute vectors.
     rank_template : str or None
         Prompt of a reranker with `{query}` and `{document}`, if it has one.
     loras : tuple of LoraInfo

@@ -1,4 +1,7 @@
-"""Addresses of llama.cpp's RPC servers, which have no password and no encryption: private ones only (pure)."""
+"""Addresses of llama.cpp's RPC servers.  Pure.
+
+The servers have no password and no encryption, so only loopback and private addresses are accepted.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +32,12 @@ class RpcAddress(NamedTuple):
 
 
 def rpc_address(text: object) -> RpcAddress:
-    """An address as callers write it: `HOST:PORT`.
+    """Return the address in a text `HOST:PORT`.  A host name is not looked up here.
 
     Raises
     ------
     InvalidArgumentError
-        It is none, or one of an open network.
+        The text is no such address, or the IPv4 address is neither loopback nor private.
     """
     host, _, port = text.partition(":") if isinstance(text, str) else ("", "", "")
     labels = host.isascii() and all(0 < len(label) <= 63 for label in host.split("."))

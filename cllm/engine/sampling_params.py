@@ -115,7 +115,7 @@ def _schema(name: str, given: object, error: ErrorType) -> str:
             schema = dict(given)
         else:
             raise error(name, given, "a mapping, or one as JSON text")
-        # Hardly ever longer than it was given.
+        # Compact, so that it is hardly ever longer than the given text: both have the same limit.
         text = json.dumps(schema, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
         depth = _depth(schema)
     except (InvalidRequestError, InvalidArgumentError):
@@ -131,7 +131,7 @@ def _schema(name: str, given: object, error: ErrorType) -> str:
 
 
 def _depth(value: object) -> int:
-    """Levels of a JSON value."""
+    """Return the nesting depth of a JSON value: 1 for a number, a text or an empty list."""
     if isinstance(value, dict):
         value = list(value.values())
     return 1 + max(map(_depth, value), default=0) if isinstance(value, list | tuple) else 1
@@ -261,8 +261,8 @@ class SamplingParams:
         Tokens that end the output like an end-of-generation token.
     banned_strings : str or sequence of str
         Text that the output does not contain.  The token that would begin it is replaced by another one.  Text
-        is held back until that is certain.  In a chat this holds for the text that a reader is shown.  As
-        many, and as long, as `stop`.
+        is held back until that is certain.  In a chat this holds for the text that a reader is shown.  The
+        limits are those of `stop`.
     ignore_eos : bool
         Never sample an end-of-generation token, unless a constraint leaves nothing else.
     penalize_prompt : bool
@@ -272,7 +272,8 @@ class SamplingParams:
         For each output token its log probability, and those of so many most likely tokens, before any
         sampler.  At most 256; None is off.
     prompt_logprobs : int, optional
-        The same for each token of the prompt.  A prompt that is scored shares no prefix.
+        For each prompt token its log probability, and those of so many most likely tokens, before any
+        sampler.  Such a prompt is computed without the prefix cache.
     grammar : str, optional
         The output follows this GBNF; text or @FILE.  Python takes text only.  At most 64 KiB.  A control token
         is written `<think>` or `<[id]>`; in a string its name is text.  At most one of grammar, lark,
@@ -285,7 +286,7 @@ class SamplingParams:
     regex : str, optional
         The whole output matches this expression.  At most 16 KiB.
     speculation : bool, optional
-        Whether tokens are guessed for this request; None: as the engine is configured.
+        Guess tokens for this request; None: as the engine is configured.
 
     Raises
     ------
@@ -392,5 +393,5 @@ class SamplingParams:
 
 
 def window(last_n: int, n_ctx: int) -> int:
-    """Return the number of tokens that `repeat_last_n` or `dry_penalty_last_n` stands for: -1 is the context."""
+    """Return the number of tokens for a value of `repeat_last_n` or `dry_penalty_last_n`: -1 means `n_ctx`."""
     return n_ctx if last_n < 0 else last_n

@@ -1,4 +1,4 @@
-"""A file with a header in JSON and bytes behind it: complete and unchanged, or not there at all."""
+"""Files with a JSON header, bytes of data and a checksum.  They are written atomically."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class DamagedFileError(Exception):
 
 
 def write_state_file(path: Path, header: dict[str, Any], data: bytes) -> int:
-    """Write a file beside its place, and put it there when it is whole; how many bytes it has.
+    """Write a file atomically; return its size in bytes.
 
     Raises
     ------
     OSError
-        It cannot be written; what was there before still is.
+        The file cannot be written; an older file of this name is unchanged.
     TypeError
-        The header is not JSON.
+        The header cannot be written as JSON.
     """
     head = json.dumps(header, separators=(",", ":")).encode()
     lengths = _LENGTHS.pack(len(head), len(data))
@@ -53,19 +53,19 @@ def write_state_file(path: Path, header: dict[str, Any], data: bytes) -> int:
 
 
 def read_state_file(path: Path) -> tuple[dict[str, Any], bytes]:
-    """Header and bytes of a file.
+    """Return the header and the data of a file.
 
     Raises
     ------
     OSError
-        It cannot be read.
+        The file cannot be read.
     DamagedFileError
-        It is none of these files, cut off or changed.
+        The file is of another kind, cut off or changed, or has more data than there is free memory.
     """
     with open_regular(path) as file:
         head, digest, lengths = _read_head(path, file)
         available = available_bytes()
-        if available is not None and lengths[1] > available:  # of a file with holes, for example
+        if available is not None and lengths[1] > available:  # a sparse file, for example
             raise DamagedFileError(f"{path} has {lengths[1]} bytes, more than there is memory")
         data, address = new_bytes(lengths[1])
         is_whole = not data or file.readinto(_view(address, len(data))) == len(data)
@@ -76,12 +76,12 @@ def read_state_file(path: Path) -> tuple[dict[str, Any], bytes]:
 
 
 def read_state_header(path: Path) -> dict[str, Any]:
-    """Return the header of a file whose data may be damaged.
+    """Return the header of a file without reading its data or checking the checksum.
 
     Raises
     ------
     OSError, DamagedFileError
-        As of `read_state_file`.
+        As for `read_state_file`.
     """
     with open_regular(path) as file:
         head, _, lengths = _read_head(path, file)
@@ -102,7 +102,8 @@ def _read_head(path: Path, file: Any) -> tuple[bytes, bytes, tuple[int, int]]:
     digest = fixed[len(MAGIC) : len(MAGIC) + _N_DIGEST]
     n_head, n_data = _LENGTHS.unpack_from(fixed, len(MAGIC) + _N_DIGEST)
     n_bytes = os.fstat(file.fileno()).st_size
-    if n_head > MAX_HEADER_BYTES or n_head + n_data > n_bytes:  # before as much memory is asked for
+    # Before that much memory is allocated.
+    if n_head > MAX_HEADER_BYTES or n_head + n_data > n_bytes:
         raise DamagedFileError(f"{path} is cut off, or has been changed")
     return file.read(n_head), digest, (n_head, n_data)
 
@@ -118,6 +119,6 @@ def _header_of(path: Path, head: bytes) -> dict[str, Any]:
 
 
 def _digest(lengths: bytes, head: bytes, data: bytes) -> bytes:
-    # A CRC of what may be a gigabyte: it finds damage, and takes a third of the time.
+    # The data, perhaps a gigabyte, has only a CRC: it finds damage, and takes a third of the time.
     crc = zlib.crc32(data).to_bytes(4, "little")
     return hashlib.blake2b(lengths + head + crc, digest_size=_N_DIGEST).digest()

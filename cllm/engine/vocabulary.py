@@ -1,7 +1,7 @@
-"""Protocols of vocabularies, as the parts of an engine need them.
+"""Protocols of vocabularies: the methods that each part of an engine needs.
 
-`cllm.bindings.Vocabulary` answers all of it, from any thread.  Each part names only what it needs, so
-that a test can give it that and no more.
+`cllm.bindings.Vocabulary` has all of these methods, for any thread.  A test of one part needs a fake with
+the methods of one protocol only.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class GuidanceVocabulary(Protocol):
 
 
 class EngineVocabulary(RankVocabulary, GuidanceVocabulary, Protocol):
-    """All of it."""
+    """Vocabulary with all methods that an engine needs."""
 
     @property
     def path(self) -> str: ...

@@ -1,4 +1,4 @@
-"""The models that are here: the cache that huggingface_hub and llama.cpp's own programs use too."""
+"""Downloaded models, in the cache that huggingface_hub and llama.cpp's own programs use too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cllm.hub.names import ModelName, choose_files, models_of, name_of
 
-REPO = "models--"  # and `user--name`: a directory of the cache
+REPO = "models--"  # beginning of a repository's directory: `models--user--name`
 INCOMPLETE = ".incomplete"
 
 
@@ -31,7 +31,7 @@ class CachedModel:
 
 
 def cache_directory() -> Path:
-    """Return the directory of models: `HF_HUB_CACHE`, or `hub` in `HF_HOME`."""
+    """Return the directory of models: `HF_HUB_CACHE`, or `hub` in `HF_HOME` (`~/.cache/huggingface`)."""
     with suppress(ModuleNotFoundError):
         from huggingface_hub import constants
 
@@ -48,9 +48,10 @@ def repo_directory(repo: str) -> Path:
 
 
 def cached_files(name: ModelName) -> list[Path] | None:
-    """The files of a model, if they are all here; in the snapshot that was downloaded last.
+    """Return the files of a model; None if they are not all in its snapshot of the main branch.
 
-    Of a name without a quantization, whichever is here: it does not ask a hub what the default is.
+    Without such a snapshot the newest one is used.  A name without a quantization takes Q4_K_M if the
+    snapshot has it, otherwise any: the hub is not queried.
     """
     snapshot = _newest_snapshot(repo_directory(name.repo))
     if snapshot is None:
@@ -62,7 +63,7 @@ def cached_files(name: ModelName) -> list[Path] | None:
 
 
 def cached_models() -> list[CachedModel]:
-    """All models that are here, by name."""
+    """Return all complete models of the cache, sorted by name."""
     return sorted(_cached_models(), key=lambda model: str(model.name))
 
 
@@ -72,9 +73,9 @@ def incomplete_files() -> list[Path]:
 
 
 def remove_model(model: CachedModel) -> int:
-    """Remove a model from the cache; how many bytes that has freed.
+    """Remove a model from the cache, and return the number of bytes freed.
 
-    A file that another snapshot has too is removed from there as well.
+    Other snapshots lose the files that they share with it.
     """
     directory = repo_directory(model.name.repo)
     blobs = {path.resolve() for path in model.paths}

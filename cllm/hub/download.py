@@ -1,7 +1,7 @@
 """Downloads from a hub, with huggingface_hub's addresses, tokens, environment variables and cache.
 
-A file is written beside its place, goes on where an earlier download has ended, and gets its name when
-its checksum is right.  What the hub says becomes a path or a size only after `_checked` has seen it.
+A file is written beside its final place, continues an earlier partial download, and is renamed when
+its checksum is right.  Paths and sizes from the hub are checked by `_checked` before their use.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class _File(NamedTuple):
 
 
 def find_model(name: str) -> Path:
-    """The first file of a model, downloaded if it is not here.  Blocks: minutes, perhaps.
+    """Return the first file of a model; download the model if the cache lacks it.  May block for minutes.
 
     Raises
     ------
     InvalidArgumentError
-        It is no name, or huggingface_hub is not installed.
+        `name` is not a name, or huggingface_hub is not installed, which cached models need too.
     DownloadError
     """
     model = parse_name(name)
@@ -52,7 +52,7 @@ def find_model(name: str) -> Path:
 
 
 def check_library(name: str) -> None:
-    """Check that models can be downloaded here.
+    """Raise an error with this name if huggingface_hub is not installed.
 
     Raises
     ------
@@ -66,7 +66,7 @@ def check_library(name: str) -> None:
 def pull_model(model: ModelName) -> list[Path]:
     """Return all files of a model; missing and outdated ones are downloaded.  Blocks.
 
-    A bar of huggingface_hub's shows on a terminal how far it is.
+    On a terminal, huggingface_hub shows a progress bar.
 
     Raises
     ------
@@ -85,7 +85,7 @@ def pull_model(model: ModelName) -> list[Path]:
 
 
 def _files_of(model: ModelName) -> list[_File]:
-    """Ask the hub for the files of a model."""
+    """Return the files of a model that the hub lists; raise `DownloadError` if its answer cannot be read."""
     import huggingface_hub
 
     try:
@@ -103,7 +103,7 @@ def _checked(commit: Any, sibling: Any) -> _File:
     Raises
     ------
     FileNotFoundError
-        It is too small for a model, or what the hub says of it cannot be a path or a size.
+        The file is not in LFS, or the hub lists an invalid path, commit, checksum or size.
     """
     path, lfs = str(sibling.rfilename), sibling.lfs
     if lfs is None:
@@ -159,7 +159,7 @@ def _link(blob: Path, relative: str, new: Path) -> None:
 
 
 def _put(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file beside its place, and put it there at once."""
+    """Write a file beside its place, then rename it: readers never see a part of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:

@@ -33,7 +33,7 @@ class ModelName:
     repo : str
         `user/name`.
     quant : str or None
-        Such as "Q4_K_M"; None: the default.
+        Quantization, such as "Q4_K_M"; None takes Q4_K_M, else the model with the shortest name.
     file : str or None
         A file of the repository, in place of a quantization.
     """
@@ -54,12 +54,12 @@ def is_name(model: object) -> TypeGuard[str]:
 
 
 def parse_name(text: str) -> ModelName:
-    """The model that a name means.
+    """Return the model of a name: `hf:USER/REPO`, `hf:USER/REPO:QUANT` or `hf:USER/REPO/FILE.gguf`.
 
     Raises
     ------
     InvalidArgumentError
-        It is none.
+        The text is not such a name.
     """
     found = _NAME.fullmatch(text.removeprefix(PREFIX))
     if found is None or ".." in text:
@@ -75,12 +75,12 @@ def choose_files(name: ModelName, files: Iterable[str]) -> list[str]:
     Returns
     -------
     list of str
-        The one to load first.
+        Paths in the repository, in the order of the parts; the first one is loaded.
 
     Raises
     ------
     FileNotFoundError
-        There is none: the text says what there is.
+        No file fits; the message lists the quantizations or models of the repository.
     """
     models = models_of(files)
     if name.file is not None:
@@ -93,7 +93,7 @@ def choose_files(name: ModelName, files: Iterable[str]) -> list[str]:
     if not chosen:
         wanted = name.file or name.quant or "model"
         raise FileNotFoundError(f"{name.repo} has no {wanted}, {_described(models)}")
-    # A variant of a quantization has a longer name than itself.
+    # Variants of a quantization have longer names than the plain one.
     return min(chosen, key=lambda parts: (len(parts[0]), parts[0]))
 
 
@@ -106,7 +106,7 @@ def name_of(repo: str, model: Sequence[str], files: Iterable[str]) -> ModelName:
 
 
 def models_of(files: Iterable[str]) -> dict[str, list[str]]:
-    """Files that belong together, by their name without the number of a part; whole ones only."""
+    """Return the files of each complete model, in the order of its parts, by name without a part number."""
     parts: dict[str, list[str]] = defaultdict(list)
     n_parts: dict[str, int] = {}
     for file in sorted(files):

@@ -1,1 +1,1 @@
-"""An engine of this process as other libraries want one: each module needs the extra of its name."""
+"""Adapters that offer an engine of this process to other libraries; each module names the extra it needs."""

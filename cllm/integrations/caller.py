@@ -46,15 +46,16 @@ class _EndedError(Exception):
 
 
 class Caller:
-    """Remembers the event loop that an engine belongs to: that in which it is made, or first used.
+    """Caller of an engine from threads without an event loop.
 
-    Libraries have each method twice, async and not.  The other ones work in worker threads; in the
-    thread of the event loop they would wait for themselves.
+    It remembers the event loop of the engine: the one that is running when the caller is made or first used.
+    Libraries have each method twice, async and synchronous.  The synchronous methods work in worker threads.
+    In the thread of the event loop they would wait forever, so `run` raises an error there.
 
     Parameters
     ----------
     token : EventLoopToken, optional
-        That of the engine's event loop, if it is another.
+        Token of the engine's event loop; None: the running one.
     """
 
     def __init__(self, token: EventLoopToken | None = None) -> None:
@@ -62,22 +63,22 @@ class Caller:
         self.remember()
 
     def remember(self) -> None:
-        """Remember the running event loop as the engine's."""
+        """Remember the running event loop as the engine's, unless one is remembered or none is running."""
         if self._token is None and _is_in_event_loop():
             self._token = current_token()
 
     def run(self, call: Callable[[], Awaitable[R]], instead: str = "the async method") -> R:
-        """Wait for a call in the engine's event loop.  Any other thread.
+        """Run a call in the engine's event loop, and wait for its result.  Any thread without an event loop.
 
         Parameters
         ----------
         instead : str
-            The async method that does the same.
+            Name of the async method that does the same, for the error.
 
         Raises
         ------
         RuntimeError
-            This is an event loop, or none is known.
+            An event loop runs in this thread, or the engine's event loop is not known yet.
         """
         if _is_in_event_loop():
             raise RuntimeError(f"an event loop runs in this thread: await {instead} instead")
@@ -93,7 +94,7 @@ class Caller:
     def stream(
         self, make: Callable[[], TokenStream], instead: str = "the async method"
     ) -> Iterator[SyncStream]:
-        """A stream that is made in the engine's event loop, delta by delta."""
+        """Yield a stream that is opened in the engine's event loop, and close it after the block; see `run`."""
 
         async def enter() -> TokenStream:
             return await make().__aenter__()

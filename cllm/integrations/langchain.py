@@ -4,7 +4,7 @@
         agent = prompt | CllmChat(engine=engine, temperature=0).bind_tools([search])
         await agent.ainvoke(…)
 
-The async methods are the engine's own; the others are for worker threads.
+The async methods run in the engine's event loop.  Call the synchronous methods in worker threads.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class CllmChat(BaseChatModel):
     Parameters
     ----------
     engine : Engine
-        Entered, and closed by its owner.
+        An entered engine.  The model does not close it.
     **options
-        Of `Engine.chat`: sampling, `reasoning_effort`, `lora`, `priority`, `timeout`, …  Those of a
-        call (`bind`, `ainvoke`) count more.
+        Options of `Engine.chat`: sampling, `reasoning_effort`, `lora`, `priority`, `timeout`, …  Options of
+        a call (`bind`, `ainvoke`) have precedence.
     """
 
     model_config: ConfigDict = ConfigDict(arbitrary_types_allowed=True)
@@ -187,7 +187,7 @@ class CllmChat(BaseChatModel):
         tool_choice: str | bool | dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, AIMessage]:
-        """The model with tools that it may call, or ("any", True, a name) has to."""
+        """Return the model with tools; `tool_choice` True or "any" demands a call, a name demands that tool."""
         if isinstance(tool_choice, dict):
             tool_choice = str(tool_choice["function"]["name"])
         choices: dict[object, str] = {None: "auto", False: "auto", True: "required"}
@@ -205,9 +205,10 @@ class CllmChat(BaseChatModel):
         include_raw: bool = False,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, Any]:
-        """Return a model whose answers are constrained to a schema.
+        """Return a model whose answers fit a schema: objects of a pydantic class, or parsed JSON.
 
-        `method` and `strict` change nothing.
+        With `include_raw`, an answer is a mapping of `raw`, `parsed` and `parsing_error`.  `method` and
+        `strict` are ignored.
         """
         kwargs.pop("method", None)
         kwargs.pop("strict", None)
@@ -232,10 +233,11 @@ class CllmEmbeddings(Embeddings):
     Parameters
     ----------
     engine : Engine or Embedder
+        An entered engine or embedder.
     query_prefix, document_prefix : str
-        What the model wants before a question, and before a document.
+        Text to put before each question, and before each document.
     **options
-        Of `Engine.embed`: `normalize`, `dimensions`, `truncate`, `priority`, `timeout`.
+        Options of `Engine.embed`: `normalize`, `dimensions`, `truncate`, `priority`, `timeout`.
     """
 
     def __init__(
@@ -252,11 +254,11 @@ class CllmEmbeddings(Embeddings):
         self._caller = Caller()
 
     async def aembed_documents(self, texts: list[str]) -> list[list[float]]:
-        """The vectors of documents."""
+        """Return the vectors of documents."""
         return await self._embed([self._prefixes[1] + text for text in texts])
 
     async def aembed_query(self, text: str) -> list[float]:
-        """The vector of a question."""
+        """Return the vector of a question."""
         (vector,) = await self._embed([self._prefixes[0] + text])
         return vector
 
@@ -266,11 +268,11 @@ class CllmEmbeddings(Embeddings):
         return vectors
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
-        """The same, in a worker thread."""
+        """Return the vectors of documents.  Call it in a worker thread; an event loop is a `RuntimeError`."""
         return self._caller.run(partial(self.aembed_documents, texts), "aembed_documents")
 
     def embed_query(self, text: str) -> list[float]:
-        """The same, in a worker thread."""
+        """Return the vector of a question.  Call it in a worker thread; an event loop is a `RuntimeError`."""
         return self._caller.run(partial(self.aembed_query, text), "aembed_query")
 
 

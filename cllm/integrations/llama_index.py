@@ -4,7 +4,8 @@
         Settings.llm, Settings.embed_model = CllmLLM(engine), CllmEmbedding(engine)
         await index.as_query_engine().aquery(…)
 
-The async methods are the engine's own; the others are for worker threads.
+The async methods run in the engine's event loop.  Call the synchronous methods in worker threads: in an event
+loop they raise `RuntimeError`.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ class CllmLLM(FunctionCallingLLM):
     Parameters
     ----------
     engine : Engine
-        Entered, and closed by its owner.
+        An entered engine.  The model does not close it.
     **options
-        Of `Engine.chat`: sampling, `reasoning_effort`, `lora`, `priority`, `timeout`, …  Those of a
-        call count more.
+        Options of `Engine.chat`: sampling, `reasoning_effort`, `lora`, `priority`, `timeout`, …  Options of
+        a call have precedence.
     """
 
     options: dict[str, Any] = Field(default_factory=dict)
@@ -84,7 +85,7 @@ class CllmLLM(FunctionCallingLLM):
     # --- Chats -------------------------------------------------------------------------------
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        """The answer to a chat."""
+        """Return the answer to a chat; `raw` is the `Completion`."""
         self._caller.remember()
         completion = await self._engine.chat(_chat_of(messages), **{**self.options, **kwargs})
         return ChatResponse(message=_message_of(completion), raw=completion)
@@ -93,7 +94,7 @@ class CllmLLM(FunctionCallingLLM):
     async def astream_chat(
         self, messages: Sequence[ChatMessage], **kwargs: Any
     ) -> ChatResponseAsyncGen:
-        """The answer to a chat, as it comes: each response has all of it so far."""
+        """Return a generator of responses: each has the answer so far, and the new text in `delta`."""
         self._caller.remember()
         stream = self._engine.stream_chat(_chat_of(messages), **{**self.options, **kwargs})
 
@@ -111,12 +112,12 @@ class CllmLLM(FunctionCallingLLM):
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        """The same, in a worker thread."""
+        """Return the answer to a chat, as `achat` does.  Call it in a worker thread."""
         return self._caller.run(partial(self.achat, messages, **kwargs), "achat")
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
-        """The same as it comes, in a worker thread."""
+        """Return a generator of responses to a chat, as `astream_chat` does.  Read it in a worker thread."""
         make = partial(self._engine.stream_chat, _chat_of(messages), **{**self.options, **kwargs})
 
         def responses() -> ChatResponseGen:
@@ -135,7 +136,7 @@ class CllmLLM(FunctionCallingLLM):
     async def acomplete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponse:
-        """Return the continuation of a prompt; from a model with a chat template, its answer."""
+        """Return the answer to a prompt; if `formatted`, or without a chat template, its continuation."""
         if not formatted and self.metadata.is_chat_model:
             response = await self.achat(
                 [ChatMessage(role=MessageRole.USER, content=prompt)], **kwargs
@@ -149,7 +150,7 @@ class CllmLLM(FunctionCallingLLM):
     async def astream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseAsyncGen:
-        """The same, as it comes."""
+        """Return a generator of the responses of `acomplete`; each has the whole text so far."""
         self._caller.remember()
         stream = self._streaming(prompt, formatted, kwargs)()
 
@@ -164,14 +165,14 @@ class CllmLLM(FunctionCallingLLM):
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        """The same, in a worker thread."""
+        """Return the answer to a prompt, as `acomplete` does.  Call it in a worker thread."""
         return self._caller.run(partial(self.acomplete, prompt, formatted, **kwargs), "acomplete")
 
     @llm_completion_callback()
     def stream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseGen:
-        """The same as it comes, in a worker thread."""
+        """Return a generator of responses, as `astream_complete` does.  Read it in a worker thread."""
         make = self._streaming(prompt, formatted, kwargs)
 
         def responses() -> CompletionResponseGen:
@@ -217,12 +218,12 @@ class CllmLLM(FunctionCallingLLM):
     def get_tool_calls_from_response(
         self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
     ) -> list[ToolSelection]:
-        """The calls of an answer.
+        """Return the tool calls of an answer; a call that was cut off has no arguments.
 
         Raises
         ------
         ValueError
-            There is none, and there had to be one.
+            The answer has no tool call, and `error_on_no_tool_call` is True.
         """
         calls = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
         if error_on_no_tool_call and not calls:
@@ -243,10 +244,11 @@ class CllmEmbedding(BaseEmbedding):
     Parameters
     ----------
     engine : Engine or Embedder
+        An entered engine or embedder.
     query_prefix, document_prefix : str
-        What the model wants before a question, and before a document.
+        Text to put before each question, and before each document.
     **options
-        Of `Engine.embed`: `normalize`, `dimensions`, `truncate`, `priority`, `timeout`.
+        Options of `Engine.embed`: `normalize`, `dimensions`, `truncate`, `priority`, `timeout`.
     """
 
     _engine: Engine | Embedder = PrivateAttr()
@@ -305,7 +307,7 @@ def _chat_of(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 
 
 def _said(message: ChatMessage) -> dict[str, Any]:
-    """A message as OpenAI has them."""
+    """Return a message in OpenAI's format."""
     role = ROLES.get(message.role.value, message.role.value)
     said: dict[str, Any] = {"role": role, "content": message.content or ""}
     calls, thoughts = list[dict[str, Any]](), list[str]()
@@ -348,7 +350,7 @@ def _assistant(text: str, thought: str, calls: Sequence[ToolCallBlock]) -> ChatM
 
 
 def _arguments(given: dict[str, Any] | str) -> dict[str, Any]:
-    """Return the arguments of a call; none if it was cut off."""
+    """Return the arguments of a call; `{}` if their JSON was cut off or is no object."""
     if isinstance(given, dict):
         return given
     try:

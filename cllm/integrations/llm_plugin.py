@@ -1,8 +1,8 @@
 """A plugin of `llm`: `llm -m cllm -o model model.gguf "Hello"`.  Extra `llm`.
 
-`cllm` is the embedded model, or what the option `model` names: a GGUF file, or hf:USER/REPO[:QUANT].
-Every model that `cllm models` lists is there under `cllm/NAME`.  An engine is loaded when it is first
-used, and runs until the process ends, in a thread with an event loop of its own.
+The model `cllm` is the embedded model, or the one that the option `model` names: a GGUF file, or
+hf:USER/REPO[:QUANT].  The models that `cllm models` lists are available as `cllm/NAME`.  An engine is loaded
+on first use and runs until the process ends.  All engines share one thread with an event loop.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cllm.hub.names import PREFIX, is_name
 from cllm.integrations.caller import Caller
 
 R = TypeVar("R")
-N_TEXTS = 256  # of one call for vectors
+N_TEXTS = 256  # texts that `llm` passes to one call of `embed_batch`
 
 
 class Engines:
@@ -42,7 +42,7 @@ class Engines:
         atexit.register(self.close)
 
     def get(self, model: str | None, *, embeds: bool = False) -> tuple[Engine, Caller]:
-        """The engine of a model, loaded, and how to call it."""
+        """Return the engine of a model and its `Caller`.  The first call for a model loads it, and blocks."""
         with self._lock:
             if (model, embeds) not in self._engines:
                 self._engines[model, embeds] = self._start(model, embeds=embeds)
@@ -57,12 +57,12 @@ class Engines:
         return engine, Caller(self._portal.call(_token))
 
     async def run(self, call: Callable[[], Coroutine[Any, Any, R]]) -> R:
-        """A call in the engines' event loop, from another one of asyncio's."""
+        """Run a call in the engines' event loop, and return its result in another event loop of asyncio."""
         assert self._portal is not None
         return await asyncio.wrap_future(self._portal.start_task_soon(call))
 
     def close(self) -> None:
-        """End all of them."""
+        """Close all engines and end their thread."""
         with self._lock:
             self._owned.close()
             self._engines.clear()
@@ -85,8 +85,8 @@ class Options(llm.Options):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
-    seed: int | None = Field(None, description="The same draws every time")
-    reasoning_effort: str | None = Field(None, description="none to max")
+    seed: int | None = Field(None, description="Seed of the random numbers")
+    reasoning_effort: str | None = Field(None, description="Effort of reasoning, none to max")
 
 
 class _Common:
@@ -122,7 +122,7 @@ class CllmModel(_Common, llm.Model):
     def execute(
         self, prompt: llm.Prompt, stream: bool, response: llm.Response, conversation: object
     ) -> Iterator[str | StreamEvent]:
-        """Answer."""
+        """Yield the reasoning, the text and the tool calls of the answer; set the usage of `response`."""
         engine, caller = self._engine(prompt)
         chat, given = _chat_of(prompt), self._given(prompt)
         with caller.stream(lambda: engine.stream_chat(chat, **given)) as answer:
@@ -133,12 +133,12 @@ class CllmModel(_Common, llm.Model):
 
 
 class AsyncCllmModel(_Common, llm.AsyncModel):
-    """The same in an event loop of asyncio's."""
+    """An engine for the async API of `llm`, in an asyncio event loop."""
 
     async def execute(
         self, prompt: llm.Prompt, stream: bool, response: llm.AsyncResponse, conversation: object
     ) -> AsyncGenerator[str | StreamEvent]:
-        """Answer."""
+        """Yield the reasoning, the text and the tool calls of the answer; set the usage of `response`."""
         engine, _ = await asyncio.to_thread(self._engine, prompt)
         chat, given = _chat_of(prompt), self._given(prompt)
 
@@ -178,7 +178,7 @@ class CllmEmbeddings(llm.EmbeddingModel):
         self._model = model
 
     def embed_batch(self, items: Any) -> Iterator[list[float]]:
-        """The vectors of texts."""
+        """Yield the vector of each text."""
         engine, caller = ENGINES.get(self._model, embeds=True)
         texts = list(items)
         yield from caller.run(lambda: engine.embed(texts)).tolist()
@@ -186,7 +186,7 @@ class CllmEmbeddings(llm.EmbeddingModel):
 
 # --- Messages ----------------------------------------------------------------------------------
 def _chat_of(prompt: llm.Prompt) -> list[dict[str, Any]]:
-    """A prompt with all that was said before it, as OpenAI has it."""
+    """Return the conversation up to and with a prompt, as messages in OpenAI's format."""
     chat: list[dict[str, Any]] = []
     system: str | None = None
     for message in prompt.messages:
@@ -233,7 +233,7 @@ def _events_of(delta: TokenDelta) -> Iterator[StreamEvent]:
 
 
 def _end(completion: Completion, response: Any) -> Iterator[StreamEvent]:
-    """Yield the tool calls, and the usage."""
+    """Add the tool calls and the usage to `response`, and yield the events of the tool calls."""
     for call in completion.tool_calls:
         arguments = json.loads(call.arguments)
         response.add_tool_call(
@@ -257,13 +257,13 @@ def register_models(register: Callable[..., None]) -> None:
 
 @llm.hookimpl
 def register_embedding_models(register: Callable[..., None]) -> None:
-    """The same, for vectors."""
+    """Register the embedded model and the downloaded ones as embedding models."""
     register(CllmEmbeddings("cllm", None))
     for name, path in _downloaded():
         register(CllmEmbeddings(name, path))
 
 
 def _downloaded() -> Iterator[tuple[str, str]]:
-    """Names and files of the models that `cllm models` lists."""
+    """Yield the name and the first file of each model that `cllm models` lists."""
     for model in cached_models():
         yield f"cllm/{str(model.name).removeprefix(PREFIX)}", str(model.paths[0])

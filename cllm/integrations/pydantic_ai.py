@@ -1,8 +1,8 @@
 """An engine as pydantic-ai's model.  Extra `pydantic-ai`.
 
-async with Engine("model.gguf") as engine:
-agent = Agent(CllmModel(engine), tools=[search], output_type=Answer)
-await agent.run(…)
+>>> async with Engine("model.gguf") as engine:
+...     agent = Agent(CllmModel(engine), tools=[search], output_type=Answer)
+...     await agent.run(…)
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FINISH_REASONS: dict[str, FinishReason] = {
     "stop": "stop", "length": "length", "deadline": "length", "tool_calls": "tool_call",
     "cancelled": "error", "error": "error",
 }  # fmt: skip
-# pydantic-ai's names of what a request has under another one here, or under the same.
+# Settings of pydantic-ai, and the options of `Engine.chat` that they set.
 SETTINGS = {
     "max_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k",
     "seed": "seed", "presence_penalty": "presence_penalty", "logit_bias": "logit_bias",
@@ -55,7 +55,7 @@ PROFILE: ModelProfileSpec = {
     "supports_tools": True,
     "supports_json_schema_output": True,
     "supports_json_object_output": True,
-    # Constrained, so that it fits whatever the model has learned.
+    # The output is constrained to the schema, so this mode works with any model.
     "default_structured_output_mode": "native",
 }
 
@@ -66,11 +66,11 @@ class CllmModel(Model):
     Parameters
     ----------
     engine : Engine
-        Entered, and closed by its owner.
+        An entered engine.  The model does not close it.
     settings : ModelSettings, optional
-        Those of a run count more.
+        Default settings; the settings of a run have precedence.
     **options
-        Of `Engine.chat`, for what pydantic-ai has no name: `lora`, `priority`, `reasoning_effort`, …
+        Options of `Engine.chat` that pydantic-ai has no setting for: `lora`, `priority`, `reasoning_effort`, …
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class CllmModel(Model):
 
     @property
     def model_name(self) -> str:
-        """The model's own."""
+        """Name of the engine's model; "cllm" if it has none."""
         return self._engine.model.name or "cllm"
 
     @property
@@ -96,7 +96,7 @@ class CllmModel(Model):
         model_settings: ModelSettings | None,
         model_request_parameters: ModelRequestParameters,
     ) -> ModelResponse:
-        """A whole answer."""
+        """Return a whole answer.  Raises the errors of `Engine.chat`; `TypeError` for parts other than text."""
         chat, options, _ = self._call(messages, model_settings, model_request_parameters)
         completion = await self._engine.chat(chat, **options)
         return ModelResponse(
@@ -115,7 +115,7 @@ class CllmModel(Model):
         model_request_parameters: ModelRequestParameters,
         run_context: RunContext[Any] | None = None,
     ) -> AsyncGenerator[StreamedResponse]:
-        """An answer as it comes."""
+        """Yield a streamed answer, and close its stream after the block.  Raises the errors of `request`."""
         chat, options, parameters = self._call(messages, model_settings, model_request_parameters)
         async with self._engine.stream_chat(chat, **options) as stream:
             yield CllmStreamedResponse(parameters, stream, self.model_name)
@@ -126,7 +126,7 @@ class CllmModel(Model):
         settings: ModelSettings | None,
         parameters: ModelRequestParameters,
     ) -> tuple[list[dict[str, Any]], dict[str, Any], ModelRequestParameters]:
-        """The chat and the options of `Engine.chat`."""
+        """Return the chat and the options for `Engine.chat`, and the prepared request parameters."""
         settings, parameters = self.prepare_request(settings, parameters)
         options = dict(self._options)
         for name, value in (settings or {}).items():
@@ -152,7 +152,7 @@ class CllmModel(Model):
 
 @dataclass
 class CllmStreamedResponse(StreamedResponse):
-    """Response of a stream."""
+    """Response that is read from a `TokenStream`; `name` is the model's name, `at` the time of its begin."""
 
     stream: TokenStream
     name: str
@@ -204,7 +204,7 @@ class CllmStreamedResponse(StreamedResponse):
 
 # --- From pydantic-ai's messages ---------------------------------------------------------------
 def _said_in(message: ModelMessage) -> Iterator[dict[str, Any]]:
-    """A message as OpenAI has them."""
+    """Yield the messages in OpenAI's format that a message of pydantic-ai stands for."""
     if isinstance(message, ModelResponse):
         yield _answer_of(message)
         return

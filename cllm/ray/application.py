@@ -31,15 +31,16 @@ def app(
     num_gpus: float = 0.0,
     affinity: str | None = "session",
 ) -> serve.Application:
-    """Replicas of a server, for `serve.run(…, name="cllm")`.
+    """Return the application with the replicas of a server, for `serve.run(…, name="cllm")`.
 
-    Before Ray is started it sets the environment that Ray needs; where that is too late it says so.
+    Sets the environment variables that Ray needs before it starts.  If Ray runs without them, this raises
+    an error.
 
     Parameters
     ----------
     engine, server :
-        Of each replica.  `host` and `port` of the server are Ray's affair (`serve.start`), the rest is as
-        for `cllm serve`, but for the timeouts of slow headers and slow readers, which HAProxy has.
+        Configuration of each replica, as for `cllm serve`.  `host` and `port` are set by `serve.start`
+        instead.  HAProxy's own timeouts replace those for slow headers and slow readers.
     replicas, num_cpus, num_gpus, affinity :
         See `ClusterSettings`.
 
@@ -48,7 +49,7 @@ def app(
     InvalidArgumentError
         Names the field.
     CllmError
-        Ray runs without what it should have in its environment.
+        Ray runs without a variable that it needs, or a variable has another value.
     """
     settings = ClusterSettings(
         replicas=replicas, num_cpus=num_cpus, num_gpus=num_gpus, affinity=affinity
@@ -69,10 +70,10 @@ def app(
 
 
 def build(args: Mapping[str, Any] | None = None) -> serve.Application:
-    """The same from names and values, for `serve run cllm.ray:build model=m.gguf replicas=2` and YAML.
+    """Return the application for names and values: `serve run cllm.ray:build model=m.gguf replicas=2`, or YAML.
 
-    Every field of `EngineConfig`, `ServerConfig` and `ClusterSettings` is a name; those of a command line
-    are text.  Without `api_key`, `CLLM_API_KEY` of the environment is one.
+    Names are the fields of `EngineConfig`, `ServerConfig` and `ClusterSettings`.  Values of a command line
+    are text.  The environment variable `CLLM_API_KEY` is the default of `api_key`.
 
     Raises
     ------
@@ -82,7 +83,7 @@ def build(args: Mapping[str, Any] | None = None) -> serve.Application:
     left = dict(args or {})
     parts: list[dict[str, Any]] = []
     for kind in (EngineConfig, ServerConfig, ClusterSettings):
-        # Their annotations: of one that may be text, a text is what it is.
+        # By annotation: a field that may be text keeps its text, other fields are converted.
         names = {field.name: "str" in str(field.type) for field in fields(kind)}
         parts.append(
             {
@@ -112,7 +113,7 @@ def stop(name: str = NAME) -> None:
 
 
 def _value_of(value: object) -> object:
-    """The number or the truth that a text of a command line is."""
+    """Return the number, bool or None that a text of a command line stands for, else the value itself."""
     if not isinstance(value, str):
         return value
     words = {"true": True, "false": False, "none": None}
@@ -127,10 +128,9 @@ def _value_of(value: object) -> object:
 
 
 def _warn_of_ports(server: ServerConfig) -> None:
-    """Warn that Ray opens more ports than the requested one."""
+    """Warn, if there is no API key, that Ray opens more ports than the requested one."""
     if server.api_key is None:
         logger.warning(
-            "Ray listens on all interfaces with the ports of its workers, with those of HAProxy's statistics "
-            "(8404, 9101) and of each replica (30000 to 31000), which pass the proxy by: set an api_key, and "
-            "close them (docs/ray.md)"
+            "Ray's workers, HAProxy's statistics (8404, 9101) and each replica (30000 to 31000) listen on all "
+            "interfaces, and these ports bypass the proxy: set an api_key, and close the ports (docs/ray.md)"
         )

@@ -1,6 +1,7 @@
 """Choose the number of replicas by running requests, waiting requests and full KV caches.  Pure.
 
-Ray keeps to `min_replicas` and `max_replicas`, and waits before it follows (`upscale_delay_s`, `downscale_delay_s`).
+Ray keeps it between `min_replicas` and `max_replicas`.  Ray delays changes by `upscale_delay_s` or
+`downscale_delay_s`.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-KV_CACHE_USAGE = 0.8  # of the cells of a replica that live requests are to have at the most
+KV_CACHE_USAGE = 0.8  # target: share of the KV cells of a replica that live requests hold
 
 
 class Load(NamedTuple):
@@ -17,9 +18,9 @@ class Load(NamedTuple):
     Attributes
     ----------
     running, waiting : float
-        Requests; those that wait want a seat, or cells.
+        Number of requests; those that wait need one of the `n_seq_max` sequences, or KV cells.
     kv_cache_usage : float
-        The share of its cells that live requests hold.
+        Share of the KV cells that live requests hold, 0 to 1.
     """
 
     running: float
@@ -30,17 +31,18 @@ class Load(NamedTuple):
 def wanted_replicas(
     n_requests: float, loads: Iterable[Load], *, requests_per_replica: float
 ) -> float:
-    """A number that is not whole is rounded up by Ray.
+    """Return the number of replicas that the load needs; Ray rounds it up.
 
     Parameters
     ----------
     n_requests : float
-        That are served, or wait, in all replicas.
+        Number of requests that run or wait, in all replicas.
     loads : iterable of Load
     requests_per_replica : float
-        That each is to have.
+        Number of requests that each replica should have.
     """
-    # A few long requests fill the cells of a replica that has seats enough; who waits will want as many.
+    # A few long requests can fill the cells of a replica before all its sequences are in use.  Waiting
+    # requests are assumed to need as many cells as running ones.
     n_caches = sum(
         load.kv_cache_usage * (load.running + load.waiting) / max(1.0, load.running)
         for load in loads

@@ -11,38 +11,38 @@ HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 BALANCE = "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM"
 ALWAYS: Mapping[str, str] = {
     HAPROXY: "1",
-    # Each change of replicas loads its settings anew; the old process kills what still runs after this.
+    # Each change of replicas reloads HAProxy; its old process ends requests that run longer than this.
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
-    # With room for many requests in each replica, a proxy would send all to those of its own machine.
+    # Otherwise a proxy would send all requests to replicas of its own machine, which have room for many.
     "RAY_SERVE_PROXY_PREFER_LOCAL_NODE_ROUTING": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 BY_SESSION = "hdr(x-session-id)"
 BY_PREFIX: Mapping[str, str] = {
     "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY": "1",
-    # Of a body that is longer, as much is looked at; HAProxy has two such buffers for each connection.
+    # Bytes of a body that the router gets; HAProxy has two such buffers for each connection.
     "RAY_SERVE_HAPROXY_INGRESS_REQUEST_ROUTER_BUFSIZE": "131072",
 }
 
 
 def wanted(affinity: str | None) -> dict[str, str]:
-    """The variables and their values."""
+    """Return the environment variables that Ray needs for this affinity, and their values."""
     by_affinity = {"session": {BALANCE: BY_SESSION}, "prefix": BY_PREFIX}
     return {**ALWAYS, **by_affinity.get(affinity or "", {})}
 
 
 def prepare(affinity: str | None, environ: MutableMapping[str, str], *, is_running: bool) -> None:
-    """Set missing variables of the environment; raise an error for those that would be too late.
+    """Set missing variables of `environ`; raise an error if one differs, or is missing while Ray runs.
 
     Parameters
     ----------
     is_running : bool
-        Ray has been started, here or elsewhere.
+        True if Ray runs already: missing variables would have no effect.
 
     Raises
     ------
     CllmError
-        Names the variables that Ray should have had, or that say something else.
+        A variable has another value, or is missing although Ray runs; the message has all of them.
     """
     needed = wanted(affinity)
     wrong = {name: value for name, value in needed.items() if environ.get(name, value) != value}

@@ -1,7 +1,7 @@
-"""Choose the replica for a request by its beginning: HAProxy calls a private hook of Ray.
+"""Choose the replica for a request by its prefix; HAProxy queries this router for each request.
 
-Ray 2.60 has no public way for a router of one's own in front of an application: this is what its own LLM
-library uses (`Application._with_ingress_request_router`).  Hence experimental.
+Experimental: Ray 2.60 has no public way to put one's own router before an application.  This uses the
+private hook of Ray's own LLM library, `Application._with_ingress_request_router`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def with_prefix_affinity(deployment: serve.Deployment, *args: Any) -> serve.Appl
 
 
 class IngressRouter:
-    """Answers HAProxy, on each machine with a front."""
+    """HTTP application that tells HAProxy the replica of a request; one on each machine with a proxy."""
 
     def __init__(self, replicas: DeploymentHandle) -> None:
         self._replicas = replicas
@@ -58,7 +58,7 @@ class IngressRouter:
         return app
 
     async def route(self, request: Request) -> dict[str, str]:
-        """Return the replica of a request: by its session, or by as much of its body as HAProxy has read."""
+        """Return the replica's id for a request, by session or by the body that HAProxy has read; else 503."""
         session = request.headers.get("x-session-id", "")
         keys = keys_of(raw_prompt(await request.body()))
         try:
@@ -70,17 +70,17 @@ class IngressRouter:
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc,unused-ignore]
-    """Choice of a replica by a `PrefixTable` and the number of its requests, or by the session alone.
+    """Choice of a replica by a `PrefixTable` and the load of the replicas, or by the session alone.
 
-    That is the number in the latest statistics of the replica, and each request sent since.  A request
-    that has ended since is still counted, and with short answers these are many.  So the replicas are
-    asked for their present numbers before a request goes elsewhere for the load of its replica.
+    The load is the number of requests in the latest statistics of a replica, plus each one sent since.
+    Requests that have ended since are still counted, which matters with short answers.  Replicas are
+    therefore queried for their present numbers before a request goes elsewhere because of load.
     """
 
     def initialize_state(self, **_: Any) -> None:  # Ray's name
-        """Called once, by Ray."""
+        """Create the table; Ray calls this once."""
         self._table = PrefixTable()
-        # The statistics that were known when a request was last sent there, and how many were since.
+        # By replica: its last known `taken`, and the number of requests sent since (see `_count`).
         self._sent: dict[str, tuple[object, int]] = {}
         self._counting: asyncio.Task[None] | None = None
 
@@ -98,7 +98,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc,unused-ignore]
         if pending_request is not None and load:
             keys, session = pending_request.args
             if not session and self._table.is_diverted(keys, load):
-                # All that would leave at once wait for one answer: each would subtract what has ended.
+                # Requests diverted at once share one query: each query would subtract all ended requests.
                 if self._counting is None or self._counting.done():
                     self._counting = asyncio.create_task(self._count(by_name))
                 await asyncio.shield(self._counting)
@@ -131,7 +131,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc,unused-ignore]
         asked = (ask(*each) for each in replicas.items())
         for error in await asyncio.gather(*asked, return_exceptions=True):
             if error is not None:
-                logger.debug("a replica has not said how many requests it has", exc_info=error)
+                logger.debug("a replica did not report its number of requests", exc_info=error)
 
     def _load(self, name: str, replica: RunningReplica) -> int:
         statistics, n_sent = self._sent.get(name, (None, 0))

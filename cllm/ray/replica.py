@@ -12,12 +12,12 @@ from cllm.server.app import create_app
 from cllm.server.config import ServerConfig
 
 LOAD_S = 600.0
-# One whose process is started again mends itself: its requests wait, and are lost if it is replaced.
+# A replica recovers while its engine process restarts: its requests wait, and a new replica would lose them.
 SERVING = (EngineStatus.READY, EngineStatus.RESTARTING, EngineStatus.DRAINING)
 
 
 class Replica:
-    """Made by Ray in a process of its own; its application serves every route of `cllm serve`.
+    """Replica of `cllm serve`, with all of its routes; Ray creates it in a process of its own.
 
     Ray calls its methods by their names; see `ray.serve.deployment`.
     """
@@ -32,12 +32,12 @@ class Replica:
         return self._app
 
     async def record_replica_metadata(self) -> dict[str, Any]:
-        """Called once before requests come: they wait for the model.
+        """Wait for the model, and return its name and fingerprint; Ray calls this once, before requests come.
 
         Raises
         ------
         CllmError
-            It cannot be loaded.
+            The model cannot be loaded, or not within 600 s.
         """
         app = self._application
         with anyio.move_on_after(LOAD_S):
@@ -63,9 +63,9 @@ class Replica:
             raise CllmError(f"the engine does not serve requests: {health}")
 
     def record_routing_stats(self) -> dict[str, float]:
-        """Return the open and the total number of requests, for `PrefixRouter`.
+        """Return the number of open requests and of all so far, for `PrefixRouter`; empty without an engine.
 
-        Not when: each change goes to every machine.
+        The time is left out, because Ray sends every changed value to every machine.
         """
         engine = self._application.state.server.engine
         if engine is None:

@@ -13,10 +13,10 @@ from cllm.server.config import ServerConfig
 PREFIX = "prefix"
 AFFINITIES = ("session", PREFIX, None)
 HEADROOM = 64
-END_S = 5.0  # a replica has this after its drain
+END_S = 5.0  # seconds that a replica has to end, after its drain timeout
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 10.0
 UPSCALE_DELAY_S, DOWNSCALE_DELAY_S = 5.0, 600.0
-# Requests of a replica above which there shall be another, as a part of its seats.
+# Number of requests of a replica, as a share of `n_seq_max`, above which another replica is started.
 TARGET_SHARE = 0.75
 POLICY = "cllm.ray.autoscaling:Autoscaling"
 
@@ -28,15 +28,16 @@ class ClusterSettings:
     Parameters
     ----------
     replicas : int or (int, int)
-        How many; or how many at the least and at the most, by how much there is to do.
+        Number of replicas; or least and most, and the load decides between them.
     num_cpus : int, optional
-        Processors of each, for which Ray finds a place, and so many compute threads; None: those that
-        `EngineConfig` says.
+        Processors that Ray reserves for each replica; also its `n_threads`, if that is None.  None: as
+        many as `EngineConfig` has compute threads.
     num_gpus : float
         GPUs of each.
     affinity : str, optional
-        "session": the requests of one `x-session-id` go to one replica.  "prefix", which is experimental:
-        and others where the longest beginning of theirs has gone.  None: to the one with the fewest connections.
+        "session": requests with the same `x-session-id` go to the same replica.  "prefix" (experimental):
+        the same, and requests without it go to the replica with their longest prefix.  None: each request goes
+        to the replica with the fewest connections.
 
     Raises
     ------
@@ -67,12 +68,12 @@ class ClusterSettings:
             raise error("affinity", self.affinity, f"one of {AFFINITIES}")
 
     def engine(self, engine: EngineConfig) -> EngineConfig:
-        """Return the settings of each engine: with as many threads as it has processors.
+        """Return the settings of each engine; a missing `n_threads` becomes `num_cpus`.
 
         Raises
         ------
         InvalidArgumentError
-            Several would share RPC servers, which have one client at a time.
+            Several replicas would share RPC servers, which accept one client at a time.
         """
         if engine.rpc and self.replicas not in (1, (1, 1)):
             raise InvalidArgumentError(
@@ -84,8 +85,8 @@ class ClusterSettings:
 
     def deployment_options(self, engine: EngineConfig, server: ServerConfig) -> dict[str, Any]:
         """Return the options of Ray's deployment."""
-        # More than a server takes: its own queue decides, with priorities, deadlines and 429, and what is
-        # asked besides (health, metrics) does not wait for requests.
+        # More than a server takes, so that its own queue decides (priorities, deadlines, 429), and requests
+        # for health and metrics do not wait.
         n_requests = 2 * (engine.n_seq_max + engine.max_queue) + HEADROOM
         num_cpus = self.num_cpus if self.num_cpus is not None else engine.compute_threads[0]
         options: dict[str, Any] = {
@@ -95,7 +96,7 @@ class ClusterSettings:
             "graceful_shutdown_timeout_s": server.drain_timeout_s + END_S,
             "health_check_period_s": HEALTH_PERIOD_S,
             "health_check_timeout_s": HEALTH_TIMEOUT_S,
-            # The new ones run before the old ones go; but RPC servers have one client.
+            # New replicas start before old ones end, except with RPC servers, which accept one client.
             "max_surge_percent": 0 if engine.rpc else 100,
             "ray_actor_options": {"num_cpus": num_cpus, "num_gpus": self.num_gpus},
         }

@@ -1,7 +1,8 @@
-"""PrefixTable: who has had the longest beginning of a prompt.  Pure; one thread.
+"""PrefixTable: the server that last got the longest known prefix of a prompt.  Pure; one thread.
 
-A server answers faster what begins as something that it has computed.  It is known by what was sent
-there: the servers are not asked.  Load goes before that: a server with far more work than another gets no more.
+A server answers faster if it has computed a prefix of the prompt before.  The table records where
+prompts were sent; servers are not queried.  Load comes first: a server with far more requests than
+another gets no more of them.
 """
 
 from __future__ import annotations
@@ -16,22 +17,22 @@ from typing import Any
 from cllm.checks import check_int
 from cllm.errors import InvalidArgumentError
 
-BLOCK = 256  # bytes of a prompt that are looked up at once: some 64 tokens
-N_BLOCKS_MAX = 512  # of one prompt; what is behind them decides nothing
-PROMPTS = ("messages", "prompt", "input")  # what bodies call it
+BLOCK = 256  # bytes of a prompt for each key, about 64 tokens
+N_BLOCKS_MAX = 512  # blocks of a prompt that have keys; the rest of the prompt is ignored
+PROMPTS = ("messages", "prompt", "input")  # fields of a request body that can have the prompt
 
 Key = bytes
 
 
 class PrefixTable:
-    """Table from prefixes of prompts to the names that had them last.
+    """Table from prefixes of prompts to the servers that had them last.
 
     Parameters
     ----------
     n_keys_max : int
-        Beginnings that are remembered; those that were not met for longest go first.
+        Number of prefixes to keep; the least recently used ones are dropped first.
     max_lead : int
-        Requests that a name may have more than another before its prefixes no longer count.
+        Prefixes are ignored for a server with more than so many requests above the least busy one.
 
     Raises
     ------
@@ -47,10 +48,10 @@ class PrefixTable:
         self._last: OrderedDict[Key, str] = OrderedDict()
         self._n_new: Counter[str] = (
             Counter()
-        )  # blocks that each has computed: idle ones differ in it
+        )  # new blocks sent to each server: decides between servers with equal load
 
     def __len__(self) -> int:
-        """Beginnings that are known."""
+        """Number of known prefixes."""
         return len(self._last)
 
     def choose(self, keys: Sequence[Key], load: Mapping[str, int]) -> str:
@@ -59,16 +60,16 @@ class PrefixTable:
         Parameters
         ----------
         keys : sequence of bytes
-            Of its beginnings, the shortest first; see `keys_of`.
+            Keys of the prefixes of the prompt, the shortest first; see `keys_of`.
         load : mapping of str to int
-            How many requests each has that can be chosen; not empty.
+            Number of requests of each server that can be chosen; not empty.
         """
         chosen = self._best(keys, load)
         self.record(keys, chosen)
         return chosen
 
     def is_diverted(self, keys: Sequence[Key], load: Mapping[str, int]) -> bool:
-        """True if `choose` returns another name than the one that had the longest beginning, for its load."""
+        """True if the load of the server with the longest prefix makes `choose` return another server."""
         known = self._known(keys, load)
         return known is not None and self._is_busy(known, load)
 
@@ -86,7 +87,7 @@ class PrefixTable:
         return next((name for name in names if name is not None and name in load), None)
 
     def record(self, keys: Iterable[Key], name: str) -> None:
-        """A prompt has gone there."""
+        """Record that the prompt with these keys was sent to a server."""
         for key in keys:
             self._n_new[name] += key not in self._last
             self._last[key] = name
@@ -101,7 +102,7 @@ class PrefixTable:
 
 
 def keys_of(prompt: bytes) -> list[Key]:
-    """A key for each beginning of whole blocks, and for all of a prompt that is shorter than one."""
+    """Return a key for each prefix of whole blocks, at most 512; a prompt shorter than a block has one key."""
     digest, keys = hashlib.blake2b(digest_size=8), list[Key]()
     for start in range(0, min(len(prompt), BLOCK * N_BLOCKS_MAX), BLOCK):
         block = prompt[start : start + BLOCK]
@@ -113,7 +114,7 @@ def keys_of(prompt: bytes) -> list[Key]:
 
 
 def prompt_bytes(body: Mapping[str, Any]) -> bytes:
-    """Return bytes for the prompt of a body of any route: prompts that begin alike have bytes that begin alike."""
+    """Return the prompt of a request body as bytes; prompts with equal beginnings have equal first bytes."""
     head = [body[name] for name in ("tools", "system", "instructions") if body.get(name)]
     for name in PROMPTS:
         given = body.get(name)
@@ -131,6 +132,6 @@ def _plain(value: object) -> bytes:
 
 
 def raw_prompt(body: bytes) -> bytes:
-    """Return a JSON body from the start of its prompt, without parsing it; it may be cut off."""
+    """Return the rest of a JSON body, complete or cut off, from its prompt on, unparsed; empty without one."""
     found = [body.find(f'"{name}"'.encode()) for name in PROMPTS]
     return body[min(i for i in found if i >= 0) :] if max(found) >= 0 else b""

@@ -1,6 +1,6 @@
-"""One engine behind HTTP: OpenAI's endpoints, `/generate`, health, metrics.  Extra `server`.
+"""HTTP server of one engine: OpenAI's endpoints, `/generate`, health, metrics.  Needs the extra `server`.
 
-`create_app` gives an ASGI application; `cllm serve` runs it, with the engine in a process of its own.
+`create_app` returns an ASGI application.  `cllm serve` runs it, by default with the engine in a child process.
 """
 
 from __future__ import annotations

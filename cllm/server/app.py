@@ -1,4 +1,4 @@
-"""The application: one engine, its routes, and what stands around them."""
+"""The ASGI application of one engine: its routes and its middleware."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from cllm.server.routes import (
 from cllm.server.routes.page import add_page
 from cllm.server.state import ServerState
 
-N_CTX_UNKNOWN = 128 << 10  # of several models: the body says which one is asked
+N_CTX_UNKNOWN = 128 << 10  # tokens, for limits on a body that has yet to name one of several models
 
 
 def create_app(
@@ -47,22 +47,27 @@ def create_app(
 ) -> FastAPI:
     """Return an ASGI application that serves one model, to be run or mounted in another one.
 
-    Run by itself it answers at once: with 503 until the model is loaded.  A mounted application gets no
-    start event: it loads the model for the first request, which waits, and frees it when the event loop
-    ends.
+    Run by itself, it starts to load the model at once and answers 503 until the model is loaded.  A mounted
+    application gets no start event.  It loads the model at its first request, which waits, and frees the
+    model when the event loop ends.
 
     Parameters
     ----------
     engine : Engine or EngineConfig, optional
         An engine that the caller has entered and closes; or the settings of an engine that the application
-        owns.  None: the embedded model.
+        owns.  None: an engine with the embedded model.
     config : ServerConfig, optional
     on_failed : callable
-        Called when the model cannot be loaded.
+        Called without arguments when the model cannot be loaded, or when the engine fails later.
     make_engine : callable
         Returns an engine for the settings, not entered.
     is_guarded : bool
-        False: the outer application checks hosts, origins, keys and sizes; see `add_guards`.
+        False leaves the checks of hosts, origins, keys and sizes to the outer application; see `add_guards`.
+
+    Raises
+    ------
+    MissingExtraError
+        `otlp_traces_endpoint` is set, but the extra `tracing` is not installed.
     """
     config = ServerConfig() if config is None else config
     state = ServerState(config)
@@ -87,11 +92,11 @@ def create_app(
             finally:
                 state.stop()
                 finished.set()
-                if state.engine is None:  # no request waits for a model that is still loaded
+                if state.engine is None:  # still loading: no request waits for the model
                     group.cancel_scope.cancel()
         await state.tracing.aclose()
 
-    # Checked by `Limits`, before a body is read; here for the button on the page.
+    # `Limits` checks the key before a body is read; the dependency only adds the button to `/docs`.
     has_key = config.api_key is not None
     app = FastAPIOffline(
         title="cllm",
@@ -139,7 +144,7 @@ def add_guards(
     """Add the middleware that checks requests before the application sees them."""
     app.add_middleware(Limits, config=config, n_ctx=n_ctx)
     if config.cors_origins:
-        # Around the limits: browsers send no key with a preflight, and pages may read refusals.
+        # Outside `Limits`: browsers send no key with a preflight, and pages may read rejections.
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(config.cors_origins),

@@ -25,9 +25,9 @@ class ServerConfig:
     Parameters
     ----------
     host : str
-        Address to listen on.  On a loopback address only requests that name a loopback host are answered; on
-        others, without a key, those for an address, for a name without a dot or of the local network, and for
-        this machine's own name: a web page cannot reach the server under a name of its own (DNS rebinding).
+        Address to listen on.  On a loopback address, only requests whose Host is a loopback host are answered.
+        On others without a key, it must be an address, a local name, or this machine's name.  A local name has
+        no dot, or ends in `.local` or the like.  A web page thus cannot use a name of its own (DNS rebinding).
     port : int
         Port to listen on; 0 takes a free one.
     api_key : str, optional
@@ -46,21 +46,21 @@ class ServerConfig:
     otlp_traces_endpoint : str, optional
         URL that takes a span for each request, as OTLP over HTTP (extra tracing).
     ping_interval_s : float
-        Seconds after which a stream that waits says so; 0: never.  By a comment, or by an event that changes
-        nothing.
+        Seconds without output after which a stream sends a keep-alive; 0: never.  The keep-alive is a comment
+        or an event without effect.
     max_connections : int, optional
-        Connections at once; by default 4096, or what the limit of descriptors allows.  Idle ones are closed
-        for more.
+        Connections at once; by default 4096, or fewer if the limit of file descriptors requires it.  One more
+        closes the connection that has waited longest for headers; if none waits for them, the new one gets 503.
     max_messages : int, optional
-        Messages of one chat; by default 1024, or one for each 16 tokens of context.
+        Messages of one chat; by default 1024, or one for each 16 tokens of context if that is more.
     max_body_bytes : int, optional
-        Bytes of one request; by default 4 MiB, or 64 for each token of context.
+        Bytes of the body of one request; by default 4 MiB, or 64 for each token of context if that is more.
     max_header_bytes : int
-        Bytes of the headers of one request.
+        Bytes of the request line and the headers of one request.
     max_n : int
-        Answers to one request.
+        Outputs of one prompt that a request may ask for (`n`).
     max_prompts : int
-        Prompts of one request.
+        Outputs of one request: prompts times `n`.
     max_logprobs : int
         Most likely tokens that one request may ask for at each position.
     header_timeout_s : float
@@ -68,7 +68,7 @@ class ServerConfig:
     body_timeout_s : float
         Seconds for a client to send all of its body.
     write_timeout_s : float
-        Seconds for a client to take what was sent to it, before it is cut off.
+        Seconds without progress after which a client that does not read its answer is disconnected.
     keep_alive_s : float
         Seconds until an idle connection is closed.
     drain_timeout_s : float
@@ -125,12 +125,12 @@ class ServerConfig:
         return max(4 << 20, 64 * n_ctx) if self.max_body_bytes is None else self.max_body_bytes
 
     def of_model(self, name: str) -> ServerConfig:
-        """The same for one of several models."""
+        """Return a copy of the settings for one of several models, with its name as `model_name`."""
         return replace(self, model_name=name)
 
     @property
     def shown_host(self) -> str:
-        """`host` as a URL has it."""
+        """The `host` as part of a URL: an IPv6 address is in brackets."""
         return f"[{self.host}]" if ":" in self.host else self.host
 
     @property

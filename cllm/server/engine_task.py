@@ -16,33 +16,35 @@ from cllm.server.state import ServerState
 
 logger: logging.Logger = logging.getLogger("cllm.server")
 
-WARM_UP_LIMIT_S = 10.0  # of a template that takes its time over everything it is tried with
+WARM_UP_LIMIT_S = 10.0  # for a chat template that is slow to render the test messages
 
 
 def make_engine(config: EngineConfig) -> Engine:
-    """An engine of these settings."""
+    """Return an engine with these settings, not entered."""
     return Engine(config=config)
 
 
 class EngineTask:
-    """Loads the model, lets requests have it, drains it when the server is to stop.
+    """Task that loads the model, gives it to requests, and drains the engine at the end of the server.
 
     Parameters
     ----------
     state : ServerState
-        Gets the engine, or why there is none.
+        Receives the engine as `engine`, or the error as `failure`.
     config : EngineConfig
     on_failed : callable
-        Called when the model cannot be loaded.
+        Called without arguments when the model cannot be loaded, or when the engine fails later.
     make_engine : callable
-        Makes the engine of such settings.
+        Returns an engine for the settings, not entered.
 
     Attributes
     ----------
-    has_begun, is_background : bool
-        Whether it runs or has run, and whether without a lifespan.
+    has_begun : bool
+        True if `run` has been started, or if its caller starts it: `begin` then does nothing.
+    is_background : bool
+        True if `begin` has started `run`, for an application without a lifespan.
     load_ended : anyio.Event
-        The model is loaded, or cannot be.
+        Set when the model is loaded or its load has failed.
     """
 
     def __init__(
@@ -62,7 +64,10 @@ class EngineTask:
         self.load_ended: anyio.Event = anyio.Event()
 
     async def run(self, finished: anyio.Event | None = None) -> None:
-        """Serve until the state says stop; `finished` when all answers have been read."""
+        """Load the model, serve until `ServerState.stop`, then drain and close the engine.
+
+        The engine closes once `finished` is set: all answers are read.  Errors are logged and kept, not raised.
+        """
         state = self._state
         try:
             async with self._make_engine(self._config) as engine:
@@ -74,7 +79,7 @@ class EngineTask:
                 await self._until_stopping(engine)
                 await engine.drain(state.config.drain_timeout_s)
                 if finished is not None:
-                    await finished.wait()  # what it has said may not have been read yet
+                    await finished.wait()  # clients may not have read the last answers yet
         except Exception as error:
             state.failure, state.engine = error, None
             is_told = isinstance(error, CllmError)
@@ -88,7 +93,7 @@ class EngineTask:
                 await state.tracing.aclose()
 
     async def _until_stopping(self, engine: Engine) -> None:
-        """Wait for the end of the server, or of the engine: then the server has to end too."""
+        """Wait until the server is to stop; raise `EngineFailedError` if the engine stops first."""
 
         async def watch() -> None:
             await engine.wait_stopped()
@@ -109,7 +114,7 @@ class EngineTask:
         self.load_ended = anyio.Event()
 
     def begin(self) -> None:
-        """Run beside everything else, until the event loop ends and cancels it; once."""
+        """Start `run` as a background task, unless it has begun; the end of the event loop cancels it."""
         if self.has_begun:
             return
         self.has_begun = self.is_background = True
@@ -123,22 +128,23 @@ class EngineTask:
 
 
 async def _warm_up(engine: Engine) -> None:
-    """Prepare the chat template: the first chat would wait for its import, compilation and test."""
+    """Compile and test the chat template, so that the first chat does not wait for that."""
     try:
         with anyio.move_on_after(WARM_UP_LIMIT_S):
             if await engine.template_abilities() is not None:
                 await engine.render_chat([{"role": "user", "content": "?"}])
     except (ClosedError, EngineFailedError):
         raise
-    except Exception as error:  # a chat will be told; whatever else is asked for can be had
+    except Exception as error:  # chats will fail with it; all other requests work
         logger.warning("the chat template cannot be used: %s", error)
 
 
 class MountedStart:
-    """ASGI middleware: an application without a lifespan loads its model with the first request.
+    """ASGI middleware: an application without a lifespan loads its model at the first request.
 
-    Starlette runs the lifespan of the outermost application alone, so one that is mounted would wait
-    for its own for ever.  Requests wait for the model; `/health` answers at once, and files begin nothing.
+    Starlette runs only the lifespan of the outermost application.  In a mounted application, the first
+    request starts the load, except one for a file of the page or the documentation.  Requests wait for
+    the model, except those for `/health` and `/metrics`.
     """
 
     def __init__(self, app: ASGIApp, task: EngineTask) -> None:

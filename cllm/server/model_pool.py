@@ -1,7 +1,7 @@
-"""ModelPool: several models, each with an engine of its own: loaded when asked for, freed when not.
+"""ModelPool: several models, each with an engine of its own, loaded at their first request.
 
-Each is an application as `create_app` makes it.  It is freed when it was not used for a while, or when
-another one needs its room; never while it is in use.
+Each model has an application of `create_app`.  A model without requests is freed after
+`model_keep_alive_s`, or to make room for another model.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class PooledModel:
     Attributes
     ----------
     app : FastAPI
-        What answers for it; 503 while it is not loaded.
+        The application of the model; it answers 503 while the model is not loaded.
     n_users : int
-        Requests that need it.
+        Number of requests that use the model or wait for it.
     used_at : float
-        When the last of them ended, by `anyio.current_time`.
+        End of the latest request, as `anyio.current_time` in seconds.
     freed : Event or None
-        Set when the engine has ended that is loaded; None: none is.
+        Set when the engine has ended; None while there is no engine.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class PooledModel:
         self._make_engine = make_engine
         self.app: FastAPI = create_app(engine, config, make_engine=make_engine, is_guarded=False)
         self.task: EngineTask = self.app.state.engine_task
-        self.task.has_begun = True  # the pool says when
+        self.task.has_begun = True  # only the pool starts it
         self._is_leaving = False
         self.n_users = 0
         self.used_at: float = 0.0
@@ -64,7 +64,7 @@ class PooledModel:
 
     @property
     def status(self) -> str:
-        """State in one word of llama-server's."""
+        """Status as llama-server names it: "unloaded", "loaded", or "loading" (also while it is freed)."""
         return "loaded" if self.is_loaded else "unloaded" if self.freed is None else "loading"
 
     @property
@@ -74,7 +74,7 @@ class PooledModel:
 
     @property
     def rpc(self) -> frozenset[str]:
-        """The RPC servers that it is to use."""
+        """Addresses of the RPC servers that the model uses."""
         return frozenset(self._engine.rpc)
 
     async def check_memory(self) -> None:
@@ -82,14 +82,14 @@ class PooledModel:
         await self._make_engine(self._engine).check_memory()
 
     async def load(self, tasks: TaskGroup) -> None:
-        """Load it.
+        """Start the engine as a task of `tasks`, and wait until the model is loaded.
 
         Raises
         ------
         Problem
-            503, with the reason.
+            503: the model cannot be loaded; the message has the reason.
         """
-        if self.freed is not None:  # it is on its way out
+        if self.freed is not None:  # its last engine is still being freed
             await self.freed.wait()
         self.task.renew()
         self.task.has_begun, self._is_leaving = True, False
@@ -109,7 +109,7 @@ class PooledModel:
             freed.set()
 
     async def free(self) -> None:
-        """Free the model after its running requests."""
+        """Free the model after its running requests, and wait until it is freed."""
         if (freed := self.freed) is not None:
             self._is_leaving = True
             self.app.state.server.stop()
@@ -122,10 +122,10 @@ class ModelPool:
     Parameters
     ----------
     models : mapping
-        Names and settings; the first one is the default.
+        Engine settings by model name; at least one.  See `default` for their order.
     config : ServerConfig
     make_engine : callable
-        Makes the engine of such settings.
+        Returns an engine for the settings, not entered.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class ModelPool:
             for name, engine in models.items()
         }
         self.metrics: Metrics = Metrics()  # of requests that are rejected before they reach a model
-        self.failure: BaseException | None = None  # one that cannot be loaded ends nothing else
+        self.failure: BaseException | None = None  # always None: one model's failure is its own
         self._tasks: TaskGroup | None = None
         self._loading = anyio.Lock()
         self._used = anyio.Event()
@@ -153,13 +153,13 @@ class ModelPool:
 
     @property
     def default(self) -> PooledModel:
-        """The first that is loaded; if none is, the first."""
+        """The first loaded model; the first of all if none is loaded."""
         models = list(self.models.values())
         return next((model for model in models if model.is_loaded), models[0])
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Serve in here; at the end all are freed."""
+        """Load and free models during the block; free all models at its end."""
         async with anyio.create_task_group() as tasks:
             self._tasks = tasks
             tasks.start_soon(self._free_unused)
@@ -175,17 +175,17 @@ class ModelPool:
 
     @asynccontextmanager
     async def using(self, model: PooledModel) -> AsyncIterator[FastAPI]:
-        """The application of a model, which stays loaded in here.
+        """Yield the application of a model, loaded first if needed; it stays loaded during the block.
 
         Raises
         ------
         Problem
-            503: it cannot be loaded, or there is no room for it while others are used.
+            503: the model cannot be loaded, or does not fit beside the models that are in use.
         """
         model.n_users += 1  # from now on it is not freed
         try:
             if not model.is_loaded:
-                async with self._loading:  # by one who waits for it, for all
+                async with self._loading:  # one request loads the model; the others wait for it
                     if not model.is_loaded:
                         await self._load(model)
             yield model.app
@@ -200,7 +200,7 @@ class ModelPool:
             if not idle:
                 raise unavailable(f"there is no room for the model {model.name!r}: {reason}")
             oldest = min(idle, key=lambda other: other.used_at)
-            logger.info("freeing %s for %s", oldest.name, model.name)
+            logger.info("freeing the model %s to load %s", oldest.name, model.name)
             await oldest.free()
         if self._tasks is None:
             raise unavailable("the server is shutting down")
@@ -213,7 +213,7 @@ class ModelPool:
         if limit is not None and n_loaded >= limit:
             return f"{limit} are loaded, and in use"
         if not n_loaded:
-            return None  # loading says what is wrong
+            return None  # loading reports an error if it does not fit
         for other in self.models.values():
             if other is not model and other.freed is not None and other.rpc & model.rpc:
                 return f"{other.name} is the one client that its RPC servers have"
@@ -233,7 +233,7 @@ class ModelPool:
             now = anyio.current_time()
             for model in idle:
                 if now - model.used_at >= keep_s:
-                    logger.info("freeing %s, unused for %g s", model.name, keep_s)
+                    logger.info("freeing the model %s, unused for %g s", model.name, keep_s)
                     await model.free()
             due_at = min((model.used_at + keep_s for model in idle if model.is_idle), default=None)
             with anyio.move_on_at(float("inf") if due_at is None else due_at):

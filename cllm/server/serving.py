@@ -1,4 +1,4 @@
-"""The process that serves: uvicorn and the application; the engine's own is its child."""
+"""The server process: uvicorn and the application.  The engine's process, if it has one, is its child."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from cllm.server.http.connections import (
 from cllm.server.http.protocol import WireLimits, protocol_with
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# A drain ends what does not end in time; uvicorn's own limit, which tears answers, is for the rest.
+# After `drain_timeout_s`, the drain cancels the running requests.  uvicorn's limit comes so many
+# seconds later, as it cuts answers off.
 MARGIN_S = 5
 BACKLOG = 1024
 
@@ -35,7 +36,7 @@ class Server(uvicorn.Server):
     Attributes
     ----------
     heard : list of int
-        Signals that arrived before they could be handled.
+        Signals that arrived before uvicorn handled signals; handled when it starts to.
     """
 
     def __init__(self, app: FastAPI, config: ServerConfig) -> None:
@@ -75,7 +76,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
-            listener.listen(BACKLOG)  # that wait in the system; asyncio has asked for fewer
+            listener.listen(BACKLOG)  # again: asyncio has set the backlog to `N_AT_ONCE`
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._on_shutdown()
@@ -88,12 +89,12 @@ def listen(host: str, port: int) -> socket.socket:
     Raises
     ------
     OSError
-        The address is in use, or is not one.
+        The address is in use or invalid, or the host name cannot be resolved.
     """
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
-    # asyncio asks for this only where it made the socket: an event would wait for the client's
-    # acknowledgement of the one before it, 40 ms.
+    # asyncio sets this only on sockets that it has made.  Otherwise an event waits for the client's
+    # acknowledgement of the event before, up to 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
@@ -105,16 +106,17 @@ def serve(
     announce: Callable[[], None] = lambda: None,
     make_app: Callable[..., FastAPI] = create_app,
 ) -> int:
-    """Serve until SIGTERM or SIGINT; the exit code.
+    """Serve until SIGTERM or SIGINT, and return the exit code.  Main thread only.
 
-    SIGTERM and the first SIGINT let what runs finish; the second SIGINT is at once.
+    The first signal lets running requests finish, for at most `drain_timeout_s`.  A SIGINT after it ends the
+    server at once.  The exit code is 1 if the engine has failed, 130 after SIGINT, otherwise 0.
 
     Parameters
     ----------
     announce : callable
-        Called when signals are heard.
+        Called once the signal handlers are installed.
     make_app : callable
-        `create_app`, or one with its parameters.
+        Returns the application: `create_app`, or a function with the same parameters.
     """
     heard: list[int] = []
     for number in SIGNALS:
@@ -127,10 +129,10 @@ def serve(
     app = make_app(engine, config, on_failed=on_failed)
     server = Server(app, config)
     server.heard = heard
-    # What is imported stays; looking for garbage among it would stop all streams for 0.06 s.
+    # Imported objects live to the end; collecting garbage among them would stop streams for 0.06 s.
     gc.freeze()
     server.run(sockets=[listener])
     if app.state.server.failure is not None:
         return 1
-    # uvicorn raises the signals that ended it once more.
+    # At its end, uvicorn raises the signals that it has handled again: they are in `heard`.
     return 130 if signal.SIGINT in heard else 0

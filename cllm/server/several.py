@@ -1,4 +1,4 @@
-"""The application of several models: whose turn a request is says its `model`."""
+"""The application of several models; the `model` of a request selects one."""
 
 from __future__ import annotations
 
@@ -31,15 +31,17 @@ def create_models_app(
 ) -> FastAPI:
     """Return an ASGI application of several models, each loaded at its first request.
 
-    A request is for the model that its body, or `?model=`, names; without a name for the first that is loaded.
+    The query parameter `model`, or else the field `model` of the body, selects the model of a request.  Without
+    either, it is the first loaded model, or the first of all if none is loaded.
 
     Parameters
     ----------
     models : mapping
-        Names and settings; at least one.
+        Engine settings by model name; at least one.
     config : ServerConfig, optional
+        Settings of the server; None: the defaults.
     make_engine : callable
-        Makes the engine of such settings.
+        Returns an engine for the settings, not entered.
     """
     config = ServerConfig() if config is None else config
     pool = ModelPool(models, config, make_engine)
@@ -78,13 +80,13 @@ def create_models_app(
 
 
 class _Front:
-    """ASGI: hands each request to the application of its model."""
+    """ASGI application that passes each request to the application of its model."""
 
     def __init__(self, pool: ModelPool) -> None:
         self._pool = pool
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Files and documents are the same of all.  What is no request needs no model.
+        # Files are the same for all models.  A request without a route needs no model.
         if is_open(route_path(scope)) or not self._is_answered(scope):
             await self._pool.default.app(scope, receive, send)
             return
@@ -92,7 +94,7 @@ class _Front:
             name, receive = await _name_of(scope, receive)
             model = self._pool.default if name is None else _named(self._pool, name)
             if scope["method"] != "POST" and not model.is_loaded:
-                # A page of another site can make a browser send a GET without an origin.
+                # A GET loads nothing: a page of another site can cause one that has no Origin.
                 raise unavailable(f"the model {model.name!r} is not loaded: a POST loads it")
             async with self._pool.using(model) as app:
                 await app(scope, receive, send)
@@ -107,7 +109,7 @@ class _Front:
 
 
 async def _name_of(scope: Scope, receive: Receive) -> tuple[str | None, Receive]:
-    """Return the model that a request names, if any, and the `receive` for its application."""
+    """Return the model that a request names, if any, and a `receive` that repeats the body read here."""
     (asked,) = parse_qs(scope["query_string"].decode("latin-1")).get("model", [None])[:1]
     if scope["method"] != "POST":
         return asked, receive
@@ -121,12 +123,12 @@ async def _name_of(scope: Scope, receive: Receive) -> tuple[str | None, Receive]
 
 
 def _name_in(body: bytes) -> str | None:
-    """Return the model that a body names.
+    """Return the model that a body names; None if it names none.
 
     Raises
     ------
     Problem
-        See `parsed`.
+        400: the body is not JSON, or too large to parse; see `parsed`.
     """
     value = parsed(body) if body else None
     name = value.get("model") if isinstance(value, dict) else None

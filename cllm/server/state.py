@@ -31,17 +31,18 @@ class Served(NamedTuple):
 
 
 class ServerState:
-    """The engine, once it is loaded, and everything about the server.
+    """State of one server: its engine, settings, metrics and traces.
 
     Attributes
     ----------
     engine : Engine or None
+        None until the model is loaded, and after a failure.
     failure : BaseException or None
-        Why it was not loaded.
+        Error that ended the load of the model, or the engine later.
     stopping : Event
-        The server is to end.
+        Set when the server is to stop.
     started_at : int
-        Unix time.
+        Unix time in seconds.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -55,18 +56,18 @@ class ServerState:
         self.renew()
 
     def renew(self) -> None:
-        """Create the objects of a new event loop again."""
+        """Forget the engine, and create the objects that belong to one event loop anew."""
         self.engine, self.failure = None, None
         self.stopping: anyio.Event = anyio.Event()
         self.live: LatestFrame = LatestFrame()
-        # Texts that are tokenized for their own sake must not keep prompts waiting.
+        # `/tokenize` and `/detokenize`: two requests at once, so that prompts do not wait for them.
         self.tokenizing: anyio.CapacityLimiter = anyio.CapacityLimiter(2)
 
     @contextmanager
     def unique(self, request_id: str) -> Iterator[str]:
-        """An id for the engine: the given one, with something behind it while that is in use.
+        """Yield a request id for the engine: the given one, with a random suffix if that is in use.
 
-        A gateway gives all requests of one of its own the same id.
+        A gateway may send several requests with one id.
         """
         unique = request_id
         while unique in self._ids or (self.engine is not None and self.engine.is_open(unique)):
@@ -88,12 +89,12 @@ class ServerState:
 
     @property
     def serving(self) -> Engine:
-        """The engine.
+        """The engine, which accepts requests.
 
         Raises
         ------
         Problem
-            503: it is loading, draining, or has failed to load.
+            503: the model is being loaded, the server is shutting down, or the engine has failed.
         """
         if self.engine is not None and not self.is_draining and self.failure is None:
             return self.engine
@@ -103,15 +104,16 @@ class ServerState:
 
     @property
     def n_ctx(self) -> int:
-        """Tokens of the context; 0 while the model is loaded."""
+        """Context length in tokens; 0 until the model is loaded."""
         return 0 if self.engine is None else self.engine.model.n_ctx
 
     def check_messages(self, n: int, field: str = "messages") -> None:
-        """Reject a chat of too many messages.
+        """Raise an error if a chat has too many messages.
 
         Raises
         ------
         Problem
+            400: `n` is more than `ServerConfig.n_messages_max`; names `field`.
         """
         limit = self.config.n_messages_max(self.n_ctx)
         if n > limit:
@@ -143,18 +145,18 @@ class ServerState:
 
 
 def state_of(request: Request) -> ServerState:
-    """The state of the server that got this request."""
+    """Return the state of the server that received a request."""
     state: ServerState = request.app.state.server
     return state
 
 
 def request_id_of(request: Request) -> str:
-    """The id that the client gave, or got."""
+    """Return the id of a request: the client's `X-Request-ID` if that is valid, otherwise a random one."""
     request_id: str = request.state.request_id
     return request_id
 
 
 def log_request(state: ServerState, request_id: str, prompt: object) -> None:
-    """Log the prompt, only with `--log-prompts`."""
+    """Log a prompt with the id of its request, if `log_prompts` is set."""
     if state.config.log_prompts:
         logger.info("request %s: %r", request_id, prompt)

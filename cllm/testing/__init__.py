@@ -1,4 +1,4 @@
-"""Public helpers for tests: engines without a model, loads, and what must hold after them."""
+"""Public helpers for tests: engines without a model, loads of many requests, and assertions about results."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """FakeDecoder: a `Decoder` without libllama, for tests of everything above it.
 
 Its logits come from a function of *all* the tokens a sequence has in its KV cache: a row in the wrong
-place, or one too many, changes every later token.  It refuses what `Context` refuses, with the same
-errors, and fails where a test says so.  `tests.simulation.conformance` says how a decoder behaves.
+place, or one too many, changes every later token.  It rejects the same calls as `Context`, with the same
+errors, and a test can script its faults.  `tests.simulation.conformance` tests the behavior of decoders.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Latency = float | Callable[[Sequence[FakeRun]], float]
 
 @dataclass(eq=False, slots=True)
 class _Cell:
-    """Cell of the KV cache, with the sequences that hold it and the adapters that computed it."""
+    """Cell of the KV cache: its token, and the adapters that computed it."""
 
     token: int
     loras: LoraSet = ()
@@ -64,7 +64,7 @@ def _checksum(tokens: bytes, loras: Sequence[LoraSet]) -> bytes:
 
 
 def seen_token(token: int, loras: LoraSet) -> int:
-    """Return the value of a token for later rows; another one if adapters have computed it."""
+    """Return the number that later rows see for a token: the token, or a hash of it and its adapters."""
     return token if not loras else zlib.crc32(repr((token, loras)).encode()) >> 1
 
 
@@ -78,26 +78,28 @@ class FakeDecoder:
     kv_unified : bool
         False gives each sequence its own share of `n_ctx`.
     n_outputs_max : int, optional
-        Output rows of a batch at the most; None: `n_seq_max`, and never fewer.
+        Largest number of output rows of a batch, at least `n_seq_max`; None: `n_seq_max`.
+    separates_prompts : bool
+        Attribute that the engine reads; see `Decoder`.
     answer : callable, optional
-        The token that has the highest logit after these tokens of a sequence, of which those that
-        adapters have computed are other numbers.  By default a hash of all of them.
+        Function of the tokens of a sequence.  It returns the token with the highest logit after them.  Tokens
+        that adapters computed are given as other numbers.  By default a hash of all tokens.
     faults : mapping, optional
-        What happens instead at the n-th decode, counted from 1 as in `n_decodes`.  A code of
-        `llama_decode`: 1 and -1 store nothing; 2 and less than -1 store the first half of the rows,
-        rounded up.  An exception: raised, nothing is stored.  "nan": the first output row is NaN.
+        Faults by decode, counted from 1 as in `n_decodes`.  A code of `llama_decode`: 1 and -1 store
+        nothing; 2 and codes below -1 store the first half of the rows, rounded up.  An exception is
+        raised, and nothing is stored.  "nan": the first output row is NaN.
     poison : callable, optional
-        Asked for every run of every batch before it is computed: a fault that belongs to a request
-        and happens as often as it is tried.  "nan" makes the run's output rows NaN.  One decode
-        fails in one way: as `faults` say, else as the first run whose fault is not "nan".
+        Function of a run that returns its fault or None: a fault that belongs to a request and occurs at
+        every try.  It is called for every run of a batch.  "nan" makes the run's output rows NaN.  Of
+        several other faults of a decode, one occurs: that of `faults`, else that of the first run.
     call_faults : mapping, optional
-        What happens instead at the k-th call, counted from 1 as in `n_calls`, of a method, by
-        `(name, k)`.  An exception: raised, nothing is done.  False: nothing is done; `seq_rm`
-        returns False, `state_seq_get_data` returns `b""`, `state_seq_set_data` refuses the data.
+        Faults by `(name, k)`: the k-th call of a method, counted from 1 as in `n_calls`.  An exception is
+        raised, and nothing is done.  False: nothing is done; `seq_rm` returns False, `state_seq_get_data`
+        returns `b""`, `state_seq_set_data` raises `LlamaCallError`.
     latency_s : float or callable
-        Seconds that a decode takes, or a function of its runs that says so.
+        Seconds that a decode takes, or a function that returns them from its runs.
     wait : callable, optional
-        Lets them pass; None: in real time, which `abort` ends.
+        Function that waits for a number of seconds.  None waits in real time, until `abort` ends the wait.
 
     Attributes
     ----------
@@ -106,12 +108,12 @@ class FakeDecoder:
     faults, call_faults : dict
         As given; may be changed, and so may `poison` and `latency_s`.
     n_decodes : int
-        Batches that passed the checks, the one that is being decoded and aborted ones too.
+        Number of batches that passed the checks, including failed decodes and the present one.
     n_calls : Counter of str
         Calls of `seq_rm`, `seq_cp`, `state_seq_get_data`, `state_seq_set_data`, `set_loras` and
         `rebuild`.
     n_rebuilds : int
-        Those of `rebuild` that did what they should.
+        Calls of `rebuild` without a fault of `call_faults`.
     n_ctx_seq : int
         Positions that one sequence can have.
     loras : LoraSet
@@ -158,7 +160,7 @@ class FakeDecoder:
         self.n_decodes: int = 0
         self.n_rebuilds: int = 0
         self.n_calls: Counter[str] = Counter()
-        # None where `seq_rm` left a hole; no sequence is empty or ends with one.
+        # Cells of a sequence by position, None where `seq_rm` removed one; no list ends with None.
         self._held: dict[int, list[_Cell | None]] = {}
         self._pending_copies: set[int] = set()
         self._saved_loras: dict[bytes, list[LoraSet]] = {}
@@ -180,10 +182,10 @@ class FakeDecoder:
         self.n_outputs = 0
 
     def add(self, seq_id: int, tokens: Sequence[int], p0: int, *, n_outputs: int = 0) -> range:
-        """Add consecutive tokens of one sequence, the last `n_outputs` with logits.
+        """Add consecutive tokens of one sequence from position `p0` on, the last `n_outputs` with logits.
 
-        Returns the indices of its output rows among those of the batch.  Whatever is raised, the
-        batch is unchanged; see `Batch.add`.
+        Return the indices of its output rows among those of the batch.  `PositionError` and
+        `InvalidArgumentError` leave the batch unchanged; see `Batch.add`.
         """
         check_int("rows", len(tokens), 1, self.n_batch - self.n_rows)
         check_int("seq_id", seq_id, 0, LLAMA_MAX_SEQ - 1)
@@ -212,7 +214,7 @@ class FakeDecoder:
         Raises
         ------
         PositionError, InvalidArgumentError, NoKVSlotError, InvalidBatchError, DecodeFailedError
-            As `Context.decode` does.
+            As `Context.decode` does, or as `faults` and `poison` say; these may also raise any other exception.
         """
         self._check_batch()
         self._logits.fill(np.nan)
@@ -248,22 +250,22 @@ class FakeDecoder:
             raise DecodeFailedError("llama_decode", 2, "aborted")
 
     def abort(self) -> None:
-        """Let the running decode, and every later one until `allow`, store nothing.  Any thread."""
+        """Make running and later decodes fail with code 2 until `allow`; no effect with `wait`.  Any thread."""
         self._aborted.set()
 
     def allow(self) -> None:
-        """Decode again after an `abort`, but not after a `stop`.  Any thread."""
+        """Let later decodes run after an `abort`, but not after a `stop`.  Any thread."""
         self._aborted.clear()
         if self._is_stopping:
             self._aborted.set()
 
     def stop(self) -> None:
-        """Let the running and every later decode store nothing.  Any thread."""
+        """Make the running and every later decode fail as after `abort`, for good.  Any thread."""
         self._is_stopping = True
         self._aborted.set()
 
     def _fault(self, poison: Sequence[Fault | None]) -> Fault:
-        """Return the scripted fault of this decode; "nan" is only the one of the first output row."""
+        """Return the first fault of this decode that is not "nan", otherwise its entry in `faults`, or 0."""
         scripted: Fault = self.faults.get(self.n_decodes, 0)
         failures = (fault for fault in (scripted, *poison) if fault not in (0, None, "nan"))
         return next(failures, scripted)
@@ -282,7 +284,7 @@ class FakeDecoder:
                 raise PositionError(seq_id, last, span.start)
 
     def _store(self, n_rows: int) -> list[int]:
-        """Store the first `n_rows` rows; the answers of the output rows among them."""
+        """Store the first `n_rows` rows, and return the answers of the output rows among them."""
         answers: list[int] = []
         for seq_id, _, tokens, n_outputs in self.runs:
             if n_rows <= 0:
@@ -303,7 +305,7 @@ class FakeDecoder:
     # --- The KV cache ------------------------------------------------------------------------
     @property
     def cells(self) -> dict[int, list[int]]:
-        """Return the tokens of every sequence by position; REMOVED where one is missing."""
+        """Tokens of every sequence by position; `REMOVED` (-1) for removed positions."""
         return {
             seq_id: [REMOVED if cell is None else cell.token for cell in held]
             for seq_id, held in self._held.items()
@@ -311,7 +313,7 @@ class FakeDecoder:
 
     @property
     def cell_loras(self) -> dict[int, list[LoraSet]]:
-        """The adapters that have computed every sequence that has any tokens, by position."""
+        """Adapters that computed each token, by sequence and position; `()` for removed positions."""
         return {
             seq_id: [() if cell is None else cell.loras for cell in held]
             for seq_id, held in self._held.items()
@@ -319,11 +321,11 @@ class FakeDecoder:
 
     @property
     def n_cells_used(self) -> int:
-        """Cells that hold a token, however many sequences share them."""
+        """Number of cells that hold a token; a cell that sequences share counts once."""
         return len(set().union(*self._held.values()) - {None})
 
     def seq_rm(self, seq_id: int, p0: int | None = None, p1: int | None = None) -> bool:
-        """Remove positions `[p0, p1)`; all of the sequence by default.  True unless scripted."""
+        """Remove positions `[p0, p1)`, by default all.  Return True, or False if `call_faults` says so."""
         if self._fails("seq_rm"):
             return False
         self._check_seq("seq_id", seq_id)
@@ -379,7 +381,7 @@ class FakeDecoder:
         return checksum + tokens
 
     def state_seq_set_data(self, data: bytes, seq_id: int, *, n_positions: int) -> None:
-        """Restore an unchanged copy into an empty sequence."""
+        """Restore an unchanged copy of `n_positions` positions into an empty sequence, as `Memory` does."""
         is_refused = self._fails("state_seq_set_data")
         self._check_seq("seq_id", seq_id)
         check_int("n_positions", n_positions, 1, self.n_ctx_seq)
@@ -420,7 +422,7 @@ class FakeDecoder:
             self._held[seq_id] = cells
 
     def _fails(self, method: str) -> bool:
-        """Count a call and raise its scripted exception; whether it shall do nothing."""
+        """Count a call, and raise its scripted exception.  Return True if the call must do nothing."""
         self.n_calls[method] += 1
         fault = self.call_faults.get((method, self.n_calls[method]), True)
         if isinstance(fault, Exception):

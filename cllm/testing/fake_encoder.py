@@ -1,6 +1,6 @@
 """FakeTextEncoder: a `TextEncoder` without libllama, for tests of everything above it.
 
-Texts that share words have vectors that point alike, so that a search finds what a reader would expect.
+Texts that share words have similar vectors, so that a search finds texts with the words of the query.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ TextFault = Exception | Literal["nan"]
 
 
 class FakeTextEncoder:
-    """Encoder by byte trigrams: vectors, or the overlap of a query and a document.
+    """Encoder by byte trigrams: vectors of 64 values, or the overlap of a query and a document.
 
     Parameters
     ----------
     n_batch, n_texts_max : int
-        Tokens, and texts, of a batch.
+        Largest number of tokens, and of texts, in a batch.
     n_batch_target : int, optional
-        Tokens of a batch of more than one text; `n_batch` if None.
+        Tokens that a batch of more than one text gets; `n_batch` if None.
     is_classifier : bool
-        Gives one score of a text instead of a vector.
+        True computes one score for each text instead of a vector.
     faults : mapping, optional
-        What happens instead at the n-th batch, counted from 1 as in `n_batches`: an exception is raised;
-        "nan": all vectors of the batch are NaN.
+        Faults by batch, counted from 1.  An exception is raised; "nan": all vectors of the batch are NaN.
     poison : callable, optional
-        Asked for each text (its tokens) of every batch: the fault of the whole batch, or None.
+        Function of the tokens of a text that returns a fault of the whole batch, or None.  Called for the
+        texts of every batch without an entry in `faults`.
     latency_s : float
-        Seconds that a batch takes, which `abort` ends.
+        Seconds that a batch takes; `abort` ends it earlier.
     computes_in_pieces : bool
-        Takes a text in several batches.
+        True if a text may come in several batches.
 
     Attributes
     ----------
     batches : list of tuple
-        The texts of each, as tokens; of a text in pieces the piece.
+        Texts of each batch, as tuples of tokens.  If a text comes in pieces, each batch has its piece.
     n_opened : int
-        Times that it was made ready.
+        Number of calls of `open` that opened the encoder.
     open_fault : Exception or None
-        What `open` raises.
+        Error that `open` raises.
     """
 
     def __init__(
@@ -128,22 +128,22 @@ class FakeTextEncoder:
         self._is_open = False
 
     def abort(self) -> None:
-        """Let the running batch return "aborted"."""
+        """Make the running batch, and later ones until `allow`, raise `DecodeFailedError`.  Any thread."""
         self._aborted.set()
 
     def allow(self) -> None:
-        """Compute again after an `abort`, unless everything is to stop."""
+        """Let later batches run after an `abort`, but not after a `stop`.  Any thread."""
         if not self._is_stopping:
             self._aborted.clear()
 
     def stop(self) -> None:
-        """Let the running and every later batch return "aborted"."""
+        """Make the running and every later batch raise `DecodeFailedError`.  Any thread."""
         self._is_stopping = True
         self._aborted.set()
 
 
 def vector_of(tokens: Sequence[int]) -> list[float]:
-    """The vector of a text."""
+    """Return the vector of a text: `N_VALUES` sums of its byte trigrams, by their hash; not normalized."""
     vector = [0.0] * N_VALUES
     for gram, n in _grams(tokens).items():
         value = zlib.crc32(gram)
@@ -152,7 +152,7 @@ def vector_of(tokens: Sequence[int]) -> list[float]:
 
 
 def overlap_of(tokens: Sequence[int]) -> list[float]:
-    """Return the overlap of a document with a query: from -4, nothing, to 4."""
+    """Return the overlap of a document with a query, one value: -4 without common trigrams, 4 with all."""
     place = tokens.index(SEPARATOR) if SEPARATOR in tokens else len(tokens)
     query, document = _grams(tokens[:place]), _grams(tokens[place + 1 :])
     n_shared = (query & document).total()

@@ -1,7 +1,7 @@
 """FakeEngine: an `Engine` without libllama and without a model, whose answers are scripted.
 
-The event loop's side, the inference thread, the scheduler and the bookkeeping are the real ones; what is
-missing is the model.  It starts in a millisecond, and fails where a test says so.
+The event loop's side, the inference thread, the scheduler and the bookkeeping are the real ones.  Only the
+model is replaced.  The engine starts in a millisecond, and a test can script its faults.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from cllm.testing.fake_vocabulary import FakeVocabulary
 
 
 class AskedSampler:
-    """Base of samplers without llama.cpp: the engine asks `choose` for every token."""
+    """Base of samplers without llama.cpp: the engine calls `choose` for every token."""
 
     constraint = None
     is_greedy = False
 
     def may_be(self, token: int) -> bool:
-        """See `TokenSampler`."""
+        """Raise `AssertionError`: the engine calls this only for greedy samplers."""
         raise AssertionError(f"{token}: asked of those that are greedy")
 
     def accept(self, token: int) -> None:
@@ -56,7 +56,7 @@ class AskedSampler:
 
 @dataclass(frozen=True, slots=True)
 class FakeAnswer:
-    """An answer in channels, written in the format of a `FakeEngine`'s own template.
+    """An answer with reasoning, text and tool calls, in the format of a `FakeEngine`'s own chat template.
 
     With another `chat_template`, script the text that a model of that template would write.
 
@@ -72,7 +72,7 @@ class FakeAnswer:
     tool_calls: Sequence[tuple[str, Mapping[str, Any] | str]] = ()
 
     def written(self) -> str:
-        """The text that a model would write."""
+        """Return the text that a model would write: reasoning in `<think>` tags, the text, then the calls."""
         thought = f"<think>\n{self.reasoning}\n</think>\n\n" if self.reasoning else ""
         calls = []
         for name, arguments in self.tool_calls:
@@ -100,24 +100,24 @@ class FakeEngine(Engine):
     """An engine with scripted answers.
 
     Streams, queues, cancellation, deadlines, preemption, statistics and `audit` are those of `Engine`.  A
-    token is a byte.  Samplers and constraints have no effect: the answer is the scripted one, then the end.
-    `max_tokens`, `stop` and `stop_token_ids` end it as usual.  Log probabilities and scores have the right
-    shape and are the same every time, but are derived from a hash of the tokens.
+    token is a byte.  Samplers and constraints have no effect: the output is the scripted answer, then the end.
+    `max_tokens`, `stop` and `stop_token_ids` end the output as usual.  Log probabilities and scores have the
+    right shape and are the same every time, but are derived from a hash of the tokens.
 
     Parameters
     ----------
     answers : mapping or callable, optional
-        Answers by prompt.  A mapping is searched for the prompt; then for the key that ends last in the
-        prompt, the longest of those, which finds the last question of a chat; then for the key `""`.  An
-        answer is a text, or a `FakeAnswer` with reasoning and calls.  A request without an answer ends with
-        an error, unless it asks for `prompt_logprobs`, as `score` does: its answer is empty.  None: every
+        Answers by prompt.  A mapping is searched for the whole prompt.  Then it is searched for the key that
+        ends last in the prompt (of several, the longest): the last question of a chat.  The key `""` is the
+        default.  An answer is a text, or a `FakeAnswer` with reasoning and calls.  A request without an
+        answer ends with an error; with `prompt_logprobs`, as in `score`, its answer is empty.  None: every
         answer is its prompt.
     latency_s : float or callable
-        Seconds that a decode takes, or a function of its `FakeRun`s.  Real seconds.  Closing the
-        engine ends such a decode.  Cancelling does as with llama.cpp: only if at least 16 of its
-        rows, and more than half, are of requests that have been cancelled.
+        Real seconds that a decode takes, or a function that returns them from its `FakeRun`s.  Closing the
+        engine ends such a decode.  As with llama.cpp, cancelling requests ends it only if they have at least
+        16 of its rows, and more than half of them.
     faults, poison, call_faults :
-        Faults and their moments; see `FakeDecoder`.
+        Scripted faults by decode, by request and by call; see `FakeDecoder`.
     config : EngineConfig, optional
         All settings as one value, instead of the others.
     **options
@@ -127,7 +127,7 @@ class FakeEngine(Engine):
     Raises
     ------
     TypeError
-        An unknown option.
+        An unknown option, or options beside `config`.
     InvalidArgumentError
         `answers` or an option with a value that cannot be used.
 
@@ -135,18 +135,18 @@ class FakeEngine(Engine):
     ----------
     decoder : FakeDecoder
         Decoder of the engine, a new one after `reload`.  Its `faults`, `call_faults`, `poison` and
-        `latency_s` may be changed while it runs, from any thread.
+        `latency_s` may be changed while the engine runs, from any thread.
     encoder : FakeTextEncoder
-        The same for `embed`, and for `rerank` with `pooling="rank"`: texts that share words are near
-        each other.
+        Encoder for `embed`, and for `rerank` with `pooling="rank"`; a new one after `reload`.  Texts that
+        share words have similar vectors.
     loras : FakeLoras
-        The adapters: any path is one.  Scripted answers are the same with them.
+        Loaded adapters; any path can be loaded as one.  Adapters do not change the scripted answers.
 
     Notes
     -----
-    The inference thread calls `answers`, `poison` and `latency_s`: what they share with a test needs
-    a lock, and while one of them blocks, nothing is computed and closing waits.  What `answers`
-    raises ends its request; what the others raise is a decode that failed.
+    The inference thread calls `answers`, `poison` and `latency_s`.  Data that they share with a test needs a
+    lock.  While one of them blocks, nothing is computed and closing waits.  An exception of `answers` ends
+    its request; an exception of the others is a failed decode.
 
     Examples
     --------
@@ -184,14 +184,14 @@ class FakeEngine(Engine):
         self.loras: FakeLoras = FakeLoras()
 
     def _make_backend(self, config: EngineConfig) -> _FakeBackend:
-        if config is not self.config:  # it is reloaded
+        if config is not self.config:  # the engine is being reloaded
             self.decoder = self._make_decoder(config)
             self.encoder = _encoder_of(config)
             self.loras = FakeLoras()
         return _FakeBackend(config, self.decoder, self.encoder, self.loras, self._answers)
 
     def fail_next_decode(self, fault: Fault) -> None:
-        """Make the next decode fail that begins after this call.
+        """Make the next decode that begins after this call fail, once.
 
         Parameters
         ----------
@@ -295,7 +295,7 @@ class _FakeBackend:
             answer = answers(prompt)
         elif (scripted := _answer_of(answers, prompt)) is not None:
             answer = scripted
-        elif request.first_scored is not None:  # who wants scores need not want an answer
+        elif request.first_scored is not None:  # a request for scores needs no answer
             answer = ""
         else:
             raise LookupError(f"no answer is scripted for {prompt!r}, but for {list(answers)}")
@@ -315,7 +315,7 @@ def _repeat(prompt: str) -> str:
 
 
 def _answer_of(answers: Mapping[str, Answer], prompt: str) -> Answer | None:
-    """The answer of the prompt, else of the key that ends last in it, else of ""."""
+    """Return the answer of the prompt, else of the key that ends last in it, else of ""; None without any."""
     if prompt in answers:
         return answers[prompt]
     # The empty text is in every prompt, and ends last in it.
@@ -326,7 +326,7 @@ def _answer_of(answers: Mapping[str, Answer], prompt: str) -> Answer | None:
 
 
 class _Unconstrained:
-    """Scripted answers keep to nothing but their script."""
+    """Compiler of constraints that compiles none: they have no effect on scripted answers."""
 
     async def compile(self, params: SamplingParams, tool_grammar: str | None = None) -> None:
         """Do nothing: there is nothing to compile."""
@@ -336,7 +336,7 @@ class _Unconstrained:
 
 
 class _ScriptedSampler(AskedSampler):
-    """Says the tokens of one answer, whatever the logits are."""
+    """Sampler that ignores the logits: it chooses the tokens of one answer in order, then END."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens = iter(tokens)

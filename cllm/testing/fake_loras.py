@@ -7,14 +7,14 @@ from cllm.errors import InvalidRequestError
 
 
 class FakeLoras:
-    """Loaded adapters by name; see `thread.backend.Loras`.  A file of any name is an adapter.
+    """Loaded adapters by name; see `thread.backend.Loras`.  Any path can be loaded; no file is read.
 
     Attributes
     ----------
     invocation_tokens : dict of str to tuple of int
-        By path: those of activated adapters.
+        Invocation tokens of activated adapters, by path.
     load_faults : dict of str to Exception
-        By path: what is raised instead.
+        Error that `load` raises for a path.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class FakeLoras:
         return tuple(self._loaded.values())
 
     def load(self, name: str, path: str, scale: float) -> None:
-        """Load one."""
+        """Load an adapter; raise `InvalidRequestError` if its name is taken, or its error in `load_faults`."""
         if name in self._loaded:
             raise InvalidRequestError("name", name, "a name that no loaded adapter has")
         if (fault := self.load_faults.get(path)) is not None:
@@ -37,7 +37,7 @@ class FakeLoras:
         self._loaded[name] = LoraInfo(name, path, scale, tokens)
 
     def unload(self, name: str) -> None:
-        """Free one."""
+        """Free an adapter; raise `InvalidRequestError` if none of this name is loaded."""
         if name not in self._loaded:
             raise InvalidRequestError("name", name, "the name of a loaded adapter")
         del self._loaded[name]

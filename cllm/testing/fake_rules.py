@@ -1,4 +1,4 @@
-"""Rules of a server without a model: what it answers to which question, how fast, and what goes wrong."""
+"""Rules of a server without a model: scripted answers, delays and faults by question."""
 
 from __future__ import annotations
 
@@ -16,36 +16,37 @@ from cllm.testing.fake_engine import FakeAnswer
 
 MAX_SECONDS = 3600.0
 ROLES = ("user", "tool")
-ASKED = "\nassistant: "  # behind the last message of a chat, in a `FakeEngine`'s own template
+ASKED = "\nassistant: "  # text after the last message of a chat, in a `FakeEngine`'s own template
 ERROR_STATUSES = range(400, 600)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeRule:
-    """Reaction to a question that the rule is for.
+    """Reaction to the questions that match the rule.
 
     Parameters
     ----------
     when : str
-        A regular expression that is found in the question: the last message of a chat, or the prompt.
+        Regular expression, searched in the question: the last message of a chat, or the prompt.
     role : str, optional
-        Only where the last message is of the "user", or of a "tool".
+        "user" or "tool": match only if the last message has this role.  None: any role.
     times : int, optional
-        For so many questions; then the next rule that is for them.  None: for all.
+        Number of questions that the rule answers; after them, the next matching rule is used.  None: no limit.
     text, reasoning : str
-        The answer.  In `text` and the arguments of calls, `{0}` is what `when` has found, `{1}` its first group.
+        The answer.  In `text` and the arguments of calls, `{0}` is replaced by the match of `when`, `{1}` by
+        its first group.
     tool_calls : sequence
-        Each a mapping of `name` and `arguments`, or both as a pair.
+        Mappings of `name` and `arguments`, or pairs of both.
     first_token_s, token_s : float
-        Seconds before the answer begins, and before each of its events, if it is streamed.
+        Seconds before the answer begins, and before each event of a streamed answer.
     status : int, optional
-        Answer with this error instead, 400 to 599.
+        Answer with an error of this status instead, 400 to 599.
     message : str
-        What the error says.
+        Text of the error.
     retry_after_s : int, optional
-        `Retry-After` of an error.
+        Seconds in the `Retry-After` header of the error.
     disconnect_after : int, optional
-        Close the connection after so many events, or before the whole answer.
+        Close the connection after this number of events of a streamed answer, or before the body of another.
     """
 
     when: str = ""
@@ -67,7 +68,7 @@ class FakeRule:
         object.__setattr__(self, "calls", tuple(map(_call, self.tool_calls)))
 
     def answer(self, question: str) -> FakeAnswer:
-        """The answer to a question that it is for."""
+        """Return the answer to a question that matches, with its placeholders filled in."""
         found = re.search(self.when, question)
         groups = [] if found is None else [found[0], *(group or "" for group in found.groups())]
 
@@ -82,14 +83,14 @@ class FakeRule:
 
 @dataclass(slots=True, eq=False)
 class Chosen:
-    """Rule for the questions of one request, with the answers that are still to come."""
+    """Rule for one request; `n_left` is the number of answers that are still to come, by question."""
 
     rule: FakeRule
     n_left: dict[str, int]
 
 
 class FakeRules:
-    """Rules in their order: the first that is for a question, and has not been used up, is taken.
+    """Rules in order: the first one that matches a question and is not used up answers it.
 
     Any thread.
     """
@@ -104,10 +105,12 @@ class FakeRules:
     def of(cls, given: object) -> FakeRules:
         """Return rules from a list of mappings, a mapping with `rules`, or one from questions to answers.
 
+        In a mapping from questions to answers, an answer is given to all questions that end with its key.
+
         Raises
         ------
         InvalidArgumentError
-            Says which rule, which field and what it may be.
+            Names the rule, the field and the allowed values.
         """
         if isinstance(given, Mapping) and set(given) == {"rules"}:
             given = given["rules"]
@@ -122,12 +125,12 @@ class FakeRules:
 
     @classmethod
     def read(cls, path: Path) -> FakeRules:
-        """Return the rules of a file: YAML, TOML or JSON, by its name.
+        """Return the rules of a file: `.toml`, `.json`, or YAML with any other suffix.
 
         Raises
         ------
         InvalidArgumentError
-            It cannot be read, or says what cannot be.
+            The file cannot be read, a rule in it is invalid, or it is YAML and PyYAML is not installed.
         """
         try:
             text = path.read_text(encoding="utf-8")
@@ -142,14 +145,16 @@ class FakeRules:
         return cls.of(_yaml(path, text))
 
     def choose(self, questions: Sequence[str], role: str = "user", n: int = 1) -> Chosen | None:
-        """The rule for the first question of a request, which counts as used; `end` is called with it.
+        """Choose the rule for the first question of a request, and count it as used; None if no rule matches.
+
+        The caller passes the result to `end` when the request has ended.
 
         Parameters
         ----------
         questions : sequence of str
-            Prompts that are answered alike, each `n` times.
+            Prompts that the rule answers, each `n` times.
         role : str
-            Whose the question is.
+            Role of the last message.
         """
         with self._lock:
             for number, rule in enumerate(self._rules):
@@ -164,7 +169,7 @@ class FakeRules:
         return None
 
     def end(self, chosen: Chosen) -> None:
-        """A request has ended."""
+        """Forget the rule of a request that has ended."""
         with self._lock:
             self._open.remove(chosen)
 
@@ -174,7 +179,7 @@ class FakeRules:
         Raises
         ------
         LookupError
-            None was.
+            No rule was chosen for it, or all answers were given.
         """
         with self._lock:
             for chosen in self._open:
@@ -248,5 +253,5 @@ def _yaml(path: Path, text: str) -> object:
 
 
 def _unreadable(path: Path, reason: str) -> InvalidArgumentError:
-    # By its name: of a long path the end would be cut off.
+    # Only the file name: the error cuts off the end of long values.
     return InvalidArgumentError("rules", path.name, f"a file of rules: {reason}")

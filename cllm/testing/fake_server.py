@@ -33,11 +33,11 @@ QUESTIONS = (
 )  # fmt: skip
 N_CTX = 16384
 START_S = 30.0
-DRAIN_S = 1.0  # a stream that is still open when a test has ended
+DRAIN_S = 1.0  # time for streams that are still open when a test has ended
 
 
 class DisconnectedError(Exception):
-    """A connection is closed as a rule says: uvicorn does so when an application fails, and logs it."""
+    """Error that makes uvicorn close a connection, as a rule says; `_is_unexpected` keeps it out of the log."""
 
 
 def _is_unexpected(record: logging.LogRecord) -> bool:
@@ -47,15 +47,15 @@ def _is_unexpected(record: logging.LogRecord) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request that came.
+    """A request that the server received.
 
     Attributes
     ----------
     path : str
     body : object
-        Of its JSON.
+        Parsed JSON body; None if it is no JSON.
     headers : mapping
-        Names in lower case.
+        Header values by name in lower case.
     """
 
     path: str
@@ -64,13 +64,15 @@ class Asked:
 
 
 class ScriptedFaults:
-    """ASGI middleware: each question gets the rule that is for it.
+    """ASGI middleware that applies the matching rule to each request of `QUESTIONS`.
+
+    A request without a matching rule is answered with status 400.
 
     Parameters
     ----------
     rules : FakeRules
     asked : list of Asked
-        Takes the requests, in their order.
+        List to which the requests are appended, in the order of their arrival.
     """
 
     def __init__(self, app: ASGIApp, rules: FakeRules, asked: list[Asked]) -> None:
@@ -106,7 +108,7 @@ class ScriptedFaults:
 
 
 def questions_of(body: Any) -> tuple[Sequence[str], str, int]:
-    """Return the last messages or prompts of a request, their role, and the number of answers."""
+    """Return the last message or the prompts of a request, the role, and the number of answers to each."""
     if not isinstance(body, Mapping):
         return [""], "user", 1
     n = body.get("n", 1)
@@ -159,7 +161,7 @@ def _parsed(data: bytes) -> Any:
 
 
 def _again(data: bytes, receive: Receive) -> Receive:
-    """`receive` with the body once more."""
+    """Return a function that gives the whole body again, and then continues with `receive`."""
     is_told = False
 
     async def told() -> Message:
@@ -178,7 +180,7 @@ def _problem_of(rule: FakeRule, status: int) -> Problem:
 
 
 def _paced(send: Send, rule: FakeRule) -> Send:
-    """`send` as slowly as a rule says, until it says that the connection is closed."""
+    """Return a `send` that delays events as a rule says, and raises `DisconnectedError` where it says so."""
     n_events = 0
 
     async def paced(message: Message) -> None:
@@ -218,7 +220,7 @@ def create_fake_app(
 
 @dataclass(frozen=True, slots=True)
 class FakeServer:
-    """A server that runs: the fixture `cllm_server`.
+    """Running server, as the fixture `cllm_server` returns it.
 
     Attributes
     ----------
@@ -239,7 +241,9 @@ class FakeServer:
 
 @contextmanager
 def fake_server(rules: object = ()) -> Iterator[FakeServer]:
-    """A server on a free port of this machine, in a thread with an event loop of its own.
+    """Run a server on a free port of 127.0.0.1 until the end of the block, in a thread with its own event loop.
+
+    Raises `InvalidArgumentError` for an invalid rule, `EngineFailedError` if it has not started within 30 s.
 
     Parameters
     ----------

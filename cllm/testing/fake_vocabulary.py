@@ -1,4 +1,4 @@
-"""FakeVocabulary: the 256 bytes as tokens, for everything that needs a vocabulary and no model."""
+"""FakeVocabulary: the 256 bytes as tokens, for tests that need a vocabulary but no model."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ class FakeVocabulary:
     Attributes
     ----------
     BEGIN, END : int
-        256 and 257.  Neither has a piece; END ends a generation.
+        Control tokens 256 and 257.  They add no bytes to a text; END ends a generation.
     n_tokens : int
+        Number of tokens: 258.
     """
 
     BEGIN = 256
@@ -33,7 +34,7 @@ class FakeVocabulary:
         return bytes([token]) if token < self.BEGIN else b""
 
     def text(self, token: int) -> str:
-        """Return the text of a token: a byte above 127 as its number."""
+        """Return the text of a token: a character, `<0xNN>` for a byte above 127, or a control token's name."""
         check_int("token", token, 0, self.n_tokens - 1)
         if token >= self.BEGIN:
             return self.NAMES[token - self.BEGIN]
@@ -58,7 +59,9 @@ class FakeVocabulary:
     def tokenize(
         self, text: str, *, add_special: bool = True, parse_special: bool = False
     ) -> list[int]:
-        """The bytes of a text; nothing is added.
+        """Return the UTF-8 bytes of a text as tokens.  `add_special` adds nothing.
+
+        With `parse_special`, `<begin>` and `<end>` in the text become control tokens.
 
         Raises
         ------
@@ -77,5 +80,5 @@ class FakeVocabulary:
         return tokens
 
     def tokenize_inside(self, text: str, *, parse_special: bool = False) -> list[int]:
-        """The bytes of a text that stands behind another."""
+        """Return the tokens of a text that follows another text: the same as `tokenize`."""
         return self.tokenize(text, parse_special=parse_special)

@@ -1,8 +1,8 @@
 """Loads: many requests on one engine, in the patterns that real callers have.
 
-For programs that embed cllm and test themselves, on asyncio and on trio.  A load takes prompts and
-gives `Records` in the order of the prompts.  A request that is refused, or fails, is a record and
-ends no other; a mistake in the call of a load is raised at once.  `seed` is that of the samplers,
+For the tests of programs that embed cllm, on asyncio and on trio.  A load takes prompts and returns `Records`
+in the order of the prompts.  The error of a request that is rejected or fails is in its record, and other
+requests continue.  Wrong arguments of a load raise an error at once.  `seed` is the seed of the samplers,
 `load_seed` that of the load.
 """
 
@@ -29,15 +29,15 @@ class Moment(StrEnum):
     """Moment at which `cancel_storm` cancels a request."""
 
     ENTERING = "entering"
-    """While its stream is entered, or just after: the task is cancelled."""
+    """The task is cancelled while the stream is entered, or just after."""
     QUEUE = "queue"
-    """As soon as it has been submitted."""
+    """The stream is cancelled as soon as the request is submitted."""
     PROMPT = "prompt"
-    """A tick or a few later, be it in its prompt or still in the queue."""
+    """The stream is cancelled 1 to 8 ticks later, during the prompt or still in the queue."""
     OUTPUT = "output"
-    """After some deltas."""
+    """The stream is cancelled after 1 to 8 deltas."""
     TWICE = "twice"
-    """After some deltas, and once more."""
+    """The stream is cancelled after 1 to 8 deltas, twice in a row."""
 
 
 async def sequential(
@@ -58,7 +58,7 @@ async def sequential(
     params : SamplingParams, optional
         Parameters of all requests; or their fields as keyword arguments.
     priority, timeout, **sampling
-        As for `Engine.stream`, of all requests.
+        Options of `Engine.stream` for all requests; `timeout` in seconds.
 
     Returns
     -------
@@ -166,7 +166,7 @@ async def cancel_storm(
     victims = _chosen(calls, share, draw)
     draw.shuffle(moments)
     for number, call in enumerate(victims):
-        # In turn: of five victims each has another moment, of fewer the seed says which there are.
+        # The moments take turns: five requests get all five moments; for fewer, the seed chooses.
         moment, n_before = moments[number % len(moments)], draw.randint(1, 8)
         call.is_cancelled_entering = moment is Moment.ENTERING
         call.between = _canceller(engine, moment, n_before)
@@ -187,9 +187,9 @@ async def slow_readers(
 ) -> Records:
     """Run all requests at once; some readers stop until all have stopped or ended, and then read on.
 
-    An engine computes `stream_buffer` deltas ahead of a reader that has stopped, and then pauses
-    its sequence: outputs of no more than `n_deltas + stream_buffer` deltas pause no sequence, and those
-    of no more than `n_deltas` do not even stop their readers.
+    An engine computes `stream_buffer` deltas ahead of a reader that has stopped, and then pauses its sequence.
+    Outputs of at most `n_deltas + stream_buffer` deltas therefore pause no sequence.  With fewer than
+    `n_deltas` deltas, the reader does not stop either.
 
     Parameters
     ----------
@@ -243,9 +243,9 @@ async def oracle(
     Parameters
     ----------
     engine : Engine
-        Engine with the same room for a sequence as that of the load, since an output may end there.
+        Engine with the same room for a sequence as that of the load: an output may end because it is full.
     prompts, params, **sampling
-        As of the load.
+        The same as for the load.
 
     Returns
     -------
@@ -259,7 +259,7 @@ async def oracle(
     TypeError
         As in a load.
     RequestError
-        A prompt that cannot be served.
+        A prompt that cannot be served, or whose request failed.
     """
     calls = make_calls(engine, prompts, params, sampling)
     alone: dict[PromptKey, tuple[int, ...]] = {}
@@ -286,7 +286,7 @@ def _canceller(engine: Engine, moment: Moment, n_before: int) -> Between:
     async def between(stream: TokenStream, n_read: int) -> None:
         if n_read == 0 and moment is Moment.PROMPT:
             for _ in range(n_before):
-                # Answered after a tick.  What it finds is not lost: `n_discrepancies` counts it.
+                # An audit is answered after a tick.  `n_discrepancies` counts its findings.
                 await engine.audit()
         is_in_output = moment in (Moment.OUTPUT, Moment.TWICE)
         if n_read == (n_before if is_in_output else 0):

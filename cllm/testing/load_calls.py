@@ -1,4 +1,4 @@
-"""One request as a load makes it: how its caller behaves, and the record that is left of it."""
+"""One request of a load: the behavior of its caller, and its record."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class Call:
     Attributes
     ----------
     due_s : float or None
-        When it is to be made, of `anyio.current_time`; None: at once.
+        Time of `anyio.current_time` at which to make the request; None: at once.
     is_cancelled_entering : bool
-        Whether its task is cancelled when it enters the stream.
+        True if its task is cancelled when it enters the stream.
     between : callable
-        Awaited after entering the stream and after each delta, with the number of deltas so far.
+        Awaited with the stream and the number of deltas so far: after entering, and after each delta.
     on_end : callable
-        Called when it has ended, however it did.
+        Called when the request has ended, also after an error.
     """
 
     engine: Engine
@@ -67,7 +67,7 @@ def make_calls(
     priority: int = 0,
     timeout: float | None = None,
 ) -> list[Call]:
-    """Return a call for each prompt; raise an error for wrong arguments of a load."""
+    """Return a call for each prompt; wrong arguments raise the errors of `sequential`."""
     if isinstance(prompts, str):
         raise TypeError("prompts is one text, must be a sequence of prompts")
     if unknown := sorted(set(sampling) - {field.name for field in fields(SamplingParams)}):
@@ -83,7 +83,7 @@ def make_calls(
 
 
 async def run_at_once(calls: Sequence[Call]) -> Records:
-    """Make all calls when they are due, and read all streams to their ends."""
+    """Make all calls at the times they are due, read all streams to their ends, and return the records."""
     records: dict[int, RequestRecord] = {}
 
     async def run_one(index: int) -> None:
@@ -98,8 +98,8 @@ async def run_at_once(calls: Sequence[Call]) -> Records:
 
 
 async def run(call: Call) -> RequestRecord:
-    """Make a request and read it to its end."""
-    # A call that its caller was too busy to make in time has waited since it was due.
+    """Make a request, read it to its end, and return its record; a `CllmError` is recorded, not raised."""
+    # The time counts from the moment the call was due, even if a busy event loop made it later.
     seen = _Seen(anyio.current_time() if call.due_s is None else call.due_s)
     request_id = new_request_id()
     try:
@@ -156,7 +156,7 @@ def _record(call: Call, request_id: str, seen: _Seen) -> RequestRecord:
     if completion is None and seen.is_submitted:
         reason = FinishReason.ERROR
     elif seen.error is None and seen.is_left_entering:
-        # Before it was submitted; or it has ended by itself since, and its caller saw none of that.
+        # Cancelled before it was submitted; or it ended by itself, but its caller got no delta.
         reason, stop_reason = FinishReason.CANCELLED, None
     return RequestRecord(
         prompt=call.key,

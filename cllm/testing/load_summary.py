@@ -1,4 +1,4 @@
-"""LoadSummary: many requests in a few numbers, and the text that tables are made of."""
+"""LoadSummary: the summary of many requests, and functions that format tables as text."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ from cllm import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class LoadSummary:
-    """Many requests in a few numbers; `str` of it is a table.
+    """Summary of many requests; `str` of it is a table.
+
+    Percentiles are by nearest rank, and None without a value.
 
     Attributes
     ----------
     n_finished : mapping
-        Requests that ran, for every `FinishReason`.
+        Number of requests by their `FinishReason`, for every reason.
     n_refused, n_errors : int
-        Requests that did not run, and those that ran and raised.
+        Requests without a finish reason, and those that have one and raised an error.
     seconds : float
-        From the first call to the last end.
+        Time from the first call to the last end.
     ttft_p50_s, ttft_p99_s : float or None
-        From the call to the first token; percentiles are by nearest rank, None of nothing.
+        Seconds from the call to the first token.
     itl_p50_s, itl_max_p99_s : float or None
-        Between tokens, as the engine measured it: the median of the requests' medians, and the 99th
-        percentile of their longest gaps.
+        Seconds between tokens, as the engine measured them: the median of the requests' medians, and the
+        99th percentile of their longest gaps.
     total_p50_s, total_p99_s : float or None
-        From the call to the end, of requests that ended by themselves.
+        Seconds from the call to the end, for requests that ended with `stop` or `length`.
     cached_share : float
-        Of all prompt tokens, those that were shared and not computed: 0 to 1.
+        Share of prompt tokens that were taken from a shared prefix and not computed, 0 to 1.
     """
 
     n_requests: int
@@ -68,7 +70,7 @@ class LoadSummary:
 
 
 def percentile(values: Sequence[float], percent: int) -> float | None:
-    """Return the value below or at which so many percent lie (nearest rank); None without values."""
+    """Return the percentile of values, by nearest rank; None without values."""
     return float(np.percentile(values, percent, method="inverted_cdf")) if values else None
 
 
@@ -78,7 +80,7 @@ def ms(seconds: float | None) -> str:
 
 
 def aligned(rows: Sequence[tuple[str, ...]], *, left: int) -> str:
-    """Return rows as columns: `left` of them left-aligned, and the last one after right-aligned ones."""
+    """Return rows as text: `left` columns to the left, the others to the right but for the last of several."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     last = len(widths) - 1
     lines = (

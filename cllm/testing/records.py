@@ -1,7 +1,7 @@
 """Results of a load on an engine: a record of every request, their summary, and assertions about them.
 
-For programs that embed cllm and test themselves.  Nothing here needs pytest: what does not hold is
-an `AssertionError` that names the request and the numbers.
+For the tests of programs that embed cllm.  Nothing here needs pytest: a failed assertion raises an
+`AssertionError` with the request and the numbers.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from cllm.testing.load_summary import LoadSummary, aligned, ms, percentile
 
 # A prompt as records and oracles name it: a text, or token ids in a tuple.
 PromptKey = str | tuple[int, ...]
-# Any: a mapping of texts alone, or of token ids alone, is one of `PromptKey` in all but its type.
+# Any: `Mapping` is invariant in its keys, so a `dict[str, ...]` is no mapping from `PromptKey`.
 Oracle = Mapping[Any, Sequence[int]] | Callable[[PromptKey], Sequence[int]]
 
-N_FOR_DRIFT = 20  # records of one prompt that show whether it drifts
+N_FOR_DRIFT = 20  # records of one prompt that `assert_no_drift` needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,7 @@ class RequestRecord:
 
     Attributes
     ----------
+    prompt : str or tuple of int
     token_ids, text : tuple of int, str
         Tokens and text of the stream's deltas.
     max_tokens : int or None
@@ -43,13 +44,14 @@ class RequestRecord:
     error : Exception or None
         Error that the request raised.
     usage, timings : Usage or None, Timings or None
-        Counts and times of the engine; None if the request did not get that far.
+        Counts and times of the engine; None if the request ended without a completion.
     started_s, finished_s : float
-        Time of the call, and time of the last delta or the error.  With `poisson` the call counts from the
+        Time of the call, and time when its stream had ended.  With `poisson`, the time of the call is the
         moment it was due, even if a busy event loop made it later.
     first_token_s : float or None
-        Time of the first token; None without a token.
+        Time at which the caller received the first token; None without a token.
     n_deltas : int
+        Deltas that the caller received.
     """
 
     prompt: PromptKey
@@ -84,7 +86,7 @@ class RequestRecord:
 
     @property
     def n_rows(self) -> int | None:
-        """Number of computed rows: the last sampled token needs none.
+        """Number of computed rows: uncached prompt tokens and all output tokens but the last.
 
         None for a request without output.  Rows that were computed again after preemptions and failed
         decodes do not count.
@@ -117,7 +119,7 @@ class Records(Sequence[RequestRecord]):
         return f"<Records n={len(self)} by_themselves={sum(r.is_by_itself for r in self)}>"
 
     def summary(self) -> LoadSummary:
-        """Return the numbers of all records together."""
+        """Return counts, rates and percentiles over all records."""
         records = self._records
         reasons = Counter(record.finish_reason for record in records)
         usages = [record.usage for record in records if record.usage is not None]
@@ -147,7 +149,7 @@ class Records(Sequence[RequestRecord]):
         )
 
     def table(self) -> str:
-        """Return a line for each request, aligned."""
+        """Return a table as text: a header, and a line for each request."""
         rows = [("request", "end", "tokens", "cached", "first ms", "total ms", "prompt")]
         for record in self._records:
             end = record.finish_reason or "refused"
@@ -168,24 +170,24 @@ class Records(Sequence[RequestRecord]):
 def assert_no_drift(records: Sequence[RequestRecord], *, tolerance: float | None = None) -> None:
     """Assert that the last requests of a prompt cost no more than its first.
 
-    For each prompt with at least 20 requests that ended by themselves, in the order of their calls:
-    no request of the last tenth computed more rows than every one of the first tenth.  The very
-    first is not compared: its prompt was in no cache, and nothing later could be more.  It is
-    meant for outputs that are as long each time: greedy, seeded, or cut by `max_tokens`.
+    Only prompts with at least 20 requests that ended with `stop` or `length` are checked, in the order of the
+    calls.  No request of the last tenth may compute more rows than the largest number in the first tenth.
+    The very first request is left out of the first tenth, because its prompt was in no cache.  Use outputs
+    of equal length: greedy, seeded, or limited by `max_tokens`.
 
     Parameters
     ----------
     tolerance : float, optional
-        The median decode time per output token of the last tenth is at most so many times that of
-        the first.  Times of a busy machine say little: use it with hundreds of requests.
+        Largest allowed ratio of the median decode time per output token, last tenth to first tenth.  Times
+        of a busy machine vary: use it with hundreds of requests.  None: times are not compared.
 
     Raises
     ------
     AssertionError
         Names the prompt, the numbers and the requests.
     ValueError
-        No prompt has so many, or none of them has two output tokens to be timed; or the tolerance
-        is not a finite number above 0.
+        No prompt has 20 such requests; or with `tolerance`, no request of a tenth has two output tokens.
+        Also if the tolerance is not a finite number above 0.
     """
     if tolerance is not None and not (math.isfinite(tolerance) and tolerance > 0):
         raise InvalidArgumentError("tolerance", tolerance, "a finite number above 0")
@@ -236,7 +238,7 @@ def _assert_no_slower(
 
 
 def _seconds_per_token(records: Sequence[RequestRecord]) -> float:
-    """The median over requests; the first token belongs to the prompt."""
+    """Return the median over requests of decode seconds per token; the first token belongs to the prompt."""
     seconds = [
         record.timings.decode_s / (len(record.token_ids) - 1)
         for record in records
@@ -255,25 +257,27 @@ def assert_isolated(
 ) -> None:
     """Assert that every request got the tokens that it gets alone.
 
-    One that ended by itself has exactly those of the oracle, or the first `max_tokens` of them if
-    that was its limit; one that was cancelled, expired or failed has any beginning of them.  That
-    goes for `length` by a full context too: who does not fit with others waits for them.
+    A request that ended with `stop` or `length` must have the oracle's tokens, or the first `max_tokens` of
+    them if that was its limit.  One that was cancelled, expired or failed must have a beginning of them.  A
+    full context ends an output at the same token as alone: requests that do not fit beside others wait.
 
     Parameters
     ----------
     oracle : mapping or callable
-        The token ids of each prompt's whole output; see `cllm.testing.oracle`.  It is made with the
-        same sampling parameters, by an engine with the same room for a sequence (`n_ctx`,
-        `n_seq_max`, `kv_unified`).
+        Token ids of each prompt's whole output, by prompt; see `cllm.testing.oracle`.  Make it with the same
+        sampling parameters, and an engine with the same room for a sequence (`n_ctx`, `n_seq_max`,
+        `kv_unified`).
     errors : tuple of exception types
-        What requests may have raised; by default nothing.
+        Errors that requests may have raised; by default none.
 
     Raises
     ------
     AssertionError
         Names the first request that is wrong, the position and both tokens, or its error.
     ValueError
-        No request ended by itself: there is no whole answer that could be wrong.
+        No request ended with `stop` or `length`, so no whole output was compared.
+    KeyError
+        The mapping has no entry for a prompt.
     """
     for number, record in enumerate(records):
         assert_as_alone(record, oracle, errors=errors, number=number)
@@ -288,7 +292,7 @@ def assert_as_alone(
     errors: tuple[type[Exception], ...] = (),
     number: int = 0,
 ) -> None:
-    """Assert what `assert_isolated` claims of one request; `number` is its place."""
+    """Assert for one request what `assert_isolated` asserts; `number` is its index, for the message."""
     end, prompt = record.finish_reason or "refused", _shown(record.prompt)
     name = f"request {number} ({record.request_id}, {end}, prompt {prompt})"
     if record.error is not None and not isinstance(record.error, errors):
@@ -324,24 +328,26 @@ async def assert_books_agree(
 ) -> None:
     """Assert that the engine's bookkeeping agrees with llama.cpp, and that an idle engine holds nothing.
 
-    An engine audits itself when it is idle, and mends what it finds: what was found so, since it
-    was entered, is told here too.  What it has been told to cancel before this call is cancelled.
+    An idle engine audits itself and repairs differences: those since it was entered fail this check too.
+    Requests that were cancelled before this call have ended when the check is made.
 
     Parameters
     ----------
     n_requests : int, optional
-        Requests that have been submitted since the engine was entered: none runs, and as many have
-        ended.
+        Number of requests that were submitted since the engine was entered.  All of them must have ended,
+        and none may run or wait.
     idle : bool
-        Whether nothing may run or wait any more.  Otherwise what requests hold is not looked at
-        while any of them runs.
+        True if no request may run or wait.  If False, and without `n_requests`, the seq_ids and cells that
+        requests hold are checked only if none runs or waits.
 
     Raises
     ------
     AssertionError
         Names what differs, or says how many requests still run or wait.
+    ClosedError, EngineFailedError, WrongThreadError
+        The engine is not open, has failed, or belongs to another event loop.
     """
-    found = await engine.audit()  # answered when all earlier commands have been obeyed
+    found = await engine.audit()  # answered after all earlier commands were carried out
     if found:
         raise AssertionError(f"the KV cache bookkeeping and llama.cpp disagree: {'; '.join(found)}")
     before = engine.statistics()

@@ -1,4 +1,4 @@
-"""Test if answers depend on the request alone: the same requests alone, and beside random others."""
+"""Assertion that answers depend on the request alone: the same requests run alone, and beside others."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from cllm import Completion, Engine, SamplingOptions, SamplingParams
 from cllm.engine.loop.request_call import Prompt
 from cllm.testing.load_calls import Call, make_calls
 
-ARRIVALS = (0, 0, 0, 1, 5, 20)  # after so many deltas of all requests together
-CANCELS = (None, None, None, 0, 2, 9)  # after so many deltas of its own
-STALLS = (None, None, 1, 4)  # its reader stops after so many, until others have had some more
-N_STALLED = 30
+ARRIVALS = (0, 0, 0, 1, 5, 20)  # a request starts after this number of deltas of all requests
+CANCELS = (None, None, None, 0, 2, 9)  # it is cancelled after this number of its own deltas
+STALLS = (None, None, 1, 4)  # its reader pauses after this number of its own deltas
+N_STALLED = 30  # deltas of the other requests during such a pause
 
 
 async def assert_reproducible(
@@ -31,22 +31,23 @@ async def assert_reproducible(
 ) -> list[Completion]:
     """Assert that every request gives the same tokens and log probabilities, to the bit, beside any others.
 
-    Each is asked alone first, with an empty prefix cache; then, in every round, all of them at random
-    moments and in a random order, of which some are cancelled and some are read late.  An engine that is not
-    `deterministic` fails with most models.
+    Each request runs alone first, with an empty prefix cache.  In every round, all of them run together, in a
+    random order and from random moments on.  Some are cancelled, and some are read late.  Of a cancelled
+    request the beginning is compared.  An engine that is not `deterministic` fails with most models.
 
     Parameters
     ----------
     prompts, params, **sampling
         As for `sequential`.  Requests that draw tokens need a `seed`.
     n_rounds : int
+        Number of rounds after the runs alone.
     load_seed : int
-        Of what is random in the rounds.
+        Seed of the order, the moments, the cancellations and the pauses of readers.
 
     Returns
     -------
     list of Completion
-        What each prompt gives alone, with log probabilities: it may be stored, and holds as long as
+        Completion of each prompt alone, with log probabilities.  It may be stored, and is valid as long as
         `Completion.fingerprint` is the same.
 
     Raises
@@ -102,7 +103,7 @@ def _tokens(completion: Completion) -> list[tuple[int, float]]:
 
 
 class DeltaClock:
-    """Deltas of all requests together as the time of a schedule: real time would not repeat."""
+    """Clock that counts the deltas of all requests, for schedules that can be repeated; real time cannot."""
 
     def __init__(self) -> None:
         self.n_deltas: int = 0
@@ -110,14 +111,14 @@ class DeltaClock:
         self._changed = anyio.Event()
 
     async def wait(self, n_deltas: int) -> None:
-        """Wait for a number of deltas, or until no stream is left."""
+        """Wait until all requests together have had `n_deltas` deltas, or no stream is being read."""
         await anyio.lowlevel.checkpoint()
-        # Without asking again and again: the inference thread would wait for the GIL at every call.
+        # No polling: the inference thread would wait for the GIL at every call.
         while self.n_deltas < n_deltas and self._n_streaming:
             await self._changed.wait()
 
     def count(self, *, n_deltas: int = 0, n_streaming: int = 0) -> None:
-        """Count the deltas and the streams that are being read."""
+        """Add to the number of deltas, and to the number of streams that are being read."""
         self.n_deltas += n_deltas
         self._n_streaming += n_streaming
         self._changed.set()
@@ -125,7 +126,7 @@ class DeltaClock:
 
 
 class Round:
-    """All requests once, each in a task of its own, at moments that are drawn."""
+    """Run of all requests, each once and in its own task, from random moments on."""
 
     def __init__(self, engine: Engine, calls: Sequence[Call], draw: random.Random) -> None:
         self._engine = engine
@@ -138,7 +139,7 @@ class Round:
         self._completions: dict[int, Completion] = {}
 
     async def run(self) -> dict[int, Completion]:
-        """The completions, by the places of their calls."""
+        """Run all requests, and return their completions by the index of the call."""
         async with anyio.create_task_group() as tasks:
             for index in self._order:
                 tasks.start_soon(self._run_one, index)

@@ -1,1 +1,1 @@
-"""Chats: from messages to the tokens of a prompt, and from an output to messages."""
+"""Chats: messages to the tokens of a prompt, and an output to reasoning, content and calls."""

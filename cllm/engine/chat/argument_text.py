@@ -1,7 +1,7 @@
-"""Texts that a schema allows, as terminals of llguidance's Lark, for formats that write text as it is.  Pure.
+"""Strings that a schema allows, as terminals of llguidance's Lark, for formats without escapes.  Pure.
 
-Where a value may be text or something else, text that reads as something else is written as JSON.
-`is_quoted` and `quoted_text` say which text that is, to the parser and to the grammar.
+If a value may be a string or another type, a string that looks like the other type is written as JSON.
+`is_quoted` tells the parser which strings these are, and `quoted_text` tells the grammar.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cllm.engine.json_schema import FORMATS, SchemaDocument, is_irregular, not_e
 from cllm.errors import InvalidRequestError
 
 ANY_TEXT = "/(?s:.*)/"
-MAX_TERMINAL = 50_000  # characters of one
+MAX_TERMINAL = 50_000  # characters of one terminal
 LIMIT = f"one with fewer enums, patterns and alternatives: its grammar has over {MAX_TERMINAL} characters"
 _HEX = "[0-9a-fA-F]"
 _H16 = f"{_HEX}{{1,4}}"
@@ -35,7 +35,7 @@ _LABEL = "[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
 _HOST = rf"{_LABEL}(?:\.{_LABEL})*"
 _ATOM = r"[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]+"
 _URI_CHAR = rf"(?:[a-zA-Z0-9._~!$&'()*+,;=:@-]|%{_HEX}{{2}})"
-# What llguidance takes for each, or less: a year's 29th of February and unusual hosts are left out.
+# Each accepts what llguidance accepts, or less: 29 February and unusual host names are left out.
 FORMAT_PATTERNS = {
     "date-time": f"{_DATE}[tT]{_TIME}",
     "time": _TIME,
@@ -56,8 +56,8 @@ FORMAT_PATTERNS = {
     ),
 }
 assert FORMAT_PATTERNS.keys() == FORMATS
-# How values of each type begin.  Text that begins so is JSON beside them: a lexer of llguidance, which
-# does not go back, knows by these characters which of the two it reads.
+# Beginnings of values of each type.  If a value may also have that type, a string that begins like this
+# is written as JSON: llguidance's lexer does not backtrack, so these characters must decide.
 _BEGINNINGS = {
     "null": "null|None", "boolean": "true|false|True|False", "integer": "-?[0-9]",
     "fraction": "-?[0-9]", "array": r"\[", "object": r"\{",
@@ -65,13 +65,13 @@ _BEGINNINGS = {
 
 
 def quoted_text(types: Iterable[str]) -> str:
-    """Return a regular expression of texts that are written as JSON beside values of these types."""
+    """Return a regular expression for strings that are written as JSON if values of `types` are allowed too."""
     kinds = "|".join(dict.fromkeys(_BEGINNINGS[kind] for kind in sorted(types)))
     return rf"[ \t\r\n]*(?:{kinds}|\x22)(?s:.*)"
 
 
 def is_quoted(text: str, types: Iterable[str]) -> bool:
-    """Return whether a text is written as JSON beside values of these types."""
+    """Return True if a string is written as JSON because values of `types` are allowed too."""
     return re.fullmatch(quoted_text(types), text) is not None
 
 
@@ -81,7 +81,7 @@ def literal(text: str) -> str:
 
 
 def literals_of(text: str, spelled: Mapping[int, bytes]) -> list[str]:
-    """Return the parts of a text as Lark has them: texts, and control tokens (`<[ID]>`)."""
+    """Return a text in Lark: string literals, and `<[ID]>` for each control token that `spelled` names."""
     ids = {name.decode(): token for token, name in spelled.items()}
     names = "|".join(map(re.escape, sorted(ids, key=len, reverse=True))) or "(?!)"
     parts = [part for part in re.split(f"({names})", text) if part]
@@ -91,12 +91,12 @@ def literals_of(text: str, spelled: Mapping[int, bytes]) -> list[str]:
 def text_terminal(
     document: SchemaDocument, schema: object, seen: frozenset[int] = frozenset()
 ) -> str | None:
-    """Return the texts that a schema allows, as a terminal; None if it allows none.
+    """Return a terminal for the strings that a schema allows; None if it allows no string.
 
     Raises
     ------
     InvalidRequestError
-        The schema is strict and has a keyword that cannot be enforced.
+        The schema is strict and has a keyword that cannot be enforced, or the terminal is too long.
     """
     if not isinstance(schema, Mapping):
         return None if schema is False else ANY_TEXT
@@ -132,7 +132,7 @@ def _combined(
 
 
 def _own_parts(document: SchemaDocument, schema: Mapping[str, Any]) -> Iterator[str | None]:
-    """Yield the requirements of a schema on a text, without those of its parts."""
+    """Yield a terminal for each string keyword of a schema, without subschemas; None if no string fits it."""
     for keyword in not_enforced(schema):
         document.cannot(keyword)
     for values in values_of(schema):
@@ -155,7 +155,10 @@ def _own_parts(document: SchemaDocument, schema: Mapping[str, Any]) -> Iterator[
 
 
 def searched(pattern: str) -> str | None:
-    """Return an expression for the texts that contain a pattern; None if there is none."""
+    """Return a regular expression for all strings that contain a match of `pattern`.
+
+    None for lookaround, back references, and `^` or `$` inside an alternative: they cannot be expressed.
+    """
     if is_irregular(pattern):
         return None
     parts, depth, in_class, branches = [""], 0, False, list[str]()
@@ -188,25 +191,28 @@ def searched(pattern: str) -> str | None:
 
 
 def _is_at_end(pattern: str, at: int, char: str) -> bool:
-    """Return whether the assertion before `at` begins or ends a branch."""
+    """Return True if the `^` before `at` begins an alternative, or the `$` before `at` ends one."""
     if char == "^":
         return at == 1 or (pattern[at - 2] == "|" and pattern[at - 3 : at - 2] != "\\")
     return at == len(pattern) or pattern[at] == "|"
 
 
 def _escaped(char: str, taken: str | None = None) -> str:
-    """Return a character of an expression as it may stand between slashes."""
+    """Return a character of a regular expression, escaped for Lark's `/…/`.
+
+    `taken` is returned for a character that needs no escape; by default the character after a backslash.
+    """
     known = {"/": "\\/", "\n": "\\n", "\r": "\\r"}
     return known.get(char, f"\\{char}" if taken is None else taken)
 
 
 def narrowed(schema: dict[str, Any], types: Iterable[str], quoted: str = "") -> dict[str, Any]:
-    """Return a closed schema that allows only the values of these types.
+    """Return a closed schema, restricted to values of `types`.
 
     Parameters
     ----------
     quoted : str, optional
-        Expression of texts that are among the values as well.
+        Regular expression of strings that remain allowed in addition.
     """
     kinds = set(types)
     names = sorted(kinds - {"integer", "fraction"})

@@ -1,6 +1,6 @@
-"""Calls as a grammar, in llguidance's Lark: what an answer has to be where a call is wanted.  Pure.
+"""Grammars in llguidance's Lark for answers that contain tool calls.  Pure.
 
-A *stretch* is what stands between the trigger of calls and their end: one call, or a section of them.
+A *stretch* is the text after a trigger, including the end marker: one call, or a section of calls.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from cllm.engine.chat.value_grammar import (
 from cllm.engine.json_schema import TYPES, enforceable
 from cllm.errors import InvalidRequestError
 
-ONE_CALL = r"\bcall\b(?![\"\w])"  # the rule, where a stretch has it
+ONE_CALL = r"\bcall\b(?![\"\w])"  # the rule `call` in the body of the rule `stretch`
 GAP = r"gap: /[ \n]{0,2}/"
-ATTRIBUTE = r'/ [a-z_]{1,20}="[^"<>&]{0,40}"/'  # that may follow a name
+ATTRIBUTE = r'/ [a-z_]{1,20}="[^"<>&]{0,40}"/'  # may follow the name of a tool
 SPACES = r"/[ \t\r\n]*/"
 PYTHON = Notation(
     quote="'",
-    # A class of characters: beside a large `maxLength`, `~(…)` becomes too large an automaton.
+    # A character class, because the automaton of `~(…)` becomes too large with a large `maxLength`.
     writable=r"/[^\x00-\x1f\x7f'\\]*/",
     constants={"null": "None", "true": "True", "false": "False"},
     json_strings=True,
@@ -51,15 +51,16 @@ GEMMA = Notation(
 
 @dataclass(frozen=True, slots=True)
 class ValueForm:
-    """Notation of values of some types, in Lark.
+    """Notation of values of some types.
 
     Attributes
     ----------
     types : set of str
+        Types of the values, a subset of `TYPES`.
     before, end : str
-        Around the value.
+        Lark before the value; plain text after it.
     is_text : bool
-        Text is written as it is; else a value is JSON.
+        True if a string is written without quotation marks; otherwise a value is JSON.
     """
 
     types: frozenset[str]
@@ -75,12 +76,13 @@ class ArgumentForm:
     Attributes
     ----------
     head : str
-        Before the value, the key included.
+        Lark before the value, including the key.
     values : tuple of ValueForm
+        Alternatives for the value.
     newline : bool
-        A line end stands on both sides of the value.
+        True if a line end precedes and follows the value.
     premature : str
-        Terminal of texts that would be read as the end of the value.
+        Terminal for strings in which a parser would find the end of the value too early.
     """
 
     head: str
@@ -102,11 +104,11 @@ class CallGrammar:
     ----------
     syntax : CallSyntax
     tools : sequence of ToolParameters or mapping
-        Those that may be called.
+        Tools that may be called.
     parallel : bool
-        Several calls are allowed.
+        True if several calls are allowed.
     spelled : mapping of int to bytes
-        Control tokens by their names.
+        Names of control tokens, by the ids of the tokens.
     """
 
     syntax: CallSyntax
@@ -118,17 +120,17 @@ class CallGrammar:
         object.__setattr__(self, "tools", parameters_of(self.tools))
 
     def required(self) -> str:
-        """Return at least one call, and nothing else."""
+        """Return a grammar for one call or more, without other text."""
         return "\n".join(["start: calls", *self.rules()])
 
     def or_else(self, schema: str) -> str:
-        """Return calls, or JSON of a schema."""
+        """Return a grammar for calls, or for JSON that satisfies `schema`, a schema as JSON text."""
         answer = enforceable("json_schema", json.loads(schema))
         otherwise = f"otherwise: %json {json_of(answer, is_strict=True)}"
         return "\n".join(["start: calls | otherwise", otherwise, *self.rules()])
 
     def strict(self) -> str:
-        """Return text with any number of calls in it, all of which are right."""
+        """Return a grammar for text with any number of calls, each of which satisfies its tool's schema."""
         begin = self._literal(next(filter(None, self.syntax.triggers), ""))
         lazy = "" if begin.startswith("<[") else "[lazy]"
         rules = [
@@ -140,13 +142,13 @@ class CallGrammar:
         return "\n".join([*rules, *self.rules()[1:]])
 
     def _trigger(self) -> str:
-        """Return the start of a section of calls in Lark; optional if calls may be bare."""
+        """Return the trigger of calls in Lark; it is optional if calls may be bare, without a trigger."""
         begin = self._literal(next(filter(None, self.syntax.triggers), ""))
         return f"({begin})?" if begin and self.syntax.is_bare else begin
 
     def rules(self) -> list[str]:
         """Return the rule `calls`, then the rules that it uses."""
-        # Only the first may be bare: after a call the trigger alone begins the next one.
+        # Only the first stretch may be bare: after a call, only the trigger begins another stretch.
         begin = self._literal(next(filter(None, self.syntax.triggers), ""))
         more = f" (gap {begin} stretch)*" if self.parallel and begin else ""
         rules = [f"calls: gap {self._trigger()} stretch{more}", GAP]
@@ -156,12 +158,12 @@ class CallGrammar:
         return [*rules, *(rule for i in range(len(self.tools)) for rule in call(i))]
 
     def alone(self, i: int) -> tuple[str, list[str]]:
-        """Return a stretch with nothing but a call of one tool, and the rules that it needs."""
+        """Return Lark for the trigger and a single call of tool `i`, and the rules that it uses."""
         stretch, call = _WRITERS[type(self.syntax)](self)
         return f"{self._trigger()} {re.sub(ONE_CALL, f'call_{i}', stretch)}", call(i)
 
     def _several(self, between: str) -> str:
-        """Return one call, or several with this between them."""
+        """Return Lark for one call, or for calls separated by `between` if several are allowed."""
         return f"call ({between} call)*" if self.parallel else "call"
 
     # --- JSON -------------------------------------------------------------------------------
@@ -212,7 +214,7 @@ class CallGrammar:
             or any(end and end in head for end in (*syntax.separators, syntax.id_start, "{"))
         ):
             raise unwritable(tool, tool.name)
-        # A number in what is written around the name counts the calls.
+        # Digits of `name_written` around the name are the number of the call: any number is allowed.
         before, _, after = syntax.name_written.partition("{name}")
         said = " ".join(
             "/[0-9]{1,3}/" if part.isdecimal() else self._literal(part)
@@ -348,8 +350,8 @@ class CallGrammar:
         write: WriteMember,
         between: tuple[str, str],
     ) -> str:
-        """Return the rules of all kinds of arguments, one of which is written."""
-        # A key that one kind names has that name's types for the parser.
+        """Return the names of the rules for all kinds of arguments, separated by `|`."""
+        # The parser reads a key that any kind names with types of its own: it cannot be a free key.
         named = {key for kind in tool.objects for key in kind.properties}
         found = [values.members(kind, write, between, named) for kind in tool.objects]
         if tool.objects and all(kind.others for kind in tool.objects):
@@ -362,16 +364,16 @@ class CallGrammar:
         return " | ".join(names)
 
     def _key(self, tool: ToolParameters, key: str | None, free: str, *ends: str) -> str:
-        """Return a key in Lark; `free` stands for keys that have no name."""
+        """Return a key in Lark; if `key` is None, the rule `free`, for keys that the schema does not name."""
         return free if key is None else self._literal(self._name(tool, key, *ends))
 
     def _name(self, tool: ToolParameters, name: str, *ends: str) -> str:
-        """Return a name as it is written before one of these.
+        """Return a name as it is written before one of `ends`, escaped for HTML if the syntax is.
 
         Raises
         ------
         InvalidRequestError
-            It would not be read as itself.
+            A parser would read another name.
         """
         unescapes = getattr(self.syntax, "unescapes", False)
         has_end = not unescapes and any(end in name for end in ends)
@@ -402,9 +404,9 @@ class CallGrammar:
         schema: object,
         read: frozenset[str],
     ) -> str | None:
-        """Return a rule of an argument with its value, which is read as one of `read`.
+        """Return the name of a rule for an argument and its value; None if no value can be written.
 
-        None if there is no value.
+        `read` has the types with which a parser reads the value.
         """
         types = tool.document.types(schema)
         newline = r'"\n"' if form.newline else ""
@@ -435,7 +437,7 @@ class CallGrammar:
 
 
 def _kinds_of(attribute: Sequence[tuple[str, bool]]) -> tuple[tuple[str, frozenset[str]], ...]:
-    """Return the texts that say a value's type, with the types of each."""
+    """Return the attributes that name the type of a value, each with the types that it stands for."""
     found: list[tuple[str, frozenset[str]]] = []
     left = TYPES - STRING
     for text, is_string in attribute:
@@ -458,15 +460,17 @@ def _joined(text: str, spelled: Mapping[int, bytes]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RoutedCallGrammar:
-    """The same for calls that are messages with headers.
+    """Grammar of the call in one answer, for models that write a call as a message with a header.
 
     Parameters
     ----------
     turn : RoutedTurn
-    tools, parallel, spelled
-        As of `CallGrammar`.
+    tools, spelled
+        As for `CallGrammar`.
+    parallel : bool
+        Not used: an answer ends with its first call.
     continues : bool
-        The prompt ends inside of a message.
+        True if the prompt ends inside a message, which the answer continues.
     """
 
     turn: RoutedTurn
@@ -476,12 +480,12 @@ class RoutedCallGrammar:
     continues: bool = False
 
     def required(self) -> str:
-        """Return the grammar of one call, after a thought if the model thinks."""
+        """Return the grammar of one call, after an optional thought."""
         self._check_begins()
         return "\n".join([f"start: {self._thought()} call", *self._rules()])
 
     def strict(self) -> str:
-        """Return any number of messages, then an answer or one valid call."""
+        """Return the grammar of any number of messages, then an answer or one valid call."""
         turn = self.turn
         headers = " | ".join(map(self._literal, (turn.answer_written, *turn.others_written)))
         behind = self._up_to(turn.between, "more")
@@ -491,7 +495,7 @@ class RoutedCallGrammar:
         return "\n".join([start, f"header: {headers}", *self._rules()])
 
     def or_else(self, schema: str) -> str:
-        """Return the grammar of a call or of JSON of a schema, after a thought if the model thinks."""
+        """Return the grammar of one call, or of JSON that satisfies `schema`, after an optional thought."""
         self._check_begins()
         answer = json_of(enforceable("json_schema", json.loads(schema)), is_strict=True)
         begin = self._literal(self.turn.answer_written)
@@ -508,7 +512,10 @@ class RoutedCallGrammar:
         return f"({self._literal(before)} {self._up_to(after, 'free')})?" if before else ""
 
     def _up_to(self, end: str, name: str) -> str:
-        """Return text up to this end: a rule, which `_rules` defines, unless a control token ends it."""
+        """Return Lark for text up to and including `end`.
+
+        This is the rule `name` of `_rules`, unless `end` begins with a control token.
+        """
         literal = self._literal(end)
         return f"TEXT {literal}" if literal.startswith("<[") else name
 
@@ -546,7 +553,7 @@ def unwritable(tool: ToolParameters, name: str) -> InvalidRequestError:
     return InvalidRequestError(tool.field.removesuffix(".parameters"), name, limit)
 
 
-# The rule of a stretch, what makes the rules of a call.
+# Body of the rule `stretch`, and a function that returns the rules for a call of the i-th tool.
 Writing = tuple[str, Callable[[int], list[str]]]
 FormOf = Callable[[ToolParameters, str | None, str], ArgumentForm | None]
 _WRITERS: dict[type, Callable[[CallGrammar], Writing]] = {

@@ -19,7 +19,7 @@ from cllm.engine.json_schema import TYPES
 
 MAX_DEPTH = 64
 QUOTE = '<|"|>'
-NO_KEY = re.compile(r"""[\s"'()\[\]{},=]""")  # of a key before `=`
+NO_KEY = re.compile(r"""[\s"'()\[\]{},=]""")  # characters that a key before `=` cannot have
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class PythonCalls:
         return self.starts
 
     def write(self, name: str, arguments: str) -> str:
-        """Return a call in this syntax, of arguments as JSON text."""
+        """Return a call in this syntax; `arguments` is the text of a JSON object."""
         given = ", ".join(
             f"{key}={_written(value)}" for key, value in json.loads(arguments).items()
         )
@@ -55,7 +55,7 @@ class PythonCalls:
         yield from reader.skip_space()
         yield from reader.expect("[")
         yield from reader.skip_space()
-        calls: list[tuple[str, str]] = []  # told of when the list is whole
+        calls: list[tuple[str, str]] = []  # reported when the list is complete
         while not (yield from reader.accept("]")):
             if calls:
                 yield from reader.expect(",")
@@ -92,7 +92,7 @@ class PythonCalls:
 
 
 def _written(value: object) -> str:
-    """Return a value as the grammar of calls has it, but for constants at the top."""
+    """Return a value as JSON; a value that is itself a constant is written as in Python (`True`, `None`)."""
     constants = {True: "True", False: "False", None: "None"}
     is_constant = value is None or isinstance(value, bool)
     return constants[value] if is_constant else json.dumps(value, ensure_ascii=False)  # type: ignore[index]
@@ -113,7 +113,7 @@ def _python_value(reader: TextReader) -> Step[str]:
     reader.at = mark
     text = yield from _python_text(reader)
     try:
-        # JSON's names of constants are taken as well.
+        # `true`, `false` and `null` are accepted as well.
         node = _Constants().visit(ast.parse(text, mode="eval").body)
         return json.dumps(literal_of(node), ensure_ascii=False, allow_nan=False)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
@@ -121,12 +121,12 @@ def _python_value(reader: TextReader) -> Step[str]:
 
 
 def _python_text(reader: TextReader) -> Step[str]:
-    """Read up to the comma or the bracket that ends a value."""
+    """Read and return the text of a value, up to the comma or `)` after it, which is not read."""
     parts: list[str] = []
     depth, quote, n = 0, "", 0
     while True:
         text, mark = yield from reader.until(*"()[]{},\"'\\")
-        # A line end in a string is taken for what it is, where Python wants an escape.
+        # A line end inside a string is accepted; Python's parser needs it escaped.
         parts.append(text.replace("\n", "\\n") if quote else text)
         if not (quote or depth) and mark in ",)":
             reader.at -= 1
@@ -152,7 +152,7 @@ class _Constants(ast.NodeTransformer):
         return ast.Constant(values[node.id]) if node.id in values else node
 
     def visit_Constant(self, node: ast.Constant) -> ast.expr:
-        """A number beyond all is the largest: a call is not lost for it."""
+        """Replace a number that overflows to infinity with the largest float, so that the call is kept."""
         is_beyond = isinstance(node.value, float) and math.isinf(node.value)
         return ast.Constant(sys.float_info.max) if is_beyond else node
 
@@ -186,7 +186,7 @@ class GemmaCalls:
 def _gemma_members(
     reader: TextReader, emit: Callable[[str], None], end: str, depth: int
 ) -> Step[None]:
-    """Read the members between brackets, including the closing one."""
+    """Read the members of an object or a list and the closing bracket `end`, and emit them as JSON."""
     if depth > MAX_DEPTH:
         raise MismatchError
     yield from reader.skip_space()
@@ -242,9 +242,9 @@ def _gemma_value(
 
 @dataclass(frozen=True, slots=True)
 class ElementCalls:
-    """`<invoke name="tool"><key>value</key></invoke>` with one mark before each tag: MiniMax-M3.
+    """`<invoke name="tool"><key>value</key></invoke>` with a mark before each tag, as MiniMax-M3 writes calls.
 
-    Values may have elements of their own; those in a list are called `item`.
+    A value may contain elements.  The elements of a list are named `item`.
     """
 
     mark: str = "]<]minimax[>["
@@ -272,7 +272,7 @@ class ElementCalls:
         return f"{self.mark}</tool_call>"
 
     def tags_of(self, key: str) -> tuple[str, str]:
-        """Return the texts around an argument."""
+        """Return the start tag and the end tag of an argument."""
         return f"{self.mark}<{key}>", f"{self.mark}</{key}>"
 
     def read(self, trigger: str, reader: TextReader, sink: CallSink) -> Step[None]:
@@ -292,7 +292,7 @@ class ElementCalls:
         sink.end()
 
     def _element(self, reader: TextReader, tag: str, schema: ValueSchema, depth: int) -> Step[Any]:
-        """Read the value of an element, its end included."""
+        """Read an element after its start tag, up to and including its end tag; return its JSON value."""
         if depth > MAX_DEPTH:
             raise MismatchError
         members: list[tuple[str, Any]] = []
@@ -320,5 +320,5 @@ class ElementCalls:
         if not is_call and all(name == "item" for name, _ in members):
             return [value for _, value in members]
         if text.strip() or len(dict(members)) < len(members):
-            raise MismatchError  # what a mapping has no place for
+            raise MismatchError  # a mapping cannot have text between its members, or a key twice
         return dict(members)

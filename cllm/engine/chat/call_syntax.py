@@ -1,8 +1,8 @@
 """Notations of tool calls: JSON objects, names before JSON, arguments in tags.  Pure.
 
-Each syntax is a frozen value with a `read` that takes one stretch of calls from a `TextReader`, as
-steps (`text_reader`), and tells a `CallSink`.  Markers are without the white space around them, which
-is skipped.
+Each syntax is a frozen dataclass.  Its `read` reads one stretch of calls from a `TextReader` in steps
+(see `text_reader`), and reports them to a `CallSink`.  Markers are stored without the white space around
+them, which is skipped.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
 ID_KEYS = ("id", "tool_call_id", "call_id")
 OTHER_KEYS = ("type", "index")
 MAX_NAME = 256
-MAX_PYTHON = 1 << 16  # characters that are parsed as Python's at once
-# What may stand in a tag behind a name.
+MAX_PYTHON = 1 << 16  # characters of one value in Python's notation
+# Attributes after the name in a tag, and the `/` that may end the tag.
 ATTRIBUTES = re.compile(r"""(?:\s*[\w:-]+\s*=\s*(?:"[^"]*"|'[^']*'))*\s*/?""")
 PYTHON_LITERALS: dict[str, bool | None] = {"True": True, "False": False, "None": None}
 
@@ -35,19 +35,19 @@ class CallSink(Protocol):
     """Receiver of parsed calls."""
 
     def begin(self, name: str, call_id: str | None = None, *, must_be_known: bool = False) -> None:
-        """A call of this tool; `MismatchError` if the name cannot be one."""
+        """Begin a call of a tool.  `MismatchError` if `name` is empty, or must be known and is not."""
 
     def arguments(self, piece: str) -> None:
-        """The next piece of its arguments, JSON text."""
+        """Add the next piece of the call's arguments, as JSON text."""
 
     def end(self) -> None:
-        """The call is complete."""
+        """End the call, which is complete."""
 
     def between(self, text: str) -> None:
-        """Text between two calls that belongs to none: content."""
+        """Add text between two calls as content."""
 
     def parameters_of(self, name: str) -> ValueSchema:
-        """Return the schema of a tool's parameters; anything for an unknown tool."""
+        """Return the schema of a tool's parameters; for an unknown tool, one that allows anything."""
 
 
 class CallSyntax(Protocol):
@@ -55,19 +55,19 @@ class CallSyntax(Protocol):
 
     @property
     def triggers(self) -> tuple[str, ...]:
-        """Texts that begin a section of calls."""
+        """Texts that begin a call or a section of calls."""
 
     @property
     def is_bare(self) -> bool:
         """True if a call may begin an answer without a trigger."""
 
     def read(self, trigger: str, reader: TextReader, sink: CallSink) -> Step[None]:
-        """One stretch of calls, behind its trigger, "" for a bare one.
+        """Read one stretch of calls after its trigger; `trigger` is "" for bare calls.
 
         Raises
         ------
         MismatchError
-            They are none; what has ended by then are calls all the same.
+            The text is not a call.  Calls that were ended before remain valid.
         """
 
 
@@ -78,15 +78,16 @@ class JsonCalls:
     Attributes
     ----------
     starts, ends : tuple of str
+        Alternatives for the marker before the calls, and for the marker after them.
     name_is_key : bool
-        `{"name of the tool": {…}}`.
+        True if a call is `{"name of the tool": {…}}`.
     is_bare : bool
-        Such objects at the beginning of an answer are calls without any marker, if they name a
-        tool that was offered.
+        True if objects at the beginning of an answer are calls without a marker.  Every call must
+        then name a tool that was offered.
     is_list : bool
-        The model writes a list even for one call.
+        True if the model writes a list even for one call.
     name_key, arguments_key : str
-        What the model calls these; all that are usual are read.
+        Keys that the model writes.  `read` accepts `NAME_KEYS` and `ARGUMENT_KEYS` instead.
     """
 
     starts: tuple[str, ...]
@@ -103,7 +104,7 @@ class JsonCalls:
         return self.starts
 
     def write(self, name: str, arguments: str) -> str:
-        """A call in this syntax, of arguments as JSON text."""
+        """Return a call in this syntax; `arguments` is the text of a JSON object."""
         start, end = self.starts[-1:] or ("",), self.ends[-1:] or ("",)
         if self.name_is_key:
             return f"{start[0]}[{{{json.dumps(name)}: {arguments}}}]{end[0]}"
@@ -196,7 +197,7 @@ class _JsonCall:
             value = json.loads((yield from reader.json_text()))
             if key in ID_KEYS and isinstance(value, str) and not value.isdecimal():
                 self._id = value
-        else:  # it might be the arguments, misspelled: no call at all is better than one without
+        else:  # perhaps misspelled arguments: no call is better than a call without arguments
             raise MismatchError
 
     def _begin(self, name: str) -> None:
@@ -236,7 +237,10 @@ def _json_string(reader: TextReader) -> Step[str]:
 
 
 def _object_text(text: str) -> str:
-    """Arguments as the text of a JSON object: some models quote them, or write null for none."""
+    """Return arguments as the text of a JSON object; raise `MismatchError` if they are something else.
+
+    Some models write the object as a JSON string, or null if there are no arguments.
+    """
     value = json.loads(text)
     if isinstance(value, str):
         try:
@@ -263,17 +267,19 @@ class NamedCalls:
     ----------
     call_start : str
     separators : tuple of str
-        Between name and arguments; "" where the JSON follows at once.
+        Alternatives for the text between name and arguments; ("",) if the JSON follows directly.
     call_ends : tuple of str
+        Alternatives for the text after the arguments.
     section_start, section_end : str
-        Around all calls; "" if nothing is.
-    id_start, id_end : str
-        Around an id that may stand between the name and the separator, or before the name
-        (`id_first`).
+        Text around all calls; "" if there is none.
+    id_start : str
+        Marker between the name and an id that a separator ends; "" if no id follows the name.
+    id_first : str
+        Marker between an id and the name after it; "" if no id precedes the name.
     name : str
-        A regular expression; its group "name" is the tool in what stands where the name is.
+        Regular expression for the text in place of the name.  Group "name" is the tool, "id" an id.
     name_written : str
-        How that is written, with `{name}` in it.
+        Text that is written in place of the name, with `{name}` for the tool.
     """
 
     call_start: str
@@ -324,7 +330,7 @@ class NamedCalls:
         sink.end()
 
     def write(self, name: str, arguments: str) -> str:
-        """A call in this syntax, of arguments as JSON text."""
+        """Return a call in this syntax; `arguments` is the text of a JSON object."""
         said = self.name_written.format(name=name)
         end = self.call_ends[0] if self.call_ends else ""
         call = f"{self.call_start}{said}{self.separators[0]}\n{arguments}\n{end}"
@@ -351,7 +357,7 @@ def section(
     section_end: str,
     read_call: Callable[[TextReader, CallSink], Step[None]],
 ) -> Step[None]:
-    """Calls until the end of their section."""
+    """Read calls up to `section_end` or the end of the text; text between them is content."""
     ends = tuple(filter(None, (section_end,)))
     while True:
         yield from reader.skip_space()
@@ -372,27 +378,29 @@ class TaggedCalls:
     Attributes
     ----------
     call_start, call_ends : str, tuple of str
-        With `call_start` begins what ends in the name.
+        Text before the name; alternatives for the text after the arguments.
     name_end : str
-        Behind the name; "" where white space, a key or the end of the call follows.
+        Text after the name; "" if the next key or the end of the call ends it.
     header_end : str
-        Behind attributes that follow the name; "" if none do.
+        Text after the attributes that follow the name; "" if there are no attributes.
     key_start, key_end : str
+        Text around a key.
     value_start : str
-        Behind the key, or behind its attribute; "" if that is `key_end`.
+        Text between `key_end`, or the attribute, and the value; "" if `key_end` ends the tag.
     value_end : str
-    attribute : mapping
-        Text between `key_end` and `value_start` that says whether the value is a string.
+        Text after the value.
+    attribute : tuple of (str, bool)
+        Texts between `key_end` and `value_start`, each with True if the value is then a string.
     trims_newline : bool
-        A line end behind `value_start` and one before `value_end` belong to the tags.
+        True if a line end after `value_start` and one before `value_end` belong to the tags.
     section_start, section_end : str
-        Around all calls; "" if nothing is.
+        Text around all calls; "" if there is none.
     unescapes : bool
-        Names and keys have HTML's escapes.
+        True if names and keys are escaped as in HTML.
     has_cdata : bool
-        A value may be in `<![CDATA[…]]>`.
+        True if a value may be in `<![CDATA[…]]>`.
     is_lenient : bool
-        Text may end with the call, where the end of its value was left out.
+        True if a string without `value_end` may end at the end of the call.
     """
 
     call_start: str
@@ -423,7 +431,7 @@ class TaggedCalls:
             yield from section(reader, sink, self.call_start, self.section_end, self._call)
         else:
             yield from self._call(reader, sink)
-            # The end of a section that was never begun.
+            # A model may write the end of a section without its start.
             yield from reader.accept_behind_space(self.section_end)
 
     def _call(self, reader: TextReader, sink: CallSink) -> Step[None]:
@@ -494,14 +502,17 @@ class TaggedCalls:
             if end != self.value_end:
                 reader.at -= len(end)  # the end of the value was left out
                 break
-            # A value may have such a text in it: only before a key or the end it is one.
+            # A value may contain `value_end`: it ends the value only before a key or the call's end.
             if (yield from reader.is_before((self.key_start, *self.call_ends))):
                 break
             value.add(end)
         value.end(types)
 
     def _json_value(self, reader: TextReader, value: _Value) -> Step[bool]:
-        """Read a value in JSON, with markers inside strings as data; read nothing otherwise."""
+        """Read a JSON object, array or string, and return True; otherwise read nothing, and return False.
+
+        Markers inside its strings are data.
+        """
         mark = reader.at
         try:
             yield from reader.skip_space()
@@ -522,14 +533,14 @@ class TaggedCalls:
 
 
 class _Value:
-    """The text of one argument on its way to JSON."""
+    """Writer of one argument's value as JSON, from pieces of its text."""
 
     def __init__(self, sink: CallSink, *, is_string: bool, trims_newline: bool) -> None:
         self._sink = sink
         self._is_string = is_string
         self._trims_newline = trims_newline
         self._is_first = True
-        self._newline = ""  # at the end so far
+        self._newline = ""  # a line end at the end of the text so far, held back
         self._parts: list[str] = []
         if is_string:
             sink.arguments('"')
@@ -551,7 +562,7 @@ class _Value:
 
 
 def typed_json(text: str, types: frozenset[str]) -> str:
-    """Return a value as JSON: its types decide between text and anything else."""
+    """Return the text of a value as JSON; `types`, which its schema allows, decide if it is a string."""
     stripped = text.strip()
     if types == {"string"}:
         return json.dumps(text, ensure_ascii=False)
@@ -574,7 +585,7 @@ def typed_json(text: str, types: frozenset[str]) -> str:
 
 
 def _python_json(text: str) -> str | None:
-    """Python's notation of a list or a mapping as JSON: some templates write that."""
+    """Return a list or a mapping in Python's notation as JSON, as some templates write it; None otherwise."""
     if not text.startswith(("[", "{")) or len(text) > MAX_PYTHON:
         return None
     try:

@@ -21,23 +21,23 @@ class ChatPrompt:
     Attributes
     ----------
     tools : list of mapping or None
-        Those that the model may call; None where it may call none.
+        Tools that the model may call; None if there are none.
     tool_choice : str
-        "auto", "required", or the name of one of them.
+        "auto", "none", "required", or the name of one of the tools.
     parallel_tool_calls : bool
-        The model may call several in one turn.
+        True if the model may call several tools in one turn.
     add_generation_prompt : bool
-        End with the beginning of an answer.
+        True if the prompt ends with the beginning of an answer.
     continue_final_message : bool
-        The last message is the beginning of the answer.
+        True if the last message is the beginning of the answer.
     reasoning_effort : str or None
-        How much the model is to think.
+        One of `EFFORTS`; None: the default of the template.
     reasoning_budget : int or None
-        Tokens that it may think.
+        Tokens of reasoning at most; None: no limit.
     json_schema : str or None
-        What the answer is constrained to, if it is no call.
+        JSON text of the schema for an answer that is not a call.
     template_kwargs : mapping
-        More of the template's variables.
+        Additional variables for the template.
     """
 
     messages: list[dict[str, Any]]
@@ -65,12 +65,12 @@ class ChatPrompt:
         reasoning_budget: object = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> ChatPrompt:
-        """Return a checked copy, which later changes by the caller do not affect.
+        """Return a checked copy of the options; only the values in `template_kwargs` are not copied.
 
         Raises
         ------
         InvalidRequestError
-            Names the message and the field.
+            An option is invalid; the error names the field, such as `messages[3].role`.
         """
         error = InvalidRequestError
         if not isinstance(template_kwargs, Mapping | None):

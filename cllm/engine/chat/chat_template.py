@@ -1,9 +1,9 @@
 """Render the messages of a chat as the text that a model was trained on.  Needs jinja2.
 
 The text is what transformers renders from the same messages and the same template.  Three
-things are added.  Every error is an `InvalidRequestError` that names the field.  A template is rendered
-in a process of its own, within 2 s and 512 MiB (`template_child`).  Text of callers never becomes a
-control token (`control_tokens`).
+things are added.  An error of a template is an `InvalidRequestError` that names the field.  Templates
+are rendered in a child process, within 2 s and 512 MiB (`template_child`).  Control tokens that callers
+spell stay text (`control_tokens`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MODULE = "cllm.engine.chat.template_child"
 
 
 def template_child() -> JsonChild:
-    """Return the child process that renders templates; the first one starts it."""
+    """Return the child process that renders templates; the first rendering starts it."""
     return JsonChild(MODULE, str(MEMORY_BYTES))
 
 
@@ -40,16 +40,16 @@ class ChatTemplate:
     source : str
         Jinja, as in `tokenizer.chat_template` of a GGUF file; at most 256 KiB.
     bos_token, eos_token : str
-        What the template knows by these names.
+        Values of the template's variables of these names.
     control_names : iterable of str
         Spelling of every control token of the vocabulary.
     child : JsonChild
-        Renders it: `template_child()`.
+        Process that renders the template: `template_child()`.
 
     Raises
     ------
     InvalidRequestError
-        The template is too long, or jinja2 is not installed.
+        The template is too long, the control names share too many prefixes, or jinja2 is missing.
     """
 
     def __init__(
@@ -84,28 +84,30 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, object] | None = None,
     ) -> list[Piece]:
-        """The chat as text, in the pieces in which it is to be tokenized.
+        """Return a chat as text, in the pieces that are tokenized separately.
 
         Parameters
         ----------
         messages, tools : object
-            As `check_messages` and `check_tools` take them.
+            Arguments of `check_messages` and `check_tools`.
         add_generation_prompt : bool
-            End with the beginning of the assistant's next message.
+            True if the text ends with the beginning of the assistant's next message.
         template_kwargs : mapping, optional
             More variables for the template, such as `enable_thinking`.
 
         Returns
         -------
         list of Piece
-            Their concatenation is the text.  One piece, unless a name of a control token occurs
-            in what the caller gave.
+            Pieces whose concatenation is the text.  There is one piece, unless the arguments spell
+            a control token.
 
         Raises
         ------
         InvalidRequestError
-            For the arguments, for what the template itself refuses, and for a template that does
-            not compile, fails or goes on too long.
+            An argument is invalid; or the template rejects the messages, does not compile, fails,
+            or exceeds the limits of time, memory or output.
+        ClosedError
+            The child process was closed.
         """
         check_bool("add_generation_prompt", add_generation_prompt, InvalidRequestError)
         return self.render_checked(
@@ -122,7 +124,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         template_kwargs: Mapping[str, object],
     ) -> list[Piece]:
-        """The same of messages and tools that are fit for a template."""
+        """Return the pieces of a chat as `render` does; messages and tools must be checked already."""
         chat = [with_reasoning(message) for message in messages]
         given = {**self._check_kwargs(template_kwargs), "messages": chat, "tools": tools}
         guard = self._names.guard(given, "\n".join((self._source, *self._tokens.values())))

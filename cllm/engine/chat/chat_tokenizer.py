@@ -1,7 +1,7 @@
-"""ChatTokenizer: messages to the tokens of a prompt, by a chat template, and how the answer is read.
+"""ChatTokenizer: render messages to the tokens of a prompt, and find out how the answer is parsed.
 
-What callers say stays text: a control token that they spell out is tokenized as its letters.
-Tokenizer's thread only.
+Text of callers stays text: a control token that it spells is tokenized as ordinary text.
+Use it on the tokenizer's thread only, except for `ChatTokenizer.close`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from cllm.engine.request import Thinking
 from cllm.engine.vocabulary import ChatVocabulary
 from cllm.errors import InvalidRequestError
 
-# Behind the last message that the answer goes on with: what the template writes there is cut off.
+# Marks for the end of a message that the answer continues: the template's text after it is cut off.
 SENTINELS = tuple(map(chr, range(0xE0C0, 0xE0C8)))
 
 
@@ -41,13 +41,13 @@ class AnswerFormat:
     Attributes
     ----------
     prefix : str
-        Markers that the prompt ends with.
+        Markers at the end of the prompt, which the parser reads before the answer.
     spelled : mapping of int to bytes
-        Control tokens that are markers, and so have a text here.
+        Names of the control tokens that are markers, by id; in the answer they are text.
     grammar : str or None
-        What the answer has to be, in Lark, where calls are asked for.
+        Grammar of the answer in Lark; None if calls do not constrain it.
     thinking : Thinking or None
-        How the model thinks, if it does.
+        Thought before the answer; None if the model does not think, or `grammar` has the thought.
     """
 
     output_format: OutputFormat
@@ -58,19 +58,19 @@ class AnswerFormat:
     thinking: Thinking | None = None
 
     def parser(self, seed: str) -> OutputParser:
-        """A parser at the beginning of the answer; the ids of calls come of the seed."""
+        """Return a parser for a new answer; `seed` determines the ids of its calls."""
         ids = CallIds(seed)
         return OutputParser(self.output_format, self.tools, prefix=self.prefix, call_ids=ids)
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """The text of a chat, in pieces that differ in who wrote them, and how its answer is read.
+    """Text of a chat, in pieces from the template and from callers, and the format of its answer.
 
     Attributes
     ----------
     answer : AnswerFormat or None
-        None: all of it is content.
+        Format of the answer; None if the whole answer is content.
     """
 
     pieces: list[Piece]
@@ -84,7 +84,7 @@ class ChatTokenizer:
     ----------
     vocabulary : ChatVocabulary
     template, tool_template : str or None
-        The model's own, and the one that it has for chats with tools, if it has another.
+        Chat template of the model, and its separate template for chats with tools; None if it has none.
     """
 
     def __init__(
@@ -92,29 +92,31 @@ class ChatTokenizer:
     ) -> None:
         self._vocabulary = vocabulary
         self._child = template_child()
-        self.close: Callable[[], None] = self._child.close  # any thread: ends what is rendered
+        self.close: Callable[[], None] = self._child.close  # any thread; a running `render` fails
         self._source = template
         self._tool_source = tool_template
 
     def render(self, prompt: ChatPrompt) -> RenderedChat:
-        """The text of a chat.
+        """Return the text of a chat, and the format of its answer.
 
         Raises
         ------
         InvalidRequestError
-            Names what the template does not take.
+            The model has no template, the template rejects the chat, or it does not support an option.
+        ClosedError
+            The tokenizer was closed.
         """
         own = self._for_tools if prompt.tools and self._tool_source else self._plain
         return own.render(prompt)
 
     @property
     def abilities(self) -> TemplateAbilities:
-        """Return the abilities of the template; for chats with tools, those of the template for tools."""
+        """Return the abilities of the template for tools if the model has one, else of its chat template."""
         return (self._for_tools if self._tool_source else self._plain).abilities
 
     @property
     def output_format(self) -> OutputFormat:
-        """Return the output format that the template shows."""
+        """Return the output format that is detected from the same template as `abilities`."""
         return (self._for_tools if self._tool_source else self._plain).output_format
 
     def tokenize(self, pieces: Sequence[Piece]) -> list[int]:
@@ -154,7 +156,7 @@ class ChatTokenizer:
         return tuple(self._vocabulary.tokenize_inside(text, parse_special=True))
 
     def _spelled(self, output_format: OutputFormat) -> dict[int, bytes]:
-        """Return the control tokens that are markers, or parts of markers."""
+        """Return the names of the control tokens that occur in the format's markers, by their ids."""
         markers = "\n".join(output_format.markers)
         found: dict[int, bytes] = {}
         for name in self._control_names:
@@ -166,7 +168,7 @@ class ChatTokenizer:
 
 
 class _KnownTemplate:
-    """Template with its examined properties."""
+    """Chat template, and its properties, which are found by rendering test messages once."""
 
     def __init__(
         self,
@@ -220,9 +222,9 @@ class _KnownTemplate:
 
     @cached_property
     def _needs(self) -> str:
-        """Return what a template for chats with tools requires.
+        """Return the variable that the template requires: "tools" or "functions"; "" if neither.
 
-        llama.cpp's jinja takes what is not there for an empty list.
+        llama.cpp's jinja treats a missing variable as an empty list; jinja2 fails.
         """
         ways: dict[str, tuple[list[dict[str, Any]] | None, dict[str, object]]] = {
             "": (None, {}),
@@ -261,7 +263,7 @@ class _KnownTemplate:
         return RenderedChat(pieces, self._answer(prompt, text))
 
     def _effort(self, effort: str | None) -> dict[str, object]:
-        """`reasoning_effort` as variables of the template."""
+        """Return the template's variables for an effort; `InvalidRequestError` if the template uses none."""
         if effort is None:
             return {}
         abilities = self.abilities
@@ -287,7 +289,7 @@ class _KnownTemplate:
             continues_thought = _ends_in_thought(with_reasoning(prompt.messages[-1]))
             prefix = found.reasoning[0] if continues_thought else ""
             if not (continues_thought or found.reasoning[0]):
-                found = replace(found, reasoning=None)  # which would begin by itself
+                found = replace(found, reasoning=None)  # reasoning would begin without a marker
         return AnswerFormat(
             found,
             tuple(parameters_of(prompt.tools or ())),
@@ -298,7 +300,7 @@ class _KnownTemplate:
         )
 
     def _grammar(self, prompt: ChatPrompt, found: OutputFormat) -> str | None:
-        """Return the grammar of an answer that must contain calls; None without one."""
+        """Return the grammar of the answer if its calls are required or constrained; None otherwise."""
         tools, choice = parameters_of(prompt.tools or ()), prompt.tool_choice
         several = prompt.parallel_tool_calls
         if choice not in TOOL_CHOICES:
@@ -352,7 +354,7 @@ class _KnownTemplate:
 
 
 def _unused(*values: object) -> str:
-    """A character that is in none of these."""
+    """Return a character of `SENTINELS` that no value contains; `InvalidRequestError` if all are used."""
     said = repr(values)
     for sentinel in SENTINELS:
         if sentinel not in said and ascii(sentinel)[1:-1] not in said:

@@ -1,14 +1,14 @@
 """Keep the names of control tokens in callers' text from becoming control tokens.  Pure.
 
-A chat template mixes its own control tokens with text of callers and gives one string, so the
-tokenizer cannot tell whose `<|im_end|>` it sees.  Therefore a *mark*, a private-use character that
-occurs nowhere else, is put into every name in the callers' text before the template runs, behind
-the first character: there it is inside of every name that starts at this place, however names
-overlap.  A template may trim, split, compare and copy marked text as usual.  Afterwards the marks
-are taken out, and a name that they stood in is text.
+A chat template mixes its own control tokens with text of callers and returns one string.  The tokenizer
+cannot tell if an `<|im_end|>` is the template's or a caller's.  Before the template runs, a *mark* is
+therefore put after the first character of every name in the callers' text.  A mark is a private-use
+character that occurs nowhere else.  In this place it is inside every name that starts there, even if
+names overlap.  A template may trim, split, compare and copy marked text as usual.  Afterwards the marks
+are removed, and a name that contained one is text.
 
-What this does not see is a name that comes about only in the template: of two texts that it writes
-side by side, of a key between its own `<` and `>`, of a text that it changes (`lower`, `replace`).
+A name that only the template creates is not found: from two adjacent texts, from a key between `<` and
+`>`, or from a text that it changes (`lower`, `replace`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cllm.errors import InvalidRequestError
 
 # Planes 15 and 16 are for private use, and no tokenizer has tokens of its own for them.
 PRIVATE_USE = (range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
-# Marks to try in vain before the request is refused; only an attacker spells so many of them.
+# Unusable marks that are tried before the request is rejected; only an attack spells so many of them.
 MAX_TRIES = 64
 
 
@@ -45,7 +45,7 @@ class Piece:
 
 
 def tokens_of(pieces: Iterable[Piece], vocabulary: ChatVocabulary) -> list[int]:
-    """The tokens of pieces one behind the other; nothing is added."""
+    """Return the concatenated tokens of pieces; no token such as BOS is added."""
     tokens: list[int] = []
     for text, is_template in ((piece.text, piece.is_template) for piece in pieces):
         if tokens:
@@ -61,7 +61,8 @@ class ControlTokens:
     Parameters
     ----------
     names : iterable of str
-        All of them: text without any of these is taken to read the same, recognised or not.
+        All control tokens.  Text without any of these names must have the same tokens with and
+        without parsing of control tokens.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -69,7 +70,7 @@ class ControlTokens:
         self._pattern = re.compile(_longest_of(self._names) if self._names else "(?!)")
 
     def search(self, text: str, start: int = 0) -> re.Match[str] | None:
-        """The first name in the text, the longest that starts there."""
+        """Return the first name at or after `start`, the longest if several begin there; None without one."""
         return self._pattern.search(text, start)
 
     def guard(self, given: object, trusted: str) -> Guard:
@@ -80,7 +81,7 @@ class ControlTokens:
         given : object
             JSON-like; everything that comes from callers.
         trusted : str
-            What else can get into the rendered text.
+            Other text that the rendered text may contain: the template and its tokens.
 
         Raises
         ------
@@ -101,14 +102,14 @@ class ControlTokens:
 
 
 class Guard:
-    """Marks in one caller's text: put in before a template runs, taken out afterwards.
+    """Adds marks to one caller's text before a template runs, and removes them afterwards.
 
     Parameters
     ----------
     names : ControlTokens
     marks : mapping of str to str
-        Each mark with the character it stands for; the first stands for none.  Empty: no name
-        occurs in the caller's text.
+        Marks, each with the character that it replaces.  The first is added to names and replaces
+        none ("").  The mapping is empty if the caller's text has no names.
     """
 
     def __init__(self, names: ControlTokens, marks: Mapping[str, str]) -> None:
@@ -121,7 +122,7 @@ class Guard:
         self._pattern = re.compile("|".join(map(re.escape, self._spelled)) or "(?!)")
 
     def marked(self, value: Any) -> Any:
-        """A copy of a JSON-like value with every name in its strings broken, keys too."""
+        """Return a JSON-like value with a mark in every name in its strings and keys; `value` is unchanged."""
         if not self._mark:
             return value
         if isinstance(value, str):
@@ -133,15 +134,15 @@ class Guard:
         return value
 
     def unmarked(self, text: str) -> str:
-        """The text as its readers should see it, for an error message."""
+        """Return the text without marks, for an error message."""
         return self._pattern.sub(lambda match: self._spelled[match[0]], text)
 
     def pieces(self, text: str) -> list[Piece]:
-        """Take the marks out of a rendered text.
+        """Return a rendered text without its marks, in pieces.
 
-        A name that a mark was in is text, whether it is the one that was marked or has come about
-        since.  Text without a name joins the text next to it: it reads the same either way, and a
-        hostile chat does not become 100,000 pieces.  Without marks the text is one piece.
+        A name that contained a mark is a piece of text, even if it is another name than the marked
+        one.  Adjacent pieces without names of the template are merged, so that a hostile chat does
+        not become 100,000 pieces.  A text without marks is one piece.
         """
         plain, places, spans = self._taken_out(text)
         start = 0
@@ -160,14 +161,14 @@ class Guard:
         text = text.translate(self._of_character) if self._of_character else text
         parts, end, start = [], 0, 0
         while match := self._names.search(text, start):
-            # One further, not behind the match: names that overlap must all be broken.
+            # Search one character further, not after the match: overlapping names all need a mark.
             start = match.start() + 1
             parts += [text[end:start], self._mark]
             end = start
         return "".join((*parts, text[end:]))
 
     def _taken_out(self, text: str) -> tuple[str, list[int], list[tuple[int, int]]]:
-        """Return the text without marks, the places of marks, and the spans that other marks replaced."""
+        """Return the text without marks, the positions of the marks, and the spans of restored characters."""
         parts: list[str] = []
         places: list[int] = []
         spans: list[tuple[int, int]] = []
@@ -185,7 +186,7 @@ class Guard:
         return "".join((*parts, text[end:])), places, spans
 
     def _joined(self, pieces: list[Piece]) -> list[Piece]:
-        """The same text in few pieces, at least one."""
+        """Return the same text in fewer pieces, at least one."""
         result: list[Piece] = []
         filled = [piece for piece in pieces if piece.text]
         for is_plain, group in groupby(filled, key=self._has_nothing_to_recognise):
@@ -200,7 +201,7 @@ class Guard:
 
 
 def _union(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same places in spans that neither touch nor overlap, in order."""
+    """Return sorted spans of the same positions that neither touch nor overlap."""
     result: list[tuple[int, int]] = []
     for start, end in sorted(spans):
         if result and start <= result[-1][1]:
@@ -211,7 +212,7 @@ def _union(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _strings_of(value: object) -> Iterator[str]:
-    """Every string in a JSON-like value, keys too."""
+    """Yield every string in a JSON-like value, including keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -224,7 +225,7 @@ def _strings_of(value: object) -> Iterator[str]:
 
 
 def _unused_characters(text: str, n: int) -> list[str]:
-    """Private-use characters of which no spelling occurs in the text; at most `n`."""
+    """Return up to `n` private-use characters of which no spelling occurs in the text."""
     used = set(text)
     free = (chr(code) for codes in PRIVATE_USE for code in codes if chr(code) not in used)
     tried = islice(free, n + MAX_TRIES)
@@ -247,12 +248,12 @@ def _spellings(mark: str) -> tuple[str, ...]:
 
 
 def _longest_of(names: list[str]) -> str:
-    """A regular expression for the longest of some names, which are in order and distinct.
+    """Return a regular expression that matches the longest of some names, which are sorted and distinct.
 
-    A tree of common beginnings: plain alternatives would take a step for each of a thousand names
-    at each `<` of a hostile text.
+    The expression is a tree of common prefixes: plain alternatives would try a thousand names at each
+    `<` of a hostile text.
     """
-    first, last = names[0], names[-1]  # in order, so all begin with what these two begin with
+    first, last = names[0], names[-1]  # sorted, so the common prefix of these two is common to all
     n = next(
         (i for i, pair in enumerate(zip(first, last, strict=False)) if len({*pair}) > 1), len(first)
     )

@@ -1,9 +1,9 @@
-"""Conversations as clients send them, mended for what a template can do.  Pure.
+"""Conversations of clients, adapted to the abilities of a chat template.  Pure.
 
-As llama-server does it: `developer` is `system`, a system message that a template has no place for goes
-into the next message, content that is null is empty.  Messages that a template does not take one behind
-the other are one.  What a template leaves out altogether, tools,
-calls, results, is said in words, in the format that `DEFAULT_CALLS` reads.
+As in llama-server, `developer` becomes `system`, and content that is null becomes empty.  A system message
+that the template does not accept is put into the next user message.  Consecutive messages that the
+template does not accept are merged.  Tools, calls and results that the template leaves out are written
+as text: calls in the model's syntax if it is known, otherwise in that of `DEFAULT_CALLS`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from cllm.engine.chat.named_formats import DEFAULT_CALLS
 from cllm.engine.chat.template_abilities import TemplateAbilities
 
 SYSTEMS = ("system", "developer")
-MAX_PLAIN_DEPTH = 16  # of a schema for a template
-CUT_OFF = "_cut_off"  # where arguments are that are no object
+MAX_PLAIN_DEPTH = 16  # levels of a schema in `plain_tools`
+CUT_OFF = "_cut_off"  # key for arguments that are not a JSON object
 TOOL_PROMPT = """You may call one or more of these tools, each given with a JSON schema of its \
 arguments:
 <tools>
@@ -45,7 +45,7 @@ def mended(
     Parameters
     ----------
     calls : CallSyntax, optional
-        How the model writes calls, for a template that does not write them.
+        Syntax for calls as text, if the template does not write calls; default: `DEFAULT_CALLS`.
     """
     names: dict[str, str] = {}  # of the tools that were called, by the ids of the calls
     one_each = abilities.tool_calls and not abilities.parallel_tool_calls
@@ -64,7 +64,10 @@ def mended(
 
 
 def _with_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Calls and results that have no ids belong together in their order; many templates want ids."""
+    """Return the messages with ids for calls and results without one, which are matched in order.
+
+    Many templates require ids.
+    """
     said: list[dict[str, Any]] = []
     open_ids: list[str] = []  # of calls whose results have not come
     for message in messages:
@@ -106,7 +109,7 @@ def _with_systems(chat: list[dict[str, Any]], abilities: TemplateAbilities) -> l
 
 
 def _joined(chat: list[dict[str, Any]], abilities: TemplateAbilities) -> list[dict[str, Any]]:
-    """Messages that a template does not take behind each other, as one."""
+    """Return the messages; consecutive ones that the template does not accept are merged."""
     kept: list[dict[str, Any]] = []
     for message in chat:
         before = kept[-1]["role"] if kept else ""
@@ -128,7 +131,7 @@ def _joined(chat: list[dict[str, Any]], abilities: TemplateAbilities) -> list[di
 
 
 def _one_call_each(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Turns with several calls as several turns, each followed by its result."""
+    """Return the messages with turns of several calls split: one call each, followed by its result."""
     said: list[dict[str, Any]] = []
     left = list(messages)
     while left:
@@ -150,7 +153,7 @@ def _one_call_each(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def mended_tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Return the tools with the fields that many templates expect."""
+    """Return the tools, with an empty description and empty parameters where they are missing."""
     if tools is None:
         return None
     optional = {"description": "", "parameters": {"type": "object", "properties": {}}}
@@ -165,11 +168,11 @@ def mended_tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]
 
 
 def plain_tools(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the tools for a template that cannot write them as they are.
+    """Return the tools with simplified schemas, for a template that cannot write the original ones.
 
-    Each schema then has one type, a description, and what its type has; objects inside of others are
-    written as mappings of text too.  Only the text of the prompt is made of it: calls are constrained by
-    the schemas as they were given.
+    Each schema has one type, a description, and the keywords of its type.  Nested objects also have
+    `additionalProperties`, strings by default.  Only the prompt uses these schemas: calls are constrained
+    by the original ones.
     """
     return [
         {**tool, "function": {**function, "parameters": _plain_schema(function["parameters"])}}
@@ -265,7 +268,7 @@ def _mended_call(
     if abilities.text_arguments and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
     elif isinstance(arguments, str) and not abilities.text_arguments:
-        # No object: cut off, or what the client made of it.  Most templates want pairs.
+        # Not a JSON object: it was cut off, or changed by the client.  Most templates need a mapping.
         arguments = {CUT_OFF: arguments}
     return {**call, "function": {**function, "arguments": arguments}}
 
@@ -276,7 +279,7 @@ def _call_in_words(call: dict[str, Any], syntax: CallSyntax | None) -> str:
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
     if isinstance(syntax, PythonCalls) and isinstance(given, str):
-        syntax = None  # which writes an object alone
+        syntax = None  # `PythonCalls` can only write a JSON object
     if isinstance(syntax, JsonCalls | NamedCalls | PythonCalls):
         return syntax.write(function["name"], arguments)
     return DEFAULT_CALLS.write(function["name"], arguments)

@@ -1,7 +1,7 @@
 """Find out from a chat template how its model writes reasoning and calls.  Pure.
 
-The template is rendered with a call, with two, with reasoning and with a plain answer, and what differs
-says which markers there are.  Where that cannot work, the format has a name (`named_formats`).
+The template is rendered with one call, with two calls, with reasoning and with a plain answer.  The
+differences show the markers.  Formats that cannot be detected in this way are in `named_formats`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cllm.engine.chat.named_formats import DEFAULT_CALLS, named_format
 from cllm.engine.chat.output_format import OutputFormat
 from cllm.errors import InvalidRequestError
 
-# What renders messages with tools (or none), with or without the beginning of an answer.
+# Function that renders messages with tools (or None), with or without the beginning of an answer.
 Render = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None, bool], str]
 
 NAME, KEY, VALUE, OTHER_KEY = "probe_function", "alpha_key", "first_value", "beta_key"
@@ -40,7 +40,7 @@ TOOL: dict[str, Any] = {
 }
 QUESTION = {"role": "user", "content": "PROBE-QUESTION"}
 TAG = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]{3,}\]")
-# Reasoning that a template leaves out is still written by the model.
+# Markers to look for in a template's source: the model may reason even if the template drops it.
 KNOWN_REASONING = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
@@ -50,13 +50,14 @@ KNOWN_REASONING = (
 
 
 def detect_format(source: str, render: Render) -> OutputFormat:
-    """The format of the answers that a template is for.
+    """Return the format of a model's answers, detected from its chat template.
 
     Parameters
     ----------
     source : str
+        Text of the template.
     render : callable
-        May raise `InvalidRequestError`.
+        Renders messages with the template; may raise `InvalidRequestError`.
     """
     named = named_format(source)
     if named is not None and named.turn is not None:
@@ -65,7 +66,7 @@ def detect_format(source: str, render: Render) -> OutputFormat:
     reasoning = found.reasoning()
     try:
         calls = found.calls()
-    except ValueError:  # of text that is no JSON, or not where it should be: nothing is known then
+    except ValueError:  # the rendered call is not JSON, or not in order: the syntax is unknown
         calls = None
     if named is not None:
         return replace(
@@ -79,7 +80,7 @@ def detect_format(source: str, render: Render) -> OutputFormat:
 
 
 def call(number: int, **arguments: object) -> dict[str, Any]:
-    """A call of the probe."""
+    """Return a call of the probe tool; `number` selects its id."""
     return {
         "id": IDS[number],
         "type": "function",
@@ -103,10 +104,10 @@ class _Detection:
         self._two = self._try([QUESTION, turn(tool_calls=[first, second])], False)
         self._plain = self._try([QUESTION, turn(content=ANSWER)], False)
         self._head, _, tail = self._plain.partition(ANSWER)
-        self._ends = set(TAG.findall(tail))  # of a turn, whatever is in it
+        self._ends = set(TAG.findall(tail))  # tags that end any turn
 
     def _try(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
-        """The text behind the question; "" if the template does not take it."""
+        """Return the rendered text after the question; "" if the template rejects the messages."""
         try:
             text = self._render(messages, [TOOL], add_generation_prompt)
         except InvalidRequestError:
@@ -115,7 +116,7 @@ class _Detection:
 
     # --- Reasoning ---------------------------------------------------------------------------
     def reasoning(self) -> tuple[str, str] | None:
-        """The markers around reasoning."""
+        """Return the markers around reasoning, or None; the first is "" if reasoning begins by itself."""
         thought = {"reasoning_content": REASONING, "thinking": REASONING, "reasoning": REASONING}
         first = call(0, **{KEY: VALUE, OTHER_KEY: 7})
         for fields in ({"content": ANSWER}, {"tool_calls": [first]}):
@@ -131,7 +132,7 @@ class _Detection:
         return None
 
     def dropped(self) -> tuple[str, ...]:
-        """Markers around a plain answer that are not around calls."""
+        """Return the markers around a plain answer, except those in the prompt, around calls or reasoning."""
         if ANSWER not in self._plain:
             return ()
         before, _, after = self._plain.partition(ANSWER)
@@ -143,7 +144,10 @@ class _Detection:
 
     # --- Calls -------------------------------------------------------------------------------
     def calls(self) -> CallSyntax | None:
-        """Return the notation of calls; None if the template writes none."""
+        """Return the syntax of calls; None if the template writes no calls, or in an unknown syntax.
+
+        A template that writes no calls, but has "<tool_call>" in its source, has `DEFAULT_CALLS`.
+        """
         if NAME not in self._one:
             return DEFAULT_CALLS if "<tool_call>" in self._source else None
         found = re.search(rf'\{{\s*"{KEY}"\s*:\s*"{VALUE}"', self._one)
@@ -159,7 +163,7 @@ class _Detection:
     def _turn_before(self, text: str, end: int) -> str:
         """Return the model's part of a turn up to `end`: without the generation prompt and the reasoning."""
         shared = len(_common_prefix(text[:end], self._prompt))
-        # Not from inside of a marker on.
+        # The model's part does not begin inside a marker.
         while shared and text[:shared].rfind("<") > text[:shared].rfind(">"):
             shared = text[:shared].rfind("<")
         return _behind_reasoning(text[shared:end])
@@ -274,13 +278,13 @@ class _Detection:
 
 
 def _behind_reasoning(head: str) -> str:
-    """Return the text without the markers of reasoning that has ended."""
+    """Return the text after the end marker of reasoning; the whole text if it has no such marker."""
     ends = [end for _, end in KNOWN_REASONING if end in head]
     return max((head.rpartition(end)[2] for end in ends), key=len, default=head) if ends else head
 
 
 def _as_sections(section: str, start: str, end: str, section_end: str) -> tuple[str, str, str, str]:
-    """`<a>` and `</a>` around each call are a section with one call in it."""
+    """Return the markers; if a call is in two tags and has no section, the outer tags become the section."""
     first = TAG.match(start)
     if section or first is None or not start[first.end() :].strip():
         return section, start, end, section_end
@@ -357,7 +361,7 @@ def _common_suffix(one: str, other: str) -> str:
 
 
 def _first_tag(text: str) -> int:
-    """Return the position of the first whole tag, or of the beginning of one."""
+    """Return the position of the first `<` or `[`; 0 if there is none."""
     found = re.search(r"[<\[]", text)
     return found.start() if found else 0
 

@@ -1,4 +1,4 @@
-"""JsonScanner: where one JSON value ends, in text that arrives in parts.  Pure."""
+"""JsonScanner: find the end of one JSON value in text that arrives in parts.  Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|
 MAX_SCALAR = 400
 DELIMITERS = ",]} \t\r\n:"
 HEX = "0123456789abcdefABCDEF"
-# Models write these into strings as they are, where JSON wants an escape.
+# Control characters with their escapes: models write them into strings without the escape.
 CONTROL = {chr(code): f"\\u{code:04x}" for code in range(32)} | {
     "\n": "\\n", "\r": "\\r", "\t": "\\t", "\b": "\\b", "\f": "\\f",
 }  # fmt: skip
@@ -26,14 +26,14 @@ class NotJsonError(Exception):
 
 
 class JsonScanner:
-    """Reads one value, of which each part is looked at once.
+    """Scanner of one JSON value, which looks at each character once.
 
-    Control characters inside of strings are taken, and escaped.
+    Control characters inside strings are accepted, and escaped in the output.
 
     Attributes
     ----------
     is_done : bool
-        The value is complete.
+        True if the value is complete.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class JsonScanner:
         self._wants = "value"
         self._scalar = ""
         self._is_string = False
-        self._n_escape = 0  # characters of an escape that are still to come; -1: which is open
+        self._n_escape = 0  # characters that an escape still lacks; -1: its kind is not known yet
         self._out: list[str] = []
 
     def taken(self) -> str:
@@ -52,7 +52,7 @@ class JsonScanner:
         return text
 
     def ends_here(self) -> bool:
-        """True if the value is complete when nothing follows: a number has no end of its own."""
+        """Return True if the value is complete at the end of the text, which is what ends a lone number."""
         if not self._open and self._scalar and SCALAR.fullmatch(self._scalar):
             self.is_done = True
         return self.is_done
@@ -63,6 +63,7 @@ class JsonScanner:
         Raises
         ------
         NotJsonError
+            The text is not JSON, has over 64 levels, or a number of over 400 characters.
         """
         while at < len(text) and not self.is_done:
             at = self._string(text, at) if self._is_string else self._structure(text, at)
@@ -154,7 +155,7 @@ class JsonScanner:
             raise NotJsonError(at)
 
     def _ended(self) -> None:
-        """A value is complete."""
+        """Note that a value is complete."""
         self._wants = "more"
         self.is_done = not self._open
 

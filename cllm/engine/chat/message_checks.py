@@ -10,7 +10,7 @@ from cllm.checks import MAX_CHAT_BYTES, encode_text
 from cllm.engine.chat.readable import TEXTS, parts_as_text, words_of
 from cllm.errors import InvalidRequestError, TooMuchTextError
 
-# Many templates write `<|` + role + `|>`: any other text there would forge a control token.
+# Many templates write `<|` + role + `|>`: a role that is not in `ROLES` could forge a control token.
 RESULTS = ("tool", "function")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_MESSAGES = 1 << 16
@@ -18,22 +18,22 @@ MAX_TOOLS = 256
 MAX_NAME, MAX_ID = 128, 256  # characters
 MAX_DEPTH = 32
 MAX_INTEGER_BITS = 1024
-# So many bytes count for any value, so that a limit on text limits the number of values as well.
+# Bytes that are counted for each value, so that the limit on text limits the number of values too.
 BYTES_PER_VALUE = 4
-# Where a message's reasoning may be; transformers fills the first from the others.
+# Fields that may have a message's reasoning; transformers fills the first from the others.
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 def check_messages(messages: object) -> list[dict[str, Any]]:
-    """A copy of OpenAI-style messages, of plain dicts, lists and scalars, fit for a template.
+    """Return a checked copy of OpenAI-style messages, as plain dicts, lists and scalars for a template.
 
-    Text parts of a content become one string, a line each.  Arguments of tool calls become a
-    mapping where they are one in JSON.
+    The text parts of a content become one string, one line each.  Arguments of tool calls become a
+    mapping if they are a JSON object.
 
     Raises
     ------
     InvalidRequestError
-        Names the field with its index: `messages[3].role`.
+        A message is invalid; the error names the field with its index: `messages[3].role`.
     """
     sequence = _sequence("messages", messages)
     if not 1 <= len(sequence) <= MAX_MESSAGES:
@@ -45,7 +45,7 @@ def check_messages(messages: object) -> list[dict[str, Any]]:
 
 
 def _check_ids(messages: list[dict[str, Any]]) -> None:
-    """Results belong to calls that were made."""
+    """Reject results of tools with an id that no earlier call has."""
     made: set[object] = set()
     for i, message in enumerate(messages):
         given = message.get("tool_call_id")
@@ -56,11 +56,12 @@ def _check_ids(messages: list[dict[str, Any]]) -> None:
 
 
 def check_tools(tools: object) -> list[dict[str, Any]] | None:
-    """A copy of the definitions of functions, as OpenAI has them; None if there are none.
+    """Return a checked copy of OpenAI-style definitions of tools; None if there are none.
 
     Raises
     ------
     InvalidRequestError
+        A definition is invalid; the error names the field with its index: `tools[3].function`.
     """
     if tools is None:
         return None
@@ -73,7 +74,7 @@ def check_tools(tools: object) -> list[dict[str, Any]] | None:
     for i, name in enumerate(names):
         if name in names[:i]:
             raise InvalidRequestError(f"tools[{i}].function.name", name, "each name once")
-    # Templates ask `tools is not none` before they announce tools: an empty list has none.
+    # Templates announce tools if `tools is not none`, so an empty list must become None.
     return copied or None
 
 
@@ -110,21 +111,24 @@ def _check_name(field: str, name: object) -> None:
 
 
 class Copier:
-    """Copies JSON-like values into plain ones and counts their text."""
+    """Copies JSON-like values to plain ones; their text may have `MAX_CHAT_BYTES` in all.
+
+    `whole` is the field that the error of too much text names.
+    """
 
     def __init__(self, whole: str) -> None:
         self._whole = whole
         self._room = MAX_CHAT_BYTES
 
     def mapping(self, field: str, value: object) -> dict[str, Any]:
-        """A copy of a mapping."""
+        """Return a copy of a mapping; `InvalidRequestError` for another value."""
         if not isinstance(value, Mapping):
             raise InvalidRequestError(field, value, "a mapping")
         copy: dict[str, Any] = self.copy(field, value)
         return copy
 
     def copy(self, field: str, value: object, depth: int = 0) -> Any:
-        """A copy of a value; `field` is its name."""
+        """Return a copy of a JSON-like value; `field` is its name in errors."""
         self._count(BYTES_PER_VALUE)
         if value is None or isinstance(value, bool):
             return value
@@ -163,7 +167,7 @@ class Copier:
 
 
 def _sequence(field: str, value: object) -> Sequence[object]:
-    """The value if it is a list of something, and not a text."""
+    """Return the value if it is a sequence other than text or bytes; otherwise raise `InvalidRequestError`."""
     if not isinstance(value, Sequence) or isinstance(value, str | bytes | bytearray | memoryview):
         raise InvalidRequestError(field, value, "a list of mappings")
     return value
@@ -171,7 +175,7 @@ def _sequence(field: str, value: object) -> Sequence[object]:
 
 def _message(field: str, value: object, copier: Copier) -> dict[str, Any]:
     if isinstance(value, Mapping) and value.get("role") in ROLES:
-        # As text before it is counted: a picture in a result may have megabytes.
+        # The content becomes text before it is counted: an image in a result may have megabytes.
         value = {**value, "content": _content(f"{field}.content", value)}
     message = copier.mapping(field, value)
     role = message.get("role")
@@ -214,11 +218,11 @@ def _wrong_part(field: str, part: Any) -> InvalidRequestError:
 
 
 def _parse_arguments(field: str, message: dict[str, Any]) -> None:
-    """Make a mapping of the arguments of tool calls, which OpenAI's clients send as JSON text.
+    """Convert the arguments of tool calls to mappings; OpenAI's clients send them as JSON text.
 
-    transformers passes on what it gets, and documents a mapping; templates that write `tojson`
-    would quote the text once more, others fail.  vLLM parses it, takes empty text for no arguments,
-    and drops empty `tool_calls`, so that templates that only ask for the key do not see a call.
+    transformers documents a mapping.  With text, a template with `tojson` would quote it again, and
+    others fail.  As in vLLM, empty text means no arguments.  Empty `tool_calls` are removed, because
+    some templates only test for the key.
     """
     calls = message.get("tool_calls")
     if not calls:
@@ -250,12 +254,12 @@ def _parse_arguments(field: str, message: dict[str, Any]) -> None:
             continue
         if isinstance(arguments, dict):
             name = f"{field}[{i}].function.arguments"
-            # Copied once more: text in JSON can have lone surrogates, and be nested deep.
+            # Copied again with its checks: JSON text can have lone surrogates and deep nesting.
             function["arguments"] = Copier(name).copy(name, arguments)
 
 
 def with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its reasoning under the names that templates read, as in transformers."""
+    """Return the message with its reasoning as `reasoning_content` and `thinking`, which templates read."""
     values = (message[field] for field in REASONING_FIELDS if message.get(field) is not None)
     reasoning = next(values, None)
     if reasoning is None:

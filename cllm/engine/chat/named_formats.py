@@ -1,4 +1,4 @@
-"""Formats that a template does not show by what it renders, known by a text in its source.  Pure."""
+"""Output formats that rendering a template does not show; texts in its source identify them.  Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cllm.engine.chat.call_syntax import JsonCalls, NamedCalls, TaggedCalls
 from cllm.engine.chat.output_format import OutputFormat
 from cllm.engine.chat.routed_turn import HARMONY, RoutedTurn
 
-# What a prompt asks for where the template has no place for tools.
+# Syntax of calls that a prompt asks for if the template does not write tools.
 DEFAULT_CALLS = JsonCalls(("<tool_call>",), ("</tool_call>",))
 
 THINK = ("<think>", "</think>")
@@ -70,7 +70,7 @@ NAMED: dict[str, OutputFormat] = {
             call_route=r"^(?!all$)(?P<name>\S+)$",
             call_written="{name}\n",
             answer_written="all\n",
-            between=">>>",  # which an answer of strict tools cannot have in it
+            between=">>>",  # with strict tools, an answer cannot contain this text
         )
     ),
     "kimi-k2": OutputFormat(
@@ -178,7 +178,7 @@ NAMED: dict[str, OutputFormat] = {
     "firefunction": OutputFormat(calls=JsonCalls(("functools",), is_list=True)),
 }
 
-# The first whose texts are all in the source; "" is none of them.
+# The first entry with all texts in the source names the format; "" means that there is no name.
 KNOWN_BY: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("harmony", ("<|channel|>", "<|message|>")),
     ("muse", ("<atem:function_calls>", "<|eom|>")),
@@ -207,7 +207,7 @@ KNOWN_BY: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def named_format(source: str) -> OutputFormat | None:
-    """The format of a template that is known by its text."""
+    """Return the named format that texts in a template's source identify; None if there is none."""
     for name, texts in KNOWN_BY:
         if all(text in source for text in texts):
             return replace(NAMED[name], name=name) if name else None

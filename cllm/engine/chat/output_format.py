@@ -18,15 +18,15 @@ class OutputFormat:
         The markers around reasoning, without white space; the first is "" where reasoning begins by
         itself.
     calls : CallSyntax or None
-        How calls are written.
+        Syntax of calls; None if calls are not parsed.
     dropped : tuple of str
-        Markers around the answer, which are no part of it.
+        Markers around the answer, which are not part of it.
     reasoning_stops : tuple of str
-        What cannot be reasoning: it has ended before these, without its marker.
+        Texts before which reasoning ends even without its end marker.
     turn : RoutedTurn or None
-        A format that is nothing but messages with headers; the others do not apply then.
+        Format of answers that consist of messages with headers.  It replaces all other attributes.
     name : str
-        For people.
+        Name of the format for display only.
     """
 
     reasoning: tuple[str, str] | None = None
@@ -38,7 +38,7 @@ class OutputFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Texts that are not content; names of control tokens among them count as text."""
+        """All texts of the format's parts; control tokens named in them are text for the parser."""
         parts = (self.reasoning, self.dropped, self.reasoning_stops, self.calls, self.turn)
         return tuple(text for part in parts for text in _strings_of(part))
 
@@ -53,7 +53,7 @@ class OutputFormat:
         return start, (end, *self.reasoning_stops), f"\n{end}\n\n"
 
     def opening(self, prompt: str) -> str:
-        """Markers at the end of a prompt, which tell in which channel the answer begins."""
+        """Return the markers at the end of a prompt that show in which channel the answer begins, or ""."""
         if self.turn is not None:
             start = prompt.rfind(self.turn.start)
             header, message, _ = prompt[max(start, 0) :].partition(self.turn.message)
@@ -64,7 +64,7 @@ class OutputFormat:
 
 
 def _strings_of(value: object) -> list[str]:
-    """Every text in nested values."""
+    """Return every text that is not empty in nested values."""
     if isinstance(value, str):
         return [value] if value else []
     if isinstance(value, tuple):

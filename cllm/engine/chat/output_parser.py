@@ -1,10 +1,10 @@
-"""OutputParser: the text of an answer, as it comes, into reasoning, content and calls.  Pure.
+"""OutputParser: split the text of an answer, as it arrives, into reasoning, content and calls.  Pure.
 
-Nothing is ever lost and nothing is raised: what is no call is content.  Only markers, and white space
-beside them, belong to no channel.  How the text was cut never changes what comes out in all.
+No text is lost and no error is raised: text that is not a call is content.  Only markers, and white space
+beside them, are dropped.  The result does not depend on how the text was divided into pieces.
 
-A call is held back until it is complete, so that no program runs half a call; a long one is held until its
-arguments have `N_HELD` characters, and streams from then on.
+A call is held back until it is complete, so that no program runs half a call.  A long call is held back
+until its arguments have `N_HELD` characters, and streams from then on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cllm.engine.chat.tool_schema import ANYTHING, Tool, ValueSchema, parameters
 from cllm.engine.output import ToolCallDelta
 
 N_HELD = 256
-# What looked like a call for longer than that is text as a whole: it is not searched once more.
+# A failed call of more characters is content as a whole: it is not searched for calls again.
 MAX_REREAD = 4096
 
 
@@ -42,24 +42,24 @@ class ParsedText:
 
 
 class OutputParser:
-    """The channels of one answer.
+    """Parser that splits one answer into its channels.
 
     Parameters
     ----------
     output_format : OutputFormat
     tools : sequence of ToolParameters or mapping, optional
-        Those that were offered: their schemas say which arguments are text.
+        Tools that were offered; their schemas decide which arguments are strings.
     prefix : str
-        Markers that the prompt ends with: they say where the answer begins.
-    call_ids : iterator of str
-        Ids for calls that come without one.
+        Markers at the end of the prompt, which decide in which channel the answer begins.
+    call_ids : CallIds, optional
+        Ids for calls without one.
 
     Attributes
     ----------
     n_calls : int
-        Calls that have begun to be told of.
+        Number of calls that have begun, including one that is held back.
     is_reasoning : bool
-        What comes next is reasoning as far as is known.
+        True while reasoning is read; always False for a format with a `turn`.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class OutputParser:
         self._held: ToolCallDelta | None = None  # the beginning of the call that is being read
         self._pieces: list[str] = []  # of its arguments
         self._n_held = 0
-        self._mark = 0  # where the text begins that is content if it is no call
+        self._mark = 0  # position from which text is content if it is not a call
         # White space that may turn out to stand before a marker.
         self._space = self._reasoning_space = ""
         self._has_content = self._has_reasoning = self._follows_marker = False
@@ -92,14 +92,14 @@ class OutputParser:
         """Add text, and return the additions to the channels."""
         is_open = self._has_content and not self._space
         if is_open and self._reader.has_no_marker(text, self.content):
-            return ParsedText(text)  # as nearly every token is: the steps need not see it
+            return ParsedText(text)  # nearly every token is content, which the steps need not read
         if text and not self._is_over:
             self._reader.add(text)
             self._resume()
         return self._take()
 
     def finish(self) -> ParsedText:
-        """The text ends here."""
+        """End the text, and return the last additions to the channels."""
         if not self._is_over:
             self._reader.is_closed = True
             self._resume()
@@ -179,7 +179,7 @@ class OutputParser:
         reader.release()
 
     def _calls(self, trigger: str) -> Step[None]:
-        """A stretch of calls behind its trigger, or text that looked like one."""
+        """Read a stretch of calls after its trigger; text that is not a call is content."""
         reader, calls = self._reader, self._format.calls
         assert calls is not None
         reader.at -= len(trigger)  # to be kept from there on
@@ -192,11 +192,11 @@ class OutputParser:
             self.fail()
             left = reader.since(self._mark) + reader.rest()
             is_marker = left.strip() == trigger and not trigger.strip().isalpha()
-            self.content("" if is_marker else left)  # a marker alone is no text, a word is
+            self.content("" if is_marker else left)  # a lone trigger is dropped unless it is a word
         except MismatchError:
             self.fail()
             if self._mark == start and reader.at - start <= MAX_REREAD:
-                # Read on right behind the trigger: there may be another one.
+                # Continue right after the trigger: another trigger may follow.
                 reader.at = start + max(len(trigger), 1)
             self.content(reader.since(self._mark))
         reader.release()
@@ -207,14 +207,14 @@ class OutputParser:
         except EndOfTextError:
             if self._held is None or not isinstance(calls, TaggedCalls):
                 raise
-            # Nothing but an end is missing, perhaps: that is known only now.
+            # Perhaps only an end marker is missing, which is not known before the end of the text.
             self.fail()
             self._reader.at = max(self._mark, start + len(trigger))
             yield from replace(calls, is_lenient=True).read(trigger, self._reader, self)
 
     # --- What the steps tell -----------------------------------------------------------------
     def content(self, text: str) -> None:
-        """See `CallSink`."""
+        """See `TurnSink`."""
         kept = text.rstrip(SPACE)
         if not kept:
             self._space += text
@@ -250,7 +250,7 @@ class OutputParser:
         self.mark()
 
     def _end_space(self) -> None:
-        """White space at the very end is content, unless it stands beside a marker."""
+        """Add white space at the end to the content, unless calls, or markers without content, precede it."""
         if not self.n_calls and (self._has_content or not self._follows_marker):
             self._told.content += self._space
         self._space = ""
@@ -307,17 +307,17 @@ class OutputParser:
 
 
 def encodable(text: str) -> str:
-    """The text without lone surrogates, which an escape in JSON may have made."""
+    """Return the text with "?" for each lone surrogate, which an escape in JSON can create."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 class CallIds:
-    """Ids of calls, equal for equal texts: nine letters and digits, as Mistral requires.
+    """Ids of calls, equal for equal seeds: nine letters and digits, as Mistral requires.
 
     Parameters
     ----------
     seed : str
-        Whose calls they are; two requests have different ones.
+        Text that determines the ids; each request has another one.
     """
 
     def __init__(self, seed: str) -> None:
@@ -325,7 +325,7 @@ class CallIds:
         self._n = 0
 
     def next(self) -> str:
-        """Another one."""
+        """Return the next id."""
         digest = hashlib.sha256(f"{self._seed}:{self._n}".encode("utf-8", "replace")).digest()
         self._n += 1
         return base64.b32encode(digest).decode()[:9].lower()

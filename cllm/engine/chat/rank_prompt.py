@@ -1,4 +1,4 @@
-"""A query and a document as one text for a reranker, in the form that its file asks for."""
+"""RankPrompt: the tokens of a query and a document for a reranker, by a template."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from cllm.engine.chat.control_tokens import ControlTokens, tokens_of
 from cllm.engine.vocabulary import RankVocabulary
 from cllm.errors import InvalidRequestError
 
-# Its name among the chat templates of a model's file.
+# Name of the template among the chat templates of a model's file.
 RANK_TEMPLATE = "rerank"
-# As Qwen3-Reranker was trained; the older ones of its files do not say.
+# Template that Qwen3-Reranker was trained with; older files of the model do not have one.
 QWEN3_TEMPLATE = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the "
     'Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
@@ -31,7 +31,7 @@ class RankPrompt:
     Raises
     ------
     InvalidRequestError
-        It has no place for one of them.
+        The template lacks `{query}` or `{document}`.
     """
 
     def __init__(self, template: str, vocabulary: RankVocabulary) -> None:
@@ -51,19 +51,20 @@ class RankPrompt:
         Parameters
         ----------
         n_most : int, optional
-            Of more tokens than that, the end of the document is left out.
+            Limit for the tokens: the end of the document is left out.  The result may still
+            be longer if the query alone is too long.
 
         Raises
         ------
         InvalidRequestError
-            A text that leaves no character which could keep it apart from control tokens.
+            The texts leave no private-use character to mark the names of control tokens with.
         """
         tokens = self._of(query, document)
         if n_most is None or len(tokens) <= n_most:
             return tokens
         vocabulary = self._vocabulary
         own = vocabulary.tokenize_inside(document)
-        # Cut, the text may have another token or two.
+        # The shortened text may have one or two tokens more than expected.
         while len(tokens) > n_most and own:
             del own[max(0, len(own) - (len(tokens) - n_most)) :]
             tokens = self._of(query, vocabulary.join(own).decode("utf-8", "ignore"))

@@ -1,6 +1,6 @@
-"""Parts of messages as text: what a tool returned, and what other providers left in a history.  Pure.
+"""Parts of messages as text: results of tools, and parts of other providers in a history.
 
-A result cannot be taken back by the client that sends it: what has no text becomes words in its place.
+They are never rejected, because a client cannot change its history: words replace a part without text.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from cllm.log_once import log_once
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-# Types of parts, and where their text is.
+# Types of parts, each with the field that has the text.
 TEXTS = {
     "text": "text", "input_text": "text", "output_text": "text", "summary_text": "text",
     "reasoning_text": "text", "refusal": "refusal", "thinking": "thinking", "compaction": "content",
 }  # fmt: skip
-# What stands for parts without a text.
+# Words that replace parts without text.
 WORDS = {
     "image": "an image", "image_url": "an image", "input_image": "an image",
     "computer_screenshot": "an image", "document": "a document", "input_file": "a file",
@@ -68,7 +68,7 @@ def _joined(parts: object) -> str | None:
 
 
 def words_of(content: object, depth: int = 0) -> str:
-    """Return any content as text: parts without one are named, and that is logged once for each kind."""
+    """Return any content as text.  Words replace a part without text, which is logged once for each kind."""
     if isinstance(content, str):
         return content
     if content is None:
@@ -93,18 +93,18 @@ def words_of(content: object, depth: int = 0) -> str:
     )
     if not (
         said or kind in WORDS or kind in TEXTS or "_" in kind
-    ):  # data of a tool, which has a field of that name
+    ):  # the tool's own data, which happens to have a field `type`
         return json.dumps(content, ensure_ascii=False, default=str)
     return _named(WORDS.get(kind, kind[:40]), said)
 
 
 def _named(kind: str, said: str = "") -> str:
-    log_once(logger, "%s in a result or in a history: the model reads words in its place", kind)
+    log_once(logger, "content of a tool result or of the history was replaced by words: %s", kind)
     return f"[{kind}: {said}]" if said else f"[{kind}, which this model cannot read]"
 
 
 def _texts(value: object, depth: int) -> Iterator[str]:
-    """Yield the texts in a part of another provider's."""
+    """Yield the texts in a part that another provider defines."""
     if isinstance(value, str):
         if not value.startswith("data:"):
             yield value
@@ -124,7 +124,7 @@ def _texts(value: object, depth: int) -> Iterator[str]:
 
 
 def parts_as_text(parts: Sequence[Any]) -> tuple[str, int | None]:
-    """Return the text of parts, a line each, and the index of the first that has none."""
+    """Return the text of parts, one per line, and None; or "" and the index of the first part without text."""
     texts = [text_of(part) for part in parts]
     if None in texts:
         return "", texts.index(None)

@@ -40,32 +40,32 @@ class RenderProbe(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TemplateAbilities:
-    """Parts of a conversation that a template supports.
+    """Parts of a conversation that a template renders.  Parts that it does not render are rewritten for it.
 
     Attributes
     ----------
     system, developer : bool
-        Messages of these roles.
+        True if it renders messages of this role.
     system_later : bool
-        System messages behind others.
+        True if it renders system messages after other messages.
     repeated_roles : bool
-        One user message behind another.
+        True if it renders two consecutive user messages.
     empty_content : bool
-        An answer without text.
+        True if it accepts an answer without text.
     tools, tool_calls, parallel_tool_calls, tool_results : bool
-        Tools that are offered, calls of them by the assistant, several in one turn, what they gave.
+        True if it renders, respectively, offered tools, calls, several calls in one turn, and results.
     user_after_result : bool
-        A user message behind what a tool gave.
+        True if it renders a user message directly after the result of a tool.
     text_with_calls, thought_with_calls : bool
-        Turns with calls may have text as well, and text and reasoning.
+        True if a turn with calls may also have text, and both text and reasoning.
     text_arguments : bool
-        Arguments of calls have to be JSON text, not objects.
+        True if the arguments of calls must be JSON text; otherwise they are objects.
     any_ids : bool
-        Ids of calls may be anything; otherwise they are nine letters and digits.
+        True if it accepts any ids of calls; otherwise they must be nine letters and digits.
     thinking : bool
-        The model thinks, in a block that is known.
+        True if the model thinks, and its thought can be separated from the answer.
     thinking_switch, reasoning_effort : bool
-        `enable_thinking` and `reasoning_effort` change the prompt.
+        True if the variable `enable_thinking`, or `reasoning_effort`, changes the prompt.
     """
 
     system: bool

@@ -1,12 +1,12 @@
-"""The process of `template_process`: a template that goes on for ever ends this process alone.
+"""Child process that renders chat templates (`chat_template.template_child`).
 
-`python -m cllm.engine.chat.template_child MEMORY_BYTES` says that it is ready, and answers each line of
-standard input with one of standard output, in JSON: `{"source": …, "variables": …, "now": …}` with
-`{"text": …}`, or with `{"error": …, "kind": …}`.  It ends when standard input does.
+A template that never ends, or takes too much memory, ends this process alone.
+`python -m cllm.engine.chat.template_child MEMORY_BYTES` reports that it is ready.  It then answers each
+line of standard input with a line of standard output, until standard input ends.  Both are JSON: a request is
+`{"source": …, "variables": …, "now": …}`, an answer `{"text": …}` or `{"error": …, "kind": …}`.
 
-The environment is the one that transformers sets up, in jinja2's own sandbox, which keeps a template
-away from Python; time and memory are bounded by the process.  A template may append to lists, which are
-copies: Kimi-K2's does, and llama.cpp's jinja lets it.
+The environment is that of transformers, in jinja2's sandbox, which keeps a template away from Python.
+Unlike in transformers, a template may change lists, which are copies: Kimi-K2's does, as llama.cpp allows.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Generation(Extension):
     tags: set[str] = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """A block with a scope of its own, as in transformers."""
+        """Return the parsed block, which has a scope of its own as in transformers."""
         lineno = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_rendered"), [], [], body).set_lineno(lineno)
@@ -54,7 +54,7 @@ class Generation(Extension):
 
 
 class CheckedNamespace(Namespace):
-    """`namespace(...)`; names that begin with an underscore are for Python, as in transformers."""
+    """`namespace(...)` that rejects names with an underscore at the beginning, as in transformers."""
 
     def __init__(self, /, *args: Any, **kwargs: Any) -> None:  # `namespace(self=...)` is allowed
         attributes = dict(*args, **kwargs)
@@ -103,7 +103,7 @@ def raise_exception(message: object) -> NoReturn:
 
 
 def environment() -> SandboxedEnvironment:
-    """Return the environment of jinja2 as transformers configures it."""
+    """Return a sandboxed environment as transformers configures it, but templates may change lists."""
     made = SandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
@@ -115,12 +115,15 @@ def environment() -> SandboxedEnvironment:
 
 @lru_cache(MAX_PROGRAMS)
 def compiled(source: str) -> Template:
-    """A template, compiled once."""
+    """Return the compiled template; the last `MAX_PROGRAMS` are cached."""
     return environment().from_string(source)
 
 
 def answer(source: str, variables: dict[str, Any], now: str) -> dict[str, str]:
-    """Return the text, or the error and its cause: the template or the messages."""
+    """Return `text`; or `error`, and `kind`: "compile", "refused" (`raise_exception`), "limit" or "failed".
+
+    `now` is the time for `strftime_now`, in ISO format.
+    """
     variables = {"strftime_now": datetime.fromisoformat(now).strftime, **variables}
     try:
         template = compiled(source)
@@ -145,7 +148,7 @@ def answer(source: str, variables: dict[str, Any], now: str) -> dict[str, str]:
 
 
 def shown(error: Exception) -> str:
-    """Return the message of an error; its type if it is one of Python's."""
+    """Return the message of an error, after the name of its type for Python's built-in errors."""
     text = str(error)
     if type(error).__module__ == "builtins":
         return f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -155,7 +158,7 @@ def shown(error: Exception) -> str:
 
 
 def main(memory_bytes: int) -> None:
-    """Answer until the input ends."""
+    """Answer requests until standard input ends; the process may grow by `memory_bytes`."""
     answers = answers_of_this_process()
     limit_memory(memory_bytes)
     answer_requests(answers, {"text": ""}, answer, alarm_s=ALARM_S)

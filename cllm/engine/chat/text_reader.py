@@ -1,7 +1,7 @@
 """TextReader: text that arrives in parts, read by generators that wait for more.  Pure.
 
-A step of a grammar is a generator: it yields where it needs more text, and returns what it read.  What
-it decides depends on the text alone, never on how that was cut.
+A step of a grammar is a generator: it yields when it needs more text, and returns its result at the end.
+The result depends on the text alone, never on how the text was divided into parts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 Step = Generator[None, None, T]
 
 SPACE = " \t\r\n"
-# Text that was read is dropped so many characters at a time.
+# Text that was read is dropped once it has more characters than this.
 N_DROPPED_AT_ONCE = 4096
 
 
@@ -35,7 +35,7 @@ class Markers:
     """Strings that are searched for together."""
 
     def __init__(self, markers: Iterable[str]) -> None:
-        # The longest first: one may begin another.
+        # The longest first: a marker may be a prefix of another.
         self.markers: tuple[str, ...] = tuple(
             sorted({m for m in markers if m}, key=len, reverse=True)
         )
@@ -49,7 +49,7 @@ class Markers:
         self._begun = re.compile(rf"(?:{'|'.join(map(re.escape, longest_first)) or '(?!)'})\Z")
 
     def search(self, text: str, start: int) -> re.Match[str] | None:
-        """The first marker in the text, the longest that begins there."""
+        """Return the first marker at or after `start`, the longest if several begin there; None without one."""
         return self._whole.search(text, start)
 
     def may_grow(self, text: str, start: int) -> bool:
@@ -61,14 +61,14 @@ class Markers:
         )
 
     def begun(self, text: str, start: int) -> int:
-        """Return the position from which the end of the text may begin a marker; its length if there is none."""
+        """Return the position of an incomplete marker at the end of the text; `len(text)` if there is none."""
         match = self._begun.search(text, max(start, len(text) - self.longest))
         return len(text) if match is None else match.start()
 
 
 @lru_cache(256)
 def markers_of(*texts: str) -> Markers:
-    """`Markers`, made once."""
+    """Return the `Markers` of these texts; up to 256 are cached."""
     return Markers(texts)
 
 
@@ -78,7 +78,7 @@ class TextReader:
     Attributes
     ----------
     at : int
-        Where the next step reads; may be set back to what it was after `hold`.
+        Position from which the next step reads.  After `hold`, it may be set back as far as the position then.
     is_closed : bool
         No more text will be added.
     """
@@ -88,14 +88,14 @@ class TextReader:
         self.at: int = 0
         self.is_closed = False
         self._is_held = False
-        # While `until` waits and nothing is unread: who is given text, and how a marker begins.
+        # While `until` waits and all text is read: its `emit`, and the first characters of its markers.
         self._emit: Callable[[str], None] | None = None
         self._first: re.Pattern[str] | None = None
 
     def has_no_marker(self, text: str, emit: Callable[[str], None]) -> bool:
         """Return True if `until`, which waits for a marker, would pass all of this text to `emit` at once.
 
-        False as well for no text, and where white space at its end may stand before a marker.
+        False for an empty text, and for white space at its end, which may precede a marker.
         """
         first = self._first
         return (
@@ -117,15 +117,15 @@ class TextReader:
         return self.at
 
     def release(self) -> None:
-        """Release the text that has been read."""
+        """Allow text that has been read to be dropped again."""
         self._is_held = False
 
     def since(self, at: int) -> str:
-        """The text from `at` to here."""
+        """Return the text from position `at` to the current position."""
         return self._text[at : self.at]
 
     def rest(self) -> str:
-        """All text that is there."""
+        """Read all text that has arrived, and return it."""
         text, self.at = self._text[self.at :], len(self._text)
         return text
 
@@ -135,7 +135,7 @@ class TextReader:
         yield
 
     def is_at_end(self) -> Step[bool]:
-        """True if nothing follows."""
+        """Return True if the text ends here; wait until that is known."""
         while self.at == len(self._text):
             if self.is_closed:
                 return True
@@ -143,16 +143,16 @@ class TextReader:
         return False
 
     def skip_space(self) -> Step[None]:
-        """Spaces, tabs and line ends."""
+        """Read spaces, tabs and line ends."""
         while not (yield from self.is_at_end()) and self._text[self.at] in SPACE:
             self.at += 1
 
     def peek(self) -> Step[str]:
-        """The next character; "" at the end."""
+        """Return the next character without reading it; "" at the end."""
         return "" if (yield from self.is_at_end()) else self._text[self.at]
 
     def accept(self, literal: str) -> Step[bool]:
-        """Read the literal if it is next."""
+        """Read the literal and return True if it is next; otherwise return False."""
         while True:
             if self._text.startswith(literal, self.at):
                 self.at += len(literal)
@@ -163,14 +163,14 @@ class TextReader:
             yield
 
     def accept_any(self, literals: Iterable[str]) -> Step[str | None]:
-        """Read the first of these that is next."""
+        """Read and return the first of these that is next; None if none is."""
         for literal in literals:
             if literal and (yield from self.accept(literal)):
                 return literal
         return None
 
     def accept_behind_space(self, literal: str) -> Step[bool]:
-        """Read white space and the literal behind it; neither, if that is not next."""
+        """Read white space and the literal after it, and return True; otherwise read neither: False."""
         at, was_held = self.at, self._is_held
         self._is_held = True
         yield from self.skip_space()
@@ -181,7 +181,7 @@ class TextReader:
         return found
 
     def is_before(self, literals: Iterable[str]) -> Step[bool]:
-        """Return True if one of these is next, behind white space, or nothing is."""
+        """Return True if one of these, or the end of the text, is next after white space.  Read nothing."""
         at, was_held = self.at, self._is_held
         self._is_held = True
         yield from self.skip_space()
@@ -206,21 +206,21 @@ class TextReader:
         emit: Callable[[str], None] | None = None,
         limit: int | None = None,
     ) -> Step[tuple[str, str]]:
-        """Text up to the first of some literals, and which; that one is read too.
+        """Read up to and including the first of some literals; return the text before it, and the literal.
 
         Parameters
         ----------
         emit : callable, optional
-            Given the text as it comes; then "" is returned for it.
+            Receives the text before the literal as it arrives; "" is returned instead of it.
         limit : int, optional
-            Characters of text at the most.
+            Maximum number of characters before the literal.
 
         Raises
         ------
         EndOfTextError
-            None of them comes.
+            The text ends without any of the literals.
         MismatchError
-            None of them comes within the limit.
+            The limit is exceeded.
         """
         found, before = markers_of(*literals), list[str]()
         take = before.append if emit is None else emit
@@ -239,7 +239,7 @@ class TextReader:
         return "".join(before), match.group()
 
     def _found(self, markers: Markers) -> re.Match[str] | None:
-        """The marker that comes first; None if that is not known yet."""
+        """Return the first marker; None if there is none, or more text may change which is the first."""
         match = markers.search(self._text, self.at)
         if match is None or self.is_closed:
             return match
@@ -247,7 +247,10 @@ class TextReader:
         return None if begins_before or markers.may_grow(self._text, match.start()) else match
 
     def _spend(self, left: int, n: int) -> int:
-        """Return the rest of a limit; the position where it is exceeded is independent of the cuts."""
+        """Return `left - n`; if it is negative, read `left` characters and raise `MismatchError`.
+
+        The error's position does not depend on how the text was divided into parts.
+        """
         if n > left:
             self.at += left
             raise MismatchError
@@ -259,12 +262,12 @@ class TextReader:
             take(text)
 
     def json(self, emit: Callable[[str], None]) -> Step[None]:
-        """Read one JSON value, and pass it to `emit` as it arrives; line ends inside strings are escaped.
+        """Read one JSON value, and pass it to `emit` as it arrives; control characters in strings are escaped.
 
         Raises
         ------
         MismatchError
-            It is none, or ends too early.
+            The text is not JSON; `EndOfTextError` if it ends inside the value.
         """
         scanner = JsonScanner()
         while not scanner.is_done:
@@ -283,7 +286,7 @@ class TextReader:
                 yield
 
     def json_text(self) -> Step[str]:
-        """One JSON value."""
+        """Read one JSON value, and return its text."""
         parts: list[str] = []
         yield from self.json(parts.append)
         return "".join(parts)

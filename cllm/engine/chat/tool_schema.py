@@ -1,7 +1,7 @@
-"""ToolParameters: what the arguments of a tool may be, for every format of calls.  Pure.
+"""ToolParameters: the arguments that a tool allows, for every format of calls.  Pure.
 
-The schema is resolved once, against its own root.  Grammars of calls and parsers of answers both go by
-this; nothing else reads `parameters`.
+The schema is resolved once, against its own root.  Grammars of calls and parsers of answers both use it,
+so that they agree.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class ValueSchema:
             return TYPES
 
     def member(self, key: str) -> ValueSchema:
-        """Return the schema of an object's member; anything if unknown."""
+        """Return the schema of an object's member; if it is unknown, one that allows anything."""
         if key not in self._members:
             self._members[key] = self._inner(lambda: self.document.member(self.schema, key))
         return self._members[key]
 
     def item(self) -> ValueSchema:
-        """Return the schema of an array's items; anything if unknown."""
+        """Return the schema of an array's items; if it is unknown, one that allows anything."""
         return self._inner(lambda: self.document.item(self.schema))
 
     def _inner(self, find: Callable[[], object]) -> ValueSchema:
@@ -64,15 +64,17 @@ class ToolParameters:
     Parameters
     ----------
     tool : mapping
-        As OpenAI has it, checked.
+        Checked definition of a tool in OpenAI's form, or its `function` alone.
     number : int
-        Of the tool in the request.
+        Index of the tool in the request, from 0.
 
     Attributes
     ----------
     name : str
     is_strict : bool
-        A keyword of the schema that cannot be enforced is an error.
+        True if a keyword of the schema that cannot be enforced is an error.
+    field : str
+        Name of the schema in errors, such as `tools[0].function.parameters`.
     """
 
     def __init__(self, tool: Mapping[str, Any], number: int = 0) -> None:
@@ -104,12 +106,12 @@ class ToolParameters:
 
     @cached_property
     def objects(self) -> list[ObjectSchema]:
-        """The kinds of arguments that may be written.
+        """Return the kinds of objects that the arguments may be, one for each alternative of the schema.
 
         Raises
         ------
         InvalidRequestError
-            There are none.
+            No object is possible, or the schema is strict and cannot be enforced.
         """
         found = [kind for kind in self.document.objects(self._root) if self._is_possible(kind)]
         if not found:
@@ -124,7 +126,7 @@ class ToolParameters:
         )
 
     def json(self) -> dict[str, Any]:
-        """Return a schema of the arguments as one JSON object, which can be put anywhere."""
+        """Return a closed schema of the arguments as one JSON object (see `SchemaDocument.closed`)."""
         kinds = [self._json_of(kind) for kind in self.objects]
         return self.document.closed(kinds[0] if len(kinds) == 1 else {"anyOf": kinds})
 

@@ -1,6 +1,6 @@
 """ValueGrammar: rules of Lark for values that a schema allows, as a model writes them.  Pure.
 
-A value is JSON, text as it is, or in a `Notation` such as Python's.
+A value is written as JSON, as unescaped text, or in a `Notation` such as Python's.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from cllm.errors import InvalidRequestError
 STRING = frozenset({"string"})
 NUMBERS = frozenset({"integer", "fraction"})
 COMMA = '"," gap'
-# One space or line end between the tokens of JSON: a run of them would use up `max_tokens`.
+# At most one space or line end between the tokens of JSON: a run of them would use up `max_tokens`.
 COMPACT = {"whitespace_pattern": r"[ \n]?"}
-# A key that the schema does not name, where it takes such ones.
+# Terminal for a key that the schema allows, but does not name.
 FREE_KEY = "/[A-Za-z0-9_.$-]{1,64}/"
 NO_ESCAPES = r"/[^\x00-\x1f\x7f\"\\]*/"
 N_COUNTED_MAX = 64  # keys that a grammar counts for `minProperties` and `maxProperties`
 N_RULES_MAX = 20_000
-# Return a rule of a member, given its key (None for one that has no name), what stands for such a
-# key, and its schema; None if it cannot be written.
+# Function of a member's key, a terminal, and the member's schema.  If the schema does not name the key,
+# the key is None, and the terminal stands for it.  The result is a rule, None if none can be written.
 WriteMember = Callable[[str | None, str, object], str | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Notation:
-    """Notation of values inside other values.
+    """Notation of values other than JSON, also for the values inside them.
 
     Attributes
     ----------
     quote : str
-        Around text that is written as it is.
+        Quotation mark on both sides of a string without escapes.
     writable : str
-        Terminal of texts that can be written so.
+        Terminal for strings that can be written without escapes.
     constants : mapping of str to str
-        Of `null`, `true` and `false`.
+        Spelling of `null`, `true` and `false`.
     json_strings : bool
-        Strings may be JSON, too; keys are quoted then.
+        True if strings may be JSON, too; keys are quoted then.
     escaped : str
-        Expression of any text with escapes in it; "" if there are none.
+        Regular expression of any string with escapes; "" if the notation has no escapes.
     """
 
     quote: str
@@ -63,13 +63,14 @@ class ValueGrammar:
     ----------
     tool : ToolParameters
     number : str
-        Part of the names of rules; another one for each tool.
+        Part of the names of rules, different for each tool.
     literals : callable
-        Returns the parts of a text as Lark has them.
+        Returns the parts of a text in Lark, as `literals_of` does.
 
     Attributes
     ----------
     rules : list of str
+        Rules in Lark that were added so far.
     """
 
     def __init__(
@@ -81,10 +82,10 @@ class ValueGrammar:
         self._number = number
         self._literals = literals
         self._n_names = 0
-        self._natives: dict[tuple[int, int], tuple[str, object]] = {}  # the schemas stay alive
+        self._natives: dict[tuple[int, int], tuple[str, object]] = {}  # keeps the schemas alive
 
     def name(self, kind: str) -> str:
-        """Return a name for another rule."""
+        """Return an unused name for a rule."""
         self._n_names += 1
         return f"{kind}_{self._number}_{self._n_names}"
 
@@ -94,7 +95,7 @@ class ValueGrammar:
         Raises
         ------
         InvalidRequestError
-            There are too many.
+            The grammar has `N_RULES_MAX` rules already.
         """
         if len(self.rules) >= N_RULES_MAX:
             raise InvalidRequestError(self._tool.field, "its schema", "a smaller schema")
@@ -106,7 +107,7 @@ class ValueGrammar:
         return " ".join(self._literals(text))
 
     def json(self, schema: object, types: frozenset[str] = TYPES, quoted: str = "") -> str:
-        """Return a rule for values of these types in JSON; see `narrowed`."""
+        """Add a rule for values of `types` as JSON, and return its name; `quoted` is as in `narrowed`."""
         closed = self._document.closed(schema)
         if not self._document.types(schema) <= types:
             closed = narrowed(closed, types, quoted)
@@ -114,7 +115,7 @@ class ValueGrammar:
         return self.add(self.name("value"), body)
 
     def quoted(self, schema: object, quoted: str) -> str:
-        """Return a terminal of texts as JSON that are among `quoted` and need no escapes."""
+        """Add a terminal for JSON strings without escapes that `schema` and `quoted` allow; return its name."""
         text = text_terminal(self._document, schema) or ANY_TEXT
         body = f"""'"' ({text} & /{quoted}/ & {NO_ESCAPES}) '"'"""
         return self.add(self.name("TEXT"), body.replace("'\"'", r'"\""'))
@@ -122,17 +123,18 @@ class ValueGrammar:
     def text(
         self, schema: object, end: str, writable: str, *, newline: str = "", start: str = ""
     ) -> str | None:
-        """Return a rule of text as it is, with its end; None if the schema allows no text.
+        """Add a rule for an unescaped string up to `end`, and return its name; None if no string is allowed.
 
         Parameters
         ----------
         end : str
+            Plain text that ends the string.
         writable : str
-            Terminal of texts that can be written.
+            Terminal for strings that can be written.
         newline : str
-            In Lark, before the end.
+            Lark before the end.
         start : str
-            Before the text.
+            Plain text before the string.
         """
         text = text_terminal(self._document, schema)
         if text is None:
@@ -145,7 +147,7 @@ class ValueGrammar:
             return self.add(
                 self.name("text"), " ".join([self.literal(start), terminal, first, *behind])
             )
-        # One terminal: where no text can be written, its beginning is not offered either.
+        # `start` is in the same terminal: a model cannot begin a string if none can be written.
         self.add(terminal, f"{literal(start) if start else ''} {body} {first}")
         begun = self.add(self.name("begun") + "[lazy]", terminal)
         return self.add(self.name("text"), " ".join([begun, *behind]))
@@ -158,26 +160,27 @@ class ValueGrammar:
         between: tuple[str, str],
         others: Collection[str] = (),
     ) -> str | None:
-        """Return a rule of the members of one kind of objects, in the order of the schema.
+        """Add rules for the members of one kind of objects, in the order of the schema.
 
         Parameters
         ----------
         write : callable
+            Adds the rule of one member; see `WriteMember`.
         between : (str, str)
-            In Lark, before the first member and before the others.
+            Lark before the first member, and before each further member.
         others : collection of str
-            Keys that members without a name do not have.
+            Keys that a member cannot have unless the schema names it.
 
         Returns
         -------
         str or None
-            None if no object of this kind can be written.
+            Name of the first rule; None if no object of this kind can be written.
         """
         n_min, n_max = kind.n_min, kind.n_max
         if max(n_min, n_max or 0) > N_COUNTED_MAX:
             self._document.cannot("minProperties" if n_min > N_COUNTED_MAX else "maxProperties")
             n_min, n_max = 0, None
-        top = max(n_min, n_max or 0, int(between[0] != between[1]))  # counted up to there
+        top = max(n_min, n_max or 0, int(between[0] != between[1]))  # counted up to this
         keys, written = list(kind.properties), dict[str, str]()
         for key in keys:
             schema = self._document.joined(kind.properties[key])
@@ -227,7 +230,7 @@ class ValueGrammar:
 
     # --- Values in a notation -----------------------------------------------------------------
     def native(self, schema: object, notation: Notation) -> str:
-        """Return a rule of values in a notation."""
+        """Return the name of a rule for values in a notation; `InvalidRequestError` if no value is possible."""
         key = (id(schema), id(notation))
         if key not in self._natives:
             name = self.name("native")
@@ -324,7 +327,7 @@ def plain_key(key: str) -> str:
 
 def json_of(schema: Mapping[str, Any], *, is_strict: bool) -> str:
     """Return a schema as JSON text for llguidance."""
-    # What is left of a lenient schema that llguidance does not enforce, it ignores as well.
+    # llguidance ignores remaining keywords that it does not enforce, if the schema is not strict.
     options = COMPACT if is_strict else {**COMPACT, "lenient": True}
     options = {**options, **schema.get("x-guidance", {})}
     return json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)

@@ -19,20 +19,20 @@ from cllm.errors import InvalidRequestError
 
 
 class ConstraintCompiler:
-    """Compiles the constraints of requests, each text once.
+    """Compiles the constraints of requests, and keeps the 16 that were used last.
 
     Parameters
     ----------
     check_serving : callable
-        The vocabulary, or why requests are not served.
+        Returns the vocabulary; raises an error if requests are not served.
     workers : WorkerThreads
-        One more is started when it is first wanted.
+        Starts the thread that compiles, at the first use.
     n_threads : int
-        That compute masks.
+        Number of threads that compute masks.
     files : callable
-        What the engine has loaded: another model has another vocabulary.
+        Returns the files that the engine has loaded; trials use the vocabulary of its model.
     names_only : bool
-        Try constraints, and leave it to the process that samples to compile them.
+        True: only try constraints; the process that samples compiles them.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ConstraintCompiler:
     async def compile(
         self, params: SamplingParams, tool_grammar: str | None = None
     ) -> CompiledConstraint | None:
-        """Return the constraint in these parameters, or of this grammar of calls, ready to start.
+        """Return the compiled constraint of `tool_grammar` (Lark), else of `params`; None if there is none.
 
         Raises
         ------
@@ -89,7 +89,8 @@ class ConstraintCompiler:
             return self._guidance
 
         try:
-            await self._worker.run(prepare)  # says what is missing before a process is started
+            # Raises without llguidance, before a process is started.
+            await self._worker.run(prepare)
             await self._try(field, text)
             return await self._worker.run(lambda: prepare().compile(field, text))
         except (NotAvailableError, RuntimeError) as error:  # or a panic in llguidance

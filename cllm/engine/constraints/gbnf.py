@@ -14,7 +14,7 @@ from itertools import pairwise
 MAX_NESTING = 64  # brackets and repetitions; llguidance's parser recurses
 MAX_REPETITIONS = 2_000  # MAX_REPETITION_THRESHOLD of llama.cpp
 
-# What text can have, without NUL: (first, last) of each range.
+# Code points that a text can contain, without NUL: (first, last) of each range.
 _TEXT = ((0x1, 0xD7FF), (0xE000, 0x10FFFF))
 
 _BLANKS = re.compile(r"(?:[ \t]|#[^\r\n]*)*")
@@ -40,7 +40,7 @@ def lark_of_gbnf(text: str, n_vocab: int, token_of: Callable[[str], int | None])
     n_vocab : int
         Number of tokens; `<[id]>` must be less.
     token_of : callable
-        Returns the token that `<text>`, brackets included, is; None if it is not one token.
+        Returns the id of the token spelled `<text>`, brackets included; None if it is not one token.
 
     Raises
     ------
@@ -131,7 +131,7 @@ class _Writer:
         return name
 
     def _alternatives(self, depth: int) -> tuple[str, int]:
-        """Return the alternatives of a rule or group, and its depth of brackets."""
+        """Return the alternatives of a rule or group in Lark, and their depth of brackets and repetitions."""
         sequences = [self._sequence(depth)]
         while self._peek() == "|":
             self._at += 1
@@ -314,5 +314,5 @@ def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _lexeme(ranges: Iterable[tuple[int, int]]) -> str:
-    """Return a lexeme of one character."""
+    """Return a Lark lexeme that matches one character of these ranges."""
     return "/[" + "".join(rf"\u{{{low:x}}}-\u{{{high:x}}}" for low, high in ranges) + "]/"

@@ -1,8 +1,8 @@
 """Structured output: schemas, regular expressions and grammars as constraints, by llguidance.
 
-Compiled on a worker thread, used on the inference thread.  llguidance bounds by itself what a
-constraint may cost, to compile and for every token; a constraint that costs more ends its request.
-llguidance comes with the extra `structured` and is imported when it is first wanted.
+Constraints are compiled on a worker thread and used on the inference thread.  llguidance limits the
+cost of compilation and of each token; a constraint that costs more ends its request.  llguidance
+comes with the extra `structured` and is imported at the first use.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from cllm.engine.json_schema import enforceable
 from cllm.engine.vocabulary import GuidanceVocabulary
 from cllm.errors import CllmError, InvalidRequestError
 
-# Earley items of a mask, 20,000 a millisecond.  Grammars of short lexemes, as GBNF becomes, need more
-# than the 50,000 that are llguidance's default.
+# Limit of Earley items for a mask; 20,000 take a millisecond.  GBNF becomes many short lexemes, which
+# need more than llguidance's default of 50,000.
 MAX_ITEMS_OF_GRAMMARS = 200_000
-# The lexer's work for a token.  Texts of limited length that end at a marker, as calls of tools have
-# them, need more than the 200,000 that are llguidance's default: a tenth of a second, once.
+# Limit of the lexer's work for a token.  Tool calls have texts of limited length that end at a marker.
+# These need more than llguidance's default of 200,000: a tenth of a second, once.
 MAX_LEXING_OF_TOOLS = 6_000_000
-# The same for the first look at a grammar: 1,000,000 by default.
+# The same limit for the start of a grammar; llguidance's default is 1,000,000.
 MAX_LEXING_OF_STARTS = 5_000_000
-N_COMPILED_MAX = 16  # remembered; one may hold tens of MiB
-MAX_PART = 256
-# Any amount of whitespace would be JSON too, and a model that is lost in it never ends.  A schema that
-# wants more of it says so: `"x-guidance": {"whitespace_pattern": …}`.
+N_COMPILED_MAX = 16  # constraints kept after compilation; one may take tens of MiB
+MAX_PART = 256  # characters that are tokenized at once
+# White space between JSON tokens, at most one character: a model could otherwise write it without end.
+# A schema can allow more: `"x-guidance": {"whitespace_pattern": …}`.
 WHITESPACE = r"[ \n]?"
 
 
@@ -44,7 +44,7 @@ class Guidance:
     ----------
     vocabulary : GuidanceVocabulary
     n_threads : int
-        That compute masks.
+        Number of threads that compute masks.
 
     Raises
     ------
@@ -79,14 +79,14 @@ class Guidance:
         self._compiled: OrderedDict[tuple[str, str], CompiledMatcher] = OrderedDict()
 
     def compile(self, field: str, text: str) -> CompiledMatcher:
-        """Return a constraint of `json_schema`, `regex`, `grammar` (GBNF), or `lark` and `tools` (Lark).
+        """Return the compiled constraint of a text.  Worker thread only.
 
-        Worker thread.
+        `field` is `json_schema`, `regex`, `grammar` (GBNF), `lark` or `tools` (both Lark).
 
         Raises
         ------
         InvalidRequestError
-            It cannot be used; says why.
+            The text cannot be used; the message has the reason.
         """
         compiled = self._compiled.get((field, text))
         if compiled is None or compiled.is_broken:
@@ -123,7 +123,7 @@ class Guidance:
             raise InvalidRequestError(field, text, f"usable ({error})") from None
         matcher = matchers(self._tokenizer, grammar, log_level=0, limits=limits)
         if not matcher.is_error():
-            # Whether anything satisfies it shows with the first mask.
+            # The first mask shows if any output can satisfy the constraint.
             first = matcher.deep_copy()
             first.compute_bitmask()
             if not first.is_error():
@@ -136,7 +136,7 @@ class Guidance:
         return tokens[0] if len(tokens) == 1 else None
 
     def masks(self, constraints: Sequence[Matcher]) -> list[Mask | Exception]:
-        """See `ConstraintFamily`: side by side on llguidance's own threads."""
+        """Compute the masks in parallel, on llguidance's own threads; see `ConstraintFamily`."""
         n = len(constraints)
         if len(self._bits) < n:
             self._bits = np.zeros((n, self._n_words), np.int32)
@@ -163,8 +163,8 @@ class CompiledMatcher:
     Attributes
     ----------
     is_broken : bool
-        True after an error of one of its matchers.  They share a lexer, which then answers nothing
-        more: the next request compiles anew.
+        True after an error of one of its matchers.  All of them share a lexer that is then unusable:
+        the next request compiles the constraint again.
     """
 
     def __init__(self, family: Guidance, matcher: Any) -> None:
@@ -178,13 +178,13 @@ class CompiledMatcher:
 
 
 class Matcher:
-    """A `TokenConstraint`: llguidance's parser and how far it has come."""
+    """`TokenConstraint` of one output: llguidance's parser and its position."""
 
     def __init__(self, compiled: CompiledMatcher, matcher: Any) -> None:
         self.family: Guidance = compiled.family
         self.matcher = matcher
         self._compiled = compiled
-        self._forced: deque[int] = deque()  # found before, and still to come
+        self._forced: deque[int] = deque()  # forced tokens that are computed but not accepted yet
 
     def allows(self, token: int) -> bool:
         """Return True if the output may continue, or end, with this token."""
@@ -203,7 +203,7 @@ class Matcher:
             self._forced.clear()
 
     def forced(self) -> Sequence[int]:
-        """The next tokens, as far as it leaves no choice of the text."""
+        """Return the next tokens that the constraint forces; empty if it leaves a choice."""
         if not self._forced:  # the whole of a long text is found at once
             self._forced.extend(self.matcher.compute_ff_tokens())
         return self._forced
@@ -227,15 +227,15 @@ class _Tokens:
         self.tokens, self.special_token_ids = _spelled(vocabulary)
 
     def __call__(self, text: bytes) -> list[int]:
-        # On threads of llguidance's own, whose stacks are small: some tokenizers recurse for every
-        # character.  Where the cuts are does not matter to what is allowed.
+        # llguidance's own threads call this.  Their stacks are small, and some tokenizers recurse for every
+        # character: the text is cut.  The places of the cuts do not change the allowed tokens.
         whole = text.decode("utf-8", "replace")
         parts = [whole[i : i + MAX_PART] for i in range(0, len(whole), MAX_PART)]
         return [token for part in parts for token in self._vocabulary.tokenize_inside(part)]
 
 
 def _spelled(vocabulary: GuidanceVocabulary) -> tuple[list[bytes], list[int]]:
-    """Return the bytes of every token, and the tokens that are no text."""
+    """Return the bytes of every token, and the ids of the tokens without text (control tokens)."""
     pieces = [vocabulary.piece(token) for token in range(vocabulary.n_tokens)]
     special = [token for token, piece in enumerate(pieces) if not piece]
     for token in special:

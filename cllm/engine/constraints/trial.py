@@ -1,7 +1,7 @@
-"""ConstraintTrial: constraints are compiled and followed a while in another process first.
+"""ConstraintTrial: compile constraints, and follow them for some tokens, in another process first.
 
 A large `multipleOf` hangs llguidance or exhausts the memory, and some constants overflow its stack.
-Here that ends the process of `llama.trial_child` alone.
+In a trial this ends only the process of `llama.trial_child`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ FATAL = f"one that can be followed within {MEMORY_BYTES >> 20} MiB and without e
 class ConstraintTrial:
     """Tries constraints, one at a time, in a process that is started when it is first needed.
 
-    Event loop only.  A verdict is remembered.
+    Event loop only.  The last 256 verdicts are remembered, but no timeout and no crash.
 
     Parameters
     ----------
     model : FileContent
-        The model whose vocabulary counts.
+        The model; constraints are tried with its vocabulary.
     workers : WorkerThreads
-        One more is started with the first trial, and waits for the process.
+        Starts the thread that waits for the process, at the first trial.
     """
 
     def __init__(self, model: FileContent, workers: WorkerThreads) -> None:
@@ -53,15 +53,15 @@ class ConstraintTrial:
         self._closed = False
 
     async def run(self, field: str, text: str) -> None:
-        """Return if the constraint can be used.
+        """Try a constraint; raise an error if it cannot be used.
 
-        The two seconds that a trial may take begin when the process is ready for it.  If the
-        caller is cancelled, the process is ended and the next caller starts another.
+        A trial may take 2 s from the time when the process is ready.  If the caller is cancelled, the
+        process is ended and the next caller starts another.
 
         Raises
         ------
         InvalidRequestError
-            It cannot; the limit says why.
+            The constraint cannot be used; `limit` has the reason.
         NotAvailableError
             The process did not start.
         ClosedError
@@ -74,7 +74,7 @@ class ConstraintTrial:
                 if key not in self._verdicts:
                     verdict = await self._try(field, text)
                     if verdict in (TOO_SLOW, FATAL):
-                        # Perhaps this process was busy, or another one short of memory: not for ever.
+                        # Not remembered: the machine may have been busy, or short of memory.
                         raise InvalidRequestError(field, text[:60], verdict)
                     self._verdicts[key] = verdict
         self._verdicts.move_to_end(key)
@@ -96,7 +96,7 @@ class ConstraintTrial:
                     self._child.close()
 
     async def _try(self, field: str, text: str) -> str | None:
-        """Return the verdict of the process, or of its end."""
+        """Return why the constraint cannot be used: the answer, a timeout or a crash; None if it can."""
         if self._worker is None:
             self._worker = self._workers.start("cllm-trial")
             self._workers.end_first(self._child.stop)

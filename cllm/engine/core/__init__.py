@@ -1,1 +1,1 @@
-"""The engine without threads, event loop and libllama: who runs, what a tick decodes, what becomes of it."""
+"""The engine without threads, event loop and libllama: its requests, batches, KV cache and results."""

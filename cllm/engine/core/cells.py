@@ -1,9 +1,9 @@
 """Cells: the KV cells of one context, in the bookkeeping and in llama.cpp at once.  Inference thread only.
 
-Every call that gives cells to a seq_id or takes them away is here: sharing prefixes, keeping what
-finished sequences computed, evicting it, truncating and removing.  After a removal `Cells` looks
-whether llama.cpp did it.  If it did not, `fault` says so: nothing may be decoded before the context
-has been recreated (`reset`).
+`Cells` shares prefixes, keeps what finished sequences computed, evicts it, truncates and removes.
+Only the core's probe and `SavedStates` change cells elsewhere, apart from decodes.  After a removal
+`Cells` checks that llama.cpp did it.  If not, it sets `fault`: the context must be recreated, and
+`reset` called, before the next decode.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from cllm.errors import LlamaCallError
 
 logger: logging.Logger = logging.getLogger("cllm.engine")
 
-# Copying a sequence between streams moves the whole stream: not worth it for less of it than this.
+# Sharing in the per-sequence layout copies a whole stream: no prefix shorter than this share of
+# `n_ctx_seq` is shared there.
 # A cell's copy takes 1/370 of a token's computation in a model of two layers, 1/1500 in one of 30.
 MIN_STREAM_SHARE = 1 / 512
-# Going on in a stream costs what was cached behind the common part: not more than was common.
+# Continuing in the stream of a cached prefix loses its tokens after the common part: at least this
+# share of it must be common.
 MIN_TAKEN_SHARE = 1 / 2
 
 
@@ -38,7 +40,7 @@ class Cells:
     memory : CacheMemory
     kv_cache : KVCache
     saved : SavedStates
-        Where prefixes go that leave the cells.
+        Takes the prefixes that leave the cells.
     n_seq_max : int
         Number of sequences that may run at once.
     prefix_cache_tokens : int
@@ -48,10 +50,10 @@ class Cells:
     Attributes
     ----------
     fault : Exception or None
-        Why the bookkeeping and llama.cpp may disagree.
+        Error after which the bookkeeping and llama.cpp may disagree; None while they agree.
     prefixes : PrefixCache
     can_truncate : bool
-        False for memory that forgets positions: it cannot give up a part, nor lend one.
+        False for memory that forgets positions: except for drafts, a sequence is shared or removed whole.
     """
 
     def __init__(
@@ -90,9 +92,10 @@ class Cells:
         return self.prefixes.match(sequence, running, n_min=n_min, whole_only=not self.can_truncate)
 
     def open(self, match: Match) -> Slot:
-        """Return a seq_id for a running sequence: a free one, or a cached one where no cells are shared.
+        """Return a slot for a running sequence: a free seq_id, or a cached one if cells cannot be shared.
 
-        There a cached prefix that is mostly shared becomes the running sequence, uncopied.
+        In the second case, the cached prefix of the match may become the running sequence, without a
+        copy.  Any other cached prefix whose seq_id is taken is evicted.
         """
         kv_cache = self.kv_cache
         if kv_cache.shares_cells:
@@ -100,8 +103,8 @@ class Cells:
         shared = match.entry if match.leader is None else None
         if shared is not None and match.n_tokens >= MIN_TAKEN_SHARE * len(shared.tokens):
             return self._take_over(shared)
-        # llama.cpp computes each unbroken row of seq_ids in a batch of its own: leave no gaps,
-        # though it cost a cached prefix.
+        # llama.cpp computes each run of consecutive seq_ids in a batch of its own: leave no gaps,
+        # even if that evicts a cached prefix.
         live = kv_cache.live_ids
         entries = {entry.slot.seq_id: entry for entry in self.prefixes.entries}
         ages = {entry.slot.seq_id: age for age, entry in enumerate(self.prefixes.entries, 1)}
@@ -147,7 +150,7 @@ class Cells:
 
     # --- Removing ----------------------------------------------------------------------------
     def truncate(self, slot: Slot, n_tokens: int) -> None:
-        """Leave the first `n_tokens` positions of a slot."""
+        """Keep only the first `n_tokens` positions of a slot."""
         if n_tokens < slot.n_computed:
             self._remove(slot.seq_id, n_tokens)
             self.kv_cache.truncate(slot, n_tokens)
@@ -158,12 +161,12 @@ class Cells:
         self.kv_cache.truncate(slot, 0)
 
     def release(self, slot: Slot) -> int:
-        """Remove all positions of a seq_id, and give it back; return the number of cells freed."""
+        """Remove all positions of a seq_id, and free the seq_id; return the number of cells freed."""
         self._remove(slot.seq_id, 0)
         return self.kv_cache.release(slot)
 
     def _remove(self, seq_id: int, n_tokens: int) -> None:
-        """Remove the positions of a seq_id from `n_tokens` on, and look."""
+        """Remove the positions of a seq_id from `n_tokens` on; set `fault` if llama.cpp did not."""
         try:
             removed = self._memory.seq_rm(seq_id, n_tokens or None)
             left = self._memory.seq_pos_max(seq_id)
@@ -177,7 +180,10 @@ class Cells:
 
     # --- Keeping -----------------------------------------------------------------------------
     def keep(self, slot: Slot, tokens: Tokens, lora: LoraUse) -> bool:
-        """Cache the tokens of a finished sequence; return True if its slot was handed over."""
+        """Cache the tokens of a sequence; return True if the prefix cache took over its slot.
+
+        Otherwise the tokens may be cached under another seq_id, and the caller releases the slot.
+        """
         n_tokens = min(slot.n_computed, self._n_tokens_max)
         if not n_tokens or self.fault is not None:
             return False
@@ -195,7 +201,10 @@ class Cells:
         return True
 
     def keep_copy(self, slot: Slot, tokens: Tokens, lora: LoraUse) -> Slot | None:
-        """Remember the first tokens of a slot under a seq_id that shares its cells; return its slot if they are new."""
+        """Cache the first tokens of a slot under a new seq_id that shares its cells; return the new slot.
+
+        Return None if a cached prefix has these tokens already, or no seq_id is free.
+        """
         if not self._make_way(tokens, lora):
             return None
         kv_cache, entries = self.kv_cache, self.prefixes.entries
@@ -223,7 +232,7 @@ class Cells:
         if (covering := self.prefixes.covering(tokens, lora, n_most=n_most)) is not None:
             self.prefixes.touch(covering)
             return False
-        if self.can_truncate:  # a part of the longer one does for the shorter
+        if self.can_truncate:  # part of the new entry can stand in for a shorter prefix
             for entry in self.prefixes.covered_by(tokens, lora):
                 self.evict(entry, saves=False)
         return True
@@ -234,7 +243,7 @@ class Cells:
             self.evict(self.prefixes.entries[0])
 
     def save(self, slot: Slot, tokens: Tokens, lora: LoraUse) -> SavedPrefix | None:
-        """Save the content of a slot outside the cells; return None if that does not pay."""
+        """Save the content of a slot in host memory or a file; return None if it is not saved."""
         return None if self.fault is not None else self._saved.add(slot, tokens, lora)
 
     def write_all(self) -> None:
@@ -255,7 +264,10 @@ class Cells:
         logger.debug("cached prefix of %d tokens: evicted, %d cells", len(entry.tokens), n_cells)
 
     def erase(self, seq_id: int) -> int:
-        """Evict the cached prefix of a seq_id, and save none; return the number of its tokens, 0 without one."""
+        """Evict the cached prefix of a seq_id without saving it; return its number of tokens.
+
+        Return 0 if the seq_id has no cached prefix.
+        """
         for entry in self.prefixes.entries:
             if entry.slot.seq_id == seq_id:
                 self.evict(entry, saves=False)
@@ -263,7 +275,7 @@ class Cells:
         return 0
 
     def evict_until(self, n_free: int) -> None:
-        """Evict cached prefixes, least recently used first, until enough cells are free."""
+        """Evict cached prefixes, least recently used first, until `n_free` cells are free or none is left."""
         while self.kv_cache.n_free < n_free and self.prefixes.entries:
             self.evict(self.prefixes.entries[0])
 
@@ -275,7 +287,7 @@ class Cells:
             self._saved.tiers.forget_lora(name)
 
     def evict_all(self) -> int:
-        """Evict every cached prefix and save none; return their number."""
+        """Evict every cached prefix without saving it; return their number."""
         n_entries = len(self.prefixes.entries)
         while self.prefixes.entries:
             self.evict(self.prefixes.entries[0], saves=False)
@@ -304,7 +316,7 @@ class Cells:
         self.fault = fault
 
     def reset(self) -> None:
-        """Begin anew: the context is new and empty."""
+        """Clear the bookkeeping and the fault, because the context is empty."""
         self.kv_cache.clear()
         self.prefixes.entries.clear()
         self.fault = None

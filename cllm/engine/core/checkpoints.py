@@ -1,10 +1,13 @@
 """Choose the positions at which the memory of a sequence is saved, so that others can start there.  Pure.
 
-Memory of one position only, that of recurrent models and of windows that slide, can be shared whole or
-not at all: no sequence can take part of a longer prefix.  So it is saved where others will need it: where
-two requests have diverged, for that is where the next will part from them; a little before the end of a
-prompt, for the next turn of a chat has another text there as soon as its template leaves out thoughts;
-and every so often.  The output of a request that may go back has its last checkpoints, too.
+Memory of recurrent models and of sliding windows belongs to one position, and can be shared as a whole
+only.  So it is saved where later requests will need it:
+
+- where two requests have diverged, because the next one will probably diverge there too;
+- a little before the end of a prompt, because a template may write the answer differently in the next turn;
+- at regular intervals.
+
+The output of a request that may be rewound has checkpoints too, of which the last ones are kept.
 """
 
 from __future__ import annotations
@@ -14,14 +17,15 @@ from collections.abc import Iterable
 from cllm.checks import INT32_MAX
 
 NEVER = INT32_MAX
-# No two are nearer to each other: computing so few tokens takes no longer than a decode with one of them.
+# A checkpoint must save at least so many tokens: computing fewer takes no longer than a decode of one.
 MIN_GAIN = 32
-# Before the end of a prompt; what a template writes to let the model begin has rarely more tokens.
+# Tokens after the last checkpoint of a prompt: the text with which a template begins an answer rarely
+# has more.
 TAIL = 16
-# Every so often: a prompt has at most so many of them, at multiples of this or of a power of two of it.
+# Regular checkpoints of a prompt: at multiples of `INTERVAL`, doubled until at most `N_REGULAR` fit.
 INTERVAL = 512
 N_REGULAR = 8
-# In an output: every so often, and how many of one output are kept.
+# Tokens between two checkpoints of an output, and number of its checkpoints that are kept.
 OUTPUT_INTERVAL, N_OUTPUT_CHECKPOINTS = 64, 2
 
 
@@ -44,9 +48,9 @@ def next_checkpoint(
     branch_points : iterable of int
         Positions at which other sequences have diverged from it, or will.
     n_least : int
-        Nowhere else before so many tokens.
+        Smallest position of a checkpoint in the prompt, except at branch points.
     n_output_from : int
-        From so many tokens on, the output of a request that may go back is kept.
+        Position after which the output has checkpoints; `NEVER` for none.
     """
     step = INTERVAL
     while n_prompt > N_REGULAR * step:

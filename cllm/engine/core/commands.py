@@ -22,7 +22,7 @@ from cllm.errors import (
     GenerationError,
 )
 
-MAX_STATE_BYTES = 1 << 30  # of a sequence, that cross to another process in one frame
+MAX_STATE_BYTES = 1 << 30  # largest KV state that is sent to another process
 
 
 # --- Questions --------------------------------------------------------------------------------
@@ -33,7 +33,7 @@ class Audit:
 
 @dataclass(frozen=True, slots=True)
 class Inspect:
-    """Return a `LiveView`.  Ticks are recorded for a while from the first such question on."""
+    """Return a `LiveView`.  Ticks are recorded for the next view, for some time after each question."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class LoadLora:
     Attributes
     ----------
     scale : float
-        For requests that name no adapters.
+        Scale for requests that name no adapters; 0: they do not use it.
     """
 
     name: str
@@ -60,7 +60,7 @@ class UnloadLora:
 
 @dataclass(frozen=True, slots=True)
 class EraseSlot:
-    """Free the cells of a cached prefix.  The answer is the number of its tokens."""
+    """Free the cells of a cached prefix.  The answer is the number of its tokens, 0 without one."""
 
     seq_id: int
 
@@ -90,7 +90,7 @@ class CancelRequest:
     Attributes
     ----------
     saves_state : bool
-        Its `Finished` is to bring what the KV cache held, if that can be had.
+        True if its `Finished` should carry the KV state of the request, if that can be saved.
     """
 
     request_id: str
@@ -112,7 +112,10 @@ class ClearPrefixCache:
 
 @dataclass(frozen=True, slots=True)
 class PrefixLoaded:
-    """The file of a prefix has been read; without a state, it is of no use or gone.  From a thread beside."""
+    """A file of the prefix cache was read.  Without a state, it is unusable or gone.
+
+    Sent by the thread of `PrefixFiles`.
+    """
 
     file: str
     state: SequenceState | None
@@ -158,22 +161,23 @@ class SlotState(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     WAITING = "waiting"
-    """For the tokens that another sequence computes for both."""
+    """The request waits for tokens that another sequence computes for both."""
     PAUSED = "paused"
-    """For its reader."""
+    """The request waits for its reader to take deltas."""
     CACHED = "cached"
-    """By the prefix cache."""
+    """The prefix cache holds the seq_id."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotInfo:
-    """One seq_id.
+    """State of one seq_id.
 
     Attributes
     ----------
     request_id : str or None
+        Request that holds it; None if it is free or cached.
     n_prompt, n_output : int
-        Tokens of its request, prompt and sampled.
+        Prompt tokens and output tokens of that request; 0 without one.
     n_computed : int
         Positions in the KV cache; those shared with others count here too.
     n_cached : int
@@ -203,9 +207,9 @@ class ExtentInfo:
     start, end : int
         Positions `[start, end)`.
     parent : int
-        Index of the extent before it in the same sequences, which has a smaller one; -1: it is the first.
+        Index of the extent before it in the same sequences, smaller than its own index; -1 for the first.
     seq_ids : tuple of int
-        Who holds it, in ascending order.
+        seq_ids that hold it, in ascending order.
     """
 
     start: int
@@ -221,9 +225,9 @@ class TickInfo:
     Attributes
     ----------
     n_decode_rows, n_prompt_rows, n_draft_rows : int
-        Rows of its batch.
+        Rows of decoding sequences, of prompts, and of drafts in its batch.
     plan_s, decode_s, sample_s : float
-        Seconds: until the batch was there, in llama.cpp, and from logits to texts.
+        Seconds to plan the batch, to fill and decode it, and to sample and make text.
     """
 
     n_decode_rows: int
@@ -243,10 +247,10 @@ class LiveView:
     slots : tuple of SlotInfo
         Every seq_id, in order.
     extents : tuple of ExtentInfo
-        What the KV cache holds; each cell in use is in one.
+        Content of the KV cache; each cell in use is in exactly one.
     ticks : tuple of TickInfo
-        Those since the last look, the latest 512 at most; of an engine without an observer for
-        some thousand ticks, none.
+        Ticks since the last view, oldest first; empty in the first view.  After a view, 4096 ticks are
+        recorded, of which the last 512 are kept.
     n_waiting : int
         Requests without a seq_id.
     oldest_waiting_s : float
@@ -289,12 +293,12 @@ class Progressed:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The last of a request: exactly one for each `AddRequest`.
+    """End of a request, with its last delta: exactly one for each `AddRequest`.
 
     Attributes
     ----------
     state : SequenceState or None
-        What the KV cache held of a request that was cancelled with `saves_state`.
+        KV state of a request that was cancelled with `saves_state`; None if it was not saved.
     """
 
     request_id: str
@@ -311,7 +315,7 @@ class Embedded:
     Attributes
     ----------
     vectors : bytes
-        float32, `n_values` of each text, in their order.
+        float32 values, `n_values` for each text, in the order of the texts; empty with an error.
     """
 
     request_id: str
@@ -338,7 +342,7 @@ class Restarted:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """The thread has ended.  With an error: it has failed, or never started."""
+    """The thread serves no more requests.  With an error: it has failed, or could not load."""
 
     error: BaseException | None
 

@@ -113,12 +113,14 @@ class DecodeCost:
 
     # --- How long ----------------------------------------------------------------------------
     def next_tick_s(self, n_decoding: int, n_prompts: int, n_sets: int) -> float:
-        """Return the expected seconds of the next tick, or the next two, of these sequences; 0 while unknown.
+        """Return the expected seconds until all these sequences have had a turn; 0 while unknown.
+
+        That is a tick with prompts, if there are any, and a decoding tick for each set of adapters.
 
         Parameters
         ----------
         n_sets : int
-            Sets of adapters, which are decoded one after another.
+            Number of sets of adapters of the decoding sequences.
         """
         seconds = self._prompts_tick_s if n_prompts else 0.0
         if n_decoding and self.rows.table:
@@ -129,11 +131,11 @@ class DecodeCost:
     def goes_on(self, n_held: int) -> bool:
         """True if another tick of prompts may follow before the next one that decodes.
 
-        One short prompt for each token of the others is too few for many clients.
+        With many clients, one short prompt between two tokens of the streams is too few.
         """
         turn_s = self._prompts_turn_s + self._prompts_tick_s
         return turn_s <= self._decoding_tick_s and self.prompts.are_tiles_dear(n_held)
 
     def n_rows_together(self, n_held: int) -> float:
-        """Return the rows of prompts from which more in one tick save little."""
+        """Return the number of prompt rows in a tick beyond which more rows save little."""
         return self.prompts.n_rows_together(self._decoding_tick_s, n_held)

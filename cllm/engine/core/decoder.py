@@ -23,19 +23,19 @@ class CacheMemory(CacheReader, Protocol):
 
 
 class Decoder(CacheMemory, Protocol):
-    """A context and its batch.  Raises the errors of `Context`.
+    """A context and its batch.  Raises the errors of `Context`; `decode` may raise `ModelChangedError`.
 
-    `tests.simulation.conformance.check_decoder` says how one behaves.
+    `tests.simulation.conformance.check_decoder` checks how a decoder must behave.
 
     Attributes
     ----------
     n_batch, n_outputs_max : int
-        Rows, and output rows, that one decode takes.
+        Largest number of rows, and of output rows, in one decode.
     n_vocab : int
-        Logits of a row.
+        Number of logits of a row.
     separates_prompts : bool
-        Whether prompts are better computed in decodes of their own.  From 64 rows on, llama.cpp's
-        attention on a CPU goes by tiles, in which a row that only decodes costs as much as 64.
+        True if prompts are better computed in decodes of their own.  From 64 rows on, llama.cpp's
+        attention on a CPU works in tiles, in which a row that only decodes costs as much as 64.
     """
 
     n_batch: int
@@ -50,10 +50,10 @@ class Decoder(CacheMemory, Protocol):
         """Forget the rows added so far."""
 
     def add(self, seq_id: int, tokens: list[int], p0: int, *, n_outputs: int) -> range:
-        """Add rows; the indices of its output rows among all output rows."""
+        """Add rows; return the indices of their output rows among all output rows of the batch."""
 
     def decode(self) -> NDArray[np.float32]:
-        """Compute the rows; logits `(n_outputs, n_vocab)`, valid until the next call."""
+        """Compute the rows; return the logits, float32 `(n_outputs, n_vocab)`, valid until the next call."""
 
     def rebuild(self) -> None:
         """Throw the context away and make an empty one with the same parameters."""

@@ -1,9 +1,9 @@
-"""EmbeddingCore: whole texts to vectors, in batches that leave time for what is generated.
+"""EmbeddingCore: computes the vectors of whole texts, in batches that leave time for generation.
 
-Nothing of a text stays when it is computed, so there is no cache to keep books on: texts wait in their
-requests, each batch takes as many as its room and its time allow, and a request ends with its last text.
-A text that takes longer than a batch may is computed in pieces, one a batch, where the model reads from
-left to right.  Pure, as `EngineCore` is: libllama is behind `TextEncoder`.
+A computed text leaves nothing in a cache.  Texts wait in their requests, and each batch takes as many as
+its size and its time allow.  A request ends with its last text.  A text that takes longer than a batch may
+is computed in pieces, one in each batch, if the model reads from left to right.  Pure, as `EngineCore`
+is: `TextEncoder` hides libllama.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from cllm.errors import (
 logger: logging.Logger = logging.getLogger("cllm.engine")
 
 ABORTED = 2  # llama_encode, llama_decode: the abort flag was set
-# Of a batch while no stream runs: a new request may have to wait for so long.
+# Longest batch while no stream runs: a new request may have to wait for it.
 IDLE_BATCH_S = 0.25
 # A piece of a text has at least so many tokens: each batch reads all weights, whatever its size.
 MIN_PIECE = 8
@@ -50,11 +50,13 @@ class _Open:
     Attributes
     ----------
     waiting : list of (int, int)
-        Tokens and index of its texts that are not computed, in ascending order.
+        Number of tokens, and index, of each text that waits for a batch, in ascending order.
     vectors : list of ndarray or None
-        Those that are.
+        Vector of each text; None until it is computed.
+    n_left : int
+        Number of texts without a vector.
     n_batch : int
-        The last batch that had a text of it.
+        Number of the last batch with one of its texts; 0 if there was none.
     """
 
     request: EmbeddingRequest
@@ -70,7 +72,7 @@ class _Open:
         return cls(request, waiting, [None] * len(texts), len(texts))
 
     def take_longest(self, n_tokens: float) -> _Text | None:
-        """Remove and return the longest waiting text of at most so many tokens."""
+        """Remove and return the longest waiting text of at most `n_tokens` tokens; None without one."""
         place = bisect.bisect_right(self.waiting, (n_tokens, math.inf))
         return _Text(self, self.waiting.pop(place - 1)[1]) if place else None
 
@@ -82,11 +84,11 @@ class _Text:
     Attributes
     ----------
     has_failed : bool
-        It was computed before, perhaps in company, and that has failed.
+        True if an earlier batch with this text failed, or gave it a vector with NaN.
     n_computed : int
-        Tokens that were in the batches before.
+        Number of its tokens that earlier batches have computed.
     n_rows : int or None
-        Tokens that are in this one; None for all that are left.
+        Number of its tokens in the present batch; None: all that are left.
     """
 
     of: _Open
@@ -105,13 +107,13 @@ class _Text:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """The tokens of this batch."""
+        """Tokens of the text in the present batch."""
         n_rows = self.n_left if self.n_rows is None else self.n_rows
         return self.tokens[self.n_computed : self.n_computed + n_rows]
 
     @property
     def rest(self) -> _Text | None:
-        """Return the part of the text after this batch."""
+        """The text with the tokens after the present batch; None if none are left."""
         n_computed = self.n_computed + len(self.rows)
         if n_computed == len(self.tokens):
             return None
@@ -135,7 +137,8 @@ class EmbeddingCore:
     clock : callable
         Seconds; the only source of time.
     on_batch : callable
-        Called with the tokens of each request just before they are computed, and with none just after.
+        Called with the number of tokens by request id just before a batch, and with an empty mapping just
+        after.
     """
 
     encoder: TextEncoder
@@ -143,11 +146,11 @@ class EmbeddingCore:
     clock: Callable[[], float] = time.perf_counter
     on_batch: Callable[[Mapping[str, int]], None] = lambda n_tokens: None
     _open: dict[str, _Open] = field(default_factory=dict)
-    _alone: deque[_Text] = field(default_factory=deque)  # they have failed once
+    _alone: deque[_Text] = field(default_factory=deque)  # texts of failed batches
     _begun: _Text | None = None  # the encoder holds its first tokens
     _events: list[Event] = field(default_factory=list)
     cost: TickCost = field(default_factory=TickCost)
-    _saved_s: float = 0.0  # for what takes longer than a batch may
+    _saved_s: float = 0.0  # saved for a text that takes longer than a batch may
     _n_batches: int = 0
 
     # --- Commands ----------------------------------------------------------------------------
@@ -168,7 +171,7 @@ class EmbeddingCore:
             self.handle(CancelRequest(request_id))
 
     def fail_all(self, cause: BaseException) -> None:
-        """The engine has failed: end every request, leaving llama.cpp alone."""
+        """End every request with an `EngineFailedError` of this cause; llama.cpp is not called."""
         for request_id in list(self._open):
             self._fail(request_id, EngineFailedError.of(cause))
 
@@ -185,7 +188,7 @@ class EmbeddingCore:
 
     @property
     def next_deadline(self) -> float | None:
-        """Return the time at which something is due even without work."""
+        """Earliest deadline of an open request, in seconds of the clock; None without one."""
         deadlines = [o.request.deadline for o in self._open.values()]
         return min((at for at in deadlines if at is not None), default=None)
 
@@ -195,8 +198,8 @@ class EmbeddingCore:
         Parameters
         ----------
         budget_s : float, optional
-            Seconds that it may take, because others wait.  A text that takes longer is computed
-            in pieces, or has to save them up.
+            Seconds that the batch may take, because streams wait; None: no stream waits.  A text that
+            takes longer is computed in pieces, or waits until earlier budgets add up to its time.
         """
         if not self._open:
             return
@@ -249,9 +252,9 @@ class EmbeddingCore:
         return True
 
     def _plan(self, budget_s: float | None, now: float) -> list[_Text]:
-        """The texts of this batch: the requests take turns, the most urgent first.
+        """Return the texts of the next batch: the requests take turns, the most urgent first.
 
-        Each gives its longest text that fits, so that the short ones fill what is left.
+        Each gives its longest text that fits, so that short texts fill the rest of the batch.
         """
         begun, self._begun = self._begun, None
         if begun is not None and self._open.get(begun.of.request.request_id) is begun.of:
@@ -289,7 +292,7 @@ class EmbeddingCore:
         return texts
 
     def _piece(self, text: _Text, budget_s: float | None) -> list[_Text]:
-        """Return as much of a text as the time allows; nothing before enough time is saved up."""
+        """Return the piece of a text that the time allows; an empty list until enough time is saved."""
         n_rows = min(text.n_left, max(MIN_PIECE, self._n_affordable(budget_s, text.n_computed)))
         if n_rows <= MIN_PIECE and not self._has_saved(budget_s, text.n_computed, n_rows):
             self._begun = text
@@ -297,12 +300,12 @@ class EmbeddingCore:
         return [replace(text, n_rows=n_rows)]
 
     def _n_affordable(self, budget_s: float | None, n_computed: int) -> int:
-        """Return the number of tokens that a batch has time for, of a partly computed text."""
+        """Return how many more tokens a batch has time for after `n_computed` tokens of a text."""
         seconds = IDLE_BATCH_S if budget_s is None else budget_s
         return self.cost.n_prompt_rows((), n_computed, seconds) if seconds > 0.0 else 0
 
     def _has_saved(self, budget_s: float | None, n_computed: int, n_rows: int) -> bool:
-        """Return True if the time saved in earlier ticks is enough for so many tokens."""
+        """Save `budget_s`, and return True if the time saved so far is enough for `n_rows` tokens."""
         if budget_s is None:
             return True
         self._saved_s += max(0.0, budget_s)
@@ -318,7 +321,7 @@ class EmbeddingCore:
                 owner.n_left -= 1
                 if not owner.n_left:
                     self._finish(owner)
-            elif not text.has_failed:  # perhaps it is another's: NaN spreads in a batch
+            elif not text.has_failed:  # the NaN may come from another text of the batch
                 self._alone.append(_Text(text.of, text.index, has_failed=True))
             else:
                 error = CllmError("a vector of the model has NaN or infinity in it")
@@ -334,13 +337,16 @@ class EmbeddingCore:
 
     # --- Failures ----------------------------------------------------------------------------
     def _after_failure(self, texts: Sequence[_Text], error: Exception) -> None:
-        """Compute the texts of a failed batch once more, each alone."""
+        """Queue the texts of a failed batch again, each alone; fail those that had failed before.
+
+        Texts of an aborted batch return to their requests.
+        """
         if isinstance(error, DecodeFailedError) and error.code == ABORTED:
             for text in texts:  # from its beginning, if it was a piece
                 text.put_back()
             return
         logger.warning("%s; %d texts were in the batch", error, len(texts))
-        self.encoder.close()  # the next batch has a new one
+        self.encoder.close()  # the next batch opens it again
         for text in texts:
             if not text.has_failed:
                 self._alone.append(_Text(text.of, text.index, has_failed=True))

@@ -1,8 +1,8 @@
-"""One turn of the inference thread: plan → batch → decode → sample → detokenize → events.
+"""One tick of the inference thread: plan → batch → decode → sample → detokenize → events.
 
-`EngineCore` knows neither threads nor event loops nor libllama: what it needs of a context is the
-`Decoder` protocol.  Who waits and who runs is in `run_queue`; what a failed decode leads to is
-decided in `recovery`, and done here.
+`EngineCore` uses no threads, event loops or libllama: it calls a context through the `Decoder`
+protocol.  `run_queue` has the waiting and the running requests.  `recovery` decides how to react to
+a failed decode, and `EngineCore` does it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ logger: logging.Logger = logging.getLogger("cllm.engine")
 
 ABORTED = 2  # llama_decode: the abort flag was set
 MAX_REBUILDS_IN_VAIN = 8  # new contexts without a token from any of them
-N_PLAIN_TICKS = 16  # without drafts, after a decode that had some has failed
+N_PLAIN_TICKS = 16  # ticks without drafts after a decode with drafts has failed
 PROBE_TOKEN = 0  # belongs to no request; every vocabulary has it
 
 
@@ -66,24 +66,25 @@ class EngineCore:
     Parameters
     ----------
     decoder : Decoder
-        Empty.
+        Its context must be empty.
     vocabulary : OutputVocabulary
     kv_cache : KVCache
         The bookkeeping of the decoder's context.
     make_sampler : callable
-        Makes the sampler of a request; None for greedy sampling.
+        Returns the sampler of a request; None for greedy sampling.
     read_logprob : callable
-        The log probability of a token in a row, and of so many alternatives.
+        Returns the log probability of a token, from its row of logits, the token, and the number of
+        alternatives to include.
     config : EngineConfig
-        What concerns scheduling; the decoder has its own limits.
+        Settings of scheduling and of the prefix cache; the size of a batch is that of the decoder.
     clock : callable
-        Seconds; the only source of time.
+        Returns the time in seconds.  All times but `uptime_s` of the statistics come from it.
     on_batch : callable
-        Called with the chunks of a batch just before it is decoded, and with none just after.
+        Called with the chunks of a batch just before it is decoded, and with an empty list just after.
     speculation : Speculation, optional
-        Whom drafts come from; None: there are none.
+        Source of drafts; None: no drafts.
     row_cost : RowCost, optional
-        What is known of it; learns from every tick that only decodes.
+        Costs of decodes from earlier runs; None: unknown.  It learns from ticks that only decode.
     store : PrefixStore, optional
         The files of the prefix cache.
     """
@@ -114,7 +115,7 @@ class EngineCore:
         rows = RowCost() if row_cost is None else row_cost
         self.cost: DecodeCost = DecodeCost(rows, is_unified=kv_cache.kv_unified)
         self.turns: Turns = Turns(kv_cache, decoder, config, self.cost)
-        # Some memory that forgets positions cannot give up a wrong guess.
+        # Without rollback, memory that forgets positions cannot remove the row of a wrong draft.
         can_speculate = kv_cache.has_pos_min or kv_cache.n_rollback > 0
         self._speculation = speculation if can_speculate else None
         self.manager: KVCacheManager = KVCacheManager(
@@ -148,19 +149,20 @@ class EngineCore:
             self.recorder,
             read_logprob,
             n_vocab=decoder.n_vocab,
-            # With flash attention it has not been seen to.
+            # With flash attention, NaN has not been seen to reach the rows of other sequences.
             nan_spreads=config.flash_attn is not True,
             clock=clock,
             on_drafts=self._observe_drafts,
         )
         self._n_rebuilds_in_vain = 0
         self._n_plain_ticks = 0
-        # Fewer after llama.cpp found no room where the bookkeeping saw some.
+        # Rows of the next batch at most: fewer after llama.cpp found no room where the
+        # bookkeeping saw some.
         self._n_rows_max = decoder.n_batch
 
     # --- Commands ----------------------------------------------------------------------------
     def handle(self, command: Command) -> None:
-        """Handle a command; the thread handles `Ask` and `Shutdown`."""
+        """Handle a command; `InferenceThread` handles `Ask`, `AddEmbedding` and `Shutdown`."""
         match command:
             case AddRequest(request):
                 self.queue.submit(request)
@@ -174,11 +176,11 @@ class EngineCore:
                 tiers.on_loaded(file, state)
 
     def fail_all(self, cause: BaseException) -> None:
-        """The engine has failed: end every request, leaving llama.cpp alone."""
+        """End every request with an `EngineFailedError` of this cause; the KV cache is not changed."""
         self.queue.fail_all(cause)
 
     def forget_lora(self, name: str) -> None:
-        """Stop sharing the tokens of an unloaded adapter: another may get its name."""
+        """Forget the prefixes that an unloaded adapter computed: another may get its name."""
         self.manager.cells.forget_lora(name)
 
     def erase_slot(self, seq_id: int) -> int:
@@ -199,7 +201,7 @@ class EngineCore:
         self.manager.cells.write_all()
 
     def mark_corrupt(self, cause: Exception) -> None:
-        """The bookkeeping and llama.cpp do not agree: recreate the context before the next decode."""
+        """Note that the bookkeeping and llama.cpp disagree: the next tick first recreates the context."""
         self.manager.cells.fault = cause
 
     def take_events(self) -> list[Event]:
@@ -220,7 +222,7 @@ class EngineCore:
 
     @property
     def next_deadline(self) -> float | None:
-        """Return the time at which a tick is due even without work."""
+        """Earliest deadline of a request: a tick is due then, even without work; None without one."""
         return self.queue.next_deadline
 
     @property
@@ -231,11 +233,11 @@ class EngineCore:
         )
 
     def next_tick_s(self) -> float:
-        """Return the expected seconds of the next tick, or two, of the running requests; 0 while unknown."""
+        """Return the expected seconds until all running requests have had a turn; 0 while unknown."""
         return self.turns.next_tick_s(self.queue.running, has_loras=self.queue.has_loras)
 
     def tick(self) -> None:
-        """Advance running sequences by a chunk each, in one decode: all of them, or one kind."""
+        """Run one tick: admit requests, decode a chunk of each sequence that has a turn, and sample."""
         recorder, queue, started = self.recorder, self.queue, self._clock()
         queue.expire(started)
         self._rebuild_if_corrupt()
@@ -275,7 +277,7 @@ class EngineCore:
             shape, self.kv_cache.n_held, total_s=ended - started, planned_s=planned - started
         )
         if not self.kv_cache.has_pos_min:
-            self.manager.keep_checkpoints(chunks)  # which is no part of what rows cost
+            self.manager.keep_checkpoints(chunks)  # after `observe`: not part of the cost of rows
 
     def _plan(self, now: float) -> list[Chunk]:
         """Return the chunks of this tick, with drafts."""
@@ -291,10 +293,10 @@ class EngineCore:
         if self._speculation is None or not can_draft or not all(map(is_decoding, chunks)):
             return chunks
         target_ms = self._config.target_itl_ms
-        if not self.kv_cache.has_pos_min:  # rows of one physical batch can be given up
+        if not self.kv_cache.has_pos_min:  # drafts can be removed only from one physical batch
             n_rows = min(n_rows, self._config.n_ubatch)
         try:
-            # Each of them has one row, which is an output row.
+            # Each chunk has one row, which is an output row.
             return self._speculation.extend(
                 chunks,
                 n_rows - len(chunks),
@@ -306,7 +308,7 @@ class EngineCore:
             return chunks
 
     def _observe_drafts(self, sequence: Sequence, n_drafted: int, n_accepted: int) -> None:
-        """Learn from the verdicts on the drafts of a sequence."""
+        """Report to the speculation how many drafts of a sequence were right."""
         if self._speculation is not None:
             try:
                 self._speculation.observe(sequence, n_drafted, n_accepted)
@@ -333,7 +335,7 @@ class EngineCore:
 
     # --- Failures ----------------------------------------------------------------------------
     def _after_failed_decode(self, chunks: list[Chunk], error: Exception) -> None:
-        """Read the bookkeeping back, and let as few suffer as possible."""
+        """Adapt the bookkeeping to a failed decode, and let as few requests fail as possible."""
         has_drafts = any(chunk.drafts for chunk in chunks)
         if has_drafts:
             self._n_plain_ticks = N_PLAIN_TICKS
@@ -345,7 +347,7 @@ class EngineCore:
         if not (isinstance(error, DecodeFailedError) and error.code == ABORTED):
             logger.warning("%s; %d requests were in the batch", error, len(chunks))
             is_fatal = not isinstance(error, InvalidBatchError)
-            # Before the bookkeeping is read back: it says how far each sequence was to come.
+            # Before positions are read back: `on_failure` uses how far each chunk would have come.
             verdict = self.recovery.on_failure(chunks, is_fatal=is_fatal)
         try:
             if self.kv_cache.is_recurrent:
@@ -361,7 +363,7 @@ class EngineCore:
             self._fail_culprit(chunks[0].sequence, error)
 
     def _shrink(self, chunks: list[Chunk], error: NoKVSlotError) -> None:
-        """Reduce the batch after llama.cpp found no room where the bookkeeping saw some."""
+        """Make room, or halve the batch, after llama.cpp found no room where the bookkeeping saw some."""
         queue, n_rows = self.queue, sum(chunk.n_rows for chunk in chunks)
         first = scheduler.most_urgent((s for s in queue.running if s.is_ready), self._clock())
         holders = [s for s in queue.running if s.n_computed and s is not first]
@@ -372,7 +374,7 @@ class EngineCore:
         elif n_rows > 1:
             self._n_rows_max = n_rows // 2
         else:
-            # One row of the only sequence: if a new context has no room for it either, it ends.
+            # One row of the only sequence, which ends if a new context has no room for it either.
             verdict = self.recovery.on_failure(chunks, is_fatal=True)
             if verdict is Verdict.REBUILD:
                 self.mark_corrupt(error)
@@ -381,7 +383,10 @@ class EngineCore:
                 queue.finish(chunks[0].sequence, end)
 
     def _fail_culprit(self, sequence: Sequence, error: Exception) -> None:
-        """A sequence failed alone; if a token of no request fails too, it is the engine."""
+        """Fail the request of a sequence that failed alone, or the engine if a probe fails too.
+
+        The probe is repeated in a new context before the engine fails.
+        """
         self.manager.leave(sequence)
         try:
             self._probe()
@@ -395,7 +400,7 @@ class EngineCore:
         self.queue.finish(sequence, last_delta(FinishReason.ERROR), cause=error)
 
     def _probe(self) -> None:
-        """Decode one token in a free seq_id; an abort shows nothing."""
+        """Decode one token under a free seq_id; raise if that fails, unless it was aborted."""
         self.manager.cells.evict_all()
         slot = self.kv_cache.open()
         self._decoder.clear()
@@ -428,7 +433,10 @@ class EngineCore:
         self.recorder.n_rebuilds += 1
 
     def _may_pause_s(self) -> float:
-        """Return the seconds for which copying a prefix may delay the streams."""
+        """Return the seconds for which copying a prefix may delay streams; infinite if none decodes.
+
+        Infinite without `target_itl_ms`, too.
+        """
         target_ms = self._config.target_itl_ms
         if target_ms is None or not any(s.is_decoding for s in self.queue.running):
             return math.inf
@@ -444,7 +452,7 @@ class EngineCore:
         return view_of(self.queue, self.manager, self._trace, self._clock())
 
     def snapshot(self) -> Recorder:
-        """Return the recorder for `EngineStatistics.of`, as it is now."""
+        """Return a copy of the counters as they are now, for `EngineStatistics.of`."""
         queue, tiers = self.queue, self.manager.saved.tiers
         if tiers is not None:
             self.recorder.n_prefix_bytes_host = tiers.n_bytes
@@ -457,5 +465,5 @@ class EngineCore:
         )
 
     def statistics(self) -> EngineStatistics:
-        """A snapshot."""
+        """Return the statistics as they are now."""
         return EngineStatistics.of(self.snapshot())

@@ -1,12 +1,12 @@
 """The bookkeeping of the KV cache: which seq_id holds how many positions, and which cells they share.
 
 The position of a token is its index in its sequence, so one number for each seq_id says what it
-holds: positions `[0, n_computed)`.  This bookkeeping decides what is decoded next; llama.cpp's own are
-only compared with them (`discrepancies`) or, after a failed decode, read back.
+holds: positions `[0, n_computed)`.  This bookkeeping decides what is decoded next.  llama.cpp's own
+positions are only compared with it (`discrepancies`) or, after a failed decode, read back.
 
-Sequences share cells only from position 0 on, so who shares what is a tree: an `Extent` is a
-stretch of cells with the same holders, and its parent is the stretch before it.  A slot knows the
-extent its last position is in; the way up from there is all it holds.
+Sequences share cells only from position 0 on, so shared cells form a tree.  An `Extent` is a range
+of cells with the same holders, and its parent is the range before it.  A slot refers to the extent
+of its last position, and holds that extent and its ancestors.
 
 Invariants: a free seq_id is empty; the cells in use, each counted once, never exceed the cells
 there are.
@@ -21,14 +21,14 @@ from typing import Protocol
 
 
 class CacheReader(Protocol):
-    """Questions to llama.cpp about its cache."""
+    """First and last position that llama.cpp holds of a sequence; None if it holds none."""
 
     def seq_pos_min(self, seq_id: int) -> int | None: ...
     def seq_pos_max(self, seq_id: int) -> int | None: ...
 
 
 class Extent:
-    """Positions `[start, end)` in cells that the same slots hold."""
+    """Positions `[start, end)` in cells with the same holders: `n_live` live slots, `n_cached` cached ones."""
 
     __slots__ = ("end", "n_cached", "n_live", "parent", "start")
 
@@ -46,9 +46,9 @@ class Slot:
     Attributes
     ----------
     is_cached : bool
-        Held by the prefix cache rather than by a live request.
+        True if the prefix cache holds it, not a live request.
     leaf : Extent or None
-        Where its last position is; None while it holds nothing.
+        Extent of its last position; None while it holds nothing.
     """
 
     __slots__ = ("is_cached", "leaf", "n_computed", "seq_id")
@@ -71,7 +71,7 @@ class Slot:
 
 
 class KVCache:
-    """Books for one context.
+    """Bookkeeping of the KV cells of one context.
 
     Parameters
     ----------
@@ -84,14 +84,15 @@ class KVCache:
     kv_unified : bool
         False: nothing is shared, a copied position takes a cell of its own.
     has_pos_min : bool
-        False for memory that forgets: recurrent, or a sliding window.
+        False for memory that forgets positions: recurrent, or a sliding window.
     is_windowed : bool
-        A sliding window: what is behind it may be gone, in no order.  A sequence can only go on
-        where it ends, and so only all of it can be shared.
+        True for a sliding window: positions behind it may be gone, in any order.  A sequence can only
+        be continued at its end, and so be shared as a whole only.
     n_rollback : int
-        Positions of its last decode that a sequence of memory that forgets can give up.
+        Number of positions of the last decode that can be removed from a sequence, if `has_pos_min`
+        is False.
     can_copy : bool
-        False: no sequence can be copied.  One can take the seq_id of a finished sequence.
+        False: no sequence can be copied.  A new one can only take over a finished one's seq_id.
 
     Attributes
     ----------
@@ -134,12 +135,12 @@ class KVCache:
     # --- What there is -----------------------------------------------------------------------
     @property
     def n_free(self) -> int:
-        """Cells that nothing holds."""
+        """Number of cells that nothing holds."""
         return self.n_cells - self.n_held
 
     @property
     def n_available(self) -> int:
-        """Cells that no live request holds: free, or the prefix cache's to give."""
+        """Number of cells that no live request holds: free, or held by the prefix cache only."""
         return self.n_cells - self.n_used
 
     @property
@@ -159,7 +160,7 @@ class KVCache:
 
     @property
     def n_cached_ids(self) -> int:
-        """seq_ids of the prefix cache."""
+        """Number of seq_ids that the prefix cache holds."""
         return sum(slot.is_cached for slot in self._slots.values())
 
     def n_shared_live(self, slot: Slot, n_tokens: int) -> int:
@@ -175,12 +176,12 @@ class KVCache:
         return sum(e.end - e.start for e in slot.extents() if e.n_live + e.n_cached == 1)
 
     def n_freed_by(self, slots: Iterable[Slot]) -> int:
-        """Cells that no live request would hold if these slots were released."""
+        """Return the number of cells that live requests would no longer hold without these slots."""
         n_holders = Counter(extent for slot in slots for extent in slot.extents())
         return sum(e.end - e.start for e, n in n_holders.items() if n == e.n_live)
 
     def holders(self) -> dict[Extent, list[int]]:
-        """The seq_ids that hold each extent, in ascending order; an extent comes after its parent."""
+        """Return the seq_ids that hold each extent, in ascending order; parents come before children."""
         found: dict[Extent, list[int]] = {}
         for seq_id, slot in sorted(self._slots.items()):
             for extent in reversed(list(slot.extents())):
@@ -199,15 +200,15 @@ class KVCache:
 
     @property
     def rolls_back_alike(self) -> bool:
-        """True if rows can be removed only after a decode in which all sequences had as many.
+        """True if rows can be removed only after a decode with equally many rows of all sequences.
 
-        llama.cpp splits other batches: with states always, with a window in the per-sequence layout.
+        llama.cpp splits other batches: always with states, and with a window in the per-sequence layout.
         """
         return self.is_recurrent or (self.is_windowed and not self.kv_unified)
 
     # --- What changes ------------------------------------------------------------------------
     def open(self, seq_id: int | None = None, *, is_cached: bool = False) -> Slot:
-        """Take a free seq_id: by default the lowest, the highest for the prefix cache."""
+        """Take a free seq_id, by default the lowest (for the prefix cache the highest); return its slot."""
         if seq_id is None:
             seq_id = self._free_ids[-1 if is_cached else 0]
         self._free_ids.remove(seq_id)
@@ -215,7 +216,7 @@ class KVCache:
         return slot
 
     def advance(self, slot: Slot, n_tokens: int) -> None:
-        """A decode has stored the next `n_tokens` positions."""
+        """Note that the next `n_tokens` positions of a slot were stored."""
         if n_tokens == 0:
             return
         leaf, start = slot.leaf, slot.n_computed
@@ -232,7 +233,7 @@ class KVCache:
         assert self.n_held <= self.n_cells, self
 
     def share(self, source: Slot, slot: Slot, n_tokens: int) -> None:
-        """An empty slot holds the first `n_tokens` positions of another, too."""
+        """Note that an empty slot now holds the first `n_tokens` positions of `source`, too."""
         assert slot.leaf is None, slot
         assert 0 < n_tokens <= source.n_computed, (source, n_tokens)
         if not self.kv_unified:
@@ -256,7 +257,7 @@ class KVCache:
         slot.leaf, slot.n_computed = kept, n_tokens
 
     def release(self, slot: Slot) -> int:
-        """The seq_id has been emptied; return how many cells that freed."""
+        """Free the seq_id of a slot that llama.cpp has emptied; return the number of cells freed."""
         n_held = self.n_held
         self.truncate(slot, 0)
         del self._slots[slot.seq_id]
@@ -271,14 +272,14 @@ class KVCache:
         slot.is_cached = is_cached
 
     def read_back(self, slot: Slot, reader: CacheReader) -> None:
-        """Read the positions that llama.cpp kept of a sequence after a failed decode."""
+        """Set the length of a slot to what llama.cpp has kept of it after a failed decode."""
         last = reader.seq_pos_max(slot.seq_id)
         n_computed = 0 if last is None else last + 1
         self.truncate(slot, n_computed)
         self.advance(slot, n_computed - slot.n_computed)
 
     def _hold(self, extent: Extent, is_cached: bool, change: int) -> None:
-        """One holder more or less of an extent."""
+        """Add one holder to an extent, or remove one (`change` is 1 or -1), and update the counts."""
         n_cells = extent.end - extent.start
         was_held = extent.n_live + extent.n_cached > 0
         if is_cached:
@@ -304,7 +305,7 @@ class KVCache:
 
     # --- Proof -------------------------------------------------------------------------------
     def discrepancies(self, reader: CacheReader) -> list[str]:
-        """Compare this bookkeeping with llama.cpp's, seq_id by seq_id; empty means they agree."""
+        """Return a text for each difference between this bookkeeping and llama.cpp's; empty if they agree."""
         found = []
         for seq_id in range(self.n_seq_ids):
             slot = self._slots.get(seq_id)

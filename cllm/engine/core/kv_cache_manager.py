@@ -1,7 +1,8 @@
 """KVCacheManager: gives sequences their place in the KV cache, and takes it away.  Inference thread only.
 
-It decides what a sequence goes on from when it runs: cells that others hold, a leader that computes
-them, a state of its own, or a saved prefix.  `Cells` has the cells, `SavedStates` what has left them.
+It decides from what a sequence starts: cells that other sequences hold, a leader that computes them,
+a saved state of its own, or a saved prefix.  `Cells` manages the cells, `SavedStates` the states
+outside of them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from cllm.engine.request import SequenceState
 
 logger: logging.Logger = logging.getLogger("cllm.engine")
 
-# The copy of a sequence that shares cells needs them once more: not worth it for more than a few.
+# A restored copy shares no cells, so shared cells would be held twice: a preempted sequence is
+# copied only if this share of its cells is its own.
 MIN_OWN_SHARE = 0.9
 
 
@@ -99,7 +101,10 @@ class KVCacheManager:
     def shareable(
         self, sequence: Sequence, running: Iterable[Sequence]
     ) -> tuple[int, SavedPrefix | None]:
-        """Return how many first tokens a sequence would not have to compute now, and their saved prefix."""
+        """Return how many first tokens a sequence need not compute, and the saved prefix that has them.
+
+        The prefix is None if cells, or a saved state of the sequence, are used instead.
+        """
         if sequence.placement.swapped is not None:
             return sequence.placement.n_restorable, None
         match = self._match(sequence, running)
@@ -113,7 +118,7 @@ class KVCacheManager:
             self.saved.load(sequence, prefix)
 
     def adopt(self, sequence: Sequence, state: SequenceState) -> None:
-        """Start a new sequence from the state that it brings, as far as that can be used."""
+        """Keep the KV state that a new request brings, if it can be used, to start from it later."""
         n_most = sequence.n_settled
         if state.n_tokens <= n_most or (self.cells.can_truncate and n_most > 0):
             self.saved.adopt(sequence, state)
@@ -122,7 +127,10 @@ class KVCacheManager:
         return Match() if sequence.placement.swapped else self.cells.match(sequence, running)
 
     def _saved_prefix(self, sequence: Sequence, n_shared: int) -> tuple[SavedPrefix | None, int]:
-        """Return a saved prefix that is worth restoring, with more tokens than can be shared, and its usable length."""
+        """Return a saved prefix worth restoring, with more tokens than can be shared, and its usable length.
+
+        None and 0 if there is none.
+        """
         if not self.cells.shares:
             return None, 0
         kv_cache = self._kv_cache
@@ -131,7 +139,7 @@ class KVCacheManager:
 
     # --- In ----------------------------------------------------------------------------------
     def has_seat(self, running: list[Sequence]) -> bool:
-        """Return whether fewer sequences run than may."""
+        """Return True if fewer than `n_seq_max` sequences run."""
         return len(running) < self._n_seq_max
 
     def allocate(self, sequence: Sequence, running: list[Sequence], now: float) -> bool:
@@ -145,7 +153,7 @@ class KVCacheManager:
         if placement.swapped is not None:
             match = Match()
         if not self._has_room(sequence, match, running):
-            if placement.restores is not None:  # or its bytes would be held, though its prefix left
+            if placement.restores is not None:  # else its bytes would outlive a dropped prefix
                 self.saved.forget(sequence)
             return False
         sequence.start(self.cells.open(match), now)
@@ -160,7 +168,10 @@ class KVCacheManager:
     def could_allocate(
         self, sequence: Sequence, active: list[Sequence], paused: list[Sequence]
     ) -> bool:
-        """Return whether there would be room for a sequence if the paused ones were preempted."""
+        """Return True if a sequence could start once the sequences in `paused` were preempted.
+
+        The sequences in `active` would go on running.
+        """
         if not self.has_seat(active):
             return False
         slots = [s.placement.slot for s in paused]
@@ -170,7 +181,7 @@ class KVCacheManager:
     def _has_room(
         self, sequence: Sequence, match: Match, running: list[Sequence], n_freed: int = 0
     ) -> bool:
-        """Return whether a sequence may start; in the per-sequence layout it has cells of its own."""
+        """Return True if there are cells for a sequence: always in the per-sequence layout."""
         return not self._kv_cache.kv_unified or scheduler.has_room(
             sequence,
             self._n_new_cells(sequence, match),
@@ -190,7 +201,7 @@ class KVCacheManager:
     def _choose_state(self, sequence: Sequence, match: Match) -> None:
         """Choose the saved state that a sequence starts from: its own, or a saved prefix if that is faster.
 
-        What others have in cells is shared rather than restored beside them.
+        Tokens that other sequences hold in cells are shared instead of restored.
         """
         placement = sequence.placement
         if placement.swapped is not None:
@@ -255,16 +266,16 @@ class KVCacheManager:
 
     # --- Checkpoints of memory that forgets positions ----------------------------------------
     def _part(self, sequence: Sequence, n_tokens: int) -> None:
-        """Save the memory of a sequence at the end of a prefix that others have in common with it."""
+        """Plan a checkpoint where another sequence diverges from this one, and set the next checkpoint."""
         if n_tokens >= sequence.n_computed + MIN_GAIN:
             sequence.placement.branch_points.add(n_tokens)
         self._set_checkpoint(sequence)
 
     def _set_checkpoint(self, sequence: Sequence) -> None:
         n_least, n_output_from, request = 0, NEVER, sequence.request
-        if not self._kv_cache.shares_cells:  # it is saved, if it can be and is not too short
+        if not self._kv_cache.shares_cells:  # a checkpoint is a saved prefix, if those are kept
             n_least = NEVER if self.saved.tiers is None else MIN_SAVED
-        elif request.generated_token_ids or request.params.banned_strings:  # may go back
+        elif request.generated_token_ids or request.params.banned_strings:  # it may be rewound
             n_kept = N_OUTPUT_CHECKPOINTS * OUTPUT_INTERVAL
             n_output_from = max(sequence.n_prompt, len(sequence.tokens) - n_kept)
         placement = sequence.placement
@@ -277,11 +288,11 @@ class KVCacheManager:
         )
 
     def keep_checkpoints(self, chunks: Iterable[Chunk]) -> None:
-        """Keep the memory of the sequences that have come to their next checkpoint."""
+        """Save the memory of each sequence that has reached its next checkpoint."""
         for sequence in (chunk.sequence for chunk in chunks):
             placement = sequence.placement
             slot = placement.slot
-            # With drafts, a tick may have come to more tokens.
+            # With drafts, a tick may have computed tokens beyond the checkpoint.
             if slot is None or slot.n_computed < placement.n_checkpoint:
                 continue
             if self.cells.fault is None:
@@ -304,9 +315,9 @@ class KVCacheManager:
 
     # --- Out ---------------------------------------------------------------------------------
     def leave(self, sequence: Sequence, *, keep: bool = False) -> None:
-        """Remove a sequence from the KV cache, whatever the bookkeeping says about it, and look.
+        """Remove a sequence from the KV cache, and check that llama.cpp has removed it.
 
-        With `keep`, the prefix cache remembers what it had computed.
+        With `keep`, the prefix cache keeps the tokens that the sequence had computed.
         """
         slot = sequence.placement.slot
         if slot is None:
@@ -330,9 +341,9 @@ class KVCacheManager:
     def preempt(self, sequence: Sequence, recompute_s: float, *, keep: bool = False) -> None:
         """Take the seq_id and the cells of a sequence that goes back to the queue.
 
-        They are saved in host memory where that has been measured to be cheaper than computing
-        them again, and where few of them are shared: what comes back shares nothing.  Otherwise,
-        with `keep`, the prefix cache remembers them as long as there is room.
+        The cells are saved in host memory if that is measured to be cheaper than computing them
+        again.  Few of them may be shared, because a restored copy shares none.  Otherwise, with
+        `keep`, the prefix cache keeps them as long as there is room.
         """
         slot = sequence.placement.slot
         assert slot is not None
@@ -363,9 +374,9 @@ class KVCacheManager:
             n_kept = min(slot.n_computed, sequence.n_prompt)
             self._recorder.n_prefill_tokens += max(0, n_kept - n_before)
             if not self.cells.can_truncate:
-                # The failing part may be in there, and cannot be taken out.
+                # The slot may hold rows of the failed batch, which cannot be removed alone.
                 self.cells.empty(slot)
                 self._set_checkpoint(sequence)
             else:
-                # Rows that were stored though their logits are lost: compute them again.
+                # Some rows may be stored though their logits are lost: compute them again.
                 self.cells.truncate(slot, sequence.n_settled)

@@ -1,8 +1,8 @@
 """Decide how long to wait, after a tick that ended requests, for the next requests of their clients.
 
-Clients in a closed loop send their next request as soon as the last one has ended: milliseconds
-after the next tick has begun without them, for all of which they then wait.  A wait of a few
-percent of that tick lets them ride along.  Pure: times come in as numbers.
+Clients in a closed loop send their next request as soon as the last one has ended.  It arrives
+milliseconds after the next tick has begun, and waits for all of it.  A wait of a few percent of
+that tick lets the request take part.  Pure: times come in as numbers.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from __future__ import annotations
 import math
 from collections import deque
 
-HORIZON_S = 0.02  # who comes later has not come straight back
-MAX_TICK_SHARE = 0.5  # of the next tick, which all others wait for
-BUDGET_SHARE = 0.01  # of the time spent in ticks, in all
-MIN_P_RETURN = 0.3
-# Of what has been seen lately: how many of the last ends count, and the turnaround that this share
-# of the returning clients had taken.
+HORIZON_S = 0.02  # a client with a later request counts as not returned
+MAX_TICK_SHARE = 0.5  # longest wait, as a part of the next tick
+BUDGET_SHARE = 0.01  # time in all waits, as a part of the time in ticks
+MIN_P_RETURN = 0.3  # share of clients that must return for a wait
+# Number of last ends that count.  A wait is long enough for this share of the clients that returned.
 N_REMEMBERED = 64
 QUANTILE = 0.9
 MARGIN = 1.25  # turnarounds scatter
@@ -25,14 +24,14 @@ class Linger:
     """Learns from ends and arrivals; one for each engine."""
 
     def __init__(self) -> None:
-        # Ends of which some might still come back: when, and how many.
+        # Ends whose clients may still return: the time, and the number of clients.
         self._ends: deque[list[float]] = deque()
         # The turnaround of each of the last ends; infinite for clients that did not come back.
         self._turnarounds: deque[float] = deque(maxlen=N_REMEMBERED)
         self._budget_s = 0.0
 
     def on_tick(self, seconds: float) -> None:
-        """A tick has taken so long."""
+        """Note the seconds that a tick has taken."""
         self._budget_s = min(HORIZON_S, self._budget_s + BUDGET_SHARE * seconds)
 
     def on_wait(self, seconds: float) -> None:
@@ -45,7 +44,7 @@ class Linger:
             self._ends.append([now, n_requests])
 
     def on_arrival(self, at: float) -> None:
-        """A request came; in the order of their times, and before `settle` of any later time."""
+        """Note the time of a request; call in the order of times, and before `settle` of a later time."""
         self.settle(at)
         for end in reversed(self._ends):
             if end[0] <= at and end[1]:
@@ -67,9 +66,9 @@ class Linger:
         n_ended : int
             Requests that the last tick ended.
         n_running : int
-            The waiting ones too.
+            Running requests, all of which are delayed by the wait.
         next_tick_s : float
-            What the next tick is expected to take, and a late one to wait.
+            Expected seconds of the next tick, for which a late request would wait.
         """
         known = sorted(t for t in self._turnarounds if t < math.inf)
         if not (n_ended and known):

@@ -16,7 +16,7 @@ N_TICKS_KEPT = 512
 
 
 class TickTrace:
-    """The ticks since the last look, if there was one of late; otherwise it costs a comparison."""
+    """Record of the `N_TICKS_WATCHED` ticks after each look; the last `N_TICKS_KEPT` of them are kept."""
 
     def __init__(self) -> None:
         self._n_left = 0
@@ -24,7 +24,7 @@ class TickTrace:
         self._n_rows = (0, 0, 0)
 
     def begin(self, chunks: Iterable[Chunk]) -> None:
-        """A batch that is about to be decoded."""
+        """Note the rows of a batch that is about to be decoded."""
         if self._n_left:
             n_drafts = sum(len(chunk.drafts) for chunk in chunks)
             n_decoding = sum(map(is_decoding, chunks))
@@ -39,7 +39,7 @@ class TickTrace:
             self._ticks.append(TickInfo(*self._n_rows, *times))
 
     def take(self) -> tuple[TickInfo, ...]:
-        """Return the ticks since the last look, and record the next ones too."""
+        """Return the recorded ticks, remove them, and record the next `N_TICKS_WATCHED` ticks."""
         ticks = tuple(self._ticks)
         self._ticks.clear()
         self._n_left = N_TICKS_WATCHED
@@ -47,7 +47,7 @@ class TickTrace:
 
 
 def view_of(queue: RunQueue, manager: KVCacheManager, trace: TickTrace, now: float) -> LiveView:
-    """All of it."""
+    """Return the present state of the engine, and the ticks since the last look."""
     return LiveView(
         slots=slots_of(queue, manager, now),
         extents=extents_of(manager.cells.kv_cache),
@@ -73,7 +73,7 @@ def extents_of(kv_cache: KVCache) -> tuple[ExtentInfo, ...]:
 
 
 def slots_of(queue: RunQueue, manager: KVCacheManager, now: float) -> tuple[SlotInfo, ...]:
-    """Every seq_id, in order."""
+    """Return the state of every seq_id, in ascending order."""
     slots = {
         entry.slot.seq_id: SlotInfo(
             entry.slot.seq_id, SlotState.CACHED, n_computed=entry.slot.n_computed

@@ -1,8 +1,8 @@
-"""NgramDrafter: drafts from a sequence's own tokens, what followed the same few tokens before.
+"""NgramDrafter: drafts the tokens that followed an earlier occurrence of a sequence's last tokens.
 
 Text that is copied, edited, quoted or repeated is found in the prompt or in the output so far.
-How likely such a draft is right depends on how long the match already is, and is learned from every
-token that is sampled, whether it was drafted or not.
+The probability that such a draft is right depends on the length of the match.  It is learned from
+every sampled token, drafted or not.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from weakref import WeakKeyDictionary
 from cllm.engine.core.sequence import Sequence
 from cllm.engine.core.speculation import MIN_PROBABILITY, Drafts
 
-# Tokens that have to be the same before the ones after them are a guess.
+# Length of the shortest match that gives drafts.
 N_MATCH_MIN = 3
-# Where the last such place is of little length, an earlier one may be of more.
+# If the last such place matches fewer tokens than these, an earlier place that matches as many is
+# searched, the longer match first.
 N_MATCH_LONGER = (12, 6)
 TOKEN_BYTES = 4
-# Matches of 2-3, 4-7, 8-15, 16-31 tokens, and longer ones: what is expected before it is learned.
+# First hit rates, for matches of up to 3, 4-7, 8-15, 16-31 tokens, and longer ones.
 AT_FIRST = (0.3, 0.5, 0.7, 0.8, 0.9)
-# Of what all sequences have shown, and what this one has.
+# Factor by which each guess reduces the weight of earlier ones: of all sequences, of one sequence.
 FORGETTING_ALL, FORGETTING = 0.995, 0.9
-# What all sequences have shown counts as so many tokens of this one.
+# The hit rate of all sequences counts as so many guesses of one sequence.
 N_PRIOR = 2.0
-N_FIRST = 20.0
+N_FIRST = 20.0  # guesses of all sequences that the first hit rates count as
 
 
 class _Hits:
@@ -51,9 +52,9 @@ class NgramMatch:
     Attributes
     ----------
     at : int or None
-        The token that followed there; None: the end was not met before.
+        Index of the token that followed there; None if the end did not occur before.
     n_match : int
-        Tokens before it that are the same.
+        Number of tokens before it that equal the last tokens of the sequence.
     """
 
     def __init__(self, all_hits: _Hits) -> None:
@@ -65,7 +66,7 @@ class NgramMatch:
         self.n_match: int = 0
 
     def update(self, tokens: list[int]) -> None:
-        """Read the tokens that have come since."""
+        """Read the tokens that were added since the last call."""
         n_known, self._n_seen = self._n_seen, len(tokens)
         self._bytes += array("i", tokens[n_known:]).tobytes()
         for token in tokens[n_known:]:
@@ -101,7 +102,7 @@ class NgramMatch:
         return tuple((found * (n // len(found) + 1))[:n])
 
     def _search(self, tokens: list[int]) -> None:
-        """Return the last position at which the last tokens occurred before."""
+        """Find the last earlier place of the last tokens, and set `at` and `n_match` if there is one."""
         place = self._find(N_MATCH_MIN)
         if place is None:
             return
@@ -115,7 +116,7 @@ class NgramMatch:
         self.at, self.n_match = place, n_match
 
     def _find(self, n_tokens: int) -> int | None:
-        """The index after the last but one place of the last `n_tokens` tokens."""
+        """Return the index after the last earlier place of the last `n_tokens` tokens; None without one."""
         size = TOKEN_BYTES * n_tokens
         if len(self._bytes) <= size:
             return None

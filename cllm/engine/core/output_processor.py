@@ -1,4 +1,4 @@
-"""OutputProcessor: what the logits of a decoded batch become: tokens, text, scores, events."""
+"""OutputProcessor: turns the logits of a decoded batch into tokens, text, log probabilities and events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cllm.engine.output import FinishReason, TokenDelta, TokenLogprob
 from cllm.engine.sampling.batch_sampler import BatchSampler, NotFiniteError
 from cllm.engine.vocabulary import OutputVocabulary
 
-# The log probability of a token in a row, and those of so many alternatives.
+# A row of logits, a token, the number of alternatives → the log probabilities of the token and of these.
 ReadLogprob = Callable[[NDArray[np.float32], int, int], TokenLogprob]
 # A sequence, how many drafts it had, how many of them were right.
 OnDrafts = Callable[[Sequence, int, int], None]
@@ -33,9 +33,9 @@ class Output(NamedTuple):
     Attributes
     ----------
     drafts : tuple of int
-        Guesses of the tokens of this tick.  Each has a row, after the first one and in order.
+        Drafts of this tick.  Their rows follow the row of the last real token, in order.
     n_accepted : int
-        How many of them have been sampled: the next is the guess of what this row gives.
+        Number of drafts that were right so far; the next draft is the guess for this row.
     """
 
     row: int
@@ -44,13 +44,16 @@ class Output(NamedTuple):
     n_accepted: int = 0
 
     def is_right(self, token: int | Exception) -> bool:
-        """Return True if this token was drafted."""
+        """Return True if `token` is the draft for this row; False without one."""
         return self.drafts[self.n_accepted : self.n_accepted + 1] == (token,)
 
 
 @contextmanager
 def _excluded(outputs: list[Output], logits: NDArray[np.float32]) -> Iterator[None]:
-    """Hide excluded tokens from the samplers of their rows; log probabilities keep them."""
+    """Set the logits of excluded tokens to -inf inside the block, for the first token of each request.
+
+    Log probabilities are read after the block, and so include these tokens.
+    """
     hidden = []
     for output in outputs:
         sequence = output.sequence
@@ -70,9 +73,9 @@ class OutputProcessor:
     ----------
     n_vocab : int
     nan_spreads : bool
-        Whether NaN in one sequence's cells can get into the logits of others.
+        True if NaN in one sequence's cells can get into the logits of others.
     on_drafts : callable
-        Told what became of the drafts of a sequence.
+        Called with a sequence, its number of drafts, and the number of right ones.
     """
 
     def __init__(
@@ -101,14 +104,14 @@ class OutputProcessor:
         self._on_drafts = on_drafts
 
     def commit(self, chunks: list[Chunk], logits: NDArray[np.float32]) -> list[Output]:
-        """The chunks are computed: advance the bookkeeping, score, and say which rows to sample from."""
+        """Advance the bookkeeping by the computed chunks, score, and return the rows to sample from."""
         outputs, row = [], 0
         for chunk in chunks:
             sequence, n_outputs, completes = chunk.sequence, chunk.n_outputs, chunk.completes
             assert sequence.placement.slot is not None
             n_prompt_left = max(0, sequence.n_prompt - sequence.n_computed)
             self._recorder.n_prefill_tokens += min(chunk.n_tokens, n_prompt_left)
-            # Of the drafts too: what turns out to be wrong is removed when that is known.
+            # Rows of drafts count too: those of wrong drafts are removed after sampling.
             self._kv_cache.advance(sequence.placement.slot, chunk.n_rows)
             sequence.n_drafted += len(chunk.drafts)
             self._recorder.n_drafted_tokens += len(chunk.drafts)
@@ -148,7 +151,7 @@ class OutputProcessor:
             self._recorder.detokenize_s += self._clock() - sampled
 
     def _settle(self, output: Output, n_accepted: int) -> None:
-        """Settle the drafts: remove rows that were computed in vain, and learn."""
+        """Remove the rows of wrong drafts, and report how many drafts were right."""
         self._remove_surplus(output.sequence)
         self._on_drafts(output.sequence, len(output.drafts), n_accepted)
 
@@ -158,7 +161,10 @@ class OutputProcessor:
             self._manager.cells.truncate(sequence.placement.slot, sequence.n_settled)
 
     def _score(self, sequence: Sequence, logits: NDArray[np.float32]) -> bool:
-        """Pass these rows to the requests that want log probabilities of the tokens after them."""
+        """Score the given tokens of a sequence by the rows before them; return False if that ended it.
+
+        Prompt tokens get log probabilities.  Given output tokens are passed to the sampler.
+        """
         n_top, sampler = sequence.request.params.prompt_logprobs or 0, sequence.sampler
         try:
             for row in logits[: sequence.n_to_score - sequence.n_scored]:
@@ -185,7 +191,7 @@ class OutputProcessor:
             try:
                 logprob = self._read_logprob(row, token, n_top)
             except Exception as error:
-                self._fail(sequence, error)  # without the token: each has its log probability
+                self._fail(sequence, error)  # no token is reported without its log probability
                 return
         sequence.tokens.append(token)
         self._recorder.n_output_tokens += 1
@@ -197,14 +203,14 @@ class OutputProcessor:
             self._queue.finish(sequence, end, cause=error)
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
-        """End a request with unusable logits, or whose sampler or text failed."""
+        """End a request with unusable logits, or with a sampler that failed."""
         self._queue.finish(sequence, last_delta(FinishReason.ERROR), cause=error)
         if isinstance(error, NotFiniteError) and self._nan_spreads:
-            # Even after it was removed: only a cleared buffer is clean.
+            # NaN stays in the cells of the removed sequence: only a new context is clean.
             self._manager.cells.fault = error
 
     def _append_text(self, sequence: Sequence, token: int, logprobs: Logprobs, now: float) -> None:
-        """Make text and an event of a new token, the last event if the output ends."""
+        """Add the text of a new token and its event; end the request if the output is complete."""
         params = sequence.request.params
         if self._vocabulary.is_eog(token) or token in params.stop_token_ids:
             self._end(sequence, TokenDelta("", (token,), FinishReason.STOP, token, logprobs))

@@ -1,4 +1,4 @@
-"""Placement: where a sequence stands towards the KV cache.  Inference thread only."""
+"""Placement: the place of a sequence in the KV cache.  Inference thread only."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Placement(Generic[LeaderT]):
     leader : Sequence or None
         Computes the first `n_expected` tokens.  This sequence waits for them.
     n_shareable : int
-        Number of first tokens that others had computed, or were to, when it was submitted.
+        Number of first tokens that it could share, await or restore when it was submitted.
     swapped : SequenceState or None
         State to restore: its own, saved at a preemption or a suspension, or that of a saved prefix.
     n_restorable : int
-        Number of tokens of `swapped` that are its own.
+        Number of first tokens of `swapped` that are also the first tokens of the sequence.
     restores : SavedPrefix or None
         The prefix that `swapped` is from.
     awaits : SavedPrefix or None
@@ -78,5 +78,5 @@ class Placement(Generic[LeaderT]):
         self.is_placed, self.leader, self.n_expected = True, None, 0
 
     def leave(self) -> None:
-        """Hold nothing any more."""
+        """Reset the place to that of a waiting sequence: no slot, no leader."""
         self.slot, self.leader, self.is_placed, self.n_expected = None, None, False, 0

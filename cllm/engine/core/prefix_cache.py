@@ -1,7 +1,7 @@
 """Find computed tokens that a new sequence can share.  Pure: the bookkeeping and llama.cpp are elsewhere.
 
-Finished sequences leave their tokens here, each under a seq_id of its own, least recently used
-first.  Running ones are asked directly.  A scan over at most 256 arrays with numpy is enough.
+Prefixes of finished sequences, and checkpoints of running ones, are entries here, each under a seq_id
+of its own.  Running sequences are compared directly.  A scan over at most 256 arrays is enough.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cllm.engine.lora import NO_LORA, LoraUse
 
 @dataclass(eq=False, slots=True)
 class CachedPrefix:
-    """Prefix of a finished sequence: the tokens, the adapters that computed them, and the slot that holds them."""
+    """Cached prefix of a sequence: its tokens, the adapters that computed them, and the slot with them."""
 
     tokens: Tokens
     slot: Slot
@@ -32,13 +32,13 @@ class Match:
     Attributes
     ----------
     source : Slot or None
-        Holds the first `n_tokens` of the sequence's tokens now.
+        Slot that holds the first `n_tokens` of the sequence's tokens now.
     leader : Sequence or None
-        Is computing the first `n_expected` of them, which are worth waiting for.
+        Running sequence that computes the first `n_expected` tokens, which are worth waiting for.
     n_parted : int
-        As many it has in common with another who holds more, and cannot lend a part.
+        Largest number of tokens in common with a longer prefix or sequence that cannot share a part.
     entry : CachedPrefix or None
-        The source, if it is a cached one.
+        Cached prefix of `source`; None if that is a running sequence.
     """
 
     source: Slot | None = None
@@ -63,7 +63,10 @@ class PrefixCache:
     def covering(
         self, tokens: Tokens, lora: LoraUse = NO_LORA, *, n_most: int | None = None
     ) -> CachedPrefix | None:
-        """An entry of at most `n_most` tokens that begins with all of `tokens`, computed alike."""
+        """Return an entry that begins with all of `tokens`, computed by the same adapters; else None.
+
+        With `n_most`, only entries of at most so many tokens count.
+        """
         n_tokens = len(tokens)
         return next(
             (
@@ -77,7 +80,7 @@ class PrefixCache:
         )
 
     def covered_by(self, tokens: Tokens, lora: LoraUse = NO_LORA) -> list[CachedPrefix]:
-        """Entries that `tokens`, computed like that, begins with."""
+        """Return the entries that `tokens` begins with, computed by the same adapters."""
         return [
             e
             for e in self.entries
@@ -92,19 +95,20 @@ class PrefixCache:
         n_min: int = 1,
         whole_only: bool = False,
     ) -> Match:
-        """The longest prefix that a sequence shares with others, to the token.
+        """Return the longest prefix that a sequence has in common with an entry or a running sequence.
 
-        At least `n_min` tokens of it.  With `whole_only`, all that the other has computed or
-        nothing.  What logits are needed of is left to be computed: at least its last token.
+        Fewer than `n_min` tokens are not shared.  With `whole_only`, an entry, or the computed tokens of
+        a sequence, are shared as a whole only.  Tokens whose logits are needed, at least the last one,
+        are not shared.
 
-        It waits for a leader when that gives more than a lone first token (most prompts begin with
-        the same one), or all there is to share; with `whole_only`, that will stop there.
+        The match has a leader if waiting for it gives at least two tokens (`MIN_GAIN` with `whole_only`),
+        or all that can be shared.  One token is too few, because most prompts begin with the same.
         """
         wanted, lora = sequence.token_array()[: sequence.n_settled], sequence.request.lora
         n_wanted = len(wanted)
         source, entry, n_tokens, n_parted = None, None, 0, 0
-        # The most recent of equals, so that the others may grow old.  Who has another token where
-        # the longest match so far ends cannot be longer: most need no comparison.
+        # The most recent of equal entries, so that the others are evicted sooner.  An entry with
+        # another token where the longest match ends cannot match longer: most need no comparison.
         for cached in reversed(self.entries):
             tokens = cached.tokens
             if n_tokens >= min(n_wanted, len(tokens)) or tokens[n_tokens] != wanted[n_tokens]:
@@ -133,12 +137,12 @@ class PrefixCache:
             if n_now >= n_min and n_now > n_tokens:
                 source, entry, n_tokens = slot, None, n_now
             n_coming = n_common
-            if not other.is_scored:  # such rows come few at a time: not worth waiting for
+            if not other.is_scored:  # few rows are scored in a tick: not worth waiting for
                 n_coming = min(n_common, max(other.n_settled, other.n_computed))
             if n_coming > max(n_expected, other.n_computed) and not other.is_paused:
                 leader, n_expected = other, n_coming
         n_gained = n_expected - n_tokens
-        # Where it has to end a chunk for it, it takes more.
+        # With `whole_only` the leader ends a chunk there, which must gain more tokens.
         n_least = MIN_GAIN if whole_only else 2
         if n_gained < 1 or (n_gained < n_least and n_expected < n_wanted):
             leader, n_expected = None, 0

@@ -25,7 +25,7 @@ from cllm.engine.request import SequenceState
 Tokens = NDArray[np.int32]
 
 BLOCK = 32  # tokens that are looked up at once; no shorter prefix is kept
-N_LOOKED_AT = 16  # of many prefixes that go on differently within a block
+N_LOOKED_AT = 16  # prefixes that are compared at most, of those with the same blocks
 
 
 @dataclass(eq=False, slots=True)
@@ -35,15 +35,15 @@ class SavedPrefix:
     Attributes
     ----------
     state : SequenceState or None
-        None: it is in a file alone.
+        KV state in host memory; None: only the file has it.
     n_bytes : int
-        In host memory.
+        Bytes of the state in host memory; bytes of the file before it was first read.
     file : str or None
-        The name of its file.
+        Name of its file; None without one.
     is_loading : bool
-        The file is being read.
+        True while the file is being read.
     is_awaited : bool
-        A sequence waits for it, so it stays in host memory.
+        True if a sequence waits for it, so that it stays in host memory.
     """
 
     tokens: Tokens
@@ -62,11 +62,11 @@ class PrefixStore(Protocol):
     Attributes
     ----------
     stored : iterable of (tokens, file, bytes)
-        What was there at the start, the least recently used first.
+        Prefixes that had files at the start, the least recently used first.
     n_bytes : int
-        Of all files that are there now.
+        Bytes of all files at present.
     has_room : bool
-        Whether it would take one more now.
+        True if it takes one more file now.
     """
 
     @property
@@ -77,10 +77,10 @@ class PrefixStore(Protocol):
     def has_room(self) -> bool: ...
 
     def write(self, tokens: Tokens, state: SequenceState) -> str | None:
-        """Write a file some time; its name, or None: too much is being written already."""
+        """Write a file in the background; return its name, or None if it is not accepted now."""
 
     def load(self, file: str) -> None:
-        """Read a file in the background, and send the result to the inference thread."""
+        """Read a file in the background, and send a `PrefixLoaded` to the inference thread."""
 
     def touch(self, file: str) -> None:
         """Mark a file as used now."""
@@ -98,11 +98,11 @@ class PrefixTiers:
     Parameters
     ----------
     n_bytes_max : int
-        Host memory for it; 0: nothing is kept.
+        Bytes of host memory for all prefixes; 0: none is kept in host memory.
     whole_only : bool
-        Only all of a prefix can be used: memory of one position.
+        True if a prefix can be used as a whole only: memory of one position.
     store : PrefixStore, optional
-        Where files are; None: there are none.
+        Files of prefixes; None: no files.
 
     Attributes
     ----------
@@ -120,7 +120,7 @@ class PrefixTiers:
         self._whole_only = whole_only
         self._store = store
         self._n_bytes = 0
-        self._floor = 0.0  # the priority of what went last
+        self._floor = 0.0  # the priority of the prefix that was evicted last
         self._all: dict[SavedPrefix, None] = {}
         self._by_block: dict[int, dict[SavedPrefix, None]] = {}
         self._by_file: dict[str, SavedPrefix] = {}
@@ -161,7 +161,10 @@ class PrefixTiers:
         return best, n_best
 
     def _looked_at(self, level: dict[SavedPrefix, None], n_blocks: int) -> Iterator[SavedPrefix]:
-        """Return the latest prefix that contains these blocks; among whole prefixes, one that ends in the last block."""
+        """Yield the latest prefixes that contain these blocks, at most `N_LOOKED_AT`.
+
+        With `whole_only`, prefixes with more whole blocks are skipped.
+        """
         n_left = N_LOOKED_AT
         for prefix in reversed(level):
             if self._whole_only and len(prefix.tokens) // BLOCK > n_blocks:
@@ -182,14 +185,17 @@ class PrefixTiers:
 
     # --- Coming and going --------------------------------------------------------------------
     def add(self, tokens: Tokens, lora: LoraUse, state: SequenceState) -> SavedPrefix | None:
-        """Keep a prefix, and drop those that it contains, and those without room: perhaps itself."""
+        """Keep a prefix, drop those that it contains, and evict until the limit of host memory holds.
+
+        Return None if the new prefix is not kept.
+        """
         if self._store is None and len(state.data) > self.n_bytes_max:
             return None
         if not self._whole_only:
             for shorter in self._beginnings_of(tokens, lora):
                 self._drop(shorter)
         prefix = SavedPrefix(tokens, state, len(state.data), lora)
-        if self._store is not None and lora == NO_LORA:  # an adapter's name says nothing tomorrow
+        if self._store is not None and lora == NO_LORA:  # a name may mean another adapter later
             prefix.file = self._store.write(tokens, state)
         self._put(prefix)
         self._n_bytes += prefix.n_bytes
@@ -222,7 +228,7 @@ class PrefixTiers:
         return self._floor + len(prefix.tokens) / max(1, prefix.n_bytes)
 
     def load(self, prefix: SavedPrefix) -> None:
-        """Have the file of a prefix read."""
+        """Start reading the file of a prefix, unless it is being read; the prefix counts as awaited."""
         assert self._store is not None
         assert prefix.file is not None
         prefix.is_awaited = True
@@ -231,7 +237,7 @@ class PrefixTiers:
             self._store.load(prefix.file)
 
     def on_loaded(self, file: str, state: SequenceState | None) -> None:
-        """A file has been read; None: it is of no use, or gone."""
+        """Take the state that was read from a file; None: the file is unusable or gone."""
         prefix = self._by_file.get(file)
         if prefix is None:
             return
@@ -278,7 +284,7 @@ class PrefixTiers:
 
     def _drop(self, prefix: SavedPrefix) -> None:
         del self._all[prefix]
-        prefix.is_loading = False  # who waits for it computes it
+        prefix.is_loading = False  # a sequence that waits for it computes its tokens
         for h in self._hashes(prefix.tokens):
             level = self._by_block[h]
             del level[prefix]
@@ -300,7 +306,10 @@ class PrefixTiers:
         self._fit()
 
     def _fit(self) -> None:
-        """Give up host memory until no more is used than may be."""
+        """Evict prefixes from host memory until at most `n_bytes_max` bytes are used.
+
+        Prefixes that a sequence waits for stay.
+        """
         while self._n_bytes > self.n_bytes_max:
             held = (p for p in self._all if p.state is not None and not p.is_awaited)
             least = min(held, key=attrgetter("priority"), default=None)
@@ -326,6 +335,6 @@ def common_length(a: Tokens, b: Tokens, of_a: LoraUse = NO_LORA, of_b: LoraUse =
     n_tokens = min(len(a), len(b))
     if of_a is not of_b:
         n_tokens = int(min(n_tokens, of_a.n_alike(of_b)))
-    # `argmax` would give the GIL away, and get it back late.
+    # `argmax` would release the GIL, and get it back late.
     first = (a[:n_tokens] != b[:n_tokens]).tobytes().find(1)
     return n_tokens if first < 0 else first

@@ -1,9 +1,9 @@
 """PromptCost: how many rows of prompts are best computed together, learned from ticks of prompts only.
 
-Together they share what any decode costs, and wait for each other.  From 64 rows on, llama.cpp's
-attention on a CPU goes by tiles of 64 rows, and a tile visits the cells of all its rows: of one
-prompt that is cheaper than row by row, of several whose cells lie among each other's it may take
-twice as long.  Pure: times come in as numbers.
+Prompts in one decode share its fixed cost, and wait for each other.  From 64 rows on, llama.cpp's
+attention on a CPU works in tiles of 64 rows, and a tile visits the cells of all its rows.  For one
+prompt that is cheaper than row by row.  For several prompts with mixed cells it may take twice as
+long.  Pure: times come in as numbers.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import math
 from cllm.engine.core.scheduler import ATTENTION_TILE
 from cllm.engine.core.tick_cost import TickCost
 
-# Prompts that are computed together are as many rows as make what any tick costs this share of
-# theirs, and the tick of those that decode, before the next one, this much of it: 8 and 32 clients
-# in a closed loop get their first token in 0.3 and 0.8 of the time that 256 rows together take,
-# for 0.02 and 0.01 of the tokens/s (0.6B, AVX-512); with a third for the latter, the last of a burst of 32 waits
-# 1.1 times as long (`benchmarks.closed_loop`).
+# With `n_rows_together` rows, the fixed cost of a tick is at most the first share of their time.  The
+# next tick of decoding sequences is at most the second.  Compared with 256 rows, 8 and 32 clients in a
+# closed loop get their first token in 0.3 and 0.8 of the time.  They lose 0.02 and 0.01 of the tokens/s
+# (0.6B, AVX-512).  With a DECODING_SHARE of 1/3, the last of a burst of 32 waits 1.1 times as long
+# (`benchmarks.closed_loop`).
 FIXED_SHARE, DECODING_SHARE = 1 / 16, 1 / 4
-# A row in a tile that is dearer than this beside one that is in none makes tiles not worth it.
+# Tiles are avoided if a row in a tile takes more than this times as long as a row outside of tiles.
 DEAR = 1.15
-# They are tried again when the cells in use are fewer than this share of those of the last time, and
-# after so many ticks without them: a batch that a busy machine has made dear would keep them out for
-# ever, and 64 clients in a closed loop wait for their first token ten times as long.
+# Tiles are tried again when the cells in use fall below this share of those at their last batch.  They
+# are also tried after so many ticks without tiles.  Otherwise one slow batch on a busy machine would
+# exclude them for ever: 64 clients in a closed loop would wait ten times as long for a first token.
 FORGOTTEN_SHARE = 0.5
 N_TICKS_FORGOTTEN = 32
 
@@ -33,10 +33,10 @@ class PromptCost:
 
     def __init__(self) -> None:
         self._cost = TickCost()
-        self._row_s = 0.0  # of a batch that is no whole tile, when last seen
-        self._tile_row_s = 0.0  # of a batch of several prompts that is one or more
-        self._n_cells = 0  # in use then
-        self._n_ticks = 0  # since then
+        self._row_s = 0.0  # in the last batch of less than a tile
+        self._tile_row_s = 0.0  # in the last batch of several prompts with a tile or more
+        self._n_cells = 0  # in use at that batch
+        self._n_ticks = 0  # since that batch
 
     def observe(
         self, n_rows: int, n_attended: int, n_prompts: int, n_cells: int, seconds: float
@@ -48,7 +48,7 @@ class PromptCost:
         n_attended : int
             Cells that the rows attend to: see `cells_attended`.
         n_cells : int
-            In use, of all sequences.
+            Cells in use, of all sequences.
         """
         self._cost.observe(n_rows, n_attended, seconds)
         self._n_ticks += 1
@@ -58,14 +58,16 @@ class PromptCost:
             self._tile_row_s, self._n_cells, self._n_ticks = seconds / n_rows, n_cells, 0
 
     def n_rows_together(self, decode_s: float, n_cells: int) -> float:
-        """Rows of prompts from which more in one tick save little, and make each other wait.
+        """Return the number of prompt rows in a tick beyond which more save little and delay each other.
+
+        Infinite while the cost of a row is unknown.
 
         Parameters
         ----------
         decode_s : float
-            What the tick of those that decode takes, which comes before the next one of prompts.
+            Seconds of the tick of decoding sequences before the next tick of prompts.
         n_cells : int
-            In use.
+            Cells in use.
         """
         if self.are_tiles_dear(n_cells):
             return ATTENTION_TILE - 1

@@ -1,8 +1,8 @@
 """Decide which requests fail after a failed decode: as few as possible.  Pure: `engine_core` acts on it.
 
-A fatal failure once: the context is recreated and every sequence replayed; no request fails.  Once
-more before the sequences of that batch got past it, or a batch that llama.cpp refused: the batch is
-halved until the sequence that fails alone is found; one that was alone by chance is tried once more.
+After a first fatal failure the context is recreated and every sequence is computed again; no request
+fails.  The batch is halved until one sequence fails alone, if it fails again or llama.cpp refused it.
+A sequence that was alone by chance is tried once more.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class Verdict(Enum):
     """Decision after a failed decode."""
 
     REBUILD = auto()
-    """recreate the context and compute every sequence again."""
+    """Recreate the context and compute every sequence again."""
     BISECT = auto()
-    """Decode parts of the batch apart; `Recovery.restrict` says who is next."""
+    """Decode parts of the batch separately; `Recovery.restrict` returns the next part."""
     END = auto()
     """The only sequence of the batch has failed alone: it is the culprit."""
 
@@ -30,9 +30,9 @@ class Recovery:
     """Memory of failures, until everything that failed has been computed."""
 
     def __init__(self) -> None:
-        # How far each sequence has to come for its failure to be over.
+        # Number of computed tokens at which the failure of each sequence is over.
         self._marks: dict[Sequence, int] = {}
-        # Some of those, to be decoded apart from all others, the first group first.
+        # Groups of failed sequences to decode apart from all others, the next group first.
         self._groups: list[list[Sequence]] = []
 
     @property
@@ -47,7 +47,7 @@ class Recovery:
             group = [s for s in self._groups[0] if s in sequences and s.is_ready]
             if group:
                 return group
-            # Computed, ended, preempted or paused: not to be suspected for ever.
+            # The whole group was computed, ended, preempted or paused: do not wait for it.
             del self._groups[0]
         return sequences
 
@@ -56,13 +56,13 @@ class Recovery:
         self._marks.pop(sequence, None)
 
     def on_success(self) -> None:
-        """A batch was computed, and the bookkeeping says so."""
+        """Forget the failures that a computed batch has got past; call after the bookkeeping is updated."""
         if self._marks:
             self._marks = {s: mark for s, mark in self._marks.items() if s.n_computed < mark}
             self._groups = [[s for s in group if s in self._marks] for group in self._groups]
 
     def on_failure(self, chunks: SequenceOf[Chunk], *, is_fatal: bool) -> Verdict:
-        """A batch of these chunks failed; `is_fatal` if the context may have suffered."""
+        """Return what to do after a batch of these chunks failed; `is_fatal` if the context may be damaged."""
         batch = [c.sequence for c in chunks]
         is_again = any(s in self._marks for s in batch)
         for chunk in chunks:

@@ -1,8 +1,8 @@
 """RowCost: what a decode of r rows costs on this machine, learned from the ticks that decode only.
 
-Kernels take rows in steps (4, 8, 16 at a time), each machine and each weight type its own: the cost
-is a table, not a line.  It says how many rows of drafts are worth their time.  Pure: times come in
-as numbers.
+Kernels compute rows in steps of 4, 8 or 16, which depend on the machine and on the type of the
+weights: the cost is a table, not a line.  `BudgetedSpeculation` uses it to choose the number of
+drafts.  Pure: times come in as numbers.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping
 
-# The median of so many ticks: one that the machine disturbed says nothing.
+# A cost is the median of the last so many ticks: one disturbed tick does not count.
 N_KEPT = 7
-# A number of rows that was met less often, and seems dear, is given another try.
+# A number of rows that was measured less often, and seems slow, is assumed to be faster, so that it
+# is tried again.
 N_TRUSTED = 3
-# A median that has moved by less than this is the old one.
+# A median that has changed by less than this part is not updated.
 TOLERANCE = 0.01
-# Costs beyond the measured ends of the table: hopeful, so that it is tried once, and
-# then measured.
+# Exponent of the assumed cost outside the measured range: less than linear, so that more rows are
+# tried once and then measured.
 UNKNOWN_GROWTH = 0.5
 N_ROWS_MAX = 4096
 
@@ -30,7 +31,7 @@ class RowCost:
     Parameters
     ----------
     known : mapping, optional
-        Seconds by rows, as `table` has said before: the first tick of as many rows replaces them.
+        Seconds by number of rows, from an earlier `table`.  The first measurement replaces a value.
 
     Attributes
     ----------
@@ -48,7 +49,7 @@ class RowCost:
 
     @property
     def table(self) -> dict[int, float]:
-        """Seconds by rows, of the numbers that were met often enough."""
+        """Seconds by number of rows, for numbers known at the start or measured `N_TRUSTED` times."""
         return {rows: self._medians[rows] for rows in sorted(self._trusted)}
 
     def observe(self, n_rows: int, seconds: float) -> None:
@@ -68,7 +69,7 @@ class RowCost:
     def measured(self, n_rows: int) -> float:
         """Return the expected seconds of a decode of exactly so many rows.
 
-        It may be more than one of some more rows: 15 are computed 4 by 4 and one by one, 16 at once.
+        A decode of more rows may take less: 15 rows are computed 4 by 4 and one by one, 16 at once.
         """
         return self._at(n_rows, self._belief())
 
@@ -95,7 +96,7 @@ class RowCost:
         return self._believed
 
     def _at(self, n_rows: int, seconds: Mapping[int, float]) -> float:
-        """Return a value of the table, interpolated if needed; unusable before the first measurement."""
+        """Return a value of the table, interpolated if needed; not in seconds while the table is empty."""
         if n_rows in seconds:
             return seconds[n_rows]
         if not seconds:

@@ -1,7 +1,7 @@
-"""RunQueue: every request from its submission to its last event; who waits, who runs, who ends.
+"""RunQueue: every request from its submission to its last event, while it waits, runs and ends.
 
-Whatever way a request ends, `finish` removes its sequence from the KV cache, unconditionally, and
-looks whether it is gone.
+However a request ends, `finish` removes its sequence from the KV cache and checks that it is gone.
+Only `fail_all` leaves the KV cache as it is, because the engine has failed.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class RunQueue:
     Attributes
     ----------
     waiting, running : list of Sequence
-        Without and with a seq_id.
+        Sequences without a seq_id, and sequences with one.
     events : list of Event
-        What happened since they were last taken.
+        Events since they were last taken, oldest first.
     """
 
     def __init__(
@@ -90,7 +90,10 @@ class RunQueue:
         logger.debug("request %s: new, %d prompt tokens", request.request_id, sequence.n_prompt)
 
     def cancel(self, request_id: str, *, saves_state: bool = False) -> None:
-        """Cancel a request, and return its KV state if the caller wants it."""
+        """Cancel a request; with `saves_state`, its `Finished` has its KV state, if that can be saved.
+
+        Unknown ids are ignored.
+        """
         if sequence := self._by_id.get(request_id):
             state = self._manager.save(sequence) if saves_state else None
             self.finish(sequence, last_delta(FinishReason.CANCELLED), state=state)
@@ -168,7 +171,7 @@ class RunQueue:
         return True
 
     def _in_the_way(self, first: Sequence) -> list[Sequence]:
-        """Return the running sequences to preempt for a waiting one; none if that is not enough."""
+        """Return the running sequences to preempt for a waiting one; empty if it still would not fit."""
         could_allocate = self._manager.could_allocate
         # Readers that have stopped must not keep the queue waiting.
         paused = [s for s in self.running if s.is_paused]
@@ -183,7 +186,7 @@ class RunQueue:
         return []
 
     def make_room(self, n_rows: int, now: float) -> None:
-        """Evict for a batch of `n_rows`, and preempt until every decoding sequence has a cell."""
+        """Evict prefixes for `n_rows` rows at most, and preempt until every decoding sequence has a cell."""
         manager, cells = self._manager, self._manager.cells
         cells.evict_until(scheduler.n_rows_wanted(self.running, n_rows))
         while any(s.is_ready for s in self.running):
@@ -204,7 +207,7 @@ class RunQueue:
         logger.debug("request %s: preempted", sequence.request_id)
 
     def restart_all(self) -> None:
-        """The KV cache is new: every running sequence computes its tokens again."""
+        """Send all running sequences back to the queue, after the KV cache was emptied."""
         for sequence in list(self.running):
             sequence.placement.leave()
             self._requeue(sequence)
@@ -222,16 +225,16 @@ class RunQueue:
         cause: Exception | None = None,
         state: SequenceState | None = None,
     ) -> None:
-        """The completion callback: clear the cache and the bookkeeping, then tell the caller.
+        """End a request: remove its sequence from the KV cache, then report `Finished`.
 
         Parameters
         ----------
         delta : TokenDelta
-            The last one, with its reason; text that was held back is added.
+            Last delta, with its finish reason; text that was held back is added.
         cause : Exception, optional
-            Why the request failed.
+            Error with which the request failed.
         state : SequenceState, optional
-            What the caller gets of the KV cache.
+            KV state for the `Finished` event.
         """
         # What a failed request computed is not to be trusted.
         self._manager.leave(sequence, keep=cause is None)
@@ -242,7 +245,7 @@ class RunQueue:
         self._report(sequence, delta, error, state)
 
     def fail_all(self, cause: BaseException) -> None:
-        """The engine has failed: end every request, leaving llama.cpp alone."""
+        """End every request with an `EngineFailedError` of this cause; the KV cache is not changed."""
         for sequence in list(self._by_id.values()):
             self._report(sequence, last_delta(FinishReason.ERROR), EngineFailedError.of(cause))
 
@@ -259,7 +262,7 @@ class RunQueue:
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         self._manager.saved.forget(sequence)
         self._recovery.forget(sequence)
-        # What fails now comes too late to change anything but the text.
+        # An error here is only logged: it can cost held-back text, but the request ends all the same.
         try:
             delta = replace(delta, text=delta.text + sequence.detokenizer.flush())
             if delta.logprobs is None and sequence.request.params.logprobs is not None:
@@ -267,7 +270,7 @@ class RunQueue:
             if sequence.sampler is not None:
                 sequence.sampler.close()
         except Exception:
-            logger.exception("request %s: after its end", sequence.request_id)
+            logger.exception("request %s: error after its end", sequence.request_id)
         now = self._clock()
         sequence.output.add(delta, now)
         completion = sequence.completion(delta, now)
@@ -282,7 +285,7 @@ class RunQueue:
 
 
 def last_delta(reason: FinishReason, token_ids: tuple[int, ...] = ()) -> TokenDelta:
-    """An end without text, and without a `stop_reason`."""
+    """Return a last delta without text and without a `stop_reason`."""
     return TokenDelta("", token_ids, reason)
 
 
@@ -292,7 +295,7 @@ def recall(sequence: Sequence, vocabulary: OutputVocabulary) -> None:
     Raises
     ------
     InvalidArgumentError
-        The output could not have gone on with one of them.
+        The output could not have continued with one of these tokens.
     """
     request, sampler = sequence.request, sequence.sampler
     for token in request.generated_token_ids:
@@ -302,5 +305,5 @@ def recall(sequence: Sequence, vocabulary: OutputVocabulary) -> None:
 
 
 def push(sequence: Sequence, token: int, vocabulary: OutputVocabulary) -> str:
-    """Return the text that is certain once the output has gone on with this token."""
+    """Add a token to the output; return the text that can no longer change."""
     return sequence.detokenizer.push(spelled_piece(sequence.request.spelled, vocabulary, token))

@@ -2,8 +2,8 @@
 
 Two kinds of states are kept in host memory: those of sequences that were preempted or suspended, and
 those of prefixes (`PrefixTiers`, which also has their files).  One budget of bytes holds for both.
-Sequences come first: prefixes leave to make room for them.  What copying and restoring take is
-measured here.
+Sequences come first: prefixes are evicted to make room for them.  The times of copying and restoring
+are measured here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cllm.engine.request import SequenceState
 
 logger: logging.Logger = logging.getLogger("cllm.engine")
 
-# Shorter prefixes are computed again sooner than they are found.
+# Shorter prefixes are not saved: computing them again is faster than finding them.
 MIN_SAVED = 2 * BLOCK
 
 
@@ -72,7 +72,10 @@ class SavedStates:
 
     # --- States of sequences -----------------------------------------------------------------
     def is_worth(self, n_tokens: int, recompute_s: float) -> bool:
-        """Return whether saving so many tokens is cheaper than computing them again, and has room."""
+        """Return True if the budget has room for so many tokens, and saving is cheaper than computing.
+
+        Saving counts as a copy and its restoring, each of the time measured for a copy.
+        """
         n_left = self._n_bytes_max - self._n_bytes
         has_room = n_tokens > 0 and n_left > 0 and n_tokens * self._bytes_per_token <= n_left
         return has_room and 2 * self._s_per_token * n_tokens < recompute_s
@@ -123,7 +126,9 @@ class SavedStates:
     def find(
         self, sequence: Sequence, n_shared: int, n_most: int
     ) -> tuple[SavedPrefix | None, int]:
-        """Return a prefix that is worth restoring, and how many tokens of it the sequence has.
+        """Return a prefix that is worth restoring, and how many tokens the sequence has in common with it.
+
+        None and 0 without one.
 
         Parameters
         ----------
@@ -140,7 +145,7 @@ class SavedStates:
         if prefix is None or n_tokens < n_shared + MIN_GAIN or len(prefix.tokens) > n_most:
             return None, 0
         computed_s = self._recompute_s(n_tokens) - self._recompute_s(n_shared)
-        # What is unknown is tried; what is in a file is read meanwhile.
+        # A restoring of unknown time is tried; a file is read while the sequence waits.
         if 0 < computed_s < self.restore_s(len(prefix.tokens)):
             return None, 0
         return prefix, n_tokens
@@ -180,7 +185,7 @@ class SavedStates:
             placement.awaits = None
 
     def distrust(self, sequence: Sequence) -> None:
-        """Forget the prefixes that a failed sequence has saved or gone on from."""
+        """Forget the prefixes that a failed sequence has saved or started from, and their files."""
         for prefix in sequence.placement.saved:
             if self.tiers is not None:
                 self.tiers.forget(prefix)

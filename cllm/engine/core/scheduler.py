@@ -1,4 +1,4 @@
-"""Decide, for one tick, who runs and which tokens go into the batch.
+"""Decide, for one tick, which sequences run and which of their tokens go into the batch.
 
 Nothing here calls llama.cpp, reads a clock or knows about threads: same input, same plan.
 """
@@ -18,7 +18,7 @@ ATTENTION_TILE = 64
 # A prompt of no more chunks than this is not cut, and whole prompts are computed together up to so
 # many chunks at most.
 N_CHUNKS_WHOLE = 2
-# Tokens for which all have room before a sequence that was preempted may run again.
+# A preempted sequence runs again only if all sequences have cells for so many more tokens each.
 N_AHEAD_AGAIN = 16
 
 
@@ -32,7 +32,7 @@ class Chunk:
 
     @property
     def n_rows(self) -> int:
-        """Rows of the batch."""
+        """Number of rows of the chunk in the batch."""
         return self.n_tokens + len(self.drafts)
 
     @property
@@ -66,12 +66,13 @@ def plan(
 
     Decoding sequences come first, one row each, so that a prompt never makes them wait.  What is
     left, at most `n_prompt_rows`, goes to prompts one after another, most urgent first: computing
-    them all at once would give each its first token as late as the last.  With `n_prefill_chunk`,
-    a long prompt gets no more than that of a tick which another sequence waits for; with `is_awaited`
-    that is one which is not among the running ones given here.  Other prompts join one in a tick
-    up to `n_together` rows, if that is less than two such chunks.  A prompt that is scored takes the
-    output rows that no other sequence needs.  Chunks are in the order of their seq_ids, which lets
-    llama.cpp use its graph again.
+    them all at once would give each its first token as late as the last.
+
+    `n_prefill_chunk` limits the rows of a long prompt in a tick that another sequence waits for.
+    `is_awaited` is True if that sequence is not in `running`.  Other prompts join the first one up to
+    `n_together` rows, and up to two such chunks.  A prompt that is scored takes the output rows that
+    no other sequence needs.  Chunks are in the order of their seq_ids, which lets llama.cpp use its
+    graph again.
     """
     sequences = list(running)
     ready = [s for s in sequences if s.is_ready]
@@ -89,7 +90,7 @@ def plan(
         n_spare = n_outputs_max - len(ready)
         n_taken = 0
         for sequence in sorted(prompts, key=lambda s: urgencies[s.request_id]):
-            # One output row is every sequence's own.
+            # Each sequence has one output row of its own.
             n_tokens = min(sequence.n_next, n_rows, _n_tokens_for(sequence, 1 + n_spare))
             if n_prefill_chunk is not None and (decoding or n_taken or is_awaited):
                 n_tokens = _n_polite(
@@ -122,7 +123,7 @@ def _n_polite(
     """Return the number of prompt tokens for a tick that does not delay the decoding sequences too long."""
 
     def n_left(n_rows: int) -> int:
-        # However many decode, a prompt goes on: by as many rows as make whole tiles.
+        # However many sequences decode, a prompt advances: by the rows that fill up whole tiles.
         n_least = -(-(n_decoding + ATTENTION_TILE // 2) // ATTENTION_TILE) * ATTENTION_TILE
         return max(n_rows, n_least) - n_decoding - n_taken
 
@@ -141,7 +142,7 @@ def _n_tokens_for(sequence: Sequence, n_outputs: int) -> int:
 
 
 def _with_followers(running: list[Sequence], now: float) -> Mapping[str, tuple[object, ...]]:
-    """Return the sort key of each sequence, or the smallest of those that wait for its tokens."""
+    """Return the sort key of each request id: the smallest of its own and those of its followers."""
     key = by_turn([s for s in running if not (s.is_paused or s.is_decoding)], now)
     urgencies = {s.request_id: key(s) for s in running}
     for follower in running:
@@ -155,15 +156,15 @@ def _with_followers(running: list[Sequence], now: float) -> Mapping[str, tuple[o
 
 
 def most_urgent(sequences: Iterable[Sequence], now: float) -> Sequence | None:
-    """Return the sequence that is served first."""
+    """Return the sequence that is served first; None without any."""
     several = list(sequences)
     return min(several, key=by_turn(several, now), default=None)
 
 
 def next_admitted(waiting: Iterable[Sequence], now: float) -> Sequence | None:
-    """Return the waiting sequence to start next: the most urgent; no other overtakes it.
+    """Return the waiting sequence to start next, the most urgent one; None without any.
 
-    Whose prefix is being read from a file is not asked yet.
+    Paused sequences, and those whose prefix is being read from a file, are skipped.
     """
     return most_urgent((s for s in waiting if not (s.is_paused or s.placement.is_loading)), now)
 
@@ -173,9 +174,8 @@ def has_room(
 ) -> bool:
     """Return True if a sequence that needs `n_new_cells` may start now.
 
-    It may when the cells suffice for what it and the running ones have pending, and for some more
-    tokens of each: a sequence admitted into less would be preempted again at once.  One alone may
-    fill every cell.
+    The cells must suffice for the pending tokens of all sequences that are not paused, and for some more
+    of each.  With fewer cells, it would be preempted again at once.  A sequence alone may fill all cells.
     """
     present = [s for s in running if not s.is_paused]
     if not present:
@@ -188,8 +188,8 @@ def has_room(
 def choose_preempted(running: Iterable[Sequence]) -> Sequence:
     """Return the sequence to preempt: a paused one, otherwise the least urgent and newest one.
 
-    Of several tenants, one of the tenant that would still have most for its weight: the oldest of all
-    sequences stays, and comes to its end.
+    Among equally urgent ones, it is of the tenant that would still have most sequences for its weight.
+    So the oldest of equally urgent sequences that are not paused stays, and can finish.
     """
     several = list(running)
     taken = seats(several)
@@ -201,10 +201,10 @@ def choose_preempted(running: Iterable[Sequence]) -> Sequence:
 
 
 def n_rows_needed(running: Iterable[Sequence]) -> int:
-    """Cells that this tick needs at least: one for every sequence that is decoding."""
+    """Return the number of cells that a tick needs at least: one for each decoding sequence."""
     return sum(1 for s in running if s.is_decoding)
 
 
 def n_rows_wanted(running: Iterable[Sequence], n_rows: int) -> int:
-    """Rows that this tick would compute if there were cells enough."""
+    """Return the number of rows, at most `n_rows`, that a tick would compute with enough cells."""
     return min(n_rows, sum(s.n_pending for s in running if s.is_ready))

@@ -24,7 +24,7 @@ from cllm.engine.sampling.batch_sampler import TokenSampler
 
 # One level of priority is worth so many seconds of waiting: nothing starves.
 AGEING_S = 5.0
-# Prompts of as many parts of so many tokens are as long as each other.
+# Prompts with equally many parts of so many tokens count as equally long.
 N_ALIKE = 256
 
 
@@ -53,7 +53,7 @@ class Tenant:
     n_requests : int
         Number of its requests that have not ended.
     admitted_at : float
-        When a request of it last began to run.
+        Time at which one of its requests last began to run, in seconds of the engine's clock.
     """
 
     name: str
@@ -73,28 +73,28 @@ class Sequence:
     tenant : Tenant
         The tenant that it counts for.
     placement : Placement
-        Where it stands towards the KV cache.
+        Its place in the KV cache, and the saved states that it can start from.
     sampler : TokenSampler or None
         None for greedy sampling.  Kept when the sequence is preempted.
     n_cached : int
         Prompt tokens that were shared and not computed.
     n_drafted, n_accepted : int
-        Guesses of its tokens, and those that were right.
+        Number of drafts that were computed for it, and of those that were right.
     n_unread : int
         Deltas that the reader has not taken yet.
     n_given : int
-        Tokens of the prompt, and of the output as far as it was sampled elsewhere.
+        Number of tokens that came with the request: the prompt, and output sampled before.
     n_turn : int
-        When a tick last had tokens of it: ticks are counted from 1 on.
+        Number of the last tick that had rows of it, counted from 1; 0 before.
     output : CompletionBuilder
         The deltas of its output.
     admitted_at : float or None
-        When it first ran.
+        Time at which it first began to run, in seconds of the engine's clock; None before.
     prompt_logprobs : list of TokenLogprob
-        Those of prompt tokens, from `first_scored` on.
+        Log probabilities of prompt tokens, from `first_scored` on.
     n_scored, n_to_score : int
-        Tokens whose logits have been seen, or are never wanted, and how many that shall be; the row
-        before the next of them is an output row.
+        Number of first tokens whose logits were read or are not needed, and its final value.  The row
+        before the next such token is an output row.
     """
 
     def __init__(
@@ -142,17 +142,17 @@ class Sequence:
 
     @property
     def n_pending(self) -> int:
-        """Tokens still to be computed before the next can be sampled."""
+        """Number of tokens still to be computed before the next can be sampled."""
         return len(self.tokens) - self.n_computed
 
     @property
     def n_alike(self) -> int:
-        """Tokens, from the next to be computed on, that the same adapters compute."""
+        """Number of tokens, from the next to be computed on, that the same adapters compute."""
         return int(min(INT32_MAX, self.request.lora.n_until_change(self.n_computed)))
 
     @property
     def n_next(self) -> int:
-        """Pending tokens that can be computed in one decode."""
+        """Number of pending tokens that can be computed in one decode."""
         return min(self.n_pending, self.n_alike, self.placement.n_checkpoint - self.n_computed)
 
     @property
@@ -189,7 +189,7 @@ class Sequence:
 
     @property
     def n_sampled(self) -> int:
-        """Tokens that were sampled here."""
+        """Number of tokens that were sampled for this request, without those that came with it."""
         return len(self.tokens) - self.n_given
 
     @property
@@ -205,9 +205,9 @@ class Sequence:
     def urgency(self, now: float) -> tuple[int, int, float, int]:
         """Sort key: the smallest is served first.
 
-        Priority, less a level for every `AGEING_S` seconds since submission; then the least to be
-        computed before the first token, so that few wait for much; then the earliest deadline;
-        then arrival.
+        The key is the priority, less a level for every `AGEING_S` seconds since submission.  Then come
+        the tokens to compute before the first output token, in steps of `N_ALIKE`, because few
+        requests should wait for long prompts.  Then come the earliest deadline, and arrival.
         """
         request = self.request
         deadline = float("inf") if request.deadline is None else request.deadline
@@ -241,7 +241,7 @@ class Sequence:
         return n_cached
 
     def completion(self, last: TokenDelta, now: float) -> Completion:
-        """Return all of the output, for the last event; its last delta is in `output`."""
+        """Return the whole output, for the last event; `output` must already have the delta `last`."""
         request, first_scored = self.request, self.request.first_scored
         assert last.finish_reason is not None
         return self.output.completion(

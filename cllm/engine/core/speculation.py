@@ -1,15 +1,14 @@
 """Speculation: drafts of the next tokens, computed together with the token they follow.
 
-A draft is a guess.  Its row is computed in the same decode as the row before it, and sampled from
-only if that row gave just this token: what is sampled is what would have been sampled, one tick a
-token, whatever the guesses were.  A wrong one has cost its row.
+A draft is a guess of the next token.  Its row is computed in the same decode as the row before it,
+and is sampled from only if that row gave exactly this token.  So each token is chosen as without
+drafts, whatever the guesses are.  A wrong draft costs its row.
 
-How many rows that is worth in a tick is decided here, for all sequences together: as many as give
-the most tokens a second, by what the drafter expects of its drafts and by what rows were measured
-to cost (`row_cost`).  None where rows are not free.
+The number of drafts in a tick is chosen here, for all sequences together, to give the most tokens per
+second.  It follows from the probabilities of the drafter and the measured cost of rows (`row_cost`).
 
-Memory with states can give up the rows of a decode only if all sequences had as many of them
-(`KVCache.rolls_back_alike`).  There a sequence without enough drafts gets its last token as a draft.
+Rows of memory with states can be removed only if all sequences had equally many rows in the decode
+(`KVCache.rolls_back_alike`).  There, a sequence with too few drafts gets its last token as a draft.
 """
 
 from __future__ import annotations
@@ -28,13 +27,14 @@ from cllm.engine.core.sequence import Sequence
 
 # Rows of drafts in one tick, at the most.
 N_DRAFT_ROWS = 32
-# Expected tokens a second have to be better by this, or the rows are left alone.
+# Drafts are computed only if the expected tokens per second rise by this factor.
 MARGIN = 1.03
-# A draft that is less likely than this is not looked at.
+# A draft that is less likely than this is not computed.
 MIN_PROBABILITY = 0.05
-# Of tokens that a constraint forces.  Where it forces bytes, another cut of them is a token too.
+# Probability that a token which a constraint forces is right: at first, the weight of each result, and
+# of the return to the first value.  Forced bytes may also be the text of other tokens.
 FORCED_AT_FIRST, FORCED_WEIGHT, FORCED_RECOVERY = 0.95, 0.05, 0.002
-# Less likely than this, the drafter is asked instead.
+# The drafter is used instead of forced tokens if the first of these is less likely than this.
 FORCED_MIN = 0.3
 
 Drafts = tuple[int, ...]
@@ -66,7 +66,7 @@ class Drafter(Protocol):
 
 
 class Speculation(Protocol):
-    """Drafts for the core."""
+    """Source of drafts for `EngineCore`.  Inference thread only."""
 
     def extend(
         self, chunks: list[Chunk], n_rows: int, n_outputs: int, target_s: float | None
@@ -79,11 +79,11 @@ class Speculation(Protocol):
         n_rows, n_outputs : int
             Rows, and output rows, that are left in the batch.
         target_s : float or None
-            No tick that only decodes is to take longer.
+            Longest time of a tick that only decodes, in seconds; None: no limit.
         """
 
     def observe(self, sequence: Sequence, n_drafted: int, n_accepted: int) -> None:
-        """Learn from the verdicts on the drafts of a sequence."""
+        """Learn that the first `n_accepted` of `n_drafted` drafts of a sequence were right."""
 
 
 @dataclass(slots=True)
@@ -96,15 +96,15 @@ class _Offer:
 
 
 class BudgetedSpeculation:
-    """`Speculation` with as many rows as pay for their time.
+    """`Speculation` with the number of drafts that gives the most tokens per second.
 
     Parameters
     ----------
     drafter : Drafter
     row_cost : RowCost
     kv_cache : KVCache
-        Of what it can do.  In the per-sequence layout llama.cpp computes sequences with different
-        numbers of rows one after another.
+        Only its properties are read.  In the per-sequence layout llama.cpp computes sequences with
+        different numbers of rows in several parts, one after another.
     stream_buffer : int
         Deltas that a reader may leave unread.
     """
@@ -126,7 +126,7 @@ class BudgetedSpeculation:
     def extend(
         self, chunks: list[Chunk], n_rows: int, n_outputs: int, target_s: float | None
     ) -> list[Chunk]:
-        """See `Speculation`: none beside prompts, whose rows are not free."""
+        """See `Speculation`; a tick with prompts gets no drafts, because rows are not free there."""
         self._forced.clear()
         self._n_drafts.clear()
         n_max, n_each = min(n_rows, n_outputs, N_DRAFT_ROWS), self._n_each
@@ -155,12 +155,15 @@ class BudgetedSpeculation:
         return self._filled(extended) if self._alike else extended
 
     def _are_one(self, chunks: list[Chunk]) -> bool:
-        """Return True if llama.cpp computes these sequences together: in the per-sequence layout, neighbours."""
+        """Return True if llama.cpp computes these sequences together.
+
+        In the per-sequence layout, their seq_ids must be consecutive.
+        """
         ids = [seq_id_of(chunk.sequence) for chunk in chunks]
         return self._kv_unified or ids[-1] - ids[0] == len(ids) - 1
 
     def _filled(self, chunks: list[Chunk]) -> list[Chunk]:
-        """Return chunks with as many drafts each."""
+        """Return chunks with equally many drafts: last tokens of sequences fill the gaps."""
         n = max(len(chunk.drafts) for chunk in chunks)
         self._n_drafts = {chunk.sequence: len(chunk.drafts) for chunk in chunks}
         return [
@@ -207,7 +210,7 @@ class BudgetedSpeculation:
     def _choose(
         self, n_decoding: int, offers: list[_Offer], n_max: int, target_s: float | None
     ) -> list[int]:
-        """Return the number of drafts of each offer that gives the most tokens per second."""
+        """Return the number of drafts of each offer for the most tokens per second; empty for no drafts."""
         best: list[int] = []
         best_rate = MARGIN * n_decoding / self._row_cost.measured(n_decoding)
         step_s = self._drafter.step_s
@@ -231,7 +234,7 @@ class BudgetedSpeculation:
             return self._row_cost.seconds(n_decoding * (1 + max(counts)))
         if self._kv_unified:
             return self._row_cost.seconds(n_decoding + sum(counts))
-        # `llama_batch_allocr::split_equal`: as many rows of each sequence that has any left.
+        # `llama_batch_allocr::split_equal`: equally many rows of each sequence that has any left.
         counts_of_all = [*counts, *[0] * (n_decoding - len(counts))]
         seconds, n_done = 0.0, -1
         for count in sorted(set(counts_of_all)):
@@ -242,7 +245,10 @@ class BudgetedSpeculation:
 
 
 def verdicts(n_drafted: int, n_accepted: int) -> list[bool]:
-    """Return, for each draft that was computed, if it was right: after a wrong one, none is."""
+    """Return a list: True for each right draft, then one False if a draft was wrong.
+
+    Drafts after the first wrong one are left out, because nothing is known of them.
+    """
     return [True] * n_accepted + [False] * (n_accepted < n_drafted)
 
 
@@ -252,12 +258,15 @@ def _forced(sequence: Sequence, n_max: int) -> Drafts:
         return ()
     try:
         return tuple(itertools.islice(constraint.forced(), n_max))
-    except Exception:  # of one that cannot go on: it says so when it is asked about a token
+    except Exception:  # a constraint that cannot continue raises again when a token is checked
         return ()
 
 
 def _one_by_one(offers: list[_Offer], n_max: int) -> Iterator[tuple[list[int], float]]:
-    """Yield numbers of drafts that grow by the most likely one each time, with the expected gain."""
+    """Yield the number of drafts of each offer, and the expected gain in tokens.
+
+    Each step adds the most likely draft.
+    """
     counts, gain = [0] * len(offers), 0.0
     heap = [(-offer.probabilities[0], i) for i, offer in enumerate(offers)]
     heapq.heapify(heap)
@@ -276,7 +285,10 @@ def _one_by_one(offers: list[_Offer], n_max: int) -> Iterator[tuple[list[int], f
 
 
 def _alike(offers: list[_Offer], n_max: int) -> Iterator[tuple[list[int], float]]:
-    """Add one draft to every sequence at a time, up to `n_max` each."""
+    """Yield the number of drafts of each offer, and the expected gain in tokens.
+
+    Each step adds one draft to every sequence, up to `n_max` for each.
+    """
     gain = 0.0
     for level in range(min(n_max, max(len(offer.probabilities) for offer in offers))):
         gain += sum(o.probabilities[level] for o in offers if level < len(o.probabilities))
@@ -284,7 +296,10 @@ def _alike(offers: list[_Offer], n_max: int) -> Iterator[tuple[list[int], float]
 
 
 def _levels(offers: list[_Offer], n_max: int) -> Iterator[tuple[list[int], float]]:
-    """Add one draft to each sequence that can have one, in turn."""
+    """Yield the number of drafts of each offer, and the expected gain in tokens.
+
+    Each step adds one draft to every offer that has more, up to `n_max` in all.
+    """
     counts, gain = [0] * len(offers), 0.0
     for level in range(max(len(offer.probabilities) for offer in offers)):
         more = [i for i, offer in enumerate(offers) if level < len(offer.probabilities)]

@@ -14,9 +14,10 @@ from cllm.engine.output import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class TickTimes:
-    """Seconds spent in each stage of all ticks so far.
+    """Seconds spent in each stage of all ticks so far: plan, decode, sample, detokenize, deliver, embed.
 
-    Events that are delivered as a decode begins count for the decode alone.  Batches of texts that
+    `detokenize_s` includes log probabilities, `deliver_s` is the delivery of events to the event loop.
+    Events that are delivered as a decode begins count in `decode_s` alone.  Batches of texts that
     become vectors (`embed_s`) are computed between two ticks.
     """
 
@@ -30,48 +31,51 @@ class TickTimes:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
-    """The state of an engine at the end of a tick.
+    """Counters of an engine, and its state at the end of the last tick.  Immutable; any thread.
 
     Attributes
     ----------
     n_waiting, n_running, n_paused : int
-        Requests without a seq_id, with one, and those whose reader has stopped (of either kind).
+        Requests without a seq_id, requests with one, and those of either kind whose reader is behind.
     n_finished : mapping
         Requests that ended, for every `FinishReason`.
     n_ticks, n_decode_rows : int
-        Decodes, and the rows in them.
+        Successful decodes, and the rows in them.
     n_decoding_ticks, n_decoding_rows : int
         Decodes that sampled at least one token, and the tokens they sampled.
     n_prefill_tokens, n_cached_tokens, n_output_tokens : int
-        Prompt tokens computed, prompt tokens shared instead, tokens sampled.
+        Prompt tokens computed, prompt tokens shared or restored instead, tokens sampled.
     n_drafted_tokens, n_accepted_tokens : int
-        Guesses that were computed (speculation), and those of them that were right.
+        Drafts that were computed (speculation), and those of them that were right.
     n_preemptions, n_swaps : int
         Sequences sent back to the queue, and those of them whose cells were saved.
     n_evictions, n_rebuilds : int
         Cached prefixes that have left the cells; contexts recreated after a failure.
     n_checkpoints : int
-        Memory of one position that was kept for others while a prompt was computed.
+        Checkpoints: saved memory of one position (recurrent models, sliding windows) to start from.
     n_restored_prefixes : int
-        Requests that went on from host memory or a file, with tokens of others.
+        Requests that started from a saved prefix, in host memory or from a file.
     n_prefix_bytes_host, n_prefix_bytes_disk : int
-        What the prefix cache has in host memory, and in its directory.
+        Bytes of saved prefixes in host memory, and of all files in the prefix cache's directory.
     n_discrepancies : int
-        What audits found, those of an idle engine too; all of it was mended.
+        Differences between the bookkeeping and llama.cpp that audits found, and that were repaired.
     n_kv_cells_used, n_kv_cells_cached, n_kv_cells : int
-        Held by live requests, held by the prefix cache (some may be both), in all.
+        KV cells held by live requests, held by the prefix cache (some may be both), in all.
     n_seq_ids_used, n_seq_ids_cached : int
-        Held by live requests, held by the prefix cache.
+        seq_ids held by live requests, held by the prefix cache.
     n_waiting_texts : int
-        Texts that are to become vectors.
+        Texts that wait to become vectors.
     n_embedded_texts, n_embedded_tokens, n_embedding_batches : int
         Texts that became vectors, their tokens, and the batches that they were computed in.
     n_restarts : int
-        Times that the engine's process was started anew, after it had ended by itself.
+        Number of times that the engine's process crashed, hung or was killed, and was started again.
     n_threads : int
         Compute threads; fewer than configured while other programs keep the processors busy.
     n_gil_handovers : int
-        Calls of a tick that give the GIL away and have to get it back.
+        Calls within ticks that release the GIL and acquire it again.
+    uptime_s : float
+        Seconds since the model was loaded in the present process of the engine.
+    tick_times : TickTimes
     """
 
     n_waiting: int = 0
@@ -124,7 +128,7 @@ class EngineStatistics:
         return self.n_kv_cells_used / self.n_kv_cells if self.n_kv_cells else 0.0
 
     def plus(self, other: EngineStatistics, *, is_present: bool = False) -> Self:
-        """Return the sum with another's counters; with its present values too if it is running."""
+        """Return the sum with the counters of `other`; with its gauges too if `is_present`."""
         names = SAME_NAMES - ({"uptime_s"} if is_present else GAUGES)
         counts = {n: getattr(other, n) + getattr(self, n) for n in names}
         finished = dict(self.n_finished)
@@ -148,7 +152,7 @@ SAME_NAMES = {f.name for f in fields(EngineStatistics)} - {
 }  # fmt: skip
 
 
-# What is so now; all else is counted.
+# Present values; all others are counters, which only grow.
 GAUGES = {
     "n_waiting", "n_running", "n_paused", "n_kv_cells_used", "n_kv_cells_cached", "n_kv_cells",
     "n_seq_ids_used", "n_seq_ids_cached", "n_waiting_texts", "uptime_s", "n_prefix_bytes_host",
@@ -208,7 +212,7 @@ class Recorder:
         self.n_finished = {}
 
     def count_tick(self, n_rows: int, n_outputs: int) -> None:
-        """Count a decoded batch with so many rows, and so many output rows."""
+        """Count a decoded batch of `n_rows` rows, of which `n_outputs` are sampled."""
         self.n_ticks += 1
         self.n_decode_rows += n_rows
         self.n_decoding_ticks += n_outputs > 0

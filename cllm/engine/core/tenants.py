@@ -2,13 +2,13 @@
 
 Deficit round robin without a fixed quantum: a tenant's share is its rows divided by its weight, and
 the tenant that is furthest behind has the next turn.  Nothing is saved up: a tenant that comes, or
-comes back, starts level with the one that is furthest behind, and none is taken for further behind than
-`MAX_DEFICIT` rows, which a tenant with little to do would be.
+comes back, starts level with the one that is furthest behind.  A tenant with little to do counts as at
+most `MAX_DEFICIT` rows behind.
 
-A level of priority goes before shares.  A request of the tenant that is furthest behind rises by one
-level for every `AGEING_S` seconds in which it waits and none of its tenant's is admitted: others catch
-up with a tenant's share, so none starves, and a tenant's own flood makes none of its requests older.
-Within a tenant its requests have their usual order, and a request is as urgent as any behind it there.
+Priority goes before shares.  A waiting request of the tenant that is furthest behind rises by one level
+for every `AGEING_S` seconds without an admitted request of this tenant.  So no tenant starves, and a
+tenant gains nothing by many requests.  Requests of one tenant have their usual order, and a request is
+at least as urgent as those behind it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from cllm.checks import INT32_MAX
 from cllm.engine.core.sequence import AGEING_S, Sequence, Tenant
 
-# Names come from clients: of tenants without requests so many are remembered.
+# Names come from clients, so the number of tenants without requests that are remembered is limited.
 N_REMEMBERED = 1000
 MAX_DEFICIT = 256  # rows, or twice those of a tick if they are more
 
@@ -80,7 +80,7 @@ class Tenants:
 
 
 def by_turn(wanting: Iterable[Sequence], now: float) -> Callable[[Sequence], tuple[Any, ...]]:
-    """Return the sort key of sequences that want the same: the smallest is served first.
+    """Return the sort key of sequences that compete for rows or a seq_id: the smallest comes first.
 
     Sequences of one tenant are sorted by `Sequence.urgency` alone.
     """
@@ -122,10 +122,11 @@ def share_without(s: Sequence, taken: Mapping[str, int]) -> float:
 
 
 def yielding(waiting: Sequence, running: Collection[Sequence]) -> Iterator[Sequence]:
-    """Yield running sequences that may be preempted for one of a tenant with fewer, one after another.
+    """Yield the running sequences that may be preempted for `waiting`, one after another.
 
-    They are of tenants that even without them have no less than their share beside it, and no more
-    urgent than it.  The newest of the tenant that has most goes first.
+    Each is no more urgent than `waiting`.  Without it, its tenant still has at least as many sequences for
+    its weight as the tenant of `waiting` would have with it.  The tenant with most comes first, with its
+    least urgent and newest sequence.
     """
     own, taken = waiting.tenant, seats(running)
     n_own = (taken[own.name] + 1) / own.weight

@@ -1,36 +1,35 @@
 """Limit the duration of a batch of texts while streams wait for it.
 
-`target_itl_ms` says how far apart the tokens of a stream may be, and that is what it is: a tick and the
-batch of texts after it.  Both scatter, by how much the machine decides, so what is aimed at is learnt:
-below the target as far as keeps nearly all gaps below `TOLERANCE` times the target.  Pure: times come in
-as numbers.
+`target_itl_ms` limits the gap between two tokens of a stream: a tick and the batch of texts after it.
+Both times scatter, depending on the machine.  So the aim is learned: a share of the target that keeps
+nearly all gaps below `TOLERANCE` times the target.  Pure: times come in as numbers.
 """
 
 from __future__ import annotations
 
 TOLERANCE = 1.2
-P_LATE = 0.005  # of the gaps may be longer than that
-# What is aimed at, as a share of the target.
+P_LATE = 0.005  # share of gaps that may be longer than `TOLERANCE` times the target
+# Aim as a share of the target.
 FIRST_AIM, MIN_AIM, MAX_AIM = 0.9, 0.5, 1.05
-# A late gap lowers it by this, and so many others as there may be for each late one raise it as much.
+# A late gap lowers the aim by this share, any other gap raises it by `P_LATE` of this share.
 BACKOFF = 0.04
-# This much of the target is the texts' though the streams alone exceed it: they must not starve.
+# Texts get at least this share of the target, even if the streams alone exceed it, so as not to starve.
 MIN_SHARE = 0.1
 
 
 class TextBudget:
-    """Seconds of the next batch; one for each engine.
+    """Chooses the seconds of the next batch of texts; one for each engine.
 
     Parameters
     ----------
     target_itl_s : float or None
-        None gives texts half of the time.
+        `target_itl_ms` in seconds; None: texts get half of the time.
     """
 
     def __init__(self, target_itl_s: float | None) -> None:
         self._target_s = target_itl_s
         self._aim = FIRST_AIM
-        self._last: float | None = None  # when the gap that the aim decides on has begun
+        self._last: float | None = None  # begin of the present gap; None: it is not measured
 
     def pause(self) -> None:
         """Note that no texts or no streams wait: the present gap is not measured."""

@@ -15,7 +15,7 @@ class TextEncoder(Protocol):
     Attributes
     ----------
     n_batch, n_texts_max : int
-        Tokens, and texts, of a batch.
+        Largest number of tokens, and of texts, in a batch.
     n_batch_target : int
         Tokens that a batch gets if it has more than one text: more would make each slower.
     """
@@ -29,17 +29,18 @@ class TextEncoder(Protocol):
         """True if a text may come in several batches: each token depends on those before it only."""
 
     def open(self) -> None:
-        """Make it ready to compute; nothing if it is."""
+        """Make the encoder ready for `compute`; do nothing if it is."""
 
     def compute(self, texts: Sequence[Sequence[int]], n_computed: int = 0) -> NDArray[np.float32]:
-        """The vectors `(n_texts, n_values)` of texts, each of at least one token, in their order.
+        """Return the vectors of texts, float32 `(n_texts, n_values)`, in the order of the texts.
 
         Parameters
         ----------
         texts : sequence of sequence of int
+            Tokens of each text, at least one.
         n_computed : int
-            There is one text, and the calls just before have computed so many tokens of it; these go on
-            with it, and its vector is that of all of them.  Only where it `computes_in_pieces`.
+            Number of tokens that the calls just before have computed of the only text; `texts` has the
+            next ones.  The vector is that of all these tokens.  0 unless it `computes_in_pieces`.
         """
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""ThreadTuner: how many threads compute, fewer while other programs keep the processors busy.
+"""ThreadTuner: chooses the number of compute threads, fewer while other programs use the processors.
 
 llama.cpp's threads wait for each other after every node of a graph.  One thread that has to share its
 processor makes all of them wait, often for milliseconds, some hundred times a token.  A processor that
@@ -88,7 +88,7 @@ class ThreadTuner:
     ----------
     n_max : int
     n_threads : int
-        For the next tick.
+        Number of compute threads for the next tick.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Cost of a tick, fitted while it runs: fixed + per row + per KV cell that a row attends to.
+"""Cost of a tick, fitted while the engine runs: fixed + per row + per KV cell that a row attends to.
 
 The fit turns `target_itl_ms` into a number of prompt rows: as many as keep the tick, and so the gap
 between two tokens of a decoding stream, at the target.  Pure: times come in as numbers.
@@ -23,8 +23,8 @@ ROWS, CELLS = 100.0, 100_000.0
 # Gaps scatter by some percent: with their median a little above the target, nearly all stay below
 # 1.2 times the target, and the prompt gets what would be left unused.
 AIM = 1.05
-# This much of the target is a prompt's in every tick, though the streams alone exceed it: it must
-# not starve.
+# Prompts get at least this share of the target in every tick, even if the streams alone exceed it:
+# they must not starve.
 MIN_PROMPT_SHARE = 0.1
 # Kernels change with the number of rows, so a fit says little about batches much larger than any
 # it has seen lately: grow towards them.
@@ -33,7 +33,7 @@ MAX_GROWTH = 2.0
 
 
 class TickCost:
-    """Least squares over the ticks so far, their errors relative to their times.
+    """Least-squares fit over the ticks so far; the error of a tick is relative to its time.
 
     Attributes
     ----------
@@ -69,12 +69,12 @@ class TickCost:
 
     @property
     def coefficients(self) -> tuple[float, float, float]:
-        """Seconds of a tick, of a row, of a cell attended to by a row; none is negative."""
+        """Fixed seconds of a tick, and those of each row and of each cell attended to; never negative."""
         if self._unseen:
             while self._unseen:
                 self._add(*self._unseen.popleft())
             moments, sums = np.array(self._moments), np.array(self._sums)
-            # What the latest ticks do not tell stays as it was.
+            # A coefficient that the latest ticks do not determine keeps its value.
             ridge = 1e-6 * float(np.trace(moments))
             moments += ridge * np.eye(3)
             sums += ridge * self._fit
@@ -90,7 +90,7 @@ class TickCost:
         return fixed, per_row / ROWS, per_cell / CELLS
 
     def seconds(self, n_rows: float, n_cells: float) -> float:
-        """Return the expected seconds of such a tick."""
+        """Return the expected seconds of a tick with these rows and attended cells."""
         fixed, per_row, per_cell = self.coefficients
         return fixed + per_row * n_rows + per_cell * n_cells
 
@@ -100,19 +100,19 @@ class TickCost:
         return per_row * n_tokens + per_cell * n_tokens * n_tokens / 2
 
     def known_recompute_s(self, n_tokens: int) -> float:
-        """Return the same as `recompute_s`; 0 before enough ticks were measured."""
+        """Return the same as `recompute_s`; 0 unless ticks of about 32 rows or more were measured lately."""
         seconds = self.recompute_s(n_tokens)
         return seconds if self._n_rows_max >= FIRST_PROMPT_ROWS else 0.0
 
     def n_prompt_rows(self, decoding: Iterable[int], n_computed: int, target_s: float) -> int:
-        """Prompt rows that keep a tick at `target_s`.
+        """Return the number of prompt rows that keep a tick at `target_s`; at least 1.
 
         Parameters
         ----------
         decoding : iterable of int
             The cells that each decoding sequence attends to.
         n_computed : int
-            Where the prompt goes on: its rows attend to these and to each other.
+            Number of computed tokens of the prompt: its rows attend to these and to each other.
         target_s : float
         """
         cells = list(decoding)
@@ -129,5 +129,5 @@ class TickCost:
 
 
 def cells_attended(chunks: Iterable[Chunk]) -> int:
-    """Return the number of cells that all rows attend to, each to those before it and its own."""
+    """Return the sum, over all rows, of the cells that a row attends to: those before it and its own."""
     return sum(c.n_rows * c.sequence.n_computed + c.n_rows * (c.n_rows + 1) // 2 for c in chunks)

@@ -1,4 +1,4 @@
-"""Turns: whose turn it is in a tick, and how many rows of prompts the tick has.
+"""Turns: which sequences have a turn in a tick, and how many rows of prompts the tick has.
 
 The rules, in the order in which they narrow the running sequences:
 
@@ -115,14 +115,14 @@ class Turns:
         return chunks
 
     def next_tick_s(self, running: Iterable[Sequence], *, has_loras: bool) -> float:
-        """Return the expected seconds of the next tick, or two, of these sequences; 0 while unknown."""
+        """Return the expected seconds until all these sequences have had a turn; 0 while unknown."""
         ready = [s for s in running if s.is_ready]
         decoding = [s for s in ready if s.is_decoding]
         n_sets = len({s.loras for s in decoding}) if has_loras else 1
         return self._cost.next_tick_s(len(decoding), len(ready) - len(decoding), n_sets)
 
     def _are_kinds_apart(self, decoding: list[Sequence]) -> bool:
-        """Return whether a tick of both kinds would take longer than one of each."""
+        """Return True if prompts and decoding sequences have ticks of their own."""
         return self._decoder.separates_prompts and self._target_s is None and bool(decoding)
 
     def _is_prompts_turn(self, decoding: list[Sequence]) -> bool:
@@ -134,7 +134,7 @@ class Turns:
     def _n_prompt_rows(self, turn: list[Sequence], n_sets: int) -> int | None:
         """Return the limit of prompt rows that `target_itl_ms` sets; None without one.
 
-        Where `n_sets` sets of adapters take turns, the next token of a stream is so many ticks away.
+        With `n_sets` sets of adapters in turn, a stream gets its next token after `n_sets` ticks.
         """
         if self._target_s is None:
             return None

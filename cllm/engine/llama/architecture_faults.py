@@ -1,6 +1,6 @@
 """Faults of llama.cpp b11549 with some architectures, as `make test-archs` finds them.
 
-Another version may be right: `tools.bump` runs the same tests.
+Another version may compute them correctly: `tools.bump` runs the same tests.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ REJECTED = {
     "cogvlm": "llama.cpp takes logits from the wrong row of a batch",
     "plamo2": "llama.cpp ends the process where several sequences are computed together",
 }
-# Copies of their states are made at the next decode, and are empty if the source was emptied before:
-# `llama_dsv4_comp_state` in llama-kv-cache-dsv4.cpp.
+# Architectures whose states llama.cpp copies only at the next decode.  A copy is empty if its source was
+# emptied before: `llama_dsv4_comp_state` in llama-kv-cache-dsv4.cpp.
 LATE_COPIES = ("deepseek4",)
-# A row now and then differs in its last digits, though all shapes of the trial at load agree: pooled keys,
-# lightning attention, sparse attention.
+# Architectures with which a row sometimes differs in its last digits, though all shapes of the trial at load
+# agree: pooled keys, lightning attention, sparse attention.
 UNSTEADY = ("glm5-next", "minimax-01", "minimax-m3")
 
 
 def architecture_of(model: Model) -> str | None:
-    """Return the name of a model's architecture, as its file has it."""
+    """Return the architecture that a model's file names, such as "llama"; None if it names none."""
     return model.metadata_value("general.architecture")
 
 
 def check_architecture(model: Model) -> None:
-    """Return if llama.cpp computes models of this architecture.
+    """Check that llama.cpp computes models of this architecture correctly.
 
     Raises
     ------
     ModelLoadError
-        Names the architecture and the fault.
+        The architecture is in `REJECTED`; names it and the fault.
     """
     architecture = architecture_of(model)
     if architecture in REJECTED:

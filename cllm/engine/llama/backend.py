@@ -58,8 +58,9 @@ from cllm.errors import InvalidArgumentError, ModelLoadError, NotGenerativeError
 
 logger: logging.Logger = logging.getLogger("cllm.engine")
 
-# On a CPU.  2,000 tokens beside 4 streams, in batches of 128, 192, 256 and 512: 13.2, 11.9, 11.7 and
-# 11.2 s, while the streams stood still for 1.0, 1.4, 1.9 and 3.3 s (qwen3-0.6b, 2 cores).
+# Rows of a prompt in one tick on a CPU.  A prompt of 2,000 tokens beside 4 streams took 13.2, 11.9, 11.7 and
+# 11.2 s in batches of 128, 192, 256 and 512.  The streams stood still for 1.0, 1.4, 1.9 and 3.3 s
+# (qwen3-0.6b, 2 cores).
 N_PREFILL_CHUNK = 128
 
 
@@ -69,7 +70,7 @@ class LlamaBackend:
     Parameters
     ----------
     files : sequence of FileContent
-        What an earlier process of the engine has loaded: this one loads nothing else.
+        Files that an earlier process of the engine has loaded.  `load` fails if one of them has changed.
 
     Attributes
     ----------
@@ -112,7 +113,7 @@ class LlamaBackend:
         if config.use_mmap:
             owned.callback(self._mapped.close)
             for content in self._files:
-                if content.path not in _adapters(config):  # which are copied
+                if content.path not in _adapters(config):  # adapters are copied, not mapped
                     self._mapped.hold(content)
         model = self._open_model(path, owned, use_extra_bufts=not config.deterministic)
         texts = self._open_texts_model(model, owned)
@@ -133,12 +134,12 @@ class LlamaBackend:
             loras.users.append(encoder.close)
         loras.users.append(lambda: decoder.set_loras(()))
         self._computing = [c for c in (decoder, encoder) if c is not None]
-        if self._is_stopping:  # perhaps since a moment ago: looked at last
+        if self._is_stopping:  # checked last: `stop` may have been called meanwhile
             self._stop_computing()
         owned.callback(self._computing.clear)
         generates = not isinstance(decoder, NoDecoder)
         if encoder is not None and not generates:
-            encoder.open()  # what it is here for
+            encoder.open()  # this engine computes texts only
         make_sampler = SamplerFactory(model, kv_cache.n_ctx_seq)
         model_info = replace(
             _model_info(model, kv_cache, config, template, self._files),
@@ -167,7 +168,7 @@ class LlamaBackend:
             loras=loras,
             row_cost=self._row_cost(model_info, owned),
             n_threads_max=max(config.compute_threads),
-            # With another number, sums would be added up in another order.
+            # Another number of threads would add up sums in another order.
             set_n_threads=None if config.deterministic else partial(self._set_n_threads, contexts),
         )
         self.preflight.passed()
@@ -226,10 +227,10 @@ class LlamaBackend:
         """See `Backend`."""
         config = self._config
         check_lora_file(path, config.model_path)
-        if config.rpc:  # whose client this engine is: there is no second one
+        if config.rpc:  # a server has one client, this engine: no other process can try the file
             return
         self._lora_preflight = Preflight(replace(config, lora=((str(path), 1.0),)))
-        if self._is_stopping:  # perhaps since a moment ago: looked at last
+        if self._is_stopping:  # checked last: `stop` may have been called meanwhile
             self._lora_preflight.stop()
         self._lora_preflight.run()
         self._lora_preflight.passed()
@@ -242,7 +243,7 @@ class LlamaBackend:
         Parameters
         ----------
         files : sequence of FileContent
-            What the engine's process has loaded.
+            Files that the engine's process has loaded.
         """
         config, self._files = self._config, tuple(files)
         with loading(self._files):
@@ -273,16 +274,16 @@ class LlamaBackend:
         )
 
     def _drafter(self, model: Model, kv_cache: KVCache, owned: ExitStack) -> Drafter | None:
-        """Return the source of drafts that the configuration names."""
+        """Return the source of drafts, if any; no draft model if memory cannot remove wrong drafts."""
         config, path = self._config, self._config.draft_model
         if config.speculation == NGRAM:
             return NgramDrafter()
         if path is None:
             return None
         if not (kv_cache.has_pos_min or kv_cache.n_rollback):
-            logger.warning("nothing is guessed: the model's memory cannot give up single positions")
+            logger.warning("no draft model is used: the model's memory cannot remove wrong drafts")
             return None
-        drafts = self._open_model(path, owned)  # whose last digits no answer depends on
+        drafts = self._open_model(path, owned)  # no answer depends on its last digits
         n_cells, n_seq_ids = kv_cache.n_cells, kv_cache.n_seq_ids
         make = partial(make_draft_context, drafts, config, n_cells, n_seq_ids)
         drafter = DraftModel(drafts, model.vocab, make)
@@ -322,7 +323,7 @@ class LlamaBackend:
         )
 
     def compile(self, vocabulary: EngineVocabulary, named: NamedConstraint) -> CompiledConstraint:
-        """A constraint that was tried in the process that serves requests.  One thread."""
+        """Compile a constraint that the process which serves requests has tried before.  One thread only."""
         if self._guidance is None:
             self._guidance = Guidance(vocabulary, self._config.compute_threads[1])
         return self._guidance.compile(*named)
@@ -349,7 +350,7 @@ def _empty_cache(decoder: LlamaDecoder, model: Model) -> KVCache:
     )
 
 
-# What a model's file may say of sampling, and what that is called here.
+# Keys of `general.sampling.*` in a model's file: the field of `SamplingParams` and its type.
 SAMPLING_KEYS: dict[str, tuple[str, type[int] | type[float]]] = {
     "top_k": ("top_k", int),
     "top_p": ("top_p", float),
@@ -366,7 +367,7 @@ SAMPLING_KEYS: dict[str, tuple[str, type[int] | type[float]]] = {
 
 
 def sampling_of(metadata_value: Callable[[str], str | None]) -> SamplingOptions:
-    """Return the sampling fields of a model's file, without unusable ones."""
+    """Return the sampling fields that a model's file sets; an unusable value is logged and left out."""
     found: dict[str, Any] = {}
     for key, (field, kind) in SAMPLING_KEYS.items():
         text = metadata_value(f"general.sampling.{key}")
@@ -383,7 +384,7 @@ def sampling_of(metadata_value: Callable[[str], str | None]) -> SamplingOptions:
 
 
 def _rank_template(model: Model) -> str | None:
-    """Return the prompt of a reranker for a query and a document, if its file has one."""
+    """Return the prompt template of a reranker: the file's own, or a built-in one for Qwen3; otherwise None."""
     if (template := model.chat_template(RANK_TEMPLATE)) is not None:
         return template
     is_qwen3 = model.metadata_value("general.architecture") == "qwen3"
@@ -402,7 +403,7 @@ def _contents(config: EngineConfig) -> tuple[FileContent, ...]:
 def planned_contexts(config: EngineConfig) -> list[PlannedContext]:
     """Return the contexts that count for an estimate of memory, each with its file.
 
-    A draft model counts also where the model turns out to have a memory that cannot give up guesses.
+    A draft model always counts.  It is not used if the model's memory cannot remove wrong drafts.
     """
 
     def draft(model: Model, config: EngineConfig) -> Context:
@@ -410,7 +411,7 @@ def planned_contexts(config: EngineConfig) -> list[PlannedContext]:
         return make_draft_context(model, config, config.n_cells, n_seq_ids)
 
     def texts(model: Model, config: EngineConfig) -> EmbeddingContext:
-        # Any pooling takes as much; a reranker's needs a head that not each file has.
+        # All poolings take the same memory; "rank" needs a classifier that many files lack.
         return make_embedding_context(model, config, "mean", 1)
 
     planned: list[PlannedContext] = [(config.model_path, make_context)]

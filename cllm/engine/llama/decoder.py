@@ -29,18 +29,18 @@ class LlamaDecoder:
     make_context : callable
         Makes the context, now and whenever it has to be recreated.
     n_batch : int
-        Rows of a tick at the most.
+        Largest number of rows in one batch.
     loras : LlamaLoras, optional
-        Whose adapters are applied.
+        Loaded adapters of the model.
 
     Attributes
     ----------
     context : Context
-        The present one.
+        Present context; `rebuild` replaces it.
     n_ctx_seq : int
-        Positions that a sequence may have.
+        Largest number of positions of one sequence.
     files : MappedFiles or None
-        Those of the weights: a decode fails if they were written to.
+        Mapped files of the weights.  `decode` raises `ModelChangedError` if one was written to.
     """
 
     files: MappedFiles | None = None
@@ -70,12 +70,12 @@ class LlamaDecoder:
         self.allow()
         self._batch = Batch(context.n_batch)
 
-    # --- The context's own, whichever it is now: see `Decoder` ---------------------------------
+    # --- Calls of the present context: see `Decoder` -------------------------------------------
     def set_loras(self, loras: LoraSet) -> None:
-        """Apply adapters."""
+        """Compute the next batches with these adapters and no others."""
         if loras != self._applied:
             assert self._loras is not None
-            self._applied = None  # a call that fails may have done what it should
+            self._applied = None  # unknown if the next call fails: it may have had its effect
             self.context.set_loras(self._loras.of(loras))
             self._applied = loras
 
@@ -89,25 +89,25 @@ class LlamaDecoder:
         self._batch.clear()
 
     def add(self, seq_id: int, tokens: list[int], p0: int, *, n_outputs: int) -> range:
-        """Add rows."""
+        """Add rows; return the indices of their output rows among all output rows of the batch."""
         return self._batch.add(seq_id, tokens, p0, n_outputs=n_outputs)
 
     def seq_rm(self, seq_id: int, p0: int | None = None, p1: int | None = None) -> bool:
-        """Remove positions."""
+        """Remove positions `[p0, p1)` of a sequence; return False if the memory cannot remove this part."""
         return self.context.seq_rm(seq_id, p0, p1)
 
     def seq_cp(
         self, seq_id_src: int, seq_id_dst: int, p0: int | None = None, p1: int | None = None
     ) -> None:
-        """Share positions."""
+        """Let an empty sequence share positions `[p0, p1)` of another."""
         self.context.seq_cp(seq_id_src, seq_id_dst, p0, p1)
 
     def seq_pos_min(self, seq_id: int) -> int | None:
-        """The first position of a sequence."""
+        """Return the first position of a sequence; None if it is empty."""
         return self.context.seq_pos_min(seq_id)
 
     def seq_pos_max(self, seq_id: int) -> int | None:
-        """The last position of a sequence."""
+        """Return the last position of a sequence; None if it is empty."""
         return self.context.seq_pos_max(seq_id)
 
     def state_seq_get_data(self, seq_id: int) -> bytes:
@@ -115,7 +115,7 @@ class LlamaDecoder:
         return self.context.state_seq_get_data(seq_id)
 
     def state_seq_set_data(self, data: bytes, seq_id: int, *, n_positions: int) -> None:
-        """Restore a copy."""
+        """Restore a copy of `state_seq_get_data` into an empty sequence."""
         self.context.state_seq_set_data(data, seq_id, n_positions=n_positions)
 
     def decode(self) -> NDArray[np.float32]:
@@ -134,19 +134,19 @@ class LlamaDecoder:
         """Free the context."""
         self.context.close()
 
-    # --- Any thread: the flag is memory of ours, and outlives its context ---------------------
+    # --- Any thread: the abort flag is not llama.cpp's memory, and outlives its context --------
     def abort(self) -> None:
-        """Let the running decode return "aborted"."""
+        """Make the running decode, and all decodes before `allow`, raise `DecodeFailedError`."""
         self.context.set_abort(True)
 
     def allow(self) -> None:
-        """Decode again after an `abort`, unless everything is to stop."""
+        """Let decodes run again after an `abort`; has no effect after `stop`."""
         self.context.set_abort(False)
-        if self._is_stopping:  # perhaps since a moment ago: looked at last
+        if self._is_stopping:  # checked last: `stop` may have been called meanwhile
             self.context.set_abort(True)
 
     def stop(self) -> None:
-        """Let the running and every later decode return "aborted"."""
+        """Make the running decode and every later one raise `DecodeFailedError`."""
         self._is_stopping = True
         self.context.set_abort(True)
 
@@ -157,9 +157,9 @@ class States(NamedTuple):
     Attributes
     ----------
     n_bytes : int
-        Of one state of one sequence; 0 if the model has none.
+        Bytes of one state of one sequence; 0 if the model has none.
     can_roll_back : bool
-        True if llama.cpp can keep more of a sequence, for the rows of drafts.
+        True if llama.cpp can keep more than one state of a sequence, to remove wrong drafts.
     """
 
     n_bytes: int = 0
@@ -218,8 +218,8 @@ def make_context(model: Model, config: EngineConfig, states: States = NO_STATES)
         flash_attn=True if config.deterministic else config.flash_attn,
         type_k=type_k,
         type_v=type_v,
-        # A shared cell is never used again, though the window of every holder has passed it: the
-        # small cache of the window alone would fill up.
+        # llama.cpp does not reuse a shared cell, even if the windows of all its sequences have
+        # passed it.  A small cache, only as large as the window, would fill up.
         swa_full=config.prefix_cache,
         rope_scaling=config.rope_scaling,
         rope_freq_base=config.rope_freq_base,

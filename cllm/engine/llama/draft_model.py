@@ -1,6 +1,6 @@
 """DraftModel: drafts of a smaller model with the same vocabulary, in a context of its own.
 
-It is only asked for guesses: whatever goes wrong here costs speed, and never an answer.
+A draft is a guess that the model checks.  An error while drafting costs speed and changes no answer.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from cllm.errors import CllmError, ModelLoadError
 logger: logging.Logger = logging.getLogger("cllm.engine")
 
 N_DRAFTS_MAX = 8
-# How often it is right: before that is known of a sequence, and how fast it is learned.
+# Probability that a draft is right: before the first result, and the weight of each new result.
 AT_FIRST, WEIGHT = 0.6, 0.1
-# A sequence that it was wrong about gets another try in time.
+# Each `expect` moves the estimate of a sequence back to `AT_FIRST` a little, so that it gets drafts again.
 RECOVERY = 0.003
 STEP_WEIGHT, STEP_RECOVERY = 0.1, 0.001
-# Tokens that it reads in a tick to catch up with requests, and those left for the first step.
+# Tokens that it reads in a tick to catch up with all requests, and tokens left for the first step of each.
 N_CATCH_UP, N_LAST = 128, 4
-STEP_AT_FIRST_S = 1e-6  # not measured yet: tried once
+STEP_AT_FIRST_S = 1e-6  # assumed before it is measured: so small that drafts are tried
 
 
 def make_draft_context(model: Model, config: EngineConfig, n_cells: int, n_seq_ids: int) -> Context:
@@ -54,16 +54,16 @@ class DraftModel:
     ----------
     model : Model
     vocabulary : Tokens
-        Of the model that it drafts for.
+        Vocabulary of the model that it drafts for.
     make_context : callable
-        Its context: the unified layout, a seq_id for each of the engine's.
+        Makes its context, in the unified layout, with a seq_id for each seq_id of the engine.
     clock : callable
-        Seconds.
+        Returns the time in seconds.
 
     Raises
     ------
     ModelLoadError
-        It has another vocabulary, or a memory that cannot give up a wrong guess.
+        The draft model has another vocabulary, or is recurrent and so cannot remove wrong drafts.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class DraftModel:
         """See `Drafter`."""
         if self._is_broken:
             return []
-        self.step_s *= 1.0 - STEP_RECOVERY  # once too dear, it is measured again in time
+        self.step_s *= 1.0 - STEP_RECOVERY  # a step that seemed too slow is measured again later
         share = self._shares.get(sequence, self._share)
         self._shares[sequence] = share + RECOVERY * (AT_FIRST - share)
         return [share ** (n + 1) for n in range(min(n_max, N_DRAFTS_MAX))]
@@ -119,12 +119,12 @@ class DraftModel:
         try:
             return self._draft(self._fitting(wanted))
         except CllmError as error:
-            logger.warning("the model that drafts is not used any more: %s", error)
+            logger.warning("the draft model failed and is not used any more: %s", error)
             self._is_broken = True
             return [()] * len(wanted)
 
     def _fitting(self, wanted: SequenceOf[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
-        """Return the wanted drafts without sequences for which there are no cells: nothing is shared here."""
+        """Return the wanted drafts, 0 for a sequence without room; drop the others if cells are short."""
         n_left, fitting = self._context.n_ctx, []
         for sequence, n in wanted:
             n_cells = len(sequence.tokens) + n
@@ -174,9 +174,10 @@ class DraftModel:
             self.step_s += weight * (seconds - self.step_s)
 
     def _catch_up(self, sequence: Sequence, n_left: int) -> tuple[list[int], int]:
-        """Return the tokens that the draft model has not computed yet, and the number of its computed rows.
+        """Read up to `n_left` tokens of a sequence that the draft model has not computed yet.
 
-        No tokens if there are more than may be read in a tick: the rest is another tick's.
+        Return the tokens that are left for the first step, and the number of tokens read.  The tokens are
+        empty if too many are left: they are read in later ticks.
         """
         seq_id, tokens = _seq_id(sequence), sequence.tokens
         held = self._held.setdefault(seq_id, [])
@@ -185,7 +186,7 @@ class DraftModel:
             self._context.seq_rm(seq_id, n_same or None)
             del held[n_same:]
         n_missing = len(tokens) - n_same
-        # One row is every sequence's own in the steps; a few more cost little.
+        # The first step has at least one row of each sequence; a few more rows cost little.
         n_last = max(1, min(N_LAST, self._context.n_batch // self._context.n_seq_max))
         n_read = min(n_missing - n_last, n_left, self._context.n_batch)
         if n_read > 0:
@@ -230,7 +231,7 @@ def check_vocabulary(path: str | Path, drafts: Tokens, vocabulary: Tokens) -> No
     Raises
     ------
     ModelLoadError
-        Names the first that is not.
+        The number of tokens differs, or a token does; names the numbers or the first such token.
     """
     if drafts.n_tokens != vocabulary.n_tokens:
         n_other, n_own = drafts.n_tokens, vocabulary.n_tokens

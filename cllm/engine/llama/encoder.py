@@ -1,4 +1,4 @@
-"""llama.cpp behind the `TextEncoder` protocol, and what stands for a decoder where there is none."""
+"""llama.cpp behind the `TextEncoder` protocol, and a placeholder for the decoder of an engine without one."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from cllm.engine.llama.loras import LlamaLoras
 from cllm.engine.lora import LoraSet
 from cllm.errors import ContextError, InvalidBatchError
 
-# ggml computes the attention of each token to all tokens of its batch, of whichever text, and masks
-# what is another's.  On a CPU 256 tokens keep all cores busy as well as 512 do: all-MiniLM-L6-v2 takes
-# 282 µs of each then, 312 of 512, 383 of 1,024; and 260 of 128, 544 of 8.
+# ggml computes the attention of each token to all tokens of its batch, and masks the tokens of other
+# texts.  On a CPU 256 tokens keep all cores busy.  Time per token in batches of 8, 128, 256, 512 and
+# 1,024 tokens: 544, 260, 282, 312 and 383 µs (all-MiniLM-L6-v2).
 N_BATCH_CPU = 256
-# llama.cpp makes likelihoods of their scores.
+# Architectures of classifiers whose scores llama.cpp returns as probabilities (softmax).
 SOFTMAXED = ("qwen3", "qwen3vl")
 
 
 def make_embedding_context(
     model: Model, config: EngineConfig, pooling: str, n_threads: int
 ) -> EmbeddingContext:
-    """Return the context in which an engine computes the vectors of texts; its batch is `n_ubatch`."""
+    """Return the context that computes the vectors of texts, in batches of up to `n_ubatch` tokens."""
     return EmbeddingContext(
         model,
         n_batch=config.n_ubatch,
@@ -48,12 +48,12 @@ class LlamaTextEncoder:
     ----------
     info : EmbeddingInfo
     loras : LlamaLoras
-        Those that requests have which name none compute the texts too.
+        Loaded adapters.  Those with a scale other than 0 when the context is made compute texts.
 
     Attributes
     ----------
     files : MappedFiles or None
-        Those of the weights: a batch fails if they were written to.
+        Mapped files of the weights.  `compute` raises `ModelChangedError` if one was written to.
     """
 
     files: MappedFiles | None = None
@@ -118,7 +118,7 @@ class LlamaTextEncoder:
     def _of_pieces(
         self, vectors: NDArray[np.float32], n_before: int, n_rows: int
     ) -> NDArray[np.float32]:
-        """Return the result of pooling over all tokens, from that of the last tokens."""
+        """Combine the vectors of the last `n_rows` tokens with those of the `n_before` tokens before."""
         if self._pooling == "mean":
             share = np.float32(n_rows / (n_before + n_rows))
             mean: NDArray[np.float32] = self._so_far + share * (vectors - self._so_far)
@@ -133,34 +133,36 @@ class LlamaTextEncoder:
 
     # --- Any thread --------------------------------------------------------------------------
     def abort(self) -> None:
-        """Let the running batch return "aborted"."""
+        """Make the running batch, and all batches before `allow`, raise `DecodeFailedError`."""
         self._is_aborted = True
         self._tell()
 
     def allow(self) -> None:
-        """Compute again after an `abort`, unless everything is to stop."""
+        """Let batches run again after an `abort`; has no effect after `stop`."""
         self._is_aborted = False
         self._tell()
 
     def stop(self) -> None:
-        """Let the running and every later batch return "aborted"."""
+        """Make the running batch and every later one raise `DecodeFailedError`."""
         self._is_stopping = True
         self._tell()
 
     def _tell(self) -> None:
         if (context := self._context) is not None:
             context.set_abort(self._is_aborted or self._is_stopping)
-            if self._is_stopping:  # perhaps since a moment ago: looked at last
+            if self._is_stopping:  # checked last: `stop` may have been called meanwhile
                 context.set_abort(True)
 
 
 def embedding_info(model: Model, config: EngineConfig) -> EmbeddingInfo | None:
-    """Return the model's abilities with texts; None if the file does not say how it pools.
+    """Return the model's abilities with texts; None without a pooling.
+
+    None also for diffusion models, and for models with an encoder and a decoder.
 
     Raises
     ------
     InvalidArgumentError
-        The settings ask for a pooling that it cannot do.
+        The settings ask for a pooling that the model does not have.
     """
     try:
         own = own_pooling(model)
@@ -205,13 +207,13 @@ class NoDecoder:
         """Do nothing: there are no rows."""
 
     def add(self, seq_id: int, tokens: list[int], p0: int, *, n_outputs: int) -> range:
-        """Refused."""
+        """Raise `InvalidBatchError`: this engine does not generate."""
         raise InvalidBatchError(
             "llama_decode", -1, "the model was loaded for vectors of texts alone"
         )
 
     def decode(self) -> NDArray[np.float32]:
-        """Refused."""
+        """Raise `InvalidBatchError`: this engine does not generate."""
         raise InvalidBatchError(
             "llama_decode", -1, "the model was loaded for vectors of texts alone"
         )

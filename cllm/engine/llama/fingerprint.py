@@ -1,4 +1,4 @@
-"""A short name for all that answers depend on besides the request: model, library, settings."""
+"""Hashes of everything besides the request that answers and KV states depend on: model, library, settings."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from cllm.settings import Affects, settings_of
 
 
 def fingerprint(files: Sequence[FileContent], config: EngineConfig, kv_cache: KVCache) -> str:
-    """Return a hash that is equal where equal requests get equal answers on deterministic engines.
+    """Return a hash of everything besides the request that an answer depends on.
+
+    Deterministic engines with the same hash give the same answer to the same request.
 
     Parameters
     ----------
     files : sequence of FileContent
-        Of the model and its adapters: what they contain counts, not their names.
+        Files of the model and its adapters.  Their contents count, not their names.
     kv_cache : KVCache
-        Its layout, and how many positions a sequence may have: an output may end there.
+        Its layout counts, and the number of positions of a sequence, because an output may end there.
     """
     # Answers depend on batches, unless the engine is deterministic.
     affects = Affects.ANSWERS if config.deterministic else Affects.ANSWERS | Affects.BATCHES
@@ -36,9 +38,10 @@ def fingerprint(files: Sequence[FileContent], config: EngineConfig, kv_cache: KV
 
 
 def state_key(files: Sequence[FileContent], config: EngineConfig, kv_cache: KVCache) -> str:
-    """Return a hash that is equal where the KV state of a sequence without adapters can be restored.
+    """Return a hash of everything that a KV state depends on.
 
-    Numbers from another kind of CPU would do too, but not where answers are to be the same to the bit.
+    An engine with the same hash can restore the KV state of a sequence without adapters.  The CPU counts:
+    a state from another kind of CPU is usable, but not equal to the bit.
     """
     return _digest(_values(config, kv_cache, Affects.STATE), files)[:32]
 

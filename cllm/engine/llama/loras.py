@@ -17,7 +17,7 @@ class LlamaLoras:
     Attributes
     ----------
     users : list of callable
-        Called before an adapter is freed: its contexts are to let go of it.
+        Functions that are called before an adapter is freed, to remove it from the contexts.
     """
 
     def __init__(self, model: Model) -> None:
@@ -56,10 +56,10 @@ class LlamaLoras:
 
     @property
     def defaults(self) -> LoraSet:
-        """Return the adapters that compute requests which name none."""
+        """Adapters and scales for requests that name no adapters."""
         return tuple(sorted((i.name, i.scale) for i in self.infos if i.scale))
 
     def close(self) -> None:
-        """Free them; no context has them any more."""
+        """Free all adapters; no context may use them any more."""
         while self._adapters:
             self._adapters.popitem()[1][0].close()

@@ -1,4 +1,4 @@
-"""Estimate which part of a model fits into memory, before it is loaded."""
+"""Estimate the memory of a model before it is loaded, and the largest `n_ctx` that fits."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ PlannedContext = tuple[Path, MakeContext]  # a file that gets a context, and wha
 logger: logging.Logger = logging.getLogger("cllm.engine")
 
 MIB = 1 << 20
-# Where so many times an estimate fits, llama.cpp need not be asked.
+# llama.cpp is not queried if `AMPLE` times the sum of KV cache and `AMPLE_BYTES` fits beside the weights.
 AMPLE, AMPLE_BYTES = 2, 512 << 20
 N_STEP = 256  # cells of a share are a multiple of this
-# Of a number in the KV cache; quantized ones with their scales.
+# Bytes of one number in the KV cache; quantized types include their scales.
 KV_BYTES = {
     "f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32, "q5_1": 24 / 32, "q5_0": 22 / 32,
     "q4_1": 20 / 32, "q4_0": 18 / 32, "iq4_nl": 18 / 32,
@@ -31,15 +31,14 @@ KV_BYTES = {
 
 
 def check_fits(config: EngineConfig, loaded: EngineConfig | None) -> None:
-    """Check that a model fits before it is loaded, perhaps beside another.
+    """Check that a model fits into memory before it is loaded, beside the model of `loaded` if there is one.
 
-    Weights that are mapped twice are there once.  Weights on a GPU count too: it is unknown how much
-    room there is.
+    Files that both models map count once.  Weights on a GPU count too, because its free memory is unknown.
 
     Raises
     ------
     ModelLoadError
-        It needs more memory than there is, or its file cannot be read.
+        The model needs more memory than is available, its file cannot be read, or an RPC server is in use.
     """
     if loaded is not None and (in_use := set(config.rpc) & set(loaded.rpc)):
         raise ModelLoadError(
@@ -47,7 +46,7 @@ def check_fits(config: EngineConfig, loaded: EngineConfig | None) -> None:
             f"RPC server {min(in_use)} has one client: the model that is loaded",
         )
     available = available_bytes()
-    if available is None or (config.rpc and config.n_gpu_layers != 0):  # servers say themselves
+    if available is None or (config.rpc and config.n_gpu_layers != 0):  # layers are elsewhere
         return
     is_shared = loaded is not None and config.use_mmap and loaded.use_mmap
     shared = set(map(_identity, model_files(loaded))) if loaded and is_shared else set()
@@ -67,15 +66,15 @@ def check_fits(config: EngineConfig, loaded: EngineConfig | None) -> None:
 
 
 def check_room(config: EngineConfig, contexts: Iterable[PlannedContext]) -> None:
-    """Return if all contexts and weights fit into the memory that is available now.
+    """Check that all contexts and weights fit into the memory that is available now.
 
-    llama.cpp computes the memory of the context, unless a rough estimate fits many times.  Mapped weights
-    count too.
+    llama.cpp computes the memory of the contexts, unless twice a rough estimate fits.  Mapped weights count
+    too.  Layers on a GPU or on RPC servers are not checked.
 
     Raises
     ------
     ModelLoadError
-        They do not fit; the reason names the largest `n_ctx` that does.
+        They do not fit; the reason names the largest `n_ctx` that does.  Only logged with `overcommit`.
     """
     available = None if _is_elsewhere(config) else available_bytes()
     if available is None:
@@ -83,7 +82,7 @@ def check_room(config: EngineConfig, contexts: Iterable[PlannedContext]) -> None
     try:
         n_weights = sum(_sizes(config).values())
         n_ample = AMPLE * (kv_bytes(config, is_windowed=False) + AMPLE_BYTES)
-    except (OSError, ValueError):  # loading says why
+    except (OSError, ValueError):  # loading the model reports the reason
         return
     if n_weights + n_ample < available:
         return
@@ -132,19 +131,19 @@ def _largest(n_most: int, fits: Callable[[int], bool]) -> int:
     low, high = N_STEP, n_most
     if low >= high or not fits(low):
         return 0
-    while high - low > max(N_STEP, low // 32):  # layouts differ: it is no straight line
+    while high - low > max(N_STEP, low // 32):  # memory is not linear in n_ctx: layouts differ
         middle = (low + high) // 2 // N_STEP * N_STEP
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
 
 
 def kv_bytes(config: EngineConfig, *, is_windowed: bool = True) -> int:
-    """Bytes of the KV cache at least: layers of a window count with that, others than attention not.
+    """Estimate the bytes of the KV cache from the header of the model's file.
 
     Parameters
     ----------
     is_windowed : bool
-        False: as if no layer had a window.
+        True: all layers count with the sliding window, if the model has one.  False: with all cells.
     """
     known = read_header(config.model_path)
     prefix = known.get("general.architecture", "")
@@ -168,16 +167,16 @@ def kv_bytes(config: EngineConfig, *, is_windowed: bool = True) -> int:
 
 
 def choose_n_ctx(config: EngineConfig) -> tuple[int, str]:
-    """Return `n_ctx` for "auto": the model's training length, if memory allows it.
+    """Return `n_ctx` for "auto": the model's training length, or less if memory does not allow it.
 
-    Where each sequence has cells of its own, for each of them.  What the KV cache may take is half of
-    what is left beside the weights.  The room on a GPU or on other machines is unknown:
-    it stays with the default.
+    If each sequence has cells of its own, the training length counts once per sequence.  The KV cache may
+    take half of the memory that the weights leave.  The result is 4096 if the training length or the memory is
+    unknown, as on a GPU or on RPC servers, and never less.
 
     Returns
     -------
     (int, str)
-        The number, and why it is that, in words.
+        Value of `n_ctx`, and an explanation of it for users.
     """
     n_trained = _n_trained(config)
     n_shares = config.n_seq_max if config.deterministic or config.kv_unified is False else 1
@@ -216,13 +215,13 @@ def _is_elsewhere(config: EngineConfig) -> bool:
 
 
 def _sizes(config: EngineConfig) -> dict[tuple[int, int] | Path, int]:
-    """Return the size of each file of weights, once for all of its names."""
+    """Return the bytes of each file of weights; a file with several names is in it once."""
     files = [*model_files(config), *other_files(config)]
     return {_identity(file): file.stat().st_size for file in files}
 
 
 def _identity(file: Path) -> tuple[int, int] | Path:
-    """The same for two names of one file."""
+    """Return a key that is equal for two names of one file."""
     try:
         status = file.stat()
     except OSError:

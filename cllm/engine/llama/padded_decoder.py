@@ -1,8 +1,8 @@
-"""A decoder that computes no row alone, for models whose weights are F16 or F32.
+"""A decoder that computes at least two rows together, for models whose weights are F16 or F32.
 
-llama.cpp multiplies such weights with one row otherwise than with many (`llamafile_sgemm` refuses
-n < 2), so the logits of a row would depend on whether it had company.  Where it would have none, a
-row of padding is added behind each sequence, and removed after the decode.
+llama.cpp multiplies such weights with one row by another method than with several rows (`llamafile_sgemm`
+refuses n < 2).  The logits of a row would depend on whether it is alone.  If a row might be alone, a
+padding row is added behind each sequence, and removed after the decode.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Rows(NamedTuple):
 class PaddedDecoder(LlamaDecoder):
     """A `LlamaDecoder` in the per-sequence layout.
 
-    llama.cpp cuts a batch into physical ones of neighbouring seq_ids with as many rows of each
-    (`llama_batch_allocr::split_equal`), and computes the ends of the model for output rows alone.
-    With a padding row behind each sequence, which is an output row, and another output row before
-    its own, every row and every output row has at least one neighbour, however it is cut.
+    llama.cpp cuts a batch into physical batches: neighbouring seq_ids with the same number of rows each
+    (`llama_batch_allocr::split_equal`).  It computes the last layers for output rows only.  A padding
+    row, which is an output row, is added behind each sequence.  The row before its own output rows becomes
+    an output row too.  However the batch is cut, no row and no output row is then computed alone.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class PaddedDecoder(LlamaDecoder):
         self._n_outputs = 0
 
     def add(self, seq_id: int, tokens: list[int], p0: int, *, n_outputs: int) -> range:
-        """Add rows."""
+        """Add rows; return the indices of their output rows among all output rows."""
         self._added.append(Rows(seq_id, tokens, p0, n_outputs))
         first, self._n_outputs = self._n_outputs, self._n_outputs + n_outputs
         return range(first, self._n_outputs)

@@ -1,7 +1,7 @@
 """Cache of the files that have passed a preflight.
 
-A file is known by its path, size and time of change, together with the build of libllama that it
-passed with.  Where that is lost, a preflight is made once more, which is never wrong.
+An entry has the path, size and modification time of a file, and the build of libllama that it passed
+with.  If the cache is lost, the preflight is repeated.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Fingerprints = Mapping[str, Fingerprint]
 
 
 def fingerprints(files: Iterable[Path], build: str) -> dict[str, Fingerprint]:
-    """The fingerprint of each file, by its absolute path.
+    """Return the fingerprint of each file, by its absolute path.
 
     Raises
     ------
     OSError
-        One of them cannot be looked at.
+        A file does not exist, or its status cannot be read.
     ValueError
-        A path that no file can have.
+        A path is not valid, for example with a NUL character.
     """
     found = {}
     for file in files:
@@ -58,4 +58,4 @@ def remember(files: Fingerprints) -> None:
     try:
         keep_cached(FILE, {path: list(files[path]) for path in files}, MAX_FILES)
     except (OSError, RuntimeError) as error:
-        logger.info("it is not remembered which models have passed: %s", error)
+        logger.info("cannot store which models have passed the preflight: %s", error)

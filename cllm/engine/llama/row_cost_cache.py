@@ -26,7 +26,7 @@ def table_key(fingerprint: str, config: EngineConfig) -> str:
 
 
 def load_table(key: str) -> dict[int, float]:
-    """Seconds by rows, as an engine has left them; empty if none has."""
+    """Return the saved seconds of a decode by its number of rows; empty if no table is saved."""
     table = read_cached(FILE).get(key)
     if not isinstance(table, dict):
         return {}
@@ -44,7 +44,7 @@ def save_table(key: str, table: dict[int, float]) -> None:
     try:
         keep_cached(FILE, {key: table}, MAX_TABLES)
     except (OSError, RuntimeError) as error:
-        logger.info("it is not remembered what rows cost: %s", error)
+        logger.info("cannot store the measured costs of rows: %s", error)
 
 
 def _cpu_name() -> str:

@@ -1,8 +1,8 @@
-"""Devices of other machines: llama.cpp's RPC servers, asked in Python first, because llama.cpp would abort.
+"""Devices of other machines: llama.cpp's RPC servers, checked in Python before llama.cpp uses them.
 
-A server serves one client at a time, and a second client waits without end inside llama.cpp; one that is
-absent, or of another version, ends the process.  What a server does later (it dies in a decode) still ends it:
-hence only in a process of the engine's own.
+A server has one client at a time; a second client would wait inside llama.cpp without a limit.  A server that
+is absent, or has another version, would make llama.cpp end the process.  A server that dies during a decode
+still ends the process.  Therefore, RPC servers are used in an engine's child process only.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from cllm.bindings import library
 from cllm.engine.rpc_address import RpcAddress, is_private, rpc_address
 from cllm.errors import ClosedError, RpcServerError
 
-# The handshake of ggml-rpc.cpp, packed: command, size, 24 bytes of what the client can do; size, version, the same.
+# The handshake of ggml-rpc.cpp, packed.  Request: command, size, 24 bytes of the client's abilities.  Answer:
+# size, version, 24 bytes of the server's abilities.
 HELLO = struct.Struct("<BQ24x").pack(14, 24)
 ANSWER = struct.Struct("<QBBBx24x")
 N_ANSWER = ANSWER.size - 8
 VERSION = (8, 0)  # of the pin: RPC_PROTO_MAJOR_VERSION, RPC_PROTO_MINOR_VERSION
 CONNECT_S = 2.0
-# So long a server may be absent or busy: it is started again, or still has the process that has just ended.
+# Seconds for which a server may be absent or busy: it may be restarting, or still have a client that has ended.
 PATIENCE_S = 5.0
 PAUSE_S = 0.1
 REGISTER_S = 10.0
@@ -43,7 +44,7 @@ def find_servers(addresses: Sequence[str], is_stopping: Callable[[], bool]) -> l
     addresses : sequence of str
         See `EngineConfig.rpc`.
     is_stopping : callable
-        Asked while a server is waited for.
+        Called before each attempt to connect; returns True to end the wait.
 
     Raises
     ------
@@ -60,7 +61,7 @@ def find_servers(addresses: Sequence[str], is_stopping: Callable[[], bool]) -> l
 
 
 def find_server(address: RpcAddress, is_stopping: Callable[[], bool]) -> str:
-    """The same of one."""
+    """Check one server and return its address; see `find_servers`."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         if is_stopping():
@@ -79,7 +80,7 @@ def use_servers(addresses: Sequence[str], endpoints: Sequence[str]) -> None:
     Parameters
     ----------
     addresses, endpoints : sequence of str
-        As they were given, and as `find_servers` has found them.
+        Addresses from the settings, and the result of `find_servers` for them, in the same order.
 
     Raises
     ------
@@ -88,7 +89,7 @@ def use_servers(addresses: Sequence[str], endpoints: Sequence[str]) -> None:
     """
     for address, endpoint in zip(addresses, endpoints, strict=True):
         found: list[bool] = []
-        # In a thread that may stay there: nothing ends the call but the server.
+        # A daemon thread: only the server can end this call, so the thread may hang in it.
         thread = threading.Thread(target=_add, args=(endpoint, found), daemon=True)
         thread.start()
         thread.join(REGISTER_S)
@@ -103,7 +104,7 @@ def _add(endpoint: str, found: list[bool]) -> None:
 
 
 def _greet(address: RpcAddress, deadline: float) -> str:
-    """Connect as llama.cpp does, hear its version, and leave."""
+    """Connect as llama.cpp does, check the version, disconnect, and return the server's IP address."""
     try:
         ip = socket.gethostbyname(address.host)
     except (OSError, UnicodeError) as error:
@@ -117,8 +118,8 @@ def _greet(address: RpcAddress, deadline: float) -> str:
     except OSError as error:
         raise _NotYetError(f"no server listens there: {error}") from error
     with connection:
-        # Left with a reset: a busy server that finds a greeting of a client long gone would answer in two
-        # parts, and the second ends it by SIGPIPE.
+        # Close with a reset.  Otherwise a busy server would later read this greeting and answer in two parts,
+        # and the second part would end it by SIGPIPE.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         try:
             connection.sendall(HELLO)
@@ -156,7 +157,7 @@ def _check(address: RpcAddress, answer: bytes) -> None:
 
 
 def protocol_version() -> tuple[int, int]:
-    """Return major and highest minor version of the protocol that the library speaks, by the header beside it."""
+    """Return the library's protocol version (major, highest minor) from its header; without one, `VERSION`."""
     header = library().path.parents[1] / "include" / "ggml-rpc.h"
     text = header.read_text(encoding="utf-8") if header.is_file() else ""
     numbers = re.findall(r"#define RPC_PROTO_(?:MAJOR|MINOR)_VERSION +(\d+)", text)

@@ -28,13 +28,13 @@ class LlamaChain:
     Parameters
     ----------
     seed : int
-        Of everything that is drawn.
+        Seed of all random numbers.
     prompt : sequence of int
-        Penalties and DRY see it.
+        Tokens that penalties and DRY take into account.
     n_ctx : int
-        What -1 means for how far they look back.
+        Number of tokens that `repeat_last_n` and `dry_penalty_last_n` stand for if they are -1.
     memory : RowMemory, optional
-        For candidates of whole rows; shared by all chains of the thread.
+        Memory for the candidates of a whole row; all chains of a thread share it.
     """
 
     def __init__(
@@ -118,12 +118,12 @@ class LlamaChain:
                 chain.add_temp(params.temperature)
 
     def choose(self, ids: NDArray[np.integer], logits: NDArray[np.float32]) -> int:
-        """One of the candidates; not accepted yet."""
+        """Choose one of the candidates, without accepting it.  `ids` and `logits` have the same length."""
         largest = float(logits.max(initial=-math.inf))
         return self._decide(Candidates(ids, logits, self._memory.of_all), largest)
 
     def choose_from_row(self, row: NDArray[np.float32], banned: NDArray[np.integer]) -> int:
-        """One of all tokens but the banned ones; not accepted yet."""
+        """Choose one of the tokens that are not banned, without accepting it.  `banned` is ascending."""
         candidates = self._memory.candidates(row, banned)
         return self._decide(candidates, float(candidates.logits.max()))
 
@@ -133,12 +133,12 @@ class LlamaChain:
             self._chain.accept(token)
 
     def draw(self) -> None:
-        """Draw as for one token, from nothing: samplers leave a single candidate alone."""
+        """Draw the random numbers of one token, by choosing from a single candidate; the choice is dropped."""
         self._chain.apply(Candidates(np.zeros(1, np.int32), np.zeros(1, np.float32)))
 
     def _decide(self, candidates: Candidates, largest: float) -> int:
-        # The largest of the row may be banned, and nothing finite left: `apply` says so.  The ids
-        # are a row's own and need no look.
+        # `apply` raises the error if no logit is finite, as when all others are banned.  `decide` skips
+        # the check of the ids, which are valid in a row.
         if math.isfinite(largest):
             return self._chain.decide(candidates)
         return self._chain.apply(candidates)
@@ -157,7 +157,7 @@ class RowMemory:
         return CandidateMemory(self._n_vocab)
 
     def candidates(self, row: NDArray[np.float32], banned: NDArray[np.integer]) -> Candidates:
-        """Every token of a row but the banned ones, valid until the next call."""
+        """Return all tokens of a row that are not banned; valid until the next call.  `banned` is ascending."""
         if self._ids is None:
             self._ids = np.arange(self._n_vocab, dtype=np.int32)
             self._kept_ids, self._kept_row = np.empty_like(self._ids), np.empty_like(row)
@@ -189,7 +189,7 @@ class SamplerFactory:
         self._thinking = ThinkingFamily(model.vocab.n_tokens, model.vocab.is_eog)
 
     def __call__(self, request: GenerationRequest) -> TokenSampler | None:
-        """None if the most likely token is always the choice."""
+        """Return the sampler of a request; None if it always takes the most likely token."""
         params, suppressed = request.params, self._model.vocab.suppressed
         is_constrained = any((request.constraint, request.thinking))
         may_end = not (params.ignore_eos or params.min_tokens)
@@ -203,7 +203,7 @@ class SamplerFactory:
         seed = params.seed if request.seed is None else request.seed
         if seed is None:
             seed = secrets.randbelow(MAX_SEED + 1)
-        with ExitStack() as unfinished:  # what refuses its arguments leaves nothing open
+        with ExitStack() as unfinished:  # closes all parts if a later one raises an error
             constraint = self._constraint(request)
             if constraint is not None:
                 unfinished.callback(constraint.close)
@@ -237,6 +237,6 @@ class SamplerFactory:
 
     @cached_property
     def _eog_tokens(self) -> tuple[int, ...]:
-        """Set of the end-of-generation tokens, computed at the first use."""
+        """End-of-generation tokens in ascending order, computed at the first use."""
         vocab = self._model.vocab
         return tuple(token for token in range(vocab.n_tokens) if vocab.is_eog(token))

@@ -1,6 +1,6 @@
-"""Batches of different shapes with the same tokens: in pieces, with neighbours, with more output rows.
+"""Batches of different shapes with the same tokens: in pieces, beside other sequences, with more output rows.
 
-Their last logits must agree: to the bit for `deterministic`, and nearly for every model.
+The logits of the last token must agree: to the bit for `deterministic`, otherwise up to rounding.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from cllm.engine.config import AUTO, EngineConfig
 from cllm.engine.llama.decoder import LlamaDecoder, make_context
 
 N_TOKENS, N_LAST = 24, 3
-N_TEXTS = 4  # one alone may be lucky
-N_COMPANY = 8  # with it, more rows than any kernel takes one by one
+N_TEXTS = 4  # one text might agree by chance
+N_COMPANY = 8  # other sequences: enough rows for kernels that compute several rows at once
 _AT_THE_END = (N_TOKENS - N_LAST, *[1] * N_LAST)
 MAX_DIFFERENCE = 0.5  # between log probabilities of a likely token
 MIN_MARGIN = 0.1  # by which the most likely token has to lead, to be the same everywhere
@@ -29,16 +29,16 @@ N_LIKELY = 10
 N_CTX, N_BATCH = 1024, 128  # of a context that tries them
 N_CTX_SEQ = 64  # at least, of each sequence
 N_LONG = 80  # more tokens than any kernel takes at once
-N_UNLIKE_MAX = 1  # texts in which rounding may choose other experts
+N_UNLIKE_MAX = 1  # texts that may differ: rounding may choose other experts of a mixture
 
 Logits = NDArray[np.float32]
 
 
 class BatchShape(NamedTuple):
-    """Shape of a batch: how the tokens are cut, sequences beside them, number of output rows.
+    """Way in which a text is computed: tokens of each batch (`cut`), other sequences, number of output rows.
 
-    With `is_even` each of the others has as many rows, otherwise one.  With `one_waits` the first of
-    them has rows in the first batch only.
+    With `is_even`, each other sequence has as many rows as the text, otherwise one.  With `one_waits`, the
+    first other sequence has rows in the first batch only.
     """
 
     cut: tuple[int, ...]
@@ -48,7 +48,7 @@ class BatchShape(NamedTuple):
     one_waits: bool = False
 
 
-# An engine whose one sequence never has company gives the same answers as one of many.
+# In an engine of one sequence, the shapes with others are computed without them.
 SHAPES: dict[str, BatchShape] = {
     "at once": BatchShape((N_TOKENS,)),
     "with more output rows": BatchShape((N_TOKENS,), n_outputs=N_COMPANY),
@@ -59,7 +59,7 @@ SHAPES: dict[str, BatchShape] = {
     "beside the prompts of others": BatchShape(_AT_THE_END, n_others=2, is_even=True),
     "around one that waits": BatchShape(_AT_THE_END, n_others=2, one_waits=True),
 }
-# Of one text, where every bit counts.
+# Shapes of one longer text, for the test to the bit only.
 LONG_SHAPES: dict[str, BatchShape] = {
     "at once": BatchShape((N_LONG,)),
     "in pieces of a long text": BatchShape((30, N_LONG - 31, 1)),
@@ -78,9 +78,9 @@ def shapes_that_differ(
     Parameters
     ----------
     agree : callable
-        Of two rows of logits.
+        Returns True if two rows of logits agree.
     n_most : int
-        Of the texts, in so many a shape may differ.
+        Number of texts in which a shape may differ.
     is_long : bool
         Try a longer text, too, if sequences may have one.
     """
@@ -101,12 +101,12 @@ def shapes_that_differ(
 
 
 def are_equal(logits: Logits, other: Logits) -> bool:
-    """True if they are the same to the bit."""
+    """Return True if two rows of logits are the same to the bit."""
     return np.array_equal(logits, other, equal_nan=True)
 
 
 def are_alike(logits: Logits, other: Logits) -> bool:
-    """True if rounding may explain how two rows differ."""
+    """Return True if rounding may explain the difference of two rows (`MAX_DIFFERENCE`, `MIN_MARGIN`)."""
     if are_equal(logits, other):
         return True
     one, two = _log_probabilities(logits), _log_probabilities(other)
@@ -126,7 +126,7 @@ def _log_probabilities(logits: Logits) -> NDArray[np.float64]:
 def _last_logits(
     decoder: LlamaDecoder, text: int, shape: BatchShape, n_others: int
 ) -> NDArray[np.float32]:
-    """Logits of the last of some tokens; the memory is empty before and after."""
+    """Return the logits of the last token of a text; the KV cache is empty before and after."""
     n_vocab = decoder.n_vocab
     tokens = [(7919 * i * (text + 1) + 31 + 977 * text) % n_vocab for i in range(sum(shape.cut))]
     logits = np.empty(0, np.float32)
@@ -148,14 +148,14 @@ def _last_logits(
 
 
 def _ranges(cut: tuple[int, ...], n_max: int) -> Iterator[tuple[int, int]]:
-    """The pieces, none of more than `n_max` tokens."""
+    """Yield the start and end of each piece; a piece of more than `n_max` tokens is cut."""
     for n_tokens, end in zip(cut, accumulate(cut), strict=True):
         for start in range(end - n_tokens, end, n_max):
             yield start, min(start + n_max, end)
 
 
 def misfit(config: EngineConfig) -> str | None:
-    """Return why answers of the model would be wrong; None if all shapes agree."""
+    """Load the model, and return why its answers would be wrong; None if all shapes agree."""
     layouts = (False, True) if config.kv_unified == AUTO else (config.kv_unified,)
     if config.deterministic:
         layouts = (False,)
@@ -165,7 +165,7 @@ def misfit(config: EngineConfig) -> str | None:
     ) as model:
         for layout in layouts:
             assert isinstance(layout, bool)
-            # With as many sequences: llama.cpp reserves memory for them, which may fail.
+            # With all sequences of the engine: llama.cpp reserves memory for them, which may fail.
             n_ctx = N_CTX if layout else max(N_CTX, N_CTX_SEQ * config.n_seq_max)
             small = replace(config, n_ctx=n_ctx, n_batch=N_BATCH, kv_unified=layout)
             with closing(LlamaDecoder(partial(make_context, model, small), N_BATCH)) as decoder:

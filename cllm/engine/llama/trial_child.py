@@ -3,8 +3,8 @@
 `python -m cllm.engine.llama.trial_child MODEL MEMORY_BYTES` loads the vocabulary of a model, given as a
 `FileContent` in JSON, and reports that it is ready.  Then it answers each line of standard input with
 one of standard output, both in JSON: `{"field": …, "text": …}` with `{"error": null}` or with the
-requirement that the constraint violates.  It may take MEMORY_BYTES more from then on, and ends with
-standard input.
+requirement that the constraint violates.  After the start it may allocate MEMORY_BYTES more.  It ends when
+standard input ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cllm.engine.thread.worker_thread import STACK_BYTES, start_thread
 from cllm.errors import CllmError, InvalidRequestError
 
 N_STEPS = 32
-WALK_S = 0.8  # of processor time: busy neighbours do not count
+WALK_S = 0.8  # of processor time: other busy processes do not count
 START_ALARM_S, TRIAL_ALARM_S = 90, 10
 
 
@@ -45,7 +45,7 @@ def main(content: FileContent, memory_bytes: int) -> None:
             return {"error": follower.fault(field, text)}
 
         limit_memory(memory_bytes)
-        # llguidance recurses along rules: what overflows the stacks of the engine ends this process first.
+        # llguidance recurses along rules.  On a quarter of the engine's stack, too deep rules overflow here.
         serve = partial(answer_requests, answers, {"error": None}, answer, alarm_s=TRIAL_ALARM_S)
         start_thread(serve, "trial", STACK_BYTES // 4).join()
 
@@ -53,14 +53,14 @@ def main(content: FileContent, memory_bytes: int) -> None:
 class GuidanceFollower:
     """Follows constraints for a few tokens.
 
-    llguidance limits most of what they may cost by itself.
+    llguidance itself limits most of the costs of a constraint.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._guidance = Guidance(vocabulary, 1)
 
     def fault(self, field: str, text: str) -> str | None:
-        """Return the requirement that a constraint violates, if it cannot be compiled."""
+        """Return the requirement that a constraint violates; None if it can be compiled and followed."""
         deadline = time.process_time() + WALK_S
         try:
             compiled = self._guidance.compile(field, text)
@@ -68,7 +68,7 @@ class GuidanceFollower:
             return error.limit
         try:
             constraint = compiled.start()
-            constraint.forced()  # a text without a choice is found as a whole, however long it is
+            constraint.forced()  # computes a forced text in full, however long it is
             for n_tokens in range(N_STEPS):
                 (mask,) = self._guidance.masks([constraint])
                 if isinstance(mask, Exception):
@@ -80,7 +80,7 @@ class GuidanceFollower:
                 if not len(tokens):
                     break
                 constraint.accept(int(tokens[(7 * n_tokens + len(tokens) // 2) % len(tokens)]))
-                if time.process_time() > deadline:  # after a token: what the first one shows counts
+                if time.process_time() > deadline:  # checked last: at least one token is tried
                     break
         except CllmError as error:
             return f"one that can be followed ({error})"

@@ -1,9 +1,8 @@
-"""Strings that an output must not have, though no single token is one of them.  Pure.
+"""Strings that must not occur in an output, even across several tokens.  Pure.
 
-Deltas are held back while their text may be the beginning of such a string, and the last one always: a
-token may have written more than its delta has, which is held back for a stop string or in the middle of a
-character.  Where a banned string is complete, what began it is dropped with all that came after, and
-its first token is excluded in that place.
+Deltas are held back while their text may be the beginning of such a string.  The last delta with text is
+always held back: the rest of its token's text may follow in a later delta.  When a banned string is complete,
+the deltas from its first token on are dropped, and that token is excluded at its position.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from cllm.engine.output import TokenDelta
 
 @dataclass(frozen=True, slots=True)
 class Ban:
-    """A banned string was written.
+    """Occurrence of a banned string in the output.
 
     Attributes
     ----------
     kept : tuple of TokenDelta
-        Held back, and written before it.
+        Held deltas before the banned string.
     token : int
-        Began it.
+        Token with which the banned string begins.
     """
 
     kept: tuple[TokenDelta, ...]
@@ -49,7 +48,7 @@ class BannedStrings:
         self._is_over = False
 
     def push(self, delta: TokenDelta) -> Ban | None:
-        """Add a delta; return the ban if it completes a banned string, otherwise release what is safe."""
+        """Add a delta; return the ban if it completes a banned string.  Otherwise `take` gets safe deltas."""
         if self._is_over:
             if delta.finish_reason is not None:
                 self._ready.append(_without_text(delta))
@@ -68,7 +67,7 @@ class BannedStrings:
         return None
 
     def end(self, ban: Ban, delta: TokenDelta) -> None:
-        """End the output before a banned string that cannot be avoided; it keeps the reason of its end."""
+        """End the output of a cancelled request before a banned string; its finish reason stays."""
         self._ready += ban.kept
         self._is_over = True
         self.push(delta)
@@ -79,14 +78,14 @@ class BannedStrings:
         return (*self._ready, *self._held)
 
     def take(self) -> TokenDelta | None:
-        """The next delta that its reader may have."""
+        """Return the next delta for the reader; None if there is none yet."""
         return self._ready.popleft() if self._ready else None
 
     def _ban(self, start: int) -> Ban | None:
         """Return the ban of a string that begins at this place of the held text; None if no token begins there."""
         ends = accumulate(len(d.text) for d in self._held)
         first = next(i for i, end in enumerate(ends) if end > start)
-        # The text of a delta may be that of tokens before it, which had none.
+        # The text of a delta may belong to the tokens of earlier deltas that had no text.
         while first > 0 and not (self._held[first].token_ids and self._held[first - 1].text):
             first -= 1
         if not self._held[first].token_ids:
@@ -100,7 +99,7 @@ class BannedStrings:
         return with_text[-1] if with_text else 0
 
     def _n_maybe(self, text: str) -> int:
-        """Length of the longest end of a text that begins a banned string."""
+        """Return the length of the longest end of a text with which a banned string begins."""
         return next(
             (
                 n
@@ -111,7 +110,7 @@ class BannedStrings:
         )
 
     def _release(self, n_safe: int, *, everything: bool) -> None:
-        """The first of the held deltas, as far as their text is safe."""
+        """Make the first held deltas ready for `take`: those whose text ends within `n_safe` characters."""
         ends = accumulate(len(delta.text) for delta in self._held)
         n_released = len(self._held) if everything else sum(end <= n_safe for end in ends)
         if not everything:

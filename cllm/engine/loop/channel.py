@@ -27,24 +27,24 @@ logger: logging.Logger = logging.getLogger("cllm.engine")
 class Continuation:
     """State from which a request continues, besides the tokens in its call's `generated`.
 
-    Its completion is that of the whole output.
+    The completion of the request contains the whole output.
 
     Attributes
     ----------
     prompt_token_ids : tuple of int
-        What its prompt had become.
+        Tokens of the prompt.
     answer : AnswerFormat or None
-        How the answer to a chat is read; None: that is found out anew.
+        Parser settings for the answer; None: no chat, or they are computed from the chat again.
     earlier : Completion or None
-        Of the request before it, all of the output until then; None: it is a stream of its own.
+        Completion of the earlier request, with its whole output; None for a fork.
     logprobs : tuple of TokenLogprob
-        Of `generated`, where they are asked for.
+        Log probabilities of `generated`, if requested.
     unread : tuple of TokenDelta
-        Of `generated`: what the reader has not taken yet.
+        Deltas of `generated` that the reader has not received.
     state : SequenceState or None
-        What the KV cache held.
+        Saved KV state of the first tokens; None: it is computed again.
     submitted_at, deadline : float or None
-        Of the request before it, if the caller still waits for that; see `GenerationRequest`.
+        Values of the earlier request, if it is the same stream; see `GenerationRequest`.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -58,17 +58,17 @@ class Continuation:
 
     @property
     def is_finished(self) -> bool:
-        """True if the generation is complete and only the reader is not at its end."""
+        """True if the output is complete, but the reader has not received all of it."""
         return bool(self.unread) and self.unread[-1].finish_reason is not None
 
 
 class CancelHandle:
-    """A handle that cancels a request, and keeps nothing else of it alive.
+    """A handle that cancels a request, without a reference to its stream or channel.
 
     Attributes
     ----------
     is_over : bool
-        It has ended.
+        True if the request has ended.
     """
 
     __slots__ = ("_inbox", "is_over", "request_id")
@@ -79,7 +79,7 @@ class CancelHandle:
         self.is_over: bool = False
 
     def cancel(self) -> None:
-        """Cancel the rest."""
+        """Cancel the request; does nothing after its end."""
         if not self.is_over:
             self._inbox.put(CancelRequest(self.request_id))
 
@@ -87,33 +87,32 @@ class CancelHandle:
 class Channel:
     """The deltas of one request that its reader has not read yet.  Event loop only.
 
-    At most `capacity` deltas and the last one are ever held: the inference thread computes no more
-    than the reader has told it to have read.
+    The inference thread pauses the request while the reader has `capacity` unread deltas.
 
     Parameters
     ----------
     capacity : int
-        Deltas that it holds at most.
+        Largest number of unread deltas, without the last delta of the output.
     outputs : OutputChannels, optional
-        Of a chat.
+        Splits the text of an answer in a chat into content, reasoning and calls.
 
     Attributes
     ----------
     call : RequestCall
-        With what was drawn for it.
+        Arguments of the request, with the random values that were drawn for it.
     request : GenerationRequest
-        What the inference thread gets.
+        Request as the inference thread gets it.
     answer : AnswerFormat or None
-        How the answer to a chat is read.
+        Parser settings for the answer to a chat.
     told : str
-        Text of `call.generated`, which its reader has had.
+        Text of the tokens of `call.generated`.
     continuation : Continuation or None
-        What it goes on from.
+        State from which the request continues.
     lease : CancelHandle
     completion : Completion or None
-        All of the output, once it has ended.
+        Completion of the request; None until it has ended.
     error : CllmError or None
-        Why it has failed.
+        Reason for which the request failed.
     """
 
     def __init__(
@@ -137,7 +136,7 @@ class Channel:
         self._outputs = outputs
         self.lease: CancelHandle = CancelHandle(request.request_id, inbox)
         self._inbox = inbox
-        # Half of the buffer is read before the thread is told: it goes on computing meanwhile.
+        # Reads are reported to the thread after half of the buffer: it continues computing meanwhile.
         self._n_told_at_once = max(1, capacity // 2)
         self._n_read = 0
         self._deltas = deque(() if continuation is None else continuation.unread)
@@ -168,7 +167,7 @@ class Channel:
         return tuple(self._deltas)
 
     def push(self, delta: TokenDelta) -> None:
-        """A delta has arrived."""
+        """Add a delta that has arrived, and wake the reader."""
         if self._outputs is not None:
             try:
                 delta = self._outputs.split(delta)
@@ -178,7 +177,7 @@ class Channel:
         self.wake()
 
     def finish(self, event: Finished) -> None:
-        """The last delta has arrived."""
+        """Set the completion or the error, and add the last delta.  After `take`, the delta is dropped."""
         self.lease.is_over = True
         completion = event.completion
         if self.continuation is not None:
@@ -202,12 +201,12 @@ class Channel:
         self.wake()
 
     def _give_up_outputs(self) -> None:
-        """Handle a fault of the parser: the stream goes on, and the rest of it is text."""
+        """Log an error of the parser; the rest of the stream is text that is not parsed."""
         logger.exception("the answer of %s cannot be split into channels", self.request_id)
         self._outputs = None
 
     def cancel(self) -> None:
-        """Cancel the rest."""
+        """Cancel the request; does nothing after its end."""
         self.lease.cancel()
 
     def check_idle(self) -> None:
@@ -223,9 +222,10 @@ class Channel:
             raise anyio.BusyResourceError("reading from")
 
     async def take(self, *, saves_state: bool = False) -> SequenceState | None:
-        """End the request silently: another channel continues it.
+        """Cancel the request without a last delta, because another channel continues it; wait for its end.
 
-        Returns what the KV cache held of it, if that is wanted and it was still running.
+        Return its KV state with `saves_state`; None if it had ended, or has no state.  Raise an error if
+        another task is reading.
         """
         self.check_idle()
         if not self.is_finished:
@@ -241,7 +241,7 @@ class Channel:
 
     @property
     def is_taken(self) -> bool:
-        """True if the channel was closed because another one continues it."""
+        """True if `take` cancelled the request; False if the request ended by itself before."""
         return self._is_taken
 
     def whole_completion(self) -> Completion:
@@ -315,17 +315,18 @@ class Channel:
         self.wake()
 
     def wake(self) -> None:
-        """Let the waiting reader look again."""
+        """Wake the reader, if it waits for a delta."""
         if self._waiter is not None:
             self._waiter.set()
             self._waiter = None
 
     async def next(self) -> TokenDelta | None:
-        """The next delta, or None after the last.
+        """Wait for the next delta and return it; None after the last.
 
         Raises
         ------
-        WrongThreadError
+        WrongThreadError, anyio.BusyResourceError
+            Called from another thread or event loop, or while another task waits for a delta.
         """
         self._loop_guard.check_thread()
         if self._deltas or self.is_finished:
@@ -350,7 +351,7 @@ class Channel:
 
 
 def _joined(first: Timings, last: Timings, *, is_same_submission: bool) -> Timings:
-    """Return the timings of an output in two parts, without the time between them."""
+    """Return the timings of an output in two parts.  `total_s` of one submission has the time between too."""
     if first.ttft_s is None:
         return replace(last, n_preemptions=first.n_preemptions + last.n_preemptions)
     gaps = [gap for gap in (first.itl_max_s, last.itl_max_s) if gap is not None]

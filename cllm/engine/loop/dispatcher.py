@@ -54,7 +54,7 @@ class PendingEmbedding:
         self.reply: PendingCall[NDArray[np.float32]] = PendingCall()
 
     async def vectors(self) -> NDArray[np.float32]:
-        """float32, `(n_texts, n_values)`.
+        """Wait for the vectors and return them: float32, `(n_texts, n_values)`.
 
         Raises
         ------
@@ -73,9 +73,10 @@ class Dispatcher:
     Attributes
     ----------
     model : ModelInfo or None
-        Once the thread is ready.
+        Loaded model; None until the inference thread is ready.
     answered, stopped, ended : anyio.Event
-        The thread is ready or serves no more; it serves no more; it has freed everything.
+        Set when the thread is ready or has stopped, when it has stopped serving, and when it has freed
+        everything.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Dispatcher:
         self.ended: anyio.Event = anyio.Event()
 
     def loaded(self) -> ModelInfo:
-        """Wait until the thread is ready, and return the loaded model."""
+        """Return the loaded model; call it only after the thread was ready."""
         assert self.model is not None
         return self.model
 
@@ -120,14 +121,14 @@ class Dispatcher:
         self._inbox.put(AddRequest(channel.request))
 
     def embed(self, request: EmbeddingRequest) -> PendingEmbedding:
-        """Send texts to the thread."""
+        """Send texts to the thread, and return their pending result."""
         waiting = PendingEmbedding(request.request_id, self._inbox)
         self._embeddings[request.request_id] = waiting
         self._inbox.put(AddEmbedding(request))
         return waiting
 
     def next_serial(self) -> int:
-        """The number of the next request."""
+        """Return the serial number for the next request, from 1."""
         self._n_serial += 1
         return self._n_serial
 
@@ -163,7 +164,7 @@ class Dispatcher:
             del self._questions[call_id]
 
     def deliver(self, events: Sequence[Event]) -> None:
-        """Take the events of one tick."""
+        """Pass the events of one tick to the channels and calls that wait for them."""
         for event in events:
             match event:
                 case Progressed(request_id, delta):
@@ -193,7 +194,7 @@ class Dispatcher:
     def _tell_of_restart(self, restart: Restart) -> None:
         try:
             self._on_restart(restart)
-        except Exception:  # the events behind it are for others
+        except Exception:  # the events after this one must still be delivered
             logger.exception("on_restart has failed")
 
     def _on_stopped(self, error: BaseException | None) -> None:

@@ -22,16 +22,15 @@ async def run_all(
     return_exceptions: bool,
     on_progress: Callable[[int, int], None] | None,
 ) -> list[R]:
-    """The results of `run` for every prompt, in the order of the prompts.
+    """Return the results of `run` for every prompt, in the order of the prompts.
 
-    The first error cancels the others and is raised as it is, not in a group; with
-    `return_exceptions`, errors stand in the list instead.  An error of `on_progress` is always
-    raised.
+    The first error cancels the other calls and is raised as it is, not in a group.  With
+    `return_exceptions`, the list contains the errors instead.  An error of `on_progress` is always raised.
 
     Raises
     ------
     InvalidRequestError
-        The prompts are no sequence: a single text, a mapping, an iterator.
+        The prompts are not a sequence, but a single text, a mapping or an iterator.
     """
     check_several("prompts", prompts, "a sequence of prompts", InvalidRequestError)
     results: list[Any] = [None] * len(prompts)

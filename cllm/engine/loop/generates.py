@@ -101,6 +101,8 @@ class Generates(ABC, Generic[StreamT]):
         InvalidRequestError
             Names the field, the value and the limit.  Errors that depend on the model are raised when the
             stream is entered.
+        TypeError
+            `params` and single fields of it are both given.
         """
         return self._open(RequestCall.of(prompt, params, options, self._sampling_defaults()))
 
@@ -141,14 +143,15 @@ class Generates(ABC, Generic[StreamT]):
             Put errors into the list, instead of raising the first one and cancelling the others.  (The
             annotation names completions only, as that of `asyncio.gather`.)
         on_progress : callable, optional
-            Called with `(n_done, n_total)`.
+            Called with `(n_done, n_total)` after each request, in the event loop.
         **options
-            As for `stream`, but for `request_id`, `generated` and `parse_special`.
+            Options of `stream`, except `request_id`, `generated` and `parse_special`.
 
         Raises
         ------
         InvalidRequestError
-            Names the field, the value and the limit, of an option or a prompt.
+            Names the field, the value and the limit, of an option or a prompt.  Other errors as for
+            `generate`.
         """
         for name in ("request_id", "generated", "parse_special"):
             if name in options:
@@ -192,7 +195,7 @@ class Generates(ABC, Generic[StreamT]):
         params: SamplingParams | None = None,
         **options: Unpack[ChatOptions],
     ) -> StreamT:
-        """Return the answer to a chat as a stream of deltas, by the model's own chat template.
+        """Return the answer to a chat as a stream of deltas; the chat template writes the prompt.
 
         Parameters
         ----------
@@ -202,21 +205,22 @@ class Generates(ABC, Generic[StreamT]):
         tools : sequence of mapping, optional
             Tools in OpenAI's form that the model may call.  Calls are in the deltas' `tool_calls`.
         tool_choice : str
-            "auto", "none", "required", or the name of one of the tools.
+            "auto" (the default), "none", "required", or the name of one of the tools.
         parallel_tool_calls : bool
-            Allow several calls in one answer.
+            Allow several calls in one answer.  Default True.
         reasoning_effort : str, optional
-            "none" to "max": how much the model thinks, if its template supports that.
+            How much the model thinks, if its template supports that: "none", "minimal", "low", "medium",
+            "high", "xhigh" or "max".
         reasoning_budget : int, optional
-            Tokens of the thought at most; then the engine writes its end.
+            Largest number of tokens of the thought; then the engine writes the end of the thought.
         continue_final_message : bool
-            Continue the last message, which is the beginning of the answer.
+            Continue the last message, which is the beginning of the answer.  Default False.
         add_generation_prompt : bool
-            End the prompt with the beginning of an answer.
+            End the prompt with the beginning of an answer.  Default True.
         chat_template_kwargs : mapping, optional
             Further variables for the template, such as `{"enable_thinking": False}`.
         **options
-            As for `stream`, but for `parse_special`.
+            Options of `stream`, except `parse_special`.
 
         Raises
         ------

@@ -1,14 +1,14 @@
 """InputProcessor: from a checked call to a submitted request.  Event loop only.
 
-Everything that needs the model to be known about a request is checked here, before the inference
-thread hears of it.  The passes, in their order; each is visited once:
+All checks of a request that need the model are made here, before the request is submitted.  A request
+goes through these passes once, in this order:
 
 | pass | it finds out |
 |---|---|
 | `_check` | whether this model, and this engine, can serve such a request at all |
 | `_read` | the tokens of the prompt, and how an answer to it is read |
 | `_fit` | whether the tokens fit into the context and the vocabulary, and which adapters compute them |
-| `_recall` | what the reader has had of an output that goes on |
+| `_recall` | the text of the tokens in `generated`, if the request continues an output |
 | `_constrain` | the compiled constraint of the output |
 | `_channel` | the request, and the channel of its deltas |
 """
@@ -59,15 +59,16 @@ class _Draft:
 
 
 class InputProcessor:
-    """The way in.
+    """Checks, tokenizes and submits requests.
 
     Parameters
     ----------
     check_serving : callable
-        The vocabulary, or why requests are not served; with `draining`, the last ones are enough.
+        Returns the vocabulary, or raises the error that says why no requests are served.  With
+        `draining=True` a draining engine counts as serving.
     texts : PromptTokenizer
     constraints : Constraints
-        Ended by `aclose`.
+        Compiler of constraints; `aclose` ends it.
     """
 
     def __init__(
@@ -141,7 +142,8 @@ class InputProcessor:
         self, channel: Channel, call: RequestCall, continuation: Continuation
     ) -> Channel:
         """Replace the request of a channel by `call`; if that is rejected, nothing has changed."""
-        # Its place is kept: who is being served does not wait for others, nor for a model that goes.
+        # `visit` keeps an old model until the request continues, and `is_known` skips the queue: a running
+        # request does not wait for others.
         with self._gate.visit():
             follower = await self._prepare(call, continuation, is_running=True)
             await channel.take()
@@ -170,10 +172,10 @@ class InputProcessor:
         *,
         is_running: bool = False,
     ) -> Channel:
-        """Return the channel of a request that can be submitted; its place in the queue is the caller's."""
+        """Return the channel of a request that can be submitted; the caller has entered it in the gate."""
         vocabulary = self._check_serving(draining=is_running)
         draft = _Draft(call, continuation, vocabulary, time.perf_counter())
-        # What expires here is submitted all the same: it ends as every other that expires.
+        # A request that expires here is still submitted, and ends like any other that expires.
         with anyio.move_on_after(call.timeout) as scope:
             for visit in (self._check, self._read, self._fit, self._recall, self._constrain):
                 await visit(draft)
@@ -191,7 +193,7 @@ class InputProcessor:
     async def _read(self, draft: _Draft) -> None:
         call, continuation = draft.call, draft.continuation
         if continuation is not None:
-            # Rendered anew, a template that tells the time would say something else.
+            # Not rendered again: the template may write the present time.
             draft.tokens, draft.answer = continuation.prompt_token_ids, continuation.answer
             if isinstance(call.prompt, ChatPrompt) and draft.answer is None:
                 _, draft.answer = await self.texts.chat_tokens(call.prompt)
@@ -204,7 +206,7 @@ class InputProcessor:
         call, tokens, n_vocab = draft.call, draft.tokens, draft.vocabulary.n_tokens
         check_tokens(tokens, call.params, self.model.n_ctx, n_vocab, call.generated)
         _check_marks(call, len(tokens), n_vocab)
-        self._loras.use(call.lora, tokens)  # rejected before what takes long
+        self._loras.use(call.lora, tokens)  # reject unknown adapters before the slow passes
         self.texts.warn_of_length(len(tokens))
 
     async def _recall(self, draft: _Draft) -> None:
@@ -255,7 +257,7 @@ class InputProcessor:
             thinking=thinking,
             fingerprint=self.model.fingerprint,
             generated_token_ids=call.generated,
-            lora=self._loras.use(call.lora, draft.tokens),  # one may have left meanwhile
+            lora=self._loras.use(call.lora, draft.tokens),  # may be unloaded since `_fit`
             resamples=bool(call.generated) and resamples(call.params, draft.constraint, thinking),
             seed=call.seed,
             excluded=call.excluded,
@@ -279,7 +281,7 @@ class InputProcessor:
 
 
 def _deadline(draft: _Draft, *, has_expired: bool) -> float | None:
-    if has_expired:  # without its constraint, it must not compute a token
+    if has_expired:  # its constraint may be missing: no token may be computed
         return draft.submitted_at
     timeout = draft.call.timeout
     return None if timeout is None else draft.submitted_at + timeout
@@ -292,7 +294,7 @@ def _first_scored(call: RequestCall) -> int | None:
 
 
 def _check_marks(call: RequestCall, n_prompt: int, n_vocab: int) -> None:
-    """Reject values that only a damaged file can have."""
+    """Reject values that only a damaged file of a `SavedGeneration` can have."""
     if call.first_scored is not None and call.first_scored > n_prompt:
         raise InvalidRequestError("first_scored", call.first_scored, f"0 to {n_prompt}")
     if call.excluded and max(call.excluded) >= n_vocab:
@@ -312,7 +314,7 @@ def _with_drawn(call: RequestCall) -> RequestCall:
 
 def _continued(request: GenerationRequest, continuation: Continuation) -> GenerationRequest:
     """Return the request with the state that it inherits from the one it continues."""
-    if continuation.submitted_at is not None:  # its caller has waited since then
+    if continuation.submitted_at is not None:  # the same stream: its time runs since then
         request = replace(
             request, submitted_at=continuation.submitted_at, deadline=continuation.deadline
         )
@@ -326,14 +328,14 @@ def _continued(request: GenerationRequest, continuation: Continuation) -> Genera
 def _thinking_of(
     answer: AnswerFormat | None, constraint: CompiledConstraint | None
 ) -> Thinking | None:
-    """Return how the output thinks, if a constraint or a budget depends on it."""
+    """Return the markers and the budget of the thought; None unless a constraint or a budget needs them."""
     if answer is None or answer.thinking is None:
         return None
     return answer.thinking if constraint or answer.thinking.budget is not None else None
 
 
 def _begins_text(prompt: str | tuple[int, ...] | ChatPrompt, vocabulary: EngineVocabulary) -> bool:
-    """Return True if an output begins a text: an answer in a chat, or the output of an empty prompt."""
+    """Return True if an output begins a text: an answer in a chat, or the output of a prompt without text."""
     if isinstance(prompt, tuple):
         return not any(map(vocabulary.piece, prompt))
     return isinstance(prompt, ChatPrompt) or not prompt

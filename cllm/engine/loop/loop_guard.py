@@ -1,6 +1,6 @@
 """LoopGuard: the event loop that an engine was entered in.
 
-What waits in one loop is never woken by another: a call from elsewhere would hang.
+A task that waits in one event loop is never woken from another: a call from there would hang.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ class LoopGuard:
         try:
             is_home = current_token() == self._token
         except anyio.NoEventLoopError:
-            return  # no task: it can wait for nothing
+            return  # no event loop runs here: the caller cannot wait, and so cannot hang
         if not is_home:
             raise WrongThreadError("the engine was entered in another event loop than this one")
 
     def event(self) -> anyio.Event:
-        """An event of this loop."""
+        """Return a new event for the tasks of this loop."""
         return self._event_type()
 
     def check_thread(self) -> None:
-        """Refuse callers from another thread, which is nearly all of `check` and costs nothing."""
+        """Raise `WrongThreadError` in another thread; much faster than `check`, which looks at the loop too."""
         if get_ident() != self._thread:
             raise WrongThreadError(
                 f"the engine belongs to the event loop of thread {self._thread}, called from "

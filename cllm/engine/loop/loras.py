@@ -20,9 +20,9 @@ class LoraRegistry:
     Parameters
     ----------
     check_file : callable
-        Of a path: raises `ModelLoadError` unless it is an adapter of the model.  Takes long.
+        Takes a path; raises `ModelLoadError` unless it is an adapter of the model.  May take long.
     is_fixed : bool
-        The engine has those that it began with, and no others.
+        True if no adapter can be loaded after the start of the engine.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """OutputChannels: the deltas of a chat's answer, split into reasoning, content and calls.
 
-Event loop only: the inference thread knows one text, of which this makes three.
+Event loop only: the inference thread sends one text, which is split here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import replace
 from cllm.engine.chat.output_parser import OutputParser, ParsedText
 from cllm.engine.output import Completion, FinishReason, TokenDelta, ToolCall, ToolCallDelta
 
-ONE_TOKEN = (0,)  # whichever it is: they are counted
+ONE_TOKEN = (0,)  # any token: only their number counts
 
 
 class OutputChannels:
@@ -21,9 +21,9 @@ class OutputChannels:
     ----------
     parser : OutputParser
     told : sequence of str
-        What its reader has been told before, with each token: it is in no delta.
+        Earlier text of the answer, token by token; no delta contains it.
     is_whole : bool
-        The completion has that too; otherwise the calls of it alone.
+        True if the completion contains the earlier text too; otherwise it contains only its calls.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class OutputChannels:
             self._content, self._reasoning, self._n_reasoning = [], [], 0
 
     def split(self, delta: TokenDelta) -> TokenDelta:
-        """The delta with its text in the channels that it belongs to."""
+        """Return the delta with its text split into content, reasoning and calls."""
         told = self._parser.push(delta.text)
         if told.reasoning or self._parser.is_reasoning:
             self._n_reasoning += len(delta.token_ids)
@@ -50,7 +50,7 @@ class OutputChannels:
         return self._told(delta, told)
 
     def finish(self, delta: TokenDelta, completion: Completion) -> tuple[TokenDelta, Completion]:
-        """The last delta, and all of the output."""
+        """Return the last delta and the completion, both split; with calls, "stop" becomes "tool_calls"."""
         delta = self.split(delta)
         rest = self._told(delta, self._parser.finish())
         reason = completion.finish_reason
@@ -89,7 +89,7 @@ class OutputChannels:
 
 
 class _Call:
-    """A call of which more may come."""
+    """A tool call whose arguments may be incomplete."""
 
     def __init__(self, first: ToolCallDelta) -> None:
         self._first = first

@@ -1,6 +1,6 @@
-"""PromptTokenizer: texts, chats and token ids, as a request needs them.  Event loop only.
+"""PromptTokenizer: converts texts and chats to token ids, and back.  Event loop only.
 
-Texts are tokenized off the loop where they are long.
+Long texts are tokenized in a worker thread.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger: logging.Logger = logging.getLogger("cllm.engine")
 # recurse deeply or take long and go to a thread with a large stack.
 SHORT_TEXT = 64
 SHORT_TOKENS = 1024
-MARKS = re.compile(r"[<\[]")  # what names of control tokens have, and few texts
+MARKS = re.compile(r"[<\[]")  # in the names of control tokens, and in few other texts
 
 
 class PromptTokenizer:
@@ -44,13 +44,13 @@ class PromptTokenizer:
     Parameters
     ----------
     vocabulary : callable
-        Returns the vocabulary while the last requests are served, or raises why they are not.
+        Returns the vocabulary, also of a draining engine; raises the error that says why none is served.
     model : callable
-        Returns what is loaded.
+        Returns the loaded model.
     workers : WorkerThreads
-        Those of the engine.
+        Worker threads of the engine.
     worker : WorkerThread
-        The one of them for texts.
+        Worker thread for texts.
     """
 
     def __init__(
@@ -138,12 +138,12 @@ class PromptTokenizer:
         if n_tokens > model.n_ctx_train and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "a prompt of %d tokens: %s was trained on %d at most",
+                "a prompt has %d tokens, but %s was trained on at most %d",
                 n_tokens, model.name or model.path, model.n_ctx_train,
             )  # fmt: skip
 
     async def with_stop_tokens(self, params: SamplingParams) -> SamplingParams:
-        """Return the parameters with the control tokens that stop strings name: these have no text."""
+        """Return the parameters with stop tokens for stop strings that name control tokens (without text)."""
         found: list[int] = []
         vocabulary = self.vocabulary()
         for text in filter(MARKS.search, params.stop):
@@ -204,7 +204,7 @@ class PromptTokenizer:
 
     @property
     def _chat(self) -> ChatTokenizer:
-        """Renderer of chats; the first chat makes it."""
+        """Renderer and tokenizer of chats, created at the first use."""
         if self._chats is None:
             model, vocabulary = self._model(), self.vocabulary()
             self._chats = ChatTokenizer(vocabulary, model.chat_template, model.tool_chat_template)

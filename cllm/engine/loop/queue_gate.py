@@ -32,10 +32,10 @@ class QueueGate:
         self._n_seq_max = n_seq_max
         self._max_queue = max_queue
         self._clock = clock
-        # Times between two that left, with work all the while.
+        # Seconds between the ends of two requests, without the time in which no request was open.
         self._gaps: deque[float] = deque(maxlen=N_TIMES)
         self._since = 0.0
-        self._left: anyio.Event | None = None  # that a task waits for
+        self._left: anyio.Event | None = None  # set when a request ends; None: no task waits
         self._on_empty: Callable[[], None] | None = None
         self._n_visits = 0
         self.n_open: int = 0
@@ -46,13 +46,13 @@ class QueueGate:
         Parameters
         ----------
         is_known : bool
-            It goes on with one that has just left: there is always room for it.
+            True if the request continues one that has just ended: it is never rejected.
 
         Raises
         ------
         QueueFullError
-            As many as `max_queue` are waiting; `retry_after_s` is the mean time between two
-            requests that left lately: until then one place is free.
+            `max_queue` requests are waiting.  `retry_after_s` is the mean time between the ends of the last
+            64 requests, after which one place should be free.
         """
         n_waiting = self.n_open - self._n_seq_max
         if n_waiting >= self._max_queue and not is_known:
@@ -62,7 +62,7 @@ class QueueGate:
         self.n_open += 1
 
     def leave(self, *, is_served: bool = True) -> None:
-        """One request less; not served if it was refused before it could wait."""
+        """Remove a request; with `is_served=False` it does not count for `retry_after_s`."""
         if is_served:
             now = self._clock()
             self._gaps.append(now - self._since)
@@ -73,7 +73,7 @@ class QueueGate:
 
     @contextmanager
     def visit(self) -> Iterator[None]:
-        """Keep the model open for a call that is no request."""
+        """Keep the model open during the block, for a call that does not count as a request."""
         self._n_visits += 1
         try:
             yield

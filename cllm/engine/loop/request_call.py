@@ -29,8 +29,8 @@ from cllm.errors import InvalidRequestError, PromptTooLongError, TooMuchTextErro
 
 Prompt = str | Sequence[int]
 
-# More characters than this for each token of the context, and the text is not even tokenized.
-# No vocabulary in use comes near it, except for runs of spaces.
+# A text with more characters than this for each token of the context is rejected without tokenizing it.
+# Tokens of real vocabularies are much shorter, except for runs of spaces.
 MAX_CHARACTERS_PER_TOKEN = 64
 
 
@@ -150,7 +150,7 @@ class RequestCall:
         return call
 
     def check_generated(self) -> None:
-        """Reject `generated` tokens of a complete output."""
+        """Reject `generated` if it has `max_tokens` tokens or more, because the output is complete then."""
         n_generated, n_most = len(self.generated), self.params.max_tokens
         if n_most is not None and n_generated and n_generated >= n_most:
             limit = f"fewer tokens than max_tokens, which is {n_most}"
@@ -203,7 +203,7 @@ _CALL_OPTIONS = RequestOptions.__annotations__.keys() - SamplingOptions.__annota
 def chat_prompt_of(
     messages: Sequence[Mapping[str, Any]], options: ChatOptions | ChatPromptOptions
 ) -> tuple[ChatPrompt, dict[str, Any]]:
-    """Return the chat, and the options that do not say how to render it.
+    """Return the chat, and the options that are not in `ChatPromptOptions`.
 
     Raises
     ------
@@ -218,7 +218,7 @@ def chat_prompt_of(
 
 
 def _constrained(prompt: ChatPrompt, params: SamplingParams) -> ChatPrompt:
-    """Return the chat with the constraint of its answer, if that does not include calls."""
+    """Return a chat with tools with the `json_schema` of `params`; reject other constraints beside tools."""
     if not prompt.tools or not isinstance(params, SamplingParams):
         return prompt
     for name in ("grammar", "lark", "regex"):
@@ -260,9 +260,9 @@ def check_length(text: str, n_ctx: int, field: str = "prompt") -> None:
     Raises
     ------
     PromptTooLongError
-        It cannot fit.
+        The text has more than 64 characters per token of the context.
     TooMuchTextError
-        It is too long to be tokenized at once.
+        The text has more than 1 MiB.
     """
     check_lengths([text], n_ctx, field)
 
@@ -287,7 +287,7 @@ def check_tokens(
     n_vocab: int,
     generated: tuple[int, ...] = (),
 ) -> None:
-    """Reject token ids that the context or the vocabulary has no place for."""
+    """Reject an empty prompt, too many tokens for the context, and token ids outside the vocabulary."""
     if not tokens:
         raise InvalidRequestError("prompt", "", "at least one token")
     if (n_tokens := len(tokens) + len(generated)) > n_ctx:
@@ -315,7 +315,7 @@ def texts_told(
     Raises
     ------
     InvalidRequestError
-        The output has ended with them.
+        One of the tokens ends the output.
     """
     detokenizer, texts = Detokenizer(params.stop, strips_space=strips_space), []
     for token in generated:

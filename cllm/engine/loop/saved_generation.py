@@ -85,16 +85,16 @@ class SavedGeneration:
         return self.continuation if is_alike else replace(self.continuation, state=None)
 
     def save(self, path: str | Path) -> None:
-        """Write it to a file atomically.  Any thread; may take long.
+        """Write the generation to a file atomically.  Any thread; may take long.
 
-        The file holds prompt and output in plain text.
+        The file contains the prompt and the output in plain text.
 
         Raises
         ------
         OSError
             The file cannot be written.
         InvalidArgumentError
-            `chat_template_kwargs` contain a value that JSON has not.
+            The messages or `chat_template_kwargs` contain a value that JSON does not support.
         """
         before = self.continuation
         state = before.state
@@ -121,14 +121,14 @@ class SavedGeneration:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a file of `save`.  Any thread; may take long.
+        """Read a file that `save` has written.  Any thread; may take long.
 
         Raises
         ------
         OSError
             The file cannot be read.
         InvalidArgumentError
-            The file is of another kind, cut off, or changed.
+            The file is of another kind or version, incomplete, or changed.
         """
         try:
             header, data = read_state_file(Path(path))

@@ -25,7 +25,7 @@ from cllm.engine.request import ModelInfo
 from cllm.errors import ClosedError, GenerationError, InvalidRequestError
 
 MAX_FORKS = 256
-# Tokens that are excluded in one place for a banned string, before the one before is, and at the most.
+# Number of tokens excluded at one position before the previous token is excluded instead, and the maximum.
 N_TRIES, MAX_TRIES = 8, 256
 
 FindSource = Callable[[], InputProcessor]
@@ -35,9 +35,13 @@ Continues = Callable[[ModelInfo], Continuation]
 class TokenStream:
     """The output of one request, token by token.
 
-    A stream is an async iterator of `TokenDelta`, and an async context manager.  Prefer `async with`: it cancels a request that was not read to its end.  Entering the block, or the first step without one, submits the request.
+    A stream is an async iterator of `TokenDelta`, and an async context manager.  Prefer `async with`: it
+    cancels a request that was not read to its end.  Entering the block, or the first step without one,
+    submits the request.
 
-    A step that is cancelled inside the block, for example by a timeout, loses no delta, and the next step continues.  Without a block it ends the stream.  A stream that ended early raises `ClosedError` at the next step, so that it never looks complete.
+    A step that is cancelled inside the block, for example by a timeout, loses no delta, and the next step
+    continues.  Two cancelled steps end the stream: one without a block, and one that replaces a banned
+    string.  A stream that ended early raises `ClosedError` at the next step, so that it never looks complete.
 
     Attributes
     ----------
@@ -66,9 +70,9 @@ class TokenStream:
         self._channel: Channel | None = None
         self._is_closed = self._is_given_up = False
         self._is_entered = self._has_ended = False
-        # What holds the engine must not hold it there: both may be dropped at once.
+        # It must not refer to the engine: the stream and the engine may be dropped together.
         self._finalizer: weakref.finalize[[CancelHandle], TokenStream] | None = None
-        # Where its reader is: tokens of the output, and their log probabilities, if asked for.
+        # Tokens read from the present request, and their log probabilities, if requested.
         self._read_ids: list[int] = []
         self._read_logprobs: list[TokenLogprob] = []
         strings = call.params.banned_strings
@@ -116,12 +120,14 @@ class TokenStream:
         raise StopAsyncIteration
 
     async def completion(self) -> Completion:
-        """Read to the end and return the whole output, with the deltas read before.
+        """Read to the end and return the whole output, including deltas that were read before.
 
         Raises
         ------
         GenerationError, EngineFailedError
             The request failed; `.completion` has the partial output.
+        ClosedError
+            The engine was closed, or the stream was closed before it was entered.
         """
         if not self._is_closed:
             async for _ in self:
@@ -129,7 +135,7 @@ class TokenStream:
         channel = self._present
         if channel.error is not None:
             raise channel.error
-        # Closed before its end: what was cancelled has a completion as soon as the thread says so.
+        # Closed before its end: the completion arrives when the thread has cancelled the request.
         while channel.completion is None:
             await channel.next()
             if channel.error is not None:
@@ -156,14 +162,16 @@ class TokenStream:
     async def suspend(self) -> SavedGeneration:
         """End the stream and return its state, from which `Engine.resume` continues.
 
-        The same tokens follow; on a `deterministic` engine to the bit.  The state has the unread deltas,
-        the sampler and the KV state.  An engine with the same fingerprint restores the KV state; another
-        one computes it again.
+        The resumed stream has the same tokens; on a `deterministic` engine to the bit.  The state has the
+        tokens, the seed, the unread deltas, and without adapters the KV state.  An engine with the same
+        fingerprint restores the KV state; another one computes it again.
 
         Raises
         ------
         ClosedError
             The whole output has been read, or the stream has been closed.
+        InvalidRequestError
+            The request has `logprobs`, and `generated` without their log probabilities.
         anyio.BusyResourceError
             Another task is reading.
         """
@@ -250,6 +258,8 @@ class TokenStream:
         ------
         InvalidRequestError
             The output has fewer tokens; nothing has changed.
+        anyio.BusyResourceError
+            Another task is reading.
         """
         await self._submit()
         position = self._position
@@ -267,8 +277,10 @@ class TokenStream:
         Raises
         ------
         InvalidRequestError
-            There is nothing to inject, a token would end the output, there are more tokens than
-            `max_tokens`, or the request has `logprobs`.  Nothing has changed.
+            There is nothing to inject, a token would end the output, no token of `max_tokens` is left, or
+            the request has `logprobs`.  Nothing has changed.
+        anyio.BusyResourceError
+            Another task is reading.
         """
         channel = await self._submit()
         if channel.call.params.logprobs is not None:
@@ -285,7 +297,7 @@ class TokenStream:
 
     @property
     def _position(self) -> tuple[int, ...]:
-        """The tokens of the output that its reader has had."""
+        """Tokens of the output that the reader has received."""
         return self._present.position(self._read_ids)
 
     def _continuation(self) -> Continuation:
@@ -322,19 +334,19 @@ class TokenStream:
         try:
             self._adopt(await self._opener.reopen(channel, call, continuation))
         except anyio.get_cancelled_exc_class():
-            if channel.is_taken:  # what ran has ended, and nothing goes on
+            if channel.is_taken:  # the old request has ended, and there is no new one
                 self._abandon()
             raise
         self._read_ids, self._read_logprobs = [], []
         self._is_closed = self._has_ended = False
         if self._banned is not None:
             self._banned = BannedStrings(call.params.banned_strings)
-        if self._is_given_up:  # meanwhile
+        if self._is_given_up:  # cancelled during `reopen`
             self._present.cancel()
 
     # --- Strings that are banned -------------------------------------------------------------
     async def _allowed(self) -> TokenDelta | None:
-        """The next delta that is no part of a banned string."""
+        """Return the next delta without banned strings; None after the last."""
         while self._banned is not None:
             if (delta := self._banned.take()) is not None:
                 return delta
@@ -350,7 +362,7 @@ class TokenStream:
                 try:
                     await self._without(ban)
                 except anyio.get_cancelled_exc_class():
-                    self._abandon()  # between two requests there is nothing to go on from
+                    self._abandon()  # the old request may have ended, and there is no new one
                     raise
         return None
 
@@ -360,7 +372,7 @@ class TokenStream:
         n_before = len(self._position) + sum(len(delta.token_ids) for delta in kept)
         n_tried = len(self._excluded.get(n_before, ()))
         if n_tried >= N_TRIES and kept and kept[-1].token_ids:
-            # Whatever follows there: the token before has begun it.
+            # Banned strings follow whatever token is tried: exclude the token before instead.
             *before, last = kept
             kept, token = tuple(before), last.token_ids[0]
             n_before -= len(last.token_ids)
@@ -377,20 +389,20 @@ class TokenStream:
     # --- Its channel -------------------------------------------------------------------------
     @property
     def _present(self) -> Channel:
-        """The channel of the request that runs for it now."""
+        """Channel of the stream's present request."""
         if self._channel is None:
             raise ClosedError("the stream has not been entered")
         return self._channel
 
     @property
     def _opener(self) -> InputProcessor:
-        """Input processor that has opened the channel."""
+        """Input processor that opened the channel."""
         if self._source is None:
             raise ClosedError("the stream has not been entered")
         return self._source
 
     async def _submit(self) -> Channel:
-        """Submit once; later calls return the same channel."""
+        """Submit the request at the first call; return the channel of the present request."""
         if self._channel is None:
             if self._is_submitting:
                 raise anyio.BusyResourceError("submitting")
@@ -402,7 +414,7 @@ class TokenStream:
                 channel = await source.open(self._call, continuation)
             finally:
                 self._is_submitting = False  # if nothing was submitted, it may be tried again
-            # A stream keeps what goes on with it, and not the engine.
+            # Keep the input processor, which does not refer to the engine.
             self._source, self._find_source, self._continues = source, None, None
             self._adopt(channel)
         return self._present
@@ -426,7 +438,7 @@ class TokenStream:
 
 
 def _drop(lease: CancelHandle) -> None:
-    """A stream was collected without being closed or read to its end."""
+    """Cancel the request of a stream that was garbage-collected before its end, with a `ResourceWarning`."""
     if not lease.is_over:
         lease.cancel()
         warnings.warn(

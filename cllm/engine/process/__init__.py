@@ -1,1 +1,1 @@
-"""The inference thread in a process of its own: what crosses the border, both sides, and crashes."""
+"""The inference thread in a process of its own: encoding of messages, parent, child, and crashes."""

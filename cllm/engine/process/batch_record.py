@@ -1,4 +1,4 @@
-"""BatchRecord: whose tokens a process computes, in memory that outlives it.
+"""BatchRecord: ids of the requests in a process's latest batch, in memory that outlives the process.
 
 Over the socket, the record would wake the parent before each decode of another batch, and the parent needs
 it only after a crash.
@@ -32,9 +32,9 @@ class BatchRecord:
     Parameters
     ----------
     fd : int
-        Of an empty file, or of the one that the other process has.  Not needed afterwards.
+        Descriptor of the file that both processes map; empty at first.  It may be closed afterwards.
     n_seq_max : int
-        Requests of a batch.
+        Maximum number of requests in a batch.
     """
 
     def __init__(self, fd: int, n_seq_max: int) -> None:
@@ -48,7 +48,7 @@ class BatchRecord:
         self._memory[: _LENGTH.size + len(data)] = _LENGTH.pack(len(data)) + data
 
     def read(self) -> tuple[str, ...]:
-        """The last that were."""
+        """Return the ids that were recorded last; empty if there are none, or the record is incomplete."""
         (n_bytes,) = _LENGTH.unpack_from(self._memory)
         data = self._memory[_LENGTH.size : _LENGTH.size + n_bytes]
         try:
@@ -57,5 +57,5 @@ class BatchRecord:
             return ()
 
     def close(self) -> None:
-        """Free it."""
+        """Unmap the memory."""
         self._memory.close()

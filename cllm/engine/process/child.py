@@ -2,8 +2,8 @@
 
     python -P -m cllm.engine.process.child SOCKET_FD MEMORY_FD
 
-reads its settings from its standard input, and serves until it is told to end or its parent is gone.  Without
-settings it was spawned in vain.
+reads its settings from its standard input, and serves until `Shutdown` or the end of its parent.  It exits
+at once if its standard input ends without settings.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ BEAT_S = 0.5
 
 
 class ToParent:
-    """Frames on their way to the parent; any thread."""
+    """Sender of frames to the parent.  Any thread."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -100,7 +100,7 @@ class RecordingInterrupter(Interrupter):
 
 
 class Compiling:
-    """Constraints of requests, compiled off the inference thread; the rest of a request waits for it."""
+    """Thread that compiles the constraints of requests; later commands for such a request wait."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Compiling:
         start_thread(self._run, "cllm-compiler")
 
     def put(self, command: Command) -> None:
-        """Pass a command on, after the constraint of its request."""
+        """Put a command into the inbox, once the constraint of its request is compiled."""
         match command:
             case AddRequest(request) if request.constraint is not None:
                 with self._lock:
@@ -196,7 +196,7 @@ def serve(
 
 
 def _beat(thread: InferenceThread, to_parent: ToParent, parent: int) -> None:
-    # A fork of the parent may hold the socket open, whose end would tell.
+    # A fork of the parent may keep the socket open after the parent's end, so that no end is read.
     while os.getppid() == parent:
         to_parent.tell(Beat(thread.heartbeat_age_s, time.process_time()))
         time.sleep(BEAT_S)
@@ -207,7 +207,7 @@ def main() -> None:
     """See the module."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable(all_threads=False)
-    os.dup2(2, 1)  # what a library prints
+    os.dup2(2, 1)  # output of libraries goes to standard error
     fd, shared = sys.argv[1:]
     given = sys.stdin.buffer.read()
     if not given:

@@ -1,6 +1,6 @@
 """The last crash of an engine's process on this machine, as `cllm doctor` shows it.
 
-One small file in the state directory; where it cannot be written, nothing is remembered.
+The report is one small JSON file in the state directory.  If it cannot be written, no crash is recorded.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class CrashReport:
 
     @classmethod
     def of(cls, model: Path, cause: str, n_requests: int) -> Self:
-        """A crash of now."""
+        """Return the report of a crash that happened now."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         return cls(now, str(model), cause, n_requests)
 
@@ -59,13 +59,13 @@ def crash_file() -> Path:
 
 
 def save_crash(report: CrashReport) -> None:
-    """Remember this one instead of the last."""
+    """Save a report in place of the previous one; a file error is ignored."""
     with contextlib.suppress(OSError, RuntimeError):
         replace_json(crash_file(), asdict(report))
 
 
 def last_crash() -> CrashReport | None:
-    """Return the last remembered crash."""
+    """Return the last crash; None if there was none, or its file cannot be read."""
     try:
         return CrashReport(**json.loads(crash_file().read_bytes()))
     except (OSError, ValueError, TypeError, RuntimeError):

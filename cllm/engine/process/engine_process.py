@@ -1,8 +1,8 @@
-"""EngineProcess: an engine whose llama.cpp is in another process: started, listened to, and started again.
+"""EngineProcess: runs llama.cpp in another process, and starts a new process after a crash.
 
-No thread of this process stands between a request and the process that computes: who puts a command
-sends it on at once, and the event loop reads what comes back.  The thread starts processes, listens to
-them until they are ready, and again while the engine ends or its event loop is busy or gone.
+Requests do not wait for a thread of this process: `on_put` sends a command in the caller's thread, and
+the event loop reads the events.  The thread starts processes and reads from them until they are ready.
+It also reads while the engine closes, and while the event loop is busy or gone.
 """
 
 from __future__ import annotations
@@ -59,22 +59,23 @@ from cllm.errors import (
 
 logger: logging.Logger = logging.getLogger("cllm.engine")
 
-# Restarts in a row after which no request had got a token further, each of a process that served no longer.
+# The engine fails after more than this many crashes in a row without progress of any request.  A crash of
+# a process that served for longer than `IN_VAIN_S` starts a new count.
 N_IN_VAIN_MAX = 5
 IN_VAIN_S = 60.0
-# Pauses before a process is started again that could not start, and what may pass meanwhile.
+# Pauses before the next attempt to start a process, and the errors of an attempt that may pass.
 RETRY_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8)
 PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EAGAIN}
-# For so long the loop may leave something unread, or an offer unanswered, before the thread reads again.
+# Seconds that the loop may leave data unread, or an offer unanswered, before the thread reads instead.
 LOOP_S = 1.0
 OFFER_S = 0.1
-END_S = 30.0  # a process has this when it is told to end: it writes files, and frees what it has
-# The last words of ggml-rpc.cpp.
+END_S = 30.0  # for a process to end after `Shutdown`: it writes files and frees memory
+# Parts of the messages with which ggml-rpc.cpp aborts.
 RPC_LOST = ("Remote RPC server crashed", "Failed to connect to", "RPC handshake failed")
 
 
 class EngineProcess(EngineHost):
-    """An `EngineHost` that lets another process compute; its vocabulary is of this one.
+    """An `EngineHost` that computes in another process; its vocabulary is loaded in this process.
 
     The ledger and the process's socket are guarded by the lock.  A caller that puts a command never waits
     for it.
@@ -101,25 +102,25 @@ class EngineProcess(EngineHost):
         self._ledger = Ledger()
         self._process: ProcessHandle | None = None
         self._watch = SocketWatch()
-        # The thread has left reading to the loop, which begins when it takes the last of the offers.
+        # True once the thread has offered reading to the loop.  The loop reads after it accepts the last offer.
         self._is_offered = False
         self._n_offers = self._n_taken = 0
         self._ready: Ready | None = None  # of the present process, not yet handled
         self._has_ended = self._is_ready = self._was_hung = False
-        self._heard_error: BaseException | None = None  # while the loop read
+        self._heard_error: BaseException | None = None  # raised while the loop read
         self._checked_at, self._n_reads = 0.0, 0  # of `_is_loop_behind`
         self._base = self._statistics = EngineStatistics()
         self._n_in_vain = 0
         self._crashed_at = 0.0
         self._ready_at: float | None = None  # of the present process
-        # Not a pipe: who wakes a closed socket meets an error, not another file of that number.
+        # Not a pipe: a write to a closed socket object fails, and cannot reach a reused descriptor.
         self._woken, self._wake = socket.socketpair()
         self._woken.setblocking(False)
         self._wake.setblocking(False)
 
     # --- Any thread --------------------------------------------------------------------------
     def on_put(self) -> None:
-        """Something was put into the inbox: send it on, or wake the thread.  Returns at once."""
+        """Send the commands in the inbox, or wake the thread to send them.  Any thread; returns at once."""
         if not self.is_alive:  # it has ended, or this is a fork, whose socket is not its own
             return
         if self._lock.acquire(blocking=False):
@@ -138,13 +139,13 @@ class EngineProcess(EngineHost):
 
     @property
     def pid(self) -> int | None:
-        """Id of the present process."""
+        """Id of the present process; None between two processes."""
         process = self._process
         return None if process is None else process.pid
 
     @property
     def statistics(self) -> EngineStatistics:
-        """See `EngineHost`; of all processes."""
+        """See `EngineHost`; the counters include those of earlier processes."""
         return self._statistics
 
     @property
@@ -155,14 +156,14 @@ class EngineProcess(EngineHost):
 
     # --- Event loop --------------------------------------------------------------------------
     def _accept(self, process: ProcessHandle, n_offer: int) -> None:
-        """Read from now on: all that the thread has read was delivered before this."""
+        """Begin to read in the event loop.  All earlier messages were delivered before this call."""
         with self._lock:
             if process is self._process and self._is_offered and n_offer == self._n_offers:
                 self._n_taken = n_offer
                 self._watch.start(process.socket, partial(self._on_readable, process))
 
     def _on_readable(self, process: ProcessHandle) -> bool:
-        """Read and deliver; False when the thread is to do so."""
+        """Read and deliver messages; return False if the thread must read from now on."""
         with self._lock:
             if process is not self._process or not self._is_loops:
                 return False
@@ -248,7 +249,7 @@ class EngineProcess(EngineHost):
             self._woken.recv(4096)
 
     def _serve_once(self, owned: ExitStack) -> Ending | None:
-        """Start a process and serve until it is gone; how it has crashed, if it has."""
+        """Start a process and serve until it ends; return how it crashed, None if the engine was stopped."""
         self._was_hung, self._ready_at = False, None
         with selectors.DefaultSelector() as selector:
             process = ProcessHandle(self._config_of_next(), self._backend, self._files.values())
@@ -279,19 +280,19 @@ class EngineProcess(EngineHost):
         return ending
 
     def _config_of_next(self) -> EngineConfig:
-        """Return the configuration of the next process, which has a trace of its own."""
+        """Return the configuration of the next process, with a trace file of its own."""
         config, n_restarts = self._config, self._statistics.n_restarts
         if config.trace is None or not n_restarts:
             return config
         return replace(config, trace=f"{config.trace}.{n_restarts}")
 
     def _on_crash(self, ending: Ending) -> None:
-        """Send an event to all requests that it concerns."""
+        """Record a crash and end the requests that it concerns; raise an error after too many in a row."""
         crash = ending.crash
         self._crashed_at = time.perf_counter()
         if self._ready_at is not None and self._crashed_at - self._ready_at > IN_VAIN_S:
             self._n_in_vain = 0
-        # Killed by hand, or for its memory: a request is accused of that if it happens again at once.
+        # A user or the kernel may have sent SIGKILL: requests are suspect only if it soon happens again.
         is_own = not ending.was_killed or self._was_hung or self._n_in_vain > 0
         is_own = is_own and not _is_by_rpc(ending)
         self.crash: str = str(crash)
@@ -339,7 +340,7 @@ class EngineProcess(EngineHost):
                 ends_at = min(ends_at, time.perf_counter() + END_S)
             if is_hung or time.perf_counter() > ends_at:
                 logger.error(
-                    "the engine's process hangs and is killed (see hang_timeout_s); another one continues its requests"
+                    "the engine's process is killed: it hangs (see hang_timeout_s), or did not end in time"
                 )
                 self._was_hung = not process.is_stopped
                 process.kill()
@@ -347,7 +348,7 @@ class EngineProcess(EngineHost):
                 self._offer(process)
 
     def _wait(self, process: ProcessHandle, selector: selectors.BaseSelector) -> None:
-        """Wait for a message, move bytes in both directions, and collect the standard error."""
+        """Wait for a message, a wake-up or a time limit; send commands, and copy the standard error."""
         mask = 0 if self._is_offered else selectors.EVENT_READ
         if process.has_unsent:
             mask |= selectors.EVENT_WRITE
@@ -364,7 +365,7 @@ class EngineProcess(EngineHost):
                     self._pass_on(process)
 
     def _offer(self, process: ProcessHandle) -> None:
-        """Leave reading to the loop."""
+        """Offer the event loop to read from the socket; the thread stops reading."""
         self._checked_at, self._n_reads = time.perf_counter(), process.n_reads
         self._n_offers += 1
         self._is_offered = True
@@ -391,7 +392,7 @@ class EngineProcess(EngineHost):
     def _pass_on(self, process: ProcessHandle) -> None:
         """Send the commands in the inbox, and unsent bytes.  With the lock."""
         commands: list[Command] = []
-        self._inbox.take_arrivals()  # the process has its own
+        self._inbox.take_arrivals()  # dropped: the process records arrival times itself
         for command in self._inbox.drain(wait=False):
             commands += (
                 [command] if isinstance(command, Shutdown) else self._ledger.command(command)
@@ -399,7 +400,7 @@ class EngineProcess(EngineHost):
         process.send(commands)
 
     def _read(self, process: ProcessHandle) -> list[Event] | None:
-        """Return the messages for other readers; None at the end.  With the lock."""
+        """Read the socket and return the events for the event loop; None at its end.  With the lock."""
         frames = process.frames()
         if frames is None:
             return None

@@ -11,24 +11,26 @@ _LENGTH = struct.Struct("<I")
 
 
 def framed(frame: bytes) -> bytes:
-    """A frame as it is sent."""
+    """Return a frame with its length before it, as 4 bytes, little-endian."""
     return _LENGTH.pack(len(frame)) + frame
 
 
 class FrameReader:
-    """The frames of the bytes that have come."""
+    """Decoder from a stream of bytes to frames."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
         self._received = memoryview(bytearray(MAX_READ))  # `recv` would allocate as much each time
 
     def receive(self, connection: socket.socket) -> list[bytes] | None:
-        """The frames that come next; None at the end of the connection.
+        """Read once and return the frames that are complete, possibly none.
+
+        None: the connection has ended or failed.
 
         Raises
         ------
         BlockingIOError
-            Nothing has come, and the connection does not wait.
+            The socket is non-blocking and has no data.
         """
         try:
             n_bytes = connection.recv_into(self._received)

@@ -1,4 +1,4 @@
-"""ProcessHandle: one process of an engine as its parent holds it: its socket, its standard error, its end."""
+"""ProcessHandle: the parent's side of one engine process: socket, standard error, exit status."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from cllm.engine.process.wire import Beat, SetLogLevel, ToChild, encode_commands
 from cllm.errors import CllmError
 
 MAX_READ = 1 << 16
-# A process that has computed for less than this share of a stall is hung, not slow.
+# A tick hangs after `hang_timeout_s` if its processor time is less than this share of its duration.
 SLOW_SHARE = 0.1
-HUNG_FACTOR = 10.0  # a stall of so many `hang_timeout_s` is one whatever it computes
-LOGGERS = ("cllm.engine", "cllm.llama")  # of a process
-N_LAST_WORDS = 4096  # bytes of the standard error of a process that are kept
+HUNG_FACTOR = 10.0  # a tick that computes more hangs after this many `hang_timeout_s`
+LOGGERS = ("cllm.engine", "cllm.llama")  # that an engine process writes to
+N_LAST_WORDS = 4096  # bytes of the end of a process's standard error that are kept
 
 
 class CrashError(CllmError):
@@ -43,9 +43,9 @@ class Ending(NamedTuple):
     ----------
     crash : CrashError
     was_killed : bool
-        By a user, or by the system for its memory.
+        True if SIGKILL ended it: from a user, from the kernel without memory, or from `ProcessHandle.kill`.
     request_ids : tuple of str
-        Those whose tokens it computed.
+        Ids of the requests in the last batch that it began.
     """
 
     crash: CrashError
@@ -58,13 +58,15 @@ class ProcessHandle:
 
     Parameters
     ----------
+    backend : str
+        `module:name` of the callable that makes the process's backend.
     files : iterable of FileContent
-        What an earlier process has loaded; see `LlamaBackend`.
+        Files that an earlier process has loaded; see `LlamaBackend`.
 
     Attributes
     ----------
     n_reads : int
-        Times that something had come.
+        Number of reads from the socket that returned data.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class ProcessHandle:
         return self._process.pid
 
     def send(self, commands: list[Command]) -> None:
-        """Send bytes after the unsent ones; keep those that do not fit."""
+        """Send unsent bytes, then the commands; keep the bytes that the socket does not take.  Never blocks."""
         if commands:
             asked: list[ToChild] = [*commands]
             if (log_level := _log_level()) != self._log_level:
@@ -120,11 +122,11 @@ class ProcessHandle:
 
     @property
     def has_unsent(self) -> bool:
-        """True if there was no room for all."""
+        """True if bytes are left that the socket did not take."""
         return bool(self._unsent)
 
     def frames(self) -> list[bytes] | None:
-        """Return the frames that have arrived; None at the end."""
+        """Return the complete frames that have arrived, possibly none; None at the end of the connection."""
         try:
             frames = self._reader.receive(self.socket)
         except BlockingIOError:
@@ -156,7 +158,7 @@ class ProcessHandle:
         return beat.busy_s + time.perf_counter() - self._heard_at
 
     def is_hung(self, limit_s: float | None) -> bool:
-        """Return True if the process is silent, or its tick lasts longer than any that computes."""
+        """True after `limit_s` seconds (None: never) of silence or of a hanging tick; see `SLOW_SHARE`."""
         beat = self._beat
         if limit_s is None or beat is None:
             return False
@@ -167,14 +169,14 @@ class ProcessHandle:
 
     @property
     def is_stopped(self) -> bool:
-        """Return True if a signal has stopped the process: nothing it computes is to blame."""
+        """True if a signal such as SIGSTOP has paused the process; its requests are not the cause."""
         with contextlib.suppress(OSError):
             flags = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
             return os.waitid(os.P_PID, self.pid, flags) is not None
         return False
 
     def listen(self) -> bool:
-        """Read the process's standard error; return False if there is nothing more now."""
+        """Copy the process's standard error to that of this process; return False if there is no more now."""
         try:
             data = os.read(self.stderr.fileno(), MAX_READ)
         except BlockingIOError:
@@ -190,7 +192,7 @@ class ProcessHandle:
         self._process.kill()
 
     def end(self) -> Ending:
-        """Kill it if it lives, and forget all of it but the socket; how it has ended."""
+        """Kill the process if it lives, free everything but the socket, and return how the process ended."""
         self.kill()
         code = self._process.wait()
         while self.listen():
@@ -203,7 +205,7 @@ class ProcessHandle:
 
 
 def _log_level() -> int:
-    """Return the lowest log level that a handler here takes."""
+    """Return the lowest effective level of `LOGGERS` in this process."""
     return min(logging.getLogger(name).getEffectiveLevel() for name in LOGGERS)
 
 

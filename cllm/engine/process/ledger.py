@@ -1,8 +1,8 @@
-"""Ledger: every request that the engine's process works on, and what its reader has been told.
+"""Ledger: every open request to the engine's process, and the output that its reader has received.
 
-After a crash a new process gets them again, with the tokens that they had.  A request that was being
-computed at two crashes is tried alone: if it crashes alone it ends, and no other request meets it again.
-Pure: commands and events come in, commands and events go out.
+After a crash, a new process receives the open requests again, with the tokens that they had.  A request
+that was being computed at two crashes in a row runs alone.  If the process crashes then, the request ends
+with an error, and other requests are not affected.  Pure: takes and returns commands and events.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from cllm.errors import (
     ModelLoadError,
 )
 
-# A request that was being computed at so many crashes in a row is tried alone.
+# A request that was being computed at this many crashes in a row is suspect: it runs alone.
 N_CRASHES_SUSPECT = 2
-# After so many tokens of one life it is not: what crashes does so at the same place again.
+# After this many tokens from one process its crashes no longer count: it would crash at the same token.
 N_INNOCENT = 16
 
 
@@ -51,13 +51,15 @@ class OpenCall(ABC):
     Attributes
     ----------
     n_crashes : int
-        Crashes in a row at which it was being computed.
+        Number of crashes in a row at which it was being computed.
     n_lives : int
-        Times that it was given to a process.
+        Number of processes that have received it.
     is_given : bool
-        Whether the present one has it.
+        True if the present process has received it.
+    is_cancelled : bool
+        True if its reader has cancelled it.
     is_recalled : bool
-        It was taken back from the present one, whose last word about it is not for its reader.
+        True if it was cancelled in the present process, to run again later.  Its reader gets no events then.
     """
 
     request: GenerationRequest | EmbeddingRequest
@@ -78,10 +80,10 @@ class OpenCall(ABC):
 
     @abstractmethod
     def failed(self, cause: BaseException, now: float, *, is_engine: bool = False) -> Event:
-        """Return the last event of a request that ends with this error; `is_engine`: all others end too."""
+        """Return the last event of a request that failed; `is_engine`: the whole engine has failed."""
 
     def on_crash(self) -> None:
-        """The process that had it is gone."""
+        """Handle the end of the process that had the request."""
         self.is_given = self.is_recalled = False
 
 
@@ -109,11 +111,11 @@ class OpenRequest(OpenCall):
     Attributes
     ----------
     output : CompletionBuilder
-        What its reader has been told.
+        Output that was delivered to its reader.
     n_unread : int
-        Deltas that the reader has not taken.
+        Number of delivered deltas that the reader has not taken.
     n_new : int
-        Deltas of the present process.
+        Number of deltas from the present process.
     """
 
     request: GenerationRequest
@@ -122,7 +124,7 @@ class OpenRequest(OpenCall):
     n_new: int = 0
 
     def command(self) -> Command:
-        """See `OpenCall`: as far as its reader has heard of it."""
+        """See `OpenCall`; the output continues after the tokens that were delivered."""
         request = self.request
         if self.output.token_ids or self.n_unread:
             request = replace(
@@ -141,7 +143,7 @@ class OpenRequest(OpenCall):
 
     def note(self, delta: TokenDelta, now: float) -> None:
         """Note a delta that the reader receives."""
-        if self.request.state is not None:  # which may be large, and serves to begin alone
+        if self.request.state is not None:  # may be large, and is needed only to begin
             self.request = replace(self.request, state=None)
         self.output.add(delta, now)
 
@@ -175,7 +177,7 @@ class OpenRequest(OpenCall):
 
 
 class Ledger:
-    """All open requests.  One thread."""
+    """All open requests.  One thread at a time."""
 
     def __init__(self) -> None:
         self._open: dict[str, OpenCall] = {}
@@ -208,7 +210,7 @@ class Ledger:
                 known_or_none.is_cancelled = True
                 if known_or_none.is_given:
                     return [command]
-                # It has nothing to wait for: the process ends it, and computes nothing.
+                # A cancelled request need not wait its turn: the process ends it without computing it.
                 return self._give(known_or_none) if self._is_up else []
             case Read(request_id, n_deltas):
                 if isinstance(reader := self._open.get(request_id), OpenRequest):
@@ -263,7 +265,7 @@ class Ledger:
         return told, commands
 
     def _whole(self, known: OpenCall, event: Finished | Embedded, now: float) -> Event:
-        """The last event with all of the output."""
+        """Return the last event, with a completion of the output from all processes."""
         if not (isinstance(known, OpenRequest) and isinstance(event, Finished)):
             return event
         known.note(event.delta, now)
@@ -287,10 +289,10 @@ class Ledger:
 
         Parameters
         ----------
-        request_ids
-            Those whose tokens it computed.
+        request_ids : iterable of str
+            Ids of the requests in the last batch that the process began.
         is_own : bool
-            It ended by itself, perhaps because of what it computed; no other process ended it.
+            True if these requests may have caused the end; False, for example, after a lost RPC server.
         """
         self._is_up = False
         told: list[Event] = []
@@ -309,7 +311,7 @@ class Ledger:
         return told
 
     def _questions_failed(self, cause: Exception) -> list[Event]:
-        """Answer the questions that may have ended the process: they are not asked again."""
+        """Answer each open `LoadLora` with an error: it may have crashed the process, and is not sent again."""
         ended, told = f"the engine's process ended: {cause}", list[Event]()
         for call_id, ask in list(self._questions.items()):
             if isinstance(ask.question, LoadLora):
@@ -340,7 +342,7 @@ class Ledger:
         return [c for known in self.requests if not known.is_given for c in self._give(known)]
 
     def _acquit(self, known: OpenCall) -> list[Command]:
-        """Acquit a request that received a token alone: it waits until the others have been tried."""
+        """Clear a request that received a token while alone; recall it while other suspects wait."""
         self._tried, known.n_crashes = None, 0
         if not self._suspects:
             return self._next()
@@ -348,7 +350,7 @@ class Ledger:
         return [CancelRequest(known.request_id)]
 
     def _give(self, known: OpenCall) -> list[Command]:
-        """Give a request to the process."""
+        """Return the commands that submit a request to the process."""
         known.is_given, known.n_lives = True, known.n_lives + 1
         cancel = [CancelRequest(known.request_id)] if known.is_cancelled else []
         return [known.command(), *cancel]

@@ -1,7 +1,7 @@
-"""Spawn: the interpreter of an engine's process, which imports what it needs while its settings are not known yet.
+"""Spawn: starts the process of an engine, which imports its modules before it receives its settings.
 
-Most of the time to a first answer of a small model is imports, here and there: `spawning_ahead` lets both
-go on at once.
+Imports in both processes take most of the time to the first answer of a small model.  With
+`spawning_ahead` both processes import at the same time.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from cllm.engine.process.batch_record import memory_file
 
 
 class Spawned:
-    """An interpreter that waits for its settings on its standard input; at the end of that it ends.
+    """A process that waits for its settings on its standard input; it exits if that ends without settings.
 
     Attributes
     ----------
     process : subprocess.Popen
     socket : socket.socket
-        Ours of the pair; not blocking.
+        The parent's end of the connection; non-blocking.
     batch_file : file
-        Of its `BatchRecord`; to be closed by who has mapped it.
+        File of the process's `BatchRecord`; the caller closes it after mapping it.
     """
 
     def __init__(self) -> None:
@@ -52,11 +52,11 @@ class Spawned:
 
     @property
     def is_usable(self) -> bool:
-        """Return True if the process lives and belongs to this process."""
+        """True if the process lives and is a child of this process, not of one that forked this one."""
         return self._parent == os.getpid() and self.process.poll() is None
 
     def close(self) -> None:
-        """End it, and wait for that, if it is this process's."""
+        """Kill the process and wait for its end, if it is a child of this process; close its files."""
         if self._parent == os.getpid():
             self.process.kill()
             self.process.wait()
@@ -70,7 +70,7 @@ _ahead: list[Spawned] = []
 
 @contextmanager
 def spawning_ahead() -> Iterator[None]:
-    """Spawn now the process that the next engine takes; one that is not taken ends with the block."""
+    """Start the process of the next engine now; if no engine takes it, it is killed at the end of the block."""
     _ahead.append(Spawned())
     try:
         yield

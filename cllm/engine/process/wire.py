@@ -1,7 +1,7 @@
 """Encoding of commands, events and errors between two processes: MessagePack, by msgspec.
 
-A frame is what one side has to say at once.  Of tokens, which are nearly all of it, only what is new
-crosses; what both sides know, such as a prompt, does not come back.
+A frame holds the messages that one side sends together.  Most of them are tokens.  Values that the
+receiver already has, such as a prompt, are not sent back.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from cllm.errors import (
     GenerationError,
 )
 
-N_CAUSES_MAX = 4  # of an error, that are told
+N_CAUSES_MAX = 4  # causes of an error that are sent with it
 Plain = str | int | float | bool | None
 
 
 # --- Values that are written another way -----------------------------------------------------
-# `GenerationRequest`, field by field; of constraints a name crosses.
+# `GenerationRequest`, field by field; a constraint is sent as a `NamedConstraint`.
 _HINTS = get_type_hints(GenerationRequest) | {"constraint": NamedConstraint | None}
 _Request: Any = msgspec.defstruct("_Request", [*_HINTS.items()], array_like=True, frozen=True)
 
@@ -110,7 +110,7 @@ class _Stopped(msgspec.Struct, array_like=True, frozen=True):
 
 
 class SetLogLevel(msgspec.Struct, array_like=True, frozen=True):
-    """Log from this level on."""
+    """Command to log records of at least this level."""
 
     level: int
 
@@ -124,12 +124,14 @@ class Logged(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Beat(msgspec.Struct, array_like=True, frozen=True):
-    """Sign of life: how long the inference thread has been in its tick, and what it has computed.
+    """Sign of life of the engine's process, sent twice a second.
 
     Attributes
     ----------
-    busy_s, cpu_s : float
-        Seconds in the present tick, 0 while idle; of processor time since its start.
+    busy_s : float
+        Seconds that the inference thread has been in its present tick; 0 while it is idle.
+    cpu_s : float
+        Processor time of the process, of all threads, in seconds.
     """
 
     busy_s: float
@@ -139,7 +141,7 @@ class Beat(msgspec.Struct, array_like=True, frozen=True):
 ToChild = Command | SetLogLevel
 FromChild = Event | Logged | Beat
 
-# Written as their index.
+# Types of messages; a message is sent with the index of its type here.
 COMMANDS: tuple[type, ...] = (
     _Request, CancelRequest, Read, ClearPrefixCache, _Ask, Shutdown, SetLogLevel, AddEmbedding,
 )  # fmt: skip
@@ -160,7 +162,7 @@ class _Events(msgspec.Struct, array_like=True, frozen=True):
 
 
 def _encoded(value: object) -> object:
-    """Return a value of Python's own types for numpy's numbers and subclasses of `str`."""
+    """Return a NumPy number, a subclass of `str` or a mapping proxy as a built-in type; reject other types."""
     match value:
         case MappingProxyType():
             return dict(value)
@@ -190,7 +192,7 @@ _by_event: list[msgspec.msgpack.Decoder[Any]] = [msgspec.msgpack.Decoder(kind) f
 
 # --- Commands --------------------------------------------------------------------------------
 def encode_commands(commands: Iterable[ToChild]) -> bytes:
-    """A frame of commands."""
+    """Return a frame with these commands."""
     return _encoder.encode([_numbered(COMMANDS, _command_as(command)) for command in commands])
 
 
@@ -212,7 +214,7 @@ def _command_as(command: ToChild) -> object:
 
 
 def _crossing(state: SequenceState | None) -> SequenceState | None:
-    """Return the KV state, unless it is too large for a frame: then it is computed again."""
+    """Return the KV state; None if it is larger than `MAX_STATE_BYTES`, so that it is computed again."""
     return None if state is not None and len(state.data) > MAX_STATE_BYTES else state
 
 
@@ -227,7 +229,7 @@ def _command_of(value: Any) -> ToChild:
 
 # --- Events ----------------------------------------------------------------------------------
 def encode_events(events: Iterable[FromChild], statistics: EngineStatistics | None = None) -> bytes:
-    """A frame of events."""
+    """Return a frame with these events."""
     tokens, others = [], []
     for event in events:
         if isinstance(event, Progressed):
@@ -239,7 +241,7 @@ def encode_events(events: Iterable[FromChild], statistics: EngineStatistics | No
 
 
 def decode_events(frame: bytes | memoryview) -> tuple[list[FromChild], EngineStatistics | None]:
-    """The events of a frame."""
+    """Return the events of a frame, tokens first, and its statistics if it has any."""
     values = _events.decode(frame)
     told: list[FromChild] = [
         Progressed(request_id, TokenDelta(text, token_ids, logprobs=logprobs))
@@ -312,7 +314,7 @@ def error_as(error: BaseException, n_causes: int = N_CAUSES_MAX) -> _Error:
 
 
 def error_of(told: _Error) -> BaseException:
-    """The exception again, of the same type if that is cllm's or Python's, else a `CllmError`."""
+    """Return the exception of an `_Error`: of the same type if cllm or Python has it, else a `CllmError`."""
     kind = getattr(errors, told.name, None) or getattr(builtins, told.name, None)
     if not (isinstance(kind, type) and issubclass(kind, BaseException)):
         error: BaseException = CllmError(f"{told.name}: {told.text}")

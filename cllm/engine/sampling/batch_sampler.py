@@ -1,13 +1,13 @@
 """Choose the next token of every output row of a tick.
 
-Greedy rows that nothing touches are decided together by one `argmax`; every other row is cut to the
-candidates that can matter first (`row_sampler`).
+If every row is greedy and unconstrained, one `argmax` decides all of them.  Otherwise each greedy
+row has an `argmax` of its own.  The others are first cut to a few candidates (`row_sampler`).
 
-Structured output: sample first and ask for that one token; only where it is refused is the whole
-row masked, for all such rows of the tick together, and sampled again, as llama-server does.  With p
-the probability that the first is allowed, each allowed token gets its share of p at first and of
-1 - p then: without samplers that narrow, the distribution is that of the masked row.  With them, what
-is likely in the whole row is preferred.
+Structured output works as in llama-server: sample a token, and check that one.  Rejected rows are
+masked, together for all such rows of the tick, and sampled again.  Let p be the probability that the
+first token is allowed.  A token with the share q of the allowed ones gets p q at first, and (1 - p) q
+on the second try: q in all, as in the masked row.  Samplers that narrow change this: tokens that are
+likely in the whole row are then preferred.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cllm.engine.constraint import ConstraintFamily, Mask, TokenConstraint
 from cllm.engine.sampling.row_scan import RowScan
 from cllm.errors import InvalidArgumentError
 
-N_HANDOVERS_OF_A_SCAN = 3  # the maxima of the buckets, the largest of them, the cut
+N_HANDOVERS_OF_A_SCAN = 3  # numpy calls that release the GIL: maxima of buckets, their maximum, cut
 NOT_FINITE = "the model computed logits that are not finite"
 
 
@@ -43,20 +43,20 @@ class TokenSampler(Protocol):
         """Return True if a token is not banned."""
 
     def choose(self, scan: RowScan, allowed: Mask | None = None) -> int:
-        """Choose from the row that was scanned; with `allowed`, from these tokens of it."""
+        """Return a token of the scanned row; if `allowed` is given, one of these tokens."""
 
     def accept(self, token: int) -> None:
         """Report the finally chosen token."""
 
     def recall(self, token: int) -> None:
-        """Remember a token that was chosen elsewhere, and draw as often as that took.
+        """Accept a token that was sampled elsewhere, and draw as often as its sampling did.
 
-        Enough where the draws do not depend on logits; see `draws_by_logits`.
+        Restores the random state only if the draws do not depend on logits; see `draws_by_logits`.
 
         Raises
         ------
         InvalidArgumentError
-            The output could not have gone on with it.
+            The constraint does not allow the token.
         """
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ class NotFiniteError(ArithmeticError):
 
 
 class BatchSampler:
-    """One token for each output row of a tick, or the exception that its row met.
+    """Sampler of all output rows of a tick.  Inference thread only.
 
     Parameters
     ----------
@@ -77,7 +77,7 @@ class BatchSampler:
     Attributes
     ----------
     n_gil_handovers : int
-        Calls so far that gave the GIL away.
+        Number of numpy calls so far that released the GIL.
     """
 
     def __init__(self, n_vocab: int) -> None:
@@ -91,14 +91,14 @@ class BatchSampler:
         rows: Sequence[int],
         samplers: Sequence[TokenSampler | None],
     ) -> list[int | Exception]:
-        """Sample, and let the samplers remember it.
+        """Return a sampled token, or an exception, for each of `rows`; samplers accept their tokens.
 
         Parameters
         ----------
         logits : ndarray
             float32, shape `(n_rows, n_vocab)`.
         rows : sequence of int
-            Those to sample from, in ascending order.
+            Indices of the rows to sample from, in ascending order.
         samplers : sequence
             One for each of `rows`; None means greedy.
         """
@@ -108,12 +108,12 @@ class BatchSampler:
         return [_accept(token, sampler) for token, sampler in zip(results, samplers, strict=True)]
 
     def resample(self, row: NDArray[np.float32], sampler: TokenSampler, token: int) -> None:
-        """Make a sampler choose a given token from its logits, so that its memory is restored.
+        """Restore the state of a sampler: sample from the logits again, but accept a given token.
 
         Raises
         ------
         Exception
-            What the row met, or the output could not have gone on with the token.
+            Sampling failed, or the constraint does not allow the token.
         """
         (chosen,) = self._choose(row.reshape(1, -1), [0], [sampler])
         if isinstance(chosen, Exception):
@@ -127,7 +127,7 @@ class BatchSampler:
         rows: Sequence[int],
         samplers: Sequence[TokenSampler | None],
     ) -> list[int | Exception]:
-        """A token for each row, which its sampler does not remember yet."""
+        """Return a token, or an exception, for each row; samplers have not accepted them yet."""
         results = [
             self._attempt(logits[row], sampler) for row, sampler in zip(rows, samplers, strict=True)
         ]
@@ -151,13 +151,13 @@ class BatchSampler:
     def _largest(
         self, logits: NDArray[np.float32], samplers: Sequence[TokenSampler | None]
     ) -> list[int | Exception]:
-        """Return the largest logit of each row with one call, which releases the GIL once."""
+        """Return the token with the largest logit of each row, by one call; samplers accept their tokens."""
         self.n_gil_handovers += 1
         results: list[int | Exception] = logits.argmax(axis=1).tolist()
         for index, sampler in enumerate(samplers):
             token = results[index]
             assert isinstance(token, int)
-            # The largest value of a row is NaN if any is, and so tells about all of it.
+            # `argmax` returns a NaN if the row has one: this one value shows NaN or +inf anywhere.
             if not math.isfinite(logits[index, token]):
                 results[index] = NotFiniteError(NOT_FINITE)
             elif sampler is not None:
@@ -190,7 +190,7 @@ class BatchSampler:
     def _masks(
         self, refused: Sequence[int], samplers: Sequence[TokenSampler | None]
     ) -> Iterable[tuple[int, Mask | Exception]]:
-        """The masks of these samplers' constraints, each family's computed together."""
+        """Yield `(index, mask or exception)` for these samplers; each family computes its masks together."""
         families: dict[ConstraintFamily, list[tuple[int, TokenConstraint]]] = defaultdict(list)
         for index in refused:
             sampler = samplers[index]
@@ -215,7 +215,7 @@ class BatchSampler:
 
 
 def check_recalled(token: int, constraint: TokenConstraint | None) -> None:
-    """Refuse a token that a constraint forbids."""
+    """Raise `InvalidArgumentError` if the constraint does not allow the token."""
     if constraint is not None and not constraint.allows(token):
         raise InvalidArgumentError("generated", token, "tokens that the constraint allows")
 
@@ -226,11 +226,11 @@ def _takes_largest(sampler: TokenSampler | None) -> bool:
 
 
 def _is_refused(token: int | Exception, constraint: TokenConstraint | None) -> bool:
-    """Return True if a constraint must name the alternatives."""
+    """Return True if the row must be masked by its constraint and sampled again."""
     if constraint is None:
         return False
     if isinstance(token, Exception):
-        # Nothing was left to choose from: the constraint may bring back what was banned.
+        # No candidate was left: with a mask, `RowSampler` can lift bans.
         return isinstance(token, InvalidArgumentError)
     return not constraint.allows(token)
 

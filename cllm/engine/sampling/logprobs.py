@@ -1,7 +1,7 @@
 """Log probabilities of tokens, from the logits as the model computed them.
 
-Before temperature, penalties and every other sampler: how likely the *model* holds a token to be.
-Inference thread only.
+Temperature, penalties and other samplers have no effect on them.  Natural logarithms.  Inference
+thread only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class LogprobReader:
     Parameters
     ----------
     vocabulary : SpellingVocabulary
-        Says what the tokens stand for.
+        Source of the text of a token.
     n_vocab : int
     """
 
@@ -35,6 +35,8 @@ class LogprobReader:
 
     def read(self, row: NDArray[np.float32], token: int, n_top: int) -> TokenLogprob:
         """Return the log probability of a token, and of the `n_top` most likely ones.
+
+        Raise `NotFiniteError` if the largest logit of the row is not finite.
 
         Parameters
         ----------

@@ -1,11 +1,11 @@
 """Choose the next token of one row, from the candidates that can matter.
 
-A row of 152k logits is cut before llama.cpp's own samplers decide over that handful: the same
-candidates, the same probabilities, the same token for the same seed as over the whole row.
+A row of 152k logits is cut to a few candidates before llama.cpp's samplers run.  Probabilities, and
+the token for a seed, are the same as over the whole row.
 
-What can matter.  *Touched* are tokens whose logit a bias, a penalty or DRY changes: they are always
-candidates.  If the first sampler that narrows is top_k, then so are the k largest of the others; if
-only min_p narrows, those it could leave.  Anything else wants the whole row.
+*Touched* tokens are those whose logit a bias, a penalty or DRY changes: they are always candidates.
+If the first sampler that narrows is top_k, so are the k largest of the others.  If it is min_p, so
+are the others that it could keep.  In all other cases the whole row is used.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Chain(Protocol):
     """Samplers that choose among candidates, and remember the choice."""
 
     def choose(self, ids: NDArray[np.integer], logits: NDArray[np.float32]) -> int:
-        """One of `ids`, which are in ascending order."""
+        """Return one of `ids`, which are in ascending order; `logits` belong to them."""
 
     def choose_from_row(self, row: NDArray[np.float32], banned: NDArray[np.integer]) -> int:
-        """One of a row's tokens, but none of `banned`, which are in ascending order."""
+        """Return a token of the row that is not in `banned`, which is in ascending order."""
 
     def accept(self, token: int) -> None: ...
     def draw(self) -> None:
-        """Draw as for one token, from nothing."""
+        """Advance the random state as for one token, without logits."""
 
     def close(self) -> None: ...
 
@@ -52,15 +52,17 @@ class RowSampler:
     Parameters
     ----------
     chain : Chain
-        Has seen the prompt already.
+        Has accepted the prompt already, if `params.remembers_prompt`.
     params : SamplingParams
     prompt : sequence of int
-        Penalties see it.
+        Tokens of the prompt; penalties and DRY count them if `params.remembers_prompt`.
     banned : iterable of int
         Tokens that are never sampled.
     ends : iterable of int
-        Those that end the output: not sampled before `min_tokens`, nor ever with `ignore_eos`,
-        unless a constraint leaves nothing else.
+        Tokens that end the output: not sampled before `min_tokens`, and never with `ignore_eos`,
+        unless a constraint allows no other token.
+    n_ctx : int
+        Number of last tokens that penalties and DRY look at if their setting is -1.
     constraint : TokenConstraint, optional
     """
 
@@ -96,7 +98,7 @@ class RowSampler:
         return token not in (early if self._n_until_end > 0 else ignored)
 
     def choose(self, scan: RowScan, allowed: Mask | None = None) -> int:
-        """Choose from the row that was scanned; with `allowed`, from these tokens of it."""
+        """Return a token of the scanned row; if `allowed` is given, one of these tokens."""
         banned = self._early if self._n_until_end > 0 else self._ignored
         if allowed is not None and np.count_nonzero(allowed) == np.count_nonzero(allowed[banned]):
             banned = self._banned
@@ -140,10 +142,10 @@ class RowSampler:
     def _candidates(
         self, scan: RowScan, touched: NDArray[np.int32], banned: NDArray[np.int32]
     ) -> NDArray[np.intp] | None:
-        """Ids, ascending: all that can matter of the tokens that nothing touches; None: the row."""
+        """Return ids, ascending, with every untouched candidate that is not banned; None: the whole row."""
         n_changed = len(touched) + len(banned)
         if self._k:
-            # So many survivors that k are left, were all touched and banned ones among them.
+            # Enough to leave k, even if all touched and banned tokens are among them.
             return scan.at_least(self._k + n_changed)
         if self._below == math.inf:
             return None
@@ -160,10 +162,10 @@ def _ids(tokens: Iterable[int]) -> NDArray[np.int32]:
 
 
 def _union(a: NDArray[Ids], b: NDArray[np.int32]) -> NDArray[Ids]:
-    """The distinct ids of both, which are ascending and distinct already."""
+    """Return the union of two arrays of ids; each is ascending and distinct, and so is the result."""
     if not len(b):
         return a
-    # numpy's own goes through a hash table, which costs more than the rest of a row.
+    # `numpy.union1d` uses a hash table, which takes longer than the rest of the work for a row.
     both: NDArray[Ids] = np.concatenate([a, b], dtype=a.dtype)
     both.sort(kind="stable")
     is_first = np.ones(len(both), np.bool_)
@@ -210,8 +212,8 @@ def _window(params: SamplingParams, n_ctx: int) -> int:
 def draws_by_logits(params: SamplingParams, *, is_constrained: bool) -> bool:
     """Return True if the number of draws, or the remembered state, depends on logits and not on tokens alone.
 
-    The last sampler of a chain draws once for each token; xtc only where two candidates are left,
-    and a constraint lets it draw again where the first token is refused.
+    The last sampler of a chain draws once for each token.  xtc draws only if at least two candidates are
+    left.  A constraint that rejects the first token makes the chain draw again.
     """
     if params.is_greedy:
         return False
@@ -226,8 +228,8 @@ def draws_by_logits(params: SamplingParams, *, is_constrained: bool) -> bool:
 def resamples(
     params: SamplingParams, constraint: CompiledConstraint | None, thinking: Thinking | None
 ) -> bool:
-    """Return True if a sampler must replay tokens chosen elsewhere to restore its state."""
-    # How a thought ends may depend on what the model wanted to say instead.
+    """Return True if restoring a sampler needs the logits of each token; otherwise `recall` is enough."""
+    # The end of a thought may depend on the token that the model preferred (`ThinkingConstraint.mask`).
     return thinking is not None or draws_by_logits(params, is_constrained=constraint is not None)
 
 
@@ -237,7 +239,7 @@ def narrowing(params: SamplingParams) -> list[str]:
 
 
 def n_largest(params: SamplingParams) -> int:
-    """Return how many of the largest logits are enough; 0 if unknown."""
+    """Return how many of the largest untouched logits can matter; 0 if the parameters set no limit."""
     if params.is_greedy:
         return 1
     # Everything after top_k, penalties included, sees no more than its k.

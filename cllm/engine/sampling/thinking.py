@@ -1,7 +1,7 @@
-"""Constraints that begin when a model has thought, and an end to thinking.  Pure.
+"""Constraints that begin after the thought of a model, and a token budget for the thought.  Pure.
 
-While it thinks, an output is free, but for its budget; then comes what it is constrained to.  Where the
-thought ends is seen in the bytes of the tokens: its marker may be one token or several.
+A thought is unconstrained, except for its budget.  The end of a thought is recognized in the bytes of
+the tokens, because its marker may be one token or several.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ Spelling = Callable[[int], bytes]
 
 
 class _State(Enum):
-    BEFORE = auto()  # nothing has been said yet: it may think, or not
+    BEFORE = auto()  # no output, or a part of the start marker: a thought or the answer may begin
     THINKING = auto()
-    ENDING = auto()  # the budget is used up, or the output wants to end: the marker is written
-    GAP = auto()
+    # The end marker is forced: the budget is used up, or the model tried to end the output.
+    ENDING = auto()
+    GAP = auto()  # white space between the thought and the answer
     AFTER = auto()
 
 
@@ -36,7 +37,7 @@ class ThinkingFamily:
     ----------
     n_vocab : int
     is_eog : callable
-        Whether a token ends an output.
+        Returns True for a token that ends an output.
     """
 
     def __init__(self, n_vocab: int, is_eog: Callable[[int], bool]) -> None:
@@ -45,7 +46,7 @@ class ThinkingFamily:
         self._going_on: dict[bytes, Mask] = {}
 
     def going_on(self, text: bytes, spelling: Spelling) -> Mask:
-        """The tokens that begin like this text, or with it; found out once for each."""
+        """Return the tokens whose bytes are a beginning of `text`, or begin with it; cached for each text."""
         mask = self._going_on.get(text)
         if mask is None:
             pieces = map(spelling, range(self.n_vocab))
@@ -59,15 +60,15 @@ class ThinkingFamily:
 
 
 class ThinkingConstraint:
-    """A `TokenConstraint` that is another one, after the thinking.
+    """`TokenConstraint` that leaves the thought free, and applies another constraint to the answer.
 
     Parameters
     ----------
     rules : Thinking
     inner : TokenConstraint or None
-        What the answer keeps to; None: nothing.
+        Constraint of the answer; None if the answer is free.
     spelling : callable
-        The bytes of a token, of a control token that is a marker its name.
+        Returns the bytes of a token; for a control token that is a marker, its name.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class ThinkingConstraint:
         self._rules = rules
         self._inner = inner
         self._spelling = spelling
-        self._tail = b""  # the end of what has been said, as far as a marker may begin in it
+        self._tail = b""  # the last bytes of the output, in which a marker may have begun
         self._n_tokens = self._n_forced = self._n_gap = 0
         begins = rules.is_open or not rules.start
         self._state = _State.THINKING if begins else _State.BEFORE
@@ -131,9 +132,9 @@ class ThinkingConstraint:
         return ()
 
     def mask(self) -> Mask | Exception:
-        """Return the tokens that may come next; called after one was rejected."""
+        """Return the tokens that may come next, after one was rejected; a thought must then end."""
         if self._state is _State.THINKING:
-            # It was about to end without an answer: the thought ends, the output does not.
+            # The model tried to end the output without an answer: only the thought ends.
             self._state = _State.ENDING
         if self._state is _State.ENDING:
             forced: Mask = np.zeros(self.family.n_vocab, np.bool_)
@@ -163,7 +164,7 @@ class ThinkingConstraint:
         said = (self._tail + self._spelling(token)).lstrip(SPACE)
         is_whole = said.startswith(self._rules.start)
         is_answer = not self._begins_thought(token) or (
-            # It may be either: a marker that is one token is none of an answer's.
+            # The token fits both.  A marker that is one token never belongs to an answer.
             self._inner is not None and not (is_whole or self._tail) and self._inner.allows(token)
         )
         if is_answer:
@@ -177,7 +178,7 @@ class ThinkingConstraint:
     def _begins_thought(self, token: int) -> bool:
         start, piece = self._rules.start, self._spelling(token)
         said = (self._tail + piece).lstrip(SPACE)
-        # A token without text, as the end is, goes on with nothing.
+        # A token without text, such as an end of generation, never continues a marker.
         return bool(piece and said) and (start.startswith(said) or said.startswith(start))
 
     def _is_gap(self, token: int) -> bool:

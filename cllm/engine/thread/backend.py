@@ -1,6 +1,6 @@
-"""Backend: what an inference thread serves requests with: a model, however it is computed.
+"""Backend: the interface between an inference thread and the library that computes the model.
 
-`llama.backend` has llama.cpp; `cllm.testing` has one that computes nothing.
+`llama.backend` implements it with llama.cpp, and `cllm.testing` with a fake that computes nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ CheckServing = Callable[[], EngineVocabulary]
 
 
 class Constraints(Protocol):
-    """Compiler of constraints; event loop only."""
+    """Compiler of constraints; event loop only.
+
+    `compile` returns None if there is neither a constraint in `params` nor a `tool_grammar`.
+    """
 
     async def compile(
         self, params: SamplingParams, tool_grammar: str | None = None
@@ -59,14 +62,14 @@ class Loras(Protocol):
     def infos(self) -> tuple[LoraInfo, ...]: ...
 
     def load(self, name: str, path: str, scale: float) -> None:
-        """Load one.
+        """Load an adapter.
 
         Raises
         ------
         ModelLoadError
-            It is none of this model's.
+            The file is not an adapter of this model.
         InvalidRequestError
-            Another has its name.
+            Another loaded adapter has this name.
         """
 
     def unload(self, name: str) -> None:
@@ -75,7 +78,7 @@ class Loras(Protocol):
         Raises
         ------
         InvalidRequestError
-            There is none of this name.
+            No loaded adapter has this name.
         """
 
 
@@ -86,21 +89,21 @@ class Loaded:
     Attributes
     ----------
     kv_cache : KVCache
-        The bookkeeping, empty.
+        Bookkeeping of the KV cache, empty.
     n_prefill_chunk : int
-        What `EngineConfig.n_prefill_chunk` is if it says nothing.
+        Default of `EngineConfig.n_prefill_chunk` for this model.
     drafter : Drafter or None
-        Whom drafts come from.
+        Source of drafts for speculation.
     encoder : AbortableEncoder or None
-        What computes the vectors of texts; open only if nothing is generated.
+        Encoder that computes the vectors of texts; already open only if the model generates no text.
     text_vocabulary : EngineVocabulary or None
-        That of the encoder; None: it is `vocabulary`.
+        Vocabulary of the encoder; None: the same as `vocabulary`.
     row_cost : RowCost
-        What earlier engines have left of it; filled while this one runs.
+        Costs that earlier engines measured; the running engine updates them.
     n_threads_max : int
-        Compute threads, as configured.
+        Configured number of compute threads.
     set_n_threads : callable or None
-        Compute the next ticks with at most so many threads; None: their number is fixed.
+        Called with the largest number of threads for the next ticks; None: the number is fixed.
     """
 
     model: ModelInfo
@@ -123,21 +126,26 @@ class Backend(Protocol):
     """One model of one engine."""
 
     def load(self, owned: ExitStack) -> Loaded:
-        """Make it ready; `owned` frees it.  Inference thread, once.
+        """Load the model; `owned` frees everything when it is closed.  Inference thread, once.
 
         Raises
         ------
         CllmError
-            Says why it cannot be used.
+            The model cannot be used.
         """
 
     def check_memory(self, loaded: EngineConfig | None) -> None:
-        """Check memory before a `load` beside an engine of that configuration.  Any thread; may take a second.
+        """Check that the model fits into memory, before `load`.  Any thread; may take a second.
+
+        Parameters
+        ----------
+        loaded : EngineConfig or None
+            Configuration of an engine that stays loaded meanwhile.
 
         Raises
         ------
         ModelLoadError
-            Both do not fit into memory.
+            The model does not fit into memory, beside the loaded one if there is one.
         """
 
     def check_lora(self, path: Path) -> None:
@@ -146,19 +154,19 @@ class Backend(Protocol):
         Raises
         ------
         ModelLoadError
-            It is none, or a process that tried it ended.
+            The file is not an adapter of the model, or the process that tried it ended.
         """
 
     def stop(self) -> None:
-        """End a `load`, or every decode.  Any thread; returns at once."""
+        """Abort a running `load`, and every decode, also later ones.  Any thread; returns at once."""
 
     def constraints(self, check_serving: CheckServing, workers: WorkerThreads) -> Constraints:
-        """The compiler for one engine.
+        """Return the compiler of constraints for one engine.
 
         Parameters
         ----------
         check_serving : callable
-            The vocabulary, or why requests are not served.
+            Returns the vocabulary, or raises an error if requests are not served.
         workers : WorkerThreads
-            For calls that are not for the event loop.
+            Threads for calls that would block the event loop.
         """

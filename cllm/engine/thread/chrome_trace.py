@@ -22,7 +22,7 @@ from cllm.errors import InvalidArgumentError
 logger: logging.Logger = logging.getLogger("cllm.engine")
 
 TICKS, REQUESTS = 1, 2  # process ids, by which viewers group tracks
-# Counters of the recorder, and the name of the event when one has grown.
+# Counters of the recorder, and the event that is written if a counter has grown in a tick.
 COUNTED = {
     "n_preemptions": "preemption",
     "n_swaps": "swap",
@@ -44,14 +44,14 @@ class _Part(NamedTuple):
 class ChromeTrace:
     """Writes the trace of one inference thread.  The state of the engine is not changed.
 
-    Ticks are one track with the parts plan, decode and rest; each request is a track with the time in
-    the queue and every decode that has rows of it.  The file grows without limit.
+    One track shows the ticks, as slices "plan", "decode" and "sample and report".  Each request has a track
+    with its time in the queue, and with each decode that computes rows of it.  The file grows without limit.
     Inference thread only.
 
     Parameters
     ----------
     path : Path
-        Overwritten.
+        File to write; an existing file is overwritten.
 
     Raises
     ------
@@ -88,7 +88,7 @@ class ChromeTrace:
         self._begun_at = time.perf_counter()
 
     def on_tick(self, core: EngineCore, events: Iterable[Event], started: float) -> None:
-        """Write a tick, the ends of requests, and the load of the engine."""
+        """Write a tick that began at `started` (`time.perf_counter`), the ends of requests, and gauges."""
         ended = time.perf_counter()
         written: list[dict[str, Any]] = []
         if self._parts:
@@ -105,7 +105,7 @@ class ChromeTrace:
         """End the file."""
         if not self._is_full:
             self._write([], head='{"ph": "M", "name": "end", "pid": 1}]\n')
-        with suppress(OSError):  # what was not written before does not fit now either
+        with suppress(OSError):  # on a full disk, buffered data cannot be written now either
             self._file.close()
 
     def _of_tick(self, core: EngineCore, started: float, ended: float) -> Iterable[dict[str, Any]]:

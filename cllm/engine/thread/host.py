@@ -1,4 +1,4 @@
-"""EngineHost: where requests are served: an inference thread of this process, or another process."""
+"""EngineHost: base class of the threads that serve requests, in this process or by a child process."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ EXIT_TIMEOUT_S = 5.0
 class EngineHost(ABC):
     """Thread that serves requests until it is stopped, or fails.
 
-    Commands come through the inbox, events leave through the outbox.  It is a daemon so that it cannot
-    keep an interpreter alive, and an exit handler stops and joins it first.
+    Commands come through the inbox, events leave through the outbox.  The thread is a daemon, so that it
+    cannot keep the interpreter alive.  An exit handler stops and joins it before the interpreter ends.
 
     Attributes
     ----------
-    vocabulary : EngineVocabulary or None
-        Once loaded; other threads may use it until it is told to stop.
+    vocabulary, text_vocabulary : EngineVocabulary or None
+        Vocabularies for generation and for embeddings; None before the model is loaded and after the end.
+        Other threads may use them until `request_stop` is called.
     failure : BaseException or None
-        The error with which it has ended, or is about to; None if it was closed.  Any thread.
+        Error that has ended the thread, or is about to end it.  Any thread.
     crash : str
-        Why its process has ended, until there is another; otherwise empty.  Any thread.
+        Cause of the child process's crash, until a new process serves; otherwise empty.  Any thread.
     """
 
     def __init__(
@@ -51,8 +52,8 @@ class EngineHost(ABC):
 
     # --- Any thread --------------------------------------------------------------------------
     def start(self) -> None:
-        """Load the model and begin to serve."""
-        # A bound method would keep the engine alive for ever.
+        """Start the thread, which loads the model and then serves requests.  Returns at once."""
+        # A bound method as exit handler would keep the host alive until exit.
         self._at_exit = functools.partial(_stop_at_exit, weakref.ref(self))
         self._thread.start()
         # Registered after `weakref`'s own exit handler, and so run before it.
@@ -71,15 +72,15 @@ class EngineHost(ABC):
     @property
     @abstractmethod
     def heartbeat_age_s(self) -> float:
-        """Seconds since it last showed that it is not stuck; 0 while it is idle."""
+        """Seconds that the present tick has lasted so far; 0 while no tick runs.  Any thread."""
 
     def request_stop(self) -> None:
-        """Cancel everything, also a load or a decode that is running.  Any thread; returns at once."""
+        """Cancel all requests, and a running load or decode; end the thread.  Any thread; returns at once."""
         self._stopping = True
         self._inbox.put(Shutdown())
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for it to have freed everything and ended."""
+        """Wait until the thread has freed everything and ended, for at most `timeout` seconds."""
         self._thread.join(timeout)
         atexit.unregister(self._at_exit)
 
@@ -91,11 +92,11 @@ class EngineHost(ABC):
                     self._serve(owned)
                 except BaseException as error:
                     self.failure = error
-                    # Closed while it loaded: that is no failure.
+                    # The engine may have been closed while it was loading: no traceback then.
                     is_unexpected = not (self._stopping or isinstance(error, ClosedError))
                     logger.debug("the engine ends: %s", error, exc_info=is_unexpected)
-                    # Another thread may be inside a call of the vocabulary: free nothing before
-                    # all requests have received it and ask for it, if any are left.
+                    # Other threads may be using the vocabulary: free nothing before `request_stop`,
+                    # unless the event loop, and with it every caller, is gone.
                     if self._outbox.post([Stopped(error)]):
                         while not self._stopping:
                             self._inbox.drain(wait=True)

@@ -1,8 +1,7 @@
 """InferenceThread: owns what its backend loads, runs ticks, and frees what it owns.
 
-Whatever ends it, it waits for the worker threads before it frees the vocabulary that they use.  At exit
-it is stopped and joined first: freeing a context while a decode runs crashes, so what a stuck thread
-holds is leaked instead.
+The thread waits for the worker threads before it frees the vocabulary that they use.  An exit handler
+stops and joins it.  Freeing a context during a decode would crash, so a stuck thread leaks its objects.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ from cllm.memory import available_bytes
 logger: logging.Logger = logging.getLogger("cllm.engine")
 
 IDLE_AUDIT_S = 1.0
-# Of the memory that is available, for prefixes that have left the cells: this part, and no more than that.
+# Host memory for evicted prefixes by default: this fraction (1 / 4) of the available memory, at most 8 GiB.
 PREFIX_SHARE = 4
 MAX_PREFIX_BYTES = 8 << 30
 AUDIT_EVERY_TICK = os.environ.get("CLLM_AUDIT") == "tick"
@@ -116,7 +115,7 @@ class InferenceThread(EngineHost):
             self._loop(core)
         except BaseException as error:
             self.failure: BaseException | None = error  # before it is reported
-            core.fail_all(error)  # what the requests hold in the cache goes with the context
+            core.fail_all(error)  # frees no KV cells: the whole context is freed
             events = core.take_events()
             if self._trace is not None:
                 self._trace.on_tick(core, events, self._busy_since or time.perf_counter())
@@ -126,7 +125,7 @@ class InferenceThread(EngineHost):
             self._publish(core)
             self._held += events
             self._post_held()
-            del events  # their errors know the frames of the callers: see `_loop`
+            del events  # the errors hold frames of callers by their tracebacks: see `_loop`
             raise
         finally:
             self._busy_since = None
@@ -186,7 +185,7 @@ class InferenceThread(EngineHost):
         )
 
     def _make_store(self, loaded: Loaded, owned: ExitStack) -> PrefixFiles | None:
-        """The files of the prefix cache, if there are to be any."""
+        """Return the files of the prefix cache; None if the settings name no directory for them."""
         config = self._config
         if config.prefix_cache_dir is None or not config.prefix_cache:
             return None
@@ -231,14 +230,14 @@ class InferenceThread(EngineHost):
             self._publish(core)
             n_ended, started = sum(map(_has_ended_well, events)), time.perf_counter()
             self._linger.on_ends(n_ended, started)
-            is_late = bool(self._held)  # the tick has made no decode
+            is_late = bool(self._held)  # a decode would have posted them: this tick had none
             self._held += events
             decodes_next = core.decodes_next and not self._has_texts
             if is_late or not decodes_next or not all(map(_is_progress, events)):
                 self._post_held()
             if self._trace is not None:
                 self._trace.on_tick(core, events, self._busy_since)
-            # While this waits, it must not hold what keeps callers, and with them the engine, alive.
+            # Events can refer to the engine.  A waiting thread must not keep the engine alive.
             del events
             core.recorder.deliver_s += time.perf_counter() - started
             if self._embeddings is not None:
@@ -259,7 +258,7 @@ class InferenceThread(EngineHost):
     def _embed(
         self, core: EngineCore, embeddings: EmbeddingCore, tick_s: float, *, is_last: bool
     ) -> None:
-        """Compute a batch of texts, in the time that the streams leave."""
+        """Compute a batch of texts in the time between two ticks; with `is_last`, cancel all texts."""
         if is_last:
             embeddings.cancel_all()
         elif embeddings.has_work and core.has_work:
@@ -280,21 +279,25 @@ class InferenceThread(EngineHost):
             logger.debug("%d compute threads instead of %d", n_threads, recorder.n_threads)
             self._set_n_threads(n_threads)
             recorder.n_threads = n_threads
-            # What rows cost with fewer threads says nothing of a quiet machine.
+            # Costs measured with fewer threads are not valid for the full number.
             core.cost.rows.is_paused = n_threads < max(self._config.compute_threads)
 
     def _post_held(self) -> None:
-        """Tell the event loop.
+        """Post the held events to the event loop.
 
-        Tokens of those that run on, as the next decode begins: then the loop works while llama.cpp
-        computes, not while this thread wants the GIL.
+        Tokens of running requests are posted when the next decode begins.  The event loop then works while
+        llama.cpp computes, and does not compete with this thread for the GIL.
         """
         if self._held:
             held, self._held = self._held, []
             self._is_listened_to = self._outbox.post(held)
 
     def _drain(self, core: EngineCore, n_ended: int) -> list[Command]:
-        """Return the commands, after a wait for returning clients if that pays."""
+        """Return the new commands.
+
+        Without work it waits for a command or the next deadline.  After `n_ended` requests have ended it may
+        wait a little for the next requests of their clients (`Linger`).
+        """
         linger, now, until = self._linger, time.perf_counter(), core.next_deadline
         for at in self._inbox.take_arrivals():
             linger.on_arrival(at)
@@ -350,7 +353,7 @@ class InferenceThread(EngineHost):
         return found
 
     def _on_batch(self, chunks: list[Chunk]) -> None:
-        """A decode is about to begin, or has ended if there are no chunks."""
+        """Handle the start of a decode of these chunks; without chunks, its end."""
         if self._trace is not None:
             self._trace.on_batch(chunks)
         if chunks:
@@ -360,7 +363,7 @@ class InferenceThread(EngineHost):
             self._interrupter.end()
 
     def _on_texts(self, encoder: Abortable, n_tokens: Mapping[str, int]) -> None:
-        """Note the begin of a batch of texts, which can be aborted from now on; without texts, its end."""
+        """Handle the start of a batch of texts, which can then be aborted; without texts, its end."""
         if n_tokens:
             self._interrupter.begin(n_tokens, encoder)
         else:
@@ -373,12 +376,12 @@ class InferenceThread(EngineHost):
 def _default_bytes() -> int:
     """Return the default of `prefix_cache_bytes`."""
     n_bytes = min(MAX_PREFIX_BYTES, (available_bytes() or 0) // PREFIX_SHARE)
-    logger.info("states outside the KV cells: up to %d MiB of host memory", n_bytes >> 20)
+    logger.info("prefix cache and preempted requests: up to %d MiB of host memory", n_bytes >> 20)
     return n_bytes
 
 
 def _is_progress(event: Event) -> bool:
-    """Return True for a delta that is not the end: no command waits for it."""
+    """Return True for a delta that is not the last one of its request: it may be posted later."""
     return isinstance(event, Progressed)
 
 

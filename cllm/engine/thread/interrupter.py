@@ -1,7 +1,7 @@
-"""Interrupter: end a decode that is mostly for requests which have been cancelled.
+"""Interrupter: abort a decode if most of its rows belong to cancelled requests.
 
-An abort ends the whole batch, so what the others had in it is computed again: it has to be worth
-that, and never happens twice in a row to them.
+An abort ends the whole batch, and the rows of other requests are computed again.  So a decode with other
+requests is aborted only if most rows are cancelled, and never twice in a row.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Interrupter:
         Parameters
         ----------
         can_truncate : bool
-            False for memory that cannot give up part of a sequence: an abort would cost the others
-            all of theirs.
+            False for memory that cannot remove part of a sequence.  After an abort, the other requests of
+            the batch would have to compute all their tokens again.
         """
         self._decoder = self._computing = decoder
         self._can_truncate = can_truncate
@@ -52,12 +52,14 @@ class Interrupter:
         return self._n_rows
 
     def begin(self, n_rows: Mapping[str, int], computing: Abortable | None = None) -> None:
-        """Note the begin of a decode, with the rows of each request.  Inference thread.
+        """Record the start of a decode.  Inference thread.
 
         Parameters
         ----------
+        n_rows : mapping of str to int
+            Rows in the batch by request id.
         computing : Abortable, optional
-            What computes it, if it is not the decoder.
+            Object that computes the batch, such as an encoder; None: the decoder.
         """
         with self._lock:
             self._was_aborted, self._has_aborted = self._has_aborted, False
@@ -66,20 +68,20 @@ class Interrupter:
             self._consider()
 
     def end(self) -> None:
-        """The decode is over: the flag must not meet another.  Inference thread."""
+        """Record the end of the decode, and reset the abort flag for the next one.  Inference thread."""
         with self._lock:
             self._n_rows = {}
             self._present.allow()
             self._computing = self._decoder
 
     def cancel(self, request_id: str) -> None:
-        """A request has been cancelled.  Any thread; returns at once."""
+        """Record that a request is cancelled; this may abort the decode.  Any thread; returns at once."""
         with self._lock:
             self._cancelled.add(request_id)
             self._consider()
 
     def forget(self, request_id: str) -> None:
-        """The cancelled request has ended.  Inference thread."""
+        """Record that a cancelled request has ended.  Inference thread."""
         with self._lock:
             self._cancelled.discard(request_id)
 

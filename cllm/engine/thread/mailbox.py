@@ -30,7 +30,7 @@ class Inbox:
     Attributes
     ----------
     on_put : callable
-        Called after each command, likewise.
+        Called without arguments after each command is put, in the thread that puts it.
     """
 
     def __init__(self, on_cancel: Callable[[str], None] = lambda request_id: None) -> None:
@@ -40,23 +40,24 @@ class Inbox:
         self.on_put: Callable[[], None] = lambda: None
 
     def put(self, command: Command) -> None:
-        """Never blocks."""
+        """Put a command into the queue.  Never blocks."""
         if isinstance(command, CancelRequest):
-            self._on_cancel(command.request_id)  # first: the thread forgets it when it is handled
+            # Before the inference thread can handle the command.
+            self._on_cancel(command.request_id)
         elif isinstance(command, AddRequest):
             self._arrivals.append(time.perf_counter())
         self._queue.put(command)
         self.on_put()
 
     def drain(self, *, wait: bool, until: float | None = None) -> list[Command]:
-        """All commands there are.  Inference thread only.
+        """Remove and return all commands in the queue.  Inference thread only.
 
         Parameters
         ----------
         wait : bool
-            Wait for at least one …
+            Wait for at least one command.
         until : float, optional
-            … but not past this time of `time.perf_counter`.
+            Time by `time.perf_counter` at which the wait ends, with an empty list; None: no limit.
         """
         commands: list[Command] = []
         if wait:
@@ -72,9 +73,10 @@ class Inbox:
                 return commands
 
     def drain_requests(self, n_requests: int, until: float) -> list[Command]:
-        """Return all commands, after a wait for so many requests, at most until `until`.
+        """Remove and return all commands, after a wait for `n_requests` new requests.
 
-        Any other command but a `Read` ends the wait.  Inference thread only.
+        The wait ends at `until` (`time.perf_counter`), and at any command other than `AddRequest` or `Read`.
+        Inference thread only.
         """
         commands = self.drain(wait=False)
         n_left, n_seen = n_requests, 0
@@ -90,7 +92,7 @@ class Inbox:
             commands += self.drain(wait=True, until=until)
 
     def take_arrivals(self) -> list[float]:
-        """Return the arrival times of requests since the last call.  Inference thread only."""
+        """Return the arrival times (`time.perf_counter`) of new requests.  Inference thread only."""
         arrivals = []
         while self._arrivals:
             arrivals.append(self._arrivals.popleft())
@@ -105,15 +107,15 @@ class EventOutbox(Protocol):
 
 
 class Outbox(Generic[T]):
-    """Values on their way to the event loop in which the outbox was made.
+    """Queue of values to the event loop in which the outbox was made.
 
-    `anyio.from_thread.run_sync` would wait for the loop once per tick; the native calls of the two
-    backends do not.
+    `anyio.from_thread.run_sync` would wait for the loop once per tick.  The calls of asyncio and trio that
+    are used here do not wait.
 
     Attributes
     ----------
     deliver : callable
-        What is called in the event loop, in the order of the posts.
+        Called in the event loop with each value, in the order of the posts.
     """
 
     def __init__(self, deliver: Callable[[T], None]) -> None:

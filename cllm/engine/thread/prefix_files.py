@@ -1,8 +1,8 @@
-"""PrefixFiles: prefixes in a directory, read and written by a thread of their own.
+"""PrefixFiles: files of prefixes in a directory; a separate thread reads and writes them.
 
-Each is a file, whole or not there, with a checksum; its name comes of its tokens, its folder of everything
-that what the KV cache holds depends on.  Several engines, of several processes, may use one directory:
-a file that another has removed, or damaged, is of no use and nothing more.
+Each prefix is a file with a checksum, written atomically.  The file's name is a hash of the tokens.  Its
+folder is named after a hash of everything that a KV state depends on.  Engines of several processes may
+use one directory: a file that another engine has removed or damaged is skipped.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ logger: logging.Logger = logging.getLogger("cllm.engine")
 
 KIND = "prefix 1"
 SUFFIX = ".prefix"
-STALE_S = 3600.0  # a file that is written for so long was abandoned
-READING, WRITING = 0, 1  # which goes first
-MAX_PENDING_BYTES = 512 << 20  # to be written, at the most: a disk may be slower than prompts
-CLOSE_S = 3.0  # for what is still to be written at the end
+STALE_S = 3600.0  # an unfinished file of this age was left by a killed process
+READING, WRITING = 0, 1  # priorities of jobs: the lower one first
+MAX_PENDING_BYTES = 512 << 20  # limit of states that wait to be written: a disk may be slow
+CLOSE_S = 3.0  # time for writes at the end
 
 
 class PrefixFiles:
@@ -49,14 +49,14 @@ class PrefixFiles:
     Parameters
     ----------
     directory : Path
-        Made if it is not there.
+        Created if it does not exist.
     key : str
-        What files depend on, as a name.
+        Name of the folder: a hash of everything that a KV state depends on (`ModelInfo.state_key`).
     n_bytes_max : int
-        Of all files in the directory, those of other keys too.
+        Limit of the bytes of all files in the directory, also those of other keys.
     on_loaded : callable
-        Called with a `PrefixLoaded`, in the thread that reads: for each `load`, and, without a state, for
-        each file that is there no more.
+        Called with a `PrefixLoaded` in the thread of this object, after each `load`.  It is called without
+        a state if a file could not be written, or was removed to make room.
 
     Attributes
     ----------
@@ -66,7 +66,7 @@ class PrefixFiles:
     Raises
     ------
     InvalidArgumentError
-        The directory cannot be used.
+        The directory cannot be written to, or other users can write to it.
     """
 
     def __init__(
@@ -136,10 +136,10 @@ class PrefixFiles:
         self._put(WRITING, self._clear)
 
     def close(self) -> None:
-        """Write as many prefixes as there is time for, and end the thread."""
+        """Write waiting prefixes for at most `CLOSE_S` seconds, and end the thread."""
         self._ends_at = time.monotonic() + CLOSE_S
         self._put(WRITING, None)
-        # No longer for a disk that does not answer: what it has begun has no name yet.
+        # A write that hangs is left behind: its file has only a temporary name.
         self._thread.join(CLOSE_S + 1.0)
 
     def _put(self, priority: int, job: Callable[[], None] | None) -> None:
@@ -153,8 +153,8 @@ class PrefixFiles:
             try:
                 job()
             except Exception:
-                logger.exception("a file of the prefix cache")
-            del job  # it holds what it has written
+                logger.exception("an operation on a file of the prefix cache has failed")
+            del job  # it holds the state that it has written
 
     def _write(self, name: str, tokens: Tokens, state: SequenceState) -> None:
         header = {"kind": KIND, "token_ids": tokens.tolist()}
@@ -178,10 +178,12 @@ class PrefixFiles:
         try:
             if state is None:
                 state = self._read(self._folder / name)
-        except FileNotFoundError:  # another engine needed its room
+        except FileNotFoundError:  # another engine has removed the file to make room
             pass
         except (OSError, DamagedFileError, LookupError, TypeError) as error:
-            logger.warning("a prefix is computed again: %s", error)
+            logger.warning(
+                "a file of the prefix cache is removed, its prefix is computed again: %s", error
+            )
             self._remove(self._folder / name)
         finally:  # in any case: a caller waits
             self._on_loaded(PrefixLoaded(name, state))
@@ -225,7 +227,7 @@ class PrefixFiles:
         return sum(size for _, _, size in self._files())
 
     def _files(self) -> Iterator[tuple[Path, float, int]]:
-        """Every file of the directory, when it was used, and its size."""
+        """Yield each file of the directory, with its time of last use (mtime) and its size in bytes."""
         for path in self._directory.glob(f"*/*{SUFFIX}"):
             with contextlib.suppress(OSError):
                 status = path.lstat()
@@ -244,14 +246,14 @@ class PrefixFiles:
 
     # --- The beginning -----------------------------------------------------------------------
     def _remove_stale(self) -> None:
-        """Delete files that a killed process has not finished."""
+        """Delete unfinished files of killed processes."""
         for path in self._folder.glob(".*.part"):
             with contextlib.suppress(OSError):
                 if time.time() - path.stat().st_mtime > STALE_S:
                     path.unlink()
 
     def _scan(self) -> Iterator[tuple[Tokens, str, int]]:
-        """The prefixes that are there, the least recently used first."""
+        """Yield the tokens, the file name and the size of each stored prefix, least recently used first."""
         own = [found for found in self._files() if found[0].parent == self._folder]
         for path, _, size in sorted(own, key=lambda found: found[1]):
             try:

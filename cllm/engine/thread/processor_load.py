@@ -15,9 +15,9 @@ from cllm.engine.core.thread_tuner import ProcessorLoad
 PROC = Path("/proc")
 # Columns of /proc/stat and of /proc/PID/stat, see proc(5).
 IDLE_COLUMNS = (3, 4)  # idle, and idle while a disk is read
-STOLEN_COLUMN = 7  # by the host of a virtual machine: used by no program here
-SHORTEST_S = 0.1  # of a window: the kernel counts in hundredths of a second
-TIME_COLUMNS = (11, 12)  # of a process, behind its name: in its own code, in the kernel
+STOLEN_COLUMN = 7  # time that the host of a virtual machine took: no program here used it
+SHORTEST_S = 0.1  # shortest time between two readings: the kernel counts in hundredths of a second
+TIME_COLUMNS = (11, 12)  # of a process, counted after its name: user time and system time
 
 
 class _Reading(NamedTuple):
@@ -35,8 +35,8 @@ class _Reading(NamedTuple):
 class ProcessorReader:
     """Reads the load of the processors since the previous reading.
 
-    Compute threads are the thread that makes the reader and those of this process that Python did
-    not start.  Use it from one thread.  A reading takes some 0.2 ms.
+    Create and use it in the inference thread.  That thread and the threads that Python did not start count
+    as compute threads.  A reading takes about 0.2 ms.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ class ProcessorReader:
         self._last = self._reading()
 
     def read(self) -> ProcessorLoad | None:
-        """Return the load since the last load; None if the system does not report it, or too early."""
+        """Return the load since the last reading; None if it is not known, or less than 0.1 s has passed."""
         before, now = self._last, self._reading()
         if before is None or now is None or before.n_processors != now.n_processors:
             self._last = now
@@ -69,7 +69,7 @@ class ProcessorReader:
             others=max(0.0, now.n_processors - idle - stolen - own),
             idle=max(0.0, idle),
             own=own,
-            n_runnable=max(0, now.n_runnable - 1),  # this thread is one
+            n_runnable=max(0, now.n_runnable - 1),  # without this thread
         )
 
     def _reading(self) -> _Reading | None:
@@ -88,7 +88,7 @@ class ProcessorReader:
             for name, *values in map(str.split, (PROC / "stat").read_text().splitlines())
             if name.startswith(("cpu", "procs_running"))
         }
-        # Of the main thread: an OpenMP runtime may bind the thread that computes to one processor.
+        # Processors of the main thread: an OpenMP runtime may bind a compute thread to one processor.
         numbers = os.sched_getaffinity(os.getpid())
         times = [lines[f"cpu{number}"] for number in numbers]
         idle = sum(of_one[column] for of_one in times for column in IDLE_COLUMNS)
@@ -102,7 +102,13 @@ class ProcessorReader:
 
 
 def _waited_s() -> dict[str, float]:
-    """Return how long each compute thread has been runnable without running."""
+    """Return the seconds that each compute thread has waited for a processor, by thread id.
+
+    Raises
+    ------
+    OSError
+        The system does not report the times of any thread.
+    """
     others = {t.native_id for t in threading.enumerate()} - {threading.get_native_id()}
     waited_s = {}
     for thread in (PROC / "self" / "task").iterdir():

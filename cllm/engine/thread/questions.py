@@ -1,4 +1,4 @@
-"""Questions: what the event loop asks, answered between two ticks.  Inference thread only."""
+"""Questions: questions of the event loop (`Ask`), answered between two ticks.  Inference thread only."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Questions:
     Parameters
     ----------
     audit : callable
-        Returns where the bookkeeping and llama.cpp disagree.
+        Returns a text for each difference between the bookkeeping and llama.cpp.
     """
 
     def __init__(self, core: EngineCore, loras: Loras, audit: Callable[[], list[str]]) -> None:
@@ -42,7 +42,7 @@ class Questions:
         self._open.append(ask)
 
     def take_events(self) -> list[Event]:
-        """Return the answers that there are now; the other questions stay open."""
+        """Answer the open questions as far as possible now; return the answers as events."""
         events, asked, self._open = list[Event](), self._open, []
         try:
             for ask in asked:
@@ -64,7 +64,7 @@ class Questions:
         core = self._core
         match question:
             case Audit():
-                # Not while something known is to be mended.
+                # A known fault is repaired first, in the next tick.
                 return None if core.manager.cells.fault is not None else tuple(self._audit())
             case Inspect():
                 return core.live_view()

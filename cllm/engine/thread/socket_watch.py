@@ -1,7 +1,7 @@
-"""SocketWatch: an event loop that calls back when there is something to read from a socket.
+"""SocketWatch: calls a function in the event loop when a socket has data to read.
 
-What another process sends reaches the loop without a thread in between, whose two wake-ups a token
-would wait for the processor.
+The event loop reads from the socket itself.  A thread in between would add two wake-ups to the latency of
+each token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cllm.engine.thread.mailbox import Outbox
 
 
 class SocketWatch:
-    """One socket after the other, read in the event loop in which this was made."""
+    """Watches a socket, one at a time, in the event loop in which this object was made."""
 
     def __init__(self) -> None:
         loop = current_token().native_token
@@ -31,13 +31,16 @@ class SocketWatch:
         return self._calls.post(call)
 
     def close(self, connection: socket.socket) -> None:
-        """Close a socket: in the loop, which may watch it, if that is still there."""
+        """Close a socket, in the event loop if it still runs, since the loop may watch the socket."""
         if not self.call_soon(partial(self._close, connection)):
             connection.close()
 
     # --- Event loop --------------------------------------------------------------------------
     def start(self, connection: socket.socket, on_readable: Callable[[], bool]) -> None:
-        """Call back while there is data to read, until the callback returns False or the socket closes."""
+        """Call `on_readable` in the loop whenever there is data, until it returns False or the socket closes.
+
+        Does nothing if this socket is watched already.
+        """
         if self._watched is connection:
             return
         self._watched = connection

@@ -18,7 +18,7 @@ from cllm.errors import ClosedError
 
 T = TypeVar("T")
 
-STACK_BYTES = 256 << 20  # only reserved: what is not used costs nothing
+STACK_BYTES = 256 << 20  # address space only: unused parts take no memory
 
 
 class PendingCall(Generic[T]):
@@ -31,12 +31,12 @@ class PendingCall(Generic[T]):
         self._error: Exception | None = None
 
     def set(self, result: T | None, error: Exception | None = None) -> None:
-        """Give the answer."""
+        """Set the result or the error, and wake the task in `wait`."""
         self._result, self._error = result, error
         self._arrived.set()
 
     async def wait(self) -> T:
-        """The result, or the error raised."""
+        """Return the result, or raise the error."""
         await self._arrived.wait()
         if self._error is not None:
             raise self._error
@@ -46,9 +46,9 @@ class PendingCall(Generic[T]):
 def start_thread(
     run: Callable[[], object], name: str, stack_bytes: int = STACK_BYTES
 ) -> threading.Thread:
-    """Start a daemon thread with a stack of a size of its own."""
+    """Start a daemon thread with a stack of `stack_bytes` bytes."""
     thread = threading.Thread(target=run, name=name, daemon=True)
-    # The size is a setting of the process: put it back for all other threads.
+    # The stack size is a setting of the process: restore it for all other threads.
     previous = threading.stack_size(stack_bytes)
     try:
         thread.start()
@@ -71,21 +71,24 @@ class WorkerThread:
     async def run(self, call: Callable[[], T]) -> T:
         """Return the result of `call` on the thread, or raise its error.
 
+        If the caller is cancelled, a call that has not begun is skipped.
+
         Raises
         ------
         ClosedError
+            The thread is ending.
         """
         reply: PendingCall[T] = PendingCall()
         self._queue.put((call, reply))
-        if self._is_ending:  # looked at last: what was put before it was set is answered
+        if self._is_ending:  # checked after the put: any call put before `end` is answered
             raise ClosedError("the engine is closed")
         try:
             return await reply.wait()
         finally:
-            reply.is_wanted = False  # not begun yet: its caller has given up
+            reply.is_wanted = False  # if the caller was cancelled, the call need not begin
 
     def end(self) -> None:
-        """End the thread, and wait for the calls before this one.  Any other thread."""
+        """End the thread after the calls that are queued, and wait for it.  Any other thread."""
         self._is_ending = True
         self._queue.put(None)
         self._thread.join()
@@ -101,13 +104,13 @@ class WorkerThread:
             except BaseException as caught:  # a panic of a Rust library, a SystemExit
                 error = RuntimeError(f"{type(caught).__name__}: {caught}")
             self._outbox.post((reply, result, error))
-            del item, call, reply, result, error  # while it waits it holds nothing of the last call
+            del item, call, reply, result, error  # a waiting thread must not keep them alive
 
 
 class WorkerThreads:
     """The worker threads of one engine.
 
-    Their calls may be inside a vocabulary: so the owner ends them first, and waits.
+    Their calls may use a vocabulary, so the owner ends the threads before it frees the vocabulary.
     """
 
     def __init__(self) -> None:
@@ -116,27 +119,28 @@ class WorkerThreads:
         self._has_ended = False
 
     def start(self, name: str) -> WorkerThread:
-        """One more.  Event loop only.
+        """Start a worker thread and return it.  Event loop only.
 
         Raises
         ------
         ClosedError
+            `end` was called.
         """
         worker = WorkerThread(name)
         self._workers.append(worker)
-        if self._has_ended:  # looked at last: perhaps `end` has passed this one over
+        if self._has_ended:  # checked after the append: `end` may have missed this worker
             worker.end()
             raise ClosedError("the engine is closed")
         return worker
 
     def end_first(self, ending: Callable[[], None]) -> None:
-        """Register a function that ends whatever a call may wait for; it is called first at the end."""
+        """Register a function that `end` calls first, to stop a child process for which a call may wait."""
         self._endings.append(ending)
-        if self._has_ended:  # looked at last
+        if self._has_ended:  # checked after the append: `end` may have missed this function
             ending()
 
     def end(self) -> None:
-        """End all threads, after the calls that have begun.  From any other thread."""
+        """End all threads after their queued calls, and wait for them.  Any other thread."""
         self._has_ended = True
         for ending in list(self._endings):
             ending()

@@ -18,16 +18,16 @@ logger: logging.Logger = logging.getLogger("cllm.server")
 
 
 class AnswerForm(ABC):
-    """Shape of one route's answers; by default with the events of OpenAI's chats.
+    """Form of one route's answers; by default with the events of OpenAI's chats.
 
     Attributes
     ----------
     prompt_field : str
-        Name of the field with the prompt, for an error.
+        Name of the field with the prompt, for errors.
     tells_overflows : bool
-        True if a stream whose prompt is too long has status 200, and fails by an event.
+        True if a stream whose prompt is too long has status 200 and ends with an error event.
     reads_deltas : bool
-        True if an answer that is not streamed is made of deltas too.
+        True if `events` is called for answers that are not streamed too.
     """
 
     prompt_field = "prompt"
@@ -39,7 +39,7 @@ class AnswerForm(ABC):
         return ()
 
     def ping(self) -> Event | None:
-        """Return an event that changes nothing; None: a comment will do."""
+        """Return an event without effect that keeps a waiting stream open; None to send a comment."""
         return None
 
     @abstractmethod
@@ -47,15 +47,18 @@ class AnswerForm(ABC):
         """Return the events for one delta of the choice `index`."""
 
     def is_over(self, index: int) -> bool:
-        """Return True if the rest of a choice is not wanted."""
+        """Return True if the choice `index` is complete: its stream is then cancelled."""
         return False
 
     def check(self, done: Sequence[Completion]) -> None:
-        """Return if the completions are an answer.
+        """Raise an error if the completions are no answer.
 
         Raises
         ------
-        Problem, DeadlineError
+        Problem
+            503: a shutdown has cancelled one of them.
+        DeadlineError
+            All of them reached their deadline without a token.
         """
         if any(one.finish_reason is FinishReason.CANCELLED for one in done):
             raise shutting_down()
@@ -70,12 +73,12 @@ class AnswerForm(ABC):
         return [(None, DONE)]
 
     def failed(self, problem: Problem) -> Iterable[Event]:
-        """Return the last events of an answer that failed on its way."""
+        """Return the last events of a streamed answer that has failed."""
         return [(None, problem.body), (None, DONE)]
 
     @abstractmethod
     def whole(self, done: Sequence[Completion]) -> object:
-        """Return the whole answer, for JSON."""
+        """Return the whole answer, to be encoded as JSON."""
 
 
 def answer(
@@ -88,14 +91,14 @@ def answer(
     is_streamed: bool,
     problem: Callable[[Exception], Problem] = problem_of,
 ) -> Response:
-    """Return an answer, whole or as events, that is given up when the client leaves.
+    """Return the response to a request, whole or as events; its streams end when the client disconnects.
 
     Parameters
     ----------
     open_streams : callable
-        Called with an id for the engine; the streams, not submitted yet.
+        Called with a request id for the engine; returns the streams, not submitted yet.
     problem : callable
-        Return the answer to an error, by the names that the client knows.
+        Returns the error response for an exception, with the field names that the client knows.
     """
     engine = state.serving
 

@@ -1,4 +1,4 @@
-"""A chat that some route has been asked for, as the engine takes it."""
+"""A chat of any route, as arguments of the engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from cllm.server.state import ServerState
 
 logger: logging.Logger = logging.getLogger("cllm.server")
 
-# As `reasoning_effort` may be.
+# Values of `reasoning_effort`.
 EFFORTS = frozenset(["none", "minimal", "low", "medium", "high", "xhigh", "max"])
 
 
@@ -45,9 +45,9 @@ class ChatCall:
         The arguments of `Engine.stream_chat` about the chat itself.
     params : SamplingParams
     scheduling : mapping
-        `priority`, `tenant`, `timeout` and `lora`.
+        Other arguments of `Engine.stream_chat`: `priority`, `tenant`, `timeout`, `lora`, `generated`.
     fields : sequence of str
-        Where each message comes from, if the client does not call it `messages[i]`.
+        Field of the body that each message comes from, for errors; empty: `messages[i]`.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -57,7 +57,7 @@ class ChatCall:
     fields: Sequence[str] = ()
 
     def problem_of(self, error: Exception) -> Problem:
-        """Return the answer to an error, by the names that the client knows."""
+        """Return the error response for an exception, with the field names that the client knows."""
         if isinstance(error, InvalidRequestError):
             error = self._as_said(error)
         return problem_of(error)
@@ -70,7 +70,7 @@ class ChatCall:
         return type(error)(name, error.value, error.limit)
 
     def streams(self, engine: Engine, request_id: str, n: int = 1) -> list[TokenStream]:
-        """The answers, not submitted yet."""
+        """Return the streams of `n` answers, not submitted yet."""
         return [
             engine.stream_chat(
                 self.messages,
@@ -93,7 +93,7 @@ def answer_chat(
     is_streamed: bool,
     n: int = 1,
 ) -> Response:
-    """Return the answers to a chat, whole or as events."""
+    """Return the response with `n` answers to a chat, whole or as events; see `answer`."""
     engine = state.serving
 
     def open_streams(engine_id: str) -> list[TokenStream]:
@@ -112,7 +112,7 @@ def answer_chat(
 
 
 def as_delta(completion: Completion) -> TokenDelta:
-    """A whole answer as if it had come at once."""
+    """Return the text, the reasoning and the tool calls of a completion as one delta, without tokens."""
     calls = [
         ToolCallDelta(i, call.id, call.name, call.arguments)
         for i, call in enumerate(completion.tool_calls)
@@ -121,19 +121,19 @@ def as_delta(completion: Completion) -> TokenDelta:
 
 
 def seeded(params: SamplingParams, index: int) -> SamplingParams:
-    """The parameters of the i-th of n: each draws its own numbers."""
+    """Return the parameters of the output `index` of several: `index` is added to a seed, if there is one."""
     if params.seed is None or index == 0:
         return params
     return replace(params, seed=(params.seed + index) % (MAX_SEED + 1))
 
 
 async def hinted(engine: Engine, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a chat without an effort that changes nothing for this model.
+    """Return the options of a chat, without a `reasoning_effort` that the chat template does not support.
 
-    It is logged once: clients send it by themselves, and cannot know the model.
+    A dropped effort is logged once, not rejected: clients send one by default and do not know the model.
     """
     effort = options.get("reasoning_effort")
-    if not isinstance(effort, str) or effort not in EFFORTS:  # the engine names what is wrong
+    if not isinstance(effort, str) or effort not in EFFORTS:  # the engine rejects a wrong one
         return dict(options)
     abilities = await engine.template_abilities()
     if abilities is None or abilities.thinking_switch or abilities.reasoning_effort:

@@ -1,8 +1,8 @@
-"""Tools that a client runs, as functions for the model; and its calls as the client knows them.  Pure.
+"""Conversion of tools that a client runs to functions for the model, and of their calls back.  Pure.
 
 Functions, members of a `namespace`, `custom` tools, OpenAI's `local_shell`, `shell`, `apply_patch` and
 `tool_search`, and Anthropic's `bash_*`, `text_editor_*`, `memory_*` and `computer_*` run at the client.
-What runs at a provider is left out, and that is logged.
+Tools that run at a provider are left out, and a warning is logged once for each type.
 
 The inputs are those of openai 3.57 (`openai.types.responses`) and anthropic 2.14
 (`anthropic.types.beta`).  Anthropic's SDK has no schemas of `bash`, `text_editor` and `computer`: these are
@@ -23,7 +23,7 @@ from cllm.server.http.problems import invalid
 logger: logging.Logger = logging.getLogger("cllm.server")
 
 Schema = dict[str, Any]
-# Members of this one are called by their names alone (Codex wraps all its tools in it).
+# Tools of this namespace keep their plain names for the model: Codex wraps all its tools in it.
 DEFAULT_NAMESPACE = "functions"
 FUNCTION, CUSTOM = "function", "custom"
 LEFT_OUT = "tools of the type %s run elsewhere and are left out"
@@ -159,7 +159,7 @@ _ANTHROPIC: dict[str, tuple[str, str, Schema]] = {
         *_ACTIONS, "zoom", **_SCROLL, region=_numbers("x1, y1, x2, y2 of what is shown, for `zoom`", 4)
     ),
 }  # fmt: skip
-# Beginnings of types that run at the client, and whose inputs are not known here.
+# Prefixes of types of tools that run at the client: one that is not in `_ANTHROPIC` is rejected.
 _UNKNOWN_CLIENT_TOOLS = (
     "computer_toolset_",
     "browser_toolset_",
@@ -177,7 +177,7 @@ class ClientTool:
     Attributes
     ----------
     kind : str
-        `function`, `custom`, or a type of OpenAI's that has items of its own.
+        `function`, `custom`, or a type of `_OPENAI`, whose calls are items of their own type.
     name : str
     namespace : str or None
     """
@@ -199,7 +199,7 @@ class ClientTools:
     Attributes
     ----------
     functions : list of mapping
-        For the model, as chats have them.
+        Definitions for the model, in the form of `tools` of chat completions.
     """
 
     functions: list[dict[str, Any]] = field(default_factory=list)
@@ -211,7 +211,7 @@ class ClientTools:
         Raises
         ------
         Problem
-            A tool cannot be offered; names it.
+            400: a tool or a namespace is malformed; names it.
         """
         left_out: set[str] = set()
         for i, tool in enumerate(tools):
@@ -238,9 +238,9 @@ class ClientTools:
             self._add(f"{where}.tools[{k}]", kind, member, space)
 
     def _add(self, where: str, kind: str, tool: Mapping[str, Any], space: str | None) -> bool:
-        """Add one tool; False if it runs elsewhere."""
+        """Add one tool and return True; return False if it does not run at the client."""
         inner = tool.get(kind)
-        said = inner if isinstance(inner, Mapping) else tool  # as chats have it, or responses
+        said = inner if isinstance(inner, Mapping) else tool  # of Chat Completions or of Responses
         name = said.get("name")
         if kind == FUNCTION:
             function = {key: said[key] for key in FIELDS if said.get(key) is not None}
@@ -257,7 +257,7 @@ class ClientTools:
         shown = ClientTool(kind, str(name or ""), space)
         if isinstance(name, str):
             function["name"] = shown.flat_name
-        if where.startswith("input"):  # what was found again is as it was found last
+        if where.startswith("input"):  # a tool that was found again: the last definition counts
             others = [f for f in self.functions if f["function"].get("name") != shown.flat_name]
             self.functions = others
         self._known[shown.flat_name] = shown
@@ -265,7 +265,7 @@ class ClientTools:
         return True
 
     def add_anthropic(self, tools: Iterable[Mapping[str, Any]]) -> None:
-        """Add the tools of `/v1/messages`; see `add`."""
+        """Add the tools of `/v1/messages`; raise `Problem` for an unknown version of a client's tool."""
         for i, tool in enumerate(tools):
             kind = tool.get("type")
             if kind in (None, CUSTOM):
@@ -293,12 +293,12 @@ class ClientTools:
             self.functions.append({"type": "function", "function": function})
 
     def known(self, name: str) -> ClientTool:
-        """Return the tool that the model calls by this name."""
+        """Return the tool that the model calls by this name; a plain function for an unknown name."""
         return self._known.get(name, ClientTool(FUNCTION, name))
 
     # --- Calls, forth and back -----------------------------------------------------------------
     def call(self, call_id: object, kind: str, item: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a call of the history as chats have it."""
+        """Return a call in the client's history as an item of `tool_calls` of chat completions."""
         arguments: object = item.get("arguments", "")
         name = kind
         if kind in (FUNCTION, CUSTOM):
@@ -317,12 +317,12 @@ class ClientTools:
         return {"id": call_id, "type": "function", "function": function}
 
     def choice(self, choice: object) -> tuple[list[dict[str, Any]] | None, str]:
-        """Return the tools that may be called, and `tool_choice` as the engine has it.
+        """Return the tools that may be called, None without any, and `tool_choice` for the engine.
 
         Raises
         ------
         Problem
-            The choice is none that is known.
+            400: the choice has an unknown form.
         """
         tools = self.functions or None
         if choice is None:
@@ -352,7 +352,7 @@ def _runs_at_the_client(kind: str, tool: Mapping[str, Any]) -> bool:
 
 
 def _custom(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool for text as a function with one argument."""
+    """Return the description and the parameters of a custom tool as a function with the argument `input`."""
     form = tool.get("format")
     form = form if isinstance(form, Mapping) else {}
     grammar = form.get("grammar")
@@ -369,7 +369,7 @@ def _custom(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _name_of(tool: object) -> str | None:
-    """Return the name that a choice has for the model; None if it has none."""
+    """Return the name that the model knows for the tool of a choice; None if the choice has no name."""
     if not isinstance(tool, Mapping):
         return None
     kind = tool.get("type")
@@ -383,7 +383,7 @@ def _name_of(tool: object) -> str | None:
 
 
 def object_of(arguments: str) -> dict[str, Any] | None:
-    """Return the arguments of a call; None if they are no whole object."""
+    """Return the arguments of a call as a dict; None if the text is not a complete JSON object."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -392,14 +392,14 @@ def object_of(arguments: str) -> dict[str, Any] | None:
 
 
 def text_input_of(arguments: str) -> str:
-    """Return the input text of a custom tool; the complete part if it was cut off."""
+    """Return the input text of a call of a custom tool; the raw arguments if they are cut off or have none."""
     value = object_of(arguments)
     text = arguments if value is None else value.get("input")
     return text if isinstance(text, str) else arguments
 
 
 def messages_of(messages: Sequence[Any]) -> list[Any]:
-    """Return the messages of a chat with its calls of custom tools as calls of functions."""
+    """Return the messages of a chat with calls of custom tools turned into calls of functions."""
     tools = ClientTools()
 
     def with_functions(message: Any) -> Any:

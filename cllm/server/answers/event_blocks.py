@@ -1,7 +1,7 @@
-"""The parts of an answer in their order, as they begin, grow and end.  Pure.
+"""Conversion of deltas to the begin, growth and end of an answer's parts.  Pure.
 
-Responses and Messages tell of an answer as a list of items or blocks, one after another; a delta of the
-engine has channels.  `Blocks` makes the one of the other.
+The Responses API and the Messages API send an answer as a list of parts, one after another.  A delta of the
+engine has text, reasoning and calls side by side.  `Blocks` converts deltas to parts.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Block:
     kind : str
         `REASONING`, `TEXT` or `CALL`.
     index : int
-        Which part it is.
+        Position among the parts of the answer, from 0.
     text : str
-        What there is of it: for a call, of its arguments.
+        Text so far; for a call, JSON text of its arguments.
     id, name : str
-        Of a call.
+        Id of a call, and name of its tool; otherwise empty.
     """
 
     kind: str
@@ -39,7 +39,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Begin, growth or end of a block, with the added text."""
+    """Change of a block: `what` is `begin`, `grow` or `end`; `text` is the text that `grow` has added."""
 
     what: str
     block: Block
@@ -52,7 +52,7 @@ class Blocks:
     Attributes
     ----------
     done : list of Block
-        All that have begun.
+        All blocks that have begun; the last one may still grow.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Blocks:
                 yield self._add(call.arguments)
 
     def end(self) -> Iterator[Step]:
-        """Yield the end of the last block."""
+        """Yield the end of the last block, unless it has ended."""
         if self._is_open:
             self._is_open = False
             yield Step("end", self.done[-1])

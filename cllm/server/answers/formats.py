@@ -18,9 +18,9 @@ LOWEST = -9999.0  # OpenAI's stand-in for a probability of 0: JSON has no infini
 
 
 def finish_reason_of(reason: FinishReason | None) -> str | None:
-    """OpenAI knows `stop`, `tool_calls` and `length`: a deadline is a length in time.
+    """Return OpenAI's `finish_reason`: `stop`, `tool_calls`, or `length`, also for a deadline.
 
-    An end that is an error is told as one, after the last chunk.
+    None for an output that runs, has failed or was cancelled: an error event follows its last chunk.
     """
     if reason in (None, FinishReason.ERROR, FinishReason.CANCELLED):
         return None
@@ -28,19 +28,19 @@ def finish_reason_of(reason: FinishReason | None) -> str | None:
 
 
 def deadline_of(reason: FinishReason | None) -> dict[str, str]:
-    """Return `stop_reason` for an output that ended at its deadline; otherwise nothing."""
+    """Return the field `stop_reason` for an output that ended at its deadline; otherwise an empty dict."""
     return {"stop_reason": "deadline"} if reason is FinishReason.DEADLINE else {}
 
 
 class _OpenAIForm(AnswerForm):
-    """Common parts of OpenAI's two routes.
+    """Common parts of the answers of `/v1/completions` and `/v1/chat/completions`.
 
     Parameters
     ----------
     n_choices : int
-        Of each prompt.
+        Number of choices of each prompt.
     wants_usage : bool
-        Send the usage before the end of a stream.
+        True to send the usage as the last chunk of a stream.
     """
 
     def __init__(
@@ -102,14 +102,14 @@ class _OpenAIForm(AnswerForm):
 
 
 class CompletionForm(_OpenAIForm):
-    """`text_completion`.
+    """Answers of `/v1/completions`: objects of the kind `text_completion`.
 
     Parameters
     ----------
     echoes : sequence of str
-        What comes before the text of each choice.
+        Text that precedes each choice: its prompt, or empty.
     is_prompt_only : bool
-        Tell of the prompts and of nothing behind them.
+        True to leave out the generated tokens.
 
     """
 
@@ -126,11 +126,11 @@ class CompletionForm(_OpenAIForm):
         kind = "text_completion"
         super().__init__("cmpl", kind, request_id, model, n_choices, wants_usage)
         self._is_prompt_only = is_prompt_only
-        # Of the first token of each prompt, which has no log probability.
+        # Bytes of the first token of each prompt: it has no log probability that would hold them.
         self._first_pieces: Sequence[bytes] = ()
         self._echoes = list(echoes)
         self._offsets = [len(echo) for echo in echoes]
-        # A character may be spelled by several tokens: it counts for the last of them.
+        # A character may consist of several tokens; the offset grows after the last of them.
         self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in echoes]
 
     def _chunks(self, index: int, delta: TokenDelta) -> Iterator[dict[str, Any]]:
@@ -152,7 +152,7 @@ class CompletionForm(_OpenAIForm):
         for i, completion in enumerate(completions):
             text = self._echoes[i] + ("" if self._is_prompt_only else completion.text)
             logprobs: Sequence[TokenLogprob | None] | None = completion.logprobs
-            if completion.prompt_logprobs is not None:  # of a prompt that is echoed
+            if completion.prompt_logprobs is not None:  # the prompt is echoed with them
                 self._offsets[i] = 0
                 behind = () if self._is_prompt_only else completion.logprobs or ()
                 logprobs = (*completion.prompt_logprobs, *behind)
@@ -189,7 +189,7 @@ class CompletionForm(_OpenAIForm):
         for i, logprob in enumerate(logprobs):
             offsets.append(self._offsets[index])
             piece = first if logprob is None else logprob.bytes
-            if logprob is not None and i < n_prompt:  # the name of a control token is in a prompt
+            if logprob is not None and i < n_prompt:  # an echo has the names of control tokens
                 piece = piece or logprob.text.encode()
             self._offsets[index] += len(self._decoders[index].decode(piece))
         return {
@@ -205,12 +205,12 @@ class CompletionForm(_OpenAIForm):
 
 
 class ChatCompletionForm(_OpenAIForm):
-    """`chat.completion`, and `chat.completion.chunk` for its parts.
+    """Answers of `/v1/chat/completions`: `chat.completion`, streamed as `chat.completion.chunk`.
 
     Parameters
     ----------
     tools : ClientTools
-        Those that were offered: a call of a custom one is told as such.
+        Tools of the request; calls of its custom tools have the type `custom`.
     """
 
     prompt_field = "messages"
@@ -228,7 +228,7 @@ class ChatCompletionForm(_OpenAIForm):
         super().__init__("chatcmpl", kind, request_id, model, n_choices, wants_usage)
         self._begun: set[int] = set()
         self._tools = tools
-        # Of each choice, the call of a custom tool that is open: its number, and its arguments.
+        # By choice, the unfinished call of a custom tool: its index, and pieces of its arguments.
         self._custom: dict[int, tuple[int, list[str]]] = {}
 
     @property
@@ -259,7 +259,7 @@ class ChatCompletionForm(_OpenAIForm):
                 custom = {"name": call.name, "input": ""}
                 yield self._chunk(index, {"tool_calls": [{**begun, CUSTOM: custom}]})
                 return
-        if index in self._custom:  # its text is inside of JSON, and told when that is whole
+        if index in self._custom:  # its text is in JSON, and sent when the JSON is complete
             self._custom[index][1].append(call.arguments)
         else:
             yield self._chunk(index, {"tool_calls": [_call_delta(call)]})
@@ -341,7 +341,7 @@ def _chat_logprob(logprob: TokenLogprob) -> dict[str, Any]:
 
 
 def _name(logprob: TokenLogprob) -> str:
-    """Return the text of a token; as OpenAI does, the bytes of one that is part of a character."""
+    """Return the text of a token; `bytes:` and the escaped bytes for a part of a character, as OpenAI does."""
     try:
         logprob.bytes.decode()
     except UnicodeDecodeError:

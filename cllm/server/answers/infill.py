@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from cllm import FimTokens
 
 Tokenize = Callable[[str], Awaitable[Sequence[int]]]
-# Where the model knows no files; in llama-server's words.
+# Separator of other files for a model without a token for files; the same as in llama-server.
 BETWEEN = "\n\n--- snippet ---\n\n"
-REPOSITORY, FILE = "myproject\n", "filename\n"  # llama-server's, for those that clients do not tell
-SUFFIX_SHARE = 4  # of what fits, one part in so many at most
+REPOSITORY, FILE = "myproject\n", "filename\n"  # llama-server's: clients do not send these names
+SUFFIX_SHARE = 4  # the suffix has 1/4 of the room, and the part that a short prefix leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +21,11 @@ class Gap:
     Attributes
     ----------
     prefix, suffix : str
-        Before the gap, and after it.
+        Texts before and after the gap.
     extra : sequence of (str, str)
         Names and texts of other files, the nearest last.
     middle : str
-        The beginning of what is filled in.
+        Beginning of the text in the gap, which the model continues.
     """
 
     prefix: str
@@ -42,10 +42,10 @@ async def infill_prompt(gap: Gap, fim: FimTokens, tokenize: Tokenize, n_max: int
     gap : Gap
     fim : FimTokens
     tokenize : async callable
-        Tokens of a text in the midst of a prompt.
+        Returns the tokens of a text, without special tokens at its ends.
     n_max : int
-        Tokens that the prompt may have.  The prefix keeps its end, the suffix its beginning; other
-        files have what is left.
+        Tokens that the prompt may have.  A long prefix loses its beginning, a long suffix its end.  Other
+        files get the remaining room.  `middle` is never cut, and may exceed the limit.
     """
     middle = await tokenize(gap.middle)
     prefix, suffix = await tokenize(gap.prefix), await tokenize(gap.suffix)

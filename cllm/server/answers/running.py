@@ -1,4 +1,4 @@
-"""Run the requests behind one HTTP request, side by side, and tell the metrics."""
+"""Run the engine requests of one HTTP request concurrently, and record metrics and traces."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ from cllm.server.operation.tracing import Tracing
 
 logger: logging.Logger = logging.getLogger("cllm.server")
 
+# A longer write to the client keeps the next gap between deltas out of the metrics.
 SLOW_WRITE_S = 0.005
 
-# Called with the index of the stream and what it brought.
+# Called with the index of a stream and its next delta.
 OnDelta = Callable[[int, TokenDelta], Awaitable[None]]
 
 
 class Started(NamedTuple):
-    """Start of a request; the wall clock is for traces, and may be changed meanwhile."""
+    """Start of a request, by two clocks: the wall clock, which traces need, may be set while it runs."""
 
     unix_ns: int
     monotonic_s: float
@@ -51,7 +52,7 @@ class Observation:
 
     @contextmanager
     def of(self, stream: TokenStream, started: Started) -> Iterator[Callable[[Completion], None]]:
-        """Yield the function to call when the stream has ended, within its span."""
+        """Yield a function to call with the completion of a stream; the block is the span of the stream."""
         with self.tracing.request(
             stream.request_id,
             self.headers,
@@ -82,11 +83,11 @@ async def run_streams(
     on_delta: OnDelta | None = None,
     on_admitted: Callable[[], Awaitable[None]] | None = None,
 ) -> list[Completion]:
-    """Read all streams to their ends, in step; the completions in their order.
+    """Read all streams to their ends concurrently, and return the completions in the order of the streams.
 
-    All are submitted before the first is read, so that a refusal comes before any answer: they are
-    checked, tokenized and in the queue when `on_admitted` is called.  The first failure cancels the
-    others and is raised as it is.
+    All streams are submitted before the first is read, so that a rejection precedes any answer.  When
+    `on_admitted` is called, they are checked, tokenized and in the queue.  The first error of a stream
+    cancels the others and is raised unchanged.
     """
     started = Started(time.time_ns(), time.monotonic())
 
@@ -142,17 +143,17 @@ async def _read(
         if on_delta is not None:
             await on_delta(delta)
             if time.perf_counter() - now > SLOW_WRITE_S:
-                last = None  # the client's time, not the model's
+                last = None  # the next gap would include the time that the client needed
     return await stream.completion()
 
 
 def check_in_time(done: Sequence[Completion]) -> None:
-    """Return unless all outputs reached their deadline without a token.
+    """Raise an error if all outputs reached their deadline without a token.
 
     Raises
     ------
     DeadlineError
-        An empty output would be taken for an answer.
+        All outputs are empty; a client would take them for answers.
     """
     for one in done:
         if one.finish_reason is not FinishReason.DEADLINE or one.usage.n_output:

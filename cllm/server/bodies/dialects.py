@@ -1,6 +1,6 @@
 """Translate fields of other servers' clients to cllm's.  Pure.
 
-A value that asks for nothing is taken as such, whatever it is called elsewhere.
+Values of other servers that mean "no limit" or "none", such as `max_tokens: -1`, are translated too.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ from typing import Any
 
 from cllm.server.bodies.fields import NO_LIMIT
 
-MIN_TEMPERATURE = 1e-3  # less is what clients send for 0
+MIN_TEMPERATURE = 1e-3  # a smaller one means 0: clients send it in place of 0
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict")
 SWITCHES = ("think", "enable_thinking")
 
 
 def translated(data: Mapping[str, Any], known: Mapping[str, object]) -> dict[str, Any]:
-    """Return a body with neutral values and other names as this server has them.
+    """Return a copy of a body, with the names and neutral values of other servers translated.
 
     Parameters
     ----------
     data : mapping
+        Body of a request.
     known : mapping
-        The fields of the body: what it knows by itself is left as it is.
+        Fields of the route's body.  Its own `reasoning` and `thinking` are not translated.
     """
     said = dict(data)
     for name in LENGTHS:
@@ -50,7 +51,7 @@ def translated(data: Mapping[str, Any], known: Mapping[str, object]) -> dict[str
 
 
 def _thinking(said: dict[str, Any], known: Mapping[str, object]) -> None:
-    """Translate OpenRouter's `reasoning`, z.ai's `thinking`, and switches."""
+    """Translate OpenRouter's `reasoning`, z.ai's `thinking`, and the fields of `SWITCHES`."""
     reasoning = None if "reasoning" in known else said.get("reasoning")
     if isinstance(reasoning, Mapping) and reasoning.keys() <= {"effort", "enabled", "exclude"}:
         del said["reasoning"]

@@ -1,7 +1,7 @@
 """The types that fields of bodies have, and what the OpenAPI document says of them.
 
-Types are checked by pydantic; ranges where the values are used, so that the API of Python and that
-of HTTP refuse the same values in the same words.  The document repeats those ranges.
+pydantic checks types.  Ranges are checked where the values are used, so that the Python API and the HTTP
+API reject the same values with the same message.  The OpenAPI document repeats those ranges.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ MAX_LORAS = 64
 
 
 def _integral(data: object) -> object:
-    """JSON has one kind of number: 5.0 is an integer."""
+    """Return a float without a fraction as an int: JSON has one kind of number, and 5.0 is an integer."""
     return int(data) if isinstance(data, float) and data.is_integer() else data
 
 
 def _tokens(data: object) -> Any:
-    """Token ids.  Looked at as a whole, since there may be a million."""
+    """Return a list of token ids, or raise `ValueError`; checked as a whole, as there may be a million."""
     if isinstance(data, list):
         kinds = set(map(type, data))
         if float in kinds and kinds <= {int, float}:
@@ -44,19 +44,19 @@ def _tokens(data: object) -> Any:
 
 
 def _prompt(data: object) -> object:
-    """One prompt: a text, or token ids."""
+    """Return one prompt: a text, or token ids."""
     return data if isinstance(data, str) else _tokens(data)
 
 
 def _prompts(data: object) -> object:
-    """One prompt, or several."""
+    """Return one prompt, or a list of several."""
     if not isinstance(data, list) or set(map(type, data)) <= {int, float}:
         return _prompt(data)
     return [_prompt(one) for one in data]
 
 
 def _mixed(data: object) -> object:
-    """One prompt as llama-server has it: token ids may have texts between them."""
+    """Return one prompt of llama-server: a text, or a list of token ids and texts."""
     if isinstance(data, Mapping):
         if data.get("multimodal_data"):
             raise invalid("prompt.multimodal_data", "is not supported yet")
@@ -67,14 +67,14 @@ def _mixed(data: object) -> object:
 
 
 def _all_mixed(data: object) -> list[object]:
-    """All prompts of a request to llama-server; a list that has a number is one."""
+    """Return the prompts of a request to llama-server; a list with a number in it is one prompt."""
     if not isinstance(data, list) or not data or {int, float} & set(map(type, data)):
         return [_mixed(data)]
     return [_mixed(one) for one in data]
 
 
 def _check_schema(data: object) -> object:
-    if _has_parts(data, MAX_SCHEMA_BYTES // 2):  # each of which is two bytes at least
+    if _has_parts(data, MAX_SCHEMA_BYTES // 2):  # each part has two bytes or more
         raise invalid("json_schema", f"must be at most {MAX_SCHEMA_BYTES} bytes")
     return data
 
@@ -98,7 +98,7 @@ def _check_stop_tokens(data: object) -> object:
 
 
 def _check_biases(data: object) -> object:
-    """Refuse too many before each is looked at."""
+    """Raise `Problem` for more than `MAX_BIASES` entries, before pydantic checks each of them."""
     if isinstance(data, Mapping) and len(data) > MAX_BIASES:
         raise invalid("logit_bias", f"has {len(data)} tokens, must have at most {MAX_BIASES}")
     return data
@@ -146,7 +146,7 @@ MixedPrompts = Annotated[
     BeforeValidator(_all_mixed),
     WithJsonSchema({"anyOf": [_TEXT, _MIXED, {"type": "array", "items": _MIXED, "minItems": 1}]}),
 ]
-# The first wrong item is enough: a body has room for a million, and each would be described.
+# Validation stops at the first wrong item: a body may have a million, each with its own error.
 Texts = Annotated[list[Text], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 # Names and scales, or llama-server's `[{"id": 0, "scale": 0.5}]`.
@@ -185,7 +185,7 @@ ResponseFormat = Annotated[
 MAX_SEED = INTEGER_RANGES["seed"][1]
 NO_LIMIT = INTEGER_RANGES["max_tokens"][1]  # of output tokens
 SAMPLING_FIELDS = tuple(SamplingOptions.__annotations__)
-# Those that are not integers or numbers.
+# Types of the sampling fields that are not integers or numbers.
 _TYPES: dict[str, Any] = {
     "dry_sequence_breakers": Texts,
     "samplers": Texts,
@@ -216,7 +216,7 @@ _DEFAULTS = SamplingParams()
 
 
 def sampling_fields(without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The fields of `SamplingParams`, for pydantic's `create_model`; null leaves the default."""
+    """Return the fields of `SamplingParams` for pydantic's `create_model`; null leaves the default."""
     return {
         name: (_type_of(name) | None, Field(None, json_schema_extra=_documented(name)))
         for name in SAMPLING_FIELDS

@@ -1,7 +1,7 @@
 """The bodies of requests.  Types are checked here, ranges where the values are used.
 
-The sampling fields are those of `SamplingParams`, by its names; what OpenAI or llama-server know
-besides, and what changes nothing here, is taken and left aside.  Any other name is refused.
+The sampling fields are those of `SamplingParams`, with its names.  Fields of other servers that have no
+effect here are accepted and ignored (`HARMLESS`, `NEUTRAL`).  Any other name is rejected.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from cllm.server.bodies.fields import (
 )
 from cllm.server.http.problems import invalid
 
-# Names that others know and that change nothing here.
+# Fields of other servers that have no effect here.
 HARMLESS = frozenset(
     [
         "user",
@@ -75,7 +75,7 @@ HARMLESS = frozenset(
         "extra_headers",
     ]
 )
-# Names that change an answer elsewhere, with the values that leave it as it is here.
+# Fields that change answers of other servers, with the accepted values, which change nothing.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "suffix": (None, ""),
     "best_of": (None, 1),
@@ -103,7 +103,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 
 
-# Names that others have for what has another one here.
+# Fields of other servers, with the field or option that this server has instead.
 HINTS = {
     "n_predict": "max_tokens",
     "max_new_tokens": "max_tokens",
@@ -125,7 +125,7 @@ HINTS = {
 }
 
 
-PARSE_SPECIAL = "Names of control tokens in a prompt are these tokens"
+PARSE_SPECIAL = "Parse the names of control tokens in a prompt as these tokens"
 
 
 class Body(BaseModel):
@@ -155,7 +155,7 @@ class Body(BaseModel):
         return {
             name: value
             for name, value in data.items()
-            # null says that there is none, and many clients send it for what is not there.
+            # null is like an absent field: many clients send it for fields that are not set.
             if name in cls.model_fields
             and (value is not None or cls.model_fields[name].is_required())
         }
@@ -166,7 +166,7 @@ class Queued(Body):
 
     priority: Integer = Field(0, description="Lower is more urgent")
     tenant: Text = Field(
-        "", description="Tenant that the request counts for; the header X-Tenant goes before it"
+        "", description="Tenant that the request counts for; the header X-Tenant overrides it"
     )
 
     @property
@@ -181,7 +181,7 @@ class _ModelRequest(Queued):
         None,
         description="LoRA adapters: names and scales, or llama-server's list of `id` and `scale`",
     )
-    timeout: Number | None = Field(None, description="Seconds from submission")
+    timeout: Number | None = Field(None, description="Seconds from submission to the deadline")
 
     @property
     def turn(self) -> dict[str, Any]:
@@ -215,8 +215,8 @@ class GenerateFields(ChatOptionFields):
     prompt: Prompt | None = Field(None, description="Text, or token ids", examples=["1+1="])
     messages: Messages | None = Field(None, description="A chat, in place of a prompt")
     parse_special: Flag = Field(True, description=PARSE_SPECIAL)
-    generated: Tokens = Field((), description="The beginning of the output: it goes on after these")
-    return_prompt_token_ids: Flag = Field(False, description="Say the token ids of the prompt")
+    generated: Tokens = Field((), description="Token ids of the output's beginning, to continue")
+    return_prompt_token_ids: Flag = Field(False, description="Return the token ids of the prompt")
 
 
 GenerateBody: Any = create_model(
@@ -277,19 +277,19 @@ class LlamaServerFields(_Request):
         "post_sampling_probs": (None, False)
     }
 
-    n_predict: Integer | None = Field(None, description="As `max_tokens`; 0: the prompt alone")
+    n_predict: Integer | None = Field(None, description="As `max_tokens`; 0: only the prompt")
     n_cmpl: Integer | None = Field(None, description="Outputs of each prompt")
     n: Choices | None = None
     n_probs: Integer | None = Field(None, description="As `logprobs`")
     return_tokens: Flag = False
     response_fields: Texts | None = Field(
-        None, description="Fields of the answer, of inner ones the path", examples=[["content"]]
+        None, description="Fields to return; inner ones as `outer/inner`", examples=[["content"]]
     )
     n_indent: Integer = Field(
-        0, description="End before a line, but for the first, that begins with less white space"
+        0, description="Indent of each line but the first; a line with less ends the output"
     )
     t_max_predict_ms: Integer = Field(
-        0, description="End with the line after so many milliseconds of output; 0: never"
+        0, description="Milliseconds of output after which a line break ends it; 0: never"
     )
 
 
@@ -315,7 +315,7 @@ class InfillFields(LlamaServerFields):
     input_extra: Objects = Field(
         [], description="Parts of other files: `filename` and `text`, the nearest last"
     )
-    prompt: Text = Field("", description="The beginning of what is filled in")
+    prompt: Text = Field("", description="Beginning of the text in the gap, which is continued")
 
 
 InfillBody: Any = create_model(
@@ -369,12 +369,14 @@ def sampling_of(body: BaseModel, defaults: SamplingOptions, **changes: Any) -> S
     Parameters
     ----------
     defaults : mapping
-        Those of the model.
+        Defaults of the model.
+    **changes
+        Parameters that replace those of the body.
 
     Raises
     ------
-    Problem, InvalidRequestError
-        Names the field.
+    InvalidRequestError
+        Names the field, the value and the limit.
     """
     values: dict[str, Any] = dict(defaults)
     values |= {
@@ -394,9 +396,9 @@ def sampling_of(body: BaseModel, defaults: SamplingOptions, **changes: Any) -> S
 def constraint_of(
     response_format: Mapping[str, Any] | None, field: str = "response_format"
 ) -> dict[str, Any]:
-    """Return OpenAI's `response_format` as sampling parameters.
+    """Return OpenAI's `response_format` as sampling parameters; empty for text.
 
-    A keyword that cannot be enforced is ignored unless the format is strict, as OpenAI promises no more.
+    A keyword of a schema that cannot be enforced is ignored, unless the format is strict, as with OpenAI.
     """
     kind = "text" if response_format is None else response_format.get("type")
     if response_format is None or kind == "text":
@@ -416,7 +418,7 @@ def constraint_of(
 def lenient(schema: object) -> object:
     """Return a schema in which keywords that cannot be enforced are ignored."""
     if not isinstance(schema, Mapping):
-        return schema  # which the engine names as wrong
+        return schema  # the engine rejects it
     options = schema.get("x-guidance")
     given = options if isinstance(options, Mapping) else {}
     return {**schema, "x-guidance": {"lenient": True, **given}}

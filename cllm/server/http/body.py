@@ -1,4 +1,4 @@
-"""JSON bodies from strangers: bounded in depth, finite in numbers."""
+"""Parsing of JSON bodies from untrusted clients, with limits on depth, containers and numbers."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from starlette.responses import JSONResponse, Response
 
 from cllm.server.http.problems import Problem
 
-MAX_CONTAINERS = 1 << 14
+MAX_CONTAINERS = 1 << 14  # arrays and objects of one body
 TENANT_HEADER = "x-tenant"
 LARGE = re.compile(rb"[eE]\+?[0-9]{3}|[0-9]{300}")  # numbers that may be beyond a float
-MAX_BRACKETS = 1 << 18  # of which some may be text
+MAX_BRACKETS = 1 << 18  # opening brackets of one body, in its strings too
 
 
 async def json_of(request: Request) -> Any:
-    """The body, whatever content type it is said to have.
+    """Return the value of the JSON body of a request; its content type is ignored.
 
     Raises
     ------
     Problem
-        400: missing, not JSON, nested too deep, with too many parts, NaN or infinity.
+        400: the client left early, or the body is missing or rejected by `parsed`.
     """
     try:
         body = await request.body()
@@ -42,12 +42,13 @@ async def json_of(request: Request) -> Any:
 
 
 def parsed(body: bytes) -> Any:
-    """Return the value of a body.
+    """Return the value of a JSON body.
 
     Raises
     ------
     Problem
-        400: not JSON, nested too deep, with too many parts, NaN or infinity.
+        400: the body is not JSON, is nested too deep, or has more than `MAX_CONTAINERS` arrays and objects.
+        Numbers must be finite.
     """
     _check_size(body)
     try:
@@ -63,7 +64,7 @@ def _check_size(body: bytes) -> None:
     """Reject bodies that would take long to parse on the event loop."""
     n_containers = _n_containers(body)
     if MAX_CONTAINERS < n_containers <= MAX_BRACKETS:
-        # Perhaps they are in strings: of what is between quotation marks, every second is none.
+        # Brackets in strings do not count: every second part between quotation marks is no string.
         outside = body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2]
         n_containers = _n_containers(b"".join(outside))
     if n_containers > MAX_CONTAINERS:
@@ -72,7 +73,7 @@ def _check_size(body: bytes) -> None:
 
 
 def _field_beyond(body: bytes) -> str | None:
-    """The field in which the body has too many parts; None if that is not to be seen."""
+    """Return the field in which the body exceeds `MAX_CONTAINERS`; None if that cannot be determined."""
     brackets = re.finditer(rb"[\[{]", body)
     end = next(islice(brackets, MAX_CONTAINERS, None)).start()
     try:
@@ -100,10 +101,10 @@ def _n_containers(text: bytes) -> int:
 
 
 class SafeRoute(APIRoute):
-    """Route that reads its body within limits.
+    """Route whose endpoint takes the parsed body and the request; the body is read within limits.
 
-    FastAPI describes it, and does not call it: what that takes, a token's time, is for parameters
-    that these routes do not have.
+    FastAPI documents such an endpoint but does not call it.  Resolving parameters would take as long as
+    generating a token, and these routes have none to resolve.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -121,7 +122,7 @@ class SafeRoute(APIRoute):
                 and "tenant" in body_type.model_fields
                 and isinstance(value, dict)
             ):
-                value["tenant"] = tenant  # by a proxy that knows its clients
+                value["tenant"] = tenant  # set by a proxy that knows its clients
             try:
                 body = body_type.model_validate(value)
             except ValidationError as error:

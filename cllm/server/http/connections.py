@@ -1,7 +1,7 @@
-"""Connections: a limit of open connections, below the descriptors of this process.
+"""Limit of open connections, below the limit of file descriptors of this process.
 
-Without it, idle clients take every descriptor.  The event loop then spends its time on failed accepts,
-and streams stall.
+Without this limit, idle clients take every descriptor.  The event loop then spends its time on failed
+accepts, and streams stall.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ logger: logging.Logger = logging.getLogger("cllm.server")
 N_RESERVED = 32
 N_MIN, N_DEFAULT = 8, 4096
 N_DESCRIPTORS = 65536
-# Accepted before the event loop does anything else; asyncio fails once for each beyond what there is.
+# Connections that asyncio accepts in one pass of its loop; each fails if no descriptor is left.
 N_AT_ONCE = 8
 
 
 class Closable(Protocol):
-    """A connection."""
+    """Connection that can be closed while it waits for a request."""
 
     def close_idle(self) -> None:
         """Close the connection while it waits for a request."""
@@ -34,7 +34,8 @@ class Connections:
     Parameters
     ----------
     n_max : int
-        More than these close the one that has been idle for longest, or are closed at once.
+        Most connections.  One more closes the connection that has been idle for longest.  If none is idle, the
+        new one is rejected.
     """
 
     def __init__(self, n_max: int) -> None:
@@ -61,7 +62,7 @@ class Connections:
         self._idle.pop(connection, None)
 
     def set_idle(self, connection: Closable, is_idle: bool) -> None:
-        """Record whether a connection waits for a request."""
+        """Mark a connection as idle, so that `add` may close it, or as busy."""
         if not is_idle:
             self._idle.pop(connection, None)
         elif connection in self._open:
@@ -71,13 +72,13 @@ class Connections:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "%d connections are open, which is all (--max-connections): idle ones are closed",
+                "%d connections are open, the limit (--max-connections): new ones close idle ones",
                 self.n_max,
             )
 
 
 def raise_descriptor_limit() -> int:
-    """Raise the soft limit of descriptors, and return it."""
+    """Raise the soft limit of file descriptors towards 65536, and return it; 65536 if it is infinite."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = N_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(N_DESCRIPTORS, hard)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -90,14 +91,14 @@ def raise_descriptor_limit() -> int:
 
 
 def n_connections_max(n_descriptors: int, wanted: int | None) -> int:
-    """Return the number of connections that fit beside the descriptors that are open now.
+    """Return the limit of connections: as many as fit beside the open descriptors, but at least 8.
 
     Parameters
     ----------
     n_descriptors : int
-        That this process may have.
+        Limit of file descriptors of this process.
     wanted : int or None
-        Setting of the server.
+        `ServerConfig.max_connections`; None: 4096.
     """
     n_fitting = n_descriptors - _n_open() - N_RESERVED
     return max(N_MIN, min(n_fitting, N_DEFAULT if wanted is None else wanted))

@@ -28,14 +28,14 @@ LOCAL_DOMAINS = (".local", ".localhost", ".internal", ".home.arpa", ".test", ".a
 
 
 class Limits:
-    """ASGI middleware: request ids, Host check, API key, body size and time.
+    """ASGI middleware: adds request ids; checks Host, Origin, API key, sizes, and the time of the body.
 
     Parameters
     ----------
     app : ASGIApp
     config : ServerConfig
     n_ctx : callable
-        Tokens of the context, as far as they are known.
+        Returns the context length in tokens, or 0 while it is unknown, for the limit of the body.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, n_ctx: Callable[[], int]) -> None:
@@ -98,10 +98,10 @@ class Limits:
             raise self._too_large()
 
     def _is_own(self, name: str) -> bool:
-        """Return True if a host is this server's, not a name that a web page has for its address.
+        """Return True if the host of a request is allowed: a name of this server, or one of `allowed_hosts`.
 
-        A page of `evil.example` whose name is made to resolve to this address (DNS rebinding) is of
-        the same origin as the server, as far as its browser knows.
+        The owner of `evil.example` can make that name resolve to this address (DNS rebinding).  A browser
+        then takes a page of `evil.example` and this server for one origin.
         """
         allowed = self._config.allowed_hosts
         if name.lower() in allowed or "*" in allowed:
@@ -116,7 +116,7 @@ class Limits:
         return origin in allowed or "*" in allowed or origin.partition("://")[2] == host
 
     def _too_large(self) -> Problem:
-        # The rest of the body is still under way: this connection is of no more use.
+        # The client is still sending the body: the connection cannot be used for another request.
         limit = f"prompt is too long: the body has more than {self._n_bytes_max} bytes"
         return overflow(f"{limit}, see --max-body-bytes", None, status=413)
 
@@ -131,9 +131,9 @@ class Limits:
 
         async def bounded() -> Message:
             nonlocal n_bytes, is_complete, deadline
-            if deadline == float("inf"):  # from when it is wanted: a model may be loaded first
+            if deadline == float("inf"):  # starts at the first read: a model may be loaded before
                 deadline = anyio.current_time() + self._config.body_timeout_s
-            if is_complete:  # from here on it waits for the client to leave
+            if is_complete:  # later calls wait until the client disconnects
                 return await receive()
             message: Message | None = None
             with anyio.move_on_at(deadline):
@@ -151,7 +151,7 @@ class Limits:
 
 
 class HeadAsGet:
-    """ASGI middleware: every route that answers GET answers HEAD, by the headers of that answer."""
+    """ASGI middleware: answers a HEAD request with the headers of the answer to GET."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -170,7 +170,7 @@ class HeadAsGet:
                 return
             await send(message)
             if message["type"] == "http.response.start":
-                # To the client it ends here, and the next request may come: so it does to the server.
+                # The client may send its next request now, so the answer ends for the server too.
                 is_over = True
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -181,13 +181,13 @@ class HeadAsGet:
 
 
 class OtherPaths:
-    """ASGI middleware: paths without `/v1`, with two slashes, or with one at the end.
+    """ASGI middleware: replaces an alias of a path of `known`; see `with_known_path`.
 
     Parameters
     ----------
     app : ASGIApp
     known : set of str
-        Paths as they are.
+        Paths of the routes.
     """
 
     def __init__(self, app: ASGIApp, known: frozenset[str]) -> None:
@@ -202,7 +202,10 @@ class OtherPaths:
 
 
 def with_known_path(scope: Scope, known: frozenset[str]) -> Scope:
-    """Return a scope with the known path for an alias; the same scope if the path is no alias."""
+    """Return a scope with the known path for an alias; the same scope if the path is no alias.
+
+    An alias of a `/v1` path lacks `/v1`, begins with several slashes, or ends with one or more.
+    """
     if (path := route_path(scope)) not in known:
         plain = "/" + path.strip("/")
         for other in (plain, f"/v1{plain}"):
@@ -224,7 +227,7 @@ def is_file(path: str) -> bool:
 
 
 def route_path(scope: Scope) -> str:
-    """The path within this application, wherever it is mounted."""
+    """Return the path of a request within this application, without the path where that is mounted."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
 

@@ -48,7 +48,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 RETRY_AFTER_S = 1
 TOO_LONG = "context_length_exceeded"  # as OpenAI calls it
-PLACES = ("body", "path", "query")  # of a field, as FastAPI has them
+PLACES = ("body", "path", "query")  # FastAPI's names for the place of a field
 KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -58,16 +58,18 @@ KINDS = {
 
 
 class Problem(Exception):
-    """An answer that is an error.
+    """Error that becomes an HTTP response.
 
     Attributes
     ----------
     status : int
     param : str or None
-        The field that is wrong.
+        Name of the wrong field.
     code : str or None
+    headers : mapping
+        Further headers of the response.
     details : mapping
-        More fields of the error, or others in place of its `type`.
+        Further fields of the error object; they replace `type` and others of the same name.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class Problem(Exception):
 
     @property
     def body(self) -> dict[str, object]:
-        """The object that is sent."""
+        """JSON object of the response."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {
             "type": "error",  # for Anthropic's clients
@@ -104,23 +106,23 @@ class Problem(Exception):
 
     @property
     def response(self) -> JSONResponse:
-        """The whole response."""
+        """Response with the body, the status and the headers."""
         return JSONResponse(self.body, self.status, headers=self.headers)
 
 
 def invalid(param: str, message: str) -> Problem:
-    """Return the answer to a wrong field."""
+    """Return the answer (400) to a request with a wrong field; the text is `param: message`."""
     return Problem(400, f"{param}: {message}", param=param)
 
 
 def too_many(reason: str, *, retry_after_s: float = RETRY_AFTER_S) -> Problem:
-    """Return the answer to a request for which there is no room."""
+    """Return the answer (429) to a request that finds a full queue."""
     retry = {"Retry-After": f"{math.ceil(retry_after_s)}"}
     return Problem(429, reason, code="queue_full", headers=retry)
 
 
 def unavailable(reason: str) -> Problem:
-    """Requests are not served now, but soon."""
+    """Return the answer (503) to a request that cannot be served now; a client may try again after 1 s."""
     retry = {"Retry-After": str(RETRY_AFTER_S)}
     return Problem(503, reason, code="unavailable", headers=retry)
 
@@ -131,15 +133,16 @@ def shutting_down() -> Problem:
 
 
 def too_long(error: PromptTooLongError, param: str = "prompt") -> Problem:
-    """Return the answer to an overflow, as the clients of OpenAI, Anthropic and llama.cpp know one."""
+    """Return the answer (400) to a prompt that exceeds the context; see `overflow`."""
     numbers = {"n_prompt_tokens": error.n_prompt, "n_ctx": error.n_ctx}
     return overflow(str(error), param, **numbers)
 
 
 def overflow(reason: str, param: str | None, *, status: int = 400, **details: object) -> Problem:
-    """Return the answer to an overflow of the context, after which clients compact their history.
+    """Return the answer to a request that exceeds the context; clients then compact their history.
 
-    `reason` says "prompt is too long" or more; some clients look for the code in the text.
+    Clients of OpenAI, Anthropic and llama.cpp recognize it by the code, the type, or the text: `reason` must
+    contain "prompt is too long", and the code is added to it.
     """
     return Problem(
         status,
@@ -178,7 +181,7 @@ def problem_of(error: BaseException) -> Problem:
             cause = error.__cause__
             is_fault = isinstance(cause, LlamaCallError | ContextError | LibraryError)
             if isinstance(cause, CllmError | ValueError) and not is_fault:
-                # What was asked for cannot be followed: a constraint, a ban of every token.
+                # The request cannot be fulfilled: its constraint, or a ban of all tokens.
                 return Problem(400, str(cause), code="generation_failed")
             return Problem(500, str(error), code="generation_failed")
         case HTTPException():
@@ -196,7 +199,7 @@ def _of_validation(error: RequestValidationError) -> Problem:
     place = [str(part) for part in first["loc"]]
     if place and place[0] in PLACES:
         del place[0]
-    # A union is tried member by member, and each adds its own name: the field comes first.
+    # pydantic adds the name of a union's member to the place: the field is the first part.
     param = place[0] if place else None
     place = [part[:80] for part in place]  # a name may have come from the client
     message = str(first["msg"])
@@ -204,5 +207,5 @@ def _of_validation(error: RequestValidationError) -> Problem:
 
 
 async def answer_problem(request: Request, error: Exception) -> JSONResponse:
-    """The exception handler of the application."""
+    """Return the error response for an exception: the exception handler of the application."""
     return problem_of(error).response

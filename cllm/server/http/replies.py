@@ -1,7 +1,7 @@
-"""Answers that take a while: their requests are given up when the client leaves.
+"""Responses that take long: their requests are cancelled when the client disconnects.
 
-Starlette runs an endpoint to its end even if its client has left.  A `Reply` is produced while a
-second task listens for the client's departure, in the queue, in the prefill and while streaming.
+Starlette runs an endpoint to its end even if its client has disconnected.  A `Reply` therefore listens for
+the disconnect in a second task, while its request is queued, computed and streamed.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from starlette.types import Message, Receive, Scope, Send
 
 from cllm.server.http.problems import problem_of
 
-Event = tuple[str | None, Mapping[str, Any] | str]  # a name, if a client wants one; the data
+Event = tuple[str | None, Mapping[str, Any] | str]  # name of a server-sent event or None, and data
 DONE = "[DONE]"
 PING = b": ping\n\n"
-# How deep an answer is taken apart: choices, their log probabilities, the tokens of those.
+# Levels of an answer that are encoded in pieces: choices, their log probabilities, their tokens.
 DEPTH = 5
-N_AT_ONCE = 64
+N_AT_ONCE = 64  # items of a list that are encoded in one call
 
 
 class Writer:
@@ -34,9 +34,9 @@ class Writer:
     Attributes
     ----------
     is_streaming : bool
-        The head has been sent: a status can be chosen no more.
+        True once the head of a stream has been sent, with status 200.
     has_left : bool
-        The client has left, and reads nothing.
+        True once a write has failed because the client has disconnected.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -50,18 +50,18 @@ class Writer:
         self._sent_at = 0.0
 
     async def json(self, make: Callable[[], object], *, is_long: bool = False) -> None:
-        """Send the whole answer; a long one is encoded in a thread."""
+        """Send the value that `make` returns as JSON; if it is long, it is made and encoded in a thread."""
         await self.whole(
             await anyio.to_thread.run_sync(_encoded, make) if is_long else _encoded(make)
         )
 
     async def whole(self, content: bytes) -> None:
-        """The whole answer, which is JSON."""
+        """Send the whole answer, `content`, which is encoded JSON."""
         response = Response(content, media_type="application/json")
         await response(self._scope, self._receive, self._send)
 
     async def begin(self) -> None:
-        """Send the head of a stream, unless it has been sent: a client waits for that, too."""
+        """Send the head of a stream, unless it has been sent."""
         if not self.is_streaming:
             self.is_streaming = True
             headers = [
@@ -75,9 +75,9 @@ class Writer:
             self._begun.set()
 
     async def ping(self, interval_s: float, make: Callable[[], Event | None]) -> None:
-        """Send something whenever nothing was sent for so long, until the stream is over.
+        """Send a keep-alive after each `interval_s` seconds without output, from the head to the end.
 
-        `make` returns an event that changes nothing; None: a comment, which is none.
+        `make` returns an event without effect; if it returns None, a comment is sent.
         """
         await self._begun.wait()
         while not self._is_over:
@@ -99,12 +99,12 @@ class Writer:
         await self._body(head + data + b"\n\n", more=True)
 
     async def end(self) -> None:
-        """End the events as OpenAI's chats do."""
+        """Send `[DONE]`, as OpenAI does, and end the stream."""
         await self.event(DONE)
         await self.close()
 
     async def close(self) -> None:
-        """End the events."""
+        """End the stream, without another event."""
         self._is_over = True
         await self._body(b"", more=False)
 
@@ -117,7 +117,7 @@ class Writer:
 
     async def _body(self, data: bytes, *, more: bool) -> None:
         self._sent_at = time.monotonic()
-        # Waits for a client that does not read, which pauses its own sequence and no other.
+        # This waits while the client does not read, which pauses only its own sequence.
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
 
@@ -126,7 +126,7 @@ def _encoded(make: Callable[[], object]) -> bytes:
 
 
 def _parts(value: object, depth: int) -> Iterator[bytes]:
-    """JSON in pieces: the encoder keeps the GIL, and with it every stream, until it is done."""
+    """Yield a value as JSON in pieces: the encoder holds the GIL, and all streams wait until it returns."""
     if depth and isinstance(value, Mapping) and value:
         for index, (name, inner) in enumerate(value.items()):
             yield (b"," if index else b"{") + _dumped(name) + b":"
@@ -162,14 +162,14 @@ def _dumped(value: object) -> bytes:
 
 
 class Reply(Response):
-    """An answer that `produce` writes.
+    """Response that `produce` writes; it is cancelled when the client disconnects.
 
     Parameters
     ----------
     produce : callable
-        Called with a `Writer`.  What it raises before the head is sent becomes an error response.
+        Called with a `Writer`.  Its error becomes an error response, or an event of a stream that has begun.
     ping_interval_s : float
-        A stream sends something after each so many seconds without anything; 0: never.
+        Seconds without output after which a stream sends a keep-alive; 0: never.
     ping : callable
         See `Writer.ping`.
     """
@@ -216,7 +216,7 @@ class Reply(Response):
 
 
 async def _tell(failure: Exception, writer: Writer) -> None:
-    """The end of an answer that has failed: a status, while it can still be chosen."""
+    """Send the error of a stream as its last event; raise it if the stream has not begun."""
     if not writer.is_streaming:
         raise failure
     await writer.event(problem_of(failure).body)

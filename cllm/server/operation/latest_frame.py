@@ -1,4 +1,4 @@
-"""LatestFrame: one frame for all that watch the engine at the same time.  Event loop only."""
+"""LatestFrame: one frame of `/live`, shared by all its readers.  Event loop only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PERIOD_S = 0.1
 
 
 class LatestFrame:
-    """Latest frame, which the first reader that needs a new one makes."""
+    """Cache of the latest frame; a reader that finds it too old makes a new one for all."""
 
     def __init__(self) -> None:
         self._lock = anyio.Lock()
@@ -21,7 +21,7 @@ class LatestFrame:
         self._n_frames = 0
 
     async def get(self, make: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
-        """Return a frame that is at most one period old; `make` makes a new one if needed."""
+        """Return a frame that is at most half a period (0.05 s) old; `make` makes a new one if needed."""
         async with self._lock:
             if time.monotonic() - self._made_at >= PERIOD_S / 2:
                 self._n_frames += 1

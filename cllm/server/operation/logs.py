@@ -1,4 +1,4 @@
-"""Logging of a server, for people or for programs."""
+"""Logging of a server to stderr, as text or as JSON."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ LEVELS = ("critical", "error", "warning", "info", "debug")
 
 
 N_CHARACTERS_MAX = 8000  # of a message
-# Control characters but tabulators and line breaks, C1 and line separators too: a terminal obeys them.
+# A terminal obeys these: C0 without tab and line feed, DEL, C1, and the Unicode line separators.
 _CONTROLS = {
     n: f"\\x{n:02x}" for n in (*range(9), *range(11, 32), *range(127, 160), 0x2028, 0x2029)
 }
 
 
 def contained(message: str) -> str:
-    """Return a message of limited length, without control characters except line breaks."""
+    """Return a message cut to 8000 characters, with control characters escaped, except tabs and line feeds."""
     if len(message) > N_CHARACTERS_MAX:
         message = f"{message[:N_CHARACTERS_MAX]}… ({len(message):,} characters)"
     return message.translate(_CONTROLS)
 
 
 class ConsoleFormatter(logging.Formatter):
-    """Formats a record as one line; further lines of a message are indented."""
+    """Formatter for text: time, level and message; further lines of a message are indented."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(message)s")
@@ -38,7 +38,7 @@ class ConsoleFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line."""
+    """Formatter for JSON: one object per record, on one line."""
 
     def format(self, record: logging.LogRecord) -> str:
         """See `logging.Formatter`."""
@@ -54,14 +54,15 @@ class JsonFormatter(logging.Formatter):
 
 
 def _is_fault(record: logging.LogRecord) -> bool:
-    """Requests that are given up when the server ends are none, and no reason for a traceback."""
+    """Return False for a cancellation at the end of the server: it needs no traceback in the log."""
     if record.exc_info is not None:
         return not isinstance(record.exc_info[1], asyncio.CancelledError)
-    return not record.getMessage().rstrip().endswith("CancelledError")  # of the lifespan, as text
+    # uvicorn logs the traceback of the lifespan as text.
+    return not record.getMessage().rstrip().endswith("CancelledError")
 
 
 def configure_logging() -> None:
-    """Log to stderr, by `CLLM_LOG_LEVEL` and `CLLM_LOG_FORMAT` (`console` or `json`)."""
+    """Log to stderr; `CLLM_LOG_LEVEL` is `info` by default, `CLLM_LOG_FORMAT` is `console` (or `json`)."""
     level = os.environ.get("CLLM_LOG_LEVEL", "info").lower()
     handler = logging.StreamHandler(sys.stderr)
     if os.environ.get("CLLM_LOG_FORMAT") == "json":
@@ -71,9 +72,9 @@ def configure_logging() -> None:
     logging.basicConfig(
         level=level.upper() if level in LEVELS else "INFO", handlers=[handler], force=True
     )
-    # What llama.cpp, the loop and connections say at these levels would bury the requests.
+    # Below warnings, llama.cpp, asyncio and urllib3 log so much that requests are hard to find.
     for name in ("asyncio", "cllm.llama", "urllib3"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    # It warns of every request that is not HTTP: any client could fill the log.
+    # uvicorn warns of every request that is not HTTP: any client could fill the log.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     logging.getLogger("uvicorn.error").addFilter(_is_fault)

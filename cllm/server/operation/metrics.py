@@ -1,4 +1,4 @@
-"""Prometheus metrics: histograms of requests, and the engine's own statistics when asked."""
+"""Prometheus metrics: histograms of requests, and the engine's statistics, read at each scrape."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ N_LATEST = 512
 GAP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 
 GAUGES = {
-    "requests_waiting": ("n_waiting", "Requests without a place in the batch"),
-    "requests_running": ("n_running", "Requests in the batch"),
-    "requests_paused": ("n_paused", "Requests whose reader has stopped"),
+    "requests_waiting": ("n_waiting", "Requests that wait for a seq_id"),
+    "requests_running": ("n_running", "Requests with a seq_id"),
+    "requests_paused": ("n_paused", "Requests whose reader has stopped, waiting or running"),
     "kv_cells": ("n_kv_cells", "KV cells in all"),
     "kv_cells_used": ("n_kv_cells_used", "KV cells of live requests"),
     "kv_cells_cached": ("n_kv_cells_cached", "KV cells of cached prefixes"),
@@ -26,28 +26,28 @@ GAUGES = {
     "prefix_disk_bytes": ("n_prefix_bytes_disk", "Prefixes in files"),
     "sequences_used": ("n_seq_ids_used", "seq_ids of live requests"),
     "compute_threads": ("n_threads", "Compute threads: fewer while other programs are busy"),
-    "waiting_texts": ("n_waiting_texts", "Texts that are to become vectors"),
-    "uptime_seconds": ("uptime_s", "Since the engine was started"),
+    "waiting_texts": ("n_waiting_texts", "Texts that wait for their embedding"),
+    "uptime_seconds": ("uptime_s", "Seconds since the engine was started"),
 }
 COUNTERS = {
-    "ticks": ("n_ticks", "Decodes"),
+    "ticks": ("n_ticks", "Ticks: batches decoded"),
     "prompt_tokens": ("n_prefill_tokens", "Prompt tokens computed"),
-    "prompt_tokens_cached": ("n_cached_tokens", "Prompt tokens shared instead of computed"),
+    "prompt_tokens_cached": ("n_cached_tokens", "Prompt tokens reused instead of computed"),
     "output_tokens": ("n_output_tokens", "Tokens sampled"),
-    "drafted_tokens": ("n_drafted_tokens", "Guesses of tokens that were computed"),
-    "accepted_tokens": ("n_accepted_tokens", "Guesses of tokens that were right"),
+    "drafted_tokens": ("n_drafted_tokens", "Draft tokens computed (speculation)"),
+    "accepted_tokens": ("n_accepted_tokens", "Draft tokens accepted (speculation)"),
     "preemptions": ("n_preemptions", "Sequences sent back to the queue"),
     "swaps": ("n_swaps", "Preempted sequences whose cells were saved"),
-    "evictions": ("n_evictions", "Cached prefixes that have left the cells"),
-    "restored_prefixes": ("n_restored_prefixes", "Requests that went on from memory or a file"),
-    "checkpoints": ("n_checkpoints", "Memory of one position that was kept for others"),
+    "evictions": ("n_evictions", "Cached prefixes evicted from the KV cache"),
+    "restored_prefixes": ("n_restored_prefixes", "Requests with a prefix from memory or a file"),
+    "checkpoints": ("n_checkpoints", "Checkpoints: states of one position kept for reuse"),
     "rebuilds": ("n_rebuilds", "Contexts recreated after a failure"),
     "restarts": ("n_restarts", "Engine processes started anew after a crash"),
-    "discrepancies": ("n_discrepancies", "What audits found and mended"),
-    "embedded_texts": ("n_embedded_texts", "Texts that became vectors"),
-    "embedded_tokens": ("n_embedded_tokens", "Their tokens"),
-    "embedding_batches": ("n_embedding_batches", "Batches that they were computed in"),
-    "gil_handovers": ("n_gil_handovers", "Calls that gave the GIL away"),
+    "discrepancies": ("n_discrepancies", "Discrepancies that audits found and repaired"),
+    "embedded_texts": ("n_embedded_texts", "Texts embedded"),
+    "embedded_tokens": ("n_embedded_tokens", "Tokens of embedded texts"),
+    "embedding_batches": ("n_embedding_batches", "Batches of embedded texts"),
+    "gil_handovers": ("n_gil_handovers", "Calls in ticks that released the GIL"),
 }
 
 
@@ -57,7 +57,7 @@ class Metrics:
     Attributes
     ----------
     latest_ttfts, latest_gaps : deque of float
-        Seconds, of the requests and of the tokens that came last.
+        Seconds: the time to first token of the latest 512 requests, and the latest 512 gaps between deltas.
     """
 
     def __init__(self) -> None:
@@ -71,11 +71,11 @@ class Metrics:
             return Histogram(f"cllm_{name}_seconds", what, buckets=buckets, registry=self._registry)
 
         self._ttft = histogram("time_to_first_token", "Submission to first token")
-        self._itl = histogram("inter_token_latency", "Between two tokens", GAP_SECONDS)
+        self._itl = histogram("inter_token_latency", "Time between two deltas", GAP_SECONDS)
         self._queue = histogram("queue_time", "Submission to admission")
-        self._total = histogram("request_duration", "Submission to the last token")
+        self._total = histogram("request_duration", "Submission to the end of the request")
         self._http = Counter(
-            "cllm_http_responses", "Answers", ("route", "status"), registry=self._registry
+            "cllm_http_responses", "HTTP responses", ("route", "status"), registry=self._registry
         )
 
     def watch(self, statistics: Callable[[], EngineStatistics]) -> None:
@@ -83,12 +83,12 @@ class Metrics:
         self._statistics = statistics
 
     def gap(self, seconds: float) -> None:
-        """A token came so long after the one before."""
+        """Record the seconds between a delta and the one before."""
         self._itl.observe(seconds)
         self.latest_gaps.append(seconds)
 
     def finished(self, completion: Completion) -> None:
-        """A request has ended."""
+        """Record the times of a request that has a completion."""
         timings = completion.timings
         self._queue.observe(timings.queued_s)
         self._total.observe(timings.total_s)
@@ -97,15 +97,15 @@ class Metrics:
             self.latest_ttfts.append(timings.ttft_s)
 
     def given_up(self, seconds: float) -> None:
-        """A request has ended without a completion: its client has left, or it failed."""
+        """Record the duration of a request without a completion: its client has left, or it failed."""
         self._total.observe(seconds)
 
     def answered(self, route: str, status: int) -> None:
-        """An answer has been begun."""
+        """Count an HTTP response by the path of its route and its status."""
         self._http.labels(route, str(status)).inc()
 
     def text(self) -> bytes:
-        """All of it, in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
@@ -119,11 +119,15 @@ class Metrics:
         yield GaugeMetricFamily("cllm_kv_cache_usage", what, value=now.kv_cache_usage)
         for name, (field, what) in COUNTERS.items():
             yield CounterMetricFamily(f"cllm_{name}", what, value=getattr(now, field))
-        finished = CounterMetricFamily("cllm_requests_finished", "By reason", labels=("reason",))
+        finished = CounterMetricFamily(
+            "cllm_requests_finished", "Requests finished, by reason", labels=("reason",)
+        )
         for reason, n_requests in now.n_finished.items():
             finished.add_metric([reason.value], n_requests)
         yield finished
-        stages = CounterMetricFamily("cllm_tick_seconds", "Time of ticks", labels=("stage",))
+        stages = CounterMetricFamily(
+            "cllm_tick_seconds", "Seconds spent in each stage of all ticks", labels=("stage",)
+        )
         for stage in ("plan", "decode", "sample", "detokenize", "deliver"):
             stages.add_metric([stage], getattr(now.tick_times, f"{stage}_s"))
         yield stages

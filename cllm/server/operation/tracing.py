@@ -1,7 +1,7 @@
 """OpenTelemetry: a span for each request, with its time in the queue, the prefill and the decode.
 
-Nothing is traced by default: with an endpoint for this server's own exporter, or with a
-global tracer provider in a program that embeds the application.  What callers wrote is in no span.
+Spans are exported only with an endpoint, or with a global tracer provider in a program that embeds the
+application.  Prompts and answers are in no span.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Trace:
         self._started_ns = started_ns
 
     def finished(self, completion: Completion) -> None:
-        """The request has ended."""
+        """Record the usage and the times of an ended request in its span."""
         usage, timings = completion.usage, completion.timings
         latencies = {
             "gen_ai.latency.time_in_queue": timings.queued_s,
@@ -70,12 +70,12 @@ class Tracing:
     Parameters
     ----------
     endpoint : str, optional
-        Takes OTLP over HTTP; None leaves it to the program's own tracer provider, if it has one.
+        URL of a collector for OTLP over HTTP; None: the program's global tracer provider, if it has one.
 
     Raises
     ------
     MissingExtraError
-        An endpoint, but no OpenTelemetry: the extra `tracing` is not installed.
+        An endpoint is given, but the extra `tracing` is not installed.
     """
 
     def __init__(self, endpoint: str | None = None) -> None:
@@ -101,9 +101,10 @@ class Tracing:
         params: SamplingParams,
         started_ns: int,
     ) -> Iterator[Trace | None]:
-        """The span of a request, a part of the trace that its headers tell of.
+        """Yield the span of a request, in the trace that its headers name; None without OpenTelemetry.
 
-        Ends with the block; what the block raises is its status.
+        The span ends with the block.  An `Exception` of the block becomes its status, a cancellation its finish
+        reason.  `started_ns` is the Unix time in nanoseconds.
         """
         if self._tracer is None:
             yield None
@@ -140,12 +141,12 @@ class Tracing:
                 raise
 
     async def aclose(self) -> None:
-        """Send the remaining spans, if the collector takes them soon."""
+        """Send the remaining spans; those that the collector has not taken after 3 s are dropped."""
         if self._provider is not None:
             with anyio.move_on_after(CLOSE_S, shield=True) as scope:
                 await anyio.to_thread.run_sync(self._provider.shutdown, abandon_on_cancel=True)
             if scope.cancelled_caught:
-                self._exporter.shutdown()  # it tries again and again otherwise
+                self._exporter.shutdown()  # otherwise the exporter goes on with its retries
 
 
 def _exporting_to(endpoint: str) -> tuple[Any, Any]:
@@ -154,10 +155,10 @@ def _exporting_to(endpoint: str) -> tuple[Any, Any]:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES are heeded, and win.
+    # `create` adds OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES; `service.version` stays ours.
     provider = TracerProvider(
         resource=Resource.create({"service.version": __version__}),
-        shutdown_on_exit=False,  # `aclose` has done it, or given up
+        shutdown_on_exit=False,  # `aclose` shuts it down
     )
     exporter = OTLPSpanExporter(endpoint)
     provider.add_span_processor(BatchSpanProcessor(exporter))

@@ -1,4 +1,4 @@
-"""Vectors, rankings and classes of texts: OpenAI's `/v1/embeddings`, Jina's and llama-server's reranking."""
+"""Embeddings, rankings and classes of texts, with the routes of OpenAI, llama-server, Jina, TEI and vLLM."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from cllm.server.state import ServerState, log_request, request_id_of, state_of
 router: APIRouter = APIRouter(route_class=SafeRoute, tags=["embeddings"])
 
 MAX_TEXTS = 2048  # as OpenAI has it
-MAX_NORM = 1024  # `embd_normalize`: which norm is 1
+MAX_NORM = 1024  # largest `embd_normalize`: the p of the p-norm
 INT16_LIKE = 32760.0  # llama-server's `embd_normalize: 0`: the largest number becomes this
 
 
@@ -35,7 +35,7 @@ class _TextsBody(Body):
     truncate: Flag = Field(
         False, description="Cut texts that are too long, instead of refusing them"
     )
-    timeout: Number | None = Field(None, description="Seconds from submission")
+    timeout: Number | None = Field(None, description="Seconds from submission to the deadline")
     priority: Integer = Field(0, description="Lower is more urgent")
 
     @property
@@ -49,8 +49,8 @@ class EmbeddingsBody(_TextsBody):
 
     input: Prompts = Field(description="A text, token ids, or several of either")
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: Integer | None = Field(None, description="Keep so many numbers of each vector")
-    normalize: Flag = Field(True, description="Make each vector a unit long")
+    dimensions: Integer | None = Field(None, description="Length to cut each vector to")
+    normalize: Flag = Field(True, description="Scale each vector to length 1")
 
 
 class EmbeddingBody(_TextsBody):
@@ -59,7 +59,7 @@ class EmbeddingBody(_TextsBody):
     content: Prompts | None = None
     input: Prompts | None = None
     embd_normalize: Integer = Field(
-        2, description="-1: not; 0: largest 32760; otherwise the p-norm"
+        2, description="-1: as it is; 0: the largest number becomes 32760; p: the p-norm becomes 1"
     )
 
 
@@ -77,7 +77,7 @@ class RerankBody(_TextsBody):
         None, description='Texts, or objects with "text"', fail_fast=True
     )
     texts: list[Text] | None = Field(None, description="The same as TEI calls it", fail_fast=True)
-    top_n: Integer | None = Field(None, description="The best so many; all by default")
+    top_n: Integer | None = Field(None, description="Best documents to return; all by default")
     return_documents: Flag = False
     return_text: Flag = False
 
@@ -85,7 +85,7 @@ class RerankBody(_TextsBody):
 # --- Vectors -------------------------------------------------------------------------------------
 @router.post("/v1/embeddings", summary="The vectors of texts, as OpenAI has it")
 async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
-    """One vector of each text."""
+    """Return one vector for each text, in the order of the texts."""
     state, engine = state_of(request), state_of(request).serving
     texts = _several(state, request, "input", body.input)
 
@@ -105,7 +105,7 @@ async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
 @router.post("/embedding", summary="The vectors of texts, as llama-server has it")
 @router.post("/embeddings", include_in_schema=False)
 async def embedding(body: EmbeddingBody, request: Request) -> Response:
-    """One vector of each text."""
+    """Return one vector for each text, in the order of the texts."""
     state, engine = state_of(request), state_of(request).serving
     field, given = ("content", body.content) if body.input is None else ("input", body.input)
     if given is None:
@@ -124,7 +124,7 @@ async def embedding(body: EmbeddingBody, request: Request) -> Response:
 
 
 def _openai_answer(found: Embeddings, is_base64: bool, model: str) -> bytes:
-    """The answer, row by row: a thousand vectors are megabytes."""
+    """Return OpenAI's answer as JSON, encoded row by row: a thousand vectors are megabytes."""
     n_tokens = sum(found.n_tokens)
     rows = []
     for index, vector in enumerate(found.vectors):
@@ -145,7 +145,7 @@ def _row(value: Mapping[str, object]) -> bytes:
 
 
 def _normalized(vectors: NDArray[np.float32], kind: int) -> NDArray[np.float32]:
-    """Return vectors normalized by llama-server's `embd_normalize`."""
+    """Return vectors, one a row, scaled as llama-server does for the `kind` of `embd_normalize`."""
     if kind < 0 or not vectors.size:
         return vectors
     largest = np.abs(vectors).max(axis=1, keepdims=True).astype(np.float64)
@@ -163,7 +163,7 @@ def _normalized(vectors: NDArray[np.float32], kind: int) -> NDArray[np.float32]:
 @router.post("/rerank", include_in_schema=False)
 @router.post("/reranking", include_in_schema=False)
 async def rerank(body: RerankBody, request: Request) -> Response:
-    """The best first, each with a score of 0 to 1; with `texts` in the form of TEI."""
+    """Return the documents, the best first, with scores of 0 to 1; TEI's form for `texts`, else Jina's."""
     state, engine = state_of(request), state_of(request).serving
     is_tei = body.texts is not None
     documents = list(body.texts) if body.texts is not None else _documents(body.documents)
@@ -196,7 +196,7 @@ async def rerank(body: RerankBody, request: Request) -> Response:
 @router.post("/classify", summary="The class of each text")
 @router.post("/v1/classify", include_in_schema=False)
 async def classify(body: ClassifyBody, request: Request) -> Response:
-    """The likeliest label of each text, and how likely all are, as vLLM has it."""
+    """Return the most likely label of each text and the probabilities of all labels, as vLLM does."""
     state, engine = state_of(request), state_of(request).serving
     texts = _several(state, request, "input", body.input)
 
@@ -251,7 +251,7 @@ def _tei_rows(ranked: Sequence[Ranked], texts: Sequence[str] | None) -> list[dic
 # --- What a client sends -------------------------------------------------------------------------
 @contextmanager
 def _field_of_client(field: str) -> Iterator[None]:
-    """Errors name the field that the client knows."""
+    """Rename `texts` to the client's `field` in an `InvalidRequestError` of the block."""
     try:
         yield
     except InvalidRequestError as error:
@@ -262,7 +262,7 @@ def _field_of_client(field: str) -> Iterator[None]:
 
 
 def _several(state: ServerState, request: Request, field: str, given: Any) -> list[Any]:
-    """The texts of a body, one or several."""
+    """Return the texts of a body, from 1 to 2048, as a list, and log them if `log_prompts` is set."""
     is_list = isinstance(given, list) and given and not isinstance(given[0], int)
     texts: list[Any] = given if is_list else [given]
     if given == [] or len(texts) > MAX_TEXTS:

@@ -1,4 +1,4 @@
-"""`POST /generate`: cllm's own, which tells everything of an answer, its tokens among it."""
+"""`POST /generate` and `/generate/score`: cllm's own routes, whose answers have token ids."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from cllm.server.state import ServerState, log_request, request_id_of, state_of
 
 router: APIRouter = APIRouter(route_class=SafeRoute)
 
-LOWEST = -9999.0  # stands for -inf, which JSON has not
+LOWEST = -9999.0  # in place of -inf, which JSON does not have
 
 
 @router.post("/generate", tags=["cllm"], summary="Generate text, or answer a chat")
 async def generate(body: GenerateBody, request: Request) -> Response:
-    """The output of one request, whole or as server-sent events; the last has usage and timings."""
+    """Return the output of a request, whole or as events; the last before `[DONE]` has usage and timings."""
     state, request_id = state_of(request), request_id_of(request)
     engine = state.serving
     params = sampling_of(body, engine.sampling_defaults)
@@ -63,7 +63,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
 
 @router.post("/generate/score", tags=["cllm"], summary="How likely a continuation is")
 async def score(body: ScoreBody, request: Request) -> Response:
-    """Return the log probability of each token of a continuation after a prompt, and their sum."""
+    """Return the log probability of each token of a continuation (-9999: -inf), and the sum (null: -inf)."""
     state = state_of(request)
     engine = state.serving
     for given in (body.prompt, body.continuation):
@@ -84,7 +84,7 @@ async def score(body: ScoreBody, request: Request) -> Response:
 
 
 class GenerateForm(AnswerForm):
-    """cllm's own answers: the last event has the usage and the timings too."""
+    """Form of the answers of `/generate`; the last event before `[DONE]` has usage and timings too."""
 
     def __init__(self, request_id: str, *, wants_prompt: bool) -> None:
         self._request_id = request_id
@@ -99,7 +99,7 @@ class GenerateForm(AnswerForm):
             self._last = _event_of(delta)
 
     def check(self, done: Sequence[Completion]) -> None:
-        """Return: an answer says why it ended."""
+        """Accept all completions: the finish reason in the answer states why an output ended."""
 
     def end(self, done: Sequence[Completion]) -> Iterator[Event]:
         """See `AnswerForm`."""
@@ -118,7 +118,7 @@ class GenerateForm(AnswerForm):
 def _streams_of(
     state: ServerState, body: GenerateFields, params: SamplingParams, options: dict[str, Any]
 ) -> Callable[[str], list[TokenStream]]:
-    """Return a function that opens the stream of a body, with an id."""
+    """Return a function that takes a request id and returns the stream of a body in a list, not submitted."""
     engine, prompt = state.serving, body.prompt
     check_length(engine, body.generated)
     scheduling: dict[str, Any] = {
@@ -142,13 +142,13 @@ def _streams_of(
 
 
 def check_length(engine: Engine, prompt: str | Sequence[int]) -> None:
-    """Reject too many token ids before each of them is checked."""
+    """Raise `PromptTooLongError` for more token ids than the context has, before each is checked."""
     if not isinstance(prompt, str) and len(prompt) > engine.model.n_ctx:
         raise PromptTooLongError(len(prompt), engine.model.n_ctx)
 
 
 def check_logprobs(state: ServerState, params: SamplingParams) -> None:
-    """Reject more `logprobs` than the server allows."""
+    """Raise `Problem` (400) if `logprobs` or `prompt_logprobs` is more than `max_logprobs`."""
     for name in ("logprobs", "prompt_logprobs"):
         n_top = getattr(params, name)
         if n_top is not None and n_top > state.config.max_logprobs:
@@ -197,7 +197,7 @@ def _answer_of(completion: Completion) -> dict[str, Any]:
 
 
 def _account_of(completion: Completion) -> dict[str, Any]:
-    """Return usage and timings of a completion."""
+    """Return the fingerprint, the usage and the timings, in milliseconds, of a completion."""
     usage, timings = completion.usage, completion.timings
     return {
         "fingerprint": completion.fingerprint,
@@ -225,7 +225,7 @@ def _ms(seconds: float | None) -> float | None:
 
 
 def logprob_of(logprob: TokenLogprob) -> dict[str, Any]:
-    """One token with its alternatives; -inf is not JSON and stands as -9999, as OpenAI has it."""
+    """Return a token with its alternatives as a JSON object; -inf becomes -9999, as with OpenAI."""
     return {
         "token_id": logprob.token_id,
         "text": logprob.text,

@@ -22,7 +22,7 @@ router: APIRouter = APIRouter(tags=["operation"])
 @router.get("/v1/health", summary="Whether requests are served", include_in_schema=False)
 @router.get("/health", summary="Whether requests are served")
 async def health(request: Request) -> JSONResponse:
-    """200 only while requests are served and the inference thread's heart beats."""
+    """Return the status of the engine: 200 while it is ready, otherwise 503 with a reason."""
     state = state_of(request)
     answer: dict[str, Any]
     if state.engine is None:
@@ -47,9 +47,9 @@ async def health(request: Request) -> JSONResponse:
     return JSONResponse(answer, 503, headers={"Retry-After": str(RETRY_AFTER_S)})
 
 
-@router.get("/props", summary="The model, its template and what that can do")
+@router.get("/props", summary="The model, its chat template and the abilities of the template")
 async def props(request: Request) -> dict[str, Any]:
-    """Return the properties that llama-server's clients read at the start."""
+    """Return the properties of the model, as llama-server does; its clients read them when they start."""
     engine = state_of(request).serving
     model, config = engine.model, engine.config
     abilities = await engine.template_abilities()
@@ -72,13 +72,13 @@ async def props(request: Request) -> dict[str, Any]:
 
 @router.get("/metrics", summary="Prometheus metrics")
 async def metrics(request: Request) -> Response:
-    """Prometheus' text format."""
+    """Return the metrics in Prometheus' text format."""
     return Response(state_of(request).metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/live", summary="The engine as it runs, as server-sent events")
 async def live(request: Request) -> Response:
-    """Slots, KV cache, ticks, queue and latencies, ten times a second at most, until the client leaves."""
+    """Send the state of the engine at most ten times a second, until the client leaves or the server stops."""
     state = state_of(request)
 
     async def produce(writer: Writer) -> None:

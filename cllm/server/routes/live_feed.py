@@ -13,18 +13,18 @@ from cllm import CllmError, Engine, EngineStatus, LiveView, __version__
 from cllm.server.operation.latest_frame import PERIOD_S
 from cllm.server.state import ServerState
 
-IDLE_PERIOD_S = 0.5  # where nothing has happened since the last look: it wakes the inference thread
+IDLE_PERIOD_S = 0.5  # for an idle engine: each query wakes the inference thread
 QUANTILES = (0.5, 0.99)
 
 
 def period_s(frame: dict[str, Any]) -> float:
-    """Return the seconds to wait after a frame."""
+    """Return the seconds to wait after a frame; more if it has no ticks and no waiting requests."""
     is_idle = not (frame.get("ticks") or frame.get("n_waiting"))
     return IDLE_PERIOD_S if is_idle else PERIOD_S
 
 
 async def frame_of(state: ServerState) -> dict[str, Any]:
-    """Return a frame of the present state."""
+    """Return the present state as a JSON object; only its status if no engine serves."""
     engine = state.engine
     if engine is None or state.is_draining:
         is_failed = state.failure is not None
@@ -41,7 +41,7 @@ async def frame_of(state: ServerState) -> dict[str, Any]:
 
 
 def _view_as(view: LiveView) -> dict[str, Any]:
-    """Return the view with its many items as lists without names."""
+    """Return a view as a dict, with extents and ticks as tuples to keep the frame small."""
     return {
         "slots": view.slots,
         "extents": [(e.start, e.end, e.parent, e.seq_ids) for e in view.extents],

@@ -45,13 +45,13 @@ logger: logging.Logger = logging.getLogger("cllm.server")
 
 Prompt = str | Sequence[int]
 OTHER_NAMES = {"typical_p": "typ_p"}  # of samplers
-N_INFILL = 128  # tokens that are left for what is filled in, where a request does not say
+N_INFILL = 128  # tokens that the prompt leaves for the output; fewer for a smaller `n_predict`
 NO_SLOT = -1
 
 
 @router.post("/completion", summary="Complete prompts, as llama-server does")
 async def completion(body: LlamaServerCompletionBody, request: Request) -> Response:
-    """The output of one prompt as an object, of several as a list."""
+    """Return the output of one prompt as an object, or those of several prompts as a list."""
     engine = state_of(request).serving
     prompts = [await _prompt_of(engine, given) for given in body.prompt]
     return _answer(state_of(request), body, prompts, request)
@@ -59,7 +59,7 @@ async def completion(body: LlamaServerCompletionBody, request: Request) -> Respo
 
 @router.post("/infill", summary="Fill in text, as llama-server does")
 async def infill(body: InfillBody, request: Request) -> Response:
-    """Generate the text between a prefix and a suffix; status 501 if the model has no tokens for it."""
+    """Generate the text between a prefix and a suffix; status 501 if the model has no infill tokens."""
     engine = state_of(request).serving
     if (fim := engine.model.fim) is None:
         missing = (
@@ -103,7 +103,7 @@ async def _prompt_of(engine: Engine, given: str | Sequence[int | str]) -> Prompt
 
 
 def _params_of(body: Any, engine: Engine) -> SamplingParams:
-    """Return the sampling parameters of a body; without a limit an output ends with the context."""
+    """Return the sampling parameters of a body; without a limit, an output may fill the context."""
     n_max = body.max_tokens if body.n_predict is None else body.n_predict
     changes: dict[str, Any] = {"max_tokens": NO_LIMIT if n_max is None else max(1, n_max)}
     if body.n_probs:
@@ -122,22 +122,24 @@ def _params_of(body: Any, engine: Engine) -> SamplingParams:
 
 @lru_cache(1)  # said once
 def _log_infill() -> None:
-    logger.info("the sampler infill of llama-server is left out: other samplers do without it")
+    logger.info("llama-server's sampler infill is not supported: it is left out of samplers")
 
 
 @dataclass
 class Lines:
-    """The text of an output, and whether it ends by the rules for lines.
+    """Text of an output that `n_indent` or `t_max_predict_ms` may end.
 
     Attributes
     ----------
     n_indent : int
-        White space that each line begins with, but for the first; 0: any.
+        Spaces and tabs that each line but the first begins with; a line with fewer ends the output.  0: none.
     max_s : float
-        After so many seconds of output it ends with a line; 0: never.
+        Seconds of output after which a line break ends it; 0: never.
     text : str
+        Text so far, without what follows the end.
     n_tokens : int
     is_over : bool
+        True once one of the two limits has ended the output.
     """
 
     n_indent: int
@@ -145,7 +147,7 @@ class Lines:
     text: str = ""
     n_tokens: int = 0
     is_over: bool = False
-    _line: int = 0  # where the last line that has been looked at begins
+    _line: int = 0  # start in `text` of the last line that was checked
     _since: float = field(default_factory=time.monotonic)
 
     def add(self, delta: TokenDelta) -> str:
@@ -159,7 +161,7 @@ class Lines:
             line = self.text[newline + 1 :]
             n_space = len(line) - len(line.lstrip(" \t"))
             if n_space == len(line):
-                break  # more of it may come
+                break  # the line may get more white space
             if n_space < self.n_indent:
                 self.text = self.text[: max(before, newline + 1 + n_space)]
                 self.is_over = True
@@ -216,7 +218,7 @@ def _part(index: int, text: str, delta: TokenDelta, output: Lines) -> dict[str, 
 
 
 class OutputForm(AnswerForm):
-    """Shape of llama-server's answers."""
+    """Form of the answers of `/completion` and `/infill`, as llama-server's."""
 
     def __init__(
         self, model_name: str, body: LlamaServerFields, params: SamplingParams, n_outputs: int
@@ -307,7 +309,7 @@ def _settings(params: SamplingParams) -> dict[str, Any]:
 
 
 def _picked(answer: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:
-    """Return some fields of an answer, each under its whole path; missing ones are left out."""
+    """Return the fields of an answer at `paths`, such as `timings/prompt_n`; missing ones are left out."""
     found = {}
     for path in paths:
         value: Any = answer

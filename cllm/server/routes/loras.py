@@ -1,4 +1,4 @@
-"""`/lora-adapters`, and which adapters a body asks for: by name, by llama-server's number, by `model`."""
+"""`/lora-adapters`, and the adapters that a body selects: by name, by llama-server's id, or by `model`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ router: APIRouter = APIRouter(route_class=SafeRoute, tags=["operation"])
 def loras_of(
     engine: Engine, lora: dict[str, float] | list[dict[str, float]] | None, model: str | None
 ) -> dict[str, float] | None:
-    """Return the adapters of a request for the engine; None for the default.
+    """Return the scales of the adapters of a request by their names; None for the default scales.
 
-    Without `lora`, the name of an adapter as `model` asks for that one alone.
+    Without `lora`, an adapter's name as `model` selects that adapter alone.
 
     Raises
     ------
     Problem
-        Names the number that there is not.
+        400: an entry of `lora` is malformed, or has an unknown id.
     """
     loaded = engine.model.loras
     if isinstance(lora, Mapping):

@@ -25,10 +25,11 @@ from cllm.server.state import log_request, request_id_of, state_of
 router: APIRouter = APIRouter(prefix="/v1", route_class=SafeRoute, tags=["Anthropic"])
 
 Event = tuple[str, dict[str, Any]]
-# Its text is another one for each request: with it, no prompt would share anything with the last.
+# The part of the system prompt that begins with this differs in each request.  It is left out,
+# so that prompts share a cached prefix.
 BILLING = "x-anthropic-billing-header"
 SIGNATURE = "cllm"
-# Blocks of a user that are text.
+# Types of a user's blocks that become text of the message.
 USER_BLOCKS = ("text", "document", "search_result")
 
 
@@ -67,7 +68,7 @@ class MessagesBody(Queued, CountBody):
 
 @router.post("/messages", summary="Answer, as a list of blocks")
 async def messages(body: MessagesBody, request: Request) -> Response:
-    """Anthropic's messages: text, thinking and uses of tools as blocks."""
+    """Answer a chat as Anthropic's Messages API does: with blocks of text, thinking and tool uses."""
     state, request_id = state_of(request), request_id_of(request)
     engine = state.serving
     log_request(state, request_id, body.messages)
@@ -86,7 +87,7 @@ async def messages(body: MessagesBody, request: Request) -> Response:
 
 @router.post("/messages/count_tokens", summary="How many tokens messages have")
 async def count_tokens(body: CountBody, request: Request) -> dict[str, Any]:
-    """The tokens of the prompt that messages become."""
+    """Return the number of tokens of the prompt that the messages become."""
     engine = state_of(request).serving
     call = await chat_call_of(engine, body, sampling_of(body, {}))
     rendered = await engine.render_chat(call.messages, **call.options)
@@ -101,7 +102,7 @@ async def chat_call_of(engine: Engine, body: CountBody, params: SamplingParams) 
     Problem
         Names the message and the field.
     """
-    if body.thread:  # the SDK's tool_runner goes on without one when it reads this
+    if body.thread:  # after this error, the SDK's tool_runner continues without a thread
         details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
         limit = "thread: is not supported; send the messages instead"
         raise Problem(400, limit, param="thread", details={"details": details})
@@ -120,7 +121,7 @@ async def chat_call_of(engine: Engine, body: CountBody, params: SamplingParams) 
         "tools": _functions(body.tools),
         "tool_choice": _choice(choice),
         "parallel_tool_calls": choice.get("disable_parallel_tool_use") is not True,
-        # What stands last of the assistant's is the beginning of its answer.
+        # A last message of the assistant is the beginning of its answer.
         "continue_final_message": last["role"] == "assistant"
         and bool(last["content"])
         and "tool_calls" not in last,
@@ -159,7 +160,7 @@ def _choice(choice: Mapping[str, Any]) -> str:
 
 
 def _functions(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Return the tools that clients run."""
+    """Return the tools that clients run, as functions; None if the body has no tools."""
     if tools is None:
         return None
     found = ClientTools()
@@ -190,7 +191,7 @@ def _said(i: int, message: Mapping[str, Any]) -> list[dict[str, Any]]:
             case "thinking":
                 thoughts.append(str(block.get("thinking", "")))
             case "redacted_thinking":
-                pass  # its author alone can read it
+                pass  # it is encrypted: only Anthropic's servers can read it
             case kind if role == "assistant" or kind in USER_BLOCKS:
                 if kind == "text":
                     _text(name, block)
@@ -221,7 +222,7 @@ def _text(field: str, block: object) -> str:
 
 
 def _result(block: Mapping[str, Any]) -> Any:
-    """Return the result of a tool; the engine describes other parts in words."""
+    """Return the content of a tool's result, after `Error:` for an error; it may have parts without text."""
     content = block.get("content")
     content = "" if content is None else content
     if block.get("is_error") is not True:
@@ -311,7 +312,7 @@ def _step_events(step: Step) -> Iterator[Event]:
 
 def _block(block: Block) -> dict[str, Any]:
     if block.kind == REASONING:
-        # A client takes a thought without a signature for one of another model's.
+        # Clients take a thought without a signature for a thought of another model.
         signature = SIGNATURE if block.text else ""
         return {"type": "thinking", "thinking": block.text, "signature": signature}
     if block.kind != CALL:
@@ -320,8 +321,8 @@ def _block(block: Block) -> dict[str, Any]:
     if block.text:
         try:
             used = json.loads(block.text)
-            json.dumps(used, allow_nan=False)  # a number may be too large for one
-        except ValueError:  # or it is cut off: what there is of it is not lost
+            json.dumps(used, allow_nan=False)  # JSON has no infinity, as of 1e999
+        except ValueError:  # also if the arguments are cut off: their text is kept
             used = {"_cut_off": block.text}
     return {"type": "tool_use", "id": block.id, "name": block.name, "input": used}
 

@@ -39,13 +39,13 @@ from cllm.server.state import ServerState, log_request, request_id_of, state_of
 router: APIRouter = APIRouter(prefix="/v1", route_class=SafeRoute, tags=["OpenAI"])
 
 Prompt = str | Sequence[int]
-# OpenAI's default for completions; chats go on until the model ends them.
+# OpenAI's default for completions; a chat without a limit runs until the model ends it.
 COMPLETION_MAX_TOKENS = 16
 
 
 @router.get("/models", summary="The model, and its LoRA adapters")
 async def models(request: Request) -> dict[str, Any]:
-    """The one model that is served, and with which adapters."""
+    """Return the served model and its LoRA adapters, as a list of models."""
     state = state_of(request)
     info = state.serving.model
     model = {
@@ -78,7 +78,7 @@ async def models(request: Request) -> dict[str, Any]:
 
 @router.get("/models/{model:path}", summary="The model, by its name")
 async def model(model: str, request: Request) -> dict[str, Any]:
-    """The one model that is served, or one of its adapters."""
+    """Return the served model or one of its LoRA adapters, by name; status 404 for another name."""
     served: dict[str, dict[str, Any]] = {m["id"]: m for m in (await models(request))["data"]}
     if model not in served:
         known = ", ".join(map(repr, served))
@@ -88,12 +88,12 @@ async def model(model: str, request: Request) -> dict[str, Any]:
 
 @router.post("/completions", summary="Complete prompts")
 async def completions(body: CompletionBody, request: Request) -> Response:
-    """OpenAI's completions: `n` of each prompt, which is computed once."""
+    """Complete each prompt `n` times, as OpenAI does; each prompt is computed once."""
     state, request_id = state_of(request), request_id_of(request)
     engine = state.serving
     n = _n(body, state)
     prompts = _prompts(body, n, state)
-    # Of a prompt alone, which is scored and not gone on with.
+    # `echo` with `max_tokens: 0` returns the prompts, scored with `logprobs`, and no output.
     is_prompt_only = bool(body.echo) and body.max_tokens == 0
     if is_prompt_only and body.stream:
         raise invalid("max_tokens", "0 is for answers that are not streamed")
@@ -135,7 +135,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
 
 @router.post("/chat/completions", summary="Answer a chat")
 async def chat_completions(body: ChatBody, request: Request) -> Response:
-    """OpenAI's chat completions, by the model's own template."""
+    """Answer a chat as OpenAI does, with the model's own chat template."""
     state, request_id = state_of(request), request_id_of(request)
     engine = state.serving
     n_top = (body.top_logprobs or 0) if body.logprobs else None
@@ -167,7 +167,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
 
 @router.post("/chat/completions/input_tokens", summary="How many tokens a chat has")
 async def chat_input_tokens(body: ChatBody, request: Request) -> dict[str, Any]:
-    """The tokens of the prompt that a chat becomes."""
+    """Return the number of tokens of the prompt that the chat becomes."""
     messages = messages_of(body.messages)
     engine = state_of(request).serving
     rendered = await engine.render_chat(messages, **await hinted(engine, chat_options(body)))
@@ -190,14 +190,14 @@ def _params(
         if getattr(body, name, None) is not None:
             raise invalid(name, "must be left out beside response_format")
     changes.update(constraint)
-    if (seed := getattr(body, "seed", None)) is not None:  # OpenAI has 64 bits of it
+    if (seed := getattr(body, "seed", None)) is not None:  # OpenAI's seeds have 64 bits
         changes["seed"] = seed % (MAX_SEED + 1)
     if body.max_completion_tokens is not None:
         changes["max_tokens"] = body.max_completion_tokens
     elif "max_tokens" not in body.model_fields_set and default_max_tokens is not None:
         changes["max_tokens"] = default_max_tokens
     defaults = state.serving.sampling_defaults
-    # As OpenAI has it, penalties count the output, and all of it.
+    # As with OpenAI, penalties count all tokens of the output and none of the prompt.
     defaults = {"penalize_prompt": False, "repeat_last_n": -1, **defaults}
     params = sampling_of(body, defaults, **changes)
     check_logprobs(state, params)
@@ -212,7 +212,7 @@ def _n(body: CompletionFields | ChatFields, state: ServerState) -> int:
 
 
 def _prompts(body: CompletionFields, n: int, state: ServerState) -> list[Prompt]:
-    """One prompt, or several."""
+    """Return the prompts of a body as a list; raise an error for too many, or for one that is too long."""
     given: Any = body.prompt
     is_list = isinstance(given, list) and given and not isinstance(given[0], int)
     prompts: list[Prompt] = given if is_list else [given]

@@ -1,4 +1,4 @@
-"""`/`: a page to chat, and to look at the engine; its files come from the package and ask no other host."""
+"""`/`: a page with a chat and a view of the engine; its files are in the package and use no other host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.routing import Route
 from cllm.server.http.limits import PAGE_URL
 
 FILES = Path(__file__).parents[1] / "page_files"
-# Nothing from elsewhere, no inline script: what a model writes stays text whatever happens.
+# No content of other hosts and no inline script: a model's output cannot run as code in the page.
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "

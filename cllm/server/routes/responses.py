@@ -1,4 +1,4 @@
-"""OpenAI's `/v1/responses`, without state: what a client wants to go on with, it sends again."""
+"""OpenAI's `/v1/responses`.  Nothing is stored: a client sends the whole conversation with each request."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from cllm.server.state import log_request, request_id_of, state_of
 router: APIRouter = APIRouter(prefix="/v1", route_class=SafeRoute, tags=["OpenAI"])
 
 Event = tuple[str, dict[str, Any]]
-# Items that are calls of tools that the client runs, with the kinds of those.
+# Types of items that are calls of the client's tools, with the kind of the tool.
 CALLS = {
     "function_call": FUNCTION, "custom_tool_call": CUSTOM, "local_shell_call": "local_shell",
     "shell_call": "shell", "apply_patch_call": "apply_patch", "tool_search_call": "tool_search",
@@ -42,7 +42,7 @@ RESULTS = frozenset(
     ["function_call_output", "custom_tool_call_output", "local_shell_call_output",
      "shell_call_output", "apply_patch_call_output", "tool_search_output"]
 )  # fmt: skip
-# Items that say nothing.
+# Types of items that add no message to the chat.
 DIRECTIVES = frozenset(
     ["additional_tools", "configuration_update", "compaction_trigger", "ghost_snapshot"]
 )
@@ -87,7 +87,7 @@ class ResponsesBody(Queued):
 
 @router.post("/responses", summary="Answer, as a list of items")
 async def responses(body: ResponsesBody, request: Request) -> Response:
-    """OpenAI's responses: text, reasoning and calls of functions as items."""
+    """Answer as OpenAI's Responses API does: with items of text, reasoning and tool calls."""
     state, request_id = state_of(request), request_id_of(request)
     log_request(state, request_id, body.input)
     engine = state.serving
@@ -104,7 +104,7 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
 
 @router.post("/responses/input_tokens", summary="How many tokens an input has")
 async def input_tokens(body: ResponsesBody, request: Request) -> dict[str, Any]:
-    """The tokens of the prompt that an input becomes."""
+    """Return the number of tokens of the prompt that the input becomes."""
     engine = state_of(request).serving
     call = chat_call_of(body, engine.sampling_defaults)
     rendered = await engine.render_chat(call.messages, **await hinted(engine, call.options))
@@ -168,7 +168,7 @@ def client_tools_of(body: ResponsesBody) -> ClientTools:
 def _messages_of(
     given: str | Sequence[Mapping[str, Any]], tools: ClientTools
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the messages of items, and the item of each: a turn of the assistant becomes one message."""
+    """Return the messages of the items, one for a turn of the assistant, and the field that each comes from."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}], ["input"]
     messages, fields = list[dict[str, Any]](), list[str]()
@@ -182,7 +182,7 @@ def _messages_of(
 def _add_item(
     messages: list[dict[str, Any]], field: str, item: Mapping[str, Any], tools: ClientTools
 ) -> None:
-    """Add the message of an item; the engine describes parts that are no text, or rejects them."""
+    """Add an item as a message, or to the assistant's last one; the engine checks parts that are not text."""
     kind = str(item.get("type") or "message")
     if kind == "message":
         role, content = item.get("role"), item.get("content")
@@ -206,7 +206,7 @@ def _add_item(
         content = item.get("output") if kind != "tool_search_output" else item.get("tools")
         content = item.get("status") if content is None else content
         messages.append({"role": "tool", "tool_call_id": _call_id(item), "content": content})
-    elif kind not in DIRECTIVES:  # of another provider
+    elif kind not in DIRECTIVES:  # an item that only a provider knows, such as its own tool's call
         turn = _assistant(messages)
         before = turn["content"]
         before = before if isinstance(before, list) else [] if before is None else [before]
@@ -229,7 +229,7 @@ class ResponseForm(AnswerForm):
     """The Responses API's response object, and the events that build it."""
 
     prompt_field = "input"
-    tells_overflows = True  # Codex compacts its history for this event alone
+    tells_overflows = True  # only this event makes Codex compact its history
 
     def __init__(self, request_id: str, model: str, body: ResponsesBody) -> None:
         self.request_id = request_id
@@ -272,7 +272,7 @@ class ResponseForm(AnswerForm):
             yield self._event("response.in_progress", response=begun)
 
     def ping(self) -> Event:
-        """See `AnswerForm`: Codex counts its time from event to event, and hears no comments."""
+        """See `AnswerForm`: Codex has a timeout between events, and ignores comments."""
         response = self._response("in_progress", [], None)
         return self._event("response.in_progress", response=response)
 
@@ -318,7 +318,7 @@ class ResponseForm(AnswerForm):
                 yield self._event("response.content_part.added", **part, part=_part(block.kind, ""))
         elif step.what == "grow":
             if block.kind == CALL and self._tool(block).kind != FUNCTION:
-                return  # what its item has is inside of JSON, and told when that is whole
+                return  # the fields of its item are in the JSON, and sent when that is complete
             name = DELTA_NAMES[block.kind]
             extra: dict[str, Any] = {"logprobs": []} if name == "output_text" else {}
             where = place if block.kind == CALL else part

@@ -17,9 +17,9 @@ SLOTS_S = 5.0
 router: APIRouter = APIRouter(tags=["operation"], prefix="/slots")
 
 
-@router.get("", summary="Every seq_id and who holds it")
+@router.get("", summary="Every seq_id and its holder")
 async def slots(request: Request) -> list[dict[str, Any]]:
-    """Sequences with their requests, positions and cells."""
+    """Return each seq_id with its request, positions and cells; status 503 after 5 s without an answer."""
     slots = None
     with anyio.move_on_after(SLOTS_S):
         slots = await state_of(request).serving.slots()
@@ -32,7 +32,7 @@ async def slots(request: Request) -> list[dict[str, Any]]:
 async def change(
     seq_id: int, action: Literal["save", "restore", "erase"], request: Request
 ) -> dict[str, Any]:
-    """Free the cells of a cached prefix.  Status 501 for llama-server's `save` and `restore`."""
+    """Free the cells of a cached prefix of `n_erased` tokens; 501 for llama-server's `save` and `restore`."""
     if action != "erase":
         raise Problem(
             501, f"action={action} is not supported; instead: {replacement('slot_save_path')}"

@@ -1,4 +1,4 @@
-"""Tokens and texts, as llama-server and vLLM have them: lm-eval asks for vLLM's."""
+"""Routes for tokens and texts, with the fields of llama-server and of vLLM, which lm-eval uses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_TOKENS = 1 << 20
 
 @router.post("/tokenize", summary="Text to token ids")
 async def tokenize(body: TokenizeBody, request: Request) -> Response:
-    """The tokens of `content`; with `with_pieces`, the text of each.
+    """Return the token ids of `content`; with `with_pieces`, each as an object with `id` and `piece`.
 
     With vLLM's `prompt` in place of `content`, the answer also has `count` and `max_model_len`.
     """
@@ -72,7 +72,7 @@ async def tokenizer_info(request: Request) -> dict[str, str | int | None]:
 
 @asynccontextmanager
 async def _turn(state: ServerState) -> AsyncIterator[None]:
-    """One of few: the engine has one thread for this, and prompts need it too."""
+    """Wait for one of two turns at the tokenizer, which prompts need too; 429 if `MAX_WAITING` wait."""
     n_waiting = state.tokenizing.statistics().tasks_waiting
     if n_waiting >= MAX_WAITING:
         raise too_many(f"{n_waiting} requests wait for the tokenizer")
@@ -90,7 +90,7 @@ def _written(tokens: Sequence[int], pieces: Sequence[bytes] | None, n_ctx: int |
 
 
 def _piece(piece: bytes) -> str | list[int]:
-    """Text, or the bytes that are none by themselves."""
+    """Return a piece as text, or as a list of byte values if it is not valid UTF-8 by itself."""
     try:
         return piece.decode()
     except UnicodeDecodeError:
@@ -99,7 +99,7 @@ def _piece(piece: bytes) -> str | list[int]:
 
 @router.post("/detokenize", summary="Token ids to text")
 async def detokenize(body: DetokenizeBody, request: Request) -> Response:
-    """The text of some tokens: llama-server calls it `content`, vLLM `prompt`."""
+    """Return the text of token ids, as `content` for llama-server's clients and `prompt` for vLLM's."""
     state = state_of(request)
     engine = state.serving
     _check_tokens(engine, body.tokens)
