@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -29,17 +29,17 @@ _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32
 
 
 class CandidateMemory:
-    """Memory for the candidates of one sampling after another, so long that none needs more.
+    """Reusable memory for candidates, to avoid an allocation for each sampling.
 
     Parameters
     ----------
     n : int
-        Candidates that it has room for.
+        Largest number of candidates.
     """
 
     def __init__(self, n: int) -> None:
         data = np.empty(n, _CANDIDATE)
-        # Made for each use anew these would cost more than what is done with them.
+        # Created once: creating these views for each sampling would take longer than the sampling.
         self.ids: NDArray[np.int32] = data["id"]
         self.logits: NDArray[np.float32] = data["logit"]
         self.p: NDArray[np.float32] = data["p"]
@@ -52,9 +52,9 @@ class Candidates:
     Parameters
     ----------
     ids, logits : ndarray
-        Alike in length, at least one.
+        At least one token id, and as many float32 logits; otherwise `InvalidArgumentError` is raised.
     memory : CandidateMemory, optional
-        To be used in place of new memory: with room for as many.
+        Memory to use instead of new memory; must have room for these candidates.
     """
 
     def __init__(
@@ -93,13 +93,13 @@ class Candidates:
         return float(self._memory.logits[self.struct.selected])
 
     def check_ids(self, n_vocab: int) -> None:
-        """Refuse ids that a vocabulary does not have: some samplers look them up."""
+        """Raise `InvalidArgumentError` for an id outside 0 to `n_vocab` - 1: samplers use ids as indices."""
         for token in (int(self.ids.min()), int(self.ids.max())):
             check_int("candidate", token, 0, n_vocab - 1)
 
     @property
     def selected(self) -> int | None:
-        """The selected token id, if a sampler has selected one."""
+        """Selected token id; None if no sampler has selected one."""
         index = self.struct.selected
         return int(self._memory.ids[index]) if 0 <= index < self.struct.size else None
 
@@ -107,16 +107,12 @@ class Candidates:
 class SamplerChain(NativeHandle):
     """Samplers applied one after another; the last one selects.
 
-    Every `add_…` method validates its arguments, adds one sampler and returns the chain.
+    Every `add_…` method adds one sampler and returns the chain.  It raises `InvalidArgumentError` for
+    a value out of range, and after a sampler that selects.  One thread only.
 
     Parameters
     ----------
     vocab : Vocabulary
-
-    Attributes
-    ----------
-    remembers : bool
-        Whether what it selects depends on what was accepted; otherwise `accept` does nothing.
     """
 
     def __init__(self, vocab: Vocabulary) -> None:
@@ -129,9 +125,14 @@ class SamplerChain(NativeHandle):
             raise LlamaCallError("llama_sampler_chain_init", 0)
         super().__init__(pointer, lib.llama_sampler_free, parent=vocab._model)
         self._selects: bool = False
-        self.remembers: bool = False
+        self._memories: list[tuple[str, Any]] = []  # samplers that look at accepted tokens
 
-    def _add(self, sampler: Any, *, selects: bool = False, remembers: bool = False) -> Self:
+    @property
+    def remembers(self) -> bool:
+        """True if the selection depends on accepted tokens; if False, `accept` has no effect."""
+        return bool(self._memories)
+
+    def _add(self, sampler: Any, *, selects: bool = False, memory: str | None = None) -> Self:
         if not sampler:
             raise InvalidArgumentError("sampler", None, "a sampler that llama.cpp accepts")
         if self._selects:
@@ -141,7 +142,8 @@ class SamplerChain(NativeHandle):
             )
         self._lib.llama_sampler_chain_add(self._pointer, sampler)
         self._selects = selects
-        self.remembers = self.remembers or remembers
+        if memory is not None:
+            self._memories.append((memory, sampler))
         return self
 
     # --- The samplers that select, and must come last ----------------------------------------
@@ -150,12 +152,12 @@ class SamplerChain(NativeHandle):
         return self._add(self._lib.llama_sampler_init_greedy(), selects=True)
 
     def add_dist(self, seed: int) -> Self:
-        """Draw from the distribution."""
+        """Draw a token from the probabilities of the candidates."""
         check_limits("seed", seed)
         return self._add(self._lib.llama_sampler_init_dist(seed), selects=True)
 
     def add_mirostat(self, seed: int, tau: float, eta: float, m: int = 100) -> Self:
-        """Mirostat 1.0."""
+        """Select with Mirostat 1.0: target entropy `tau`, learning rate `eta`, `m` tokens for its estimate."""
         check_limits("seed", seed)
         check_limits("mirostat_tau", tau)
         check_limits("mirostat_eta", eta)
@@ -166,28 +168,28 @@ class SamplerChain(NativeHandle):
         )
 
     def add_mirostat_v2(self, seed: int, tau: float, eta: float) -> Self:
-        """Mirostat 2.0."""
+        """Select with Mirostat 2.0: target entropy `tau`, learning rate `eta`."""
         check_limits("seed", seed)
         check_limits("mirostat_tau", tau)
         check_limits("mirostat_eta", eta)
         return self._add(self._lib.llama_sampler_init_mirostat_v2(seed, tau, eta), selects=True)
 
     def add_adaptive_p(self, target: float, decay: float, seed: int) -> Self:
-        """Adaptive-p: tokens near a target probability."""
+        """Select tokens near the probability `target` (0 to 1); `decay` (0 to 0.99) weighs former tokens."""
         check_float("adaptive_target", target, 0.0, 1.0)
         check_float("adaptive_decay", decay, 0.0, 0.99)
         check_limits("seed", seed)
         sampler = self._lib.llama_sampler_init_adaptive_p(target, decay, seed)
-        return self._add(sampler, selects=True, remembers=True)
+        return self._add(sampler, selects=True, memory="adaptive_p")
 
     # --- The samplers that narrow or change the candidates -----------------------------------
     def add_top_k(self, k: int) -> Self:
-        """Keep the k largest; `k <= 0` keeps all."""
+        """Keep the `k` largest logits; `k <= 0` keeps all."""
         check_limits("top_k", k)
         return self._add(self._lib.llama_sampler_init_top_k(k))
 
     def add_top_p(self, p: float, min_keep: int = 1) -> Self:
-        """Nucleus sampling."""
+        """Keep the most likely tokens that together have probability `p`; 1 keeps all (nucleus sampling)."""
         check_limits("top_p", p)
         return self._add(self._lib.llama_sampler_init_top_p(p, self._min_keep(min_keep)))
 
@@ -197,24 +199,24 @@ class SamplerChain(NativeHandle):
         return self._add(self._lib.llama_sampler_init_min_p(p, self._min_keep(min_keep)))
 
     def add_typical(self, p: float, min_keep: int = 1) -> Self:
-        """Locally typical sampling."""
+        """Keep the most typical tokens that together have probability `p`; 1 keeps all."""
         check_limits("typical_p", p)
         return self._add(self._lib.llama_sampler_init_typical(p, self._min_keep(min_keep)))
 
     def add_temp(self, temperature: float) -> Self:
-        """Divide the logits; 0 leaves only the largest."""
+        """Divide the logits by `temperature`; 0 keeps only the largest."""
         check_limits("temperature", temperature)
         return self._add(self._lib.llama_sampler_init_temp(temperature))
 
     def add_temp_ext(self, temperature: float, delta: float, exponent: float) -> Self:
-        """Dynamic temperature within `delta` of `temperature`."""
+        """Divide the logits by a temperature within `delta` of `temperature`, higher for a larger entropy."""
         check_limits("temperature", temperature)
         check_limits("dynatemp_range", delta)
         check_limits("dynatemp_exponent", exponent)
         return self._add(self._lib.llama_sampler_init_temp_ext(temperature, delta, exponent))
 
     def add_xtc(self, probability: float, threshold: float, min_keep: int, seed: int) -> Self:
-        """Exclude top choices."""
+        """Exclude, with this `probability`, all tokens above `threshold` except the least likely of them."""
         check_limits("xtc_probability", probability)
         check_limits("xtc_threshold", threshold)
         check_limits("seed", seed)
@@ -223,7 +225,7 @@ class SamplerChain(NativeHandle):
         )
 
     def add_top_n_sigma(self, n: float) -> Self:
-        """Keep tokens within `n` standard deviations of the largest logit."""
+        """Keep tokens within `n` standard deviations of the largest logit; `n <= 0` keeps all."""
         check_limits("top_n_sigma", n)
         return self._add(self._lib.llama_sampler_init_top_n_sigma(n))
 
@@ -238,7 +240,7 @@ class SamplerChain(NativeHandle):
         n_vocab = self._vocab.n_tokens
         return self._add(
             self._lib.llama_sampler_init_penalties(n_vocab, last_n, repeat, frequency, presence),
-            remembers=True,
+            memory="penalties",
         )
 
     def add_dry(
@@ -261,7 +263,7 @@ class SamplerChain(NativeHandle):
             self._lib.llama_sampler_init_dry(
                 self._vocab._pointer, multiplier, base, allowed_length, last_n, array, len(texts)
             ),
-            remembers=True,
+            memory="dry",
         )
 
     def add_logit_bias(self, biases: Mapping[int, float]) -> Self:
@@ -284,7 +286,8 @@ class SamplerChain(NativeHandle):
         Raises
         ------
         InvalidArgumentError
-            The chain does not end in a sampler that selects, or no logit is finite.
+            The chain does not end with a selecting sampler, or an id is not in the vocabulary.  The
+            largest logit is not finite, or the samplers leave no finite one.
         """
         if not self._selects:
             raise InvalidArgumentError(
@@ -299,17 +302,17 @@ class SamplerChain(NativeHandle):
         return self.decide(candidates)
 
     def decide(self, candidates: Candidates) -> int:
-        """`apply` without looking at the candidates first.
+        """Run the chain like `apply`, without its checks of chain and candidates.
 
-        Their ids must be the vocabulary's and their largest logit finite, and the chain must end
-        in a sampler that selects.
+        The ids must be in the vocabulary, the largest logit finite, and the last sampler must select.
+        Raise `InvalidArgumentError` if the samplers leave no candidate with a finite logit.
         """
         self._lib.llama_sampler_apply(self._pointer, candidates.struct)
         token = candidates.selected
         if token is None or not math.isfinite(candidates.selected_logit):
             # Biases and bans can leave nothing; llama.cpp then answers the last candidate.
             raise InvalidArgumentError(
-                "candidates", len(candidates), "at least one with a finite logit"
+                "chain", self.names, "samplers that leave a candidate with a finite logit"
             )
         return token
 
@@ -317,10 +320,20 @@ class SamplerChain(NativeHandle):
         """Report the sampled token to the samplers with a memory (penalties, DRY, adaptive-p)."""
         self._lib.llama_sampler_accept(self._pointer, self._vocab.check_token(token))
 
-    def sample(self, context: Context, row: int) -> int:
-        """Sample from one output row of the last decode, over the whole vocabulary, and accept.
+    def accept_prompt(self, tokens: Sequence[int], names: Collection[str]) -> None:
+        """Report the tokens of a prompt to these samplers alone: "penalties", "dry", "adaptive_p"."""
+        self._pointer  # noqa: B018  # the thread and lifetime check
+        chosen = [sampler for name, sampler in self._memories if name in names]
+        for token in map(self._vocab.check_token, tokens if chosen else ()):
+            for sampler in chosen:
+                self._lib.llama_sampler_accept(sampler, token)
 
-        See `llama_sampler_sample` in llama.h.
+    def sample(self, context: Context, row: int) -> int:
+        """Sample a token from one output row of the last decode, over the whole vocabulary, and accept it.
+
+        `row` is an index into the batch.  Errors: `StaleLogitsError` without a successful decode;
+        `InvalidArgumentError` for another row, a largest logit that is not finite, or a chain that does not
+        select.  See `llama_sampler_sample` in llama.h.
         """
         if not self._selects:
             raise InvalidArgumentError(

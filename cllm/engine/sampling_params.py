@@ -371,9 +371,10 @@ class SamplingParams:
         return bool(self.logit_bias) or self.has_penalties or self.has_dry
 
     @property
-    def remembers_prompt(self) -> bool:
-        """True if penalties or DRY look at the prompt."""
-        return self.has_dry or (self.has_penalties and self.penalize_prompt)
+    def prompt_samplers(self) -> tuple[str, ...]:
+        """Samplers that look at the prompt: penalties with `penalize_prompt`, and DRY."""
+        is_on = {"penalties": self.has_penalties and self.penalize_prompt, "dry": self.has_dry}
+        return tuple(name for name, is_needed in is_on.items() if is_needed)
 
     @property
     def active_samplers(self) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cllm.bindings import Batch, Context, EmbeddingContext, Model
+from cllm.bindings import Batch, Context, EmbeddingContext, Model, library
 from cllm.bindings.embedding_context import own_pooling
 from cllm.errors import (
     ClosedError,
@@ -115,6 +115,16 @@ def test_a_text_that_comes_in_pieces_has_the_vector_that_it_has_whole(
     }
     assert cosine(whole, made[pooling]) > 0.9999
     assert cosine(embedder.compute(batch_of(text))[0], whole) > 0.9999
+
+
+@pytest.mark.parametrize("name", ["tiny-encoder", "tiny-llama"])
+def test_every_batch_counts_as_a_computation_of_the_process(
+    new_embedder: NewEmbedder, name: str
+) -> None:
+    """llama.cpp reads some settings at the first of all computations."""
+    before = library().n_computed
+    new_embedder(name, pooling="mean").compute(batch_of([5, 6]))
+    assert library().n_computed == before + 1
 
 
 def test_only_what_was_computed_last_goes_on(new_embedder: NewEmbedder) -> None:

@@ -1,8 +1,8 @@
 """Test if the logits of a row are the same to the bit in any batch.
 
 `deterministic` chooses settings under which every product of llama.cpp's CPU backend is computed row
-by row in one order (docs/determinism.md).  Which kernels a model meets depends on its types, its
-architecture and the CPU; so a few decodes in different shapes are compared before a promise is made.
+by row in one order (docs/determinism.md).  The kernels depend on the model's types, its architecture and
+the CPU.  Therefore, loading a model ends with a test: a few decodes in different shapes are compared.
 """
 
 from __future__ import annotations
@@ -20,33 +20,34 @@ from cllm.engine.llama.padded_decoder import PaddedDecoder
 from cllm.engine.llama.shapes import are_equal, shapes_that_differ
 from cllm.errors import InvalidArgumentError
 
-# llama.cpp takes K-quants by tiles from 8 rows on, unless this says 0 before its first product.
+# An environment variable.  llama.cpp multiplies K-quants by tiles from 8 rows on, unless it is 0 at the
+# first product.
 TILED_PRODUCTS = "GGML_CPU_TILED_MM"
 _lock = threading.Lock()
-_n_users = 0  # engines that want it to say 0 now
-_before: str | None = None  # what it said before the first of them
-_are_tiles_off: bool | None = None  # as llama.cpp has read it in this process; None: not yet
+_n_users = 0  # running blocks of `without_tiles`
+_before: str | None = None  # value of the variable before the first of them
+_are_tiles_off: bool | None = None  # value that llama.cpp has read; None: not read yet
 
 
 @contextmanager
 def without_tiles(has_tiled_matrix: bool) -> Iterator[None]:
-    """Let llama.cpp take no product by tiles.
+    """Set `GGML_CPU_TILED_MM=0` in the block, so that llama.cpp multiplies no matrix by tiles.
 
     Parameters
     ----------
     has_tiled_matrix : bool
-        The model has matrices that it would take by tiles.
+        True if the model has matrices that llama.cpp would multiply by tiles.
 
     Raises
     ------
     InvalidArgumentError
-        llama.cpp has read the setting in this process already, as it was for another engine.
+        The model has such matrices, and llama.cpp has read another value in this process before.
     """
     global _n_users, _before, _are_tiles_off
     with _lock:
         if not _n_users:
             _before = os.environ.get(TILED_PRODUCTS)
-            if _are_tiles_off is None and library().n_decodes:
+            if _are_tiles_off is None and library().n_computed:
                 _are_tiles_off = _before == "0"
         if has_tiled_matrix and _are_tiles_off is False:
             raise InvalidArgumentError(
@@ -55,15 +56,15 @@ def without_tiles(has_tiled_matrix: bool) -> Iterator[None]:
             )  # fmt: skip
         _n_users += 1
         os.environ[TILED_PRODUCTS] = "0"
-    n_decodes = library().n_decodes
+    n_computed_before = library().n_computed
     try:
         yield
     finally:
         with _lock:
-            if _are_tiles_off is None and library().n_decodes > n_decodes:
+            if _are_tiles_off is None and library().n_computed > n_computed_before:
                 _are_tiles_off = True
             _n_users -= 1
-            if not _n_users:  # other code must not see it
+            if not _n_users:  # other code must not see the 0
                 os.environ.pop(TILED_PRODUCTS)
                 if _before is not None:
                     os.environ[TILED_PRODUCTS] = _before
@@ -77,19 +78,19 @@ def deterministic_decoder(
     *,
     needs_padding: bool,
 ) -> LlamaDecoder:
-    """Return a decoder whose logits were equal in every shape.
+    """Return a decoder whose logits were equal, to the bit, in batches of every shape.
+
+    Call it in a block of `without_tiles`.
 
     Parameters
     ----------
     needs_padding : bool
-        The model or an adapter has matrices of F16 or F32.
-
-    Call it `without_tiles`.
+        True if the model or an adapter has matrices of F16 or F32.
 
     Raises
     ------
     InvalidArgumentError
-        Says in which they were not.
+        The model is on a GPU, its architecture is in `UNSTEADY`, or logits differ; names the shapes.
     """
     if model.is_on_gpu:
         raise InvalidArgumentError(
@@ -100,7 +101,7 @@ def deterministic_decoder(
         raise InvalidArgumentError("deterministic", True, limit)
     differing: list[str] = []
     kinds = [PaddedDecoder] if needs_padding else [LlamaDecoder, PaddedDecoder]
-    if model.has_state:  # padding has to be removed again
+    if model.has_state:  # a state cannot remove the padding rows
         kinds = [LlamaDecoder]
     for kind in kinds:
         decoder = kind(make_context, n_batch, loras)

@@ -30,7 +30,7 @@ class LlamaChain:
     seed : int
         Seed of all random numbers.
     prompt : sequence of int
-        Tokens that penalties and DRY take into account.
+        Tokens before the output, for DRY, and for penalties with `penalize_prompt`.
     n_ctx : int
         Number of tokens that `repeat_last_n` and `dry_penalty_last_n` stand for if they are -1.
     memory : RowMemory, optional
@@ -76,9 +76,7 @@ class LlamaChain:
             chain.add_adaptive_p(params.adaptive_target, params.adaptive_decay, seed)
         else:
             chain.add_dist(seed)
-        if params.remembers_prompt:
-            for token in prompt:
-                chain.accept(token)
+        chain.accept_prompt(prompt, params.prompt_samplers)
 
     def _add(self, name: str, params: SamplingParams, seed: int, n_ctx: int) -> None:
         chain, min_keep = self._chain, min(params.min_keep, self._n_vocab)

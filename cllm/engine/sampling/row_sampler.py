@@ -52,10 +52,10 @@ class RowSampler:
     Parameters
     ----------
     chain : Chain
-        Has accepted the prompt already, if `params.remembers_prompt`.
+        Its samplers `params.prompt_samplers` have accepted the prompt already.
     params : SamplingParams
     prompt : sequence of int
-        Tokens of the prompt; penalties and DRY count them if `params.remembers_prompt`.
+        Tokens of the prompt, of which the samplers `params.prompt_samplers` know.
     banned : iterable of int
         Tokens that are never sampled.
     ends : iterable of int
@@ -85,7 +85,7 @@ class RowSampler:
         self._early = _ids([*self._banned, *ends, *params.stop_token_ids])
         self._n_until_end = params.min_tokens
         self._biased = _ids(params.logit_bias)
-        seen = prompt if params.remembers_prompt else ()
+        seen = prompt if params.prompt_samplers else ()
         self._recent = _Recent(seen, _window(params, n_ctx))
         self.is_greedy: bool = params.is_greedy and not params.changes_logits
         self._banned_sets = frozenset(self._early.tolist()), frozenset(self._ignored.tolist())

@@ -230,10 +230,10 @@ async def test_deterministic_engines_may_start_at_the_same_time(
 
 def test_a_setting_that_was_not_read_is_not_relied_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(determinism, "_are_tiles_off", None)
-    monkeypatch.setattr(library(), "n_decodes", 0)
+    monkeypatch.setattr(library(), "n_computed", 0)
     monkeypatch.delenv(TILED_PRODUCTS, raising=False)
     with pytest.raises(ValueError, match="it failed"), without_tiles(True):
         raise ValueError("it failed")
-    library().n_decodes += 1  # of an engine without the setting
+    library().n_computed += 1  # of an engine without the setting
     with pytest.raises(InvalidArgumentError, match="after another engine"), without_tiles(True):
         pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -344,3 +345,21 @@ def test_candidates_of_the_whole_row_and_of_a_part_are_one_kind(model: Model) ->
     assert chain.choose(ids, np.array([0.0, 50.0, 1.0], np.float32)) == 70
     assert len(Candidates(ids, np.zeros(3, np.float32))) == 3
     chain.close()
+
+
+@pytest.mark.parametrize("dry_multiplier", [0.0, 0.8])
+@pytest.mark.parametrize("penalize_prompt", [True, False])
+def test_penalties_count_the_prompt_as_the_request_says_whatever_dry_does(
+    model: Model, penalize_prompt: bool, dry_multiplier: float
+) -> None:
+    params = SamplingParams(
+        temperature=0, presence_penalty=2, penalize_prompt=penalize_prompt,
+        dry_multiplier=dry_multiplier,
+    )  # fmt: skip
+    row = np.zeros(N_VOCAB, np.float32)
+    row[[97, 98]] = 2.0, 1.0
+    sampler = SamplerFactory(model, N_CTX)(request_of(params, (97,)))
+    assert sampler is not None
+    with closing(sampler):
+        (token,) = BatchSampler(N_VOCAB).sample(row[None], [0], [sampler])
+    assert token == (98 if penalize_prompt else 97)
