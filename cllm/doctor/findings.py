@@ -47,17 +47,17 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The requests of every experiment.
+    """Number and size of the requests of each experiment.
 
     Attributes
     ----------
     shape : Shape
     n_requests : int
-        Identical requests of one experiment.
+        Identical requests of one experiment; "restart at 0" has two, and in "resend history" the prompts grow.
     n_seq_ids : int
         seq_ids of each context.
     estimated_s : float
-        Seconds that all experiments were expected to take.
+        Seconds of all experiments together, estimated before they ran; 0 without an estimate.
     """
 
     shape: Shape

@@ -909,7 +909,7 @@ def enforceable(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def say_ignored(name: str, keywords: Iterable[str]) -> None:
-    """Log keywords of a schema that are not enforced, each once."""
+    """Log the keywords of a schema that are not enforced, each once in the life of the process."""
     for keyword in keywords:
         where = re.sub(r"\[\d+\]", "", name)
         log_once(logger, "%s: %s cannot be enforced and is ignored", where, keyword)

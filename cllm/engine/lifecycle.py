@@ -94,7 +94,7 @@ class Lifecycle:
         try:
             self.config = await _resolved(self.config)
             if self._is_closed:
-                raise ClosedError("the engine was closed while its model was downloaded")
+                raise ClosedError("the engine was closed before its model was loaded")
             self._entered = self._start(self.config, self._make_backend(self.config))
         except BaseException:
             self._status = EngineStatus.CLOSED
@@ -427,7 +427,7 @@ def _weakly(method: Callable[P, T]) -> Callable[P, T]:
 
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if (bound := found()) is None:
-            raise ClosedError("the engine was closed")
+            raise ClosedError("the engine no longer exists: nothing in the program refers to it")
         return bound(*args, **kwargs)
 
     return call

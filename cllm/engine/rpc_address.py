@@ -56,7 +56,10 @@ def rpc_address(text: object) -> RpcAddress:
 
 
 def is_private(ip: str) -> bool:
-    """Return True if an IPv4 address belongs to this machine or to a private network."""
+    """Return True for an IPv4 address of a range that the internet does not route, such as loopback or private.
+
+    False for 0.0.0.0, multicast and 240.0.0.0/4.  The interfaces of this machine do not matter.
+    """
     address = ipaddress.IPv4Address(ip)
     is_of_none = address.is_unspecified or address.is_multicast or address.is_reserved
     return not (address.is_global or is_of_none)

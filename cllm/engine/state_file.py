@@ -98,7 +98,7 @@ def _view(address: int, n_bytes: int) -> memoryview:
 def _read_head(path: Path, file: Any) -> tuple[bytes, bytes, tuple[int, int]]:
     fixed = file.read(len(MAGIC) + _N_DIGEST + _LENGTHS.size)
     if not fixed.startswith(MAGIC) or len(fixed) < len(MAGIC) + _N_DIGEST + _LENGTHS.size:
-        raise DamagedFileError(f"{path} is no file of this kind")
+        raise DamagedFileError(f"{path} was not written by cllm, or is cut off at its beginning")
     digest = fixed[len(MAGIC) : len(MAGIC) + _N_DIGEST]
     n_head, n_data = _LENGTHS.unpack_from(fixed, len(MAGIC) + _N_DIGEST)
     n_bytes = os.fstat(file.fileno()).st_size

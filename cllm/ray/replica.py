@@ -57,10 +57,11 @@ class Replica:
         CllmError
             The engine does not serve requests.
         """
-        engine = self._application.state.server.engine
-        health = None if engine is None else engine.health()
+        state = self._application.state.server
+        health = None if state.engine is None else state.engine.health()
         if health is None or health.status not in SERVING:
-            raise CllmError(f"the engine does not serve requests: {health}")
+            reason = health.reason if health else state.failure or "its model is not loaded"
+            raise CllmError(f"the engine of this replica is not healthy: {reason}")
 
     def record_routing_stats(self) -> dict[str, float]:
         """Return the number of open requests and of all so far, for `PrefixRouter`; empty without an engine.

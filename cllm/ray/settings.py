@@ -36,7 +36,8 @@ class ClusterSettings:
         GPUs of each.
     affinity : str, optional
         "session": requests with the same `x-session-id` go to the same replica.  "prefix" (experimental):
-        the same, and requests without it go to the replica with their longest prefix.  None: each request goes
+        the same, and requests without it go to the replica with their longest prefix, unless it is much
+        busier than another one.  None: each request goes
         to the replica with the fewest connections.
 
     Raises

@@ -99,7 +99,7 @@ class ServerState:
         if self.engine is not None and not self.is_draining and self.failure is None:
             return self.engine
         if self.failure is not None:
-            raise unavailable(f"the engine has failed: {self.failure}")
+            raise unavailable(f"no request can be served since an earlier failure: {self.failure}")
         raise shutting_down() if self.is_draining else unavailable("the model is being loaded")
 
     @property
@@ -121,7 +121,10 @@ class ServerState:
 
     @property
     def model_name(self) -> str:
-        """Name of the model for clients."""
+        """Name of the model for clients: the configured one, or that of its file without suffix.
+
+        Without a configured name, raise `Problem` (503) if `serving` does: also while the model is loaded.
+        """
         if self.config.model_name is not None:
             return self.config.model_name
         return self.serving.config.model_path.stem

@@ -31,7 +31,7 @@ class FakeRule:
     role : str, optional
         "user" or "tool": match only if the last message has this role.  None: any role.
     times : int, optional
-        Number of questions that the rule answers; after them, the next matching rule is used.  None: no limit.
+        Number of requests that the rule answers; after them, the next matching rule is used.  None: no limit.
     text, reasoning : str
         The answer.  In `text` and the arguments of calls, `{0}` is replaced by the match of `when`, `{1}` by
         its first group.

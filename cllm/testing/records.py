@@ -119,7 +119,7 @@ class Records(Sequence[RequestRecord]):
         return f"<Records n={len(self)} by_themselves={sum(r.is_by_itself for r in self)}>"
 
     def summary(self) -> LoadSummary:
-        """Return counts, rates and percentiles over all records."""
+        """Return counts, rates and percentiles; times of whole answers only of those that were not ended early."""
         records = self._records
         reasons = Counter(record.finish_reason for record in records)
         usages = [record.usage for record in records if record.usage is not None]

@@ -227,7 +227,10 @@ class Cells:
         self.prefixes.entries.sort(key=lambda entry: entry.slot is not slot)
 
     def _make_way(self, tokens: Tokens, lora: LoraUse) -> bool:
-        """Evict the prefixes that a new entry contains; return False if a cached prefix contains the entry."""
+        """Evict the prefixes that a new entry contains; return False if a cached prefix contains the entry.
+
+        Without `can_truncate` nothing is evicted, and only an entry with the same tokens counts.
+        """
         n_most = None if self.can_truncate else len(tokens)
         if (covering := self.prefixes.covering(tokens, lora, n_most=n_most)) is not None:
             self.prefixes.touch(covering)

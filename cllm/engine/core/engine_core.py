@@ -197,7 +197,7 @@ class EngineCore:
         return self.manager.cells.erase(seq_id)
 
     def save_prefixes(self) -> None:
-        """Write the cached prefixes to files at the end of the engine."""
+        """Write the prefixes in the KV cache to files, as far as there is room, at the end of the engine."""
         self.manager.cells.write_all()
 
     def mark_corrupt(self, cause: Exception) -> None:

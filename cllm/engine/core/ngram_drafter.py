@@ -30,7 +30,7 @@ N_FIRST = 20.0  # guesses of all sequences that the first hit rates count as
 
 
 class _Hits:
-    """Hit rate of guesses by the length of the match they followed."""
+    """Hit rates of guesses, one for each range of match lengths in `AT_FIRST`; later guesses count more."""
 
     def __init__(self, forgetting: float, first: float = 0.0) -> None:
         self._forgetting = forgetting

@@ -16,7 +16,8 @@ from cllm.engine.output import FinishReason
 class TickTimes:
     """Seconds spent in each stage of all ticks so far: plan, decode, sample, detokenize, deliver, embed.
 
-    `detokenize_s` includes log probabilities, `deliver_s` is the delivery of events to the event loop.
+    A tick whose decode failed counts in `plan_s` alone.
+    `detokenize_s` includes log probabilities of the output, `deliver_s` is the delivery of events to the event loop.
     Events that are delivered as a decode begins count in `decode_s` alone.  Batches of texts that
     become vectors (`embed_s`) are computed between two ticks.
     """

@@ -66,7 +66,7 @@ class Tenants:
                 del self._all[idle[0]]
 
     def charge(self, rows: Iterable[tuple[Sequence, int]]) -> None:
-        """Count the rows of a tick, as it is planned, for the tenants of its sequences."""
+        """Count the rows of a planned tick for the tenants of its sequences; they count if the decode fails, too."""
         if not self.are_several:
             return
         n_in_all = 0

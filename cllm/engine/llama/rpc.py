@@ -108,7 +108,7 @@ def _greet(address: RpcAddress, deadline: float) -> str:
     try:
         ip = socket.gethostbyname(address.host)
     except (OSError, UnicodeError) as error:
-        raise _NotYetError(f"its name is not known: {error}") from error
+        raise _NotYetError(f"its host name cannot be resolved: {error}") from error
     if not is_private(ip):
         raise RpcServerError(str(address), f"{ip} is not in a private network")
     try:

@@ -229,7 +229,7 @@ class InputProcessor:
     async def _error_of_tools(
         self, tools: Sequence[ToolParameters], error: InvalidRequestError
     ) -> InvalidRequestError:
-        """Return the error of a grammar as an error of the tool's schema, which the caller knows."""
+        """Return the error of a grammar as one of the tool's schema, or of `tools` if no tool alone causes it."""
         for tool in tools if error.__cause__ is None else ():
             options = {} if tool.is_strict else {"x-guidance": {"lenient": True}}
             schema = {**await self.texts.worker.run(tool.json), **options}

@@ -180,7 +180,7 @@ class BatchOptions(SamplingOptions, total=False):
 
 
 class RequestOptions(BatchOptions, total=False):
-    """Keyword arguments of every request; see `Engine.stream`."""
+    """Keyword arguments of every request that generates text; see `Engine.stream`."""
 
     request_id: str | None
     generated: Sequence[int]
@@ -287,7 +287,10 @@ def check_tokens(
     n_vocab: int,
     generated: tuple[int, ...] = (),
 ) -> None:
-    """Reject an empty prompt, too many tokens for the context, and token ids outside the vocabulary."""
+    """Reject an empty prompt, too many tokens for the context, and token ids outside the vocabulary.
+
+    The prompt is `tokens` with `generated` after it.  Token ids of `params` are checked, too.
+    """
     if not tokens:
         raise InvalidRequestError("prompt", "", "at least one token")
     if (n_tokens := len(tokens) + len(generated)) > n_ctx:

@@ -116,7 +116,9 @@ class SavedGeneration:
                 "n_state_tokens": None if state is None else state.n_tokens,
             }
         except TypeError as error:
-            raise InvalidArgumentError("messages", str(error), "values that JSON has") from None
+            raise InvalidArgumentError(
+                "arguments of the request", str(error), "values that JSON has"
+            ) from None
         write_state_file(Path(path), header, b"" if state is None else state.data)
 
     @classmethod

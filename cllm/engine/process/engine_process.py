@@ -309,7 +309,7 @@ class EngineProcess(EngineHost):
         self._base = self._statistics = replace(self._statistics, n_restarts=n_restarts)
         if self._n_in_vain > N_IN_VAIN_MAX:
             raise EngineFailedError(
-                f"its process has ended {self._n_in_vain} times in a row, with {n_open} requests: {crash}"
+                f"its process has ended {self._n_in_vain} times in a row, and {n_open} requests are open: {crash}"
             ) from crash
 
     def _listen(

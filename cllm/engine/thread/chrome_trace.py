@@ -88,7 +88,7 @@ class ChromeTrace:
         self._begun_at = time.perf_counter()
 
     def on_tick(self, core: EngineCore, events: Iterable[Event], started: float) -> None:
-        """Write a tick that began at `started` (`time.perf_counter`), the ends of requests, and gauges."""
+        """Write a tick with a decode that began at `started` (`time.perf_counter`), ends of requests, and gauges."""
         ended = time.perf_counter()
         written: list[dict[str, Any]] = []
         if self._parts:

@@ -116,5 +116,5 @@ def _waited_s() -> dict[str, float]:
             with suppress(OSError):  # it has ended
                 waited_s[thread.name] = int((thread / "schedstat").read_text().split()[1]) / 1e9
     if not waited_s:
-        raise OSError("no thread says how long it has waited")
+        raise OSError("the system does not report how long a thread has waited for a processor")
     return waited_s

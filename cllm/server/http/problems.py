@@ -1,4 +1,4 @@
-"""Errors in the form of OpenAI's API: `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors in the form of OpenAI's and Anthropic's API: `{"type": "error", "error": {"message", "type", …}}`."""
 
 from __future__ import annotations
 
