@@ -31,6 +31,7 @@ from cllm import (
     InvalidRequestError,
     ModelLoadError,
     Restart,
+    RpcServerError,
 )
 from cllm.engine.child_process import child_environment
 from cllm.engine.config import EMBEDDED_MODEL
@@ -370,6 +371,24 @@ async def test_a_request_that_comes_while_no_process_can_be_started_is_answered(
     await anyio.to_thread.run_sync(has_failed.wait, 30)
     with anyio.fail_after(30):
         assert (await engine.generate("1+1=", temperature=0)).text == "2"
+
+
+async def test_a_start_that_has_waited_for_a_server_in_vain_is_not_tried_again(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n_starts = 0
+
+    def spawned() -> spawn.Spawned:
+        nonlocal n_starts
+        n_starts += 1
+        raise RpcServerError("10.0.0.2:50052", "it does not answer")
+
+    monkeypatch.setattr(spawn, "spawned", spawned)
+    send(engine, signal.SIGKILL)
+    with pytest.raises(EngineFailedError) as caught:
+        await engine.generate("1+1=", temperature=0)
+    assert isinstance(caught.value.__cause__, RpcServerError)
+    assert n_starts == 1
 
 
 async def test_an_engine_whose_process_cannot_be_started_fails_in_the_end(

@@ -231,9 +231,9 @@ class EngineProcess(EngineHost):
         """True if a later start may succeed after this error."""
         if isinstance(error, OSError):
             return error.errno in PASSING
-        # The same files with the same settings were loaded before.
+        # The same files with the same settings were loaded before.  Starts wait for RPC servers themselves.
         is_start = self._is_ready and self._ready_at is None
-        return is_start and not isinstance(error, ModelChangedError)
+        return is_start and not isinstance(error, ModelChangedError | RpcServerError)
 
     def _pause(self, seconds: float) -> None:
         """Wait for so long, or until the engine is stopped."""
