@@ -10,12 +10,12 @@ WORKERS ?= -n auto --maxprocesses=8 --dist loadfile
 
 help:
 	@echo "make demo    install, build libllama, and watch eight answers at once"
-	@echo "make test    install, and run the fast tests: two minutes"
+	@echo "make test    install, and run the fast tests: three minutes"
 	@echo "make coverage          the fast tests, and the branches of cllm/engine that they take"
-	@echo "make test-full         all tests: some five minutes on two cores"
+	@echo "make test-full         the slower tests too: some six minutes on two cores"
 	@echo "make test-process      the tests of the engine, with llama.cpp in a process of its own"
 	@echo "make test-clients      openai, anthropic, openai-agents, pydantic-ai, langchain, LlamaIndex, llm, LiteLLM, lm-eval,"
-	@echo "                       and the Codex CLI, Claude Code and opencode, where npm is"
+	@echo "                       and, if there is npm, the Codex CLI, Claude Code and opencode"
 	@echo "make clients-newest    the same with their newest versions"
 	@echo "make test-real         real models: SmolLM2-135M-Instruct, all-MiniLM-L6-v2; 181 MB, fetched once"
 	@echo "make test-ray          two replicas on Ray Serve, on this machine: three minutes"
@@ -23,11 +23,13 @@ help:
 	@echo "make test-archs        every architecture of llama.cpp in every layout: half an hour"
 	@echo "make test-asan   the suites of bindings and engine with sanitizers in libllama"
 	@echo "make test-leaks  a thousand requests under LeakSanitizer: nothing grows"
-	@echo "make test-rpc    layers on other machines' RPC servers (here: on this one)"
-	@echo "make soak    everything that callers do, for MINUTES=1, with injected faults"
-	@echo "make check   ruff and mypy --strict"
+	@echo "make test-rpc    layers of a model on llama.cpp's RPC servers, on this machine"
+	@echo "make soak    requests of every kind, for MINUTES (default: 1), with injected faults"
+	@echo "make check   ruff, mypy --strict, and the rules of prose"
+	@echo "make docs    the documentation as a site, in build/docs/site; make pictures takes its pictures"
 	@echo "make bench   cllm beside the others, an hour; BENCH_ARGS=--quick: 10 minutes"
 	@echo "make release     source distribution, wheel for any CPU, SBOM and checksums in dist/"
+	@echo "make native      libllama alone, built without options (see ./build_llama.sh --help)"
 	@echo "make clean   remove .venv, .venv-* and build results (cached libraries stay)"
 
 demo:

@@ -20,8 +20,8 @@ from hypothesis import settings
 # every tick, and fails where they differ.  Read when cllm is imported.
 os.environ.setdefault("CLLM_AUDIT", "tick")
 
-# A job in the background inherits an ignored SIGINT, and hands it on: a child that is to end by Ctrl-C
-# would never end.
+# A background job inherits an ignored SIGINT and passes it to its children.  A test that ends a child with
+# Ctrl-C would then wait for ever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -52,7 +52,7 @@ def few_in_fast(values: Iterable[T], is_fast: Callable[[T], bool]) -> list[Any]:
 
 
 def some_in_fast(values: Iterable[T], every: int = 3) -> list[Any]:
-    """Parameters of a test: all in `make test-full`, in `make test` the first of every few."""
+    """Parameters of a test: all in `make test-full`, the first of each `every` in `make test`."""
     return [
         pytest.param(
             *(v if isinstance(v, tuple) else (v,)), marks=[pytest.mark.full] * bool(i % every)
@@ -62,7 +62,7 @@ def some_in_fast(values: Iterable[T], every: int = 3) -> list[Any]:
 
 
 def is_there(pid: int) -> bool:
-    """Whether there is such a process, be it one that has ended and was not waited for."""
+    """Return True if the process exists; a zombie, which has ended and was not waited for, counts."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -84,7 +84,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Take as many examples as the suite has time for; engines as the option says."""
+    """Load the hypothesis profile of the run, and make `process=True` the default with --over-process."""
     is_fast = "not full" in config.getoption("markexpr")
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast" if is_fast else "suite"))
     if config.getoption("--over-process"):
@@ -94,13 +94,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Look for no garbage among what was collected: that took 7 % of the processors' time."""
+    """Exclude the collected tests from garbage collection, which took 7 % of the CPU time."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what the option is not for, and one event loop of two where that is marked."""
+    """Mark one event loop of each `one_loop` test `full`, and skip `same_process` tests with --over-process."""
     on_loops: dict[str, list[pytest.Item]] = {}
     for item in items:
         loop = getattr(getattr(item, "callspec", None), "params", {}).get("anyio_backend")
@@ -117,7 +117,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session", autouse=True)
 def _state_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What crashes here is not the last crash of this machine."""
+    """Keep the crash reports of the suite out of the user's state directory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
@@ -131,23 +131,23 @@ def _nothing_was_said() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _all_threads_end() -> Iterator[None]:
-    """What the tests of a file started has ended with them, or another file's test would fail."""
+    """Check after each file that no thread of cllm is left: it could make a test of another file fail."""
     yield
     assert our_threads() == []
 
 
 @pytest.fixture
 def free_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guesses are computed wherever there is hope, however busy this machine is."""
+    """Give rows a fixed small cost, so that drafts do not depend on how busy the machine is."""
     for name in ("seconds", "measured"):
         monkeypatch.setattr(RowCost, name, lambda _self, n_rows: 1.0 + 0.001 * n_rows)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _trials_have_time() -> Iterator[None]:
-    """A busy machine refuses no constraint that is tried here; who tests the limit sets it."""
+    """Raise the time limit of trials, so that a busy machine refuses no constraint; some tests set another."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trial_module, "TRIAL_S", 9.0)  # the process ends itself at ten
+        patch.setattr(trial_module, "TRIAL_S", 9.0)  # an alarm ends the trial process after 10 s
         yield
 
 
@@ -187,7 +187,7 @@ def llama_cpp_source() -> Path:
 
 
 def type_name(value: object) -> str:
-    """An id for a case whose value shows its address: every worker has to find the same ids."""
+    """Return a test id for a value whose repr has its address: every worker has to find the same ids."""
     return type(value).__name__
 
 
@@ -197,7 +197,7 @@ EVENT_LOOPS = ("asyncio", "trio")
 def on_either_loop(name: str, values: Iterable[str]) -> pytest.MarkDecorator:
     """Parametrize by `name`, under one event loop and the other in turn.
 
-    For long lists of what hardly depends on the event loop, each in a process that takes a second.
+    Use it for long lists of cases that take a second each and hardly depend on the event loop.
     """
     pairs = [(value, EVENT_LOOPS[n % 2]) for n, value in enumerate(values)]
     return pytest.mark.parametrize((name, "anyio_backend"), pairs)
@@ -216,7 +216,7 @@ QUIET: dict[str, Any] = {"n_threads": 1, "n_threads_batch": 1}
 
 
 def running_batch(engine: Engine) -> Mapping[str, int]:
-    """Rows of the decode that runs now, by request id; of another process, of the last one, as ones."""
+    """Return rows of the running decode by request id; for an engine process, 1 for each id of its latest."""
     if isinstance(host := engine._parts.thread, EngineProcess):
         process = host._process
         return dict.fromkeys(process._batch.read() if process is not None else (), 1)
@@ -224,9 +224,9 @@ def running_batch(engine: Engine) -> Mapping[str, int]:
 
 
 def put_at_once(inbox: Inbox, commands: Iterable[Command]) -> None:
-    """No tick begins with some of them."""
+    """Put commands into an inbox so that one tick sees all of them."""
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(60)  # the thread that they wake takes its turn when they are all there
+    sys.setswitchinterval(60)  # the thread that the first one wakes gets the GIL after the last one
     try:
         for command in commands:
             inbox.put(command)
@@ -236,9 +236,9 @@ def put_at_once(inbox: Inbox, commands: Iterable[Command]) -> None:
 
 @contextmanager
 def submitted_together(engine: Engine, n_requests: int) -> Iterator[None]:
-    """The inference thread hears of the next so many requests when the last is submitted.
+    """Hold back the next `n_requests` requests until the last of them is submitted.
 
-    What they share is then the scheduler's doing, however late a busy machine submits each.
+    The scheduler then sees them together, also on a machine that is slow to submit them.
     """
     inbox = engine._parts.inbox
     held: list[Command] = []

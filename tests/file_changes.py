@@ -11,7 +11,7 @@ from typing import Any
 from cllm.engine.config import EMBEDDED_MODEL
 from tests.lora_files import make_lora
 
-FILE_KINDS = ("model", "adapter", "draft model", "embedding model")  # that decide what is computed
+FILE_KINDS = ("model", "adapter", "draft model", "embedding model")  # files that change the answers
 
 
 def file_of(kind: str, model: Path) -> tuple[Path, dict[str, Any]]:
@@ -31,7 +31,7 @@ def file_of(kind: str, model: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def with_other_weights(data: bytes) -> bytes:
-    """The same model with other weights: of its second half, signs are turned round."""
+    """Return the model with other weights: the signs in the second half of the file are flipped."""
     changed = bytearray(data)
     for i in range(len(changed) // 2 // 4 * 4 + 3, len(changed), 4):
         changed[i] ^= 0x80
@@ -39,43 +39,43 @@ def with_other_weights(data: bytes) -> bytes:
 
 
 def replace(path: Path) -> None:
-    """Put another file in its place, as an update does."""
+    """Replace the file by one with other weights, as an update does."""
     beside = path.with_suffix(".new")
     beside.write_bytes(with_other_weights(path.read_bytes()))
     beside.replace(path)
 
 
 def overwrite(path: Path) -> None:
-    """Write other weights into it."""
+    """Write other weights into the file."""
     changed = with_other_weights(path.read_bytes())
     with path.open("r+b") as file:
         file.write(changed)
 
 
 def overwrite_unseen(path: Path) -> None:
-    """Write other weights into it, and give it its old times."""
+    """Write other weights into the file, and restore its times."""
     status = path.stat()
     overwrite(path)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def remove(path: Path) -> None:
-    """Remove it."""
+    """Remove the file."""
     path.unlink()
 
 
 def truncate(path: Path) -> None:
-    """Cut it off."""
+    """Keep the first third of the file."""
     os.truncate(path, path.stat().st_size // 3)
 
 
 def touch(path: Path) -> None:
-    """Give it another time."""
+    """Change the times of the file, not its content."""
     os.utime(path, ns=(0, 0))
 
 
 def install_again(path: Path) -> None:
-    """Put the same content there, in another file."""
+    """Replace the file by a copy of itself."""
     beside = path.with_suffix(".new")
     shutil.copyfile(path, beside)
     beside.replace(path)

@@ -1,4 +1,4 @@
-"""LoRA adapters for any model, with weights that a seed decides."""
+"""LoRA adapters for any model, with random weights that depend on a seed."""
 
 from __future__ import annotations
 
@@ -50,6 +50,6 @@ def make_lora(
 
 
 def matrices(model_path: Path) -> dict[str, tuple[int, ...]]:
-    """Those that are adapted, with how many values each takes and gives."""
+    """Return the adapted matrices: name and shape, `(n_in, n_out)`."""
     shapes = read_shapes(model_path)
     return {name: shape for name, shape in shapes.items() if MATRICES.fullmatch(name)}

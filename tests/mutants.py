@@ -1,10 +1,10 @@
 """Does the fast suite find faults?  `python -m tests.mutants [--n 48] [--seed 0] [--full]`.
 
-Each mutant is the project with one fault put into it: a comparison or an operator turned around, a
-number off by one, two arguments swapped, a call or an `await` left out.  Its tests are run in a copy:
-first those of the package it is in, then all of `make test`, and with `--full` what `make test-full` has
-besides.  What none of them fails for is printed with its place, to be looked at: some faults change
-nothing.
+Each mutant is a copy of the project with one fault: a comparison or an operator replaced, a number off
+by one, two arguments swapped, a call or an `await` removed.  The tests of its package run first, then
+all of `make test`, and with `--full` the other tests of `make test-full`.  Each mutant is printed with
+the stage whose tests failed, or SURVIVES.  Look at the survivors: some faults change nothing.  The exit
+code is 1 if `make test` finds fewer than 90 % of the mutants.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("cllm/engine/core", "cllm/engine/sampling", "cllm/engine/loop", "cllm/bindings")
-# Where a mutant of a package is most likely to be found.
+# Tests that are most likely to fail for a mutant of a package.
 NEAR = {
     "cllm/engine/core": ("tests/engine/core", "tests/engine/test_stops.py", "tests/simulation"),
     "cllm/engine/sampling": ("tests/engine/sampling",),
@@ -36,13 +36,13 @@ ENGINE = (
     "tests/simulation",
     "tests/testing",
     "tests/bindings",
-)  # half a minute of the two
+)  # take half a minute; all of `make test` takes two
 TURNED = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
     ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
 }  # fmt: skip
 OPERATORS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.FloorDiv: "*", ast.Div: "*"}
-# A fault in what is only said to people is no fault of the engine.
+# Code that makes texts for people is not mutated: no test has to fail for a changed text.
 NOT_MUTATED = ("__repr__", "__str__")
 SAID = {"debug", "info", "warning", "error", "exception", "log", "warn"}
 TIMEOUT_S = 900
@@ -57,11 +57,11 @@ class Mutant:
     Attributes
     ----------
     path : str
-        From the root of the project.
+        Path from the root of the project.
     start, end : int
-        Of the text that is replaced, in characters of the file.
+        First character of the replaced text in the file, and the one after its last.
     text : str
-        What stands there instead.
+        Replacement.
     """
 
     path: str
@@ -88,13 +88,13 @@ class Finder:
             self._starts.append(self._starts[-1] + len(line))
 
     def mutants(self) -> Iterator[Mutant]:
-        """In the order of the file."""
+        """Yield the mutants in the order of the file."""
         tree = ast.parse(self._source)
         for node in self._code(tree):
             yield from self._of(node)
 
     def _code(self, node: ast.AST) -> Iterator[ast.AST]:
-        """Nodes that run, without what is said to people, annotations and checks of types."""
+        """Yield the nodes that run, without log calls, texts, assertions, imports and annotations."""
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.FunctionDef) and child.name in NOT_MUTATED:
                 continue
@@ -150,7 +150,7 @@ class Finder:
 
 
 def _can_be_swapped(call: ast.Call) -> bool:
-    """Whether it makes a difference which of the first two arguments comes first."""
+    """Return True if swapping the first two arguments may change the result of a call."""
     is_symmetric = getattr(call.func, "id", "") in ("max", "min")
     is_starred = any(isinstance(argument, ast.Starred) for argument in call.args[:2])
     return len(call.args) >= 2 and not is_symmetric and not is_starred
@@ -162,7 +162,7 @@ def _annotations(node: ast.AST) -> list[ast.AST]:
 
 
 def chosen(n: int, seed: int) -> list[Mutant]:
-    """So many faults, as many of each kind in each package as it has room for."""
+    """Draw `n` mutants, in turn from each pair of a kind of fault and a package, until it has no more."""
     draw = random.Random(seed)
     pools: dict[tuple[str, str], list[Mutant]] = {}
     for package in PACKAGES:
@@ -179,7 +179,7 @@ def chosen(n: int, seed: int) -> list[Mutant]:
 
 
 def run_tests(tree: Path, *arguments: str, says_why: bool = False) -> bool:
-    """Return whether these tests of a copy pass; print the end of their report if they are to say why not."""
+    """Return True if these tests of a copy pass; with `says_why`, print the end of the report of a failure."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     try:
@@ -194,7 +194,7 @@ def run_tests(tree: Path, *arguments: str, says_why: bool = False) -> bool:
 
 
 def killed_by(mutant: Mutant, tree: Path, *, with_full: bool) -> str:
-    """Which tests fail for a fault: "near", "fast", "full", or none ("")."""
+    """Return the first stage whose tests fail for a mutant: "near", "fast", "full", or "" for none."""
     package = next(name for name in PACKAGES if mutant.path.startswith(name))
     path = tree / mutant.path
     source = path.read_text()
@@ -214,7 +214,7 @@ def killed_by(mutant: Mutant, tree: Path, *, with_full: bool) -> str:
 
 
 def copy_of_the_project(directory: Path) -> Path:
-    """What git knows, and the library."""
+    """Copy all files that git does not ignore, and the native library; return the root of the copy."""
     tree = directory / "cllm"
     names = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True,
@@ -229,12 +229,12 @@ def copy_of_the_project(directory: Path) -> Path:
 
 
 def main() -> int:
-    """Try all of them, and say what was found."""
+    """Try the chosen mutants; 1 if `make test` finds fewer than 90 % of them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--n", type=int, default=48)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--list", action="store_true", help="only say which")
-    parser.add_argument("--full", action="store_true", help="and those that survive make test")
+    parser.add_argument("--list", action="store_true", help="print the mutants, and run no test")
+    parser.add_argument("--full", action="store_true", help="try survivors with test-full, too")
     options = parser.parse_args()
     mutants = chosen(options.n, options.seed)
     if options.list:

@@ -1,4 +1,4 @@
-"""Records as short as a test can say them."""
+"""Short functions that make benchmark records for tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ TARGET = {target.key: target for target in TARGETS}
 
 
 def turns(target: Target, peer: str, *values: float) -> list[Record]:
-    """One peer in the place of a target, by turns."""
+    """Return the records of one peer for a target, one for each value."""
     return [
         Record(target.measurement, target.model, target.case, peer, turn, {target.metric: value})
         for turn, value in enumerate(values)
@@ -17,6 +17,6 @@ def turns(target: Target, peer: str, *values: float) -> list[Record]:
 
 
 def beside(target: Target, over: list[float], under: list[float]) -> list[Record]:
-    """Both peers of a target."""
+    """Return the records of both peers of a target."""
     assert target.against
     return turns(target, target.peer, *over) + turns(target, target.against, *under)

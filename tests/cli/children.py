@@ -1,6 +1,6 @@
 """`cllm` in this process, or in a child process: with pipes, or on a terminal of its own.
 
-Run as a program it is `cllm`, after it has taken the terminal that it was started on.
+Run as a program, this module takes the terminal of its standard input and then runs `cllm`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ CLLM = [sys.executable, "-W", "error", "-m", "tests.cli.children"]
 
 CTRL_C, CTRL_D, BACKSPACE = "\x03", "\x04", "\x7f"
 
-# An answer that has not ended when it is stopped.
+# Options for an answer that does not end by itself soon.
 ENDLESS = ("--temperature", "0", "--ignore-eos", "--n-ctx", "16384")
 
 
 def run_cllm(
     *arguments: str | bytes, input: str | bytes = "", **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run it to its end, in this process: the imports of a new one take most of its time.
+    """Run `cllm` to its end in this process, since a new process spends most of its time on imports.
 
-    Not `serve`, which keeps the signals and the log to itself.
+    `serve` cannot run here, apart from its --help: it changes signal handlers and logging.
     """
     assert arguments[:1] != ("serve",) or "--help" in arguments
     given = input.encode() if isinstance(input, str) else input
@@ -67,7 +67,7 @@ def run_cllm(
 
 
 def run_cllm_apart(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run it to its end in a process of its own, for what libraries read when they are imported."""
+    """Run `cllm` to its end in a new process: some libraries read the environment when imported."""
     return subprocess.run(
         [*CLLM, *arguments], capture_output=True, text=True, timeout=100, check=False, cwd=ROOT,
         env={**os.environ, **environment},
@@ -75,7 +75,7 @@ def run_cllm_apart(*arguments: str, **environment: str) -> subprocess.CompletedP
 
 
 def start_cllm(*arguments: str, **streams: Any) -> subprocess.Popen[bytes]:
-    """Start it; standard streams as for `subprocess.Popen`, pipes by default."""
+    """Start `cllm` in a new process; `streams` are those of `subprocess.Popen`, pipes by default."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen([*CLLM, *arguments], cwd=ROOT, bufsize=0, **{**pipes, **streams})
 
@@ -103,7 +103,7 @@ class Terminal:
         os.close(self._master)
 
     def until(self, text: str) -> str:
-        """Read until it stands there, and return everything up to it."""
+        """Read until the text appears, and return everything up to its end."""
         wanted = text.encode()
         while wanted not in self._bytes:
             if not (chunk := self._read()):
@@ -119,12 +119,12 @@ class Terminal:
         return self._bytes.decode()
 
     def send(self, text: str) -> None:
-        """Type it."""
+        """Type a text on the terminal."""
         os.write(self._master, text.encode())
 
     def until_asleep(self) -> None:
-        """Wait until the child waits for something: a signal while `input` works on a key is not
-        noticed before the next key."""
+        """Wait until the child sleeps.  A signal that comes while `input` handles a key is noticed
+        only at the next key."""
         status = Path(f"/proc/{self.child.pid}/stat")
         while status.exists() and status.read_text().rpartition(") ")[2][0] == "R":
             os.sched_yield()
@@ -148,7 +148,7 @@ def main() -> int:
     from cllm.cli.app import run
 
     if os.isatty(0) and os.getsid(0) == os.getpid():
-        fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # or Ctrl-C would be a byte like any other
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # without it Ctrl-C would not send SIGINT
     return run()
 
 

@@ -1,4 +1,4 @@
-"""Between a client and a server: connections that are cut after so many bytes of an answer."""
+"""A proxy between a client and a server that cuts connections after a number of bytes of the answer."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class CuttingProxy:
     ----------
     url : str
     cuts : deque of int
-        After how many bytes of what comes back the next connections are cut; where there is none, they
-        are whole.
+        Bytes of the answer after which each of the next connections is cut.  While the deque is empty,
+        connections are not cut.
     n_answered : int
-        Bytes that came back on the connection before the last.
+        Bytes of the answer so far on the newest connection.
     """
 
     def __init__(self, server_url: str) -> None:

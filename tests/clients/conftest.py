@@ -22,7 +22,7 @@ FINAL = FakeAnswer(tool_calls=[("final_result", {"city": "Paris", "degrees": 20}
 
 
 def answer(prompt: str) -> FakeAnswer | str:
-    """A model that looks up the weather, and says it; that gives its result by a tool if there is one."""
+    """Return the scripted answer: a call of a weather or "final_result" tool, a result, JSON, or a greeting."""
     *_, last = (line for line in prompt.splitlines() if line.startswith(("user: ", "tool: ")))
     if "final_result" in prompt:
         return FINAL

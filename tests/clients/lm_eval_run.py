@@ -1,6 +1,7 @@
 """Run lm-eval on two local tasks, in a process of its own; print the answers as JSON.
 
-Its libraries warn of each other, and read the environment when they are imported.
+It has its own process because its libraries read the environment when they are imported, and their
+imports cause warnings.
 """
 
 from __future__ import annotations

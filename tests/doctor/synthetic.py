@@ -1,4 +1,4 @@
-"""Requests as each cause would make them, with whatever times a test wants."""
+"""Measurements of requests that show each cause of growing latency."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ N_IDS = 4
 
 
 def flat(number: int) -> Measurement:
-    """Cleared when it ends."""
+    """Measurement of a request whose sequence is cleared when it ends."""
     return Measurement(
         seq_id=0, n_rows=N_ROWS, pos_max=N_ROWS - 1, n_cells=N_ROWS, cleared_seq_id=0,
         pos_left=None, n_cells_left=0, n_ahead=0, decode_s=1.0, latency_s=1.0,
@@ -30,7 +30,7 @@ def flat(number: int) -> Measurement:
 
 
 def not_cleared(number: int) -> Measurement:
-    """The next one continues behind it."""
+    """Measurement of a request that is not cleared: the next one continues behind its positions."""
     n_cells = N_ROWS * (number + 1)
     return dataclasses.replace(
         flat(number), cleared_seq_id=None, pos_max=n_cells - 1, n_cells=n_cells,
@@ -39,7 +39,7 @@ def not_cleared(number: int) -> Measurement:
 
 
 def new_id_each_time(number: int) -> Measurement:
-    """A new seq_id each time, never cleared."""
+    """Measurement of a request with a new seq_id that is never cleared."""
     n_cells = N_ROWS * (number + 1)
     return dataclasses.replace(
         flat(number), seq_id=number, cleared_seq_id=None, n_cells=n_cells, pos_left=N_ROWS - 1,
@@ -48,12 +48,12 @@ def new_id_each_time(number: int) -> Measurement:
 
 
 def wrong_id(number: int) -> Measurement:
-    """`seq_rm` of seq_id 1, the request was in 0."""
+    """Measurement of a request in seq_id 0 after which `seq_rm` clears seq_id 1."""
     return dataclasses.replace(not_cleared(number), cleared_seq_id=1)
 
 
 def cleared_on_reuse(number: int) -> Measurement:
-    """Four seq_ids in rotation."""
+    """Measurement of a request that reuses one of four seq_ids, and clears it only then."""
     n_cells = N_ROWS * min(number + 1, N_IDS)
     return dataclasses.replace(
         flat(number), seq_id=number % N_IDS, cleared_seq_id=None, n_cells=n_cells,
@@ -62,13 +62,13 @@ def cleared_on_reuse(number: int) -> Measurement:
 
 
 def resent(number: int) -> Measurement:
-    """The prompt carries the earlier ones."""
+    """Measurement of a request whose prompt repeats all earlier ones."""
     n_rows = N_ROWS * (number + 1)
     return dataclasses.replace(flat(number), n_rows=n_rows, pos_max=n_rows - 1, n_cells=n_rows)
 
 
 def queued(number: int) -> Measurement:
-    """So many others were waiting."""
+    """Measurement of a request behind `number` waiting ones."""
     return dataclasses.replace(flat(number), n_ahead=number, latency_s=1.0 + number)
 
 
@@ -84,7 +84,7 @@ PATTERNS: dict[Callable[[int], Measurement], Cause] = {
 
 
 def requests(pattern: Callable[[int], Measurement], n_requests: int = 12) -> list[Measurement]:
-    """So many requests of a pattern."""
+    """Return the measurements of `n_requests` requests of a pattern."""
     return [pattern(number) for number in range(n_requests)]
 
 

@@ -1,4 +1,4 @@
-"""Every sampler, constraint and ending that a request may have."""
+"""Sampling options for tests: each sampler, constraint and way to stop."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "expression": {"temperature": 1.0, "seed": 15, "regex": r"(yes|no) [0-9]{3,9}"},
     "grammar": {"temperature": 1.0, "seed": 16, "grammar": 'root ::= "abc" [0-9]+ "."'},
 }
-# Each kind of state that a sampler has; `make test-full` takes the others too.
+# One case for each kind of state; `make test-full` runs the others, too.
 FEW = (
     "dry",
     "mirostat 2",

@@ -1,4 +1,4 @@
-"""A hub of the tests' own, and a cache that only one test has."""
+"""A local hub for tests, and a download cache for each test."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 50_000)  # what is kept of a cut one
-        # It tries again after a second.
+        # A cut download keeps whole chunks.
+        monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 50_000)
+        # huggingface_hub waits a second before it tries again.
         hasty = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: None})
         monkeypatch.setattr(file_download, "time", hasty)
         yield hub

@@ -1,4 +1,4 @@
-"""A hub of models on this machine, as huggingface_hub asks one; with faults."""
+"""A local server with the part of the Hugging Face API that huggingface_hub uses, and with faults."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ REPO = "user/model-GGUF"
 
 @dataclass
 class FakeHub:
-    """What it has, and what goes wrong.
+    """Files and faults of a hub, and the requests that it got.
 
     Attributes
     ----------
     files : dict
-        Of the one repository: their contents by path.
+        Contents of the one repository's files, by path.
     sent : dict
-        Other contents, which are sent in place of those.
+        Contents that are sent in place of those in `files`, by path.
     cut_after : list of int
-        The next answers with a file end after so many bytes.
+        Numbers of bytes after which the next answers with a file end.
     statuses : list of (int, str)
-        The next answers to anything, with their `X-Error-Code`.
+        Status and `X-Error-Code` of the next answers, whatever is requested.
     asked : list
         Method, path and headers of each request.
     listed : dict
-        What it says of its files and its commit in place of the truth: `rfilename`, `sha256`, `size`, `sha`.
+        False values for the description of the repository: `rfilename`, `sha256`, `size`, `sha`.
     n_sent : Counter
-        Bytes of each file.
+        Bytes sent, by path.
     stops_after : int, optional
-        An answer with a file stands still after so many bytes: `has_stopped`, until `goes_on`.
+        Bytes after which an answer with a file pauses: it sets `has_stopped` and waits for `goes_on`.
     """
 
     files: dict[str, bytes]
@@ -54,12 +54,12 @@ class FakeHub:
 
     @property
     def commit(self) -> str:
-        """Of what it has."""
+        """Commit id, a hash of all contents."""
         return hashlib.sha1(b"".join(self.files.values())).hexdigest()
 
 
 def sha256_of(data: bytes) -> str:
-    """As a hub says it."""
+    """Return the SHA-256 in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
 
 
@@ -93,7 +93,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer()
 
     def log_message(self, *_: Any) -> None:
-        """Nothing on standard error."""
+        """Log nothing to standard error."""
 
     def _answer(self) -> None:
         hub, path = self.hub, unquote(urlsplit(self.path).path)

@@ -1,10 +1,10 @@
-"""A Ray cluster of this machine's own, in a process: started, asked to do things, stopped.
+"""A process that runs a Ray cluster on this machine and obeys commands.
 
     python -m tests.ray.cluster ENGINE SERVER CLUSTER --port PORT [--cpus N …]
 
-takes settings as JSON, and the processors of each node, the first of which has the front; writes a line of JSON
-for everything that it has done, and reads what to do next from its standard input: `redeploy`, `status`,
-`add-node`, `remove-node`, `stop`.  It ends with its input.
+ENGINE, SERVER and CLUSTER are settings as JSON.  `--cpus` is the number of CPUs of each node; the first node
+has the front.  Commands are lines of standard input: `redeploy`, `status`, `add-node`, `remove-node`, `stop`.
+The program writes a line of JSON after its start and after each command, and ends with its input.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TEMPORARY = os.environ.get("CLLM_RAY_DIRECTORY", "/tmp/cllm-ray")
 
 
 def prepare(affinity: str | None) -> None:
-    """Before Ray is imported: what tests need besides."""
+    """Set the environment variables of a test cluster; call this before Ray is imported."""
     environment.prepare(affinity, os.environ, is_running=False)
     folder = f"{TEMPORARY}/haproxy"
     for path in (folder, f"{TEMPORARY}/ray"):
@@ -40,7 +40,7 @@ def prepare(affinity: str | None) -> None:
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{folder}/metrics.sock",
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
         "RAY_SERVE_PORT_QUARANTINE_S": "2",
-        # A slow machine is no broken proxy.
+        # Long limits: a slow machine must not look like a broken proxy.
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
         "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
     }
@@ -52,7 +52,7 @@ def tell(**what: Any) -> None:
 
 
 def main() -> None:
-    """Start, serve, obey."""
+    """Start a cluster, deploy the app, and obey commands until standard input ends."""
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("engine", "server", "cluster"):
         parser.add_argument(name, type=json.loads)
@@ -72,13 +72,13 @@ def main() -> None:
     head = {**nodes, "num_cpus": given.cpus[0], "include_dashboard": False}
     head["node_ip_address"] = FIRST_NODE
     cluster = Cluster(initialize_head=True, head_node_args=head)
-    # An address each, as machines have: HAProxy takes the routers of its own address by turns, and
-    # each router has a table of its own.
+    # Nodes have different addresses, as machines have.  HAProxy uses all routers of its own address in
+    # turn, and each router has its own table.
     nodes["node_ip_address"] = OTHER_NODES
     others = [cluster.add_node(num_cpus=n, **nodes) for n in given.cpus[1:]]
     ray.init(address=cluster.address, logging_level="warning", log_to_driver=False)
-    # Two fronts on one machine would want one port.  Replicas of all nodes listen on this host: the
-    # network of `tools.loopback_only` has the loopback device alone.
+    # Only the head node has a front, since two would need the same port.  Replicas of all nodes listen on
+    # this host: the network of `tools.loopback_only` has only the loopback device.
     host = "0.0.0.0" if others else FIRST_NODE
     serve.start(http_options=HTTPOptions(host=host, port=given.port, location="HeadOnly"))
 

@@ -1,4 +1,4 @@
-"""The process of `cluster.py` as tests hold it, and those who ask its front."""
+"""A handle of the process of `cluster.py` for tests, and clients of its front."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Cluster:
         settings = map(json.dumps, (ENGINE, SERVER, CLUSTER | changes))
         command = [sys.executable, "-m", "tests.ray.cluster", *settings, "--port", str(port)]
         command += ["--cpus", *map(str, cpus)]
-        # Sockets of HAProxy and of Ray have short names at the most.
+        # A short path: the length of the socket paths of HAProxy and Ray is limited.
         environment = os.environ | {"CLLM_RAY_DIRECTORY": f"/tmp/cllm-ray-{os.getpid()}"}
         self._log = (directory / "log").open("wb")
         self._process = subprocess.Popen(
@@ -50,14 +50,14 @@ class Cluster:
         )  # fmt: skip
 
     def ask(self, what: str) -> dict[str, Any]:
-        """Have something done, and wait until it is."""
+        """Send a command, and wait for its line of JSON."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{what}\n")
         self._process.stdin.flush()
         return self.wait()
 
     def wait(self) -> dict[str, Any]:
-        """The next thing that it has done; Ray says things of its own between them."""
+        """Return the next line of JSON from the process; lines that Ray prints are skipped."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith('{"done"'):
@@ -68,8 +68,8 @@ class Cluster:
     def start(self) -> None:
         """Wait until the front sends requests to both replicas.
 
-        Ray says earlier that they run.  Until HAProxy knows them, requests go by Ray's own proxy, past the
-        router, and some of them never end.
+        Ray reports the replicas as running before that.  Until HAProxy has them in its table, Ray's own proxy
+        forwards requests without the router, and some of those never end.
         """
         assert self.wait()["done"] == "start"
         wait_until(self._front_knows_both, "the front knows both replicas", timeout_s=START_S)
@@ -86,7 +86,7 @@ class Cluster:
         return is_routed == self._is_routed and are_up and len(servers) == 2 * len(backends) > 0
 
     def end(self) -> None:
-        """Stop it, if it runs."""
+        """End the process; kill it if it does not end within `START_S`."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -99,11 +99,11 @@ class Cluster:
         self._log.close()
 
     def replica_pids(self) -> list[int]:
-        """The processes of its replicas."""
+        """Return the process ids of the replicas."""
         return pids_of("ray::ServeReplica:cllm:cllm")
 
     def replica_metrics(self) -> list[dict[str, float]]:
-        """What each replica says at its own port, past the front."""
+        """Return the metrics of each replica, read at its own port and not through the front."""
         found = []
         for port in range(*REPLICA_PORTS):
             with contextlib.suppress(httpx.TransportError):
@@ -112,12 +112,12 @@ class Cluster:
         return found
 
     def has_two(self) -> bool:
-        """Whether both replicas run."""
+        """Return True if both replicas run."""
         return bool(self.ask("status")["replicas"] == {"RUNNING": 2})
 
 
 def pids_of(title: str) -> list[int]:
-    """The processes whose title begins like that."""
+    """Return the ids of the processes whose title begins with `title`."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -128,12 +128,12 @@ def pids_of(title: str) -> list[int]:
 
 
 class PlainStreams:
-    """Streams of clients that know nothing of several servers, each read in a thread.
+    """Plain HTTP streams, which cannot move to another replica, each read in a thread.
 
     Attributes
     ----------
     ends : dict
-        By number: the text, and whether it had an end.
+        Text of each stream by number, and True if the stream ended with `[DONE]`.
     """
 
     def __init__(self, url: str, n: int) -> None:
@@ -144,17 +144,17 @@ class PlainStreams:
 
     @staticmethod
     def prompt(i: int) -> str:
-        """What the i-th asks."""
+        """Return the prompt of the i-th stream."""
         return f"{LONG} plain {i}"
 
     async def begin(self) -> None:
-        """Until all have got something."""
+        """Start all streams, and wait until each has received text."""
         for thread in self._threads:
             thread.start()
         await wait_for(lambda: len(self._begun) == len(self._threads), "all run")
 
     async def join(self) -> None:
-        """Until all have ended."""
+        """Wait until all streams have ended."""
         for thread in self._threads:
             await anyio.to_thread.run_sync(thread.join)
 
@@ -185,7 +185,7 @@ async def probe(url: str, statuses: list[int]) -> None:
 
 
 async def lose_a_replica(cluster: Cluster, lose: Callable[[], object]) -> None:
-    """Under streams: those of the client are whole, some others are cut, and hardly a new request fails."""
+    """Lose a replica: `AsyncClient` streams stay complete, some plain ones are cut, few new requests fail."""
     n_streams, probes = 6, list[int]()
     plain = PlainStreams(cluster.url, n_streams)
     async with AsyncClient(cluster.url, session_id=None) as client:
@@ -206,7 +206,7 @@ async def lose_a_replica(cluster: Cluster, lose: Callable[[], object]) -> None:
             group.cancel_scope.cancel()
     assert [one.token_ids for one in ended] == [one.token_ids for one in alone]
     assert any(stream.n_moves for stream in streams)
-    # Without it: some are cut, and not as if that were the end; the others are whole.
+    # Plain streams: some are cut and have no `[DONE]`; the others are complete.
     assert {has_end for _, has_end in plain.ends.values()} == {True, False}
     for i, (text, has_end) in plain.ends.items():
         assert text == wholes[i] if has_end else wholes[i].startswith(text)
@@ -215,7 +215,7 @@ async def lose_a_replica(cluster: Cluster, lose: Callable[[], object]) -> None:
 
 
 async def wait_for_two(cluster: Cluster) -> None:
-    """Until both replicas run again."""
+    """Wait until both replicas run again."""
     await anyio.to_thread.run_sync(
         lambda: wait_until(cluster.has_two, "there are two again", timeout_s=90)
     )

@@ -1,4 +1,4 @@
-"""What all tests of a cluster share."""
+"""Fixtures of all tests of a cluster."""
 
 from __future__ import annotations
 

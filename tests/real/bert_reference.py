@@ -1,4 +1,4 @@
-"""BERT in numpy, straight from the paper: the referee for what libllama makes of the same weights."""
+"""BERT in numpy, written from the paper: the reference for libllama's results with the same weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Array = NDArray[Any]
 
 
 def erf(x: Array) -> Array:
-    """Abramowitz and Stegun 7.1.26, to 1.5e-7."""
+    """Return the error function by Abramowitz and Stegun 7.1.26, with an error of at most 1.5e-7."""
     t = 1 / (1 + 0.3275911 * np.abs(x))
     coefficients = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592, 0.0)
     near_one: Array = 1 - np.polyval(coefficients, t) * np.exp(-(x**2))
@@ -24,12 +24,12 @@ def erf(x: Array) -> Array:
 
 
 class BertReference:
-    """One text at a time, in float32.
+    """BERT that embeds one text at a time, in float32.
 
     Parameters
     ----------
     folder : Path
-        With `model.safetensors`, `config.json` and `tokenizer.json`.
+        Folder of `model.safetensors`, `config.json` and `tokenizer.json`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -40,7 +40,7 @@ class BertReference:
         self._tokenizer.no_truncation()
 
     def tokenize(self, text: str) -> list[int]:
-        """With [CLS] and [SEP]."""
+        """Return the token ids of a text, with [CLS] and [SEP]."""
         return list(self._tokenizer.encode(text).ids)
 
     def embed(self, text: str) -> Array:

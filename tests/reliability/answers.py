@@ -1,4 +1,4 @@
-"""What an answer in a batch owes to the one that the same request gives alone."""
+"""Comparison of the answer of a request in a batch with its answer alone."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from cllm import Completion
 from cllm.engine.output import TokenLogprob
 
-# A row's numbers depend a little on those beside it, as products of f16 do.
+# Largest difference of log probabilities: f16 products round differently in batches of other sizes.
 LOGPROB_NOISE = 0.05
 
 
 def unlike(answer: Completion, alone: Completion) -> str:
-    """How a whole answer differs: in its tokens, text, end or log probabilities; nothing if it does not."""
+    """Return how a complete answer differs in tokens, text, end or log probabilities; "" if it does not."""
     for name in ("token_ids", "text", "finish_reason", "stop_reason"):
         given, expected = getattr(answer, name), getattr(alone, name)
         if given != expected:
@@ -21,7 +21,7 @@ def unlike(answer: Completion, alone: Completion) -> str:
 
 
 def unlike_beginning(answer: Completion, alone: Completion) -> str:
-    """How what there is of an answer differs from as much of the whole one."""
+    """Return how an incomplete answer differs from the beginning of the complete one; "" if it does not."""
     for name in ("token_ids", "text"):
         given, expected = getattr(answer, name), getattr(alone, name)
         if given != expected[: len(given)]:

@@ -1,8 +1,8 @@
 """`python -m tests.reliability.api_fuzz [--examples N] [--save]`: any call with any argument.
 
-Hypothesis draws calls of the public API, right and wrong, for one engine in a child process.  Each
-ends in a result or in an error that is documented for it; never in another exception, a signal, or
-not at all.  After every hundred the bookkeeping agrees and a known request gets its right answer.
+Hypothesis draws valid and invalid calls of the public API for one engine in a child process.  Each call
+must end, with a result or with an error that is documented for it.  Another exception or a signal is a
+finding.  After every 100 calls the bookkeeping must agree, and a known request must be answered correctly.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ DOCUMENTED = {
     **dict.fromkeys(("tokenize", "detokenize", "pieces"), OF_TOKENS),
     **dict.fromkeys(("slots", "reset_prefix_cache"), ()),
 }
-# What a text allows and its sampling forbids is found when the output gets there.
+# With a constraint, the sampling options may forbid all allowed tokens: a `GenerationError` while it runs.
 CONSTRAINTS = {"grammar", "regex", "json_schema"}
 
 
 async def run_call(engine: Engine, call: Call) -> object:
-    """Do what was drawn."""
+    """Make a drawn call, and return its result."""
     method = getattr(engine, call.method)
     if call.method in ("stream", "stream_chat"):
         return await read(method(*call.arguments, **call.options), call.n_deltas)
@@ -54,7 +54,7 @@ async def run_call(engine: Engine, call: Call) -> object:
 
 
 async def read(stream: TokenStream, n_deltas: int | None) -> object:
-    """All of a stream, or as many deltas before it is given up."""
+    """Read a stream to its end and return its completion, or close it after `n_deltas` deltas."""
     if n_deltas is None:
         async with stream:
             return await stream.completion()
@@ -66,28 +66,28 @@ async def read(stream: TokenStream, n_deltas: int | None) -> object:
 
 
 def is_documented(error: Exception, call: Call) -> bool:
-    """Whether a caller was told of this error."""
+    """Return True if the documentation of a call names this error."""
     if isinstance(error, GenerationError):
         return not CONSTRAINTS.isdisjoint(call.options)
     return isinstance(error, DOCUMENTED[call.method])
 
 
 class Fuzz:
-    """One engine, and what was found with it."""
+    """Engine under test, and the findings."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.found = Findings()
 
     async def example(self, call: Call) -> None:
-        """One call, and every so often a look at what it left."""
+        """Make one call, count its end, and run `check` after every `CHECK_EVERY` calls."""
         result: object
         try:
             with anyio.fail_after(TIME_LIMIT_S):
                 result = await run_call(self.engine, call)
         except Exception as error:
             result = [error]
-        # `generate_all` gives the errors of its prompts among the results.
+        # `generate_all` may return the errors of its prompts as results.
         results = result if isinstance(result, list) else [result]
         errors = [found for found in results if isinstance(found, Exception)]
         self.found.wrong += [
@@ -100,7 +100,7 @@ class Fuzz:
             await self.check()
 
     async def check(self) -> None:
-        """The bookkeeping agrees, and a known request gets its right answer."""
+        """Check that the bookkeeping agrees and that a known request is answered correctly."""
         self.found.n_checks += 1
         with anyio.fail_after(TIME_LIMIT_S):
             found = await self.engine.audit()
@@ -109,14 +109,14 @@ class Fuzz:
             self.found.wrong.append(f"after {self.found.n_examples} examples: {found}, {text!r}")
 
     async def settled(self) -> EngineStatistics:
-        """The statistics after whatever was cancelled has been heard of."""
+        """Return the statistics after the engine has handled all cancellations."""
         for _ in range(3):
             await self.engine.audit()
         return self.engine.statistics()
 
 
 def fuzz(n_examples: int) -> Findings:
-    """Draw so many calls and do them.  In this process: it may end by a signal."""
+    """Draw and make `n_examples` calls, in this process, which a finding may end by a signal."""
     with asyncio.Runner() as runner:
         engine = runner.run(Engine(**ENGINE).__aenter__())
         state = Fuzz(engine)

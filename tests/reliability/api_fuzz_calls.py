@@ -1,4 +1,4 @@
-"""What the fuzzer of the API draws: calls of an engine, with arguments as wrong as anyone may give."""
+"""Strategies of the API fuzzer: calls of an engine with valid and invalid arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ODD_VALUES: tuple[Any, ...] = (
     [None], {}, {"a": 1}, {5: 5}, set(), frozenset({1}), object, 1j, range(3), ["a", 1], [[1]],
     bytearray(b"a"), memoryview(b"ab"), ..., Exception("x"),
 )  # fmt: skip
-# A schema, an expression or a grammar is tried in another process: always the same few.
+# Only a few constraints, always the same: each new one is compiled in another process first, which is slow.
 CONSTRAINTS: tuple[dict[str, Any], ...] = (
     {"grammar": "root ::= [0-9]+"}, {"grammar": 'root ::= "a"{5,2}'}, {"grammar": "root ::="},
     {"grammar": "root ::= ("}, {"grammar": "root ::= <[999]>"}, {"regex": "[a-z]{1,3}"},
@@ -33,11 +33,11 @@ ODD = st.one_of(
 
 @st.composite
 def usually(draw: st.DrawFn, good: st.SearchStrategy[Any], odd: st.SearchStrategy[Any]) -> Any:
-    """Something good, but for one time in three."""
+    """Draw from `good` two times in three, otherwise from `odd`."""
     return draw(odd if draw(st.integers(0, 2)) == 2 else good)
 
 
-# Every character, lone surrogates among them, which `st.text()` leaves out; and none of them.
+# Texts of any characters, with lone surrogates, which `st.text()` leaves out; or empty.
 ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=12)
 TEXT = st.one_of(
     st.sampled_from(("1+1=", "repeat:ab", "count:1..3", "reverse:abc", "<|im_end|>", "a\0b")),
@@ -62,7 +62,7 @@ LEGAL: dict[str, st.SearchStrategy[Any]] = {
     "samplers": st.lists(st.sampled_from(("top_k", "top_p", "min_p", "xtc", "dry")), unique=True),
     "dry_sequence_breakers": st.lists(st.text("ab\n", min_size=1, max_size=3), max_size=2),
 }
-# How a value of any kind may be wrong where a legal one would make an output of hundreds of tokens.
+# Odd values of `max_tokens`, without valid ones that would make an output of hundreds of tokens.
 ODD_COUNTS = ODD.filter(lambda value: value is not None and not (type(value) is int and value > 3))
 NAMES = st.sampled_from((*LEGAL, *LEGAL, "grammar", "json_schema", "no_such_field"))
 OPTIONS: dict[str, st.SearchStrategy[Any]] = {
@@ -96,9 +96,9 @@ class Call:
     Attributes
     ----------
     n_deltas : int or None
-        For streams: cancel after so many; None reads to the end.
+        Number of deltas after which a stream is closed; None: it is read to the end.
     number : int
-        Tells calls without arguments apart: hypothesis draws nothing twice.
+        Random number that makes calls without arguments distinct: hypothesis draws no value twice.
     """
 
     method: str
@@ -110,7 +110,7 @@ class Call:
 
 @st.composite
 def sampling(draw: st.DrawFn) -> dict[str, Any]:
-    """Options of a request."""
+    """Draw the options of a request."""
     drawn: dict[str, Any] = {"max_tokens": draw(st.integers(1, 3))}
     for name in draw(st.lists(NAMES, max_size=3)):
         odd = ODD_COUNTS if name == "max_tokens" else ODD
@@ -124,13 +124,13 @@ def sampling(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def n_deltas_of(method: str) -> st.SearchStrategy[int | None]:
-    """How much of a stream is read; all of what is none."""
+    """Return a strategy for `Call.n_deltas`; None for methods that are not streams."""
     return st.none() | st.integers(0, 2) if method.startswith("stream") else st.none()
 
 
 @st.composite
 def calls(draw: st.DrawFn) -> Call:
-    """Any call; requests most often."""
+    """Draw a call of any method, most often one that makes requests."""
     method = draw(
         st.sampled_from(
             ("generate", "generate", "stream", "stream", "generate_all", "chat", "stream_chat",

@@ -5,10 +5,10 @@ as written and quantized, goes through the features of an engine in every layout
 requests alone and together, shared beginnings, preemption, fork, rewind, suspend and resume, and audit.
 Most prompts are longer than the sliding window, which has 32 positions.
 
-Each token is scored again, alone, by an engine without any of that: its log probability has to be the
-same but for rounding, with `deterministic` to the bit.  A child process, the *host*, examines the layouts of a file one
-after the other.  Where it ends, or an answer is wrong, another one does the same with `preflight`, as
-`cllm serve` does: that has to reject the file.
+Another engine scores each token again, alone and without these features.  The log probability must be the
+same up to rounding, and to the bit with `deterministic`.  A child process, the *host*, examines the layouts of
+a file in turn.  If the host ends or an answer is wrong, another host tries again with `preflight`, as
+`cllm serve` does.  The preflight must reject the file.
 """
 
 from __future__ import annotations
@@ -51,15 +51,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": True},
 }
 TYPES = ("F32", "Q8_0", "Q4_K_M")
-# As `cllm serve` has it: a process of its own loads the same libllama in the same way.
+# Type of the files that an engine with a process of its own examines, as in `cllm serve`.  One type is
+# enough: the process loads the same libllama in the same way.
 PROCESS_TYPE = "Q8_0"
 N_SEQ_MAX = 3
-# Of one sequence, and in the unified layout of all together: less than they need, so that some are preempted.
-# The same for all engines: rotary embeddings may depend on it.
+# Context of one sequence.  In the unified layout all sequences share it, too few cells, so some are preempted.
+# The number is the same for all engines, since rotary embeddings may depend on it.
 N_CTX_SEQ = 256
 N_OUTPUT, N_LONG = 10, 80
-# Of log probabilities, where another shape of a batch rounds otherwise: with quantized weights the layers
-# of some models amplify that up to what the preflight allows.
+# Largest differences of log probabilities: batches of other shapes round differently.  With quantized
+# weights, the layers of some models amplify this up to the limit of the preflight.
 MAX_DIFFERENCES = {"F32": 0.05, "Q8_0": MAX_DIFFERENCE, "Q4_K_M": MAX_DIFFERENCE}
 LIMIT_S, HANG_S = 120.0, 300  # for one layout of one file
 OPTIONS: dict[str, Any] = {
@@ -91,9 +92,9 @@ class Verdict:
     Attributes
     ----------
     result : str
-        "works", "rejected", "wrong", or the end of the host.
+        "works", "rejected", "wrong", or "ended the host (EXIT CODE)".
     reason : str
-        The error's text, or the difference.
+        Text of the error, or the difference; the last line of standard error if the host ended.
     """
 
     name: str
@@ -134,7 +135,7 @@ def host(path: Path) -> None:
                 anyio.run(partial(_examine, file, cell))
             except _Rejected as rejected:
                 result, reason = "rejected", f"{type(rejected.error).__name__}: {rejected.error}"
-            except BaseException as error:  # whatever it is, it is what this program looks for
+            except BaseException as error:  # any error is a finding of this program
                 result, reason = "wrong", f"{type(error).__name__}: {error}"
             print(json.dumps(asdict(Verdict(path.stem, *cell, result, reason))), flush=True)
 
@@ -227,7 +228,7 @@ async def _use(engine: Engine) -> list[Asked]:
 
 
 async def _check(path: Path, asked: Sequence[Asked], tolerance: float) -> None:
-    """Score every answer again, alone; without a tolerance, with `deterministic`."""
+    """Score every answer again, alone; a tolerance of 0 makes the engine `deterministic`."""
     alone: dict[str, Any] = {
         **OPTIONS, "n_seq_max": 1, "n_ctx": N_CTX_SEQ, "prefix_cache": False,
         "deterministic": not tolerance,
@@ -279,7 +280,7 @@ def _in_hosts(path: Path, cells: Sequence[Cell]) -> list[Verdict]:
 
 
 def summary(verdicts: Sequence[Verdict]) -> Table:
-    """Return what became of each file, by layout."""
+    """Return a table of the results of each file, by layout."""
     rows = []
     for name, group in itertools.groupby(verdicts, lambda verdict: verdict.name):
         of_file = list(group)
@@ -293,7 +294,7 @@ def summary(verdicts: Sequence[Verdict]) -> Table:
 
 
 def reasons(verdicts: Sequence[Verdict]) -> Table:
-    """Return why files were rejected, each reason once for a file and a layout."""
+    """Return a table of the reasons for rejections, each once for a file and a layout."""
     told = {(v.name, v.layout, _short(v.reason)) for v in verdicts if v.result != WORKS}
     return Table(("file", "layout", "reason"), sorted(told))
 
@@ -305,7 +306,7 @@ def _short(reason: str) -> str:
 
 
 def record(verdicts: Sequence[Verdict]) -> Record:
-    """Return what was found."""
+    """Return the record of all verdicts."""
     table = summary(verdicts)
     whole = [row[0] for row in table.rows if set(row[1:]) == {"yes"}]
     figures: dict[str, Figure] = {

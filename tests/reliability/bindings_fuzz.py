@@ -1,8 +1,8 @@
 """`python -m tests.reliability.bindings_fuzz [--examples N] [--save]`: any call of the bindings.
 
-Hypothesis draws calls, right and wrong, for one model and one context in a child process.  Each ends
-in a result or in an error of cllm's, never in another exception or a signal.  After every hundred the
-cache is cleared, and the same tokens have the same logits as in the beginning, to the bit.
+Hypothesis draws valid and invalid calls for one model and one context in a child process.  Each call must
+end with a result or an error of cllm; another exception or a signal is a finding.  After every 100 calls
+the cache is cleared, and the same tokens must have the same logits as at the start, to the bit.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ CLAIM = (
     "Every call of the bindings, whatever numbers and texts it is given, ends in a result or in an "
     "error that is documented, and what is computed afterwards is the same to the bit."
 )
-# A full cache is an error of llama.cpp's, and so is a copy that is none.
+# `LlamaCallError` is for a full cache, and for bytes that llama.cpp cannot restore as a sequence.
 DOCUMENTED = (InvalidArgumentError, StaleLogitsError, LlamaCallError)
 
 
 def known_logits(context: Context) -> NDArray[np.float32]:
-    """Of the same tokens in an empty cache."""
+    """Clear the cache, and return the logits of a fixed text: float32, `(1, n_vocab)`."""
     context.memory_clear()
     batch = Batch(N_BATCH)
     batch.add(0, [256, 65, 66, 67], 0, n_outputs=1)
@@ -45,7 +45,7 @@ def known_logits(context: Context) -> NDArray[np.float32]:
 
 
 class Fuzz:
-    """One context, and what was found with it."""
+    """Context under test, and the findings."""
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
@@ -53,7 +53,7 @@ class Fuzz:
         self._known = known_logits(bench.context)
 
     def example(self, call: Call) -> None:
-        """One call, and every so often a look at what it left."""
+        """Make one call, count its end, and run `check` after every `CHECK_EVERY` calls."""
         error: Exception | None = None
         try:
             call.make(self.bench)
@@ -66,14 +66,14 @@ class Fuzz:
             self.check()
 
     def check(self) -> None:
-        """The same tokens have the same logits."""
+        """Check that the fixed text still has the same logits, to the bit."""
         self.found.n_checks += 1
         if not np.array_equal(known_logits(self.bench.context), self._known):
             self.found.wrong.append(f"after {self.found.n_examples} examples: other logits")
 
 
 def fuzz(n_examples: int) -> Findings:
-    """Draw so many calls, half of them in each layout.  In this process: it may end by a signal."""
+    """Draw `n_examples` calls, half in each layout, in this process, which a finding may end by a signal."""
     found = Findings()
     with Model(EMBEDDED_MODEL) as model:
         for kv_unified in (True, False):

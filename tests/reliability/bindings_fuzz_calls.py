@@ -1,6 +1,6 @@
-"""What the fuzzer of the bindings draws: calls, with numbers and texts as wrong as anyone may give.
+"""Strategies of the bindings fuzzer: calls with valid and invalid numbers and texts.
 
-Containers are of the kind that a call takes; what is in them may be anything.
+Containers have the type that a call takes; their elements may be any values.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from cllm.bindings import Batch, Context, Model, SamplerChain
 from tests.reliability.api_fuzz_calls import ANY_TEXT, N_VOCAB, ODD, TEXT
 
 N_SEQ_MAX, N_CTX, N_BATCH = 4, 64, 16
-# What a good call says in place of what only the bench knows.
+# Placeholders in valid calls; the bench replaces them by values that are known only when the call is made.
 NEXT = "next"  # the position that continues the sequence
 OUTPUT = "output"  # the last row of the last batch
 LAST = "last"  # the copy that was made last, and its positions
 
 
 class Kind(NamedTuple):
-    """Values of one argument: those that are right by themselves, and any."""
+    """Strategies for one argument: valid values, and odd ones of any kind."""
 
     good: st.SearchStrategy[Any]
     odd: st.SearchStrategy[Any] = ODD
 
 
 def tokens_of(token: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """A few."""
+    """Return a strategy for lists of 1 to 6 tokens."""
     return st.lists(token, min_size=1, max_size=6)
 
 
 def biases_of(token: st.SearchStrategy[Any], bias: st.SearchStrategy[Any]) -> Any:
-    """Of a few tokens."""
+    """Return a strategy for biases of at most 3 tokens."""
     hashable = token.filter(lambda value: getattr(value, "__hash__", None) is not None)
     return st.dictionaries(hashable, bias, max_size=3)
 
@@ -58,7 +58,7 @@ TEXTS = Kind(TEXT, ANY_TEXT | ODD)
 
 @dataclass
 class Bench:
-    """One model, one context, and what calls leave for later ones."""
+    """Model, context, and the state that calls leave for later calls."""
 
     model: Model
     context: Context
@@ -67,7 +67,7 @@ class Bench:
     n_copied: int = 0
 
     def decode(self, seq_id: Any, tokens: Any, p0: Any, n_outputs: Any) -> object:
-        """One run of a sequence, in a batch of its own."""
+        """Decode one run of a sequence, alone in the batch."""
         self.batch.clear()
         if p0 == NEXT:
             last = self.context.seq_pos_max(seq_id)
@@ -76,21 +76,21 @@ class Bench:
         return self.context.decode(self.batch).rows.sum()
 
     def get(self, seq_id: Any) -> object:
-        """A copy of a sequence, kept."""
+        """Copy a sequence, and keep the copy for `restore`."""
         self.copy = self.context.state_seq_get_data(seq_id)
         last = self.context.seq_pos_max(seq_id)
         self.n_copied = 0 if last is None else last + 1
         return self.copy
 
     def restore(self, data: Any, seq_id: Any, n_positions: Any) -> object:
-        """The kept copy, or other bytes."""
+        """Restore the kept copy, or other bytes, into a sequence."""
         data = self.copy if data == LAST else data
         n_positions = self.n_copied if n_positions == LAST else n_positions
         self.context.state_seq_set_data(data, seq_id, n_positions=n_positions)
         return None
 
     def sample(self, samplers: Any, row: Any, token: Any) -> object:
-        """A chain of its own on a row of the last decode."""
+        """Sample from a row of the last decode with a new chain."""
         row = self.batch.n_rows - 1 if row == OUTPUT else row
         with SamplerChain(self.model.vocab) as chain:
             for name, arguments in samplers:
@@ -111,7 +111,7 @@ class Call:
     options: tuple[tuple[str, Any], ...] = ()
 
     def make(self, bench: Bench) -> object:
-        """Make it."""
+        """Make the call on the bench, and return its result."""
         owner = {"bench": bench, "context": bench.context, "vocab": bench.model.vocab}[self.target]
         method: Callable[..., object] = getattr(owner, self.method)
         return method(*self.arguments, **dict(self.options))
@@ -132,14 +132,14 @@ SELECTING: dict[str, tuple[Kind, ...]] = {
 
 @st.composite
 def arguments_of(draw: st.DrawFn, kinds: tuple[Kind, ...], *, is_odd: bool) -> tuple[Any, ...]:
-    """Good ones, or one of any kind among them."""
+    """Draw valid arguments; with `is_odd`, one of them is odd."""
     odd = draw(st.integers(0, len(kinds) - 1)) if is_odd and kinds else -1
     return tuple(draw(kind.odd if i == odd else kind.good) for i, kind in enumerate(kinds))
 
 
 @st.composite
 def chain(draw: st.DrawFn, *, is_odd: bool) -> list[tuple[str, tuple[Any, ...]]]:
-    """Samplers; the last one selects, most often."""
+    """Draw samplers and their arguments; without `is_odd`, the last one selects a token."""
     names = draw(st.lists(st.sampled_from(tuple(SAMPLERS)), max_size=2))
     names.append(draw(st.sampled_from(tuple(SAMPLERS if is_odd else SELECTING))))
     all_kinds = SAMPLERS | SELECTING
@@ -178,13 +178,13 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "token_to_piece": ("special",),
     "memory_clear": ("data",),
 }
-# Those that others need.
+# Calls that other calls depend on; they are drawn more often.
 OFTEN = (("bench", "decode"), ("bench", "sample"), ("context", "seq_rm"), ("context", "seq_cp"))
 
 
 @st.composite
 def calls(draw: st.DrawFn) -> Call:
-    """Any call, one in three with something odd in it."""
+    """Draw a call; one in three has an odd argument."""
     target, method = draw(st.sampled_from((*METHODS, *OFTEN * 3)))
     is_odd = draw(st.integers(0, 2)) == 2
     arguments = draw(arguments_of(METHODS[target, method], is_odd=is_odd))

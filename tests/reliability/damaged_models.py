@@ -1,9 +1,9 @@
 """Damaged model files: `python -m tests.reliability.damaged_models [--files N] [--save]`.
 
 Every file of the corpus (`gguf_damage`) is opened as a user opens it, by `Engine(path,
-preflight=True)`.  A file that passes the preflight could still do harm to the process that loads it
-next: so that process, the *host*, is a child too.  It lives on from file to file, and what ends it,
-stays in it or takes long is a finding.
+preflight=True)`.  A file that passes the preflight can still harm the process that loads it, so that
+process, the *host*, is a child, too.  One host opens many files.  It is a finding if a file ends the
+host, leaves memory, threads or descriptors in it, or takes long.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ CLAIM = (
 LIMIT_S = 10.0  # for a verdict
 HANG_S = 200.0  # longer than a preflight may take
 MAX_GROWTH_MIB = 8.0
-N_FOR_GROWTH = 100  # files of a host, below which its growth says nothing
+N_FOR_GROWTH = 100  # the growth of a host with fewer files is not checked
 TASKS = "/proc/self/task"
 OPTIONS: dict[str, Any] = {
     "preflight": True, "n_ctx": 512, "n_seq_max": 2, "n_threads": 1, "n_threads_batch": 1,
 }  # fmt: skip
-# Every byte, and the names of control tokens: what meets the vocabulary.
+# All characters up to U+00FF, and names of control tokens, to reach every part of the vocabulary.
 EVERY_BYTE = "".join(map(chr, range(256))) + "<|bos|><|im_end|> 1+1="
 # The vocabularies that need most memory: a token of a MiB, tokens of up to 259 spaces.
 LARGEST: list[Member] = [("the vocabulary", 27), ("the vocabulary", 39)]
@@ -56,19 +56,19 @@ CHAT = [{"role": "user", "content": "1+1="}]
 
 @dataclass
 class Verdict:
-    """What became of one file.
+    """Result of one file.
 
     Attributes
     ----------
     verdict : str
         "loaded", "refused", the name of the signal that ended the preflight's process, "hangs" (the
-        preflight's limit), or "broken": what should not be.
+        preflight reached its time limit), or "broken": the claim does not hold.
     reason : str
-        The error's, or what is broken.
+        Reason of the `ModelLoadError`, or a description of what is broken.
     ends : list of str
-        How the requests ended, where it was loaded.
+        Finish reasons or errors of the requests, if the file was loaded.
     n_threads, n_fds, rss_mib
-        Of the host, afterwards.
+        Threads, file descriptors and resident memory in MiB of the host after the file.
     """
 
     kind: str
@@ -88,7 +88,7 @@ def host() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "damaged.gguf"
-        # What a process takes once and keeps (libraries, pools of memory) is no leak.
+        # Warm-up: libraries and memory pools that a process takes once and keeps are not leaks.
         for index in range(len(BASES)):
             for backend in ("asyncio", "trio"):
                 path.write_bytes(base(index)[0])
@@ -118,7 +118,7 @@ def _examine(kind: str, serial: int, path: Path, n_threads_before: int) -> Verdi
     backend = ("asyncio", "trio")[serial % 2]
     try:
         anyio.run(_open, path, damaged.options, verdict, backend=backend)
-    except BaseException as error:  # whatever it is, it is what this program looks for
+    except BaseException as error:  # any error is a finding of this program
         verdict.verdict, verdict.reason = "broken", f"{type(error).__name__}: {error}"
     path.unlink()
     verdict.seconds = verdict.seconds or time.perf_counter() - started
@@ -130,7 +130,7 @@ def _examine(kind: str, serial: int, path: Path, n_threads_before: int) -> Verdi
 
 
 def _n_threads(n_expected: int) -> int:
-    """Threads of Python and of llama.cpp; the kernel may need a moment to forget a joined one."""
+    """Return the number of threads; wait up to 2 s, since the kernel may still list a joined one."""
     deadline = time.monotonic() + 2.0
     while (n := len(os.listdir(TASKS))) > n_expected and time.monotonic() < deadline:  # noqa: PTH208
         os.sched_yield()
@@ -152,7 +152,7 @@ async def _open(path: Path, options: dict[str, Any], verdict: Verdict) -> None:
 
 
 async def _requests(engine: Engine) -> Any:
-    """A greedy one, a sampled one, one with every byte, and a chat: each must come to an end."""
+    """Yield how four requests end: a greedy one, `EVERY_BYTE`, a chat, and every fifth token id."""
     greedy = SamplingParams(max_tokens=8, temperature=0.0)
     sampled = SamplingParams(max_tokens=32, temperature=1.0, seed=1, ignore_eos=True)
     for start in (
@@ -178,15 +178,15 @@ def _kind_of_refusal(reason: str) -> str:
     return "hangs" if "does not end within" in reason else "refused"
 
 
-# --- The hosts' keeper -------------------------------------------------------------------------
+# --- The parent of the hosts -------------------------------------------------------------------
 class Host:
-    """A child process that opens files, replaced when one has ended it."""
+    """A child process that opens files; it is started again after a file has ended it."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
     def examine(self, member: Member) -> Verdict:
-        """The verdict on a file, also if it was the host's last."""
+        """Return the verdict on a file; "broken" if the host ends or hangs."""
         if self._process is None:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.reliability.damaged_models", "--host"],
@@ -220,7 +220,7 @@ class Host:
 
 
 def examine(chosen: Sequence[Member], *, n_hosts: int = 2) -> list[list[Verdict]]:
-    """The verdicts of each host, which take the files in turn, kinds mixed."""
+    """Return the verdicts of each host; the files are shuffled and dealt to the hosts in turn."""
     mixed = random.Random(1).sample(list(chosen), len(chosen))
     shares = [mixed[first::n_hosts] for first in range(n_hosts)]
     found: list[list[Verdict]] = [[] for _ in shares]
@@ -241,9 +241,9 @@ def examine(chosen: Sequence[Member], *, n_hosts: int = 2) -> list[list[Verdict]
     return found
 
 
-# --- What it comes to --------------------------------------------------------------------------
+# --- Evaluation --------------------------------------------------------------------------------
 def growth_mib(verdicts: Sequence[Verdict]) -> float:
-    """How much larger a host is at its end than after the first quarter of its files."""
+    """Return the growth of a host's resident memory, in MiB, from the first quarter of its files to its end."""
     tenth = max(1, len(verdicts) // 10)
     begin = sorted(v.rss_mib for v in verdicts[len(verdicts) // 4 :][:tenth])
     end = sorted(v.rss_mib for v in verdicts[-tenth:])
@@ -251,7 +251,7 @@ def growth_mib(verdicts: Sequence[Verdict]) -> float:
 
 
 def findings(hosts: Sequence[Sequence[Verdict]]) -> list[str]:
-    """What contradicts the claim."""
+    """Return the contradictions to the claim."""
     found = []
     for verdicts in hosts:
         for v in verdicts:
@@ -280,7 +280,7 @@ def _least_and_most(hosts: Sequence[Sequence[Verdict]], what: str) -> str:
 
 
 def record(hosts: Sequence[Sequence[Verdict]]) -> Record:
-    """The figures, and a table of damage and verdicts."""
+    """Return the record: figures, a table of damage and verdicts, and one of ended requests."""
     verdicts = [v for share in hosts for v in share]
     names = collections.Counter(v.verdict for v in verdicts)
     columns = [name for name in ("loaded", "refused") if names[name]]
@@ -321,8 +321,8 @@ def record(hosts: Sequence[Sequence[Verdict]]) -> Record:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Open files; 1 if one of them contradicts the claim."""
     parser = argparse.ArgumentParser(description=CLAIM)
-    parser.add_argument("--files", type=int, default=N_FILES, help=f"of {N_FILES}")
-    parser.add_argument("--hosts", type=int, default=2, help="at a time (2)")
+    parser.add_argument("--files", type=int, default=N_FILES, help=f"number of files, of {N_FILES}")
+    parser.add_argument("--hosts", type=int, default=2, help="hosts at a time (2)")
     parser.add_argument("--save", action="store_true", help="keep a record")
     parser.add_argument("--host", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)

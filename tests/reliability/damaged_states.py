@@ -1,9 +1,9 @@
 """Damaged states of sequences: `python -m tests.reliability.damaged_states [--flips N] [--save]`.
 
-llama.cpp's own bytes have no checksum, so `Context.state_seq_get_data` puts one before them, and a
-preempted sequence of the engine is kept as such a copy.  Two ways: damage, which must be refused; and
-the same damage under a forged checksum, which llama.cpp may accept, but which must end no process,
-disturb no other sequence, and leave nothing that `seq_pos_max` does not tell of.
+llama.cpp's own bytes have no checksum, so `Context.state_seq_get_data` puts one before them.  The engine
+keeps a preempted sequence as such a copy.  The program tries two ways.  A damaged copy must be refused.
+llama.cpp may accept the same damage under a forged checksum.  It must then end no process, change no
+other sequence, and leave no cells that `seq_pos_max` does not report.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ MODEL: tuple[str, FileType] = ("tiny-llama", "Q4_0")
 
 @dataclass
 class Counts:
-    """What became of the copies of one way and layout.
+    """Counts of the copies of one way and layout.
 
     Attributes
     ----------
     left : int
-        Refused, and yet `seq_pos_max` told of something in the sequence.
+        Refused copies after which `seq_pos_max` reported positions in the sequence.
     stuck : int
-        What was there could only be removed by clearing the whole cache.
+        Copies whose positions only clearing the whole cache could remove.
     changed : int
-        The next logits of another sequence were other ones.
+        Copies after which the next logits of another sequence changed.
     poisoned : int
-        The sequence was said to be empty, and a sound copy restored into it gave other logits.
+        Copies after which a sound copy was refused in the empty sequence, or gave other logits.
     """
 
     way: str
@@ -77,7 +77,7 @@ class Counts:
 
 @dataclass
 class Findings:
-    """Of one layout: both ways, and what became of copies made elsewhere."""
+    """Findings of one layout: the counts of both ways, and the results of copies made elsewhere."""
 
     counts: list[Counts] = field(default_factory=list)
     foreign: dict[str, str] = field(default_factory=dict)
@@ -98,27 +98,27 @@ class Scene:
         return np.array(self.context.decode(self._batch).rows)
 
     def next_logits(self, seq_id: int = HOLDER) -> NDArray[np.float32]:
-        """Those of one more token, which is taken back."""
+        """Decode one more token, remove it again, and return its logits."""
         rows = self._decode(seq_id, [NEXT], N_TOKENS)
         self.context.seq_rm(seq_id, N_TOKENS)
         return rows
 
     def is_sound(self, data: bytes, expected: NDArray[np.float32]) -> bool:
-        """Whether a sound copy can be restored, with what it should give; it is removed again."""
+        """Return True if a sound copy can be restored and gives the expected logits; remove it again."""
         if not self.restore(data):
             return False
         rows = self.next_logits(TARGET)
         self.context.seq_rm(TARGET)
-        # Other cells, and so another order of sums: not to the bit.
+        # The copy is in other cells, so sums have another order: the logits are not equal to the bit.
         return bool(np.abs(rows - expected).max() < TOLERANCE)
 
     def begin_again(self) -> None:
-        """Cure everything."""
+        """Clear the cache, and decode the tokens of the holder again."""
         self.context.memory_clear()
         self._decode(HOLDER, range(97, 97 + N_TOKENS), 0)
 
     def restore(self, data: bytes) -> bool:
-        """True if it was restored."""
+        """Restore a copy into the empty sequence; return False if it was refused."""
         try:
             self.context.state_seq_set_data(data, TARGET, n_positions=N_TOKENS)
         except (InvalidArgumentError, LlamaCallError):
@@ -127,7 +127,7 @@ class Scene:
 
 
 def flipped(data: bytes, n: int) -> Iterator[bytes]:
-    """So many copies with one to eight bits changed, every second one in its head."""
+    """Yield `n` copies with one to eight flipped bits, in every second one only within the head."""
     chance = random.Random(1)
     for i in range(n):
         copy = bytearray(data)
@@ -138,20 +138,20 @@ def flipped(data: bytes, n: int) -> Iterator[bytes]:
 
 
 def cut(data: bytes, n: int) -> Iterator[bytes]:
-    """So many beginnings, half of them within the head."""
+    """Yield `n` beginnings of a copy, half of them within the head."""
     for i in range(n):
         end = N_HEAD if i % 2 else len(data)
         yield data[: max(1, i * end // n)]
 
 
 def forged(data: bytes) -> bytes:
-    """With a checksum that is right for what the copy has become."""
+    """Return the damaged copy with a checksum that is valid for it."""
     cells = data[N_CHECKED:]
     return data[: N_CHECKED - 4] + zlib.crc32(cells).to_bytes(4, "little") + cells
 
 
 def _try(scene: Scene, copies: Iterator[bytes], of: Counts) -> int:
-    """How many are refused; the rest goes into the counts."""
+    """Restore each copy, count its effects in `of`, and return the number of refused copies."""
     context, expected, n_refused = scene.context, scene.next_logits(), 0
     sound = context.state_seq_get_data(HOLDER)
     for copy in copies:
@@ -188,7 +188,7 @@ def examine_here(layout: str, n_flips: int, n_cuts: int) -> Findings:
 
 
 def _foreign(model: Model, data: bytes, kv_unified: bool) -> dict[str, str]:
-    """Whether a sound copy is refused where it was not made."""
+    """Return "refused", "accepted" or "left something" for a sound copy in other contexts and models."""
     settings: dict[str, dict[str, Any]] = {
         "another type of the cache": {"type_k": "q8_0"},
         "without flash attention": {"flash_attn": False},
@@ -220,7 +220,7 @@ def _where(model: Model, data: bytes, options: dict[str, Any]) -> str:
 
 # --- The parent --------------------------------------------------------------------------------
 def examine(layout: str, *, n_flips: int = N_FLIPS, n_cuts: int = N_CUTS) -> Findings | int:
-    """What a child process found, or how it ended."""
+    """Return the findings of a child process, or its exit code if that is not 0."""
     done = subprocess.run(
         [
             sys.executable, "-m", "tests.reliability.damaged_states",
@@ -235,7 +235,7 @@ def examine(layout: str, *, n_flips: int = N_FLIPS, n_cuts: int = N_CUTS) -> Fin
     return Findings([Counts(**counts) for counts in values["counts"]], values["foreign"])
 
 
-# What differs in the shape of its cells is refused by llama.cpp; the rest only the caller can know.
+# llama.cpp refuses copies with another shape of cells.  It cannot detect the other differences.
 REFUSED_BY_SHAPE = (
     "another type of the cache", "without flash attention", "the other layout",
     "another architecture", "a hybrid model",
@@ -243,7 +243,7 @@ REFUSED_BY_SHAPE = (
 
 
 def contradictions(layout: str, found: Findings | int) -> list[str]:
-    """What is not as claimed."""
+    """Return the contradictions to the claim in one layout."""
     if isinstance(found, int):
         return [f"{layout}: the process ended with {found}"]
     said = []
@@ -263,7 +263,7 @@ def contradictions(layout: str, found: Findings | int) -> list[str]:
 
 
 def record(by_layout: dict[str, Findings]) -> Record:
-    """The figures, and two tables."""
+    """Return the record: figures, a table of damaged copies, and one of copies from elsewhere."""
     counts = [c for found in by_layout.values() for c in found.counts]
     damaged = [c for c in counts if c.way == DAMAGED]
     forgeries = [c for c in counts if c.way == FORGED]

@@ -2,10 +2,10 @@
 
     python -m tests.reliability.determinism [--schedules 200] [--speculation SHARE] [MODEL/TYPE ...]
 
-Each engine has settings of its own: seq_ids, rows of a tick, chunks, threads, prefix cache, swapping.
-Each schedule is a random order of arrivals, cancellations and readers who come late.  With
-speculation, tokens are guessed whenever there is room, so often right.  Without `deterministic` the
-same is counted, not required.
+Each engine has random settings: sequences, rows of a tick, chunks, threads, prefix cache, host memory.
+Each schedule is a random order of arrivals, cancellations and late readers.  `--speculation` drafts
+tokens of which SHARE are right.  `--without` counts the differences without `deterministic`, and does
+not require that there are none.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ N_SCHEDULES = 200
 N_SCHEDULES_EACH = 5  # of one engine
 N_REQUESTS, N_OUTPUT = 7, 12
 N_CTX_SEQ = 512
-N_UNREAD = 8  # guesses need room at the reader
+N_UNREAD = 8  # least `stream_buffer` with speculation: draft tokens need room in the buffer
 SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.8, "seed": 3},
@@ -46,7 +46,7 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
 
 @dataclasses.dataclass
 class Tally:
-    """What came of one model: requests that were compared, those that differed, preemptions."""
+    """Counts of one model: compared answers, different ones, preemptions, cached and drafted tokens."""
 
     n_compared: int = 0
     n_differing: int = 0
@@ -57,7 +57,7 @@ class Tally:
     examples: list[str] = dataclasses.field(default_factory=list)
 
     def count(self, statistics: EngineStatistics) -> None:
-        """What one engine counted."""
+        """Add the counts of one engine."""
         assert statistics.n_discrepancies == 0
         self.n_preemptions += statistics.n_preemptions
         self.n_cached_tokens += statistics.n_cached_tokens
@@ -94,7 +94,7 @@ Request = tuple[list[int], SamplingParams]
 
 
 def drawn_requests(choose: random.Random, n_vocab: int) -> list[Request]:
-    """Requests whose prompts share heads, of any length up to 300 tokens."""
+    """Draw requests with prompts of 1 to 290 tokens, which share beginnings."""
     head = [choose.randrange(3, n_vocab) for _ in range(300)]
     requests = []
     for _ in range(N_REQUESTS):
@@ -111,7 +111,7 @@ def drawn_requests(choose: random.Random, n_vocab: int) -> list[Request]:
 async def alone(
     path: Path | None, choose: random.Random, *, deterministic: bool
 ) -> tuple[list[Request], list[Completion]]:
-    """Some requests, each on an engine that serves one at a time and keeps nothing."""
+    """Draw requests, and answer each alone on an engine with one sequence and no prefix cache."""
     options: dict[str, Any] = {"n_seq_max": 1, "n_ctx": N_CTX_SEQ, "prefix_cache": False}
     async with Engine(path, deterministic=deterministic, **options) as engine:
         assert engine.model is not None
@@ -122,7 +122,7 @@ async def alone(
 async def examine(
     name: str, n_schedules: int, *, deterministic: bool = True, share: float | None = None
 ) -> Tally:
-    """All schedules of a model; with a share, so many guesses are right."""
+    """Run all schedules of a model; with `share`, use an oracle whose drafts are right with that probability."""
     tally, path = Tally(), model_path(name)
     layout: dict[str, Any] = {} if deterministic else {"kv_unified": True}
     for first in range(0, n_schedules, N_SCHEDULES_EACH):
@@ -154,12 +154,12 @@ async def examine(
 
 
 def main() -> int:
-    """Run the command line; 1 if some answer was another."""
+    """Run the command line; 1 if an answer differs, but 0 with `--without`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("models", nargs="*", default=list(MODELS), metavar="MODEL/TYPE")
     parser.add_argument("--schedules", type=int, default=N_SCHEDULES)
     parser.add_argument("--without", action="store_true", help="count without deterministic")
-    parser.add_argument("--speculation", type=float, metavar="SHARE", help="of guesses right")
+    parser.add_argument("--speculation", type=float, metavar="SHARE", help="share of right drafts")
     given = parser.parse_args()
     n_wrong = 0
     for name in given.models:
@@ -178,9 +178,9 @@ def main() -> int:
             continue
         print(
             f"{name}: {given.schedules} schedules, {tally.n_compared} answers, "
-            f"{tally.n_differing} not those of alone; {tally.n_preemptions} preemptions, "
+            f"{tally.n_differing} differ from the answer alone; {tally.n_preemptions} preemptions, "
             f"{tally.n_cached_tokens} tokens from the prefix cache, "
-            f"{tally.n_drafted_tokens} guessed, {tally.n_accepted_tokens} of them right",
+            f"{tally.n_drafted_tokens} drafted, {tally.n_accepted_tokens} of them accepted",
             *tally.examples[:2], sep="\n    ", flush=True,
         )  # fmt: skip
         n_wrong += tally.n_differing

@@ -1,7 +1,7 @@
-"""What a case of the engine's hazards is, and what it is given to act on.
+"""Types for the hazard cases of the engine: `Case`, `Topic`, and `Scene`, the objects that a case uses.
 
-Every case is one thing that would make libllama abort, hang or lie, done through `cllm.Engine`.  The
-cases themselves are in `engine_hazards_*.py`, by topic; `engine_hazard_server` runs them.
+Each case does one thing through `cllm.Engine` that would make libllama abort, hang or return wrong
+results.  The cases are in `engine_hazards_*.py`, by topic; `engine_hazard_server` runs them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ NAN, INF = float("nan"), float("inf")
 N_VOCAB = 260
 QUESTION, ANSWER = "1+1=", "2"
 OPTIONS: dict[str, Any] = {"n_ctx": 1024, "n_seq_max": 4, "n_threads": 1, "n_threads_batch": 1}
-# The bystander is read before and after a case: meanwhile it computes so many tokens, then it waits.
+# The bystander's stream is read only before and after a case.  Its request pauses after this many tokens.
 STREAM_BUFFER = 8
 
 
 class WrongAnswerError(AssertionError):
-    """What was accepted did not give what it should."""
+    """A call was accepted and gave a wrong result."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Scene:
     directory: Path
 
     async def ask(self, **sampling: Any) -> Completion:
-        """The question that every engine can answer, with these parameters."""
+        """Ask the question that every engine can answer, with these parameters."""
         return await self.engine.generate(QUESTION, **{"max_tokens": 4, **sampling})
 
     async def start(self, *args: Any, **options: Any) -> Completion:
@@ -45,7 +45,7 @@ class Scene:
             return await engine.generate(QUESTION, temperature=0, max_tokens=4)
 
     def file(self, name: str, content: bytes) -> Path:
-        """A file with this content."""
+        """Write a file with this content, and return its path."""
         path = self.directory / name
         path.write_bytes(content)
         return path
@@ -66,9 +66,9 @@ class Case:
     Attributes
     ----------
     row : str
-        Of the table of hazards: "1.5 logit_bias out of range"; see `hazard_rows`.
+        Row of the hazard tables: "1.5 logit_bias out of range"; see `hazard_rows`.
     in_full_only : bool
-        Left to the full numbers: it takes a second or more, or is one of many alike.
+        True: left out of `make test`, since it takes a second or more, or is one of many similar cases.
     """
 
     claim: str
@@ -81,7 +81,7 @@ class Case:
 
 @dataclass
 class Topic:
-    """Cases of one kind; `row` is that of those which do not name another."""
+    """Cases of one kind; `row` is the default row of a case."""
 
     row: str = ""
     cases: list[Case] = field(default_factory=list)
@@ -122,7 +122,7 @@ class Topic:
 
 
 def check_finite(answer: object) -> None:
-    """Raise if a completion did not end well, or has a number in it that is none."""
+    """Raise `WrongAnswerError` if a completion ended with an error, or has an invalid log probability."""
     if not isinstance(answer, Completion):
         return
     if answer.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
@@ -138,6 +138,6 @@ def _is_probability(score: TokenLogprob) -> bool:
 
 
 def short(value: object) -> str:
-    """A value as a claim names it."""
+    """Return the repr of a value for a claim, shortened if it has more than 60 characters."""
     shown = repr(value)
     return shown if len(shown) <= 60 else f"{shown[:40]}... ({type(value).__name__})"

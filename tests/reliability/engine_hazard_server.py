@@ -1,8 +1,8 @@
 """The process that runs each case of the engine's hazards in a child of its own.
 
-Run as a program it is a server: it reads numbers of cases from its standard input and forks for each,
-before it has loaded libllama, which no fork survives.  A case can kill nobody but itself, and shares
-its engine with a bystander, whose answer must be the right one whatever the case does.
+The program reads numbers of cases from standard input and forks a child for each.  It does not load
+libllama itself, which cannot be used after a fork.  A case can kill only its own child.  It shares its
+engine with a bystander, a request whose answer must be right whatever the case does.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BYSTANDER_ANSWER = " ".join(map(str, range(10, 19)))
 
 
 async def run_case(case: Case, directory: Path) -> dict[str, str]:
-    """What the case raised; under "afterwards", what was not as it should be beside and after it."""
+    """Run a case; return its error and message, and under "afterwards" the faults that it caused."""
     async with Engine(**OPTIONS, stream_buffer=STREAM_BUFFER) as engine:
         outcome: dict[str, str] = {}
         async with engine.stream(BYSTANDER, temperature=0) as bystander:
@@ -56,7 +56,7 @@ async def run_case(case: Case, directory: Path) -> dict[str, str]:
 
 
 async def attempt(case: Case, scene: Scene) -> dict[str, str]:
-    """Do what the case does."""
+    """Run the action of a case, and return the name and message of its error."""
     try:
         with anyio.fail_after(ACT_LIMIT_S):
             returned = await case.act(scene)

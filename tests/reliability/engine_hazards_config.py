@@ -1,4 +1,4 @@
-"""1.1 to 1.3 and 1.9 through the engine: what it is made of, model files and adapters."""
+"""Cases of hazard tables 1.1 to 1.3 and 1.9 for the engine: its settings, model files and adapters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.reliability.engine_hazard_case import INF, NAN, Scene, Topic, WrongAn
 from tools import make_model
 
 TOPIC = Topic()
-build: Any  # what the loops below go through
+build: Any  # these two are loop variables of this file
 options: dict[str, Any]
 N_SEQ_MAX, N_CTX = "1.2 n_seq_max", "1.2 n_ctx too large"
 TOO_FEW = "1.1 n_batch, n_ctx or n_outputs_max below n_seq_max"
@@ -31,7 +31,7 @@ LORA = "1.9 LoRA files and scales"
 
 
 async def make(_: Scene, *args: Any, **options: Any) -> Engine:
-    """Not entered: these settings are wrong for every model."""
+    """Make an engine, and do not enter it: these settings are wrong for every model."""
     return Engine(*args, **options)
 
 
@@ -41,7 +41,7 @@ async def start(scene: Scene, *args: Any, **options: Any) -> Completion:
 
 # --- Settings that are refused without a model -----------------------------------------------
 def refuse_setting(row: str, limit: str, **options: Any) -> None:
-    """An engine with this setting; `limit` may be empty where the next word does not matter."""
+    """Add a case of an engine with a wrong setting; `limit` is the beginning of the limit in the message."""
     ((field, value),) = options.items()
     TOPIC.refuse(
         f"{field} {short(value)}", make, f"{field} is {value!r}, must be {limit}", row=row,
@@ -137,7 +137,7 @@ for encoder in ("tiny-encoder", "tiny-t5-encoder"):
 
 
 async def read_back(_: Scene) -> None:
-    """What llama.cpp rounds is told."""
+    """Check that `n_ctx` of the model is the number to which llama.cpp has rounded it."""
     async with Engine(n_ctx=1001, n_seq_max=3, kv_unified=False, n_threads=1) as engine:
         n_ctx = engine.model.n_ctx
         if not 3 * n_ctx >= 1001 or n_ctx % 256:
@@ -165,7 +165,7 @@ async def load(scene: Scene, build: Build, **options: Any) -> Completion:
 
 
 def refuse_model(claim: str, build: Build, *says: str, row: str = DAMAGE, **options: Any) -> None:
-    """An engine with a model of this path."""
+    """Add a case of an engine whose model path or file is wrong."""
     TOPIC.refuse(
         f"a model path that is {claim}", load, "cannot load ", *says, error=ModelLoadError, row=row,
         build=build, **options,
@@ -211,7 +211,7 @@ for fraction in (0.0001, 0.01, 0.05, 0.2, 0.5, 0.99):
 
 
 def changed(scene: Scene, old: bytes, new: bytes) -> Path:
-    """The tiny model with some bytes changed."""
+    """Write the tiny model with some bytes replaced."""
     data = scene.tiny_model().read_bytes()
     if data.count(old) != 1:
         raise WrongAnswerError(f"{old!r} is {data.count(old)} times in the model")
@@ -219,7 +219,7 @@ def changed(scene: Scene, old: bytes, new: bytes) -> Path:
 
 
 def with_number(scene: Scene, key: str, kind: str, number: float) -> Path:
-    """The tiny model with another value of a number in its metadata."""
+    """Write the tiny model with another number in its metadata."""
     data = bytearray(scene.tiny_model().read_bytes())
     place = data.index(key.encode()) + len(key) + 4  # behind the type
     value = struct.pack(kind, number)
@@ -228,7 +228,7 @@ def with_number(scene: Scene, key: str, kind: str, number: float) -> Path:
 
 
 def with_nan(scene: Scene) -> Path:
-    """The tiny model with a weight that is NaN: its last number."""
+    """Write the tiny model with NaN as its last weight."""
     return scene.file("nan.gguf", scene.tiny_model().read_bytes()[:-2] + b"\xff\x7f")
 
 

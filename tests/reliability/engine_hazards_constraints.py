@@ -1,4 +1,4 @@
-"""1.6 through the engine: grammars, schemas and regular expressions."""
+"""Cases of hazard table 1.6 for the engine: grammars, schemas and regular expressions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.reliability.engine_hazard_case import (
 )
 
 TOPIC = Topic()
-wrong: Any  # what the loops below go through: as wrong in type as in value
+wrong: Any  # a loop variable of this file; some of its values have a wrong type
 EXPONENTIAL = "1.6 exponential ways to the first character"
 EMPTY = "1.6 optional parts by the hundred"
 DEEP = "1.6 deep brackets and long chains of rules"
@@ -31,14 +31,14 @@ DEAD_END = "1.6 dead ends"
 SYNTAX = "1.6 grammars that llama.cpp cannot read"
 LARGE = "1.6 repetitions"
 SCHEMA, REGEX = "1.6 schemas that cost too much or are none", "1.6 regular expressions"
-# Which row each kind of `tests/engine/constraints/test_gbnf.py` belongs to, by the first word that fits.
+# Rows of the malformed grammars of `tests/engine/constraints/test_gbnf.py`: the first word that a name has counts.
 ROWS = (
     ("fewer at most", "1.6 max < min in a repetition"), ("bracket", DEEP), ("65 rep", DEEP),
     ("token", "1.6 token references out of range"), ("range downwards", DEAD_END),
     ("class", DEAD_END), ("NUL", DEAD_END), ("beyond Unicode", DEAD_END), ("surrogate", DEAD_END),
     ("repetition", LARGE),
 )  # fmt: skip
-# What hangs llama.cpp or ends its process costs llguidance little.
+# Grammars that hang llama.cpp or end its process, and that llguidance follows quickly.
 FOLLOWED = {
     "a chain of 3,000 rules": (DEEP, chain(3000, "{next}"), "a"),
     "chain with two ways": (EXPONENTIAL, chain(40, "{next} | {next}"), "a"),
@@ -63,7 +63,7 @@ async def ask(scene: Scene, **sampling: Any) -> Completion:
 TOPIC.row = SYNTAX
 for name, (text, limit) in MALFORMED.items():
     row = next((row for word, row in ROWS if word in name), SYNTAX)
-    # Their limits are written for a vocabulary of 128,000 tokens.
+    # The messages in `MALFORMED` are for a vocabulary of 128,000 tokens.
     says = "token ids 0 to 259" if "127999" in limit else limit
     TOPIC.refuse(
         f"malformed grammar: {name}", ask, "grammar is ", says if text else "must be text that is not empty",
@@ -83,7 +83,7 @@ for token in (N_VOCAB, 2**31, 2**64):
         row="1.6 token references out of range", grammar=f"root ::= <[{token}]>",
     )  # fmt: skip
 
-# --- Grammars that another process finds out about -------------------------------------------
+# --- Grammars that are refused by a trial in another process ---------------------------------
 TOPIC.refuse(
     "a long string repeated", ask, "one that can be followed", row=LARGE,
     grammar='root ::= "' + "a" * 60_000 + '"{1000}',
@@ -98,7 +98,7 @@ TOPIC.refuse(
 
 
 async def follow(scene: Scene, says: str, **sampling: Any) -> Completion:
-    """A constrained answer, which must match this expression as far as it goes."""
+    """Ask for a constrained answer; raise `WrongAnswerError` if it does not match the expression `says`."""
     completion = await scene.ask(**{"seed": 1, **sampling})
     if not re.fullmatch(says, completion.text, re.DOTALL):
         raise WrongAnswerError(f"{completion.text!r} does not match {says}")

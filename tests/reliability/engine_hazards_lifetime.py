@@ -1,4 +1,4 @@
-"""1.9 through the engine: what is closed, dropped, forked, called from elsewhere, or asked twice."""
+"""Cases of hazard table 1.9 for the engine: closed, dropped and forked engines, threads, repeated calls."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ ASKED_LATE = (
     "slots",
     "live_view",
     "reset_prefix_cache",
-)  # while an engine drains, an operator may look
+)  # calls that stay allowed while an engine drains
 for name in CALLS:
     TOPIC.refuse(
         f"{name} of a closed engine", use_closed, "is closed", error=ClosedError, call=name
@@ -122,7 +122,7 @@ async def enter_again(_: Scene, close: bool) -> None:
 
 
 async def look_at_closed(_: Scene) -> None:
-    """Health and statistics are told at any time."""
+    """Check that health and statistics can be read before, and after, the engine runs."""
     engine = Engine(**OPTIONS)
     looked = [(engine.health().status, engine.statistics().n_ticks)]
     async with engine:
@@ -163,7 +163,7 @@ TOPIC.refuse("entering what was closed before", close_before_entering, "can be e
 
 # --- Closed while requests run ---------------------------------------------------------------
 async def close_during(_: Scene, call: Callable[[Engine], Awaitable[Any]]) -> None:
-    """Whatever runs ends: with an answer, a finish reason, or `ClosedError`."""
+    """Close an engine while calls run; each must end with an answer, a finish reason, or `ClosedError`."""
     engine = await Engine(**OPTIONS).__aenter__()
     begun = [asyncio.ensure_future(call(engine)) for _n in range(6)]
     async with engine.stream(LONG, temperature=0) as stream:
@@ -201,7 +201,7 @@ TOPIC.accept("a start that is cancelled", cancel_start, row=BUSY)
 
 # --- Streams ---------------------------------------------------------------------------------
 async def settled(scene: Scene, n_running: int = 1) -> None:
-    """The thread has heard of what was cancelled: the bystander is alone."""
+    """Wait for the cancellations, and check that at most `n_running` sequences run: the bystander."""
     for _n in range(3):
         await scene.engine.audit()
     if (found := scene.engine.statistics().n_running) > n_running:
@@ -240,7 +240,7 @@ async def cancel_reader(scene: Scene) -> None:
 
 
 async def read_twice(scene: Scene) -> None:
-    """Two readers of one stream: the second is refused, the first goes on."""
+    """Read one stream twice at once: the second reader must be refused, the first one must not."""
     async with scene.engine.stream(LONG, temperature=0) as stream:
         readers = [asyncio.ensure_future(stream.completion()) for _n in range(2)]
         results = await asyncio.gather(*readers, return_exceptions=True)
@@ -274,7 +274,7 @@ TOPIC.refuse("a request too many", fill_queue, "requests are waiting, retry afte
 
 # --- Forks -----------------------------------------------------------------------------------
 async def call_forked(scene: Scene, call: str) -> None:
-    """The call in a forked child, whose threads are gone: it must refuse before it awaits."""
+    """Make a call in a forked child, which has no threads: it must raise before its first await."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -299,7 +299,8 @@ async def call_forked(scene: Scene, call: str) -> None:
     raise WrongProcessError(said)
 
 
-FORKABLE = [name for name in CALLS if name != "generate_all"]  # which makes tasks of a loop first
+# `generate_all` needs an event loop for its tasks.
+FORKABLE = [name for name in CALLS if name != "generate_all"]
 for name in FORKABLE:
     TOPIC.refuse(
         f"{name} in a forked child", call_forked, "made before a fork", "in this process",
@@ -309,7 +310,7 @@ for name in FORKABLE:
 
 # --- Threads and loops -----------------------------------------------------------------------
 async def look_from_threads(scene: Scene) -> None:
-    """What any thread may do, from four of them while sequences run."""
+    """Read health and statistics from four threads while sequences run."""
 
     def look() -> None:
         for _n in range(200):
@@ -329,7 +330,7 @@ async def look_from_threads(scene: Scene) -> None:
 
 
 async def engines_side_by_side(scene: Scene) -> None:
-    """Two more engines, one of them in an event loop of another thread."""
+    """Run two more engines, one of them in the event loop of another thread."""
 
     def in_thread() -> str:
         return asyncio.run(scene.start()).text
@@ -345,7 +346,7 @@ async def engines_side_by_side(scene: Scene) -> None:
 
 
 async def tokenize_beside_decodes(scene: Scene) -> None:
-    """Texts on the tokenizer's thread while sequences decode."""
+    """Tokenize long texts on the tokenizer's thread while sequences decode."""
     async with scene.engine.stream(LONG, temperature=0) as stream:
         lengths = await asyncio.gather(
             *(scene.engine.tokenize("a" * 2000, add_special=False) for _n in range(20))

@@ -1,4 +1,4 @@
-"""1.5 through the engine: numbers that samplers choke on, biases, stops, seeds."""
+"""Cases of hazard table 1.5 for the engine: numbers out of range, biases, stops, names of samplers."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from tests.reliability.engine_hazard_case import (
 )
 
 TOPIC = Topic()
-# What the loops below go through: as wrong in type as in value.
+# Loop variables of this file; some of their values have a wrong type.
 number: Any
 value: Any
 wrong: Any
 token: Any
-# The row of the table that a number out of its range belongs to.
+# Rows of the hazard table for fields out of range; other fields have another row.
 ROWS = {
     "repeat_last_n": "1.5 windows of INT_MAX tokens",
     "dry_penalty_last_n": "1.5 windows of INT_MAX tokens",
@@ -40,12 +40,12 @@ NOT_FINITE = "1.5 NaN or infinite parameters"
 
 
 async def ask(scene: Scene, **sampling: Any) -> Completion:
-    """One request with these parameters; what they select is drawn, and scored."""
+    """Make a request with these parameters, a seed, and log probabilities."""
     return await scene.ask(**{"seed": 1, "logprobs": 3, **sampling})
 
 
 async def make(_: Scene, **sampling: Any) -> SamplingParams:
-    """The parameters alone: they are checked when they are made."""
+    """Make only the parameters: they are checked when they are made."""
     return SamplingParams(**sampling)
 
 
@@ -53,7 +53,7 @@ async def make(_: Scene, **sampling: Any) -> SamplingParams:
 def refuse_number(
     field: str, value: Any, row: str, limit: str, *, in_full_only: bool = False
 ) -> None:
-    """A request with this value of this field is refused, and says which."""
+    """Add a case: a request with this value is refused with an error that names field and value."""
     TOPIC.refuse(
         f"{field} {short(value)}", ask, f"{field} is {value!r}, must be {limit}", row=row,
         in_full_only=in_full_only, **{field: value},
@@ -111,7 +111,7 @@ for name, (low, high) in INTEGER_RANGES.items():
             f"{name} {number}", ask, row=ROWS.get(name, EXTREMES), in_full_only=number == low,
             **{"max_tokens": None if name == "min_tokens" else 4, name: number},
         )  # fmt: skip
-# What has no effect alone is tried together with what gives it one.
+# Other parameters that a parameter needs to have an effect.
 TOGETHER: dict[str, dict[str, Any]] = {
     "xtc_threshold": {"xtc_probability": 1.0},
     "dynatemp_exponent": {"dynatemp_range": 0.5},
@@ -172,7 +172,7 @@ for not_a_mapping in ([(50, 1.0)], "50", 50, None):
 
 
 async def ban_all_but(scene: Scene, *allowed: int, **sampling: Any) -> Completion:
-    """Only these tokens are left."""
+    """Make a request whose biases ban all tokens but these."""
     bans = {token: -INF for token in range(N_VOCAB) if token not in allowed}
     return await ask(scene, logit_bias=bans, max_tokens=3, **sampling)
 

@@ -33,15 +33,14 @@ INTRODUCTION = """\
 # Reliability
 
 libllama does not always return errors: it can abort, hang, or return wrong results. An exception
-of C++ that reaches Python ends the process. This page says what of that affects a program with
-cllm. Each section is the result of one program. The command in the section runs the program again,
-and its last line names the machine and the commit. `make test-full` runs the same programs with
-smaller numbers, except the two that need a libllama with sanitizers. `.ci/run` runs as many in
-full as it has time for.
+of C++ that reaches Python ends the process. This page shows how much of that reaches a program that
+uses cllm. Each section is the result of one program. The command in the section runs the program
+again, and the last line names the machine and the commit. `make test-full` runs the same programs
+with smaller numbers, but without sanitizers. `.ci/run` runs as many in full as it has time for.
 
-No guard in the process can survive the end of the process: memory that runs out inside a decode, a
-lost GPU, a mapped file that is cut short. With `process=True`, as in `cllm serve`, llama.cpp has a
-process of its own, and another one replaces it: see [server.md](server.md).
+No check inside a process helps when the process itself ends: memory runs out inside a decode, a GPU
+is lost, or a mapped file is cut short. With `process=True`, as in `cllm serve`, llama.cpp has a
+process of its own. If that ends, a new one replaces it: see [server.md](server.md).
 
 ## What others can make grow
 A client, a file or a neighbour can make each of these grow. Each has a bound, and a test that
@@ -67,10 +66,10 @@ A file that ends a process, or whose answers depend on the company of a request,
 # What can grow, its bound, and the test that reaches it.
 BOUNDS = (
     ("connections", "4,096 (`--max-connections`), or what fits the limit of descriptors; the one that is idle for longest is closed for another", "tests/server/test_connections.py::test_idle_clients_take_no_stream_its_connection"),
-    ("descriptors", "the limit of the system, which `serve` raises; a process that finds none is started again later", "tests/engine/test_process.py::test_a_process_that_there_is_no_room_for_is_started_later"),
-    ("headers, bodies", "32 KiB, 10 s; 4 MiB or 64 bytes for each token of context, 30 s", "tests/server/test_limits.py"),
-    ("arrays and objects of a body, messages", "16,384; 1,024, or one for each 16 tokens of context", "tests/server/test_overflow.py"),
-    ("log lines of one kind, their text", "64, 80 characters of each word; 8,000 characters of a message", "tests/test_log_once.py::test_each_thing_is_logged_once_and_not_without_end"),
+    ("descriptors", "the limit of the system; `serve` raises its own to 65,536 if it may; an engine process that cannot start for lack of descriptors is tried again", "tests/engine/test_process.py::test_a_process_that_there_is_no_room_for_is_started_later"),
+    ("headers; bodies", "32 KiB, 10 s; 4 MiB, or 64 bytes for each token of context if that is more, 30 s", "tests/server/test_limits.py"),
+    ("arrays and objects of a body; messages", "16,384; 1,024, or one for each 16 tokens of context if that is more", "tests/server/test_overflow.py"),
+    ("log lines that quote clients; their text", "64 of each message; 80 characters of each quotation, 8,000 of any message", "tests/test_log_once.py::test_each_thing_is_logged_once_and_not_without_end"),
     ("time of the event loop for a body", "its parts are counted before it is parsed, for several models too", "tests/server/test_bodies.py"),
     ("loaded models", "`--max-models`, memory; only a POST that can be answered loads one", "tests/server/test_several.py::test_only_a_request_that_can_be_answered_loads_a_model"),
     ("requests that wait", "`max_queue`", "tests/server/test_load.py"),

@@ -28,19 +28,19 @@ T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
 COMMAND = (sys.executable, "-m", "cllm", "serve")
 QUIET_OPTIONS = ("--port", "0", "--n-threads", "1")
-# Rows of a tick, so that a long prompt takes many of them and can be met on its way.
+# Few rows per tick: a long prompt takes many ticks, so a test can act while it is computed.
 SLOW_PREFILL = ("--n-batch", "16")
 LONG = "count:1..199"
 LONG_ANSWER = " ".join(str(n) for n in range(1, 200))
-# Goes on until the context is full: seconds, and 4,000 tokens.
+# A request that runs until the context is full: several seconds and 4,000 tokens.
 ENDLESS = {"prompt": LONG, "temperature": 0, "ignore_eos": True}
 TIMEOUT_S = 30.0
-# What httpx would load anew for every client, though none of ours speaks TLS.
+# One TLS context for all clients.  httpx would load another one for each, although none uses TLS.
 OPTIONS: dict[str, Any] = {"timeout": TIMEOUT_S, "verify": ssl.create_default_context()}
 
 
 def wait_until(condition: Callable[[], T], what: str, timeout_s: float = TIMEOUT_S) -> T:
-    """Ask again and again until the answer is true, and return it."""
+    """Call `condition` every 5 ms until its result is true, and return that."""
     deadline = time.monotonic() + timeout_s
     while not (answer := condition()):
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
@@ -49,12 +49,12 @@ def wait_until(condition: Callable[[], T], what: str, timeout_s: float = TIMEOUT
 
 
 async def wait_for(condition: Callable[[], T], what: str, timeout_s: float = TIMEOUT_S) -> T:
-    """`wait_until` beside an event loop."""
+    """Run `wait_until` in a thread, so that the event loop is not blocked."""
     return await anyio.to_thread.run_sync(wait_until, condition, what, timeout_s)
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that only waits to be reaped does not."""
+    """Return True if a process runs; a zombie does not."""
     state = subprocess.run(
         ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False
     )
@@ -62,7 +62,7 @@ def is_alive(pid: int) -> bool:
 
 
 class Server:
-    """A server process: where it listens, what it says, how it ends.
+    """A server process: its URL, its log, and its end.
 
     Parameters
     ----------
@@ -85,7 +85,7 @@ class Server:
                 [*command, *options],
                 cwd=ROOT,
                 stderr=log,
-                # Lines that tell the pid of the engine's process, and what becomes of each request.
+                # These log lines have the pid of the engine's process and the end of each request.
                 env={**os.environ, "CLLM_LOG_LEVEL": "debug", **(environment or {})},
                 process_group=0,
             )
@@ -123,7 +123,7 @@ class Server:
 
     @property
     def log(self) -> str:
-        """What it has written to standard error."""
+        """Standard error of the server so far."""
         return self.log_path.read_text(errors="replace")
 
     @property
@@ -132,12 +132,12 @@ class Server:
 
     @property
     def engine_pids(self) -> list[int]:
-        """Those of all processes of its engine so far."""
+        """Process ids of the engine, in the order of its starts; the last one is the newest."""
         return [int(pid) for pid in re.findall(r" engine process (\d+)$", self.log, re.MULTILINE)]
 
     @property
     def engine_pid(self) -> int:
-        """That of the one that runs now."""
+        """Process id of the newest engine process."""
         return wait_until(lambda: self.engine_pids, "the engine's process")[-1]
 
     def client(self, **options: Any) -> httpx.Client:
@@ -156,7 +156,7 @@ class Server:
         return httpx.post(self.url + "/generate", json=body, **OPTIONS)
 
     def is_ready(self) -> bool:
-        """Whether /health is 200."""
+        """Return True if /health answers 200."""
         try:
             return self.get("/health").status_code == 200
         except httpx.TransportError:
@@ -181,22 +181,22 @@ class Server:
         assert states <= {"free", "cached"}, states
 
     def stop(self, number: int = signal.SIGTERM, timeout_s: float = 40.0) -> int:
-        """Ask it to end; its exit code."""
+        """Send a signal, SIGTERM by default, and return the exit code."""
         self.process.send_signal(number)
         return self.process.wait(timeout_s)
 
     def kill(self) -> None:
-        """End it and its engine's process, however they are."""
+        """Kill the server and its engine's process if they still run."""
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
-        for pid in self.engine_pids[-1:]:  # one at a time
+        for pid in self.engine_pids[-1:]:  # only the newest can be alive
             if is_alive(pid):
                 os.kill(pid, signal.SIGKILL)
 
 
 def samples_of(text: str) -> dict[str, float]:
-    """Prometheus' text format, parsed by its own client."""
+    """Parse Prometheus' text format with its own client; return the samples by name and labels."""
     samples: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -211,7 +211,7 @@ def ask(client: httpx.Client, prompt: Any = "1+1=", **fields: Any) -> httpx.Resp
 
 
 def refusal_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
-    """What an error says, in the shape of the contract."""
+    """Check that a response is an error of the documented shape, and return its "error" object."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
     error: dict[str, Any] = response.json()["error"]
@@ -220,7 +220,7 @@ def refusal_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
 
 
 def events_of(response: httpx.Response) -> list[Any]:
-    """The events of a stream, all of them JSON but the last."""
+    """Return the JSON events of a stream; the last event, `[DONE]`, is checked and left out."""
     assert response.status_code == 200, response.text
     *lines, end = response.text.split("\n\n")
     assert end == ""

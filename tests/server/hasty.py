@@ -14,9 +14,9 @@ from cllm.server.serving import listen, serve
 
 
 def main() -> int:
-    """Serve in this process, and say where in the words of `cllm serve`."""
+    """Serve in this process, and print the address as `cllm serve` does."""
     settings: dict[str, Any] = json.loads(sys.argv[1])
-    # Accepted connections inherit it: a client that does not read is felt soon.
+    # Accepted connections inherit the size.  A small buffer soon blocks if the client does not read.
     n_send_buffer = settings.pop("send_buffer", None)
     engine: dict[str, Any] = settings.pop("engine", {})
     config = ServerConfig(port=0, **settings)

@@ -1,7 +1,7 @@
 """The promises of `Decoder`, as assertions.
 
-`check_decoder` is the only authority on how a decoder behaves: the context of llama.cpp passes it,
-and the fake passes it or is wrong.
+`check_decoder` defines how a decoder behaves.  The context of llama.cpp and the fake decoder must both
+pass it.
 """
 
 from __future__ import annotations

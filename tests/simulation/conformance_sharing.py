@@ -77,7 +77,7 @@ def _a_copy_and_its_source_go_on_independently(decoder: Decoder) -> None:
 
 
 def _a_copy_can_be_shortened_and_its_source_used_again_at_once(decoder: Decoder) -> None:
-    """In the per-sequence layout too, where the data are moved at the next decode."""
+    """Check this in the per-sequence layout, too, where the next decode copies the data."""
     tokens = make_tokens(3, 9)
     whole = decode(decoder, 0, tokens, 0)
     other = decode(decoder, 1, make_tokens(8, 6), 0)

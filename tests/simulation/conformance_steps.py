@@ -12,7 +12,7 @@ from cllm.engine.core.decoder import Decoder
 from cllm.errors import InvalidArgumentError
 from tests.simulation.expect import demand, expect
 
-# llama.cpp rounds the context of a sequence up to 256: with these it has nothing to round.
+# llama.cpp rounds the context of a sequence up to a multiple of 256; these numbers are not changed by that.
 N_SEQ_MAX = 2
 N_CTX = 512
 N_BATCH = 64
@@ -22,12 +22,12 @@ Promise = Callable[[Decoder], None]
 
 
 def make_tokens(seed: int, n_tokens: int) -> list[int]:
-    """Tokens that every vocabulary has and that differ by seed."""
+    """Return tokens that are in every vocabulary; another seed gives other tokens."""
     return [1 + (seed * 31 + 7 * i + i * i) % 60 for i in range(n_tokens)]
 
 
 def decode(decoder: Decoder, seq_id: int, tokens: list[int], p0: int) -> NDArray[np.float32]:
-    """Decode one run alone; a copy of the logits of its last row."""
+    """Decode one run alone, and return a copy of the logits of its last row: float32, `(n_vocab,)`."""
     decoder.clear()
     decoder.add(seq_id, tokens, p0, n_outputs=1)
     logits = decoder.decode()
@@ -45,19 +45,19 @@ def fill(decoder: Decoder, seq_id: int, n_tokens: int) -> None:
 
 
 def spans(decoder: Decoder) -> Spans:
-    """The first and last position of each sequence: all that a decoder tells about its cache."""
+    """Return the first and last position of each sequence, the only state of a cache that can be read."""
     return [(decoder.seq_pos_min(s), decoder.seq_pos_max(s)) for s in range(N_SEQ_MAX)]
 
 
 def not_refused(what: str) -> NoReturn:
-    """The promise is broken."""
+    """Raise an `AssertionError`: a call that had to be refused was not."""
     raise AssertionError(f"{what} was not refused")
 
 
 def expect_refused(
     decoder: Decoder, error: type[Exception], what: str, runs: Iterable[tuple[int, list[int], int]]
 ) -> None:
-    """Adding or decoding `runs` raises `error` and changes no sequence."""
+    """Check that adding or decoding `runs` raises `error` and changes no sequence."""
     before = spans(decoder)
     decoder.clear()
     try:
@@ -73,7 +73,7 @@ def expect_refused(
 
 
 def expect_row_of(row: NDArray[np.float32], own: NDArray[np.float32], *others: object) -> None:
-    """`row` is what `own` was, up to the rounding of another batch size, and none of `others`."""
+    """Check that `row` is nearer to `own` than to any of `others`, and has the best token of `own`."""
     expect(int(row.argmax()), int(own.argmax()), "best token")
     distance = float(np.abs(row - own).max())
     for other in others:
@@ -86,7 +86,7 @@ def expect_calls_refused(
     calls: Iterable[tuple[str, Callable[[], object]]],
     error: type[Exception] = InvalidArgumentError,
 ) -> None:
-    """Each call raises `error` and changes no sequence."""
+    """Check that each call raises `error` and changes no sequence."""
     before = spans(decoder)
     for what, call in calls:
         try:

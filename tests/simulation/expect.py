@@ -1,15 +1,15 @@
-"""expect, demand: assertions that say what they are about, under `python -O` too."""
+"""Assertions `expect` and `demand`, with a text for the error; `python -O` does not remove them."""
 
 from __future__ import annotations
 
 
 def expect(actual: object, expected: object, what: str) -> None:
-    """They are equal; `what` names the thing."""
+    """Raise an `AssertionError` if two values differ; `what` names the compared thing."""
     if actual != expected:
         raise AssertionError(f"{what}: {actual}, expected {expected}")
 
 
 def demand(is_so: bool, what: str) -> None:
-    """It is so; `what` says it."""
+    """Raise an `AssertionError` with the text `what` if a condition is false."""
     if not is_so:
         raise AssertionError(what)

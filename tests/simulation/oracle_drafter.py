@@ -1,4 +1,4 @@
-"""Guesses that are right as often as a test wants."""
+"""A source of drafts that knows the answers, and is right with a given probability."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from cllm.engine.core.sequence import Sequence
 from cllm.engine.core.speculation import Drafter, Drafts
 from cllm.engine.thread.backend import Backend, Loaded
 
-# What a sequence goes on with after these tokens; None if that is its end, or not known.
+# Returns the next token of a sequence after these tokens; None at its end, or if it is not known.
 NextToken = Callable[[Sequence, list[int]], int | None]
 
 
 class OracleDrafter:
-    """A `Drafter` that is sure of all its drafts, and not always right.
+    """A `Drafter` whose drafts are right with a given probability.
 
     Parameters
     ----------
     next_token : callable
-        What is right.
+        Returns the right token.
     share : float
-        Of drafts that are right: always the same ones.
+        Share of right draft tokens, 0 to 1.  The same tokens are right in every run.
     is_honest : bool
-        Expects as many to be right as are; otherwise all.
+        True: `expect` computes probabilities from `share`.  False: it returns 1 for each token.
     """
 
     step_s = 0.0
@@ -50,7 +50,7 @@ class OracleDrafter:
         return [self._drafts(sequence, n) for sequence, n in wanted]
 
     def observe(self, sequence: Sequence, n_drafted: int, n_accepted: int) -> None:
-        """It knows better."""
+        """Ignore what was accepted."""
 
     def _drafts(self, sequence: Sequence, n: int) -> Drafts:
         tokens = list(sequence.tokens)
@@ -65,16 +65,16 @@ class OracleDrafter:
 
 
 class OracleEngine(Engine):
-    """An engine with a model, and an oracle for a drafter: the answers are known.
+    """An engine with a model, and with a given drafter and sampler.
 
     Parameters
     ----------
     *arguments, **options
-        Of `Engine`.
+        Arguments of `Engine`.
     drafter : Drafter, optional
-        None: nothing is guessed.
+        Source of drafts; None: no speculation.
     make_sampler : callable, optional
-        Chooses the tokens in place of the model; None: it does.
+        Makes the samplers of requests; None: those of the engine.
     """
 
     _child_backend = None
@@ -97,7 +97,7 @@ class OracleEngine(Engine):
 
 
 class _WithParts:
-    """A `Backend` with other parts."""
+    """A `Backend` that replaces some fields of what another one loads."""
 
     def __init__(self, backend: Backend, parts: dict[str, Any]) -> None:
         self._backend = backend
@@ -112,7 +112,7 @@ class _WithParts:
 
 
 def known_answers(completions: Iterable[Completion]) -> NextToken:
-    """What is right where each prompt has been answered before, and is answered so again."""
+    """Return a `NextToken` that repeats earlier answers to the same prompts."""
     answers: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     for completion in completions:
         answers.setdefault(completion.prompt_token_ids, []).append(completion.token_ids)
@@ -120,7 +120,7 @@ def known_answers(completions: Iterable[Completion]) -> NextToken:
     def next_token(sequence: Sequence, tokens: list[int]) -> int | None:
         said = tuple(tokens[sequence.n_prompt :])
         for answer in answers.get(sequence.request.prompt_token_ids, ()):
-            # Of several answers to one prompt, one that begins so: a guess may be wrong.
+            # A prompt may have several answers: take one that begins with the output so far, without drafts.
             if answer[: sequence.n_output] == said[: sequence.n_output] and len(answer) > len(said):
                 return answer[len(said)]
         return None

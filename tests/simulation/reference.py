@@ -1,6 +1,6 @@
-"""What a request gives by definition: alone, without cache, batch, chunks or pieces.
+"""The expected outcome of a request, computed alone, without cache, batch, chunks or pieces.
 
-The simulator holds every answer of an engine's core against it.
+The simulator compares every answer of an engine's core with it.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ END = FakeVocabulary.END
 COMPLETED = {FinishReason.STOP, FinishReason.LENGTH}
 GREEDY = SamplingParams(temperature=0)
 
-# Letters, parts of characters and an end now and then: every kind of ending is met.
+# Letters, parts of UTF-8 characters, and sometimes an end: answers end in every possible way.
 ALPHABET: tuple[int, ...] = (*b"aaabbbc", *"é€".encode(), 0xFF, END)
 
 
 def babble(prefix: Sequence[int]) -> int:
-    """A token that depends on every token before it."""
+    """Return a token that depends on every token before it."""
     return ALPHABET[zlib.crc32(array("i", prefix)) % len(ALPHABET)]
 
 
 def endless(prefix: Sequence[int]) -> int:
-    """Letters that depend on every token before them, and no end."""
+    """Return a letter that depends on every token before it; never an end."""
     return ord("a") + zlib.crc32(array("i", prefix)) % 26
 
 
 def says(text: bytes, *, n_prompt: int) -> Answer:
-    """The bytes of a text, then the end, after any prompt of so many tokens."""
+    """Return an `Answer`: the bytes of a text, then the end, after any prompt of `n_prompt` tokens."""
     return lambda prefix: (*text, END)[len(prefix) - n_prompt]
 
 
 class CountingSampler(AskedSampler):
-    """A sampler with a state: its n-th choice is n letters after the best one."""
+    """A sampler with a state: choice number n, counted from 0, is n letters after the best token."""
 
     def __init__(self) -> None:
         self.n_chosen = 0
@@ -62,12 +62,12 @@ class CountingSampler(AskedSampler):
 
 
 def shifted(token: int, n: int) -> int:
-    """The byte that is n after a token; the end stays the end."""
+    """Return the byte that is n after a token, modulo 256; `END` is returned unchanged."""
     return token if token == END else (token + n) % 256
 
 
 class Outcome(NamedTuple):
-    """All that a request ends with, by the definition of it."""
+    """Tokens, text and reasons with which a request ends."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -83,7 +83,7 @@ def alone(
     answer: Answer,
     lora: LoraUse = NO_LORA,
 ) -> Outcome:
-    """What a request gives alone, without cache, batch, chunks or pieces."""
+    """Return the outcome of a request alone, computed without cache, batch, chunks or pieces."""
     tokens, n_prompt, said, text = list(prompt), len(prompt), b"", ""
     while True:
         token = answer([seen_token(token, lora.at(i)) for i, token in enumerate(tokens)])

@@ -1,4 +1,4 @@
-"""Actor: does the steps of a schedule on a simulator, and knows which requests have to suffer."""
+"""Actor: does the steps of a schedule on a simulator, and knows which requests must fail."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ MAX_TICKS = 2000
 
 @lru_cache(1000)
 def _params(max_tokens: int | None, temperature: float, stop: tuple[str, ...]) -> SamplingParams:
-    """Those of many requests: to check them costs more than a tick."""
+    """Return cached parameters: checking new ones takes longer than a tick."""
     return SamplingParams(max_tokens=max_tokens, temperature=temperature, stop=stop)
 
 
 class Actor:
-    """Does the steps of a schedule, and knows which requests have to suffer for it."""
+    """Does the steps of a schedule on a simulator, and knows which requests must fail."""
 
     def __init__(self, sim: Simulator) -> None:
         self._sim = sim
@@ -66,12 +66,12 @@ class Actor:
             case Tick(n):
                 sim.tick(n)
             case FailDecode(fault) if sim.core.recovery.is_over:
-                # A second fault on the same rows would be the requests' own.
+                # A second fault on the same rows would end their requests.
                 what: Fault = RuntimeError("scripted") if fault == "raise" else fault
                 sim.decoder.faults[sim.decoder.n_decodes + 1] = what
                 sim.tick(2)
             case FailCall(method) if method != "set_loras" or sim.core.recovery.is_over:
-                # The adapters are set for a decode, which fails: as above.
+                # `set_loras` belongs to a decode, so its failure counts as a fault of the rows: see above.
                 calls = sim.decoder.n_calls
                 sim.decoder.call_faults[method, calls[method] + 1] = RuntimeError("scripted")
                 sim.tick(2)
@@ -109,7 +109,7 @@ class Actor:
         )
 
     def _look(self) -> None:
-        """A decode begins: NaN in its first output row ends that row's request, and no other."""
+        """Note which request must fail if the decode that begins puts NaN into its first output row."""
         sim = self._sim
         if sim.decoder.faults.get(sim.decoder.n_decodes + 1) == "nan":
             owners = {seq_id_of(s): s.request_id for s in sim.core.queue.running}

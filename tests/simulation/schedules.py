@@ -1,6 +1,6 @@
-"""Schedules: what happens to an engine's core, step by step, as values that a file can hold.
+"""Schedules: sequences of steps that happen to an engine's core, and their files.
 
-A schedule is made from a number, runs on a `Simulator`, and says what went wrong.
+A schedule is drawn from a seed and runs on a `Simulator`; `ScheduleError` says what was wrong.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MakeSimulator = Callable[..., Simulator]
 
 
 class ScheduleError(AssertionError):
-    """What a schedule did wrong, and at which step of it."""
+    """A schedule found something wrong; `step` is the number of the failing step, from 1."""
 
     def __init__(self, step: int, reason: str) -> None:
         super().__init__(f"step {step}: {reason}")
@@ -51,21 +51,21 @@ class Schedule:
     Attributes
     ----------
     options : mapping
-        Of `Simulator`, as far as JSON can hold them: fields of `EngineConfig`, `latency_s`.
+        Options of `Simulator` that JSON can hold: fields of `EngineConfig`, `latency_s`.
     steps : tuple of Step
-        A step about a request that is not alive means nothing, so any of them can be left out.
+        Steps in their order.  A step for a request that is not alive does nothing, so any can be left out.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
     steps: tuple[Step, ...] = ()
 
     def run(self, *, check: Check | None = None, simulator: MakeSimulator = Simulator) -> Simulator:
-        """Do all steps, then whatever is left to do, and look at everything.
+        """Do all steps, run until no request is left, and check everything.
 
         Parameters
         ----------
         check : callable, optional
-            A claim of the caller's, asked at the end.
+            Another check of the simulator, called at the end; raises if something is wrong.
         simulator : callable
             Makes the `Simulator`; one with an `answer` or a decoder of its own, for example.
 
@@ -96,12 +96,12 @@ class Schedule:
         Parameters
         ----------
         error : str
-            What it does wrong, for who reads the file.
+            Fault that the schedule shows, for readers of the file.
 
         Returns
         -------
         Path
-            Of the file, whose folder is made if there is none.
+            Path of the file.  Its folder is made if it does not exist.
 
         Raises
         ------
@@ -119,12 +119,12 @@ class Schedule:
 
     @classmethod
     def load(cls, path: str | Path) -> Schedule:
-        """Read what `save` has written.
+        """Read a file that `save` wrote.
 
         Raises
         ------
         ValueError
-            The file is no schedule.
+            The file is not a schedule.
         """
         try:
             # Not `splitlines`: texts may have line separators of their own.
@@ -138,7 +138,7 @@ class Schedule:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Refuse what a file would not give back as it was: functions, keys that are no text, NaN."""
+    """Raise `InvalidArgumentError` for values that JSON changes: functions, keys that are not text, NaN."""
     for name, value in options.items():
         try:
             is_kept = json.loads(json.dumps(value)) == value
@@ -155,14 +155,14 @@ METHODS = ("seq_rm", "seq_cp", "state_seq_get_data", "state_seq_set_data", "set_
 
 
 def random_schedule(seed: int, **options: Any) -> Schedule:
-    """The schedule of a number: a few clients, each with a course of its own, interleaved.
+    """Return a random schedule: the interleaved steps of one to four clients.
 
     Parameters
     ----------
     seed : int
-        The same number is the same schedule.
+        The same seed gives the same schedule.
     **options
-        Of `Simulator`; what is not given is drawn, small enough that cells run out.
+        Options of `Simulator`.  Others are drawn, small enough that cells run out.
     """
     choose = random.Random(seed)
     n_seq_max = int(options.get("n_seq_max", choose.randint(1, 3)))
@@ -182,7 +182,7 @@ def random_schedule(seed: int, **options: Any) -> Schedule:
 
 
 def _client(choose: random.Random, name: str) -> list[Step]:
-    """What one client does, in its order."""
+    """Return the steps of one client, in their order."""
     prompt = choose.choice(HEADS) + choose.choice("xyz") * choose.randint(1, 5)
     steps: list[Step] = [
         Submit(
@@ -211,7 +211,7 @@ def _client(choose: random.Random, name: str) -> list[Step]:
 
 
 def _interleaved(choose: random.Random, clients: list[list[Step]]) -> Iterable[Step]:
-    """The steps of all clients, each in its order, with ticks and faults between them."""
+    """Yield the steps of all clients, each client's in their order, with ticks and faults between them."""
     while clients := [steps for steps in clients if steps]:
         yield choose.choice(clients).pop(0)
         what = choose.random()

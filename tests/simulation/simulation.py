@@ -1,4 +1,4 @@
-"""simulate: thousands of seeded schedules, and of the first that fails a small file."""
+"""simulate: run thousands of seeded schedules, and save a shrunk copy of the first that fails."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ MakeSchedule = Callable[..., Schedule]
 
 @dataclass(frozen=True, slots=True)
 class SimulationReport:
-    """What was simulated.
+    """Counts of a simulation.
 
     Attributes
     ----------
     n_preemptions, n_rebuilds : int
-        How often a request lost its cells, and a context was recreated.
+        Number of times a request lost its cells, and of times a context was recreated.
     seconds : float
-        That it took, of the real clock.
+        Duration, in seconds of the real clock.
     """
 
     n_schedules: int = 0
@@ -60,17 +60,18 @@ class SimulationFailure(AssertionError):
     Attributes
     ----------
     schedule : Schedule
-        Made as small as it can be.
+        The failing schedule, shrunk.
     path : Path
-        Its file, for `Schedule.load`.
+        File of the shrunk schedule, for `Schedule.load`.
     error : ScheduleError
-        What the small schedule does wrong.
+        Error of the shrunk schedule.
     """
 
     def __init__(self, seed: int, schedule: Schedule, path: Path, error: ScheduleError) -> None:
         super().__init__(
             f"the schedule of seed {seed} fails: {error}\n"
-            f"{len(schedule.steps)} steps are left of it; cllm.testing.Schedule.load({str(path)!r}).run()"
+            f"{len(schedule.steps)} steps are left of it; "
+            f"tests.simulation.schedules.Schedule.load({str(path)!r}).run()"
         )
         self.schedule = schedule
         self.path = path
@@ -88,10 +89,10 @@ def simulate(
     directory: str | Path | None = None,
     **options: Any,
 ) -> SimulationReport:
-    """Run the schedules of the seeds from `seed` on: arrivals, cancellations, readers, faults.
+    """Run the schedules of the seeds from `seed` on: arrivals, cancellations, slow readers, faults.
 
-    After every tick the bookkeeping agrees with the cache, and no request is lost.  At the end every answer
-    is the one that its request gives alone, who failed is who had to, and nothing is left behind.
+    After every tick, check that the bookkeeping agrees with the cache and that no request is lost.  At the end,
+    check that every answer is that of its request alone, only the right requests failed, and nothing is left.
 
     Parameters
     ----------
@@ -99,26 +100,26 @@ def simulate(
         At least 1.
     seed : int
     n_workers : int
-        At least 1: processes that share the work; with more than one, what is given must be importable.
+        Number of processes, at least 1.  With more than one, the callables must be importable.
     check : callable, optional
-        A claim of the caller's about the `Simulator` at the end of a schedule; raises if it is wrong.
+        Another check of the `Simulator` at the end of each schedule; raises if something is wrong.
     make : callable
-        Makes a schedule of a seed and the options.
+        Makes a schedule from a seed and the options.
     simulator : callable
-        Makes the `Simulator` of a schedule's options.
+        Makes the `Simulator` from a schedule's options.
     directory : str or Path, optional
-        Where the file of a failing schedule goes; None: a new temporary directory.
+        Folder for the file of a failing schedule; None: a new temporary one.
     **options
-        Of `Simulator`, for all schedules; the others are drawn.  They go into the file of a failing
-        schedule, so JSON has to hold them: `simulator` makes one with an `answer`, a `poison`, a
-        `decoder_type` or faults of its own.
+        Options of `Simulator` for all schedules; the others are drawn.  The file of a failing schedule has
+        them, so they must be JSON values.  Use `simulator` for an `answer`, a `poison`, a `decoder_type`
+        or faults.
 
     Raises
     ------
     InvalidArgumentError
-        Nothing to simulate, nobody to do it, or an option that a file cannot hold.
+        `n_schedules` or `n_workers` is below 1, or an option is not a JSON value.
     SimulationFailure
-        The one of the lowest seed that was met, made small.
+        A schedule failed: the one with the lowest seed of those that were found, shrunk.
     """
     check_int("n_schedules", n_schedules, 1, INT32_MAX)
     check_int("n_workers", n_workers, 1, INT32_MAX)
@@ -152,7 +153,7 @@ class _Course:
     options: dict[str, Any]
 
     def run(self, seeds: range) -> SimulationReport | int:
-        """All of them; or the first seed that fails."""
+        """Run the schedules of these seeds; return their report, or the first seed that fails."""
         n_requests = n_ticks = n_tokens = n_preemptions = n_rebuilds = 0
         with _silence():
             for seed in seeds:
@@ -172,7 +173,7 @@ class _Course:
         )
 
     def failure(self, seed: int, directory: str | Path | None) -> SimulationFailure:
-        """That of a seed, made small."""
+        """Shrink the failing schedule of a seed, save it, and return the failure."""
         schedule = self.make(seed, **self.options)
         error = self._error(schedule)
         if error is None:
@@ -180,7 +181,7 @@ class _Course:
         cause = type(error.__cause__)
 
         def is_failing(candidate: Schedule) -> bool:
-            # Another kind of failure would be another mistake, perhaps of the shrinking.
+            # An error of another type would be another fault, perhaps caused by shrinking.
             found = self._error(candidate)
             return found is not None and type(found.__cause__) is cause
 
@@ -201,7 +202,7 @@ class _Course:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Nothing is said of failures that were asked for."""
+    """Disable the engine's log: schedules cause failures on purpose."""
     logger = logging.getLogger("cllm.engine")
     was, logger.disabled = logger.disabled, True
     try:
@@ -211,12 +212,12 @@ def _silence() -> Iterator[None]:
 
 
 def shrunk(schedule: Schedule, is_failing: Callable[[Schedule], bool]) -> Schedule:
-    """A smaller schedule that still fails: no step and no value of it can be spared.
+    """Return a smaller schedule that still fails, with no step or value that can be removed.
 
     Parameters
     ----------
     is_failing : callable
-        Whether a schedule still does what it should not.
+        Returns True if a schedule still fails in the same way.
     """
     while True:
         smaller = next(filter(is_failing, _smaller(schedule)), None)
@@ -226,7 +227,7 @@ def shrunk(schedule: Schedule, is_failing: Callable[[Schedule], bool]) -> Schedu
 
 
 def _smaller(schedule: Schedule) -> Iterable[Schedule]:
-    """Schedules with less in them, the least first."""
+    """Yield smaller schedules, the smallest first."""
     steps = schedule.steps
     size = len(steps) // 2
     while size:

@@ -1,6 +1,6 @@
 """Simulator: the core of an engine on a fake decoder, with a clock that only its user moves.
 
-No thread, no event loop, no library: one `tick` after another, each looked at from all sides.
+It needs no thread, no event loop and no libllama.  All invariants are checked after each `tick`.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ class WatchedDecoder(FakeDecoder):
 
 
 class _Clock:
-    """The seconds of a simulator.
+    """The clock of a simulator.
 
-    Together with the list of samplers it is all that its core knows of it: a simulator that nobody
-    holds any more is freed at once, and not by a search for cycles, which thousands would set off.
+    The core refers only to the clock and the list of samplers, not to the simulator.  So there is no
+    reference cycle, and an unused simulator is freed at once, without the garbage collector.
     """
 
     def __init__(self) -> None:
@@ -87,30 +87,30 @@ class _Clock:
 
 
 class Simulator:
-    """The core of an engine, and what its events said.
+    """The core of an engine on a fake decoder, and the events of its requests.
 
-    A reader takes every delta at once unless its request is in `stopped`.  Decodes
-    take time, nothing else takes any.  Unless a request is greedy, its n-th token is n letters after
-    the best one, so that a lost or doubled choice shows.
+    A reader takes every delta at once unless its request is in `stopped`.  Only decodes take time.  Output
+    token n of a request that is not greedy, counted from 0, is n letters after the best one: this shows
+    lost and repeated choices.
 
     Parameters
     ----------
     n_ctx, n_seq_max, n_batch, kv_unified, **options
         Fields of `EngineConfig`.
     answer, faults, call_faults, poison, latency_s
-        Of the `FakeDecoder`; the seconds are those of `now`.
+        Options of `FakeDecoder`; its latency advances `now`.
     decoder_type : type, optional
-        A decoder with faults of its own.
+        Another decoder, for example one with faults.
     is_checked : bool
-        Whether `check` follows every tick.
+        True: `check` runs after every tick.
     has_pos_min, is_windowed : bool
-        As memory of recurrent models is not, and of models with a sliding window is.
+        `has_pos_min=False` is the memory of recurrent models, `is_windowed=True` that of a sliding window.
     n_rollback : int
-        Positions of its last decode that a sequence of such memory can give up.
+        Number of positions of its last decode that a sequence of a recurrent model can remove.
     can_copy : bool
         False: no sequence can be copied.
     draft_share : float, optional
-        Draft whenever there is room, so often right; None: as the configuration says.
+        Share of right drafts of an `OracleDrafter`; None: `speculation` of the configuration decides.
 
     Attributes
     ----------
@@ -118,15 +118,15 @@ class Simulator:
     decoder : WatchedDecoder
     kv_cache : KVCache
     now : float
-        Seconds.
+        Present time in seconds; starts at 1.
     requests : dict
-        By request id, all that were submitted.
+        All submitted requests by id.
     stopped : set of str
-        Requests whose readers do not read.
+        Ids of requests whose readers do not read.
     tokens, texts : dict
-        By request id, what its deltas had.
+        Tokens and text of all deltas so far, by request id.
     finished : dict
-        By request id, its last event.
+        Last event of each ended request, by request id.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class Simulator:
         tenant: str = "",
         **sampling: Any,
     ) -> str:
-        """Submit a request, greedy unless it says otherwise, and return its id (r0, r1, …)."""
+        """Submit a request, with temperature 0 by default, and return its id (r0, r1, …)."""
         serial = len(self.requests)
         request = GenerationRequest(
             request_id=f"r{serial}",
@@ -275,7 +275,7 @@ class Simulator:
         return request.request_id
 
     def tick(self, n_ticks: int = 1) -> set[str]:
-        """Tick, and look at everything; the requests that the last tick gave a token or an end."""
+        """Run ticks with checks; return the requests that got a token or an end in the last one."""
         heard: set[str] = set()
         for _ in range(n_ticks):
             self.core.tick()
@@ -292,7 +292,7 @@ class Simulator:
         raise AssertionError(f"still working: {queue.running} {queue.waiting}")
 
     def read_on(self, request_id: str) -> None:
-        """A reader that had stopped takes what there is, and goes on."""
+        """Let a stopped reader take all unread deltas, and read on from there."""
         self.stopped.discard(request_id)
         self._read(request_id)
 
@@ -303,7 +303,7 @@ class Simulator:
         return self.unread[request_id] >= self.config.stream_buffer
 
     def hear(self) -> set[str]:
-        """Take the events; the requests they are about."""
+        """Take and check the events of the core; return the ids of their requests."""
         heard: set[str] = set()
         for event in self.core.take_events():
             if not isinstance(event, ABOUT_REQUESTS):
@@ -330,7 +330,7 @@ class Simulator:
         return heard
 
     def check(self) -> None:
-        """The invariants that hold between any two steps."""
+        """Check the invariants that hold between any two steps."""
         core, kv_cache, decoder, queue = self.core, self.kv_cache, self.decoder, self.core.queue
         alive = {s.request.request_id for s in queue.running + queue.waiting}
         demand(alive.isdisjoint(self.finished), "a request runs or waits after its last event")
@@ -374,12 +374,12 @@ class Simulator:
         states = [p.swapped for p in placements if p.swapped is not None]
         n_bytes = n_prefix_bytes + sum(len(state.data) for state in states)
         expect(saved.n_bytes, n_bytes, "bytes of states in host memory")
-        # A state that a request brings is held whatever its size, and no prefix beside it.
+        # The state of a resumed request may exceed the limit; then no prefix is held.
         n_most = max(self.config.prefix_cache_bytes or 0, n_bytes - n_prefix_bytes)
         demand(n_bytes <= n_most, "more bytes of states than may be")
 
     def check_idle(self) -> None:
-        """The invariants of an engine without requests."""
+        """Check the invariants of an engine without requests, and empty its prefix cache."""
         queue, kv_cache = self.core.queue, self.kv_cache
         expect(sorted(self.finished), sorted(self.requests), "requests that got their last event")
         expect(
@@ -404,7 +404,7 @@ class Simulator:
         expect(self.core.discrepancies(), [], "where the bookkeeping and an empty cache differ")
 
     def outcome(self, request_id: str) -> Outcome:
-        """What a request ended with, if its events and its completion agree on it."""
+        """Return the outcome of a request, after a check that its events and its completion agree."""
         completion = self.finished[request_id].completion
         prompt = self.requests[request_id].prompt_token_ids
         expect(tuple(self.tokens[request_id]), completion.token_ids, f"deltas of {request_id}")
@@ -419,7 +419,7 @@ class Simulator:
         )
 
     def _whole(self, request_id: str) -> Outcome:
-        """The same, with the tokens that it went on from, and their text."""
+        """Return the outcome with the tokens, and their text, that the request continued from."""
         outcome, request = self.outcome(request_id), self.requests[request_id]
         told = texts_told(
             request.generated_token_ids, request.params, VOCABULARY, spelled={}, strips_space=False
@@ -430,7 +430,7 @@ class Simulator:
         )
 
     def alone(self, request_id: str) -> Outcome:
-        """What a request would have given alone."""
+        """Return the expected outcome of a request that runs alone."""
         request = self.requests[request_id]
         return alone(
             request.prompt_token_ids,
@@ -445,7 +445,7 @@ class Simulator:
         return {r for r, event in self.finished.items() if event.error is not None}
 
     def check_outcomes(self) -> None:
-        """Who ended by itself gave what it gives alone; the others gave the beginning of it."""
+        """Check each answer: complete ones equal the answer alone, the others are a beginning of it."""
         for request_id, event in self.finished.items():
             actual, expected = self._whole(request_id), self.alone(request_id)
             if actual.reason in COMPLETED:

@@ -28,14 +28,14 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Its caller gives a request up."""
+    """The caller of a request cancels it."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Suspend:
-    """A request ends, and another goes on with its tokens and what the cache held, under its name."""
+    """A request is suspended, and another resumes it from its tokens and saved state, under its name."""
 
     name: str
 
@@ -49,31 +49,31 @@ class StopReading:
 
 @dataclass(frozen=True, slots=True)
 class ReadOn:
-    """The reader of a request goes on."""
+    """The reader of a request reads again."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """So many seconds pass."""
+    """The clock advances by `seconds`."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """So many ticks."""
+    """The core runs `n` ticks."""
 
     n: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class FailDecode:
-    """The next decode fails, whenever it is, and two ticks pass.
+    """The next decode fails, now or later, and two ticks pass.
 
-    `fault` is a code of `llama_decode`, "nan", or "raise".  While the core still recovers from the
-    last fault the step means nothing.
+    `fault` is a return code of `llama_decode`, "nan", or "raise".  The step does nothing while the core
+    recovers from an earlier fault.
     """
 
     fault: int | Literal["nan", "raise"]
@@ -81,14 +81,14 @@ class FailDecode:
 
 @dataclass(frozen=True, slots=True)
 class FailCall:
-    """The next call of this method of the decoder raises, whenever it is, and two ticks pass."""
+    """The next call of this decoder method raises, and two ticks pass; no `set_loras` fails in a recovery."""
 
     method: str
 
 
 @dataclass(frozen=True, slots=True)
 class ResetPrefixCache:
-    """What finished requests have left is forgotten."""
+    """The prefix cache is emptied."""
 
 
 Step = (
@@ -112,7 +112,7 @@ STEPS: Mapping[str, type[Step]] = {
 
 
 def step_from(line: Mapping[str, Mapping[str, Any]]) -> Step:
-    """The step that a line of a file has: `{"Cancel": {"name": "r0"}}`."""
+    """Return the step of a line of a file, such as `{"Cancel": {"name": "r0"}}`."""
     [(name, values)] = line.items()
     kind: Any = STEPS[name]
     step: Step = kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})

@@ -1,4 +1,4 @@
-"""What the callers of a load do with their streams."""
+"""A record of what the callers of a load do with their streams."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from cllm import TokenDelta, TokenStream
 
 
 def diary_of_callers(patch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """What callers do with their streams, and the request ids of these, in the order of it.
+    """Return a list that gets ("enter", "read" or "leave", request id) for each use of a stream, in order.
 
-    They `enter`, `read` and `leave`.  No clock is asked: what comes at the same moment has an order
-    too, and it is the same on a machine of any speed.
+    The list has an order and no times, so it is the same on a machine of any speed.
     """
     diary: list[tuple[str, str]] = []
     was_enter, was_read, was_leave = (

@@ -1,4 +1,4 @@
-"""One process renders the templates of all these tests."""
+"""A process that renders the chat templates of all tests in this folder."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Whether calls that are asked for satisfy their schemas.  `python -m tests.engine.chat.referee --n 500`.
+"""Check that forced tool calls satisfy their schemas.  `python -m tests.engine.chat.referee --n 500`.
 
-For each template and each of many random schemas, jsonschema is the referee: every call that the grammar
-writes is read as one call that the schema allows, and every drawn argument set can be written and is
-read back unchanged.  No model is needed; the grammar's own choices are random.  With `--calls N` the
-embedded model answers N chats of each template too.
+jsonschema judges each template with many random schemas.  Every random text of the grammar must be read
+as one call that the schema allows.  Every drawn set of arguments must be allowed by the grammar and
+read back unchanged.  This needs no model.  With `--calls N` the embedded model also answers N chats for
+each template.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Referee:
     Attributes
     ----------
     counts : Counter
-        Of grammars, of argument sets that were written, and of calls that were drawn from a grammar.
+        Numbers of grammars, of written argument sets, of calls drawn from a grammar, and of cut-off texts.
     faults : list of str
     """
 
@@ -57,7 +57,7 @@ class Referee:
         chat = ChatTokenizer(self._model.vocab, self._path.read_text(), None)
         for i, (schema, drawn) in enumerate(tried):
             prompt = ChatPrompt.of(MESSAGES, tools=_tools(schema), **ASKED)
-            # Not rendered: some templates take fewer schemas than the grammar.
+            # The chat is not rendered: some templates reject schemas that the grammar supports.
             self._judge_one(chat._plain._answer(prompt, ""), schema, drawn, seed * 7919 + i)
         chat.close()
 
@@ -123,13 +123,13 @@ def _tools(schema: Any) -> list[dict[str, Any]]:
 
 
 def _read(answer: Any, text: str) -> Any:
-    """Return the channels of a call that comes after the thought where every output begins with one."""
+    """Return what the parser reads from a call, behind a thought if every output begins with one."""
     begin, end = answer.output_format.reasoning or ("", "")
     return channels_of(answer.parser("x"), [text if begin else end + text])
 
 
 def main() -> int:
-    """Judge all templates, and print what was found."""
+    """Judge all templates, and print the counts and faults; 1 if there are faults."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--n", type=int, default=500, help="schemas for each template")
     parser.add_argument("--calls", type=int, default=0, help="answers for each template")

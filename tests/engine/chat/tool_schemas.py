@@ -243,7 +243,7 @@ class Maker:
         return self._known({"allOf": [inner, {"title": "So"}]}, lambda: self.draw(inner))
 
     def parameters(self) -> tuple[Schema, Callable[[], dict[str, Any]]]:
-        """Return a schema of arguments, and what draws some."""
+        """Return a schema of arguments, and a function that draws arguments."""
         r = self.random
         keys = r.sample(["city", "from", "n", "opt", "class", "flags", "v"], r.randint(1, 4))
         inner = self.object(2, keys)
@@ -287,7 +287,7 @@ class Maker:
 
 
 def allowed(schema: Schema, value: Any) -> bool:
-    """Return whether a schema allows a value, by jsonschema."""
+    """Return True if a schema allows a value, according to jsonschema."""
     return bool(jsonschema.Draft202012Validator(schema).is_valid(value))
 
 
@@ -348,7 +348,7 @@ def _in_syntax(syntax: CallSyntax, tool: ToolParameters, arguments: Mapping[str,
 
 
 def _plain(tool: ToolParameters, key: str, value: Any) -> str:
-    """Return a value as text where it can be, as JSON elsewhere."""
+    """Return a string as it is if it is read back as a string; otherwise the value as JSON."""
     others = tool.value.member(key).types - {"string"}
     if isinstance(value, str) and not (others and is_quoted(value, others)):
         return value
@@ -392,9 +392,9 @@ def _gemma(value: Any) -> str:
 
 
 def is_writable(output_format: OutputFormat, tool: ToolParameters, arguments: Any) -> bool:
-    """Return whether a format can have these arguments.
+    """Return True if these arguments can be written in a format.
 
-    A text cannot have what ends its value; elements cannot have a key that the schema does not name.
+    A text must not contain the end of its value.  Elements have only keys that the schema names.
     """
     syntax = output_format.calls if output_format.turn is None else output_format.turn.calls
     named = {key for kind in tool.objects for key in kind.properties}
@@ -409,7 +409,7 @@ def is_writable(output_format: OutputFormat, tool: ToolParameters, arguments: An
 
 # --- What a grammar writes ------------------------------------------------------------------------
 def walk(matcher: Any, model: Model, seed: int, n_max: int = 400) -> str | None:
-    """Return a text that the grammar allows, drawn at random; None if it has no end within a limit."""
+    """Return a random text that the grammar allows; None if it does not end within `n_max` tokens."""
     draw = np.random.default_rng(seed)
     again, text = matcher.deep_copy(), b""
     n_vocab = model.vocab.n_tokens
@@ -421,7 +421,7 @@ def walk(matcher: Any, model: Model, seed: int, n_max: int = 400) -> str | None:
             return text.decode()
         assert is_open, f"nothing may follow {text!r}"
         pieces = {int(token): model.vocab.piece(int(token)) for token in is_open}
-        # What ends a text comes more often, the longer it takes.
+        # Tokens that close something become more likely as the text grows.
         closing = [t for t, piece in pieces.items() if piece[:1] in b'"<]})\n|' or not piece]
         pool = closing if closing and draw.random() < n / 60 else list(pieces)
         token = int(pool[draw.integers(len(pool))])

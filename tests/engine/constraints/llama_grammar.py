@@ -16,7 +16,7 @@ from cllm.bindings.vocabulary import c_string
 from tools.tiny_vocabulary import byte_pieces
 
 CONTROL_TOKENS = ("<|bos|>", "<|im_end|>", "<think>", "</think>")
-# Pieces of these are tokens: what the grammars of llama.cpp and of the tests write.
+# Tokens are random pieces of this text, which has outputs of the grammars of llama.cpp and of the tests.
 WORDS = (
     'abc abab aab xyz {"name": "role", "a":1} [1, 2.5] true false null 1. e4 Nf3 O-O Qxd5+ 12+34*x=7\n'
     "int main(void) { return 0; } // why\n- item\n- other\nThe quick brown fox. こんにちは世界 日本語 éàü αβγ 🙂🙃 "
@@ -72,7 +72,7 @@ class LlamaGrammar(NativeHandle):
         self._ids = np.arange(vocab.n_tokens, dtype=np.int32)
 
     def mask(self) -> NDArray[np.bool_]:
-        """Which tokens may come next: bool of shape `(n_vocab,)`."""
+        """Return the tokens that may come next: bool, shape `(n_vocab,)`."""
         candidates = Candidates(self._ids, np.zeros(len(self._ids), np.float32))
         self._apply(self._pointer, candidates.struct)
         return np.isfinite(candidates.logits)
@@ -93,7 +93,7 @@ def grammars_of(source: Path) -> dict[str, str]:
     return found | {f"integration test {i}": text for i, text in enumerate(texts)}
 
 
-# What an atom may be, without tokens: behind a character they end the process in llama.cpp.
+# Atoms of random grammars.  Token references are left out: one behind a character ends llama.cpp's process.
 ATOMS = (
     '"a"', '"ab"', '"abc"', "[a-z]", "[^a]", r"[^a-b\n]", ".", "[0-9]", '"é"', "[α-ω]", "[ぁ-ゟ]", '"日本"',
     r'"\x41\u00e9\n"', r'"\""', '("(" root ")")',
@@ -103,9 +103,9 @@ OPTIONAL = ("*", "?", "{0,3}", "{0,5}")
 
 
 def random_grammar(draw: random.Random) -> str:
-    """Return four rules; each refers to later ones, and to root behind a bracket.
+    """Return a grammar of four rules; each refers to later ones, and to root only behind a bracket.
 
-    What may be empty is never repeated: llama.cpp would follow too many stacks at once.
+    Parts that may be empty are never repeated: llama.cpp would follow too many stacks at once.
     """
     empty: dict[str, bool] = {}
     lines = list[str]()

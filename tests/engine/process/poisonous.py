@@ -23,7 +23,7 @@ from cllm.errors import ContextError
 
 
 class PoisonousBackend(LlamaBackend):
-    """Aborts, as a GGML_ASSERT does, in the decode of one token, or of a text with it."""
+    """Backend that aborts, as a GGML_ASSERT does, in a decode or a text encoding with the token "~"."""
 
     def load(self, owned: ExitStack) -> Loaded:
         """See `Backend`."""
@@ -65,7 +65,7 @@ def _watch_texts(encoder: TextEncoder, poison: int) -> None:
 
 
 class AbortsAtLoad(LlamaBackend):
-    """As a damaged file does."""
+    """Backend that aborts while it loads, as with a damaged file."""
 
     def load(self, owned: ExitStack) -> Loaded:
         """See `Backend`."""
@@ -74,7 +74,7 @@ class AbortsAtLoad(LlamaBackend):
 
 
 class AbortsAlways(LlamaBackend):
-    """Loads, and ends with the first decode, whosever it is."""
+    """Backend that loads, and kills its process in the first decode."""
 
     def load(self, owned: ExitStack) -> Loaded:
         """See `Backend`."""
@@ -89,9 +89,9 @@ class AbortsAlways(LlamaBackend):
 
 
 class SegfaultsInDecode(LlamaBackend):
-    """Reads where nothing is inside of `llama_decode`, in one decode of many in 50, by chance.
+    """Backend that crashes inside `llama_decode`, at random in 1 of 50 decodes of several sequences.
 
-    Who is tried alone is spared: a crash that has nothing to do with him would look like his.
+    A decode of one sequence never crashes: the engine would take that request for the cause.
     """
 
     def load(self, owned: ExitStack) -> Loaded:
@@ -113,7 +113,7 @@ class SegfaultsInDecode(LlamaBackend):
             is_alone = len(seq_ids) == 1
             seq_ids.clear()
             if not is_alone and draw.random() < 1 / 50:
-                # Called after every node of the graph, and reads what it is given.
+                # The abort callback runs after every node of the graph.  `strlen` reads at address 8.
                 strlen = ctypes.cast(ctypes.CDLL(None).strlen, ctypes.c_void_p)
                 set_callback(decoder.context._pointer, strlen, 8)
             return decode()
@@ -123,7 +123,7 @@ class SegfaultsInDecode(LlamaBackend):
 
 
 class LoadsNotAtOnce(LlamaBackend):
-    """Fails to load in the second and the third process, as if there were no memory."""
+    """Backend whose second process aborts while it loads, and whose third finds no memory for a context."""
 
     def load(self, owned: ExitStack) -> Loaded:
         """See `Backend`."""
