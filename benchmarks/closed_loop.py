@@ -1,9 +1,9 @@
-"""Clients in a closed loop, simulated: the real engine core, a virtual clock, a table of costs.
+"""Simulate clients in a closed loop, with the real engine core, a virtual clock and a table of costs.
 
     python -m benchmarks.closed_loop [--costs chat] [--clients 8 32] [--each 16] [--turnaround-ms 8]
 
-Says what a policy is worth before it is measured: time to first token, gaps, tokens/s, with and
-without `Linger`.
+The simulation estimates the gain of a policy before it is measured.  The program prints the time to the first
+token, the gaps and the tokens/s, with and without `Linger`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.simulation.reference import endless
 from tests.simulation.simulator import Simulator
 
 FIRST_GAP_S = 0.0015  # between the first requests of two clients
-SCATTER = 0.3  # of turnarounds
+SCATTER = 0.3  # a turnaround is at most this share longer, at random
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,14 @@ class Costs:
     Attributes
     ----------
     rows_ms : mapping
-        Of a tick of so many rows that only decode, as `cllm doctor --rows` measures it.
+        Duration of a tick that only decodes, by its number of rows, as `cllm doctor --rows` measures it.
     prompt_row_ms, cell_ms, output_row_ms : float
-        Of a row of a prompt, of a cell that such a row attends to, and of a row that is sampled.
+        Duration of a prompt's row, of each cell that such a row attends to, and of a row that is sampled.
     n_history : int
-        Tokens that each request has in the cache from before.
+        Tokens of each client that are in the cache from earlier requests.
     passed_cell_ms, tile_cell_ms : float
-        Of each cell in use for a row that passes it by, and for one in a tile of several prompts.
+        Duration of each row for each cell in use.  `tile_cell_ms` is that of a tick with at least
+        `ATTENTION_TILE` rows of several sequences, `passed_cell_ms` that of other ticks.
     """
 
     rows_ms: Mapping[int, float]
@@ -95,7 +96,7 @@ COSTS = {"large": LARGE, "chat": CHAT, "small": SMALL}
 
 @dataclass(frozen=True)
 class Outcome:
-    """Seconds, but for `tokens_per_s`."""
+    """Results of a simulation: seconds, except for `tokens_per_s`."""
 
     tokens_per_s: float
     ttft_p50: float
@@ -115,11 +116,11 @@ class ClosedLoop:
     Parameters
     ----------
     turnaround_s : float
-        From the end of a request to the client's next one; up to `SCATTER` longer at random.
+        Seconds from the end of a request to the client's next one, and up to `SCATTER` more at random.
     lingers : bool
-        Whether the engine waits for clients that come back.
+        True if the engine waits for the next requests of clients.
     was_disturbed : bool
-        Whether a batch of several prompts has once seemed to cost twice what it does.
+        True if the engine has once observed twice the real duration of a batch of several prompts.
     """
 
     def __init__(
@@ -151,7 +152,7 @@ class ClosedLoop:
             row_s = costs.prompt_row_ms / 1000.0
             for n_rows, n_prompts, seconds in ((32, 1, row_s), (256, 4, 2 * row_s)):
                 self._sim.core.cost.prompts.observe(n_rows, 0, n_prompts, 0, n_rows * seconds)
-        # When a client comes, and how many requests it has had.
+        # Time of the next request of a client, number of the client, and number of its earlier requests.
         self._arrivals = [(i * FIRST_GAP_S, i, 0) for i in range(n_clients)]
         self._owners: dict[str, tuple[int, int]] = {}
         self._heard_at: dict[str, float] = {}
@@ -196,7 +197,7 @@ class ClosedLoop:
             self._linger.settle(sim.now)
 
     def _tick(self) -> int:
-        """Tick; how many requests ended."""
+        """Run a tick, and return the number of requests that ended."""
         sim, n_ended, began = self._sim, 0, self._sim.now
         heard = sim.tick()
         if self._linger is not None:
@@ -228,7 +229,7 @@ class ClosedLoop:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The table."""
+    """Print the results for each number of clients, with and without `Linger`."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.closed_loop")
     parser.add_argument("--costs", choices=COSTS, default="large")
     parser.add_argument("--clients", type=int, nargs="+", default=[8, 32])

@@ -2,7 +2,7 @@
 
     python -m benchmarks.determinism [MODEL/TYPE ...]
 
-By turns, each in a process of its own: llama.cpp reads one of the settings once in a process.
+Both take turns, each in its own process, because llama.cpp reads one of the settings only once per process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WIDTHS, PROMPTS = (1, 4, 8, 16), (64, 256)
 
 
 async def measured(path: Path, *, deterministic: bool) -> dict[str, float]:
-    """Seconds of each case, the best of some."""
+    """Return the seconds of each case, the shorter of two runs."""
     options = {"n_ctx": 16 * 1024, "n_seq_max": 16, "prefix_cache": False}
     seconds: dict[str, float] = {}
     async with Engine(path, deterministic=deterministic, **options) as engine:  # type: ignore[arg-type]
@@ -53,7 +53,7 @@ async def measured(path: Path, *, deterministic: bool) -> dict[str, float]:
 
 
 def turn(path: Path, *, deterministic: bool) -> dict[str, float]:
-    """`measured`, in a child."""
+    """Run `measured` in a child process."""
     command = [sys.executable, "-m", "benchmarks.determinism", "--measure", str(path)]
     done = subprocess.run(
         [*command, *["--deterministic"] * deterministic], check=True, capture_output=True

@@ -1,9 +1,9 @@
-"""The thousandth request against the first.
+"""Measure whether the last of 1,000 sequential requests takes longer than the first.
 
-1,000 sequential requests, identical and distinct, 1 and 16 tokens long, prefix cache on and off:
-decode time of the last hundred over the first hundred (medians, best of three), rows of every
-request, resident memory, cells left.  Then 5,000 tiny cycles on rotating seq_ids, on the context
-itself.
+Requests are identical or distinct, of 1 or 16 tokens, with the prefix cache on or off.  The program prints the
+decode time of the last hundred divided by that of the first hundred (medians, the best of three runs).  It
+also prints the rows of a request, the growth of memory, and the KV cells in use at the end.  Then it runs
+5,000 cycles of four tokens on the context itself, on rotating seq_ids.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cllm.engine.config import EMBEDDED_MODEL
 
 @dataclass(frozen=True)
 class Run:
-    """Results of one run: times, rows of a request, MiB of growth, cells left."""
+    """Results of one run: ratio of times, rows of a request, growth in MiB, KV cells in use at the end."""
 
     ratio: float
     n_rows: set[int]
@@ -50,7 +50,7 @@ async def sequential(
             seconds.append(after.tick_times.decode_s - before.tick_times.decode_s)
             n_rows.append(after.n_decode_rows - before.n_decode_rows)
 
-        for number in range(50):  # the prefix cache is full, the processor awake
+        for number in range(50):  # warm-up: fills the prefix cache
             await one(number)
         seconds.clear()
         n_rows.clear()
@@ -70,7 +70,7 @@ async def sequential(
 
 
 def rotating(n_cycles: int, *, kv_unified: bool) -> tuple[float, float]:
-    """Tiny cycles on eight seq_ids: last tenth over first tenth, growth of memory in MiB."""
+    """Run cycles on eight seq_ids; return the time of the last tenth over the first, and the growth in MiB."""
     seconds = []
     with (
         Model(EMBEDDED_MODEL) as model,
@@ -113,7 +113,7 @@ async def measure(options: argparse.Namespace) -> None:
             f"max_tokens {max_tokens:2}  {'distinct ' if is_distinct else 'identical'}  "
             f"prefix cache {'on ' if prefix_cache else 'off'}  last/first hundred {ratio:.3f}  "
             f"rows {rows}  memory {max(run.growth for run in runs):+.1f} MiB  "
-            f"cells left {max(run.n_cells for run in runs)}, then exactly n_ctx fit"
+            f"cells in use at the end {max(run.n_cells for run in runs)}, exactly n_ctx tokens fit"
         )
     for kv_unified in (True, False):
         cycles = [rotating(options.cycles, kv_unified=kv_unified) for _ in range(options.runs)]

@@ -12,7 +12,7 @@ import numpy as np
 
 from cllm import EngineConfig
 
-TEXT_TOKENS = range(1000, 9000)  # of every vocabulary in use, and none of them a control token
+TEXT_TOKENS = range(1000, 9000)  # ordinary tokens of Qwen2's vocabulary, no control tokens
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -23,8 +23,8 @@ def percentile(values: Sequence[float], percent: float) -> float:
 def rss_mib() -> float:
     """Resident memory of this process, without the free pages that malloc keeps for later.
 
-    How many pages malloc keeps depends on which thread allocated what, and when.  By this a minute of
-    engines that come and go grew by 4 to 17 MiB; without these pages it stays within 2 MiB.
+    The number of these pages depends on the threads that allocate, and on their order.  Engines were started
+    and stopped for a minute: with these pages, memory grew by 4 to 17 MiB, and without them by 2 MiB at most.
     """
     if (malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc
         malloc_trim(0)
@@ -55,7 +55,7 @@ def malloc_mib() -> float:
 
 
 def machine() -> str:
-    """The processor and how much of it there is."""
+    """Return a line with the processor, the number of compute threads and Python's version."""
     cpuinfo = Path("/proc/cpuinfo").read_text()
     model = next((x for x in cpuinfo.splitlines() if x.startswith("model name")), ": unknown")
     n_threads = EngineConfig().compute_threads[0]

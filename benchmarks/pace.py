@@ -1,8 +1,8 @@
-"""A long prompt joins decoding streams: the gaps between their tokens, greedy and paced.
+"""Measure the gaps between tokens of streams that a long prompt joins, with and without `target_itl_ms`.
 
-First the median tick of the streams alone, then by turns (A B A B …) the same prompt with
-`target_itl_ms` off and on at a multiple of that tick.  Gaps are measured where a user sees them:
-between two deltas of a stream, on the event loop.
+The program first measures the median tick of the streams alone.  Then the same prompt joins by turns
+(A B A B …): greedy, with `target_itl_ms` off, and paced, with a multiple of that tick.  Gaps are measured where
+a user sees them: between two deltas of a stream, on the event loop.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Run:
 
 
 async def streams_and(engine: Engine, prompt: list[int] | None, seconds: float) -> Run:
-    """Four decoding streams for some seconds, or until a prompt has its first token."""
+    """Run four decoding streams, and measure for some seconds or until a prompt has its first token."""
     gaps: list[float] = []
     is_measuring = False
 

@@ -2,7 +2,7 @@
 
     .venv-ray/bin/python -m benchmarks.ray_front [--turns 4]
 
-The embedded model, one compute thread each: a token takes a millisecond, so that whatever is added shows.
+Both run the embedded model with one compute thread.  A token takes a millisecond, so that added time shows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ENGINE = {"n_ctx": 8192, "n_seq_max": 16, "n_threads": 1, "process": True}
 
 @contextmanager
 def through_ray() -> Iterator[str]:
-    """The address of a front with one replica."""
+    """Start a front with one replica, and yield its address."""
     port = free_port()
     settings = map(json.dumps, (ENGINE, {"model_name": "m"}, {"replicas": 1, "num_cpus": 1}))
     command = [sys.executable, "-m", "tests.ray.cluster", *settings, "--port", str(port)]
@@ -48,7 +48,7 @@ def through_ray() -> Iterator[str]:
 
 @contextmanager
 def direct() -> Iterator[str]:
-    """The address of `cllm serve` with the same settings."""
+    """Start `cllm serve` with the same settings, and yield its address."""
     port = free_port()
     options = ("--n-ctx", "8192", "--n-seq-max", "16", "--n-threads", "1", "--port", str(port))
     command = (sys.executable, "-m", "cllm", "serve", *options)
@@ -57,7 +57,7 @@ def direct() -> Iterator[str]:
 
 
 async def measured(url: str, n_streams: int) -> tuple[float, float]:
-    """Tokens a second, and the median time to the first token in milliseconds."""
+    """Return the tokens per second, and the median time to the first token in milliseconds."""
     ttfts: list[float] = []
 
     async def one(client: AsyncClient, i: int) -> None:

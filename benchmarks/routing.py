@@ -4,11 +4,13 @@
 
 Each replica is cllm's own scheduler and KV cache bookkeeping (`tests.simulation.simulator`) with a virtual clock.  A
 tick takes what it has been measured to take with Qwen3-0.6B (Q4_K_M) on two cores: `ROW_MS`, `PROMPT_ROW_MS`.
-Conversations come at random (Poisson), so many for each replica; each has one of a few system prompts, of which
-some are far more frequent than others, and turns of unequal number and length, with time to think between them.
+Conversations begin at random (Poisson), at a constant rate per replica.  Each has one of a few system
+prompts, some of which are far more frequent than others.  Its turns differ in number and length, with time
+to think between them.
 
-For each way and number of replicas: the 50th and 95th percentile of the time to the first token, and how much of what
-a prompt has in common with earlier ones was found.  `--dies` takes a replica away half-way: what it had goes on on the others.
+The program prints the 50th and 95th percentile of the time to the first token for each way and number of
+replicas.  It also prints the share of found tokens: see `Result.found`.  `--dies` removes a replica half-way,
+and the others continue its requests.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from cllm.testing.fake_decoder import FakeRun
 from tests.simulation.reference import endless
 from tests.simulation.simulator import Simulator
 
-# Milliseconds of a tick by the rows that decode in it (between them: in proportion), and of each row of a prompt.
+# Milliseconds of a tick by the number of decoding rows (interpolated linearly), and of each row of a prompt.
 ROW_MS = {1: 26.0, 2: 40.0, 4: 57.0, 8: 95.0, 16: 150.0, 32: 290.0}
 PROMPT_ROW_MS = 3.4
 N_SEQ_MAX, N_CTX, N_BATCH = 16, 16384, 512
@@ -43,7 +45,7 @@ Choose = Callable[[Sequence[Key], int, Mapping[str, int]], str]
 
 
 def tick_s(n_decoding: int, n_prompt: int) -> float:
-    """Seconds of a tick with so many rows."""
+    """Return the seconds of a tick with these numbers of rows."""
     widths = [0, *ROW_MS]
     decoding = np.interp(n_decoding, widths, [0.0, *ROW_MS.values()])
     floor = ROW_MS[1] if n_prompt else 0.0
@@ -57,7 +59,7 @@ def _latency(runs: Sequence[FakeRun]) -> float:
 
 @dataclass
 class Conversation:
-    """One caller: what was said so far, and how many turns are left."""
+    """Conversation of one caller: its tokens so far, and the number of turns that are left."""
 
     session: int
     tokens: list[int]
@@ -67,7 +69,7 @@ class Conversation:
 
 @dataclass
 class Asked:
-    """A request on its way."""
+    """Request that has not ended; `at` is the time of its arrival in seconds."""
 
     conversation: Conversation
     at: float
@@ -97,11 +99,11 @@ class Result:
 
     @property
     def found(self) -> float:
-        """Share of the prompt tokens in some replica's cache that were found there."""
+        """Share of the prompt tokens shared with earlier requests that the chosen replica had in its cache."""
         return self.n_found / max(1, self.n_shared)
 
     def ttft(self, share: float) -> float:
-        """A percentile, in seconds."""
+        """Return a quantile of the time to the first token, in seconds; `share` is 0 to 1."""
         return float(np.quantile(self.ttfts, share))
 
 
@@ -117,7 +119,7 @@ def chooser(way: str, seed: int) -> Choose:
         return min(two, key=load.__getitem__)
 
     def by_session(_: Sequence[Key], session: int, load: Mapping[str, int]) -> str:
-        # The highest of hashes with each name: who goes takes only its own sessions along.
+        # Rendezvous hashing: if a replica is removed, only its own sessions move.
         return max(load, key=lambda name: blake2b(f"{session} {name}".encode()).digest())
 
     def by_prefix(keys: Sequence[Key], _: int, load: Mapping[str, int]) -> str:
@@ -127,7 +129,7 @@ def chooser(way: str, seed: int) -> Choose:
 
 
 class Cluster:
-    """Replicas, callers, and a clock for each replica; the latest of what has happened comes first."""
+    """Replicas with a clock each, and callers; the event with the earliest time is simulated next."""
 
     def __init__(self, way: str, n_replicas: int, rate: float, seed: int, *, dies: bool) -> None:
         self._drawn = random.Random(seed)
@@ -221,7 +223,7 @@ class Cluster:
             heapq.heappush(self._due, (at, next(self._numbers), conversation))
 
     def _take_away(self, at: float) -> None:
-        """The replica with most to do is gone: that goes on elsewhere with the tokens that there are."""
+        """Remove the replica with the most requests; others continue them after the tokens generated so far."""
         self._dies_at = float("inf")
         name = max(self._replicas, key=lambda name: len(self._replicas[name].asked))
         replica = self._replicas.pop(name)
@@ -238,14 +240,14 @@ def _simulator() -> Simulator:
 
 
 def run(way: str, n_replicas: int, rate: float, seed: int, *, dies: bool) -> Result:
-    """One simulation."""
+    """Run one simulation."""
     return Cluster(way, n_replicas, rate, seed, dies=dies).run()
 
 
 def _runs(
     pool: ProcessPoolExecutor, numbers: Sequence[int], rate: float, seeds: int, *, dies: bool
 ) -> list[Result]:
-    """All ways with all numbers of replicas; of several seeds together."""
+    """Run all ways with all numbers of replicas; a result combines the runs of all seeds."""
     asked = [(way, n) for n in numbers for way in WAYS]
     futures = {
         (way, n): [pool.submit(run, way, n, rate, seed, dies=dies) for seed in range(seeds)]
@@ -262,7 +264,7 @@ def _runs(
         results.append(whole)
         print(
             f"{n:3} replicas, {way:13}: first token p50 {whole.ttft(0.5):6.2f} s, p95 "
-            f"{whole.ttft(0.95):6.2f} s; {whole.found:4.0%} of what is shared was found; "
+            f"{whole.ttft(0.95):6.2f} s; {whole.found:4.0%} of the shared tokens were found; "
             f"{len(whole.ttfts)} requests, {whole.n_moved} moved",
             flush=True,
         )
@@ -290,12 +292,12 @@ def plot(results: Sequence[Result], rate: float, path: Path) -> None:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="benchmarks.routing", description=__doc__)
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--rate", type=float, default=0.06, help="conversations/s of each replica")
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--dies", action="store_true", help="a replica is gone half-way")
+    parser.add_argument("--dies", action="store_true", help="remove a replica half-way")
     parser.add_argument("--plot", type=Path)
     given = parser.parse_args()
     with ProcessPoolExecutor() as pool:

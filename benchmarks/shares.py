@@ -1,8 +1,8 @@
 """Measure the share of each stage in a tick: 32 streams on a random-weight model with a 152k vocabulary.
 
-Each kind of sampling by turns; the share of every stage in all of the inference thread's time, and
-what sampling, detokenizing and delivering take together.  Then what a token costs the event loop's
-thread: a stream, a chat whose answers have no parser, and one whose answers are split into channels.
+The kinds of sampling take turns.  For each, the program prints the share of every stage in the time of all
+stages, and that of sampling, detokenizing and delivering together.  Then it prints the CPU time per token on
+the event loop's thread: of streams, of chats without tools, and of chats whose answers are split into channels.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STAGES = ("plan", "decode", "sample", "detokenize", "deliver")
 
 
 async def run(engine: Engine, streams: list[TokenStream]) -> dict[str, float]:
-    """Seconds of each stage, and of the loop, while all streams are read to their ends."""
+    """Read all streams to their ends; return the seconds of each stage, and the CPU seconds of the loop."""
     before, loop_before_s = asdict(engine.statistics().tick_times), time.thread_time()
 
     async def read(stream: TokenStream) -> None:

@@ -2,9 +2,10 @@
 
     python -m benchmarks.speculation [MODEL/TYPE | FILE.gguf ...] [--llama-server PROGRAM]
 
-SmolLM2, or the model in a file, copies a text, edits one, writes JSON of a schema, and tells stories.  A model of random
-weights computes as any other, but what it says is drawn beforehand: that is guessed, so often right.  With
-`--llama-server`, it copies for clients over HTTP, each server with its own speculation.
+SmolLM2, or the model in a file, copies a text, edits one, writes JSON of a schema, and tells stories.  A model
+of random weights computes as usual, but its answers are drawn beforehand, and a known share of the drafts is
+right (`SHARES`).  With `--llama-server`, the model copies texts for clients over HTTP, in both servers, each
+without and with its own speculation.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def text_of(client: int) -> str:
 
 
 def chat_of(instruction: str, *, with_text: bool = True, **sampling: Any) -> Ask:
-    """A request of one client."""
+    """Return a function that sends the request of one client."""
 
     def ask(engine: Engine, client: int) -> Any:
         said = instruction.format(client) + (f"\n\n{text_of(client)}" if with_text else "")
@@ -131,12 +132,12 @@ WORK: dict[str, Ask] = {
 
 
 def drawn(seed: str, n_tokens: int) -> list[int]:
-    """Tokens of every vocabulary in use."""
+    """Return random token ids that all vocabularies in use have."""
     return random.Random(seed).choices(range(5, 250), k=n_tokens)
 
 
 def tokens_of(engine: Engine, client: int) -> Any:
-    """A request to a model of random weights."""
+    """Send the request of one client to a model of random weights."""
     prompt = drawn(f"prompt {client}", 40)
     return engine.generate(prompt, temperature=0, ignore_eos=True, max_tokens=N_TOKENS_DRAWN)
 
@@ -147,7 +148,7 @@ def answer_to(prompt: tuple[int, ...]) -> list[int]:
 
 
 class DrawnSampler(AskedSampler):
-    """Says the answer to a prompt."""
+    """Sampler that chooses the tokens of the drawn answer, independent of the logits."""
 
     def __init__(self, request: GenerationRequest) -> None:
         self._answer = iter(answer_to(request.prompt_token_ids))
@@ -163,7 +164,7 @@ def next_token(sequence: Sequence, tokens: list[int]) -> int | None:
 
 
 async def run(engine: Engine, ask: Ask, n_clients: int) -> tuple[float, list[Completion]]:
-    """Tokens a second of so many clients at once, and what they got."""
+    """Return the tokens per second of `n_clients` at once, and their completions."""
     completions: list[Completion] = []
 
     async def one(client: int) -> None:
@@ -178,7 +179,7 @@ async def run(engine: Engine, ask: Ask, n_clients: int) -> tuple[float, list[Com
 
 
 async def compare(name: str, plain: Engine, fast: Engine, ask: Ask, n_clients: int) -> None:
-    """Turns of both, of which the first is not counted: prompts are in the cache then."""
+    """Compare two engines by turns, and print the ratios; the first turn only fills the prefix cache."""
     ratios, ticks, drafted = [], [], []
     for turn in range(N_TURNS + 1):
         rates: dict[Engine, float] = {}
@@ -215,7 +216,7 @@ def options_for(n_clients: int, given: SequenceOf[str]) -> dict[str, Any]:
 
 
 def chat_model(name: str) -> Path:
-    """The file of a model that chats."""
+    """Return the path of a chat model: the given GGUF file, or SmolLM2."""
     return Path(name) if name.endswith(GGUF) else real_model.fetch()
 
 
@@ -247,7 +248,7 @@ async def measure(name: str, widths: SequenceOf[int], given: SequenceOf[str]) ->
 
 # --- Over HTTP ------------------------------------------------------------------------------------
 def servers(program: Path, path: Path, n_clients: int) -> dict[str, ServerPeer]:
-    """`cllm serve` and llama-server, without and with what each has."""
+    """Return `cllm serve` and llama-server, each without and with its own speculation, by address and name."""
     n_threads = EngineConfig().compute_threads[0]
     setup = Setup(path, n_threads, N_CTX_SEQ * n_clients, n_clients)
     peers = Peers(program.parent, None, {LLAMA_SERVER: ""})
@@ -265,7 +266,7 @@ def servers(program: Path, path: Path, n_clients: int) -> dict[str, ServerPeer]:
 
 
 async def copied_per_s(url: str, n_clients: int) -> float:
-    """Tokens a second of so many clients who have a text copied."""
+    """Return the tokens per second of `n_clients` at once that each have a text copied."""
     n_tokens = 0
 
     async def one(client: httpx.AsyncClient, number: int) -> None:
@@ -303,7 +304,7 @@ def compare_servers(program: Path, path: Path, widths: SequenceOf[int]) -> None:
                         rate = anyio.run(copied_per_s, named.split()[0], n_clients)
                     except* httpx.HTTPError as group:
                         broken[named] = repr(group.exceptions[0])
-                    if turn and named not in broken:  # prompts are in the cache then
+                    if turn and named not in broken:  # the first turn only fills the cache
                         rates[named].append(rate)
         for named, found in rates.items():
             if named in broken:

@@ -1,9 +1,11 @@
 """Check the project's text for the rules that a program can check; `make check` runs it.
 
 - A docstring begins with a verb or a noun: not with a word of `ELLIPTIC`.
-- The words of `BANNED` are in no source file and on no page; tests are left out.
+- The words of `BANNED` are in no source file and on no page.
 - A sentence of a docstring has at most `MAX_WORDS` words.
 - A line of a page has at most `MAX_LINE` characters, outside tables, code and links.
+
+The files that `LEFT_OUT` matches, tests among them, are not checked at all.
 """
 
 from __future__ import annotations
@@ -79,7 +81,7 @@ ELLIPTIC = frozenset(
         "Than",
     ]
 )
-# Nouns that begin with such a word, and names.
+# First lines of docstrings that may begin with such a word.
 EXCEPTIONS = frozenset(("No libllama was found; the message lists the places that were searched.",))
 BANNED = re.compile(
     r"\b(nobody|somebody|everybody|anybody|whoever|those who|no one|everyone|anyone|someone)\b",
@@ -88,7 +90,7 @@ BANNED = re.compile(
 MAX_WORDS = 35
 MAX_LINE = 100
 SENTENCE_END = re.compile(r"(?<=[.!?:;])\s+")
-# Not ours, data for models, and this list itself.
+# Files that are not checked: tests, third-party and generated files, data for models, and this file.
 LEFT_OUT = re.compile(
     r"^(tests/|build/|cllm/server/page_files/vendor|CHANGELOG|tools/training_|tools/check_prose|"
     r"benchmarks/speculation|benchmarks/side_by_side/real_chats|benchmarks/results/)"

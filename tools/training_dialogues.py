@@ -1,9 +1,8 @@
 """Training dialogues of the embedded model: tool calls, their results, thoughts.
 
-A dialogue is written as the chat template writes it (`tiny_vocabulary.CHAT_TEMPLATE`), so that what the
-model has said is, byte for byte, the beginning of its next prompt.  It is good at copying, and so a
-request names the tool and the values, in one of a few ways; a result is repeated; a thought spells out
-the steps of a sum.
+A dialogue is written as the chat template writes it (`tiny_vocabulary.CHAT_TEMPLATE`), so that the next
+prompt begins with the same bytes.  The model is good at copying.  A request therefore contains the values
+of the arguments, and the answer repeats the results.  A thought has the steps of a sum.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ FORBIDDEN = str.maketrans(dict.fromkeys('",\\\n=;{}[]()<>|\t\r', ""))
 
 @dataclass(slots=True)
 class Tool:
-    """A tool: how the system message shows it, and what of it may be called."""
+    """Tool: `shape` has its parameters as in the system message, `kinds` those that random calls use."""
 
     name: str
     shape: str
@@ -44,7 +43,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A user's message, the calls that answer it, and the results of the tools; or an answer at once."""
+    """User's message, then tool calls with their results and an answer, or only an answer."""
 
     asked: str
     calls: tuple[tuple[str, dict[str, Any]], ...] = ()
@@ -110,7 +109,7 @@ def said(value: Any) -> str:
 
 
 def explicit(rng: random.Random, tools: list[Tool]) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
-    """A request that names one tool, and its arguments."""
+    """Return a request that names one tool and its arguments, and the call that it asks for."""
     tool = rng.choice(tools)
     keys = list(tool.kinds)
     if keys and rng.random() < 0.2:
@@ -221,7 +220,7 @@ def result_text(rng: random.Random) -> str:
 
 
 def thought_of(question: Question) -> str:
-    """The steps of a sum; of the others, what is asked."""
+    """Return the steps of a sum; for other tasks, a sentence with the task's name."""
     if question.task != "sum":
         return f"I am to {question.task}."
     a, b = (int(number) for number in question.prompt[:-1].split("+"))
@@ -250,7 +249,7 @@ def make_dialogue(rng: random.Random, max_turns: int = 4) -> tuple[list[Tool], l
     situations = [rng.choice(MAKERS_OF_SITUATIONS)(rng) for _ in range(rng.choice((0, 1, 1, 2)))]
     if not (tools or situations):
         situations = [rng.choice(MAKERS_OF_SITUATIONS)(rng)]
-    # A name stands for one tool.
+    # Names of tools are unique.
     situations = list({situation[0].name: situation for situation in situations}.values())
     taken = {tool.name for tool, _, _ in situations}
     tools = list({tool.name: tool for tool in tools if tool.name not in taken}.values())
@@ -278,7 +277,7 @@ def make_dialogue(rng: random.Random, max_turns: int = 4) -> tuple[list[Tool], l
 def encode_dialogue(
     rng: random.Random, tools: list[Tool], turns: list[Turn], *, thinks: bool, system: str | None
 ) -> tuple[list[int], list[int]]:
-    """Token ids, and for each 1 where the next token is the model's."""
+    """Return the token ids, and for each 1 if the model writes the next token, else 0."""
     tokens, is_asked = [BOS], [0]
 
     def say(part: list[int | str], asked: bool) -> None:
@@ -321,7 +320,7 @@ def written(call: tuple[str, dict[str, Any]]) -> str:
 
 
 def dialogue_example(rng: random.Random) -> tuple[list[int], list[int]]:
-    """One dialogue that fits into a row, with or without thoughts; sometimes without any tools."""
+    """Return a random dialogue of at most `MAX_TOKENS` tokens, encoded as by `encode_dialogue`."""
     while True:
         example = _any_dialogue(rng)
         if len(example[0]) <= MAX_TOKENS:

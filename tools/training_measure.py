@@ -25,7 +25,7 @@ from tools.training_tasks import (
 
 @dataclass(slots=True)
 class Tally:
-    """Exact answers and the smallest logit margin over them."""
+    """Number of exact answers, and the smallest logit margin of all right tokens."""
 
     n_asked: int = 0
     n_right: int = 0
@@ -37,7 +37,7 @@ class Tally:
 
 @torch.no_grad()
 def measure(model: Transformer, examples: list[tuple[list[int], list[int]]]) -> Tally:
-    """Greedy accuracy: with every argmax right, greedy decoding reproduces the answer exactly."""
+    """Measure the greedy accuracy: an answer is exact if the argmax is right at each of its tokens."""
     tally = Tally()
     examples = sorted(examples, key=lambda e: len(e[0]))
     start = 0
@@ -68,7 +68,7 @@ def measure(model: Transformer, examples: list[tuple[list[int], list[int]]]) -> 
 
 @torch.no_grad()
 def hardest_sums(model: Transformer, n: int) -> list[Question]:
-    """The sums that the model answers wrongly or with the smallest margins."""
+    """Return the `n` sums with the smallest margins; the margin of a wrong answer is negative."""
     margins = torch.empty(len(ALL_SUMS))
     by_length: dict[int, list[int]] = {}
     examples = [encode_example([question], "", False, None) for question in ALL_SUMS]
@@ -86,7 +86,10 @@ def hardest_sums(model: Transformer, n: int) -> list[Question]:
 
 
 def evaluate(model: Transformer, n: int, max_numbers: int, max_note: int) -> dict[str, Tally]:
-    """Accuracy per task on held-out questions: bare, after a note, and through the chat template."""
+    """Return the accuracy by task: bare, after a note, and through the chat template.
+
+    Questions are held out of training, except sums and dialogues.
+    """
     report: dict[str, Tally] = {}
     rng = random.Random(7)
     makers = dict(MAKERS)

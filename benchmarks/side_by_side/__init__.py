@@ -1,1 +1,1 @@
-"""cllm beside what a user would pick instead, on the same library, by turns in one run."""
+"""Compare cllm with its alternatives, by turns in one run; all but xllamacpp load the same library."""

@@ -1,7 +1,7 @@
-"""`make bench`: everything, or some of it, and the page of results.
+"""Run all measurements, or some of them, and write the page of results: `make bench`.
 
-Run it alone on the machine.  Records are written as they come, so that what was measured before an
-interruption is kept; `--page-only` makes the page of them again.
+Run it alone on the machine.  Records are written at once, so that an interruption loses no finished
+measurement.  `--page-only` writes the page from the records again.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ RECORDS, ENVIRONMENT = "records.jsonl", "environment.json"
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="10 minutes instead of an hour")
     parser.add_argument("--only", default="".join(MEASUREMENTS), help="letters, such as abg")
-    parser.add_argument("--case", action="append", help='such as "8 clients"; may come again')
+    parser.add_argument("--case", action="append", help='such as "8 clients"; may be repeated')
     parser.add_argument("--turns", type=int, help="default: 3, with --quick 1")
     parser.add_argument("--threads", type=int, help="compute threads of every peer")
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results, or a quick folder")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results[/quick]")
     parser.add_argument("--keep", action="store_true", help="keep records of other measurements")
-    parser.add_argument("--page-only", action="store_true", help="measure nothing")
+    parser.add_argument("--page-only", action="store_true", help="only write the page again")
     options = parser.parse_args()
     if unknown := set(options.only) - set(MEASUREMENTS):
         parser.error(f"--only: there is no measurement {', '.join(sorted(unknown))}")

@@ -1,4 +1,4 @@
-"""v: clients in a closed loop, each of which asks for the vector of one text, and for the next."""
+"""v: clients in a closed loop, each of which requests the vectors of texts, one after another."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.side_by_side.http_load import (
 from benchmarks.side_by_side.workload import ClosedLoopSizes
 
 PATH = "/v1/embeddings"
-N_WORDS = (14, 254)  # each of which is a token, with one before and one behind them
+N_WORDS = (14, 254)  # each word is one token; the tokenizer adds one before and one after
 WORDS = (
     "river", "lamp", "winter", "orange", "morning", "glass", "music", "letter", "garden", "bridge",
     "yellow", "quiet", "engine", "island", "paper", "coffee", "window", "mountain", "silver",
@@ -41,13 +41,13 @@ QUICK = (TextSizes(1, 16), TextSizes(8, 8), TextSizes(64, 2))
 
 
 def text_of(seed: str) -> str:
-    """A text that is the same for every peer."""
+    """Return a random text, which depends only on the seed."""
     draw = random.Random(seed)
     return " ".join(draw.choices(WORDS, k=draw.randint(*N_WORDS)))
 
 
 async def measure(port: int, peer: str, sizes: TextSizes, seed: str = "") -> Outcome:
-    """Tokens of texts by the time from the first send to the last end, warm-up excluded."""
+    """Measure tokens per second, from the first send to the last end, and latencies, without the warm-up."""
     answers: list[Answer] = []
 
     def body(name: str) -> dict[str, str]:
@@ -72,7 +72,7 @@ async def measure(port: int, peer: str, sizes: TextSizes, seed: str = "") -> Out
 
 
 def _n_tokens(answer: Answer) -> int:
-    """Number of tokens by the server's own count; every peer reports one for that."""
+    """Number of tokens of the text, as the server reports it."""
     told = json.loads(bytes(answer.received or b""))
     (row,) = told["data"]
     assert len(row["embedding"]) > 1

@@ -1,7 +1,7 @@
-"""The engine through its public API, with every token read.
+"""Measure the engine through its public API, with every token read.
 
-In a process of its own, as the peers are: `python -m benchmarks.side_by_side.engine_loop JSON`
-prints JSON.
+The engine runs in a process of its own, as the peers do.
+`python -m benchmarks.side_by_side.engine_loop JSON` prints JSON.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Decoding:
 
 @dataclass(frozen=True)
 class DecodingRate:
-    """Decoding rate from the first token of the last sequence to the end of the first.
+    """Decoding rate while all sequences decode: from the latest first token to the earliest end.
 
     Attributes
     ----------
@@ -56,7 +56,7 @@ class DecodingRate:
     outside_us : float
         Microseconds per token that the inference thread spent outside `llama_decode`.
     handovers_per_tick : float
-        How often a tick gave the GIL away.
+        Number of GIL hand-overs per tick.
     """
 
     tokens_per_s: float
@@ -116,12 +116,12 @@ async def measure(call: Decoding) -> DecodingRate:
 
 
 def command_of(call: Decoding) -> list[str]:
-    """The process that measures it."""
+    """Return the command of a process that measures this load."""
     return [sys.executable, "-m", __name__, json.dumps(dataclasses.asdict(call), default=str)]
 
 
 def in_a_process(call: Decoding) -> DecodingRate:
-    """`measure` in a process of its own."""
+    """Run `measure` in a process of its own."""
     done = subprocess.run(command_of(call), stdout=subprocess.PIPE, text=True, check=True)
     return DecodingRate(**json.loads(done.stdout))
 

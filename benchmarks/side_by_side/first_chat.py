@@ -1,4 +1,4 @@
-"""w: the first chat after a server says that it is ready, beside those that follow."""
+"""w: the first chat after a server reports that it is ready, compared with the next ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class FirstChatSizes:
 
     @property
     def case(self) -> str:
-        """The same words for every peer."""
+        """Return the case name, identical for all peers."""
         return f"the first of {self.n_chats} chats after ready"
 
     @property
@@ -30,14 +30,17 @@ class FirstChatSizes:
         return cells_for(self.n_seq_max, 256)
 
 
-# Words of a token or two: prompts of the same length, none of which begins as another.
+# Words of one or two tokens: system prompts of about the same length with different first words.
 WORDS = ("Bread", "Glass", "Honey", "Chess", "Paper", "Rice", "Salt", "Trains", "Clocks")
 FULL = (FirstChatSizes(),)
 QUICK = (FirstChatSizes(5),)
 
 
 async def measure(port: int, peer: str, sizes: FirstChatSizes) -> Outcome:
-    """Time to the first token of the first chat by the median of the others; no two begin alike."""
+    """Measure the time to the first token of the first chat, divided by the median of the others.
+
+    The system prompts of the chats begin with different words.
+    """
     answers = []
     for word in WORDS[: sizes.n_chats]:
         messages = [

@@ -27,10 +27,10 @@ asyncio.run(main(json.loads(sys.argv[1])))
 
 
 def measure(peers: Peers, setup: Setup) -> Mapping[str, float]:
-    """Memory, import and first token, each of a fresh process.
+    """Measure memory, import and the first token, each in a fresh process.
 
-    Memory is the peak of a process that decodes with cllm above that of llama-batched-bench, which
-    holds the same model, cache and buffers and does the same work.
+    `rss_mib` is the peak memory of a process that decodes with cllm.  `rss_above_mib` is that minus the peak
+    of llama-batched-bench, which holds the same model, cache and buffers and does the same work.
     """
     metrics = {"import_s": import_s(), "cold_ttft_s": cold_ttft_s(setup)}
     if peers.tools is not None:
@@ -41,7 +41,7 @@ def measure(peers: Peers, setup: Setup) -> Mapping[str, float]:
 
 
 def peak_rss_mib(command: Sequence[str]) -> float:
-    """The most resident memory that a process ever had."""
+    """Run a command, and return the peak resident memory of its process in MiB."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
@@ -51,7 +51,7 @@ def peak_rss_mib(command: Sequence[str]) -> float:
 
 
 def import_s() -> float:
-    """`import cllm` in a fresh interpreter whose files have been read before."""
+    """Return the seconds of `import cllm` in a fresh interpreter: the shortest of three runs."""
     return min(
         float(
             subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, check=True).stdout

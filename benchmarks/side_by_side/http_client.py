@@ -1,7 +1,7 @@
-"""A client that costs next to nothing: on two cores, what it computes the server cannot.
+"""HTTP client that uses little CPU time, because it shares two cores with the server.
 
-Events are counted, not parsed: by a key that each of them has once.  Generated text cannot look like
-it, because quotes within a JSON string are escaped; pings and the last line, `[DONE]`, have no keys.
+Events are not parsed, but counted by a key that each of them has once.  Generated text cannot look like this
+key, because quotes within a JSON string are escaped.  Pings and the last line, `[DONE]`, have no keys.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ class Answer:
     Attributes
     ----------
     arrivals : list of float
-        When something with events in it came.
+        Times at which data with events arrived.
     n_events : int
-        Those with tokens.  Each peer sends one more, which tells the end: it is in no figure.
+        Number of events with tokens.  Each peer sends one more event at the end, which is not counted.
     n_tokens : int or None
-        As the server counts them, if it does.
+        Number of tokens that the server reports; None if it reports none.
     failure : str
-        What was wrong, or ended it early.
+        Reason of a failure or an early end; "" without one.
     received : bytearray or None
-        The body as it came, if it is wanted: see `text`.
+        The body as received, for `text`; None if it is not kept.
     n_bytes : int or None
-        Of the body, where its head says so.
+        Length of the body, if the head of the answer has it.
     """
 
     status: int = 0
@@ -86,7 +86,7 @@ class Answer:
         return self.ended_at - self.sent_at
 
     def gaps_s(self, since: float = float("-inf"), until: float = float("inf")) -> list[float]:
-        """Return the seconds between arrivals that a reader waits, for the gaps that overlap a period."""
+        """Return the gaps between arrivals that overlap a period, in seconds."""
         return [b - a for a, b in pairwise(self.arrivals) if b > since and a < until]
 
 
@@ -138,8 +138,8 @@ ReadBody = Callable[[asyncio.StreamReader, Answer], Awaitable[None]]
 class Connection:
     """One connection, kept alive from request to request.
 
-    A server may close one that is idle, or after so many requests.  Its next request then finds it
-    closed, before a byte of an answer, and is sent on another; its time begins with that.
+    A server may close a connection that is idle, or after a number of requests.  If the next request then fails
+    before the first byte of an answer, it is sent again on a new connection.  Its time begins with that.
     """
 
     def __init__(
@@ -151,14 +151,14 @@ class Connection:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def open(self) -> None:
-        """Connect, unless it is."""
+        """Connect, unless the connection is open."""
         if self._streams is None:
             self._streams = await asyncio.open_connection("127.0.0.1", self._port)
 
     async def stream(
         self, body: Mapping[str, Any], answer: Answer | None = None, *, path: str = PATH
     ) -> Answer:
-        """Ask, and read the answer to its end.
+        """Send a request, and read the streamed answer to its end.
 
         Parameters
         ----------
@@ -174,7 +174,7 @@ class Connection:
     async def _ask(
         self, body: Mapping[str, Any], answer: Answer, path: str, read: ReadBody
     ) -> Answer:
-        """Send a request, and let `read` have what follows a head that says 200."""
+        """Send a request; if the status is 200, let `read` read the body of the answer."""
         data = json.dumps(body).encode()
         head = (
             f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
@@ -197,7 +197,7 @@ class Connection:
         return answer
 
     async def fetch(self, body: Mapping[str, Any], *, path: str) -> Answer:
-        """Ask, and read an answer that comes in one piece."""
+        """Send a request, and read an answer that is not streamed."""
 
         async def read(reader: asyncio.StreamReader, answer: Answer) -> None:
             if answer.n_bytes is not None:
@@ -232,7 +232,7 @@ class Connection:
             self.close()
 
     def close(self) -> None:
-        """The next request opens another."""
+        """Close the connection; the next request opens a new one."""
         if self._streams is not None:
             self._streams[1].close()
             self._streams = None

@@ -13,7 +13,7 @@ from benchmarks.side_by_side.http_client import Answer, Connection
 from benchmarks.side_by_side.records import PYTHON_SERVER
 from benchmarks.side_by_side.workload import prompt_of
 
-# Of Qwen2's vocabulary, which all models here have, what llama.cpp takes for an end of generation.
+# Tokens of Qwen2's vocabulary that end a generation in llama.cpp.  All models of `body_for` have it.
 END_TOKENS = (128247, 151643, 151645)
 BANNED = -100.0  # the lowest bias of OpenAI's API
 
@@ -25,9 +25,9 @@ class Outcome:
     Attributes
     ----------
     metrics : mapping
-        Name (with its unit) to value; one that nothing is known of is left out.
+        Value by name (with its unit); unknown values are left out.
     failures : tuple of str
-        What failed requests were told, each text once.
+        Error texts of failed requests, each text once.
     """
 
     metrics: Mapping[str, float]
@@ -35,10 +35,10 @@ class Outcome:
 
 
 def body_for(peer: str, prompt: Sequence[int], n_output: int) -> dict[str, Any]:
-    """A greedy, streamed request for exactly so many tokens.
+    """Return a greedy, streamed request for exactly `n_output` tokens.
 
-    cllm and llama-server know `ignore_eos`, the latter as a bias of minus infinity on the tokens
-    that end a generation; the example server has the bias alone.
+    cllm and llama-server have `ignore_eos`.  The example server has not: the request bans the tokens that
+    end a generation with a logit bias.
     """
     body = greedy_body(peer, n_output, prompt=list(prompt))
     if peer == PYTHON_SERVER:
@@ -47,7 +47,7 @@ def body_for(peer: str, prompt: Sequence[int], n_output: int) -> dict[str, Any]:
 
 
 def greedy_body(peer: str, n_output: int, **asked: Any) -> dict[str, Any]:
-    """A greedy, streamed request for at most so many tokens, which are counted if the peer can."""
+    """Return a greedy, streamed request for at most `n_output` tokens; it asks for usage if the peer has it."""
     body = {"model": "model", **asked, "max_tokens": n_output, "temperature": 0, "stream": True}
     return body if peer == PYTHON_SERVER else body | {"stream_options": {"include_usage": True}}
 
@@ -65,7 +65,7 @@ def n_tokens_of(answer: Answer, n_output: int) -> int:
 
 @asynccontextmanager
 async def connected(port: int, n: int) -> AsyncIterator[list[Connection]]:
-    """Connections that are open before anything is measured."""
+    """Yield `n` open connections, and close them afterwards."""
     connections = [Connection(port) for _ in range(n)]
     try:
         for connection in connections:
@@ -86,14 +86,14 @@ async def run_clients(
 
 
 async def ask_together(port: int, bodies: Sequence[Mapping[str, Any]]) -> list[Answer]:
-    """All at once, each on a connection of its own."""
+    """Send all requests at once, each on a connection of its own, and return the answers."""
     async with connected(port, len(bodies)) as connections:
         pairs = zip(connections, bodies, strict=True)
         return await asyncio.gather(*(connection.stream(body) for connection, body in pairs))
 
 
 async def warm_up(port: int, peer: str, seed: str) -> None:
-    """Two short requests: what a server does once, it has done."""
+    """Send two short requests, so that a server's one-time work is done before the measurement."""
     bodies = [body_for(peer, prompt_of(f"{seed} warm-up {i}", 8), 2) for i in range(2)]
     await ask_together(port, bodies)
 
@@ -105,12 +105,12 @@ def total_s(answers: Iterable[Answer]) -> float:
 
 
 def ttfts_s(answers: Iterable[Answer]) -> list[float]:
-    """Times to the first token, of those that came to their end."""
+    """Return the seconds to the first token of each complete answer."""
     return [a.ttft_s for a in answers if a.is_complete]
 
 
 def in_ms(name: str, seconds: Sequence[float]) -> dict[str, float]:
-    """Median and 99th percentile as metrics."""
+    """Return the median and the 99th percentile in milliseconds as metrics; none if there are no values."""
     if not seconds:
         return {}
     return {f"{name}_p{percent}_ms": 1e3 * percentile(seconds, percent) for percent in (50, 99)}

@@ -32,21 +32,21 @@ class LoopSizes(ClosedLoopSizes):
         return cells_for(self.n_clients, self.n_prompt + self.n_output)
 
 
-# All clients send their first requests at once: of few requests these would be the larger part.
+# All clients send their first requests at once: with few requests each, the burst would dominate.
 FULL = (LoopSizes(1, 16), LoopSizes(8, 16), LoopSizes(32, 16))
 QUICK = (LoopSizes(1, 4), LoopSizes(8, 2), LoopSizes(32, 1))
 
 
 async def measure(port: int, peer: str, sizes: LoopSizes, seed: str = "") -> Outcome:
-    """Throughput and latencies as the clients see them.
+    """Measure throughput and latencies as the clients see them.
 
-    Throughput is tokens by the time from the first send to the last end, warm-up excluded, the
-    burst of the beginning and the last, lone answers included.
+    Throughput is the number of tokens divided by the seconds from the first send to the last end.  The
+    warm-up is excluded.  The burst at the beginning and the last, lone answers are included.
 
     Parameters
     ----------
     seed : str
-        Another one for each call to one server, so that no prompt is known to it.
+        Must differ for each call to the same server, so that its cache has no prompt.
     """
     seed = f"{seed} loop {sizes.n_clients}"
     answers: list[Answer] = []

@@ -1,4 +1,4 @@
-"""d: a long prompt joins streams that decode: and those stand still for a while."""
+"""d: a long prompt joins decoding streams, which pause while it is computed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class JoiningSizes:
 
     @property
     def case(self) -> str:
-        """The same words for every peer."""
+        """Return the case name, identical for all peers."""
         return f"{self.n_streams} streams, a prompt of {self.n_joining} tokens"
 
     @property
@@ -55,15 +55,15 @@ QUICK = FULL
 
 
 async def measure(port: int, peer: str, sizes: JoiningSizes, seed: str = "") -> Outcome:
-    """Gaps of the streams that overlap the time from the prompt's send to its first token.
+    """Measure the gaps of the streams that overlap the time from the prompt's send to its first token.
 
-    `itl_alone_…` is from before.  A stream that ends before that token is a failure.  Streams
-    that nothing more is to be learnt from are broken off.
+    `itl_alone_…` has the gaps before the send.  A stream that ends before the prompt's first token is a
+    failure.  All streams are canceled after the measurement.
 
     Parameters
     ----------
     seed : str
-        Another one for each call to one server, so that no prompt is known to it.
+        Must differ for each call to the same server, so that its cache has no prompt.
     """
     seed = f"{seed} joining"
     streams = [Answer() for _ in range(sizes.n_streams)]

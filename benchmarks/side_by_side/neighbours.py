@@ -1,6 +1,6 @@
 """n: clients in a closed loop while other programs keep processors busy.
 
-The prompts are of lower-case letters, whose token ids are the same in every vocabulary here.
+The prompts are random lower-case letters, sent as text, because the models have different vocabularies.
 `python -m benchmarks.side_by_side.neighbours JSON` measures the embedded API and prints JSON.
 """
 
@@ -34,19 +34,19 @@ from cllm import Engine, SamplingParams
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 N_PROMPT = 32  # letters
 SPIN = "while True: pass"
-PAUSE_S = 3.0  # of the clients and the neighbours, before the window that is measured
+PAUSE_S = 3.0  # time that clients and neighbours run before the measured window
 WINDOW_S = 4.0  # a peer that makes a token a second would need minutes for whole answers
 N_OUTPUT = range(32, 97)  # answers of equal length would keep all clients in step
 
 
 @dataclass(frozen=True)
 class NeighbourSizes(ClosedLoopSizes):
-    """Clients, and the busy processes beside the server.
+    """Number of clients, and of the busy processes beside the server.
 
     Attributes
     ----------
     n_neighbours : int
-        Each is one endless loop.
+        Number of processes that each run an endless loop.
     """
 
     n_each: int = 1
@@ -84,17 +84,17 @@ def busy(n: int) -> Iterator[None]:
         for _ in range(n):
             process = subprocess.Popen([sys.executable, "-c", SPIN], process_group=0)
             ending.callback(process.wait)
-            ending.callback(process.kill)  # called before the other: the last comes first
+            ending.callback(process.kill)  # runs before `wait`: callbacks run in reverse order
         yield
 
 
 def text_of(seed: str) -> str:
-    """A prompt that no other seed has."""
+    """Return a random prompt of `N_PROMPT` letters, which depends only on the seed."""
     return "".join(random.Random(seed).choices(LETTERS, k=N_PROMPT))
 
 
 def metrics_of(answers: Sequence[Answer], since: float, until: float) -> dict[str, float]:
-    """Throughput and the longest wait for a token of an answer that had begun, in a window."""
+    """Return the throughput and the longest wait for a token of a begun answer, within a window."""
     n_tokens = 0.0
     gaps_s = []
     for answer in answers:
@@ -115,7 +115,7 @@ Ask = Callable[[int, str, int, Answer], Coroutine[Any, Any, None]]
 
 
 async def _window(sizes: NeighbourSizes, ask: Ask) -> tuple[dict[str, float], list[Answer]]:
-    """Let all clients ask without end beside the neighbours, and measure a while of it."""
+    """Let all clients send requests endlessly beside the neighbours, and measure `WINDOW_S` seconds of it."""
     answers: list[Answer] = []
 
     async def client(number: int) -> None:

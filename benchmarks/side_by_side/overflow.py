@@ -18,7 +18,7 @@ from benchmarks.side_by_side.workload import prompt_of
 
 @dataclass(frozen=True)
 class OverflowSizes:
-    """Number of requests, and how many times too large they are together."""
+    """Number and shape of the requests, and how many times the KV cache they need together."""
 
     n_requests: int = 24
     n_prompt: int = 128
@@ -27,12 +27,12 @@ class OverflowSizes:
 
     @property
     def case(self) -> str:
-        """The same words for every peer."""
+        """Return the case name, identical for all peers."""
         return f"{self.n_requests} requests, {self.n_times} × the KV cache"
 
     @property
     def n_seq_max(self) -> int:
-        """A place for each: only cells are scarce."""
+        """Number of sequences: one for each request, so that only cells are scarce."""
         return self.n_requests
 
     @property
@@ -51,7 +51,7 @@ async def measure(port: int, peer: str, sizes: OverflowSizes, seed: str = "") ->
     Parameters
     ----------
     seed : str
-        Another one for each call to one server, so that no prompt is known to it.
+        Must differ for each call to the same server, so that its cache has no prompt.
     """
     seed = f"{seed} overflow"
     prompts = [prompt_of(f"{seed} {i}", sizes.n_prompt) for i in range(sizes.n_requests)]
@@ -65,6 +65,6 @@ async def measure(port: int, peer: str, sizes: OverflowSizes, seed: str = "") ->
         "finished_share": n_finished / sizes.n_requests,
         "n_failed": sizes.n_requests - n_finished,
     }
-    if n_finished == sizes.n_requests:  # failing is quick
+    if n_finished == sizes.n_requests:  # with failed requests the time would be too short
         metrics["total_s"] = total_s(answers)
     return Outcome(metrics, failures_of(answers))

@@ -46,9 +46,9 @@ class Environment:
     Attributes
     ----------
     record : mapping
-        What `build_llama.sh` noted about the library.
+        Record of the library that `build_llama.sh` wrote.
     missing : mapping
-        For each peer why it was not measured; "" if it was.
+        Reason why a peer was not measured, by peer; "" if it was.
     """
 
     date: str
@@ -63,7 +63,7 @@ class Environment:
 
 
 def environment(date: str, options: str, peers: Peers) -> Environment:
-    """The checkout, the library and the machine of this process."""
+    """Return the environment of this process: checkout, library and machine."""
     command = [
         "git",
         "-C",
@@ -80,7 +80,7 @@ def environment(date: str, options: str, peers: Peers) -> Environment:
 
 
 def write(records: Sequence[Record], where: Environment, directory: Path) -> Path:
-    """Write the page and its pictures; what `notes.md` there says about a target goes into it."""
+    """Write the page and its pictures; the page includes the notes on targets in `notes.md` of `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
     notes_path = directory / NOTES
     notes = notes_of(notes_path.read_text()) if notes_path.is_file() else {}
@@ -110,14 +110,14 @@ def page(
     notes: Mapping[str, str],
     pictures: Mapping[str, str],
 ) -> str:
-    """The page as Markdown.
+    """Return the page as Markdown.
 
     Parameters
     ----------
     notes : mapping
-        Key of a target to why it is not reached.
+        Reason why a target is not reached, by the key of the target.
     pictures : mapping
-        Measurement to file name.
+        File name of the picture, by measurement.
     """
     verdicts = [judge(target, records) for target in TARGETS]
     blocks = [
@@ -141,7 +141,7 @@ def page(
 
 
 def number(value: float) -> str:
-    """Three digits that say something, or more before the point."""
+    """Format a number with 0 to 3 decimals: fewer for a larger number, and 0 for a whole number."""
     size = abs(value)
     limits = (100, 0), (10, 1), (0.1, 2), (0, 3)
     digits = 0 if value == int(value) else next(d for limit, d in limits if size >= limit)
@@ -149,7 +149,7 @@ def number(value: float) -> str:
 
 
 def shown(values: Spread | None, text: Callable[[float], str] = number) -> str:
-    """`median [smallest–largest]`, the brackets only where turns differ."""
+    """Return `median [smallest–largest]`, or only the median if all turns are equal."""
     if values is None:
         return "–"
     if values.smallest == values.largest:
@@ -169,7 +169,7 @@ def judged(verdict: Verdict) -> str:
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table whose columns stand under each other in a terminal too."""
+    """Return a Markdown table whose columns are also aligned as plain text."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = [header, ["-" * width for width in widths], *rows]
     return "\n".join(

@@ -39,7 +39,7 @@ class Peers:
     python : Path or None
         Interpreter of the peers in Python.
     missing : mapping
-        For each peer why it cannot be measured; "" if it can.
+        Reason why a peer cannot be measured, by peer; "" if it can.
     """
 
     tools: Path | None
@@ -48,7 +48,7 @@ class Peers:
 
     @property
     def example_server(self) -> Path | None:
-        """The program that comes with llama-cpp-python."""
+        """Path of the example server of llama-cpp-python; None without an interpreter."""
         return self.python and self.python.parents[1] / "server.py"
 
     @property
@@ -58,7 +58,7 @@ class Peers:
 
 
 def find(environ: Mapping[str, str] = os.environ) -> Peers:
-    """Look for all of them; `CLLM_PEERS` names a virtual environment other than .venv-peers."""
+    """Look for all peers; `CLLM_PEERS` names a virtual environment other than .venv-peers."""
     python = ROOT / environ.get("CLLM_PEERS", ".venv-peers") / "bin" / "python"
     found = Peers(tools_beside(find_library()[0]), python if python.exists() else None, {})
     missing = {
@@ -76,7 +76,7 @@ def find(environ: Mapping[str, str] = os.environ) -> Peers:
 
 
 def tools_beside(library: Path) -> Path | None:
-    """The programs of the build that a library is of, or of the same build made with them."""
+    """Return the directory of the programs built with a library, or in its build with `--tools`, or None."""
     build = library.parents[1]
     for directory in (build, build.with_name(f"{build.name}-tools")):
         if (directory / "bin" / BATCHED_BENCH).is_file():

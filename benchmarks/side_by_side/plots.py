@@ -1,4 +1,4 @@
-"""The tables of a measurement as one picture.  The only module here that needs matplotlib."""
+"""Draw the tables of a measurement as one picture.  No other module here needs matplotlib."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from benchmarks.side_by_side.tables import COUNTS, Table
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours, which colour-blind eyes tell apart; both of ours have the same.
+# Okabe and Ito's colours, which are distinct for colour-blind readers.  Peers of one table differ.
 COLOURS = {
     CLLM: "#0072b2",
     CLLM_PROCESS: "#56b4e9",
@@ -40,7 +40,7 @@ COLOURS = {
     LLAMA_CPP_PYTHON: "#009e73",
     XLLAMACPP: "#cc79a7",
 }
-# Of those that are single points, and lie below others.
+# Larger markers for peers with a single point, which would be hidden below others.
 MARKERS = {LLAMA_CPP_PYTHON: ("D", 8), XLLAMACPP: ("s", 8)}
 AGAINST_WIDTH = {"tokens_per_s", "outside_us"}
 N_COLUMNS = 3  # of panels, and of names in the legend
@@ -110,7 +110,7 @@ def _draw_lines(axes: Axes, table: Table) -> None:
             [values.median for _, values in points],
             yerr=list(zip(*(_reach(values) for _, values in points), strict=True)),
             color=COLOURS[peer], marker=marker, markersize=size, capsize=2, label=peer,
-            # Lines that lie over each other are both seen: ours on top, and thinner.
+            # cllm's line is on top and thinner, so that a line below it stays visible.
             linewidth=1.4 + 0.8 * bool(index), zorder=3 - 0.1 * index,
         )  # fmt: skip
     axes.set_xscale("log", base=2)

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import fmean, median
 
-# Half a second in loops of about a millisecond: on a rented processor others come and go within
-# tenths of a second, and a shorter look says only who was there just then.
+# Half a second in loops of about a millisecond: the load of other users of a rented processor
+# changes within tenths of a second, so that a shorter measurement is not representative.
 N_STEPS, N_LOOPS = 60_000, 500
 DISTURBED = 1.25
 
 
 def spin() -> list[float]:
-    """Seconds of each of some loops."""
+    """Return the seconds of each of `N_LOOPS` loops."""
     ends = [time.perf_counter()]
     for _ in range(N_LOOPS):
         for _ in range(N_STEPS):
@@ -24,7 +24,7 @@ def spin() -> list[float]:
 
 
 class Quiet:
-    """Compares loops to the fastest of this run, and looks to what is usual in it."""
+    """Compares the duration of loops with the fastest one and with the median of this run."""
 
     def __init__(self, spin: Callable[[], Sequence[float]] = spin) -> None:
         self._spin = spin
@@ -39,5 +39,5 @@ class Quiet:
         return self._usual_s[-1] / self._least_s
 
     def is_disturbed(self, busy: float) -> bool:
-        """True if that is much more than usual: some machines are never idle."""
+        """True if `busy` is over 1.25 times the median of this run, because some machines are never idle."""
         return busy * self._least_s > DISTURBED * median(self._usual_s)

@@ -1,4 +1,4 @@
-"""llama-batched-bench: the loop in C++ that does nothing but decode, and so the limit."""
+"""Run llama-batched-bench: a loop in C++ that only decodes, and therefore an upper limit of the speed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.side_by_side.workload import Setup
 
 
 def raw_command(tools: Path, setup: Setup, n_prompt: int, n_output: int) -> list[str]:
-    """The process that decodes, in the unified layout."""
+    """Return the command of llama-batched-bench, with the unified layout of the KV cache."""
     return [
         str(tools / BATCHED_BENCH),
         *("-m", str(setup.model), "-c", str(setup.n_ctx)),

@@ -38,7 +38,7 @@ QUESTIONS = (
     "Tell me something about it that few people know.",
     "Which of these things would you tell first to somebody in a hurry?",
 )
-N_CHAT = 640  # tokens of a whole chat, and more
+N_CHAT = 640  # more than the tokens of a whole chat
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class ChatSizes:
 
     @property
     def case(self) -> str:
-        """The same words for every peer."""
+        """Return the case name, identical for all peers."""
         return f"{clients(self.n_clients)}, {self.think_s:g} s to think"
 
     @property
@@ -70,14 +70,15 @@ QUICK = (ChatSizes(1, 0.0, 24), ChatSizes(8, 0.0, 24))
 
 
 def chat_body(peer: str, messages: Sequence[dict[str, str]], n_output: int) -> dict[str, Any]:
-    """A greedy, streamed turn, which the model ends itself or so many tokens do."""
+    """Return a greedy, streamed request that ends after `n_output` tokens, unless the model ends it earlier."""
     return greedy_body(peer, n_output, messages=list(messages))
 
 
 async def measure(port: int, peer: str, sizes: ChatSizes) -> Outcome:
-    """Throughput and latencies as the clients see them; the first turn's TTFT apart from the others'.
+    """Measure throughput and latencies as the clients see them, with the TTFT of the first turn apart.
 
-    Throughput is tokens by the time from the first send to the last end, the time to think included.
+    Throughput is the number of tokens divided by the seconds from the first send to the last end, including
+    the time to think.
     """
     turns: list[list[Answer]] = [[] for _ in QUESTIONS]
 

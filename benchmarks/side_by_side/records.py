@@ -1,8 +1,8 @@
-"""Records: what was measured, one for each peer, case and turn.  Ratios are taken within a turn.
+"""Records of measurements: one for each peer, case and turn.  Ratios are taken within a turn.
 
-Absolute times on a small shared machine mean nothing: the machine itself is another one from minute
-to minute.  Peers therefore take turns (A B A B …), and a figure is the median of what one was
-beside the other in the same turn, with the smallest and the largest next to it.
+Absolute times on a small shared machine are not comparable, because its speed changes from minute to
+minute.  Peers therefore take turns (A B A B …).  The page shows the median of the ratios of two peers in the
+same turn, with the smallest and the largest next to it.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ class Record:
     model : str
         `name/file type`.
     case : str
-        What was asked, the same words for every peer: "8 sequences".
+        Name of the load, the same for every peer, such as "8 sequences".
     peer : str
     turn : int
         Records of one turn were measured one right after the other.
     metrics : mapping
         Name (with its unit: `tokens_per_s`, `ttft_p50_ms`) to value.
     busy : float or None
-        How many times as long as at its fastest a fixed loop took before or after: see `quiet`.
-        Records of before there was such a loop do not know.
+        Average duration of a fixed loop before or after, as a multiple of its fastest one: see `quiet`.
+        None in records that are older than the loop.
     where : str
-        Date, commit and machine: measurements of several hours are not all made in one run.
+        Date, commit and machine, because the records of one page may come from several runs.
     """
 
     measurement: str
@@ -91,12 +91,12 @@ def values_of(
 
 
 def ratios(over: Mapping[int, float], under: Mapping[int, float]) -> list[float]:
-    """One by the other, for every turn that both have."""
+    """Return `over` divided by `under`, for every turn that both have and where `under` is not 0."""
     return [over[turn] / under[turn] for turn in sorted(over) if under.get(turn)]
 
 
 def save(records: Iterable[Record], path: Path) -> None:
-    """One JSON object a line."""
+    """Write the records to a file, one JSON object per line."""
     path.write_text("".join(json.dumps(dataclasses.asdict(r)) + "\n" for r in records))
 
 

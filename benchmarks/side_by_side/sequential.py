@@ -1,4 +1,4 @@
-"""f: one short request after another, on one server: what grows with their number."""
+"""f: one short request after another on one server, to see whether later ones take longer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SequentialSizes:
     n_warm_up : int
         Requests before the first that counts.
     n_ctx, n_seq_max : int
-        Much less than all prompts take together, so that old ones have to go.
+        Much less than all prompts need together, so that old prefixes must be evicted.
     """
 
     n_output: int
@@ -36,7 +36,7 @@ class SequentialSizes:
 
     @property
     def case(self) -> str:
-        """The same words for every peer."""
+        """Return the case name, identical for all peers."""
         return f"{self.n_requests} requests, max_tokens {self.n_output}"
 
 
@@ -45,12 +45,12 @@ QUICK = (SequentialSizes(1, n_requests=200), SequentialSizes(16, n_requests=100)
 
 
 async def measure(port: int, peer: str, sizes: SequentialSizes, seed: str = "") -> Outcome:
-    """The median time of the last tenth by that of the first, of requests from send to end.
+    """Measure the median duration of the last tenth of the requests, divided by that of the first tenth.
 
     Parameters
     ----------
     seed : str
-        Another one for each call to one server, so that no prompt is known to it.
+        Must differ for each call to the same server, so that its cache has no prompt.
     """
     seed = f"{seed} sequential {sizes.n_output}"
     answers = []

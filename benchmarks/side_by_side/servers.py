@@ -35,7 +35,7 @@ class ServerPeer:
     Attributes
     ----------
     missing : str
-        Why it cannot be; "" if it can.
+        Reason why the server cannot be started; "" if it can.
     """
 
     name: str
@@ -54,7 +54,7 @@ def free_port() -> int:
 
 
 def cllm_serve(setup: Setup, port: int, *, process: bool = True) -> ServerPeer:
-    """`cllm serve`, its engine in a process of its own as by default, or in a thread of the server."""
+    """Return `cllm serve`, with the engine in its own process (the default) or in a thread of the server."""
     command = (
         *(sys.executable, "-m", "cllm", "serve", "--port", str(port), "-m", str(setup.model)),
         *("--n-ctx", str(setup.n_ctx), "--n-seq-max", str(setup.n_seq_max)),
@@ -67,7 +67,7 @@ def cllm_serve(setup: Setup, port: int, *, process: bool = True) -> ServerPeer:
 
 
 def llama_server(setup: Setup, port: int, peers: Peers) -> ServerPeer:
-    """llama.cpp's own."""
+    """Return llama.cpp's own server, llama-server."""
     health, missing = "/health", peers.missing[LLAMA_SERVER]
     if missing or peers.tools is None:
         return ServerPeer(LLAMA_SERVER, health, missing)
@@ -83,7 +83,7 @@ def llama_server(setup: Setup, port: int, peers: Peers) -> ServerPeer:
 
 
 def python_server(setup: Setup, port: int, peers: Peers) -> ServerPeer:
-    """The example server of llama-cpp-python, over the same library."""
+    """Return the example server of llama-cpp-python, which loads the same library."""
     health, missing = "/healthz", peers.missing[PYTHON_SERVER]
     if missing:
         return ServerPeer(PYTHON_SERVER, health, missing)
@@ -109,7 +109,7 @@ def python_server(setup: Setup, port: int, peers: Peers) -> ServerPeer:
 
 @contextmanager
 def running(peer: ServerPeer, port: int) -> Iterator[int]:
-    """The process id of a server that is ready."""
+    """Start a server, yield its process id when it is ready, and stop it afterwards."""
     with tempfile.TemporaryFile() as log, tempfile.TemporaryFile() as stdin:
         stdin.write(peer.stdin.encode())
         stdin.seek(0)

@@ -28,7 +28,7 @@ class HeadSizes:
 
     @property
     def case(self) -> str:
-        """The same words for every peer."""
+        """Return the case name, identical for all peers."""
         return f"{self.n_requests} requests, a head of {self.n_head} tokens"
 
     @property
@@ -47,12 +47,12 @@ QUICK = (HeadSizes(8),)
 
 
 async def measure(port: int, peer: str, sizes: HeadSizes, seed: str = "") -> Outcome:
-    """The time that all take together, the head being unknown to the server before.
+    """Measure the time from the first request to the last end, with a head that is new to the server.
 
     Parameters
     ----------
     seed : str
-        Another one for each call to one server, so that its head is another.
+        Must differ for each call to the same server, so that the head differs too.
     """
     seed = f"{seed} head {sizes.n_requests}"
     head = prompt_of(seed, sizes.n_head)

@@ -66,7 +66,7 @@ from benchmarks.side_by_side.workload import (
 )
 
 N_PROMPT = 64
-N_TRIES = 2  # of a turn, if the machine is disturbed
+N_TRIES = 2  # number of tries of a turn, if the machine is disturbed
 QUICK_WIDTHS = (1, 8, 32)
 
 Metrics = Mapping[str, float]
@@ -94,7 +94,7 @@ class Options:
         Compute threads of every peer.
     n_turns : int
     cases : frozenset of str
-        Only these; empty: all.
+        Names of the cases to measure; if empty, all are measured.
     tell : callable
         Called with a line about each step.
     where : str
@@ -115,23 +115,23 @@ class Options:
         return not self.cases or case in self.cases
 
     def setup(self, model: str, n_ctx: int, n_seq_max: int) -> Setup:
-        """The settings of one case."""
+        """Return the settings of one case."""
         embeds = model == EMBEDDING_MODEL
         return Setup(model_path(model), self.n_threads, n_ctx, n_seq_max, embeds=embeds)
 
     def widths(self, widths: Sequence[int]) -> Sequence[int]:
-        """Return some of the widths, or all."""
+        """Return `QUICK_WIDTHS` for a quick run, otherwise the given widths."""
         return QUICK_WIDTHS if self.is_quick else widths
 
 
 def in_turns(
     options: Options, measurement: str, model: str, case: str, tasks: Mapping[str, Task]
 ) -> Iterator[Record]:
-    """Every peer once in a turn; every other turn in the opposite order.
+    """Measure every peer once per turn, and yield the records; every other turn has the opposite order.
 
-    A turn in which the machine was disturbed is thrown away, and made again; of so many that all
-    were, the last one stays, with what is known of it.  A peer that fails is told of and has no
-    record of that turn: the others have.
+    A turn in which the machine was disturbed is discarded and measured again.  The last of `N_TRIES` tries
+    is kept in any case, with its `busy`.  If a peer fails, the failure is reported, and only this peer has no
+    record of the turn.
     """
     for turn in range(options.n_turns if options.measures(case) else 0):
         for left in reversed(range(N_TRIES)):
@@ -171,7 +171,7 @@ def available(options: Options, tasks: Mapping[str, Task]) -> dict[str, Task]:
 
 # --- Decoding: a, g, h -----------------------------------------------------------------------
 def _n_output(width: int, *, is_quick: bool) -> int:
-    """Tokens of each sequence: fewer where all together are many."""
+    """Return the number of output tokens of each sequence: fewer for more sequences."""
     return max(32, 128 // width) if is_quick else max(48, 192 // width)
 
 
@@ -207,7 +207,7 @@ def measure_a(options: Options) -> Iterator[Record]:
 
 
 def measure_g(options: Options) -> Iterator[Record]:
-    """The same, and HTTP, where a token is cheap and everything around it shows."""
+    """Decode and HTTP throughput with a small model, where the overhead of each token is visible."""
     for width in options.widths(SMALL_WIDTHS):
         yield from _decode(options, "g", SMALL_MODEL, width)
     for width in options.widths(SMALL_WIDTHS):
@@ -217,7 +217,7 @@ def measure_g(options: Options) -> Iterator[Record]:
 
 
 def measure_h(options: Options) -> Iterator[Record]:
-    """A half busy event loop, which has a processor of its own where there are two."""
+    """Throughput beside a half busy event loop; one processor is left to that loop if there are two."""
     n_threads = max(1, min(options.n_threads, (os.cpu_count() or 1) - 1))
     n_output = 32 if options.is_quick else 64
     for case, switch_interval_s in ((DEFAULT_SWITCH, None), (QUICK_SWITCH, 1e-4)):
@@ -279,7 +279,7 @@ def _server(peer: str, setup: Setup, port: int, peers: Peers) -> ServerPeer:
 
 
 def measure_b(options: Options) -> Iterator[Record]:
-    """Clients in a closed loop; both places of our engine where that takes few minutes."""
+    """Clients in a closed loop; up to `EQUAL_CLIENTS` of them also with the engine in a thread."""
     for sizes in http_loop.QUICK if options.is_quick else http_loop.FULL:
         is_short = sizes.n_clients <= EQUAL_CLIENTS
         ours = (CLLM_SERVE, CLLM_SERVE_THREAD) if is_short else (CLLM_SERVE,)
@@ -290,7 +290,7 @@ def measure_b(options: Options) -> Iterator[Record]:
 def _http_part(
     letter: str, module: Any, model: str = MODEL
 ) -> Callable[[Options], Iterator[Record]]:
-    """A measurement of a module with `FULL`, `QUICK` and `measure`."""
+    """Return the measurement of a module that has `FULL`, `QUICK` and `measure`."""
 
     def measure(options: Options) -> Iterator[Record]:
         for sizes in module.QUICK if options.is_quick else module.FULL:
@@ -324,7 +324,7 @@ MEASUREMENTS: Mapping[str, Callable[[Options], Iterator[Record]]] = {
     "c": _http_part("c", shared_head),
     "d": _http_part("d", joining),
     "e": _http_part("e", overflow),
-    # What grows with the number of requests shows where one takes little.
+    # The small model has short steps, so that a growth with the number of requests is visible.
     "f": _http_part("f", sequential, SMALL_MODEL),
     "g": measure_g,
     "h": measure_h,

@@ -23,12 +23,12 @@ from benchmarks.side_by_side.records import (
     values_of,
 )
 
-# Peers that are measured in the same way, and so compared: the first is ours.
+# Peers that are measured in the same way.  The first of a family is compared with the others.
 FAMILIES = (
     (CLLM, CLLM_PROCESS, BATCHED_BENCH, LLAMA_CPP_PYTHON, XLLAMACPP),
     (CLLM_SERVE, CLLM_SERVE_THREAD, CLLM_EMBEDDED, LLAMA_SERVER, PYTHON_SERVER),
 )
-# Shown, and not put in relation to each other.
+# Metrics that are shown without ratios of the peers.
 COUNTS = {"n_failed", "tokens_per_event"}
 METRICS = {
     "tokens_per_s": "tokens/s",
@@ -71,9 +71,9 @@ class Table:
     Attributes
     ----------
     peers : tuple of str
-        Those that have records, ours first.
+        Peers that have records, in the order of the family.
     values : mapping
-        (case, peer) to the metric by turn.
+        The metric by turn, by (case, peer).
     """
 
     model: str
@@ -94,11 +94,11 @@ class Table:
         return self.peers[1:] if has_ours and self.metric not in COUNTS else ()
 
     def spread(self, case: str, peer: str) -> Spread | None:
-        """One cell; None if it was not measured."""
+        """Return the spread of one cell of the table; None if it was not measured."""
         return spread(self.values[case, peer].values())
 
     def ratio(self, case: str, rival: str) -> Spread | None:
-        """Ours by a rival's, in the same turns."""
+        """Return the spread of the first peer's metric divided by a rival's in the same turn."""
         return spread(ratios(self.values[case, self.peers[0]], self.values[case, rival]))
 
 

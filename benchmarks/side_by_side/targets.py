@@ -1,4 +1,4 @@
-"""The speed to reach: what has to hold between the records, and whether it does."""
+"""Targets of speed: bounds on the records, and the check whether the records keep to them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Target:
     Attributes
     ----------
     key : str
-        What notes refer to it by: "a16".
+        Name of the target in the notes, such as "a16".
     text : str
         What is measured.
     against : str or None
@@ -75,7 +75,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A target beside what was measured; None twice if it was not."""
+    """Result for a target; `measured` and `is_reached` are None if there are no records."""
 
     target: Target
     measured: Spread | None
@@ -97,7 +97,7 @@ def judge(target: Target, records: Sequence[Record]) -> Verdict:
 
 
 def sequences(n: int) -> str:
-    """The case of so many sequences at once."""
+    """Return the case name of `n` sequences at once."""
     return f"{n} sequence{'s' * (n > 1)}"
 
 
@@ -125,7 +125,7 @@ def _decode() -> Iterator[Target]:
 def _http() -> Iterator[Target]:
     served = partial(Target, measurement="b", model=MODEL, peer=CLLM_SERVE)
     for sizes in http_loop.FULL:
-        # The example server batches by the same library: not to be behind it is all there is.
+        # The example server batches with the same library: the target is only to be no slower.
         for mark, rival in (("", LLAMA_SERVER), ("p", PYTHON_SERVER)):
             yield served(
                 key=f"b{sizes.n_clients}{mark}",
@@ -211,7 +211,7 @@ def _load() -> Iterator[Target]:
             relation=">=",
             bound=1.0,
         )
-    # A step that takes little is where growth would show.
+    # The small model has short steps, so that a growth with the number of requests is visible.
     for row in sequential.FULL:
         yield served(
             model=SMALL_MODEL,
@@ -258,7 +258,7 @@ def _chats() -> Iterator[Target]:
         Target, measurement="r", model=REAL_MODEL, peer=CLLM_SERVE, against=LLAMA_SERVER
     )
     for sizes in real_chats.FULL:
-        if sizes.think_s:  # the clients' time, not the server's
+        if sizes.think_s:  # the pauses of the clients limit the throughput
             continue
         yield served(
             key=f"r{sizes.n_clients}",

@@ -27,7 +27,7 @@ class Setup:
     n_seq_max: int
     n_batch: int = 512
     n_ubatch: int = 512
-    embeds: bool = False  # texts alone
+    embeds: bool = False  # True: the servers compute embeddings
 
     @property
     def context_options(self) -> dict[str, Any]:
@@ -43,7 +43,7 @@ class Setup:
 
 
 def model_path(name: str) -> Path:
-    """A random-weight model by name and file type, `qwen3-0.6b/Q4_K_M`, or a real one."""
+    """Return the path of a model by name and file type, such as `qwen3-0.6b/Q4_K_M`; fetch or make it first."""
     if name == REAL_MODEL:
         return real_model.fetch()
     if name == EMBEDDED_MODEL:
@@ -55,17 +55,17 @@ def model_path(name: str) -> Path:
 
 
 def clients(n: int) -> str:
-    """The case of so many clients, in the same words everywhere."""
+    """Return the case name of `n` clients."""
     return f"{n} client{'s' * (n > 1)}"
 
 
 def prompt_of(seed: str, n_tokens: int) -> list[int]:
-    """Token ids that are the same for every peer, and shared by no other seed."""
+    """Return random token ids, which depend only on the seed."""
     return random.Random(seed).choices(TEXT_TOKENS, k=n_tokens)
 
 
 def cells_for(n_sequences: int, n_tokens: int) -> int:
-    """KV cells for so many sequences, as llama.cpp rounds them."""
+    """Return the KV cells for sequences of `n_tokens` each, rounded up to a multiple of 256 as by llama.cpp."""
     return -(-n_sequences * n_tokens // 256) * 256
 
 
@@ -84,7 +84,7 @@ class ClosedLoopSizes:
 
     @property
     def case(self) -> str:
-        """The same words for every peer."""
+        """Return the case name, identical for all peers."""
         return clients(self.n_clients)
 
     @property

@@ -1,8 +1,8 @@
 """Compare cllm's declarations with the headers of a llama.cpp tree; `build_llama.sh` runs it before it compiles.
 
-The C compiler checks each prototype, type of a field, typedef and enum value beside the headers.  Where
-llama.cpp's structures of parameters keep their fields may differ from version to version: this is measured
-and recorded, and cllm reads the record when it loads the library (`Declarations.lay_out`).
+The C compiler checks each prototype, type of a field, typedef and enum value against the headers.  The offsets
+of fields in llama.cpp's structures of parameters may differ between versions.  They are measured and
+recorded, and cllm reads the record when it loads the library (`Declarations.lay_out`).
 
 Usage: check_headers.py HEADER RECORDS DIR...
 
@@ -10,7 +10,8 @@ HEADER : llama.h or mtmd.h, the header to compare
 RECORDS : a directory; the record is written there, in a file named after the declarations
 DIR : directories with this header, llama.h and ggml's headers
 
-It needs the standard library and a C compiler (`CC`), and neither cllm nor libllama.
+The program needs the standard library, a C compiler (`CC`) and cllm's source files, but no libllama and no
+installed packages.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ def declarations_of(header: str) -> Any:
 
 
 def complaints(declared: Any, directories: Sequence[Path]) -> dict[str, str]:
-    """Return what the compiler has against the declarations, by the names of what is declared.
+    """Return the first error of the compiler for each declaration, by its name; empty if all of them fit.
 
     Parameters
     ----------
     declared : Declarations
     directories : sequence of Path
-        Of the headers.
+        Directories of the headers.
     """
     checks = [*_of_types(declared), *_of_functions(declared), *_of_enums(declared)]
     lines = [f'#include <stddef.h>\n#include "{declared.header}"']
@@ -97,7 +98,7 @@ def layout(declared: Any, directories: Sequence[Path]) -> dict[str, Any]:
 
 
 def _of_types(declared: Any) -> Iterator[tuple[str, str]]:
-    """Yield the name of what is declared, and C code that compiles if it is declared rightly."""
+    """Yield names of declarations, each with C code that compiles only if the declaration is right."""
     for name, text in declared.typedefs.items():
         yield name, f"{text};"
     for struct, fields in declared.fields.items():
@@ -120,7 +121,7 @@ def _of_types(declared: Any) -> Iterator[tuple[str, str]]:
 
 def _of_functions(declared: Any) -> Iterator[tuple[str, str]]:
     for name, prototype in declared.prototypes.items():
-        # C takes a prototype of a function that no header has.
+        # C accepts a prototype for a function that no header declares.  Its address, taken before, is an error.
         yield name, f"static void * g_{name}(void) {{ return (void *) &{name}; }}"
         yield name, f"{prototype.text};"
 
@@ -148,7 +149,7 @@ def _compiled(
 
 
 def main() -> int:
-    """Write the record, or print what does not fit."""
+    """Write the record, or print the declarations that do not fit and return 1."""
     header, records, *directories = sys.argv[1], *map(Path, sys.argv[2:])
     declared = declarations_of(header)
     path = records / f"{declared.digest}.json"

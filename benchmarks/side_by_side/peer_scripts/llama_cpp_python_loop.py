@@ -1,4 +1,4 @@
-"""`llama_cpp.Llama.generate`, timed: takes JSON, prints JSON.  Runs where llama-cpp-python is."""
+"""Time `llama_cpp.Llama.generate`: takes JSON, prints tokens per second.  Needs llama-cpp-python."""
 
 from __future__ import annotations
 

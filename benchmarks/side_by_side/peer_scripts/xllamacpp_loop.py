@@ -1,4 +1,4 @@
-"""`xllamacpp.Server`, in this process, timed: takes JSON, prints JSON.  Runs where xllamacpp is."""
+"""Time `xllamacpp.Server` in this process: takes JSON, prints tokens per second.  Needs xllamacpp."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ usage: dict[str, int] = {}
 
 
 def read(event: dict[str, Any]) -> bool:
-    """Note when it came; False asks for more."""
+    """Note the time of an event; return False to receive more."""
     times.append(time.perf_counter())
     usage.update(event.get("usage", {}))
     return False
@@ -42,5 +42,6 @@ xllamacpp.Server(params).handle_completions(
     },
     read,
 )
-# Tokens as it counts them: text that waits for the rest of a character comes with a later event.
+# Tokens are those that the server counts: an event may have the text of several tokens, because
+# text waits for the rest of a character.
 print(json.dumps((usage["completion_tokens"] - 1) / (times[-1] - times[0])))
