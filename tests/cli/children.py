@@ -113,7 +113,7 @@ class Terminal:
         return (before + found).decode()
 
     def rest(self) -> str:
-        """Everything up to the end."""
+        """Return the output up to the end of the child."""
         while chunk := self._read():
             self._bytes += chunk
         return self._bytes.decode()

@@ -122,7 +122,7 @@ async def alone(
 async def examine(
     name: str, n_schedules: int, *, deterministic: bool = True, share: float | None = None
 ) -> Tally:
-    """Run all schedules of a model; with `share`, use an oracle whose drafts are right with that probability."""
+    """Run all schedules of a model; with `share`, use an oracle whose drafts are right that often."""
     tally, path = Tally(), model_path(name)
     layout: dict[str, Any] = {} if deterministic else {"kv_unified": True}
     for first in range(0, n_schedules, N_SCHEDULES_EACH):

@@ -31,7 +31,8 @@ DEAD_END = "1.6 dead ends"
 SYNTAX = "1.6 grammars that llama.cpp cannot read"
 LARGE = "1.6 repetitions"
 SCHEMA, REGEX = "1.6 schemas that cost too much or are none", "1.6 regular expressions"
-# Rows of the malformed grammars of `tests/engine/constraints/test_gbnf.py`: the first word that a name has counts.
+# Rows of the malformed grammars of `tests/engine/constraints/test_gbnf.py`, by a word in the grammar's name;
+# the first match counts.
 ROWS = (
     ("fewer at most", "1.6 max < min in a repetition"), ("bracket", DEEP), ("65 rep", DEEP),
     ("token", "1.6 token references out of range"), ("range downwards", DEAD_END),

@@ -2,9 +2,9 @@
 
     python -m tests.reliability.fault_matrix [--calls 200] [--function NAME …] [--speculation SHARE] [--save]
 
-For each function, each outcome and each k the whole workload is served with that one fault.  Who is to
-suffer follows from the fault: from the function, and from the request whose call it was.  Everybody
-else's answer is that of the request alone, and afterwards nothing is left behind.
+For each function, each outcome and each k, the engine serves the whole workload with that one fault.  The
+function, and the request that the call was made for, decide which request must fail.  All other answers
+must be those of the requests alone, and nothing may be left behind afterwards.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CLAIM = (
 
 
 class Suffers(StrEnum):
-    """Who a fault is to cost something."""
+    """Extent of the damage that a fault may cause."""
 
     NOBODY = "no request affected"
     ITS_REQUEST = "its request ends with error"
@@ -51,18 +51,18 @@ class Suffers(StrEnum):
 OVER_PROCESS = "--over-process"
 REFUSED = "refused at the call"
 OTHERWISE = "not as it is to be"
-# A context is recreated in the middle, and the fault comes on top of that.
+# A first fault, after which the context is recreated; the fault of a row comes in addition.
 FIRST_FAULT = Fault("llama_decode", 20, returns(-3, after=True))
 
 
 @dataclass(frozen=True)
 class Row:
-    """One function, one way to fail, and who suffers.
+    """One function, one way to fail, and the extent of the damage.
 
     Attributes
     ----------
     recovers : bool
-        In a run that has `FIRST_FAULT`, too; decodes fail after that one.
+        True: the run also has `FIRST_FAULT`.  A fault of `llama_decode` then comes after that one.
     """
 
     function: str
@@ -81,7 +81,7 @@ DECODE = (
     raises(RuntimeError, after=True),
 )  # fmt: skip
 WRONG_POSITIONS = (changes("one more", lambda p: p + 1), changes("-1", lambda p: -1))
-# What the inference thread asks of the cache: nobody's fault.
+# Calls of the inference thread for the KV cache.  They belong to no request, so none may fail.
 CACHE: Mapping[str, Sequence[Outcome]] = {
     "llama_decode": DECODE,
     "llama_synchronize": ERRORS,
@@ -103,7 +103,7 @@ CACHE: Mapping[str, Sequence[Outcome]] = {
         returns(0), returns(0, after=True), *ERRORS, raises(RuntimeError, after=True),
     ),
 }  # fmt: skip
-# A buffer that is too small, which a larger one follows; and what cannot be given back.
+# A buffer that is too small, after which the call is repeated with a larger one; and failed calls that free.
 BUFFERS: Mapping[str, Sequence[Outcome]] = {
     "llama_tokenize": (returns(-7),),
     "llama_token_to_piece": (returns(-3),),
@@ -167,18 +167,18 @@ FUNCTIONS = tuple(dict.fromkeys(row.function for row in ROWS))
 
 @dataclass
 class Tried:
-    """What became of one row.
+    """Results of one row.
 
     Attributes
     ----------
     n_calls : int
         Calls of the function in a run of the workload.
     n_missed : int
-        Runs that made fewer calls: when a request is cancelled, and so the number of decodes, is chance.
+        Runs with fewer calls than k.  The moment of a cancellation, and so the number of decodes, varies.
     outcomes : Counter
-        By the words of the table, how many k.
+        Number of runs by outcome, in the words of the table.
     wrong : list of str
-        What was not as it is to be.
+        Differences from the expected results.
     """
 
     row: Row
@@ -215,9 +215,9 @@ def _words(run: Run, affected: set[str] | None) -> str:
 
 
 def affected_by(row: Row, run: Run) -> tuple[set[str] | None, str | None]:
-    """Who is to end with an error, by the fault alone, and who may go on in another way.
+    """Return the requests that must end with an error, and one that may continue in another way.
 
-    None in place of the first: whoever has no answer when the engine fails.
+    None in place of the set: the engine fails, and all requests without an answer get the error.
     """
     if row.suffers is Suffers.ENGINE:
         return None, None
@@ -226,7 +226,7 @@ def affected_by(row: Row, run: Run) -> tuple[set[str] | None, str | None]:
         return set(), None
     assert met.owner is not None, f"{row}: whose call was it?"
     if row.outcome is SELECTS_NOTHING and met.owner in CONSTRAINED:
-        # What nothing is left of is drawn once more from all that the constraint allows.
+        # If the samplers leave no token, one is drawn again from all that the constraint allows.
         return set(), met.owner
     return {met.owner}, None
 
@@ -289,12 +289,12 @@ def table(found: Sequence[Tried]) -> Table:
 
 
 def wrong_in(found: Iterable[Tried]) -> list[str]:
-    """What was not as it is to be."""
+    """Return all differences from the expected results."""
     return [line for tried in found for line in tried.wrong]
 
 
 def record(found: Sequence[Tried], seconds: float, options: Sequence[str]) -> Record:
-    """The figures and the table; `options` are those of the command line."""
+    """Return the record: the figures and the table; `options` are those of the command line."""
     figures = {
         "functions": len({tried.row.function for tried in found}),
         "functions, each with its ways to fail": len(found),
@@ -310,24 +310,24 @@ def record(found: Sequence[Tried], seconds: float, options: Sequence[str]) -> Re
 
 
 async def prove(make_bench: Callable[[], Bench], rows: Sequence[Row], n_calls: int) -> list[Tried]:
-    """The matrix, each row at every call up to the `n_calls`th."""
+    """Try each row at every call up to the `n_calls`th, and return the results."""
     async with make_bench() as bench:
         return await try_rows(bench, rows, range(1, n_calls + 1))
 
 
 def main() -> int:
-    """Run the matrix; 1 if anything was not as it is to be."""
+    """Run the matrix; 1 if a result differs from the expected one."""
     parser = argparse.ArgumentParser(prog="python -m tests.reliability.fault_matrix")
     parser.add_argument("--calls", type=int, default=200, help="k from 1 to this")
-    parser.add_argument("--function", nargs="*", choices=FUNCTIONS, help="only these")
-    parser.add_argument("--speculation", type=float, metavar="SHARE", help="of guesses right")
+    parser.add_argument("--function", nargs="*", choices=FUNCTIONS, help="try only these functions")
+    parser.add_argument("--speculation", type=float, metavar="SHARE", help="share of right drafts")
     parser.add_argument(
-        OVER_PROCESS, action="store_true", help="of an engine that has a process of its own"
+        OVER_PROCESS, action="store_true", help="try an engine that has a process of its own"
     )
     parser.add_argument("--save", action="store_true", help="keep the record")
     arguments = parser.parse_args()
     rows = [r for r in ROWS if not arguments.function or r.function in arguments.function]
-    from tests.reliability.fault_process import ProcessBench  # which needs this module
+    from tests.reliability.fault_process import ProcessBench  # it imports this module
 
     make_bench = ProcessBench if arguments.over_process else partial(Bench, arguments.speculation)
     started = time.perf_counter()

@@ -1,7 +1,7 @@
 """The bench of the fault matrix where the engine has a process of its own.
 
-What the engine's process calls fails there, as `faulty_backend` is told; what only this process calls,
-such as that for a prompt's text, fails here.
+Calls of the engine's process fail there, as `ProcessBench` tells `faulty_backend`.  Functions that only this
+process calls, for example to tokenize a prompt, fail here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.reliability.native_faults import Fault, Met
 
 
 class FaultyEngine(Engine):
-    """Native calls of its process can fail."""
+    """An engine with a process whose native calls can fail."""
 
     _child_backend = "tests.reliability.faulty_backend:FaultyBackend"
 
@@ -59,7 +59,7 @@ class ProcessBench(Bench):
 
     async def _close(self) -> list[str]:
         assert self._there is not None
-        was_killed = self.engine.health().status == "failed"  # it frees nothing itself
+        was_killed = self.engine.health().status == "failed"  # a killed process frees nothing
         await self.engine.aclose()
         self._last_word = Counter()
         wrong = []
@@ -105,9 +105,9 @@ class ProcessBench(Bench):
         return self.faults.n_open + there
 
     def _tell(self, question: str, *arguments: Any) -> Any:
-        """Ask the thread that `FaultyBackend` has for this."""
+        """Send a question to the answering thread of `FaultyBackend`, and return its answer."""
         assert self._there is not None
-        with suppress(OSError):  # it is gone, and what it has said before can still be heard
+        with suppress(OSError):  # the process is gone; its earlier messages can still be received
             self._there.send((question, arguments))
         answer = self._hear(self._there)
         if isinstance(answer, Exception):
@@ -115,7 +115,7 @@ class ProcessBench(Bench):
         return answer
 
     def _hear(self, there: Connection) -> Any:
-        """What it says next but for the faults that were met, which are noted."""
+        """Return the next answer of the process; note the faults that it reports before that."""
         while isinstance(told := there.recv(), MetThere):
             fault = self._armed[told.place]
             self._met.append(Met(fault, told.owner, is_input=False))
@@ -123,5 +123,5 @@ class ProcessBench(Bench):
 
     # --- What is to be so ----------------------------------------------------------------------
     def _is_because(self, error: object, cause: type[Exception]) -> bool:
-        """By its name too: an error that is nobody's to catch crosses the border as its text."""
+        """Compare by name, too: a type that is not in `cllm.errors` arrives as a `CllmError` with its name."""
         return super()._is_because(error, cause) or str(error).startswith(f"{cause.__name__}: ")

@@ -1,5 +1,6 @@
-"""What the fault matrix serves: ten requests on an engine with room for three, all of whose answers
-are known, and what is to be so after them whatever has failed meanwhile.
+"""The workload of the fault matrix: ten requests with known answers on an engine with room for three.
+
+`Bench` serves them with a fault and checks the answers and the state of the engine afterwards.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ PENALTIES: dict[str, Any] = {
     "temperature": 0.5, "seed": 6, "repeat_penalty": 1.1, "dry_multiplier": 0.5,
     "logit_bias": {65: -1.0}, "ignore_eos": True,
 }  # fmt: skip
-# Company changes a logit by a hundredth; no seed here draws a token so near to the next.
-# Submitted together, in this order.  The first three do not fit side by side to their ends.
+# Other requests in a batch change a logit by up to 0.01; the seeds are chosen so that this changes no token.
+# The requests are submitted together, in this order.  The cells are too few for all of the first three.
 REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "greedy": (HEAD + "No", {"temperature": 0.0, "ignore_eos": True, "max_tokens": 26}),
     "seeded": ("In a small town in the north there was " * 2, {**EVERY_SAMPLER, "max_tokens": 26}),
@@ -60,9 +61,9 @@ NAMES = (*REQUESTS, "chat")
 CANCELLED, CANCELLED_AT = "cancelled", 48  # decodes
 PROBE: tuple[str, dict[str, Any]] = ("Hello", {"temperature": 0.0, "max_tokens": 2})
 
-# Asked once, for the template of the first chat.
+# Functions that are called only once, for the template of the first chat.
 ABOUT_CHATS = ("llama_vocab_get_attr", "llama_vocab_get_text")
-# Where llama.cpp lies about its cells, or has no way to say that it did not copy them, an audit says so.
+# Functions whose faults an audit reports: they return wrong positions, or copy nothing without an error.
 TOLD_BY_AUDITS = ("llama_memory_seq_pos_min", "llama_memory_seq_pos_max", "llama_memory_seq_cp")
 HANG_S = 20.0  # a run takes less than a tenth of a second
 
@@ -72,7 +73,7 @@ Ids = tuple[int, ...]
 
 @dataclass
 class Run:
-    """One run of the workload, and what was found wrong with it."""
+    """Answers, faults and errors of one run of the workload."""
 
     answers: dict[str, Answer] = field(default_factory=dict)
     met: list[Met] = field(default_factory=list)
@@ -100,22 +101,22 @@ class Run:
 
 
 def is_answered(answer: Answer) -> bool:
-    """Whether it is of a request that was submitted."""
+    """Return True if an answer is that of a request that was submitted."""
     return isinstance(answer, Completion | GenerationError | EngineFailedError)
 
 
 class Bench:
-    """An engine whose native calls can fail, and another one after it has failed itself.
+    """An engine whose native calls can fail; if the engine fails, a new one replaces it.
 
     Attributes
     ----------
     share : float, optional
-        Guess tokens whenever there is room, so often right.
+        Draft tokens whenever there is room, of which this share is right; None: no drafts.
     alone : dict
-        What each request gives by itself, without any fault.
+        Answer of each request alone, without faults.
     n_engines : int
     serving : Counter
-        What an idle engine keeps open.
+        Native objects that an idle engine keeps open, by the function that makes them.
     """
 
     serving = Counter({"llama_model_load_from_file": 1, "llama_init_from_model": 1})
@@ -160,7 +161,7 @@ class Bench:
 
     async def _open(self) -> None:
         self.engine = await self._make_engine().__aenter__()
-        await self.engine.audit()  # its own first one is over
+        await self.engine.audit()  # the engine's own first audit comes before this one
         self.n_engines += 1
 
     def _make_engine(self) -> Engine:
@@ -170,7 +171,7 @@ class Bench:
         return OracleEngine(drafter=drafter, **OPTIONS)
 
     async def _close(self) -> list[str]:
-        """Close the engine; what is left of it."""
+        """Close the engine; return descriptions of the threads, tasks and objects that are left."""
         await self.engine.aclose()
         wrong = [f"{name} is left" for name in our_threads()]
         await anyio.lowlevel.checkpoint()
@@ -179,7 +180,7 @@ class Bench:
         return wrong + self._not_freed(Counter())
 
     def _not_freed(self, expected: Counter[str]) -> list[str]:
-        """What is open and should not be; said once."""
+        """Return descriptions of objects that should have been freed, each only once."""
         left = self._n_open() - expected - self._leaked
         self._leaked += left
         return [f"what {name} made is not freed" for name in left]
@@ -198,7 +199,7 @@ class Bench:
 
     # --- One run -------------------------------------------------------------------------------
     async def run(self, *faults: Fault) -> Run:
-        """Serve everything with these faults, and look at what is left."""
+        """Serve the workload with these faults, and check what is left afterwards."""
         run = Run()
         self._forget(faults)
         self._arm(faults)
@@ -236,14 +237,14 @@ class Bench:
                 run.answers[name] = error
 
     def _arm(self, faults: tuple[Fault, ...]) -> None:
-        """Let these happen in the run that begins, and let somebody cancel in it."""
+        """Arm the faults for the next run, and the cancellation of one request."""
         self.faults.arm(*faults)
         cancel = CancelRequest(CANCELLED)
         inbox = self.engine._parts.inbox
         self.faults.at("llama_decode", CANCELLED_AT, lambda: inbox.put(cancel))
 
     def _take(self, run: Run) -> None:
-        """What has happened in the run that ends; no fault happens from here on."""
+        """Move the met faults and call counts into `run`, and disarm the faults."""
         run.met, run.n_calls = self.faults.met, dict(self.faults.n_calls)
         self.faults.disarm()
         run.wrong += self._unraisable
@@ -251,7 +252,7 @@ class Bench:
 
     @contextmanager
     def _held_back(self) -> Iterator[None]:
-        """The inference thread hears of everything that is submitted inside at the end, at once."""
+        """Hold back all commands inside the `with`, and submit them together at its end."""
         held: list[Command] = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(self.engine._parts.inbox, "put", held.append)
@@ -262,20 +263,20 @@ class Bench:
         put_at_once(self.engine._parts.inbox, held)
 
     def _n_open(self) -> Counter[str]:
-        """What was made and is not freed, by what made it."""
+        """Return the numbers of native objects that are not freed, by the function that made them."""
         return self.faults.n_open
 
     async def _audit(self) -> list[str]:
-        """Is served like the requests, while faults may be met."""
+        """Run an audit while faults are armed; return its findings, none if the engine fails."""
         with suppress(EngineFailedError):
             return await self.engine.audit()
         return []
 
     async def _look(self) -> list[str]:
-        """What is wrong with an engine that is to be idle."""
+        """Return the faults of an engine that should be idle."""
         engine = self.engine
         wrong = [f"before: {w}" for w in _of_use(engine)]
-        await engine.reset_prefix_cache()  # answered after what was to be mended has been
+        await engine.reset_prefix_cache()  # answered only after a recovery
         wrong += await engine.audit() + _of_use(engine)
         wrong += self._not_freed(self.serving)
         if engine.statistics().n_seq_ids_cached or engine.statistics().n_kv_cells_cached:
@@ -285,7 +286,7 @@ class Bench:
         return wrong
 
     def _forget(self, faults: tuple[Fault, ...]) -> None:
-        """What the engine remembers, so that it asks llama.cpp again."""
+        """Empty the caches of the engine, so that it calls llama.cpp again."""
         forget_words(self.engine._check_serving())
         if any(fault.function in ABOUT_CHATS for fault in faults):
             if (chat := self.engine._parts.input_processor.texts._chat) is not None:
@@ -293,7 +294,7 @@ class Bench:
             self.engine._parts.input_processor.texts._chats = None
 
     async def count_calls(self, function: str, *faults: Fault) -> int:
-        """How often a run with no other faults than these calls a function."""
+        """Return the number of calls of a function in a run with only these faults."""
         key = (function in ABOUT_CHATS, faults)
         if key not in self._counts:
             watch = Fault(function, 0, raises(RuntimeError))  # there is no such call
@@ -304,14 +305,14 @@ class Bench:
 
     # --- What is to be so ----------------------------------------------------------------------
     def check(self, run: Run, affected: set[str] | None, free: str | None = None) -> None:
-        """Add to what is wrong: who answers otherwise than alone, or fails otherwise than told.
+        """Add to `run.wrong` each request whose answer or error is not the expected one.
 
         Parameters
         ----------
         affected : set of str, optional
-            Who is to end with an error; None: everybody whom the engine's failure meets.
+            Requests that must end with an error; None: the engine fails, and requests without an answer end.
         free : str, optional
-            Who may go on in another way, or end.
+            A request that may have any answer.
         """
         for name in NAMES:
             answer = run.answers.get(name)
@@ -362,7 +363,7 @@ class Bench:
 
 
 def forget_words(vocabulary: Any) -> None:
-    """What a vocabulary remembers, so that it asks llama.cpp again."""
+    """Empty the caches of a vocabulary, so that it calls llama.cpp again."""
     vocabulary._pieces.clear()
     vocabulary._is_eog.clear()
     vocabulary.__dict__.pop("prefixes_space", None)
@@ -370,22 +371,22 @@ def forget_words(vocabulary: Any) -> None:
 
 @contextmanager
 def always_the_same() -> Iterator[None]:
-    """Every run makes the same calls: nothing depends on measured times, nor on the audits of tests."""
+    """Let every run make the same calls: disable automatic audits, and use fixed times for decisions."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inference_thread, "AUDIT_EVERY_TICK", False)
         patch.setattr(inference_thread, "IDLE_AUDIT_S", float("inf"))
         patch.setattr(saved_states.SavedStates, "is_worth", lambda *_: True)
-        for name in ("seconds", "measured"):  # and not whatever this machine does meanwhile
+        for name in ("seconds", "measured"):  # fixed costs, whatever else this machine computes
             patch.setattr(RowCost, name, lambda _self, n_rows: 1.0 + 0.001 * n_rows)
         yield
 
 
 @contextmanager
 def warned_of(found: list[str]) -> Iterator[None]:
-    """What is collected before it was closed, and other exceptions that nobody can catch."""
+    """Add unraisable exceptions to `found`, with a `ResourceWarning` for each object that was not closed."""
 
     def note(unraisable: sys.UnraisableHookArgs) -> None:
-        found.append(f"nobody could catch {unraisable.exc_value!r}")
+        found.append(f"unraisable exception: {unraisable.exc_value!r}")
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("error", ResourceWarning)

@@ -1,7 +1,7 @@
-"""The faults of an engine's process: a backend whose native calls fail as the process that started it says.
+"""A backend for an engine's process whose native calls fail as `fault_process.ProcessBench` tells it.
 
-It connects to the Unix socket that `FAULTS_AT` names and answers there, in a thread of its own, one
-question after the other; its last word is what it has not freed.
+It connects to the Unix socket that `FAULTS_AT` names.  A thread answers questions there, one after the
+other.  When the process ends, it sends the numbers of objects that are not freed.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class MetThere(NamedTuple):
 
 
 class RunThere(NamedTuple):
-    """What else has happened in the process during a run."""
+    """Counts of native calls, and unraisable exceptions, in the process during a run."""
 
     n_calls: dict[str, int]
     unraisable: list[str]
 
 
 class ToldFaults(NativeFaults):
-    """Faults that are told of before they happen: the process may not live on."""
+    """Faults that are reported before they happen, since the process may not survive them."""
 
     def __init__(self, tell: Callable[[MetThere], None]) -> None:
         super().__init__()
@@ -62,12 +62,12 @@ class ToldFaults(NativeFaults):
 
 
 class HeldRequests:
-    """Requests stay before the inference thread until all of a run have come.
+    """Holds back the requests of a run until all of them have arrived.
 
     Attributes
     ----------
     inbox : Inbox
-        The engine's.
+        Inbox of the engine.
     """
 
     def __init__(self) -> None:
@@ -84,12 +84,12 @@ class HeldRequests:
         setattr(Inbox, "put", put)  # noqa: B010
 
     def hold(self) -> None:
-        """From here on."""
+        """Hold back requests from now on."""
         with self._condition:
             self._is_holding, self._held, self._n_refused = True, [], 0
 
     def release(self, n_requests: int) -> None:
-        """Let them go, in the order of their submission, when so many have come or were refused."""
+        """Wait until `n_requests` have arrived or were refused, and pass them on in order of submission."""
         with self._condition:
             came = self._condition.wait_for(
                 lambda: len(self._held) + self._n_refused == n_requests, HELD_S
@@ -100,7 +100,7 @@ class HeldRequests:
         put_at_once(self.inbox, sorted(held, key=_serial))
 
     def on_refused(self) -> None:
-        """One will not come: its constraint was not compiled."""
+        """Count a request that does not arrive because its constraint could not be compiled."""
         with self._condition:
             self._n_refused += 1
             self._condition.notify_all()
@@ -156,7 +156,7 @@ class FaultyBackend(LlamaBackend):
 
     # --- Questions -----------------------------------------------------------------------------
     def arm(self, faults: list[tuple[str, int, str]], cancelled: str, cancelled_at: int) -> None:
-        """Let these happen in a run, and a request be cancelled before a decode of it."""
+        """Arm faults for a run, and the cancellation of a request before its `cancelled_at`-th decode."""
         forget_words(self._vocabulary)
         armed = [Fault(f, k, OUTCOMES[f, words]) for f, k, words in faults]
         self._faults.armed = armed
@@ -170,14 +170,14 @@ class FaultyBackend(LlamaBackend):
         self._held.release(n_requests)
 
     def take(self) -> RunThere:
-        """What has happened since `arm`; no fault happens from here on."""
+        """Return the calls and exceptions since `arm`, and disarm the faults."""
         run = RunThere(dict(self._faults.n_calls), self._unraisable.copy())
         self._faults.disarm()
         self._unraisable.clear()
         return run
 
     def n_open(self) -> Counter[str]:
-        """What was made and is not freed."""
+        """Return the numbers of native objects that are not freed, by the function that made them."""
         return self._faults.n_open
 
     def _answer(self) -> None:
@@ -186,7 +186,7 @@ class FaultyBackend(LlamaBackend):
         while True:
             try:
                 name, arguments = self._connection.recv()
-            except EOFError:  # whoever asks is gone
+            except EOFError:  # the other process is gone
                 return
             try:
                 answer = by_name[name](*arguments)

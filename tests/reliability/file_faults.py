@@ -1,4 +1,4 @@
-"""Faults of a disk: any call that reads or writes in a directory, at its k-th time, fails as disks do."""
+"""Faults of a disk: the k-th call of a file function in a directory fails with an error of a disk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Real = Callable[..., Any]
 
 
 def fails(number: int) -> Callable[[Real], Any]:
-    """The call is not made."""
+    """Return an outcome that raises `OSError` with an errno instead of making the call."""
 
     def act(_real: Real) -> Any:
         raise OSError(number, os.strerror(number))
@@ -35,7 +35,7 @@ class FileFault:
     Attributes
     ----------
     act : callable
-        Given the real call; in place of it.
+        Called with the real call as its argument; its result replaces that of the call.
     """
 
     function: str
@@ -48,7 +48,7 @@ ON_PATHS = ("glob", "mkdir", "open", "replace", "stat", "unlink")
 FUNCTIONS = (
     *ON_PATHS, "close", "fdopen", "flush", "fstat", "fsync", "mkstemp", "read", "utime", "write",
 )  # fmt: skip
-# What a disk says; a directory that somebody has removed, and too many open files.
+# Errors of a disk; ENOENT is for a removed directory, EMFILE for too many open files.
 ERRNOS = (errno.ENOSPC, errno.EIO, errno.EACCES, errno.ENOENT, errno.EMFILE)
 
 
@@ -58,9 +58,9 @@ class FileFaults:
     Attributes
     ----------
     n_calls : Counter
-        By function, since `arm`.
+        Calls by function since `arm`.
     n_met : int
-        Faults that have happened since.
+        Faults that have happened since `arm`.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -92,13 +92,13 @@ class FileFaults:
         self._patch.undo()
 
     def arm(self, fault: FileFault | None) -> None:
-        """Count from here on, and let this happen."""
+        """Reset the counts, and arm a fault; None only watches."""
         with self._lock:
             self._fault, self.n_met = fault, 0
             self.n_calls.clear()
 
     def call(self, name: str, real: Real) -> Any:
-        """Make a call, or what is to happen in its place."""
+        """Make a call, or return the outcome of the fault in its place."""
         with self._lock:
             self.n_calls[name] += 1
             fault = self._fault
@@ -117,7 +117,7 @@ class FileFaults:
                 return real(path, *args, **kwargs)
 
             def make() -> Any:
-                # A generator would begin later.
+                # Make a list: `glob` returns a generator, which would run later, outside the fault.
                 found = real(path, *args, **kwargs)
                 return list(found) if name == "glob" else found
 
@@ -145,7 +145,7 @@ class FileFaults:
                     self, self.call("fdopen", lambda: real(handle, *args, **kwargs))
                 )
             except OSError:
-                os.close(handle)  # else a fault that no disk has would leak it
+                os.close(handle)  # a real `fdopen` does not fail here: the caller expects no error
                 raise
             finally:
                 self._handles.discard(handle)
@@ -161,7 +161,7 @@ class FileFaults:
 
 
 class _WatchedFile:
-    """An open file whose reads and writes can fail, and its reads fall short."""
+    """An open file whose reads, writes, flushes and close can be replaced by a fault."""
 
     def __init__(self, faults: FileFaults, file: io.BufferedIOBase) -> None:
         self._faults, self._file = faults, file
@@ -178,7 +178,7 @@ class _WatchedFile:
         try:
             self._faults.call("close", self._file.close)
         finally:
-            self._file.close()  # else a fault that no disk has would leak it
+            self._file.close()  # after an injected fault the file is still open
 
     def flush(self) -> Any:
         return self._faults.call("flush", self._file.flush)

@@ -1,4 +1,4 @@
-"""What the servers of hazard cases share: each case in a child, forked before libllama is loaded."""
+"""The loop of the servers of hazard cases: each case runs in a child, forked before libllama is loaded."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 
 
 def serve(run_case: Callable[[int, Path], dict[str, str]], directory: Path, limit_s: int) -> None:
-    """One line in: the number of a case.  One line out: what happened.
+    """Read numbers of cases from standard input, a line each; write the outcome of each as a line of JSON.
 
     Parameters
     ----------
     run_case : callable
-        Runs the case of a number, with a directory of its own, in the child; at most `limit_s`.
+        Runs a case in the child, given its number and a new directory.  SIGALRM ends it after `limit_s`.
     """
     gc.freeze()
     for line in sys.stdin:

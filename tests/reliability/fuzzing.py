@@ -1,4 +1,4 @@
-"""What the fuzzers share: they draw calls in a child process, and count what comes of them."""
+"""Common parts of the fuzzers: drawing calls in a child process, and counting their results."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ MAX_WRONG = 20
 
 @dataclass
 class Findings:
-    """What came of the examples.
+    """Counts of the examples, and what was wrong.
 
     Attributes
     ----------
     n_refused : dict
-        How many by type of error.
+        Refused calls by type of error.
     wrong : list of str
-        Calls that ended in something else, and what was not as it should be afterwards.
+        Calls with an undocumented end, and faults that a check found afterwards.
     """
 
     n_examples: int = 0
@@ -46,7 +46,7 @@ class Findings:
     wrong: list[str] = field(default_factory=list)
 
     def count(self, method: str, error: Exception | None) -> None:
-        """One more example: refused with this error, or answered."""
+        """Count an example: refused with this error, or answered if that is None."""
         self.n_examples += 1
         if error is None:
             self.n_answered[method] = self.n_answered.get(method, 0) + 1
@@ -56,7 +56,7 @@ class Findings:
         self.refused_methods[method] = self.refused_methods.get(method, 0) + 1
 
     def add(self, other: Findings) -> None:
-        """What came of more examples."""
+        """Add the counts of other examples."""
         self.n_examples += other.n_examples
         self.n_checks += other.n_checks
         self.seconds += other.seconds
@@ -68,16 +68,16 @@ class Findings:
 
     @property
     def share_answered(self) -> float:
-        """Of all examples."""
+        """Share of answered examples, 0 to 1."""
         return sum(self.n_answered.values()) / max(1, self.n_examples)
 
     @property
     def share_refused(self) -> float:
-        """Of all examples."""
+        """Share of refused examples, 0 to 1."""
         return sum(self.n_refused.values()) / max(1, self.n_examples)
 
     def faults(self, n_examples: int) -> list[str]:
-        """What does not hold of the claim."""
+        """Return the contradictions to the claim."""
         found = list(self.wrong)
         if self.n_examples < n_examples:
             found.append(f"{self.n_examples} examples of {n_examples}")
@@ -97,7 +97,7 @@ def draw(
     *,
     seed: int = 0,
 ) -> None:
-    """Draw so many calls, the same every time, and do them."""
+    """Draw `n_examples` calls, the same in every run with a seed, and pass each to `example`."""
     started = time.perf_counter()
 
     @hypothesis.seed(seed)
@@ -116,7 +116,7 @@ def draw(
 
 
 def in_child(name: str, n_examples: int, time_limit_s: float) -> Findings:
-    """A fuzzer in a process of its own; a signal, or no end, is a finding."""
+    """Run a fuzzer in a child process; an exit code, a signal or a timeout is a finding."""
     environment = {**os.environ, "CLLM_AUDIT": "tick", "OPENBLAS_NUM_THREADS": "1"}
     command = [sys.executable, "-m", f"tests.reliability.{name}", "--child", str(n_examples)]
     try:

@@ -1,8 +1,8 @@
 """GGUF files with one thing wrong each: the same ones whenever they are made again.
 
-A tiny model is taken apart, damaged in one of the ways of `KINDS`, and put together again: a file
-that is cut or has other bytes than were written (structural), or a well-formed one that says
-something impossible (semantic).  The ways that are known to end a process come first in their lists.
+A tiny model is taken apart, damaged in one of the ways of `KINDS`, and written again.  Structural damage
+cuts the file or changes bytes.  Semantic damage makes a well-formed file with impossible values.  In the
+lists, values that are known to end a process come first.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ BASES: tuple[tuple[str, FileType], ...] = (
 
 @cache
 def base(index: int) -> tuple[bytes, Gguf]:
-    """A sound file, whole and in pieces."""
+    """Return the bytes of a sound file, and the same file in pieces."""
     whole = make_model.ensure(*BASES[index]).read_bytes()
     return whole, Reader(whole).read()
 
@@ -62,7 +62,7 @@ class Damage(NamedTuple):
 
 @dataclass
 class Patient:
-    """A model about to be damaged: `whole` by structural damage, `file` by semantic."""
+    """A model to damage.  Structural damage changes `whole`, semantic damage changes `file`."""
 
     whole: bytearray
     file: Gguf
@@ -72,14 +72,14 @@ class Patient:
     options: dict[str, Any] = field(default_factory=dict)
 
     def set(self, key: str, kind: int, value: Any) -> str:
-        """Set a value of the file, of the architecture's own if the key begins with a point."""
+        """Set a value of the file; the architecture's name comes before a key that begins with a dot."""
         name = (self.architecture if key.startswith(".") else b"") + key.encode()
         encoded = text(value) if kind == STRING else struct.pack(SCALARS[kind], value)
         self.file.values[name] = kind, encoded
         return f"{name.decode()} = {value!r}"
 
     def one_of(self, choices: Sequence[Any]) -> Any:
-        """The next of a list that begins with what matters most; at random after its end."""
+        """Return the choice with the number `serial`, or a random one if the list is shorter."""
         n = self.serial
         return choices[n] if n < len(choices) else self.random.choice(choices)
 
@@ -88,7 +88,7 @@ HUGE = (0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1)
 
 
 def cut_at_a_border(patient: Patient) -> str:
-    """All borders of two models, which are taken in turn."""
+    """Cut the file at a border of its pieces; the serials go through the borders of two models in turn."""
     borders = patient.file.borders
     place = borders[patient.serial // 2 % len(borders)]
     del patient.whole[place:]
@@ -137,7 +137,7 @@ def _flip(patient: Patient, first: int, end: int) -> str:
 
 
 def flipped_head(patient: Patient) -> str:
-    """Half of them outside the long lists of tokens, which are most of the bytes."""
+    """Flip bytes of the head: odd serials anywhere, even ones near a border, outside the long token lists."""
     borders = [b for b in patient.file.borders if b < patient.file.n_head]
     if patient.serial % 2:
         return _flip(patient, 0, patient.file.n_head)
@@ -172,7 +172,7 @@ KNOWN_NUMBERS: list[tuple[str, int, Any]] = [
 
 
 def model_number(patient: Patient) -> str:
-    """A known one half of the time, then one of the file's own."""
+    """Change a number: even serials one of `KNOWN_NUMBERS`, odd serials one that the file has."""
     if patient.serial % 2 == 0:
         half = copy.copy(patient)
         half.serial = patient.serial // 2
@@ -221,7 +221,7 @@ VOCABULARY_VALUES: list[tuple[str, int, Any]] = [
 
 
 def vocabulary(patient: Patient) -> str:
-    """By turns: the tokens, a value, the types or merges."""
+    """Change, depending on the serial, the tokens, a value of the vocabulary, or the types or merges."""
     values, turn, n = patient.file.values, patient.serial % 3, patient.serial // 3
     if turn == 0:
         name = list(TOKEN_EDITS)[n % len(TOKEN_EDITS)]
@@ -243,7 +243,7 @@ def vocabulary(patient: Patient) -> str:
 
 
 def architecture(patient: Patient) -> str:
-    """Another one of llama.cpp's, its keys renamed as well every second time."""
+    """Change the architecture's name to another or an unknown one; odd serials rename the keys, too."""
     names = ["nonsense", "", "LLAMA", *sorted(gguf.MODEL_ARCH_NAMES.values())]
     name = patient.random.choice(names) if patient.serial >= 3 else names[patient.serial]
     patient.set("general.architecture", STRING, name.encode())
@@ -260,7 +260,7 @@ TYPE_SIZES = {int(kind): sizes for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
 
 
 def tensor_type(patient: Patient) -> str:
-    """Other types with as many bytes as these need; every fourth time only the number changes."""
+    """Change a tensor's type and the size of its data; every fourth serial changes only the type."""
     r, tensors = patient.random, patient.file.tensors
     kinds = [gguf.GGMLQuantizationType[k].value for k in ("I32", "F64", "I8", "F16", "BF16", "I64")]
     kind = r.choice(kinds if patient.serial % 2 else [*TYPE_SIZES, 4, 5, 99, 2**32 - 1])
@@ -300,7 +300,7 @@ def tensor_shape(patient: Patient) -> str:
 
 
 def no_number(patient: Patient) -> str:
-    """NaN or infinity in the weights; `check_tensors` is there to see them."""
+    """Write NaN or infinity into weights; even serials load the model with `check_tensors`."""
     r = patient.random
     patient.options["check_tensors"] = patient.serial % 2 == 0
     by_type = {0: NAN_F32, 1: NAN_F16, 2: NAN_F16, 8: NAN_F16}  # scales come first in a block
@@ -320,7 +320,7 @@ def no_number(patient: Patient) -> str:
 NAN_F32 = (struct.pack("<f", NAN), struct.pack("<f", INF))
 NAN_F16 = (struct.pack("<e", NAN), struct.pack("<e", INF))
 
-# How many of each in the whole corpus of 2,000, and whether the file's bytes are what is damaged.
+# Function, number of files in the corpus of 2,000, and True for structural damage.
 KINDS: dict[str, tuple[Callable[[Patient], str], int, bool]] = {
     "cut at a border of its parts": (cut_at_a_border, 270, True),
     "cut anywhere": (cut_anywhere, 120, True),
@@ -337,15 +337,15 @@ KINDS: dict[str, tuple[Callable[[Patient], str], int, bool]] = {
     "NaN or infinity as weight": (no_number, 60, False),
 }
 N_FILES = sum(n for _, n, _ in KINDS.values())
-STRIDE = 7919  # to another number for what came out as an earlier file; a prime
+STRIDE = 7919  # a prime, added to a serial whose file is the same as an earlier one
 MAX_TRIES = 1000
 
 
-Member = tuple[str, int]  # a kind, and the number of a file in it
+Member = tuple[str, int]  # kind and serial
 
 
 def damage(kind: str, serial: int) -> Damage:
-    """The file number `serial` of its kind."""
+    """Return the damaged file with a kind and serial; always the same bytes."""
     act, _, is_structural = KINDS[kind]
     chance = random.Random(f"{kind}/{serial}")
     index = serial % 2 if act is cut_at_a_border else chance.randrange(len(BASES))
@@ -365,7 +365,7 @@ def damage(kind: str, serial: int) -> Damage:
 
 @cache
 def corpus() -> tuple[Member, ...]:
-    """All of it: no two files are the same, and none is a sound one."""
+    """Return all members of the corpus; no two files are the same, and none is undamaged."""
     seen = {hashlib.sha256(base(index)[0]).digest() for index in range(len(BASES))}
     found: list[Member] = []
     for kind, (_, n_files, _) in KINDS.items():
@@ -382,6 +382,6 @@ def corpus() -> tuple[Member, ...]:
 
 
 def members(n_files: int) -> list[Member]:
-    """So many of it, from every kind in its proportion."""
+    """Return `n_files` members, with each kind in proportion."""
     everything = corpus()
     return [everything[i * len(everything) // n_files] for i in range(n_files)]

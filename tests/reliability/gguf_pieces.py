@@ -1,7 +1,7 @@
 """A GGUF file in pieces, and together again to the byte: for tests that damage one.
 
-Unlike `gguf.GGUFReader` it knows where every number of the file stands, and writes what no writer
-would.
+Unlike `gguf.GGUFReader`, it records the position of every number in the file, and can write invalid
+values.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ALIGNMENT = 32
 
 @dataclass
 class Tensor:
-    """What a file says of a tensor, and its bytes."""
+    """Name, shape, type and data of a tensor."""
 
     name: bytes
     dims: tuple[int, ...]
@@ -34,9 +34,9 @@ class Gguf:
     values : dict
         Key → type and encoded value, in the order of the file.
     borders : list of int
-        Where a piece of the file begins.
+        Offsets at which the pieces of the file begin.
     numbers : list of (place, width)
-        Every length, count, type, dimension and offset.
+        Offset and size, in bytes, of every length, count, type, dimension and tensor offset.
     n_head : int
         Bytes before the first tensor's data.
     """
@@ -48,7 +48,7 @@ class Gguf:
     n_head: int = 0
 
     def encoded(self) -> bytes:
-        """The file."""
+        """Return the bytes of the file."""
         head = struct.pack("<4sIQQ", b"GGUF", 3, len(self.tensors), len(self.values))
         for key, (kind, value) in self.values.items():
             head += text(key) + struct.pack("<I", kind) + value
@@ -62,7 +62,7 @@ class Gguf:
 
 
 def text(value: bytes) -> bytes:
-    """A string as the format has it."""
+    """Return the encoded string: its length in 8 bytes, then its bytes."""
     return struct.pack("<Q", len(value)) + value
 
 
@@ -82,7 +82,7 @@ def texts_of(value: bytes) -> list[bytes]:
 
 
 class Reader:
-    """Takes a sound file apart, and remembers where everything was."""
+    """Takes a sound file apart, and records the offsets of its pieces and numbers."""
 
     def __init__(self, whole: bytes) -> None:
         self._whole = whole

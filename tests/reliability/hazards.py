@@ -1,7 +1,7 @@
 """`python -m tests.reliability.hazards [--save]`: whatever would abort, hang or mislead libllama.
 
-Every row of `hazard_rows`, through the bindings and through the engine, each case
-in a process of its own: no signal, the documented error, and whoever was beside it unharmed.
+The program runs the cases of all rows of `hazard_rows`, of the bindings and of the engine, each in its own
+process.  A case must end with the documented error and without a signal, and must not disturb other requests.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class AnyCase(Protocol):
 
 
 class Result(NamedTuple):
-    """What came of one case."""
+    """Result of one case; `complaint` is "" if it is as expected."""
 
     section: str
     is_signal: bool
@@ -61,7 +61,7 @@ class Result(NamedTuple):
 
 
 def complaint(case: AnyCase, outcome: Outcome) -> str:
-    """What is wrong with the outcome of a case; nothing if it is as it should be."""
+    """Return what is wrong with the outcome of a case; "" if it is as expected."""
     if "died" in outcome:
         return f"died by {outcome['died']}"
     expected = "" if case.error is None else case.error.__name__
@@ -78,7 +78,7 @@ def complaint(case: AnyCase, outcome: Outcome) -> str:
 
 @contextmanager
 def server(module: str, *arguments: str) -> Iterator[Runner]:
-    """Runs the case of a number in a child of a process that has them, and says what happened."""
+    """Start a server of cases; yield a function that runs the case of a number and returns its outcome."""
     environment = {
         **os.environ, "CLLM_AUDIT": "tick", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
@@ -111,20 +111,20 @@ def server(module: str, *arguments: str) -> Iterator[Runner]:
 
 
 def engine_server() -> AbstractContextManager[Runner]:
-    """Runs the engine's cases."""
+    """Return the server of the engine's cases."""
     return server("tests.reliability.engine_hazard_server")
 
 
 def bindings_server() -> AbstractContextManager[Runner]:
-    """Runs the cases of the bindings."""
+    """Return the server of the cases of the bindings."""
     return server("tests.bindings.hazard_server", str(make_model.ensure("tiny-llama", "F16")))
 
 
 @contextmanager
 def in_advance(server: ServerOfCases, indices: Iterable[int]) -> Iterator[Runner]:
-    """Gives the outcomes of these cases, which run in this order, two at once.
+    """Yield a function that returns the outcome of a case; the cases run ahead in this order, two at once.
 
-    A case is mostly the start and the end of a process, which keep one core busy.
+    Most of the time of a case is the start and the end of its process, which use one core.
     """
     idle: queue.SimpleQueue[Runner] = queue.SimpleQueue()
     with ExitStack() as servers:
@@ -149,7 +149,7 @@ def in_advance(server: ServerOfCases, indices: Iterable[int]) -> Iterator[Runner
 def run_all(
     server: ServerOfCases, cases: Sequence[AnyCase], sections: Iterable[str]
 ) -> list[Result]:
-    """Every case, and what came of it; those that fail are told on stderr."""
+    """Run all cases, and return their results; failures are written to standard error."""
     results = []
     with in_advance(server, range(len(cases))) as run:
         for index, (case, section) in enumerate(zip(cases, sections, strict=True)):
@@ -164,13 +164,13 @@ def run_all(
 
 
 def n_answered(results: Sequence[Result], cases: Sequence[AnyCase]) -> int:
-    """How many legal cases had their answer."""
+    """Return the number of legal cases that were answered."""
     pairs = zip(results, cases, strict=True)
     return sum(case.error is None and not result.complaint for result, case in pairs)
 
 
 def tables(bindings: Sequence[Result], engine: Sequence[Result]) -> list[Table]:
-    """The cases by table of hazards, and every row with what meets it."""
+    """Return two tables: counts of cases by hazard table, and all rows with their numbers of cases."""
     both = [*bindings, *engine]
     counts = [Counter(result.section for result in results) for results in (bindings, engine)]
     signals = Counter(result.section for result in both if result.is_signal)
@@ -202,7 +202,7 @@ def tables(bindings: Sequence[Result], engine: Sequence[Result]) -> list[Table]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run everything; 1 if anything is not as it should be."""
+    """Run all cases; 1 if one of them fails, or a row has a fault."""
     parser = argparse.ArgumentParser(prog="python -m tests.reliability.hazards", description=CLAIM)
     parser.add_argument("--save", action="store_true", help="keep the record")
     options = parser.parse_args(arguments)

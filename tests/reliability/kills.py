@@ -2,9 +2,9 @@
 
 `--files N` changes one of the engine's files at each of N kills instead.
 
-Readers ask again and again while the process is killed at random moments, crashes inside of
-`llama_decode`, or stands still.  Every answer is compared with what the same request got before: its
-tokens, its text, each delta once.
+Readers repeat requests while the process is killed at random moments, crashes inside `llama_decode`, or
+is stopped by SIGSTOP.  Every answer must have the tokens and the text that the request had before the kills,
+and each delta once.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ OPTIONS: dict[str, Any] = {
     "deterministic": True, "n_ctx": 8192, "n_seq_max": 16, "max_queue": 1000, "process": True,
     "hang_timeout_s": 1.5, **QUIET,
 }  # fmt: skip
-# Draws are what is lost most easily.
+# Most requests draw random tokens: the state of a sampler is lost most easily.
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
     *((f"count:{n}..{n + 30}", {"temperature": 0.0, "max_tokens": 120}) for n in range(0, 60, 10)),
     *((f"count:{n}..", {"temperature": 1.3, "seed": n, "max_tokens": 60, "ignore_eos": True})
@@ -60,12 +60,12 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 
 
 class Segfaults(Engine):
-    """Its process reads where nothing is, inside of `llama_decode`."""
+    """An engine whose process crashes with SIGSEGV inside `llama_decode`."""
 
     _child_backend = "tests.engine.process.poisonous:SegfaultsInDecode"
 
 
-# How a process ends: by a signal of ours, or by itself.
+# Ways in which a process ends: by a signal that this program sends, or by itself (None).
 KINDS: dict[str, tuple[type[Engine], signal.Signals | None]] = {
     "SIGKILL": (Engine, signal.SIGKILL),
     "SIGSEGV in llama_decode": (Segfaults, None),
@@ -75,12 +75,12 @@ KINDS: dict[str, tuple[type[Engine], signal.Signals | None]] = {
 
 @dataclass
 class Found:
-    """What became of it.
+    """Results of one way in which a process ends, under one event loop.
 
     Attributes
     ----------
     longest_gap_s : float
-        Between two deltas of a stream, or before its first while it ran alone.
+        Longest time between two deltas of a stream.
     """
 
     kind: str
@@ -94,18 +94,18 @@ class Found:
     wrong: list[str] = field(default_factory=list)
 
     def note(self, what: str) -> None:
-        """Something is wrong."""
+        """Add a fault; only the first 20 are kept."""
         if len(self.wrong) < 20:
             self.wrong.append(f"{self.kind}, {self.loop}: {what}")
 
 
 def n_descriptors() -> int:
-    """Of this process."""
+    """Return the number of open file descriptors of this process."""
     return len([*Path("/proc/self/fd").iterdir()])
 
 
 class Readers:
-    """So many at once, each with one request after the other, until they are told to stop."""
+    """Concurrent readers, each with one request after the other, until `is_over`."""
 
     def __init__(self, engine: Engine, wholes: Sequence[Completion], found: Found) -> None:
         self._engine, self._wholes, self._found = engine, wholes, found
@@ -113,7 +113,7 @@ class Readers:
         self.is_over = False
 
     async def run(self, n_streams: int, until: Callable[[], Awaitable[None]]) -> None:
-        """All of them, until this returns and the last answers have come."""
+        """Run `n_streams` readers until `until` returns, and wait for their last answers."""
         async with anyio.create_task_group() as tasks:
             for _ in range(n_streams):
                 tasks.start_soon(self._read_on)
@@ -155,7 +155,7 @@ class Readers:
 async def kill(
     kind: str, *, loop: str, n_streams: int, n_kills: int, seconds: float = 0.0, seed: int = 0
 ) -> Found:
-    """Kill a process so many times, or every 5 s for so long, while streams run."""
+    """Kill a process at least `n_kills` times while streams run; with `seconds`, every 5 s for that time."""
     engine_type, number = KINDS[kind]
     found, draw = Found(kind, loop), random.Random(seed)
     async with Engine(**OPTIONS) as engine:
@@ -176,7 +176,7 @@ async def kill(
                     os.kill(pid, number)
                 while len(restarts) == n_before:
                     await anyio.sleep(0.005)
-            if number is None:  # it never stops
+            if number is None:  # this process crashes again and again, so the readers must stop now
                 readers.is_over = True
 
         await readers.run(n_streams, strike)
@@ -317,7 +317,7 @@ async def kill_over_http(*, n_clients: int, n_kills: int, seed: int = 0) -> Foun
 
 
 def record_of(all_found: Sequence[Found], command: str) -> Record:
-    """For the page of proofs."""
+    """Return the record for docs/reliability.md."""
     rows = [
         (
             f.kind, f.loop, f.n_restarts, f.n_answers, f.n_tokens or "-",
@@ -346,14 +346,16 @@ def record_of(all_found: Sequence[Found], command: str) -> Record:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The program; 0 if nothing is wrong."""
+    """Run the command line; 1 if something is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--kills", type=int, default=N_KILLS)
     parser.add_argument("--streams", type=int, default=N_STREAMS)
     parser.add_argument(
-        "--minutes", type=float, default=0.0, help="also a kill every 5 s, for so long"
+        "--minutes", type=float, default=0.0, help="then kill every 5 s for this many minutes"
     )
-    parser.add_argument("--files", type=int, default=0, help="kills at which a file changes too")
+    parser.add_argument(
+        "--files", type=int, default=0, help="instead: kills at which a file changes"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", action="store_true", help="keep the figures")
     options = parser.parse_args(arguments)

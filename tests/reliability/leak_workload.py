@@ -1,8 +1,7 @@
 """Requests of every kind on one small engine, and readings of what the process holds between them.
 
-The engine has fewer cells and seq_ids than the requests ask for: sequences wait, are preempted, are
-swapped out, and share what the prefix cache kept.  Its prefixes in host memory are full before the
-first reading.
+The engine has fewer cells and seq_ids than the requests need: sequences wait, are preempted, are swapped
+out, and share cached prefixes.  The host memory for prefixes is full before the first reading.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ HEAD = "The river runs down to the sea, and an old man watches it: "
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 8}
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "max_tokens": 8, "ignore_eos": True}
 CANCELLED, REFUSED = "cancelled", "refused"
-# In this order.  Seeds and prompts change from round to round, constraints do not: they are compiled
-# once for each text, by design.
+# Requests are made in this order.  Seeds and prompts change from round to round.  Constraints do not change,
+# since each new one is compiled and kept.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "greedy": ("count:1..", GREEDY | {"stop": ["3 4"], "max_tokens": 20}),
     "sampled": (HEAD, SAMPLED | {
@@ -50,22 +49,22 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     REFUSED: ("count:", GREEDY | {"grammar": 'root ::= "unended'}),
 }  # fmt: skip
 N_PROMPTS = 10  # of each kind
-ROUND = len(KINDS) * N_PROMPTS  # requests, after which the same ones come again
+ROUND = len(KINDS) * N_PROMPTS  # number of different requests, which are then repeated
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What the process holds after so many requests, its garbage collected.
+    """Memory, descriptors and threads of the process after `n_requests` requests and a garbage collection.
 
     Attributes
     ----------
     malloc_bytes : int
-        Given out by malloc and not got back, without the prefixes in host memory, which are kept by
-        design and differ in size; 0 where the C library does not tell.
+        Bytes allocated by malloc and not freed; 0 if the C library does not report them.  Prefixes in
+        host memory are left out, since they are kept by design and differ in size.
     live_bytes : int
-        The same, as AddressSanitizer counts it; 0 without it.
+        The same bytes as AddressSanitizer counts them; 0 without it.
     python_blocks, objects : int
-        Of Python's allocator; that the garbage collector knows.
+        Blocks of Python's allocator, and objects that the garbage collector tracks.
     """
 
     n_requests: int
@@ -78,7 +77,7 @@ class Reading:
 
     @classmethod
     def now(cls, n_requests: int, n_prefix_bytes: int = 0) -> Reading:
-        """As it is, of which so many bytes are prefixes in host memory."""
+        """Take a reading; `n_prefix_bytes` is the size of the prefixes in host memory."""
         gc.collect()
         in_mib = malloc_mib()
         live = getattr(ctypes.CDLL(None), "__sanitizer_get_current_allocated_bytes", None)
@@ -119,11 +118,11 @@ async def one(engine: Engine, number: int, ends: Counter[str]) -> None:
 
 
 async def serve(engine: Engine, first: int, last: int, ends: Counter[str]) -> None:
-    """The requests from number `first` to before `last`, `N_TOGETHER` at a time."""
+    """Make the requests from number `first` to before `last`, `N_TOGETHER` at a time."""
     for start in range(first, last, N_TOGETHER):
         async with anyio.create_task_group() as group:
             for number in range(start, min(start + N_TOGETHER, last)):
                 group.start_soon(one, engine, number, ends)
-    # What the last of them held is given back in the tick after it.
+    # The cells of the last request are freed in the tick after its end.
     while (statistics := engine.statistics()).n_running or statistics.n_waiting:
         await anyio.sleep(0)

@@ -1,12 +1,12 @@
-"""Leaks: a thousand requests more leave nothing behind.
+"""Leaks: after a warm-up, a thousand more requests must not leak memory.
 
-A child process serves requests of every kind under LeakSanitizer and AddressSanitizer, which is told
-to look for leaks after a warm-up, after the requests, and at the exit, when the engine is closed.
-Blocks that nothing points to any more, and that libllama or ggml have allocated, are leaks of ours.
-What is still pointed to is counted by bytes.
+A child process serves requests of every kind under LeakSanitizer and AddressSanitizer.  It looks for leaks
+after a warm-up, after the requests, and at the exit, when the engine is closed.  A block that no pointer
+leads to is a leak of ours if libllama or ggml allocated it.  Blocks that pointers still lead to are counted
+in bytes.
 
-Python has some small blocks of its own that look lost, more of them at its exit; they are counted, and
-told apart by who has allocated them.
+Python also has some small blocks that look lost, and more of them at its exit.  They are counted separately,
+by the function that allocated them.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ from tests.reliability.record import ROOT, Record, Table, conclude
 from tests.reliability.sanitized import Findings, NotBuiltError
 from tests.reliability.sanitizers import describe
 
-# The engine remembers the times of its latest ticks, 512 of them, which 200 requests do not fill.
+# The engine keeps the times of its last 512 ticks.  The warm-up must be long enough to fill this list, and
+# 200 requests are not.
 N_WARM_UP = 400
-# Of a thousand requests.  glibc counts what its per-thread caches keep as given out, so its sum goes up
-# and down; a block of 32 bytes from each, or of 320 from each of one kind, is beyond this.
+# Largest growth in a thousand requests.  glibc counts blocks in its per-thread caches as allocated, so its sum
+# goes up and down.  A leak of over 32 bytes per request, or 320 per request of one kind, exceeds the limit.
 MAX_MALLOC_BYTES = 32_000
 MAX_PYTHON_BLOCKS, MAX_OBJECTS = 1_000, 50
-# Python keeps its frames in memory that LeakSanitizer does not look at, so what only a local variable
-# of a running function holds counts as lost: a float of 24 bytes more or less.  Each request of one
-# kind that lost a float would be beyond this.  Of libllama's and ggml's blocks none may be lost.
+# LeakSanitizer does not search the memory of Python's frames.  So an object that only a local variable of a
+# running function refers to counts as lost, such as a float of 24 bytes.  If each request of one kind lost a
+# float, this limit would be exceeded.  No block of libllama or ggml may be lost.
 MAX_LOST_BYTES = 1_000
 LOST_SAMPLERS = 100
 TIMEOUT_S = 1200
@@ -51,14 +52,14 @@ AT_EXIT = "exit"
 
 @dataclass(frozen=True)
 class Served:
-    """What a child process says of the requests it served.
+    """Readings and ends of the requests that a child process served.
 
     Attributes
     ----------
     readings : list of Reading
-        After the warm-up, and after all.
+        Readings after the warm-up, and after all requests.
     ends : dict
-        How many requests of a kind ended how.
+        Number of requests by kind and end: "greedy: STOP".
     """
 
     readings: list[Reading]
@@ -71,7 +72,7 @@ class Served:
         return Reading(**{name: last[name] - first[name] for name in last})
 
     def complaints(self) -> list[str]:
-        """What has grown."""
+        """Return a line for each number that has grown beyond its limit."""
         growth = self.growth
         return [
             f"{what} have grown by {grown:,}, not at most {limit:,}"
@@ -93,7 +94,7 @@ def serve_in_child(
     environment: Mapping[str, str] | None = None,
     loses_samplers: bool = False,
 ) -> Served:
-    """Serve requests in another process, with a reading after each of so many."""
+    """Serve requests in a child process, with a reading at each number of requests in `stops`."""
     command = [sys.executable, "-m", "tests.reliability.leaks", "--stops", *map(str, stops)]
     if loses_samplers:
         command.append("--lose-samplers")
@@ -106,7 +107,7 @@ def serve_in_child(
 
 
 async def serve_here(stops: Sequence[int], *, loses_samplers: bool = False) -> Served:
-    """What the child process does."""
+    """Serve requests in this process, with a leak check and a reading at each number in `stops`."""
     ends: Counter[str] = Counter()
     readings = []
     n_served = 0
@@ -114,7 +115,7 @@ async def serve_here(stops: Sequence[int], *, loses_samplers: bool = False) -> S
         for stop in stops:
             await serve(engine, n_served, stop, ends)
             n_served = stop
-            # First, since the file of a report stays open.
+            # The leak check comes before the reading, since it leaves the file of its report open.
             look_for_leaks(str(stop))
             readings.append(Reading.now(n_served, engine.statistics().n_prefix_bytes_host))
             if loses_samplers:
@@ -124,13 +125,13 @@ async def serve_here(stops: Sequence[int], *, loses_samplers: bool = False) -> S
 
 
 def lose_samplers() -> None:
-    """What a forgotten free would do: samplers that nobody points to any more."""
+    """Leak samplers on purpose, as a forgotten free would: no pointer leads to them."""
     for _ in range(LOST_SAMPLERS):
         library().llama_sampler_init_dist(0)
 
 
 def look_for_leaks(name: str) -> None:
-    """Have the leaks of this moment reported, in a directory of this name.  Without sanitizer: nothing."""
+    """Report the present leaks into a directory of this name; do nothing without LeakSanitizer."""
     look = getattr(ctypes.CDLL(None), "__lsan_do_recoverable_leak_check", None)
     if look is not None:
         send_reports(name)
@@ -138,7 +139,7 @@ def look_for_leaks(name: str) -> None:
 
 
 def send_reports(name: str) -> None:
-    """Have the next reports written to a directory of this name, if there is a sanitizer."""
+    """Write further reports to a directory of this name; do nothing without a sanitizer."""
     if (root := os.environ.get("CLLM_SANITIZER_REPORTS")) is not None:
         directory = Path(root) / name
         directory.mkdir(exist_ok=True)
@@ -147,14 +148,14 @@ def send_reports(name: str) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the sanitizers said of the requests.
+    """Reports of the sanitizers, and the readings of the child process.
 
     Attributes
     ----------
     looks : dict
-        What was lost after the warm-up, after all, and at the exit.
+        Findings of each leak check: after the warm-up, after all requests, and at the exit.
     others : Findings
-        What was reported of the engine's child processes, or besides leaks.
+        Findings of the engine's child processes, and of reports outside these checks.
     """
 
     served: Served
@@ -163,7 +164,7 @@ class Outcome:
     unseen_faults: Sequence[str]
 
     def complaints(self) -> list[str]:
-        """All that is wrong; empty if the claim holds."""
+        """Return the contradictions to the claim; empty if it holds."""
         found = self.served.complaints()
         found += [f"made on purpose and not seen: {fault}" for fault in self.unseen_faults]
         for name, findings in {**self.looks, "meanwhile": self.others}.items():
@@ -174,9 +175,9 @@ class Outcome:
         return found
 
     def figures(self) -> dict[str, str | int | float]:
-        """What was counted."""
+        """Return the figures of the record."""
         growth = self.served.growth
-        # What was lost before one look is still lost at the next.
+        # Blocks lost before one check are lost at the next, too, so the largest sum counts.
         native = [sum(r.n_bytes for r in findings.wrong) for findings in self.looks.values()]
         lost = {
             f"lost_by_others_{name}_bytes": sum(r.n_bytes for r in findings.foreign)
@@ -195,16 +196,17 @@ class Outcome:
 
 
 def lost_bytes(findings: Findings) -> int:
-    """What no pointer leads to, whoever has allocated it."""
+    """Return the number of lost bytes, of all allocating modules."""
     return sum(report.n_bytes for report in [*findings.foreign, *findings.wrong])
 
 
 def run(n_requests: int, directory: Path, *, loses_samplers: bool = False) -> Outcome:
-    """Serve so many requests after the warm-up, watched.
+    """Serve `n_requests` requests after the warm-up in a child process with sanitizers.
 
     Raises
     ------
     NotBuiltError
+        There is no library with sanitizers.
     """
     faults = directory / "faults"
     faults.mkdir()
@@ -222,7 +224,7 @@ def run(n_requests: int, directory: Path, *, loses_samplers: bool = False) -> Ou
 
 
 def main() -> int:
-    """Serve, say what was left behind."""
+    """Run the command line; 1 if the claim does not hold, 2 without a library with sanitizers."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--requests", type=int, default=1000, help=f"after a warm-up of {N_WARM_UP}"

@@ -1,8 +1,8 @@
 """Lifecycle: `python -m tests.reliability.lifecycle [--tries N] [--save]`.
 
-How engines begin and end under load: closed, forgotten, forked, interrupted, side by side.  Every
-try is a child process (`lifecycle_cases`), in development mode and with warnings as errors, which
-must end as a Python user expects, in time, and complain of nothing.
+The program starts and ends engines under load: closed, forgotten, forked, interrupted, side by side.  Every
+try is a child process (`lifecycle_cases`) in development mode with warnings as errors.  It must end in time
+with the right exit code, and without warnings or tracebacks on standard error.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ COMPLAINTS = ("Exception ignored", "ResourceWarning", "Fatal Python error", "Tra
 
 @dataclass(frozen=True)
 class Plan:
-    """What is tried, how often with each event loop, and how it must end.
+    """Case to try, number of tries with each event loop, and how they must end.
 
     Attributes
     ----------
     is_timed : bool
-        From the moment at which it says that it runs, it has `END_S` seconds.
+        True: the process must end within `END_S` seconds of the signal, or of its line "running".
     signal : Signals, optional
-        Sent at a random moment after that one.
+        Signal that is sent up to 0.3 s after the line "running".
     allowed : tuple of str
-        Complaints that are not cllm's, under the event loops of `allowed_under`.
+        Complaints that cllm does not cause, under the event loops of `allowed_under`.
     max_growth_mib : mapping
-        From the first loads to the last: of "rss", and of what "malloc" has given out.
+        Largest growth from the first loads to the last, in MiB: of "rss", and of "malloc".
     """
 
     what: str
@@ -67,7 +67,7 @@ PLANS = (
     Plan("closed by two tasks at once, and again", "close_twice", 10, step=7),
     Plan("every method after the end", "methods_after_close", 1),
     Plan("collected without being closed", "collected", 5),
-    # The interpreter may tell of what was left open, and of the loop that it left.
+    # The interpreter may warn about open streams and about the event loop that did not end.
     Plan("the program ends with a live engine", "exit_with_live_engine", 10, is_timed=True,
          allowed=("Exception ignored", "ResourceWarning", "never awaited")),
     Plan("SIGINT under eight streams", "under_load", 20, 130, signal.SIGINT, is_timed=True),
@@ -76,14 +76,14 @@ PLANS = (
     Plan("in a process that multiprocessing spawns", "spawn", 3),
     Plan("two engines in one event loop", "two_engines", 5),
     Plan("an engine in each of two event loops", "two_loops", 10),
-    # Every load has new threads; which of glibc's arenas they find free is chance, and each arena
-    # keeps some MiB.  With one there is only what cllm and llama.cpp keep, and a step of 5 MiB that the
-    # heap takes once, sooner or later: in 250 loads no second was seen.
+    # Every load has new threads, which take random arenas of glibc, and each arena keeps some MiB.  With one
+    # arena, only memory of cllm and llama.cpp remains, and one step of the heap of 5 MiB at a random time.
+    # In 250 loads no second step was seen.
     Plan("loaded 50 times in one process, with one malloc arena", "reload", 1, first_seed=50,
          environment={"MALLOC_ARENA_MAX": "1"}, max_growth_mib={"rss": 12.0, "malloc": 0.1}),
     Plan("loaded 50 times in one process", "reload", 1, first_seed=50,
          max_growth_mib={"rss": 32.0, "malloc": 0.1}),
-    # A task that exits ends asyncio's loop at once, which tells of all that was in progress; the
+    # `sys.exit` in a task ends asyncio's loop at once, with warnings about all unfinished tasks.  This is the
     # same without cllm.
     Plan("sys.exit in on_progress", "exit_in_callback", 10, 7,
          allowed=("Exception ignored", "Traceback", "never awaited"), allowed_under=("asyncio",)),
@@ -94,17 +94,17 @@ PLANS = (
 
 @dataclass
 class Outcome:
-    """What became of the tries of a plan.
+    """Results of the tries of a plan.
 
     Attributes
     ----------
     wrong : list of str
-        What was not as it should be, one for each such try.
+        A description for each try that did not end as planned.
     seconds : list of float
-        To the end of the process from its start; of what is timed, from the signal, or else from
-        when it says that it runs.
+        Time to the end of the process from its start.  For a timed plan: from the signal if there is one,
+        otherwise from the line "running".
     figures : list of dict
-        What the tries have measured.
+        Measurements of the tries.
     """
 
     plan: Plan
@@ -114,12 +114,12 @@ class Outcome:
     figures: list[dict[str, float]] = field(default_factory=list)
 
     def measured(self, name: str) -> list[float]:
-        """What those tries measured that did."""
+        """Return the measurements with this name, of the tries that have one."""
         return [figures[name] for figures in self.figures if name in figures]
 
 
 def run_case(plan: Plan, backend: str, seed: int) -> tuple[subprocess.CompletedProcess[str], float]:
-    """One try, and how long it took."""
+    """Run one try; return its output and exit code, and its time in seconds."""
     command = [sys.executable, "-X", "dev", "-W", "error"]
     command += ["-m", "tests.reliability.lifecycle_cases", plan.case, backend, str(seed)]
     with subprocess.Popen(
@@ -132,7 +132,7 @@ def run_case(plan: Plan, backend: str, seed: int) -> tuple[subprocess.CompletedP
             process.stdout.readline()
             started = time.perf_counter()
         if plan.signal is not None:
-            # Not a synchronization: any moment is as good as another.
+            # This sleep does not wait for anything: it chooses a random moment for the signal.
             time.sleep(random.Random(seed).random() * 0.3)
             started = time.perf_counter()
             process.send_signal(plan.signal)
@@ -149,7 +149,7 @@ def run_case(plan: Plan, backend: str, seed: int) -> tuple[subprocess.CompletedP
 def complaint(
     plan: Plan, backend: str, done: subprocess.CompletedProcess[str], seconds: float
 ) -> str:
-    """What is wrong with the end of a try; empty if nothing is."""
+    """Return what is wrong with the end of a try; "" if it ended as planned."""
     if done.returncode != plan.returncode:
         return f"exit {done.returncode} instead of {plan.returncode}: {done.stderr[-1500:]}"
     allowed = plan.allowed if backend in plan.allowed_under else ()
@@ -162,7 +162,7 @@ def complaint(
 
 
 def examine(plan: Plan, *, tries: int | None = None, loops: Sequence[str] = LOOPS) -> Outcome:
-    """Try something so many times with each event loop; as often as planned by default."""
+    """Run a plan `tries` times with each event loop; None: as often as planned, which is also the limit."""
     outcome = Outcome(plan)
     for backend in loops:
         for i in range(plan.tries if tries is None else min(tries, plan.tries)):
@@ -220,10 +220,10 @@ def record(outcomes: Sequence[Outcome]) -> Record:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Try everything; 1 if a try is not clean."""
     parser = argparse.ArgumentParser(description=CLAIM)
-    parser.add_argument("--tries", type=int, help="of each, with each event loop; all by default")
-    parser.add_argument("--only", metavar="CASE", help="one case")
+    parser.add_argument("--tries", type=int, help="most tries of a case with each event loop")
+    parser.add_argument("--only", metavar="CASE", help="run only this case")
     parser.add_argument(
-        "--over-process", action="store_true", help="engines that have a process of their own"
+        "--over-process", action="store_true", help="use engines with a process of their own"
     )
     parser.add_argument("--save", action="store_true", help="keep a record")
     given = parser.parse_args(arguments)

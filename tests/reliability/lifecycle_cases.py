@@ -1,6 +1,6 @@
-"""What `lifecycle` runs in child processes: `python -m tests.reliability.lifecycle_cases CASE LOOP SEED`.
+"""The cases of `lifecycle`: `python -m tests.reliability.lifecycle_cases CASE LOOP SEED`.
 
-A case raises, or crashes, or hangs, if an engine does not behave; what it prints last is its figures.
+A case raises an error, crashes or hangs if an engine misbehaves.  Its last output is a JSON object of figures.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from tests.reliability.lifecycle_requests import (
 
 # --- Closing -------------------------------------------------------------------------------------
 async def close_during(seed: int) -> None:
-    """Four moments, each at some distance from its beginning; every request is cut off there."""
+    """Close an engine at one of four moments, after a random delay; it must cut off every request."""
     moments = ("prompt", "first tick", "tokenizing", "compiling")
     moment, chance = moments[seed % 4], random.Random(seed)
     constrained = SamplingParams(json_schema=SCHEMA | {"title": str(seed)}, max_tokens=1000)
@@ -79,7 +79,7 @@ async def close_during(seed: int) -> None:
 
 
 async def close_twice(seed: int) -> None:
-    """From two tasks at once, and then again; both return when nothing is left."""
+    """Close an engine from two tasks at once, and once more; no thread or request may be left."""
     engine = await Engine(**OPTIONS).__aenter__()
     found: list[str] = []
     async with anyio.create_task_group() as tasks:
@@ -94,7 +94,7 @@ async def close_twice(seed: int) -> None:
 
 
 async def methods_after_close(seed: int) -> None:
-    """All of them raise ClosedError; those that any thread may call answer."""
+    """Call all methods of a closed engine: they must raise `ClosedError`, but health and statistics answer."""
     async with Engine(**OPTIONS) as engine:
         await engine.generate("1+1=", GREEDY)
     for name, call in METHODS.items():
@@ -105,7 +105,7 @@ async def methods_after_close(seed: int) -> None:
 
 
 async def collected(seed: int) -> None:
-    """An engine is forgotten while its requests run: it says so, and its threads end."""
+    """Drop the last reference to a running engine: it must warn, and its threads must end."""
 
     async def forget() -> threading.Thread:
         engine = await Engine(**OPTIONS).__aenter__()
@@ -125,7 +125,7 @@ async def collected(seed: int) -> None:
 
 
 async def body_raises(seed: int) -> None:
-    """The exception of the body is what comes out, and the engine is closed."""
+    """Raise in the body of `async with`: that exception must come out, and the engine must be closed."""
     found: list[str] = []  # some end with the engine, the others with the task group
     try:
         async with anyio.create_task_group() as tasks, Engine(**OPTIONS) as engine:
@@ -141,7 +141,7 @@ async def body_raises(seed: int) -> None:
 
 
 async def cancelled_start(seed: int) -> None:
-    """After some checkpoints, or some milliseconds."""
+    """Cancel the start of an engine after `seed**2` checkpoints; no thread may be left."""
     engine = Engine(**OPTIONS, preflight=seed % 2 == 1)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(engine.__aenter__)
@@ -162,7 +162,7 @@ async def sums(engine: Engine) -> list[str]:
 
 
 async def two_engines(seed: int) -> None:
-    """At once, with other requests each: exact, and each with bookkeeping of its own."""
+    """Use two engines at once: the answers must be right, and each engine has its own bookkeeping."""
     async with Engine(**OPTIONS) as one:
         expected = await sums(one)
     async with Engine(**OPTIONS) as one, Engine(**OPTIONS | {"kv_unified": False}) as two:
@@ -182,7 +182,7 @@ async def two_engines(seed: int) -> None:
 
 
 def two_loops(backend: str, seed: int) -> None:
-    """An engine in each of two threads with event loops of their own, of one kind or of both."""
+    """Use an engine in each of two threads, one under asyncio and the other under `backend`."""
     backends = ("asyncio", backend)
     answers: list[list[str]] = []
     barrier = threading.Barrier(2)
@@ -205,10 +205,10 @@ def two_loops(backend: str, seed: int) -> None:
 
 
 def reload(backend: str, n_times: int) -> None:
-    """Again and again in one process: what it holds after the tenth time it holds at the end.
+    """Load a model `n_times` in one process: threads and descriptors must not change after the tenth time.
 
-    Resident memory takes a step now and then, as the heap happens to lie; what malloc has given out
-    takes none.
+    The growth of resident and malloc memory is printed.  Resident memory sometimes grows in steps,
+    memory allocated by malloc does not.
     """
 
     async def use() -> None:
@@ -248,7 +248,7 @@ PLAIN_CASES = {f.__name__: f for f in (two_loops, reload)}
 
 def main(name: str, backend: str, seed: str) -> None:
     """Run a case; Ctrl-C ends it as it ends a shell's program."""
-    # What was started in the background may have been told to ignore it; the loops look at this.
+    # A background process may inherit an ignored SIGINT, and the event loops would then ignore it, too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if name in PLAIN_CASES:
         PLAIN_CASES[name](backend, int(seed))
@@ -257,7 +257,7 @@ def main(name: str, backend: str, seed: str) -> None:
         anyio.run(ASYNC_CASES[name], int(seed), backend=backend)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BaseExceptionGroup as group:  # what leaves a task of trio's, or a task group
+    except BaseExceptionGroup as group:  # trio and task groups raise groups
         if group.subgroup(KeyboardInterrupt) is not None:
             sys.exit(130)
         if len(group.exceptions) == 1 and isinstance(group.exceptions[0], SystemExit):
@@ -266,7 +266,7 @@ def main(name: str, backend: str, seed: str) -> None:
     if name == "exit_with_live_engine":
         return
     gc.collect()
-    # trio keeps its own idle threads for a while, asyncio's have been told to end.
+    # trio keeps its idle threads for a while; those of asyncio have been asked to end.
     others = [t for t in threading.enumerate()[1:] if "Trio" not in t.name]
     for thread in others:
         thread.join(LIMIT_S)

@@ -30,7 +30,7 @@ from tests.reliability.lifecycle_requests import (
 
 
 def say_running() -> None:
-    """From now on a signal may come, and the end is timed."""
+    """Print "running": from now on the parent may send a signal, and times the end."""
     sys.stdout.write("running\n")
     sys.stdout.flush()
 
@@ -39,7 +39,7 @@ KEPT: list[object] = []
 
 
 async def exit_with_live_engine(seed: int) -> None:
-    """The program ends, by itself or by `sys.exit`, while eight streams of an engine are open."""
+    """End the program, by itself or by `sys.exit`, while eight streams of an engine are open."""
     engine = await Engine(**OPTIONS).__aenter__()
     streams = [engine.stream(LONG, ENDLESS) for _ in range(N_STREAMS)]
     for stream in streams:
@@ -51,7 +51,7 @@ async def exit_with_live_engine(seed: int) -> None:
 
 
 async def exit_in_callback(seed: int) -> None:
-    """`sys.exit` in `on_progress` ends the program with that code."""
+    """Call `sys.exit` in `on_progress`: the program must end with that code."""
 
     def on_progress(n_done: int, n_total: int) -> None:
         if n_done == 1 + seed % 10:
@@ -63,7 +63,7 @@ async def exit_in_callback(seed: int) -> None:
 
 # --- Signals and forks -----------------------------------------------------------------------
 async def under_load(seed: int) -> None:
-    """Eight streams, for ever; says when all of them run."""
+    """Read eight endless streams; print "running" when all of them run."""
     n_running = 0
 
     async def read(engine: Engine) -> None:
@@ -83,7 +83,7 @@ async def under_load(seed: int) -> None:
 
 
 async def stopped_by_sigterm(seed: int) -> None:
-    """A program that listens to SIGTERM, as one under systemd does, and ends in order."""
+    """Run `under_load`, and end in order at SIGTERM, as a program under systemd does."""
     async with anyio.create_task_group() as tasks:
         with anyio.open_signal_receiver(signal.SIGTERM) as received:
             tasks.start_soon(under_load, seed)
@@ -94,7 +94,7 @@ async def stopped_by_sigterm(seed: int) -> None:
 
 
 async def fork_under_load(seed: int) -> None:
-    """The child hears WrongProcessError from every method; the parent's streams go on exactly."""
+    """Fork: every method must raise `WrongProcessError` in the child, and the parent's streams be right."""
     async with Engine(**OPTIONS) as engine:
         expected = (await engine.generate(SHORT, GREEDY)).text
         texts: list[str] = []
@@ -122,9 +122,9 @@ async def fork_under_load(seed: int) -> None:
 
 
 def _in_the_child(engine: Engine) -> int:
-    """How many methods of an engine of the parent do not say what is wrong, in a loop of its own.
+    """Return the number of methods of the parent's engine that do not raise `WrongProcessError`.
 
-    In a thread, since trio takes the forked main thread for one that runs its loop.
+    The child calls them in a new thread: for trio, the forked main thread still runs its loop.
     """
     signal.alarm(int(LIMIT_S))
     wrong = []
@@ -143,7 +143,7 @@ def _in_the_child(engine: Engine) -> int:
 
 
 def spawned(into: Any) -> None:
-    """In a process of multiprocessing's."""
+    """Answer a request in a process that multiprocessing started, and put the answer into a queue."""
 
     async def ask() -> str:
         async with Engine(**OPTIONS) as engine:
@@ -153,7 +153,7 @@ def spawned(into: Any) -> None:
 
 
 async def spawn(seed: int) -> None:
-    """multiprocessing's way to a new process, with an engine in each."""
+    """Use an engine here, and another one in a process that multiprocessing spawns."""
     context = multiprocessing.get_context("spawn")
     async with Engine(**OPTIONS) as engine:
         into = context.SimpleQueue()

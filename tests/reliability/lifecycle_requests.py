@@ -1,4 +1,4 @@
-"""What the cases of `lifecycle` ask of their engines, and how that ends."""
+"""Requests of the cases of `lifecycle`, and functions that tell how they end."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ METHODS: dict[str, Callable[[Engine], Any]] = {
 
 
 async def error_of(call: Callable[[Engine], Any], engine: Engine) -> type[BaseException] | None:
-    """What a method raises."""
+    """Return the type of the exception that a method raises; None if it raises nothing."""
     try:
         with anyio.fail_after(LIMIT_S):
             result = call(engine)
@@ -77,7 +77,7 @@ async def error_of(call: Callable[[Engine], Any], engine: Engine) -> type[BaseEx
 
 
 async def ends(call: Callable[[], Awaitable[Any]], into: list[str]) -> None:
-    """How a request ends that an engine is closed under."""
+    """Make a request, and add its finish reason, or the name of its error, to `into`."""
     try:
         into.append(str((await call()).finish_reason))
     except CllmError as error:

@@ -1,7 +1,7 @@
 """Faults of memory made on purpose in libllama and ggml: what the sanitizers have to report.
 
-A check that sees nothing proves nothing.  `python -m tests.reliability.memory_faults NAME` makes one, in a
-process of its own; without sanitizers nobody may notice.
+They show that the sanitizers work.  `python -m tests.reliability.memory_faults NAME` makes one fault in its
+own process.  Without sanitizers the fault may have no visible effect.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ ADDRESS, UNDEFINED, LEAK = "AddressSanitizer", "UndefinedBehaviorSanitizer", "Le
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault, and all that has to be said of it.
+    """A fault, and the reports that it must cause.
 
     Attributes
     ----------
     make : callable
-        Makes it.
+        Function that makes the fault.
     function : str
-        Of libllama or ggml, where it happens.
+        Function of libllama or ggml in which the fault happens.
     reports : tuple
         Sanitizer and kind of each report.
     """
@@ -36,7 +36,7 @@ class Fault:
 
 
 def write_past_the_end() -> None:
-    """Into a buffer that is too small: 64 values for 4."""
+    """Write 64 values into a buffer for 4."""
     values = ctypes.create_string_buffer(64 * ctypes.sizeof(ctypes.c_uint16))
     too_small = ctypes.create_string_buffer(4 * ctypes.sizeof(ctypes.c_float))
     n = ctypes.c_int64(64)
@@ -44,19 +44,19 @@ def write_past_the_end() -> None:
 
 
 def use_after_free() -> None:
-    """The name of a sampler that is gone."""
+    """Read the name of a sampler that was freed."""
     sampler = library().llama_sampler_init_greedy()
     library().llama_sampler_free(sampler)
     library().llama_sampler_name(sampler)
 
 
 def index_past_the_end() -> None:
-    """The type number 1000, of 43: one is told by its index, the other by its address."""
+    """Read type number 1000 of 43: one sanitizer reports the index, AddressSanitizer the address."""
     _ggml().ggml_blck_size(1000)
 
 
 def lose() -> None:
-    """A sampler that nobody points to any more."""
+    """Leak a sampler: no pointer leads to it."""
     library().llama_sampler_init_dist(0)
 
 

@@ -1,9 +1,9 @@
-"""Faults of libllama itself: any of its functions, at its k-th call, gives what it never gave.
+"""Faults of libllama: the k-th call of any of its functions has a wrong outcome.
 
 `NativeFaults` wraps every function of the loaded library, those that release the GIL and those that
 keep it, and counts their calls.  Once armed with a `Fault`, the k-th call of its function has the
-outcome that it names, and every other call is the real one.  Whose call it was is read off its
-arguments and off what the calling thread is doing, before the outcome: `Met.owner`.
+outcome that it names, and every other call is the real one.  `Met.owner` is the request that the call
+was made for, found from the arguments and from the stack of the calling thread.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cllm.engine.request import GenerationRequest
 from cllm.errors import InvalidArgumentError
 
 INJECTED = "injected"
-# What makes something that has to be freed, and what frees it.
+# Functions that make objects which have to be freed, and the functions that free them.
 MAKES = ("llama_model_load_from_file", "llama_init_from_model", "llama_sampler_chain_init")
 FREES = ("llama_model_free", "llama_free", "llama_sampler_free")
 SAMPLER = h.DECLARATIONS.prototypes["llama_sampler_chain_init"].restype
@@ -48,12 +48,12 @@ class Call:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call does in place of what it should.
+    """A wrong behavior of a call.
 
     Attributes
     ----------
     cause : type
-        Why a request ends, if the fault ends one.
+        Type of the error with which the request of the call ends, if it ends.
     """
 
     words: str
@@ -65,7 +65,7 @@ class Outcome:
 
 
 def returns(value: Any, words: str = "", *, after: bool = False) -> Outcome:
-    """Gives a value, without the call, or after it."""
+    """Return the outcome that a call returns `value`, without the real call or after it."""
 
     def act(call: Call) -> Any:
         if after:
@@ -78,7 +78,7 @@ def returns(value: Any, words: str = "", *, after: bool = False) -> Outcome:
 
 
 def raises(error: type[Exception], *, after: bool = False) -> Outcome:
-    """Raises, without the call, or after it."""
+    """Return the outcome that a call raises an error, without the real call or after it."""
 
     def act(call: Call) -> Any:
         if after:
@@ -89,12 +89,12 @@ def raises(error: type[Exception], *, after: bool = False) -> Outcome:
 
 
 def changes(words: str, change: Callable[[int], int]) -> Outcome:
-    """Makes the call and gives another number."""
+    """Return the outcome that a call is made and `change` is applied to its result."""
     return Outcome(words, lambda call: change(call.make()))
 
 
 def overwrites_row(value: float, n_vocab: int, cause: type[Exception]) -> Outcome:
-    """One row of logits is this value all over."""
+    """Return the outcome that all logits of one row are `value`."""
 
     def act(call: Call) -> Any:
         pointer = call.make()
@@ -105,7 +105,7 @@ def overwrites_row(value: float, n_vocab: int, cause: type[Exception]) -> Outcom
 
 
 def selects_nothing() -> Outcome:
-    """A sampler that leaves its candidates as they are."""
+    """Return the outcome that a sampler is applied and selects no candidate."""
 
     def act(call: Call) -> None:
         call.make()
@@ -130,9 +130,9 @@ class Met:
     Attributes
     ----------
     owner : str or None
-        The request that the call was made for; None where it serves many or nobody.
+        Request that the call was made for; None if it was made for several or none.
     is_input : bool
-        Before the request was submitted.
+        True if the request had not been submitted yet.
     """
 
     fault: Fault
@@ -146,13 +146,13 @@ class NativeFaults:
     Attributes
     ----------
     n_calls : Counter
-        By function, since `arm`.
+        Calls by function since `arm`.
     met : list of Met
-        What has happened since.
+        Faults that have happened since `arm`.
     n_open : Counter
-        Models, contexts and sampler chains that were made and not freed, by what made them.
+        Models, contexts and sampler chains that are not freed, by the function that made them.
     opening : str or None
-        The request that the event loop is submitting, as its caller says.
+        Request that the event loop is submitting; the bench sets it.
     """
 
     def __init__(self) -> None:
@@ -163,7 +163,7 @@ class NativeFaults:
         self._makers: dict[int, str] = {}
         self._faults: dict[tuple[str, int], Fault] = {}
         self._actions: dict[tuple[str, int], Callable[[], None]] = {}
-        # Whose the samplers are that were made, by address.
+        # Requests that samplers were made for, by address of the sampler.
         self._samplers: dict[int, str | None] = {}
         self._real: dict[str, Any] = {}
 
@@ -180,18 +180,18 @@ class NativeFaults:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # Handles that are still open keep the way to free them: it leads to the real one.
+        # Open handles keep their watched functions; after `disarm` these call the real ones.
         self.disarm()
         for name, real in self._real.items():
             setattr(library(), name, real)
 
     def arm(self, *faults: Fault) -> None:
-        """Count from here on, and let these happen."""
+        """Reset the counts, and arm these faults."""
         self.disarm()
         self._faults = {(fault.function, fault.k): fault for fault in faults}
 
     def disarm(self) -> None:
-        """Only watch."""
+        """Remove all faults and actions, and reset the counts; calls are still watched."""
         self._faults, self._actions = {}, {}
         self.n_calls.clear()
         self.met = []
@@ -202,7 +202,7 @@ class NativeFaults:
 
     # --- Called by what is watched -------------------------------------------------------------
     def call(self, name: str, real: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """Make a call, or what is to happen in its place."""
+        """Make a call, or return the outcome of its fault."""
         self.n_calls[name] = k = self.n_calls[name] + 1
         if action := self._actions.pop((name, k), None):
             action()
@@ -218,7 +218,7 @@ class NativeFaults:
         return result
 
     def _make(self, name: str, real: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """Make the real call, and remember what is to be freed."""
+        """Make the real call, and count objects that it makes or frees."""
         if name in FREES:
             self.n_open[self._makers.pop(_address(arguments[0]))] -= 1
         result = real(*arguments)
@@ -239,7 +239,7 @@ class NativeFaults:
 
 
 class _Watched:
-    """One function in place of the real one, which it otherwise looks like."""
+    """A watched function with the attributes of the real one."""
 
     def __init__(self, faults: NativeFaults, name: str, real: Any) -> None:
         self._faults, self._name, self._real = faults, name, real
@@ -257,7 +257,7 @@ def _address(pointer: Any) -> int:
 
 
 def _locals(name: str) -> Iterator[Any]:
-    """What the functions that led to this call know by a name, innermost first."""
+    """Yield the local variables of this name of all callers, innermost first."""
     frame = sys._getframe(2)
     while frame is not None:
         if name in frame.f_code.co_varnames and name in (known := frame.f_locals):
@@ -275,7 +275,7 @@ def _served() -> str | None:
 
 
 def _rows_that_count() -> list[tuple[int, str]]:
-    """The output rows of the batch that was just decoded, and their requests; none of drafts."""
+    """Return the output rows of the last batch, without those of drafts, each with its request id."""
     chunks: list[Chunk] = next(_locals("chunks"))
     rows, n_before = [], 0
     for chunk in chunks:

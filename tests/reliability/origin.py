@@ -1,4 +1,4 @@
-"""What tests of isolation share: questions with answers, what is left behind, where requests start."""
+"""Helpers for tests of isolation: questions with answers, checks of an idle engine, starts of requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GREEDY: SamplingOptions = {"temperature": 0.0}
 
 
 def counting(first: int, last: int) -> tuple[str, str]:
-    """A question and its answer of many tokens."""
+    """Return a question and its answer of many tokens."""
     return f"count:{first}..{last}", " ".join(str(n) for n in range(first, last + 1))
 
 
@@ -24,13 +24,13 @@ MIXED = [
 
 
 def check(completions: Sequence[Completion], expected: Sequence[str]) -> None:
-    """Every text is right and every request stopped by itself."""
+    """Check that every text is right and every request stopped by itself."""
     assert [c.text for c in completions] == list(expected)
     assert {c.finish_reason for c in completions} == {FinishReason.STOP}
 
 
 async def assert_idle_and_clean(engine: Engine) -> None:
-    """Books agree with llama.cpp's, no cell and no seq_id is held."""
+    """Check that the bookkeeping agrees with llama.cpp, and that no cell, seq_id or request is left."""
     assert await engine.audit() == []
     statistics = engine.statistics()
     assert (statistics.n_kv_cells_used, statistics.n_seq_ids_used) == (0, 0)
@@ -38,7 +38,7 @@ async def assert_idle_and_clean(engine: Engine) -> None:
 
 
 async def cancel_one(engine: Engine, prompt: str) -> Completion:
-    """A request that is cancelled after its first token."""
+    """Cancel a request after its first token, and return its completion."""
     async with engine.stream(prompt, **GREEDY) as stream:
         await stream.__anext__()
         await stream.cancel()
@@ -46,7 +46,7 @@ async def cancel_one(engine: Engine, prompt: str) -> Completion:
 
 
 def starts_of(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """`(seq_id, p0)` of every first chunk of a request, in the order of their decodes."""
+    """Return a list that gets `(seq_id, p0)` of the first chunk of each request, in order of decoding."""
     found: list[tuple[int, int]] = []
     known: set[tuple[int, int]] = set()
     decode = Context.decode

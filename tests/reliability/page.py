@@ -1,4 +1,4 @@
-"""docs/reliability.md and docs/architectures.md from the records: `python -m tests.reliability.page`."""
+"""Write docs/reliability.md and docs/architectures.md from the records: `python -m tests.reliability.page`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PAGE = ROOT / "docs" / "reliability.md"
 ARCHITECTURES = "architectures"
 ARCHITECTURES_PAGE = ROOT / "docs" / "architectures.md"
 
-# The proofs in the order of the page, and what each is called there.
+# The proofs in the order of the page, with their headings.
 PROOFS = {
     "fault_matrix": "Native calls that fail",
     "fault_process": "Native calls that fail in the process of an engine",
@@ -63,7 +63,7 @@ A file that ends a process, or whose answers depend on the company of a request,
 `ModelLoadError` if `preflight` is on, as in `cllm serve`.
 
 """
-# What can grow, its bound, and the test that reaches it.
+# Resources that can grow, the bound of each, and the test that reaches it.
 BOUNDS = (
     ("connections", "4,096 (`--max-connections`), or what fits the limit of descriptors; the one that is idle for longest is closed for another", "tests/server/test_connections.py::test_idle_clients_take_no_stream_its_connection"),
     ("descriptors", "the limit of the system; `serve` raises its own to 65,536 if it may; an engine process that cannot start for lack of descriptors is tried again", "tests/engine/test_process.py::test_a_process_that_there_is_no_room_for_is_started_later"),
@@ -84,7 +84,7 @@ BOUNDS = (
 
 
 def page(records: Iterable[Record]) -> str:
-    """The whole page, with a record of every proof."""
+    """Return the whole page, given a record of every proof."""
     by_name = {record.name: record for record in records}
     sections = (section(title, by_name[name]) for name, title in PROOFS.items())
     rows = [(name, bound, f"`{test}`") for name, bound, test in BOUNDS]
@@ -109,7 +109,7 @@ def _words(name: str) -> str:
 
 
 def section(title: str, record: Record) -> str:
-    """What one proof found."""
+    """Return the section of one proof."""
     lines = [f"## {title}", "", *wrap(record.claim, WIDTH), "", "```", record.command, "```", ""]
     lines += _table(Table(("", ""), [(name, value) for name, value in record.figures.items()]))
     for table in record.tables:
@@ -131,14 +131,14 @@ def _table(table: Table) -> list[str]:
 
 
 def _shown(cell: Cell) -> str:
-    """A figure as people write it; what is code in a word stays so."""
+    """Return a cell as text: numbers with separators, texts with escaped "|"."""
     if isinstance(cell, float):
         return f"{cell:,.3g}" if abs(cell) < 1000 else f"{cell:,.0f}"
     return f"{cell:,}" if isinstance(cell, int) else cell.replace("|", "\\|")
 
 
 def saved() -> list[Record]:
-    """All records there are."""
+    """Return all saved records."""
     return [load(path) for path in sorted(RESULTS.glob("*.json"))]
 
 

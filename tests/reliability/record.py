@@ -1,7 +1,7 @@
-"""Records: what a proof found, kept as JSON; `page` makes docs/reliability.md of them.
+"""Records: results of the proofs as JSON files, from which `page` makes docs/reliability.md.
 
-A proof is a program of this package, `python -m tests.reliability.NAME`, that ends with `save` when
-it is told to (`--save`).  The suite runs the same functions with smaller numbers.
+A proof is a program of this package, `python -m tests.reliability.NAME`.  It ends with `conclude`, which
+saves the record with `--save`.  The suite runs the same functions with smaller numbers.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ class Table:
 
 @dataclass(frozen=True)
 class Record:
-    """What one proof found.
+    """Results of one proof.
 
     Attributes
     ----------
     name : str
-        The program: "soak" is `tests.reliability.soak`.
+        Name of the program: "soak" is `tests.reliability.soak`.
     claim : str
-        What it proves, a sentence.
+        Statement that the program checks.
     command : str
-        What runs it again.
+        Command that runs the program again.
     figures : mapping
-        What was counted or measured, with units in the names, in the order of the page.
+        Counts and measurements by name, with the unit in the name, in the order of the page.
     tables : sequence of Table
     machine, commit : str
-        Where, and of what; filled in by `save`.
+        Machine and commit of the run; set by `save`.
     """
 
     name: str
@@ -68,7 +68,7 @@ def save(record: Record) -> Path:
 
 
 def text_of(record: Record) -> str:
-    """For a terminal: the tables, aligned, and the figures."""
+    """Return the record as text for a terminal: aligned tables, then the figures."""
     lines = []
     for table in record.tables:
         rows = [[str(cell) for cell in row] for row in (table.head, *table.rows)]
@@ -82,7 +82,7 @@ def text_of(record: Record) -> str:
 
 
 def conclude(record: Record, wrong: Sequence[str], *, is_kept: bool) -> int:
-    """Print what a proof found and whether its claim holds, and keep it; the exit code."""
+    """Print a record and whether its claim holds; save it if `is_kept`; return the exit code, 0 or 1."""
     sys.stdout.write(text_of(record))
     sys.stdout.writelines(f"WRONG {line}\n" for line in wrong)
     sys.stdout.write("DOES NOT HOLD\n" if wrong else "holds\n")
@@ -92,14 +92,14 @@ def conclude(record: Record, wrong: Sequence[str], *, is_kept: bool) -> int:
 
 
 def load(path: Path) -> Record:
-    """A record that was saved."""
+    """Read a saved record."""
     values = json.loads(path.read_text())
     tables = [Table(**table) for table in values.pop("tables")]
     return Record(**values, tables=tables)
 
 
 def commit() -> str:
-    """What is checked out, with "-dirty" if it is not what is committed, records apart."""
+    """Return the short id of the commit, with "-dirty" if files other than records have changed."""
 
     def git(*arguments: str) -> str:
         done = subprocess.run(

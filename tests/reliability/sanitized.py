@@ -1,8 +1,8 @@
-"""The library with sanitizers: where it is, how a process runs with it, and what the sanitizers said.
+"""The library with sanitizers: its place, the environment of its processes, and the reports.
 
-Every process of a run, children of tests included, writes its reports into one directory.  Nothing is
-left to exit codes, which tests of crashes read as they like: a run is good if no report is left that
-is not expected, and the reports of faults made on purpose are there.
+Every process of a run, children of tests included, writes its reports into one directory.  Exit codes are
+ignored, since tests of crashes expect special ones.  A run is good if all reports are expected, and the
+faults made on purpose were reported.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ INSTALLED = ROOT / "build" / "sanitized"
 PROBE = ROOT / "tools" / "sanitizers" / "probe.c"
 HOW_TO_BUILD = "build it, 15 minutes: ./build_llama.sh --sanitize --prefix build/sanitized"
 NATIVE = ("libllama.", "libggml")
-# A leak with one of these in its stack is ours: what these runtimes allocate for us may hide who asked
-# for it, since they are compiled without frame pointers.
+# A leak with one of these in its stack is ours.  The runtimes of C++ and OpenMP are compiled without frame
+# pointers, so their stacks may not show that libllama or ggml called them.
 OURS = (*NATIVE, "libstdc++.", "libgomp.")
 # Function, file and module of each frame, in every kind of report.
 FRAME = "stack_trace_format='    #%n %f %S %M'"
@@ -37,7 +37,7 @@ _DETAILS = re.compile(r" on (?:unknown )?address| trying to allocate| 0x| \(|:")
 
 
 class NotBuiltError(Exception):
-    """There is no library with sanitizers; says how to build it."""
+    """Error for a missing library with sanitizers; the message says how to build it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,9 @@ class Report:
     place : str
         The innermost frame in libllama or ggml, otherwise the innermost one that has a name.
     command : str
-        What the process was; "" of one that was only forked.
+        Command line of the process; "" if it was forked without a new program.
     n_bytes : int
-        Of a leak.
+        Size of a leak; 0 for other reports.
     """
 
     sanitizer: str
@@ -73,17 +73,18 @@ class Expected:
     reason: str
 
     def covers(self, report: Report) -> bool:
-        """Whether it is this that was expected."""
+        """Return True if a report has an expected kind and comes from the expected module."""
         return report.kind in self.kinds and f" -m {self.module} " in report.command
 
 
 # --- Running ------------------------------------------------------------------------------------
 def runtime() -> Path:
-    """The runtime of AddressSanitizer, which has to come before everything else.
+    """Return the path of AddressSanitizer's runtime, which must be loaded before all other libraries.
 
     Raises
     ------
     NotBuiltError
+        There is no library with sanitizers, or the compiler has no libasan.so.
     """
     if not (INSTALLED / "lib" / "libllama.so").is_file():
         raise NotBuiltError(f"no library with sanitizers; {HOW_TO_BUILD}")
@@ -94,13 +95,13 @@ def runtime() -> Path:
 
 
 def environment(directory: Path) -> dict[str, str]:
-    """The environment of a process that writes its reports into this directory."""
+    """Return the environment of a process that writes its reports into this directory."""
     probe = directory / "probe.so"
     preload = runtime()
     if not probe.exists():
         flags = ["-g", "-O0", "-shared", "-fPIC", "-fsanitize=address,undefined"]
         subprocess.run([_compiler(), *flags, str(PROBE), "-o", str(probe)], check=True, cwd=ROOT)
-    # Only errors of memory end the process: a leak of Python's would change how a test's child exits.
+    # Memory errors end the process, leaks do not: a leak of Python would change the exit code of a child.
     asan = (
         f"log_path={directory}/asan:detect_leaks=1:exitcode=0:abort_on_error=1:disable_coredump=1"
     )
@@ -110,14 +111,14 @@ def environment(directory: Path) -> dict[str, str]:
         "CLLM_SANITIZER_REPORTS": str(directory),
         "LD_PRELOAD": f"{preload}:{probe}",
         "ASAN_OPTIONS": f"{asan}:{FRAME}",
-        # With its first report it sets the path of AddressSanitizer, not its own: see probe.c.
+        # At its first report UndefinedBehaviorSanitizer sets AddressSanitizer's path, not its own: see probe.c.
         "UBSAN_OPTIONS": f"print_stacktrace=1:log_path={directory}/asan:{FRAME}",
-        "PYTHONMALLOC": "malloc",  # its small blocks have borders and owners too
+        "PYTHONMALLOC": "malloc",  # so that Python's small blocks are watched, too
     }
 
 
 def show_faults(directory: Path) -> list[Report]:
-    """The reports of faults made on purpose: what is looked for can be found."""
+    """Make all faults on purpose, each in a child process, and return their reports."""
     for name in FAULTS:
         command = [sys.executable, "-m", "tests.reliability.memory_faults", name]
         subprocess.run(
@@ -127,7 +128,7 @@ def show_faults(directory: Path) -> list[Report]:
 
 
 def unseen_faults(reports: Sequence[Report]) -> list[str]:
-    """What should have been reported and was not: "lose: LeakSanitizer"."""
+    """Return the missing reports of faults made on purpose: "lose: LeakSanitizer"."""
     seen = {
         (r.command.split()[-1], r.sanitizer, r.kind, r.place.split(" ")[0].split("(")[0])
         for r in reports
@@ -142,13 +143,13 @@ def unseen_faults(reports: Sequence[Report]) -> list[str]:
 
 
 def said_of_faults(unseen: Sequence[str]) -> str:
-    """How many of the reports that the faults must give have come: "5 of 5"."""
+    """Return the number of reports of the faults made on purpose, and of those expected: "5 of 5"."""
     n_reports = sum(len(fault.reports) for fault in FAULTS.values())
     return f"{n_reports - len(unseen)} of {n_reports}"
 
 
 def n_processes(directory: Path) -> int:
-    """How many programs were started in a run."""
+    """Return the number of programs that were started in a run."""
     return len(_commands(directory))
 
 
@@ -169,7 +170,7 @@ def _output(command: Sequence[str]) -> str:
 
 # --- Reading ------------------------------------------------------------------------------------
 def read(directory: Path) -> list[Report]:
-    """All reports of a run, those of Python's own leaks included."""
+    """Return all reports of a run, those of Python's own leaks included."""
     commands = _commands(directory)
     found: list[Report] = []
     for path in sorted(directory.glob("*san.*")):
@@ -179,10 +180,10 @@ def read(directory: Path) -> list[Report]:
 
 
 def parse(text: str, command: str) -> list[Report]:
-    """The reports in what one process wrote; what cannot be read is a report too."""
+    """Return the reports in the output of one process; an unreadable output is one report, too."""
     found: list[Report] = []
     for match, block in _blocks(_UNDEFINED, text):
-        # What was added to what is no part of the kind.
+        # The kind of a report is the text before the values and types.
         kind = re.split(r": | 0x| of type | for |, which", match[2])[0]
         found.append(_report(UNDEFINED, kind, block, command, otherwise=match[1]))
     for error, block in _blocks(_ERROR, text):
@@ -200,7 +201,7 @@ def parse(text: str, command: str) -> list[Report]:
 
 
 def _blocks(head: re.Pattern[str], text: str) -> list[tuple[re.Match[str], str]]:
-    """Every match, and the text from it to the next."""
+    """Return every match, and the text from it to the next one."""
     heads = list(head.finditer(text))
     ends = [match.start() for match in heads[1:]] + [len(text)]
     return [(match, text[match.start() : end]) for match, end in zip(heads, ends, strict=False)]
@@ -218,7 +219,7 @@ def _report(
 
 
 def _short(place: str) -> str:
-    """Without the directories above llama.cpp's or the project's own."""
+    """Return a place without the directories above those of llama.cpp or the project."""
     return re.sub(r"\S*/llama\.cpp-[^/]+/", "", place).replace(f"{ROOT}/", "")
 
 
@@ -229,12 +230,12 @@ class Findings:
     Attributes
     ----------
     wrong : list of Report
-        Which nothing excuses.
+        Reports that no expectation covers.
     expected : mapping
-        How many each expectation covers.
+        Number of reports that each expectation covers.
     foreign : list of Report
-        Leaks without libllama or ggml in their stacks: what Python, its extensions and other
-        programs, as the compiler that a test runs, do not free at their exit.
+        Leaks without a module of `OURS` in their stacks.  Python, its extensions, and other programs, such
+        as a compiler in a test, do not free everything at their exit.
     """
 
     wrong: list[Report]
@@ -243,7 +244,7 @@ class Findings:
 
 
 def sort_out(reports: Sequence[Report], expectations: Sequence[Expected] = ()) -> Findings:
-    """Which reports are wrong."""
+    """Divide reports into wrong, expected and foreign ones."""
     counts = dict.fromkeys(expectations, 0)
     wrong, foreign = [], []
     for report in reports:

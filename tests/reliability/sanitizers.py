@@ -1,11 +1,10 @@
 """The suites of the bindings and of the engine with AddressSanitizer, UndefinedBehaviorSanitizer and
 LeakSanitizer in libllama: no test fails, and nothing is reported.
 
-`make test-asan` builds the library and runs this.  The sanitizers watch every process that a test
-starts, and look for leaks at the exit of each, but for the forked ones of the hazard tables, which
-end with `_exit`.  A leak counts if libllama or ggml allocated it; what Python and others lose at exit
-is a figure.  The engine's other tests have nothing to watch: they pass where there is no library at
-all, which is run too.
+`make test-asan` builds the library and runs this.  The sanitizers watch every process that a test starts, and
+look for leaks at its exit.  Forked processes of the hazard tables end with `_exit` and are not searched for
+leaks.  Leaks of libllama or ggml must not occur; leaks of Python and others are only counted.  The engine's
+other tests do not use libllama: they run, and must pass, without the library.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from tests.reliability.memory_faults import LEAK
 from tests.reliability.record import ROOT, Record, Table, conclude
 from tests.reliability.sanitized import Expected, Findings, NotBuiltError, Report
 
-# Those of the engine that load libllama.  The others run on a scripted decoder, or without one.
+# Tests of the engine that load libllama.  The others use a scripted decoder, or none.
 ENGINE = (
     "chat/test_chat", "constraints/test_llguidance", "constraints/test_structured_output",
     "constraints/test_trial", "llama/test_decoder_conformance", "llama/test_other_models",
@@ -44,8 +43,8 @@ CLAIM = (
     "or ggml allocated and lost."
 )
 TEST_TIMEOUT_S = 1200  # the longest takes a minute on a quiet machine, four on a busy one
-# What tests provoke on purpose, in processes that are there to die of it.  There is no list of what
-# is suppressed: nothing else has been reported.
+# Reports that tests cause on purpose, in processes that are expected to crash.  No other report is suppressed,
+# since there was none.
 EXPECTED = (
     Expected(
         ("stack-overflow",), "cllm.engine.llama.trial_child",
@@ -61,14 +60,14 @@ EXPECTED = (
 
 @dataclass(frozen=True)
 class Suite:
-    """What pytest says of a run.
+    """Results of a run of pytest.
 
     Attributes
     ----------
     n_failed : int
-        Errors included; at least 1 if pytest itself ended badly.
+        Number of failures and errors; at least 1 if the exit code of pytest is not 0.
     excused : sequence of (str, str)
-        Tests that were skipped or are expected to fail, and why.
+        Tests that were skipped or are expected to fail, and the reasons.
     """
 
     n_tests: int
@@ -78,13 +77,13 @@ class Suite:
 
     @property
     def passed(self) -> bool:
-        """Whether there was something to fail, and nothing did."""
+        """True if tests have run, and none failed."""
         return self.n_tests > 0 and self.n_failed == 0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run found.
+    """Results of a run.
 
     Attributes
     ----------
@@ -101,7 +100,7 @@ class Outcome:
     findings: Findings
 
     def complaints(self) -> list[str]:
-        """What was reported, what would not have been, and which tests failed; empty if it holds."""
+        """Return unexpected reports, unseen faults and failed suites; empty if the claim holds."""
         found = [f"not expected: {line}" for line in describe(self.findings.wrong)]
         found += [f"not seen: {fault}" for fault in self.unseen_faults]
         suites = (self.watched, self.others)
@@ -113,11 +112,11 @@ class Outcome:
 
     @property
     def holds(self) -> bool:
-        """Whether all tests passed, nothing was reported, and something would have been."""
+        """True if all tests passed, no report was unexpected, and all faults on purpose were seen."""
         return not self.complaints()
 
     def figures(self) -> dict[str, str | int | float]:
-        """What was counted."""
+        """Return the figures of the record."""
         leaks = [r for r in self.findings.wrong if r.sanitizer == LEAK]
         return {
             "tests": self.watched.n_tests,
@@ -144,7 +143,7 @@ class Outcome:
         }
 
     def tables(self) -> list[Table]:
-        """What was expected, and how often it came; which tests did not count."""
+        """Return a table of expected reports with their counts, and one of tests that did not count."""
         rows = [
             (one.module, " / ".join(one.kinds), count, one.reason)
             for one, count in self.findings.expected.items()
@@ -160,6 +159,7 @@ def run(tests: Sequence[str], directory: Path) -> Outcome:
     Raises
     ------
     NotBuiltError
+        There is no library with sanitizers.
     """
     faults = directory / "faults"
     faults.mkdir()
@@ -179,13 +179,13 @@ def run(tests: Sequence[str], directory: Path) -> Outcome:
 
 
 def other_engine_tests() -> list[str]:
-    """The files of the engine's suite that are not watched."""
+    """Return the files of the engine's suite that are not watched."""
     found = (str(path.relative_to(ROOT)) for path in (ROOT / "tests/engine").rglob("test_*.py"))
     return sorted(set(found) - set(TESTS))
 
 
 def run_pytest(tests: Sequence[str], junit: Path, environment: Mapping[str, str]) -> Suite:
-    """Run these tests in a process with this environment; pytest writes what came of them."""
+    """Run tests in a child process with this environment; return the results that pytest wrote."""
     limit = f"--timeout={TEST_TIMEOUT_S}"
     command = [
         sys.executable,
@@ -205,7 +205,7 @@ def run_pytest(tests: Sequence[str], junit: Path, environment: Mapping[str, str]
 
 
 def suite_of(junit: str | None, status: int, seconds: float) -> Suite:
-    """What pytest's report says, or None of one that has not lived to write it."""
+    """Return the results in pytest's report; None is the missing report of a pytest that crashed."""
     suite = None if junit is None else ElementTree.fromstring(junit).find("testsuite")
     if suite is None:
         return Suite(0, 1, [], seconds)
@@ -215,13 +215,13 @@ def suite_of(junit: str | None, status: int, seconds: float) -> Suite:
         for case in suite.iter("testcase")
         for mark in case.iter("skipped")
     ]
-    # What ends pytest itself has no test.
+    # If pytest itself fails, no test of the report has failed.
     n_failed = n_failed or int(status != 0)
     return Suite(int(suite.get("tests", 0)), n_failed, excused, seconds)
 
 
 def describe(reports: Sequence[Report]) -> list[str]:
-    """A line for each place, with how often."""
+    """Return a line for each kind and place of reports, with their number."""
     places = Counter((r.sanitizer, r.kind, r.place, r.command.strip()[-60:]) for r in reports)
     return [
         f"{count} × {sanitizer}: {kind} in {place} ({command or 'a forked process'})"
@@ -230,7 +230,7 @@ def describe(reports: Sequence[Report]) -> list[str]:
 
 
 def main() -> int:
-    """Run the tests, say what was found."""
+    """Run the command line; 1 if the claim does not hold, 2 without a library with sanitizers."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tests", nargs="*", default=TESTS, help="files, or all that load libllama")
     parser.add_argument("--reports", type=Path, help="a new directory, where the reports stay")

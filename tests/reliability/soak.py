@@ -1,8 +1,8 @@
 """A soak: a seeded mix of everything that callers do, for minutes, on engines of several kinds.
 
-Rounds of configurations, each with a new engine and every phase of `soak_phases` on it, until the time
-is over.  Memory is read between two engines, when there is none.  Nothing may be wrong at the end:
-no answer, no book, no descriptor or thread left, and no more than `MAX_GROWTH_MIB` of memory.
+Each round goes through all configurations.  Each configuration has a new engine, on which all phases of
+`soak_phases` run.  Memory is read between two engines.  All answers and the bookkeeping must be right.  At
+the end no descriptor or thread may be left.  Memory may grow by at most `MAX_GROWTH_MIB`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.reliability.record import Cell, Record, Table, conclude
 from tests.reliability.soak_answers import Answers
 from tests.reliability.soak_phases import PHASES, Ledger, Soak
 
-# None of the long answers is computed before its reader gives it up.
+# The small `stream_buffer` pauses long answers, so that they have not ended when their readers cancel them.
 COMMON: dict[str, Any] = {"max_queue": 32, "pooling": "mean", "stream_buffer": 32, **QUIET}
 TIMED, FILES = "roomy", "prefixes in files"
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -41,7 +41,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "per-sequence": {"n_ctx": 2048, "n_seq_max": 8, "kv_unified": False},
     "no prefix cache": {"n_ctx": 1024, "n_seq_max": 8, "prefix_cache": False},
     "buffer of one": {"n_ctx": 1024, "n_seq_max": 4, "stream_buffer": 1},
-    # Full all the time, memory and directory.
+    # Host memory and directory are so small that they are always full.
     FILES: {
         "n_ctx": 512,
         "n_seq_max": 4,
@@ -49,12 +49,13 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "prefix_cache_dir_bytes": 8 << 20,
     },
 }
-# After the first third.  What malloc has given out goes up and down by some hundred KiB; a leak of a
-# hundred bytes a request, or of a context (2 to 8 MiB), is beyond this.  Resident memory also has the
-# free parts of pages: it went up and down by 2 MiB.
+# Largest growth after the first third of a soak.  Memory allocated by malloc goes up and down by some hundred
+# KiB; a leak of 100 bytes per request, or of a context (2 to 8 MiB), exceeds its limit.  Resident memory
+# also has free parts of pages: it went up and down by 2 MiB.
 MAX_GROWTH_MIB = 16.0
 MAX_MALLOC_GROWTH_MIB, MAX_MALLOC_GROWTH_PER_REQUEST = 1.0, 100.0
-# The median of "one after another", in soaks that have enough of them in a third.
+# Largest ratio of the median times of "one after another", last third to first.  It is checked if each third
+# has at least `N_FOR_MEDIAN` of them.
 MAX_SLOWER, N_FOR_MEDIAN = 2.0, 200
 MINUTE_S = 60.0
 
@@ -62,8 +63,8 @@ MINUTE_S = 60.0
 def limit_arenas() -> None:
     """Let all threads share two arenas of malloc, where the C library is glibc.
 
-    Otherwise each thread takes one of its own, up to eight for each core, that never gets smaller:
-    minutes of engines that come and go would look like a leak until the last arena has seen the most.
+    Otherwise there are up to eight arenas for each core, which never shrink.  A soak of some minutes would
+    look like a leak until each arena has had its largest load.
     """
     if hasattr(ctypes.CDLL(None), "mallopt"):
         ctypes.CDLL(None).mallopt(-8, 2)  # M_ARENA_MAX
@@ -71,7 +72,7 @@ def limit_arenas() -> None:
 
 @dataclass(frozen=True)
 class Sample:
-    """The process between two engines."""
+    """Memory, descriptors and threads of the process between two engines."""
 
     at_s: float
     rss_mib: float
@@ -82,7 +83,7 @@ class Sample:
 
     @classmethod
     def now(cls, started_at: float, n_requests: int) -> Sample:
-        """As it is, without the closed engines that still wait for the garbage collector."""
+        """Take a sample after a garbage collection, which frees closed engines."""
         gc.collect()
         return cls(
             time.perf_counter() - started_at,
@@ -96,14 +97,14 @@ class Sample:
 
 @dataclass
 class Outcome:
-    """What a soak found.
+    """Results of a soak.
 
     Attributes
     ----------
     samples : list of Sample
-        Before the first engine of the soak, and after each.
+        Samples before the first engine of the soak, and after each engine.
     n_rounds : int
-        Whole ones.
+        Number of complete rounds.
     """
 
     ledger: Ledger
@@ -122,7 +123,7 @@ class Outcome:
 
     @property
     def warmed_up(self) -> list[Sample]:
-        """The samples after the first third of them: how long a round takes does not matter."""
+        """Samples after the first third of their number, or the last one."""
         return self.samples[math.ceil(len(self.samples) / 3) :] or self.samples[-1:]
 
     @property
@@ -132,12 +133,12 @@ class Outcome:
 
     @property
     def malloc_growth_mib(self) -> float:
-        """What malloc has given out at the end, less that after the first third."""
+        """Memory allocated by malloc at the end, less that after the first third, in MiB."""
         return self.warmed_up[-1].malloc_mib - self.warmed_up[0].malloc_mib
 
     @property
     def times_slower(self) -> float | None:
-        """The median of one request after another, last third to first; None of too few."""
+        """Ratio of the median times of "one after another", last third to first; None with too few requests."""
         times, phase = self.ledger.total_s, "one after another"
         first, last = (times.get((phase, third), array("f")) for third in (0, 2))
         if min(len(first), len(last)) < N_FOR_MEDIAN:
@@ -146,11 +147,11 @@ class Outcome:
 
     @property
     def slope_mib_per_h(self) -> float:
-        """Of resident memory after the first third, by least squares."""
+        """Slope of resident memory after the first third, by least squares."""
         return slope([(s.at_s / 3600.0, s.rss_mib) for s in self.warmed_up])
 
     def complaints(self) -> list[str]:
-        """All that is wrong; empty if the claim holds."""
+        """Return the contradictions to the claim; empty if it holds."""
         ledger, first, last = self.ledger, self.samples[0], self.samples[-1]
         found = list(ledger.wrong)
         if ledger.n_wrong > len(found):
@@ -173,7 +174,7 @@ class Outcome:
 
 
 def slope(points: Sequence[tuple[float, float]]) -> float:
-    """Of the line with the least squares; 0 of one point."""
+    """Return the slope of the least-squares line through the points; 0 for one point."""
     n = len(points)
     mean_x, mean_y = sum(x for x, _ in points) / n, sum(y for _, y in points) / n
     square = sum((x - mean_x) ** 2 for x, _ in points)
@@ -183,14 +184,14 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
 async def soak(
     minutes: float, *, seed: int = 0, n_requests: int = 24, phase_s: float = 1.0
 ) -> Outcome:
-    """Go on for so many minutes, and at least for one round.
+    """Run a soak of `minutes` minutes, and at least one round.
 
     Parameters
     ----------
     n_requests : int
-        Of each load.
+        Number of requests of each load.
     phase_s : float
-        A phase is repeated until it has taken so long.
+        A phase is repeated until this many seconds have passed.
     """
     with tempfile.TemporaryDirectory() as directory:
         CONFIGURATIONS[FILES]["prefix_cache_dir"] = directory
@@ -231,7 +232,7 @@ async def _soak(minutes: float, *, seed: int, n_requests: int, phase_s: float) -
         else:
             outcome.n_rounds += 1
     outcome.seconds = time.perf_counter() - started_at
-    # llguidance's threads are told to end when they are freed, and end some time later.
+    # Threads of llguidance end some time after they were freed: wait up to 5 s.
     with anyio.move_on_after(5):
         while outcome.samples[-1].n_threads > outcome.samples[0].n_threads:
             await anyio.sleep(0.01)
@@ -240,7 +241,7 @@ async def _soak(minutes: float, *, seed: int, n_requests: int, phase_s: float) -
 
 
 def report(outcome: Outcome, name: str) -> None:
-    """How it goes, to standard error."""
+    """Print the progress to standard error."""
     ledger, sample = outcome.ledger, outcome.samples[-1]
     print(
         f"{sample.at_s:6.0f} s  {name:16} {ledger.ends.total():7} requests  "
@@ -252,7 +253,7 @@ def report(outcome: Outcome, name: str) -> None:
 
 
 def tables_of(outcome: Outcome) -> list[Table]:
-    """How requests ended, memory by the minute, and times in the first and the last third."""
+    """Return tables of the ends of requests, of memory by the minute, and of times by third."""
     ledger = outcome.ledger
     ends = [(end, n) for end, n in sorted(ledger.ends.items())]
     memory = [
@@ -286,7 +287,7 @@ def tables_of(outcome: Outcome) -> list[Table]:
 
 
 def record_of(outcome: Outcome, command: str) -> Record:
-    """For the page of proofs."""
+    """Return the record for docs/reliability.md."""
     ledger, last = outcome.ledger, outcome.samples[-1]
     return Record(
         name="soak",
@@ -323,7 +324,7 @@ def record_of(outcome: Outcome, command: str) -> Record:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The program; 0 if nothing is wrong."""
+    """Run the command line; 1 if something is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)

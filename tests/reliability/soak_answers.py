@@ -1,4 +1,4 @@
-"""What a soak asks, and what each of its requests must get."""
+"""Requests of a soak, and their expected answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cllm import Completion, Engine, SamplingParams
 from cllm.testing.records import PromptKey
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
-# None has more than 150 tokens with its answer: each fits the smallest cache alone.
+# Each prompt and its answer have at most 150 tokens together, so each fits the smallest cache alone.
 PROMPTS = [
     *(f"{n}+{97 - n}=" for n in range(10, 30)),
     *(f"count:{n}..{n + 20}" for n in range(0, 120, 10)),
@@ -38,7 +38,7 @@ TEXTS = [f"{prompt} and more " * (1 + i % 9) for i, prompt in enumerate(PROMPTS)
 
 
 def by_rule(prompt: str) -> str:
-    """What the embedded model was trained to answer."""
+    """Return the answer to a prompt that the embedded model was trained to give."""
     if prompt.endswith("="):
         return str(sum(map(int, prompt[:-1].split("+"))))
     task, given = prompt.split(":", 1)
@@ -50,7 +50,7 @@ def by_rule(prompt: str) -> str:
 
 @dataclass
 class Answers:
-    """What every request gets alone."""
+    """Expected results: those of each request alone."""
 
     plain: dict[PromptKey, tuple[int, ...]]
     constrained: list[tuple[int, ...]]
@@ -61,7 +61,7 @@ class Answers:
 
     @classmethod
     async def of(cls, engine: Engine) -> Answers:
-        """Ask for everything once, one after another; what is not so by the rule is an AssertionError."""
+        """Make each request once, alone; raise `AssertionError` if an answer is not that of `by_rule`."""
         alone = {prompt: await engine.generate(prompt, **GREEDY) for prompt in PROMPTS}
         for prompt, completion in alone.items():
             assert completion.text == by_rule(prompt), (prompt, completion.text)
@@ -79,5 +79,5 @@ class Answers:
 
 
 def logprobs_of(completion: Completion) -> tuple[float, ...]:
-    """Of the tokens that were sampled."""
+    """Return the log probabilities of the sampled tokens."""
     return tuple(token.logprob for token in completion.logprobs or ())

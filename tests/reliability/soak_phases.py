@@ -1,7 +1,7 @@
-"""What a soak does: its phases, each some requests of one kind.
+"""The phases of a soak: each makes some requests of one kind.
 
-Every answer is compared with what the same request got alone, before the soak.  The phases know in
-advance who is refused, who is cancelled and who expires; what is otherwise is written down as wrong.
+Every answer is compared with that of the same request alone, before the soak.  A phase knows in advance how
+many requests are refused, are cancelled or expire.  Other results are recorded as wrong.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ LIKENESS = 0.9999  # the last digits of a vector depend on its company
 
 
 def _no_times() -> array[float]:
-    """By name, and not a lambda: a ledger goes from a process to another."""
+    """Return an empty array; this is not a lambda, which could not be pickled with a ledger."""
     return array("f")
 
 
 def _times() -> defaultdict[tuple[str, int], array[float]]:
-    """Of each phase and third."""
+    """Return an empty mapping of times by phase and third."""
     return defaultdict(_no_times)
 
 
 @dataclass
 class Ledger:
-    """What happened, and what was wrong; small, however long it goes on.
+    """Counts and faults of a soak, in memory that does not grow with its length.
 
     Attributes
     ----------
@@ -72,15 +72,15 @@ class Ledger:
     faults : Counter
         Injected faults by kind.
     n_contexts_due : int
-        New contexts that they called for: a second fault of the same rows is looked for instead.
+        New contexts that the faults required.  A second fault of the same rows needs none: it is bisected.
     wrong : list of str
-        The first of what was not as it must be; `n_wrong` counts all.
+        The first faults found; `n_wrong` counts all.
     ttft_s, total_s : mapping
-        Times by (phase, third of the soak); float32, not objects.
+        Times in seconds by (phase, third of the soak), as arrays of float32.
     third : int
-        Of the soak: 0, 1 or 2.
+        Third of the soak: 0, 1 or 2.
     is_timed : bool
-        Whether times are kept: of one kind of engine, so that they can be compared.
+        True: times are kept.  This is so on one engine only, so that times can be compared.
     """
 
     n_tokens: int = 0
@@ -98,18 +98,18 @@ class Ledger:
     where: str = ""
 
     def note(self, what: str) -> None:
-        """Something is wrong."""
+        """Add a fault; only the first `N_SHOWN` texts are kept."""
         self.n_wrong += 1
         if len(self.wrong) < N_SHOWN:
             self.wrong.append(f"{self.where}: {what}")
 
     def expect(self, what: str, got: object, expected: object) -> None:
-        """These must be equal."""
+        """Add a fault if two values differ."""
         if got != expected:
             self.note(f"{what}: {got!r}, not {expected!r}")
 
     def count(self, end: str, n_tokens: int = 0, *, is_whole: bool = False) -> None:
-        """A request has ended, and what it gave, if anything, was compared."""
+        """Count a request that has ended and whose answer, if any, was compared."""
         self.ends[end] += 1
         self.n_tokens += n_tokens
         self.n_whole += is_whole
@@ -118,12 +118,12 @@ class Ledger:
 
 @dataclass
 class Soak:
-    """One engine, and what the phases on it need.
+    """An engine, with the expected answers, the ledger and the random numbers for its phases.
 
     Attributes
     ----------
     n : int
-        Requests of a load.
+        Number of requests of a load.
     """
 
     engine: Engine
@@ -133,11 +133,11 @@ class Soak:
     n: int
 
     def some(self, prompts: Sequence[str] = PROMPTS) -> list[str]:
-        """As many prompts as a load has, by chance."""
+        """Draw as many prompts as a load has."""
         return self.draw.choices(prompts, k=self.n)
 
     def seed(self) -> int:
-        """Another one each time."""
+        """Draw a seed."""
         return self.draw.randrange(2**31)
 
     def take(
@@ -187,7 +187,7 @@ async def cancelled(soak: Soak) -> None:
     prompts = soak.some(LONG)
     records = await cancel_storm(soak.engine, prompts, load_seed=soak.seed(), **GREEDY)
     soak.take("cancelled", records, (FinishReason.STOP, FinishReason.CANCELLED))
-    # No buffer holds the rest of these answers: nobody ends before it is cancelled.
+    # The answers are longer than a stream's buffer, so none ends before it is cancelled.
     n_cancelled = records.summary().n_finished[FinishReason.CANCELLED]
     soak.ledger.expect("cancelled", n_cancelled, math.ceil(0.5 * len(prompts)))
 
@@ -198,7 +198,7 @@ async def read_slowly(soak: Soak) -> None:
 
 
 async def expired(soak: Soak) -> None:
-    """A few that are too late at once, and a load that may or may not be in time."""
+    """Make a few requests with a timeout of 0, and a load that may or may not end in time."""
     late = await burst(soak.engine, soak.some()[:3], timeout=0.0, **GREEDY)
     soak.take("expired", late, (FinishReason.DEADLINE,))
     timeout = soak.draw.uniform(0.0, 0.05)
@@ -218,7 +218,7 @@ async def urgent_and_not(soak: Soak) -> None:
 
 
 async def dropped(soak: Soak) -> None:
-    """Streams that are closed early, or forgotten without being closed."""
+    """Close streams early, and drop others without closing them."""
     before = soak.engine.statistics().n_finished[FinishReason.CANCELLED]
     prompts = soak.some(LONG)
     for number, prompt in enumerate(prompts):
@@ -231,17 +231,17 @@ async def dropped(soak: Soak) -> None:
             await stream.aclose()
         else:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", ResourceWarning)  # it is what this is about
+                warnings.simplefilter("ignore", ResourceWarning)  # caused on purpose
                 del stream
         soak.ledger.count("dropped", len(token_ids))
-    await soak.engine.audit()  # obeyed after the cancellations, answered after a tick
+    await soak.engine.audit()  # runs after the cancellations
     n_cancelled = soak.engine.statistics().n_finished[FinishReason.CANCELLED] - before
     soak.ledger.expect("streams that were dropped and cancelled", n_cancelled, len(prompts))
 
 
 # --- Refusals -------------------------------------------------------------------------------------
 async def refused(soak: Soak) -> None:
-    """Bad prompts and bad arguments among good ones."""
+    """Make requests with invalid prompts and arguments among valid ones."""
     prompts: list[Any] = [*soak.some(), "x" * 9000, [10**6], [-1], "\ud800"]
     soak.draw.shuffle(prompts)
     errors = (PromptTooLongError, InvalidRequestError)
@@ -260,7 +260,7 @@ async def refused(soak: Soak) -> None:
 
 
 async def queue_full(soak: Soak) -> None:
-    """More at once than the engine takes: exactly the others are refused."""
+    """Make 7 requests too many at once: exactly 7 must be refused."""
     config, n_beyond = soak.engine.config, 7
     n_taken = config.n_seq_max + config.max_queue
     prompts = soak.draw.choices(LONG, k=n_taken + n_beyond)
@@ -274,7 +274,7 @@ T = TypeVar("T")
 
 
 async def _each(ask: Callable[[T], Awaitable[None]], asked: Sequence[T]) -> None:
-    """All at once."""
+    """Call `ask` with each value, all at once."""
 
     async def run(one: T) -> None:
         await ask(one)
@@ -331,7 +331,7 @@ async def logprobs_and_scores(soak: Soak) -> None:
 
 
 async def texts_to_vectors(soak: Soak) -> None:
-    """Calls of some texts each, beside streams; some are cancelled, some have no time."""
+    """Embed texts while streams run; some calls are cancelled, some have a timeout of 0."""
 
     async def embed(texts: Sequence[str]) -> None:
         found = await soak.engine.embed(texts)
@@ -359,7 +359,7 @@ async def texts_to_vectors(soak: Soak) -> None:
             call = soak.draw.choice((embed, embed, embed, leave, expire))
             tasks.start_soon(call, soak.draw.choices(known, k=soak.draw.randint(1, 12)))
         await at_once(soak)
-    await soak.engine.audit()  # answered when what was cancelled is gone
+    await soak.engine.audit()  # runs after the cancellations
     soak.ledger.expect("texts that wait", soak.engine.statistics().n_waiting_texts, 0)
 
 
@@ -369,7 +369,7 @@ N_BETWEEN_FAULTS = (60, 140)
 
 @contextmanager
 def faults(ledger: Ledger, draw: random.Random) -> Iterator[None]:
-    """About every hundredth decode fails: fatally, aborted, or with what nobody expects."""
+    """Let about every hundredth decode fail: with a fatal code, as aborted, or with a `RuntimeError`."""
     decode, on_failure = Context.decode, Recovery.on_failure
     n_left = draw.randint(*N_BETWEEN_FAULTS) // 4
 
@@ -400,11 +400,11 @@ def faults(ledger: Ledger, draw: random.Random) -> Iterator[None]:
 
 
 async def with_faults(soak: Soak) -> None:
-    """Loads on an engine whose decodes fail; nobody may suffer."""
+    """Run loads on an engine whose decodes fail now and then; no request may fail."""
     before = soak.engine.statistics().n_rebuilds - soak.ledger.n_contexts_due
-    # The inference thread draws when its decodes come: from numbers of its own.
+    # The faults are drawn in the inference thread, so they have their own random generator.
     draw = random.Random(soak.draw.randrange(2**31))
-    soak.ledger.is_timed = False  # what a new context costs is not the loads' time
+    soak.ledger.is_timed = False  # times would include those of new contexts
     with faults(soak.ledger, draw):
         for phase in (at_once, cancelled, read_slowly, one_after_another, expired):
             await phase(soak)

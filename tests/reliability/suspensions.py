@@ -1,10 +1,10 @@
-"""Generations suspended at every token, by a process that is then killed, go on in another: the same tokens.
+"""Check that generations which one process suspends continue in another process with the same tokens.
 
     python -m tests.reliability.suspensions [--each N] [--model embedded|SmolLM2]
 
-Every sampler and constraint of `tests.engine.samplings`, three prompts each, on a deterministic engine.
-One process computes each generation whole, and saves it after every token; its last act is SIGKILL.  The
-other loads each file, goes on, and compares.
+The program tries all samplers and constraints of `tests.engine.samplings` with three prompts each, on
+deterministic engines.  The first process computes each generation to its end, and suspends and saves it after
+every token.  Then it kills itself.  The second process loads each file, resumes it, and compares.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COMMAND = (sys.executable, "-m", "tests.reliability.suspensions")
 
 
 def engine_of(model: str) -> Engine:
-    """Deterministic; computes hardly ahead of a reader."""
+    """Return a deterministic engine whose requests compute at most 2 deltas ahead of their readers."""
     return Engine(model_path(model), n_ctx=4096, n_seq_max=4, deterministic=True, stream_buffer=2)
 
 
@@ -63,7 +63,7 @@ async def save(directory: Path, model: str, each: int) -> None:
 
 
 async def resume(directory: Path, model: str) -> int:
-    """Go on with every file; how many differ from what they were to be."""
+    """Resume every file; return the number of answers that differ, plus discrepancies of the audit."""
     wholes = json.loads((directory / "wholes.json").read_text())
     n_wrong = n_restored = 0
     async with engine_of(model) as engine:
@@ -96,9 +96,9 @@ async def resume(directory: Path, model: str) -> int:
 
 
 def main() -> int:
-    """Both halves, each in a process of its own."""
+    """Run the command line: both halves, each in its own process; 0 if all answers are right."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--each", type=int, default=1, help="suspend at every so manieth token")
+    parser.add_argument("--each", type=int, default=1, help="suspend after every N-th token")
     parser.add_argument("--model", default="embedded")
     parser.add_argument("--half", choices=("save", "resume"))
     parser.add_argument("--directory", type=Path)

@@ -2,10 +2,10 @@
 
     python -m tests.reliability.tier_faults [--calls N] [--save]
 
-Prompts that evict one another are asked of an engine and, when it has ended, of a second one on the same
-directory, which goes on from what the first has left.  Each file call and each native call of a copy fails
-once, at its k-th time; files are damaged between the two; another process keeps to the same directory, and
-removes what it finds.  No answer may change, and nothing may be left that differs from what is on the books.
+Two engines serve prompts that evict one another, the second after the first has ended.  It uses the files that
+the first left in the directory.  Faults are: the k-th file call, or native call of a copy, fails; files are
+damaged between the two engines; another process removes files.  No answer may change, and audits must find
+no difference from the bookkeeping.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CLAIM = (
     "another process in the same directory change no answer: what is missing is computed.  A directory that cannot "
     "be used when an engine starts is refused by name."
 )
-# Each sequence has cells of its own, and there are no more than two.
+# With `deterministic` each sequence has its own cells.  There are only two sequences.
 OPTIONS: dict[str, Any] = {"n_ctx": 512, "n_seq_max": 2, "deterministic": True, **QUIET}
 TIERS: dict[str, dict[str, Any]] = {
     "host memory": {"prefix_cache_bytes": 1 << 24},
@@ -53,7 +53,8 @@ TIERS: dict[str, dict[str, Any]] = {
 }
 HEADS = ("count: 1 2 3 4 5 6 7 8 9 " * 4, "repeat: a b c d e f g h " * 4, "In a small town " * 6)
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True, "logprobs": 0}
-# One after another, each of which evicts what the last but one has left; and two at once.
+# Indices into `HEADS` of the prompts of each round.  Rounds run in turn, and each evicts the prefix of the
+# round before the last.  The last round has two prompts at once.
 ROUNDS = ((0,), (1,), (2,), (0,), (1,), (2, 0))
 NATIVE = ("llama_state_seq_get_size", "llama_state_seq_get_data", "llama_state_seq_set_data")
 HANG_S = 30.0
@@ -62,7 +63,7 @@ COMMAND = (sys.executable, "-m", "tests.reliability.tier_faults")
 
 @dataclass
 class Tried:
-    """What became of one kind of fault."""
+    """Counts of one kind of fault, and wrong results."""
 
     tier: str
     what: str
@@ -105,7 +106,7 @@ class Bench:
     async def run(
         self, between: Callable[[Path], None] = lambda _: None, **options: Any
     ) -> tuple[int, list[str]]:
-        """Serve everything by one engine and, after `between`, by another: prefixes restored, what is wrong."""
+        """Run an engine, call `between`, run another one; return the number of restored prefixes and faults."""
         n_restored, wrong = 0, list[str]()
         for number in (1, 2):
             n_met = self.files.n_met
@@ -140,7 +141,7 @@ class Bench:
         return options | {"prefix_cache_dir": self.directory} if has_files else options
 
     def begin(self, file: FileFault | None = None, native: Fault | None = None) -> None:
-        """Let the directory be empty, and one call fail."""
+        """Empty the directory, and arm a fault of a file call or of a native call, if given."""
         self.files.arm(None)
         shutil.rmtree(self.directory)
         self.directory.mkdir()
@@ -148,7 +149,7 @@ class Bench:
         self.native.arm(*([] if native is None else [native]))
 
     async def count(self) -> tuple[Counter[str], Counter[str]]:
-        """Calls of a run without a fault: for files, and native ones."""
+        """Return the numbers of file calls and of native calls in a run without faults."""
         self.begin()
         n_restored, wrong = await self.run()
         assert not wrong, wrong
@@ -156,19 +157,19 @@ class Bench:
         return Counter(self.files.n_calls), Counter(self.native.n_calls)
 
     async def try_file(self, fault: FileFault, tried: Tried) -> None:
-        """One call for a file fails."""
+        """Run with a fault of one file call, and count the results."""
         self.begin(file=fault)
         await self.try_once(tried, f"{fault.function} {fault.k}: {fault.words}")
         tried.n_met += self.files.n_met
 
     async def try_native(self, function: str, k: int, outcome: Outcome, tried: Tried) -> None:
-        """One native call of a copy fails."""
+        """Run with a fault of one native call, and count the results."""
         self.begin(native=Fault(function, k, outcome))
         await self.try_once(tried, f"{function} {k}: {outcome}")
         tried.n_met += len(self.native.met)
 
     async def try_damage(self, name: str, damage: Callable[[Path], None], tried: Tried) -> None:
-        """What the first engine has left is damaged."""
+        """Run with damage to the files that the first engine left, and count the results."""
         self.begin()
         await self.try_once(tried, name, damage)
         tried.n_met += 1
@@ -176,7 +177,7 @@ class Bench:
     async def try_once(
         self, tried: Tried, what: str, between: Callable[[Path], None] = lambda _: None
     ) -> None:
-        """Serve everything, and count it."""
+        """Run both engines, and add the results to `tried`."""
         n_before = self.n_compared
         n_restored, wrong = await self.run(between)
         tried.n_tried += 1
@@ -191,13 +192,13 @@ def _prompts(number: int) -> list[list[str]]:
 
 @contextmanager
 def always_restored() -> Iterator[None]:
-    """Nothing depends on measured times, nor on the audits of tests."""
+    """Make runs repeatable: always restore prefixes, disable automatic audits, write all files at the end."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inference_thread, "AUDIT_EVERY_TICK", False)
         patch.setattr(inference_thread, "IDLE_AUDIT_S", float("inf"))
         patch.setattr(saved_states.SavedStates, "restore_s", lambda *_: 0.0)
         patch.setattr(saved_states.SavedStates, "copy_s", lambda *_: 0.0)
-        patch.setattr(prefix_files, "CLOSE_S", 20.0)  # all that is to be written is
+        patch.setattr(prefix_files, "CLOSE_S", 20.0)  # time to write all waiting files
         yield
 
 
@@ -223,7 +224,7 @@ def _flipped(share: float) -> Callable[[bytes], bytes]:
 
 
 def _swapped(directory: Path) -> None:
-    """Each has the bytes of another."""
+    """Give each file the bytes of another one."""
     paths = sorted(directory.rglob(f"*{SUFFIX}"))
     contents = [path.read_bytes() for path in paths]
     for path, content in zip(paths, contents[1:] + contents[:1], strict=True):
@@ -231,7 +232,7 @@ def _swapped(directory: Path) -> None:
 
 
 def _directories(directory: Path) -> None:
-    """Directories in the places of files."""
+    """Replace each file by a directory."""
     for path in list(directory.rglob(f"*{SUFFIX}")):
         path.unlink()
         path.mkdir()
@@ -243,7 +244,7 @@ def _gone(directory: Path) -> None:
 
 
 def _foreign(directory: Path) -> None:
-    """Files that somebody else put there."""
+    """Add files that cllm did not write: random bytes and an empty file in each directory."""
     for path in list(directory.rglob(f"*{SUFFIX}")):
         path.with_name(f"foreign{SUFFIX}").write_bytes(os.urandom(1000))
         path.with_name(f"empty{SUFFIX}").write_bytes(b"")
@@ -261,14 +262,14 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 
 def _half(real: Real) -> Any:
-    """A read that ends early, as of a file that is being cut off."""
+    """Return half of what was read, as with a file that is being truncated."""
     done = real()
     return done[: len(done) // 2] if isinstance(done, bytes) else done // 2
 
 
 # --- The whole ----------------------------------------------------------------------------------
 async def try_tier(tier: str, n_calls: int) -> list[Tried]:
-    """Every fault of one tier, at each of the first `n_calls` calls."""
+    """Try every fault of one tier, at each of the first `n_calls` calls."""
     found = []
     with tempfile.TemporaryDirectory() as name:
         async with Bench(tier, Path(name)) as bench:
@@ -299,7 +300,7 @@ async def try_tier(tier: str, n_calls: int) -> list[Tried]:
 
 
 async def _beside_another(bench: Bench, n_runs: int = 5) -> Tried:
-    """Another process serves on the directory, and leaves room for hardly a file."""
+    """Serve while another process uses the directory with a limit of 128 KiB, and so removes files."""
     tried = Tried(bench.tier, "another process removes files")
     bench.begin()
     other = subprocess.Popen(
@@ -342,7 +343,7 @@ async def be_neighbour(directory: Path) -> int:
 
 
 def record(found: list[Tried], seconds: float, options: list[str]) -> Record:
-    """The figures and the table."""
+    """Return the record: the figures and the table."""
     head = ("tier", "what fails", "calls made", "faults", "met", "restored meanwhile", "wrong")
     rows = [
         (t.tier, t.what, t.n_calls, t.n_tried, t.n_met, t.n_restored, len(t.wrong)) for t in found
@@ -361,12 +362,12 @@ def record(found: list[Tried], seconds: float, options: list[str]) -> Record:
 
 
 async def prove(tiers: list[str], n_calls: int) -> list[Tried]:
-    """Every fault of these tiers."""
+    """Try every fault of these tiers."""
     return [tried for tier in tiers for tried in await try_tier(tier, n_calls)]
 
 
 def main() -> int:
-    """Run all of them; 1 if anything was not as it is to be."""
+    """Run the command line; 1 if a result was wrong."""
     parser = argparse.ArgumentParser(prog="python -m tests.reliability.tier_faults")
     parser.add_argument("--calls", type=int, default=100, help="k from 1 to this")
     parser.add_argument("--neighbour", type=Path, help=argparse.SUPPRESS)
