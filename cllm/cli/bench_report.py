@@ -58,7 +58,7 @@ def machine() -> str:
 
 
 def about(config: EngineConfig, model: ModelInfo) -> list[str]:
-    """Return lines that describe the model, the settings and the machine."""
+    """Return lines that describe the model, the machine, the number of threads and the version of cllm."""
     n_threads = config.compute_threads[0]
     threads = f"{n_threads} compute thread" + ("s" if n_threads > 1 else "")
     name = model.name or config.model_path.name

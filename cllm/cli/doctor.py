@@ -194,7 +194,10 @@ def _show_rows(console: Console, costs: RowCosts) -> None:
 
 
 def _measure_rows(config: EngineConfig, *, is_quick: bool, as_json: bool) -> RowCosts | None:
-    """Measure and print the costs of rows; return None if the model cannot be used."""
+    """Measure the costs of rows, and print them unless `as_json`.
+
+    None if the model cannot be used; standard error then has the reason.
+    """
     console = Console(highlight=False, quiet=as_json)
     check = preflight_check(config.model_path)
     if check.status is Status.FAILED:

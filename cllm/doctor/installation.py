@@ -60,7 +60,7 @@ def llama_version() -> str:
 
 
 def check_version(record: dict[str, Any], version: str) -> Check:
-    """Compare the version of llama.cpp with the one that the tests run with; another one is a warning.
+    """Compare the commit of llama.cpp with the one that the tests run with; another one is a warning.
 
     A library that does not match the declarations is not loaded at all: see `AbiMismatchError`.
     """

@@ -289,7 +289,9 @@ class Engine(Generates[TokenStream], EmbeddingMethods):
             prompts = await parts.embeddings.rank_prompts(form, query, documents)
             return await self._rank(prompts, priority)
         assert scope.cancelled_caught
-        raise DeadlineError(f"ranking {len(documents)} documents took more than {timeout} s")
+        raise DeadlineError(
+            f"{len(documents)} documents were not ranked within {timeout} s (timeout)"
+        )
 
     async def _rank(self, prompts: Sequence[list[int]], priority: int) -> list[Ranked]:
         """Return the ranking of the prompts by p(yes) / (p(yes) + p(no))."""

@@ -96,5 +96,7 @@ def check_serving(
         raise EngineFailedError.of(failure)
     if status is EngineStatus.DRAINING and not draining:
         raise ClosedError("the engine is draining: it takes no new requests")
+    if status is EngineStatus.STARTING:
+        raise ClosedError("the engine is loading its model: wait until `async with` has entered it")
     if status not in (EngineStatus.READY, EngineStatus.DRAINING):
         raise ClosedError("the engine is closed, or was not entered with `async with`")

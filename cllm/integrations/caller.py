@@ -81,7 +81,9 @@ class Caller:
             An event loop runs in this thread, or the engine's event loop is not known yet.
         """
         if _is_in_event_loop():
-            raise RuntimeError(f"an event loop runs in this thread: await {instead} instead")
+            raise RuntimeError(
+                f"an event loop runs in this thread: use {instead} there, or call this in another thread"
+            )
         if self._token is None:
             raise RuntimeError(f"the engine's event loop is not known yet: await {instead} first")
 

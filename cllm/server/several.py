@@ -95,7 +95,9 @@ class _Front:
             model = self._pool.default if name is None else _named(self._pool, name)
             if scope["method"] != "POST" and not model.is_loaded:
                 # A GET loads nothing: a page of another site can cause one that has no Origin.
-                raise unavailable(f"the model {model.name!r} is not loaded: a POST loads it")
+                raise unavailable(
+                    f"the model {model.name!r} is not loaded: a request for an answer loads it, a GET does not"
+                )
             async with self._pool.using(model) as app:
                 await app(scope, receive, send)
         except Problem as problem:

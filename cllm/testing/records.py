@@ -282,7 +282,9 @@ def assert_isolated(
     for number, record in enumerate(records):
         assert_as_alone(record, oracle, errors=errors, number=number)
     if not any(record.is_by_itself for record in records):
-        raise ValueError(f"none of {len(records)} requests ended by itself: nothing is shown")
+        raise ValueError(
+            f"none of {len(records)} requests ended with stop or length: no whole output could be compared"
+        )
 
 
 def assert_as_alone(

@@ -91,7 +91,7 @@ def _tool(field: str, value: object, copier: Copier) -> dict[str, Any]:
 
 
 def _check_schema(field: str, schema: object) -> None:
-    """Reject schemas of arguments that templates and grammars cannot handle."""
+    """Reject a schema of arguments with a part of another type; remove `properties` and `required` that are null."""
     if not isinstance(schema, dict | None):
         raise InvalidRequestError(field, schema, "a mapping")
     if schema is None:

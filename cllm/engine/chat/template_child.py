@@ -38,7 +38,10 @@ class RefusedError(Exception):
 
 
 class Generation(Extension):
-    """Tag `{% generation %}`, which marks the assistant's text for training; it has no effect here."""
+    """Tag `{% generation %}`, which marks the assistant's text for training.
+
+    Its text is rendered in a scope of its own, as in transformers, and is not marked.
+    """
 
     tags: set[str] = {"generation"}  # noqa: RUF012
 

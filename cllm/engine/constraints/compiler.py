@@ -94,7 +94,9 @@ class ConstraintCompiler:
             await self._try(field, text)
             return await self._worker.run(lambda: prepare().compile(field, text))
         except (NotAvailableError, RuntimeError) as error:  # or a panic in llguidance
-            raise InvalidRequestError(field, text, f"left out: {error}") from error
+            raise InvalidRequestError(
+                field, text, f"a constraint that this installation can enforce: {error}"
+            ) from error
 
     async def _try(self, field: str, text: str) -> None:
         if self._trial is None:
@@ -104,4 +106,6 @@ class ConstraintCompiler:
         try:
             await self._trial.run(field, text)
         except NotAvailableError as error:
-            raise InvalidRequestError(field, text, f"left out: {error}") from error
+            raise InvalidRequestError(
+                field, text, f"a constraint that this installation can enforce: {error}"
+            ) from error

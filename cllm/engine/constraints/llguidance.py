@@ -116,7 +116,9 @@ class Guidance:
                 schema = json.dumps(enforceable(field, json.loads(text)))
                 grammar = matchers.grammar_from_json_schema(schema, defaults=defaults)
         except InvalidRequestError as error:
-            raise InvalidRequestError(field, text, f"usable ({error})") from None
+            raise InvalidRequestError(
+                field, text, f"a schema that can be enforced: {error}"
+            ) from None
         except GbnfError as error:
             raise InvalidRequestError(field, text, str(error)) from None
         except ValueError as error:

@@ -162,9 +162,9 @@ GAUGES = {
 
 
 class Recorder:
-    """The counters behind `EngineStatistics`, by the same names.  Inference thread only.
+    """The counters behind `EngineStatistics`, mostly by the same names.  Inference thread only.
 
-    Values that are not counted by ticks, such as `n_waiting`, are set when a snapshot is taken.
+    Numbers of requests, cells, seq_ids and bytes are set when a snapshot is taken.
     """
 
     n_waiting: int = 0

@@ -153,7 +153,10 @@ class Preflight:
         if self._is_stopped:
             raise ClosedError("the engine was closed")
         if output is None:
-            raise ModelLoadError(path, f"a process with it does not end within {limit_s:.1f} s")
+            raise ModelLoadError(
+                path,
+                f"its preflight took more than {limit_s:.1f} s and was ended: loading hangs, or this machine is slow",
+            )
         self._ended = process.returncode < 0 and LOADED in output
         _check(output, process.returncode, path)
 

@@ -110,7 +110,10 @@ class BannedStrings:
         )
 
     def _release(self, n_safe: int, *, everything: bool) -> None:
-        """Make the first held deltas ready for `take`: those whose text ends within `n_safe` characters."""
+        """Make the first held deltas ready for `take`; all of them with `everything`.
+
+        Otherwise these are the deltas whose text ends within `n_safe` characters, and that are final.
+        """
         ends = accumulate(len(delta.text) for delta in self._held)
         n_released = len(self._held) if everything else sum(end <= n_safe for end in ends)
         if not everything:

@@ -219,8 +219,8 @@ class EngineProcess(EngineHost):
                     continue
                 if (pause_s := next(pauses, None)) is None:
                     raise EngineFailedError(
-                        f"its process was started {len(RETRY_S) + 1} times in a row and was never ready; "
-                        f"the last time: {ending.crash}"
+                        f"its process has ended, and {len(RETRY_S) + 1} attempts in a row to start it again "
+                        f"have failed; the last time: {ending.crash}"
                     ) from ending.crash
                 logger.error("the engine's process ended before it served: %s", ending.crash)
             self._pause(pause_s)

@@ -185,7 +185,7 @@ class InferenceThread(EngineHost):
         )
 
     def _make_store(self, loaded: Loaded, owned: ExitStack) -> PrefixFiles | None:
-        """Return the files of the prefix cache; None if the settings name no directory for them."""
+        """Return the files of the prefix cache; None without a directory for them, or without `prefix_cache`."""
         config = self._config
         if config.prefix_cache_dir is None or not config.prefix_cache:
             return None

@@ -73,7 +73,10 @@ def _check_size(body: bytes) -> None:
 
 
 def _field_beyond(body: bytes) -> str | None:
-    """Return the field in which the body exceeds `MAX_CONTAINERS`; None if that cannot be determined."""
+    """Return the field in which the body probably exceeds `MAX_CONTAINERS`; None if that cannot be determined.
+
+    Brackets in strings are counted too.
+    """
     brackets = re.finditer(rb"[\[{]", body)
     end = next(islice(brackets, MAX_CONTAINERS, None)).start()
     try:

@@ -109,7 +109,7 @@ class Metrics:
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the engine's counters as they are now; called by the registry."""
+        """Yield the engine's counters and gauges, none before `watch`; called by the registry."""
         if self._statistics is None:
             return
         now = self._statistics()
