@@ -125,7 +125,9 @@ def _schema(name: str, given: object, error: ErrorType) -> str:
     if not isinstance(schema, dict):
         raise error(name, given, "an object")
     if depth > MAX_SCHEMA_DEPTH:
-        raise error(name, given, f"at most {MAX_SCHEMA_DEPTH} levels deep")
+        raise error(
+            name, given, f"at most {MAX_SCHEMA_DEPTH} levels deep, the innermost value counted"
+        )
     check_text(name, text, error)
     return text
 

@@ -349,7 +349,9 @@ class FakeDecoder:
         held = self._held.get(seq_id_src, [])
         if not self.kv_unified:
             if first > 0 or not (p1 is None or 0 < len(held) <= p1):
-                raise InvalidArgumentError("[p0, p1)", (p0, p1), "everything (per-sequence layout)")
+                raise InvalidArgumentError(
+                    "[p0, p1)", (p0, p1), "the whole sequence: kv_unified is False"
+                )
             self._pending_copies |= {seq_id_src, seq_id_dst}
             held = [cell and _Cell(cell.token, cell.loras) for cell in held]
         self._hold(seq_id_dst, [c if first <= p < end else None for p, c in enumerate(held)])

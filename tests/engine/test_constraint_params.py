@@ -153,14 +153,20 @@ def test_a_schema_has_at_most_64_levels() -> None:
     for depth in (65, 66, 100):
         for schema in (nested(depth), json.dumps(nested(depth))):
             error = refused(json_schema=schema)
-            assert (error.field, error.limit) == ("json_schema", "at most 64 levels deep")
+            assert (error.field, error.limit) == (
+                "json_schema",
+                "at most 64 levels deep, the innermost value counted",
+            )
 
 
 def test_tuples_in_a_schema_are_levels_like_the_lists_that_they_become() -> None:
     value: tuple[object, ...] = ()
     for _ in range(100):
         value = (value,)
-    assert refused(json_schema={"a": value}).limit == "at most 64 levels deep"
+    assert (
+        refused(json_schema={"a": value}).limit
+        == "at most 64 levels deep, the innermost value counted"
+    )
 
 
 @pytest.mark.parametrize("opening", ["[", '{"a":', '{"a":['])

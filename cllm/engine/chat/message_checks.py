@@ -142,7 +142,9 @@ class Copier:
         if isinstance(value, float):
             return float(value)
         if depth >= MAX_DEPTH:
-            raise InvalidRequestError(field, "deeper nesting", f"at most {MAX_DEPTH} levels deep")
+            raise InvalidRequestError(
+                field, "deeper nesting", f"at most {MAX_DEPTH} mappings and lists inside each other"
+            )
         if isinstance(value, Mapping):
             return {
                 self._text(field, key): self.copy(f"{field}.{key!s:.40}", item, depth + 1)

@@ -155,7 +155,7 @@ class Preflight:
         if output is None:
             raise ModelLoadError(
                 path,
-                f"its preflight took more than {limit_s:.1f} s and was ended: loading hangs, or this machine is slow",
+                f"its preflight hung or was too slow (limit {limit_s:.1f} s), and was ended; preflight=False skips it",
             )
         self._ended = process.returncode < 0 and LOADED in output
         _check(output, process.returncode, path)
