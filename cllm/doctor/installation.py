@@ -62,7 +62,8 @@ def llama_version() -> str:
 def check_version(record: dict[str, Any], version: str) -> Check:
     """Compare the commit of llama.cpp with the one that the tests run with; another one is a warning.
 
-    A library that does not match the declarations is not loaded at all: see `AbiMismatchError`.
+    The version is only for the text.  A library that does not match the declarations is not loaded at all:
+    see `AbiMismatchError`.
     """
     commit = record.get("commit")
     told = f"llama.cpp {commit} ({record.get('version', version)})"

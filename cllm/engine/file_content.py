@@ -118,12 +118,12 @@ def open_regular(path: str | Path) -> io.BufferedReader:
 
 @contextmanager
 def loading(contents: Iterable[FileContent]) -> Iterator[None]:
-    """Check after the block that the files did not change while they were loaded by path.
+    """Check after the block that files loaded by path still have these contents; not if the block raises.
 
     Raises
     ------
     ModelChangedError
-        One of them was replaced meanwhile.
+        One of them has other content now, is being written, or is gone.
     """
     yield
     for content in contents:

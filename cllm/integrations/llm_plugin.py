@@ -186,7 +186,10 @@ class CllmEmbeddings(llm.EmbeddingModel):
 
 # --- Messages ----------------------------------------------------------------------------------
 def _chat_of(prompt: llm.Prompt) -> list[dict[str, Any]]:
-    """Return the conversation up to and with a prompt, as messages in OpenAI's format."""
+    """Return the conversation up to and with a prompt, as messages in OpenAI's format.
+
+    Results of tools are messages, and reasoning is `reasoning_content`.  A system prompt is there where it changes.
+    """
     chat: list[dict[str, Any]] = []
     system: str | None = None
     for message in prompt.messages:

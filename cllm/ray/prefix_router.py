@@ -118,7 +118,10 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc,unused-ignore]
         return self._table.choose(keys, load)
 
     async def _count(self, replicas: Mapping[str, RunningReplica]) -> None:
-        """Set the load of each replica to its present number of requests; without an answer, leave it."""
+        """Set the load of each replica to its present number of requests, plus those sent meanwhile.
+
+        A replica that does not answer within `ANSWER_S` keeps its load.
+        """
 
         async def ask(name: str, replica: RunningReplica) -> None:
             before, n_before = self._sent[name]

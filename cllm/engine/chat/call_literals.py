@@ -258,7 +258,7 @@ class ElementCalls:
 
     @property
     def call_start(self) -> str:
-        """Text before the name."""
+        """Text before the name, with the mark and the quotation mark; `<tool_call>` is a trigger."""
         return f'{self.mark}<invoke name="'
 
     @property

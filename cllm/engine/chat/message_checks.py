@@ -91,7 +91,15 @@ def _tool(field: str, value: object, copier: Copier) -> dict[str, Any]:
 
 
 def _check_schema(field: str, schema: object) -> None:
-    """Reject a schema of arguments with a part of another type; remove `properties` and `required` that are null."""
+    """Check the form of a tool's schema of arguments; remove `properties` and `required` if they are null.
+
+    Other keywords are not checked.
+
+    Raises
+    ------
+    InvalidRequestError
+        The schema or its `properties` is not a mapping, or `required` is not a list of names.
+    """
     if not isinstance(schema, dict | None):
         raise InvalidRequestError(field, schema, "a mapping")
     if schema is None:

@@ -40,7 +40,7 @@ class RefusedError(Exception):
 class Generation(Extension):
     """Tag `{% generation %}`, which marks the assistant's text for training.
 
-    Its text is rendered in a scope of its own, as in transformers, and is not marked.
+    The text is rendered as without the tag, but variables that the block sets have their former values after it.
     """
 
     tags: set[str] = {"generation"}  # noqa: RUF012

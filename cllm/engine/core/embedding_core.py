@@ -292,7 +292,11 @@ class EmbeddingCore:
         return texts
 
     def _piece(self, text: _Text, budget_s: float | None) -> list[_Text]:
-        """Return the piece of a text that the time allows; an empty list until enough time is saved."""
+        """Return the piece of a text that the time allows: at least `MIN_PIECE` tokens, or the rest.
+
+        The time is `budget_s`, or `IDLE_BATCH_S` if None.  The list is empty if the smallest piece takes longer;
+        budgets then add up until a later call.
+        """
         n_rows = min(text.n_left, max(MIN_PIECE, self._n_affordable(budget_s, text.n_computed)))
         if n_rows <= MIN_PIECE and not self._has_saved(budget_s, text.n_computed, n_rows):
             self._begun = text

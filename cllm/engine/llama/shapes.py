@@ -35,9 +35,10 @@ Logits = NDArray[np.float32]
 
 
 class BatchShape(NamedTuple):
-    """Way in which a text is computed: tokens of each batch (`cut`), other sequences, number of output rows.
+    """Way in which a text is computed: its tokens in each batch (`cut`), other sequences, its output rows.
 
-    With `is_even`, each other sequence has as many rows as the text, otherwise one.  With `one_waits`, the
+    In each batch, up to `n_outputs` last rows of the text are output rows, and the last row of each other
+    sequence.  With `is_even`, each other sequence has as many rows as the text, otherwise one.  With `one_waits`, the
     first other sequence has rows in the first batch only.
     """
 

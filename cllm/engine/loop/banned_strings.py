@@ -110,9 +110,9 @@ class BannedStrings:
         )
 
     def _release(self, n_safe: int, *, everything: bool) -> None:
-        """Make the first held deltas ready for `take`; all of them with `everything`.
+        """Make the first held deltas ready for `take`: all with `everything`.
 
-        Otherwise these are the deltas whose text ends within `n_safe` characters, and that are final.
+        Otherwise those before the last delta with text, if their own text ends within `n_safe` characters.
         """
         ends = accumulate(len(delta.text) for delta in self._held)
         n_released = len(self._held) if everything else sum(end <= n_safe for end in ends)

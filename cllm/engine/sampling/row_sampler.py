@@ -126,7 +126,7 @@ class RowSampler:
         self._n_until_end -= 1
 
     def recall(self, token: int) -> None:
-        """See `TokenSampler`."""
+        """Accept a token sampled elsewhere, and draw as often as its sampling did; see `TokenSampler`."""
         check_recalled(token, self.constraint)
         self._chain.draw()
         self.accept(token)

@@ -73,9 +73,9 @@ def _check_size(body: bytes) -> None:
 
 
 def _field_beyond(body: bytes) -> str | None:
-    """Return the field in which the body probably exceeds `MAX_CONTAINERS`; None if that cannot be determined.
+    """Return the top-level field in which the body probably exceeds `MAX_CONTAINERS`; None if it is unknown.
 
-    Brackets in strings are counted too.
+    Brackets in strings are counted too.  A body that is not an object has no fields.
     """
     brackets = re.finditer(rb"[\[{]", body)
     end = next(islice(brackets, MAX_CONTAINERS, None)).start()

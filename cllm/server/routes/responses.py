@@ -264,7 +264,7 @@ class ResponseForm(AnswerForm):
             yield from self._step(step)
 
     def begin(self) -> Iterator[Event]:
-        """See `AnswerForm`."""
+        """Yield `response.created` and `response.in_progress` at the first call, nothing later; see `AnswerForm`."""
         if not self._has_begun:
             self._has_begun = True
             begun = self._response("in_progress", [], None)
