@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Build libllama, the only native part of cllm, and link it into the package.
+# Build libllama and libmtmd, the only native parts of cllm, and link them into the package.
 #
 # Everything is made under one cache directory, in a directory named after what went in, and appears
 # there by one rename after it has decoded a quantized model.  So an interrupted build leaves
@@ -13,7 +13,7 @@ readonly COMMIT=b11549
 readonly SDIST=xllamacpp-2026.10.11549 REQUIREMENT=xllamacpp==2026.10.11549 TREE=thirdparty/llama.cpp
 readonly SDIST_SHA256=c17ee1163006f70726abb9f72137830818f3d8cb60bfc34cb232d08428eaa22b
 # Part of the key: raise it when this script installs something else for the same flags.
-readonly LAYOUT=1
+readonly LAYOUT=2
 readonly TOOLS=(llama-server llama-bench llama-batched-bench llama-quantize)
 readonly RPC_SERVER=ggml-rpc-server
 
@@ -30,21 +30,22 @@ usage() {
   cat <<'TEXT'
 Usage: ./build_llama.sh [options]
 
-Builds libllama from the pinned source and links it to cllm/_native.
+Builds libllama, and libmtmd for images, from the pinned source, and makes cllm/_native a link to
+them.
 
   --source DIR   build this llama.cpp tree instead of the pinned one
   --tools        also build llama-server, llama-bench, llama-batched-bench and llama-quantize
   --cuda, --vulkan, --metal (macOS)   with this backend
   --rpc          with llama.cpp's RPC, which is experimental and insecure, and ggml-rpc-server:
                  layers of a model may be on other machines (docs/rpc.md)
-  --portable     not for this CPU: the CPU's code is built once for each kind of CPU (x86-64 from
-                 SSE2 to AVX-512, ARMv8.0 to 9.2), the best of them is chosen at run time, and the
+  --portable     for any CPU of this architecture: its code is built once for each kind (x86-64 from
+                 SSE2 to AVX-512, ARMv8.0 to 9.2), the best one is chosen at run time, and the
                  OpenMP runtime is copied beside them
-  --sanitize     with AddressSanitizer and UndefinedBehaviorSanitizer
+  --sanitize     with AddressSanitizer and UndefinedBehaviorSanitizer, for tests: slow
   --as-linked    with the options of the build that cllm/_native links to, and those given here
   --prefix DIR   install real files to DIR and leave cllm/_native as it is
   --jobs N       compile N files at a time (default: one per CPU)
-  --verbose      print the compiler's output also where there is no terminal
+  --verbose      print the compiler's output even if standard output is no terminal
   --clean        remove the cached builds and the link to them; the downloaded source stays
   --help         this text
 
@@ -158,6 +159,7 @@ choose_flags() {
     -DCMAKE_BUILD_WITH_INSTALL_RPATH=ON "-DCMAKE_INSTALL_RPATH=\$ORIGIN;\$ORIGIN/../lib"
     -DGGML_CCACHE=OFF "-DGGML_RPC=$rpc" -DLLAMA_{ALL_WARNINGS,OPENSSL}"=OFF"
     -DLLAMA_BUILD_{APP,EXAMPLES,TESTS}"=OFF" "-DLLAMA_BUILD_COMMIT=$commit"
+    -DLLAMA_BUILD_MTMD=ON -DMTMD_VIDEO=OFF
     "-DGGML_CUDA=$cuda" "-DGGML_METAL=$metal" "-DGGML_VULKAN=$vulkan"
   )
   if $portable; then
@@ -181,10 +183,17 @@ choose_flags() {
 }
 
 # check_headers RECORDS DIR...: compare the headers in DIR... with cllm's declarations, and record where
-# the structures have their fields.
+# the structures have their fields.  libmtmd is left out if it does not fit.
 check_headers() {
-  CC=$cc "$python" "$here/tools/native/check_headers.py" llama.h "$@" ||
+  local script=$here/tools/native/check_headers.py directory
+  CC=$cc "$python" "$script" llama.h "$@" ||
     fail "llama.cpp $commit does not fit cllm's declarations, which are in cllm/bindings/_llama_h.py"
+  media=false
+  for directory in "${@:2}"; do
+    if [[ -f $directory/mtmd.h ]]; then media=true; fi
+  done
+  if $media; then CC=$cc "$python" "$script" mtmd.h "$@" || media=false; fi
+  $media || say "llama.cpp $commit has no libmtmd that fits: cllm takes no images with it"
 }
 
 # One hash over the files that the build reads.
@@ -298,8 +307,10 @@ get_source() {
 }
 
 compile() {
-  local targets=(llama ${programs[@]+"${programs[@]}"}) tool_flags=(-DLLAMA_BUILD_{COMMON,TOOLS,SERVER}"=OFF")
+  local targets=(llama) tool_flags=(-DLLAMA_BUILD_{COMMON,TOOLS,SERVER}"=OFF")
+  if $media; then targets+=(mtmd); fi
   if ((${#programs[@]})); then
+    targets+=("${programs[@]}")
     # The server without its web page, which would be built by npm or downloaded.
     tool_flags=(-DLLAMA_BUILD_{COMMON,TOOLS,SERVER}"=ON" -DLLAMA_{BUILD,USE_PREBUILT}_UI"=OFF")
   fi
@@ -326,7 +337,11 @@ logged() {
 }
 
 fill_stage() {
-  local libraries=("$build"/bin/lib{llama.,ggml}*)
+  local libraries=("$build"/bin/lib{llama.,ggml}*) headers=("$source"/include/llama.h)
+  if $media; then
+    libraries+=("$build"/bin/libmtmd.*)
+    headers+=("$source"/tools/mtmd/mtmd.h)
+  fi
   mkdir -p "$stage/lib" "$stage/include" "$stage/check"
   if $tools; then libraries=("$build"/bin/lib*); fi
   if ((${#programs[@]})); then
@@ -335,8 +350,23 @@ fill_stage() {
   fi
   cp -L "${libraries[@]}" "$stage/lib/"
   if $portable; then make_portable; fi
-  cp "$source"/include/llama.h "$source"/ggml/include/{ggml*,gguf}.h "$stage/include/"
+  cp "${headers[@]}" "$source"/ggml/include/{ggml*,gguf}.h "$stage/include/"
+  copy_licenses
+}
+
+# The licences of llama.cpp and of what libmtmd contains.
+copy_licenses() {
+  local file
   cp "$source/LICENSE" "$stage/LICENSE.llama.cpp"
+  $media || return 0
+  for file in "$source"/vendor/{hash/*/LICENSE*,stb/stb_image.h,miniaudio/miniaudio.h}; do
+    [[ -f $file ]] || continue
+    printf '\n== %s\n\n' "${file#"$source/vendor/"}"
+    case $file in
+      *.h) sed -n '/^This software is available/,/^\*\//p' "$file" ;;
+      *) cat "$file" ;;
+    esac
+  done >"$stage/LICENSE.libmtmd"
 }
 
 # What a build needs that travels to machines with another CPU and without the compiler's OpenMP.
@@ -392,13 +422,13 @@ write_record() {
   "$python" - "$stage/build.json" "commit=$commit" "source_sha256=$source_sha256" \
     "version=$(version_of "$source")" \
     "cmake_version=$(cmake --version | awk 'NR == 1 { print $NF }')" "compiler=$compiler" \
-    "cpu=$cpu" "amx=$amx" "portable=$portable" "sanitize=$sanitize" "tools=$tools" \
+    "cpu=$cpu" "amx=$amx" "portable=$portable" "sanitize=$sanitize" "tools=$tools" "media=$media" \
     "backends=${backends[*]}" "options=${options[*]}" "source=$own_source" -- "${flags[@]}" <<'PYTHON'
 import datetime, json, pathlib, sys
 
 end = sys.argv.index("--")
 record = dict(pair.split("=", 1) for pair in sys.argv[2:end])
-record |= {key: record[key] == "true" for key in ("portable", "sanitize", "tools")}
+record |= {key: record[key] == "true" for key in ("portable", "sanitize", "tools", "media")}
 record |= {"backends": record["backends"].split(), "flags": sys.argv[end + 1:]}
 record["built_at"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 pathlib.Path(sys.argv[1]).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
@@ -411,7 +441,9 @@ build_and_install() {
   if find_installed; then return; fi
   rm -rf "$root"/native/.tmp.* "$root"/src/.tmp.*
   get_source
-  check_headers "$build/layouts" "$source"/{,ggml/}include
+  check_headers "$build/layouts" "$source"/{,ggml/}include "$source/tools/mtmd"
+  # Older trees build libmtmd with all tools alone.
+  grep LLAMA_BUILD_MTMD "$source/CMakeLists.txt" >/dev/null || media=false
   say "building libllama $commit with $jobs jobs, some minutes; log: $build/build.log"
   compile
   stage=$root/native/.tmp.$key.$$

@@ -1,10 +1,11 @@
-"""Every exception of cllm, named by what the reader should do about it.
+"""Exceptions of cllm, and what to do about each.
 
 CllmError
 ├── LibraryError                        libllama cannot be used: fix the installation
 │   ├── LibraryNotFoundError
 │   └── AbiMismatchError                built from another llama.cpp than the declarations
 ├── ModelLoadError(path, reason)        fix the path or the file
+│   └── ModelChangedError               a file has changed since the engine opened it: `Engine.reload`
 ├── DownloadError(name, reason)         fix the name, the network or the disk, and ask again
 ├── RpcServerError(address, reason)     start that server, free it, or take it out of `rpc`
 ├── ContextError                        these context parameters cannot work with this model
@@ -18,10 +19,11 @@ CllmError
 ├── RequestError                        this request cannot be served; the engine is fine
 │   ├── PromptTooLongError(n_prompt, n_ctx)
 │   ├── InvalidRequestError             also a ValueError; names the field, the value, the limit
+│   │   └── TooMuchTextError            more text than cllm accepts with any model
 │   ├── QueueFullError(n_waiting, retry_after_s)
 │   ├── GenerationError                 one request failed while running; its cause is attached
-│   ├── EmbeddingError                  likewise, of texts that were to become vectors
-│   └── DeadlineError                   their time has passed; also a TimeoutError
+│   ├── EmbeddingError                  texts could not be embedded or ranked; its cause is attached
+│   └── DeadlineError                   the time of the request has passed; also a TimeoutError
 ├── StaleLogitsError                    a later decode has overwritten these logits
 ├── EngineFailedError                   the engine has stopped; __cause__ says why
 ├── ClosedError                         you closed it
@@ -30,7 +32,8 @@ CllmError
 ├── WrongProcessError                   you called it in a forked child
 └── MissingExtraError                   also an ImportError; run the pip command that it names
 
-Numbers are attributes as well as text.  Cancellation and deadlines of what is generated are finish reasons, not errors.
+Numbers in a message are attributes too.  A generation that is cancelled or passes its deadline ends with a
+finish reason, not with an error.
 """
 
 from __future__ import annotations
@@ -53,6 +56,7 @@ __all__ = (
     "DecodeFailedError",
     "DownloadError",
     "EmbeddingError",
+    "EncodeCancelledError",
     "EngineFailedError",
     "GenerationError",
     "InUseError",
@@ -78,7 +82,7 @@ __all__ = (
 
 
 class CllmError(Exception):
-    """Base of every exception that cllm raises on its own account."""
+    """Base of the exceptions that cllm defines."""
 
 
 class LibraryError(CllmError):
@@ -90,7 +94,7 @@ class LibraryNotFoundError(LibraryError):
 
 
 class AbiMismatchError(LibraryError):
-    """libllama was built from headers that the declarations do not describe."""
+    """libllama does not match the declarations in `cllm.bindings`: it was built from another llama.cpp."""
 
 
 class ModelLoadError(CllmError):
@@ -117,7 +121,7 @@ class ModelChangedError(ModelLoadError):
 
 
 class DownloadError(CllmError):
-    """A model that was named could not be downloaded; nothing is left that could be taken for it.
+    """A named model could not be downloaded.  A partial file is never used as a model.
 
     Attributes
     ----------
@@ -162,7 +166,7 @@ class LlamaCallError(CllmError):
     function : str
         Name of the C function.
     code : int
-        What it returned.
+        Value that it returned.
     """
 
     def __init__(self, function: str, code: int, meaning: str = "failed") -> None:
@@ -181,6 +185,10 @@ class InvalidBatchError(LlamaCallError):
 
 class DecodeFailedError(LlamaCallError):
     """The decode was aborted or failed; part of the batch may be stored."""
+
+
+class EncodeCancelledError(CllmError):
+    """The encode of an image was cancelled by its caller."""
 
 
 class _FieldError(CllmError, ValueError):
@@ -208,11 +216,13 @@ class _FieldError(CllmError, ValueError):
 
 
 class InvalidArgumentError(_FieldError):
-    """An argument would make libllama abort, hang or answer nonsense; it was not called."""
+    """An argument or a setting has a value that cannot be used, such as one that would abort libllama."""
 
 
 class PositionError(InvalidArgumentError):
-    """Positions of a sequence are consecutive from 0: no gap, no step back.
+    """Positions of a batch do not continue a sequence: they leave a gap or step back.
+
+    Positions of a sequence are consecutive from 0.
 
     Attributes
     ----------
@@ -242,7 +252,8 @@ class RequestError(CllmError):
 class PromptTooLongError(RequestError):
     """The prompt does not fit the context of one sequence.
 
-    Clients know an overflow by these texts, and compact their history by themselves.
+    `n_prompt` is the number of tokens of the prompt, `n_ctx` the largest number for a sequence.  Clients
+    recognize an overflow by the wording of the message, and then shorten their history.
     """
 
     def __init__(self, n_prompt: int, n_ctx: int) -> None:
@@ -259,11 +270,11 @@ class InvalidRequestError(_FieldError, RequestError):
 
 
 class TooMuchTextError(InvalidRequestError):
-    """A field of the request has more bytes of text than cllm takes of any request, for any model."""
+    """A field of the request has more bytes of text than cllm accepts with any model."""
 
 
 class QueueFullError(RequestError):
-    """Too many requests are waiting; try again after `retry_after_s` seconds."""
+    """Too many requests, `n_waiting`, are waiting; try again after `retry_after_s` seconds, an estimate."""
 
     def __init__(self, n_waiting: int, retry_after_s: float) -> None:
         super().__init__(
@@ -278,7 +289,7 @@ class _FailedRequestError(RequestError):
 
     @classmethod
     def of(cls, request_id: str, cause: BaseException) -> Self:
-        """The error of a request that failed because of this."""
+        """Return the error of a request that failed because of `cause`, with `cause` as `__cause__`."""
         error = cls(f"request {request_id} failed: {cause}")
         error.__cause__ = cause
         return error
@@ -290,18 +301,18 @@ class GenerationError(_FailedRequestError):
     Attributes
     ----------
     completion : Completion | None
-        What the request had produced until then.
+        Output of the request until it failed; None if it is not known.
     """
 
     completion: Completion | None = None
 
 
 class EmbeddingError(_FailedRequestError):
-    """The texts of a request could not be computed; `__cause__` says why."""
+    """The texts of a request were not embedded or ranked; `__cause__` says why, None if it was cancelled."""
 
 
 class DeadlineError(RequestError, TimeoutError):
-    """The texts of a request were not computed in the time that it had."""
+    """Vectors, a ranking or a score were not computed, or a server sent no token, before the deadline."""
 
 
 class StaleLogitsError(CllmError):
@@ -309,26 +320,26 @@ class StaleLogitsError(CllmError):
 
 
 class EngineFailedError(CllmError):
-    """The engine has stopped and serves nothing any more; `__cause__` says why.
+    """The engine has stopped after a failure and serves no request; `__cause__` says why, if it is known.
 
     Attributes
     ----------
     completion : Completion | None
-        What the request that raises this had produced until then, if it was running.
+        Output of the request until then, if the request that raises this error was running.
     """
 
     completion: Completion | None = None
 
     @classmethod
     def of(cls, cause: BaseException) -> Self:
-        """Return the error of a request for a failure of its engine."""
+        """Return the error that requests of an engine raise after `cause` has stopped it."""
         error = cls(f"the engine has failed: {cause!r}")
         error.__cause__ = cause
         return error
 
 
 class ClosedError(CllmError):
-    """The object was closed, or was not opened yet."""
+    """The object is not open: it was closed, was not entered yet, or is draining."""
 
 
 class InUseError(CllmError):
@@ -336,20 +347,20 @@ class InUseError(CllmError):
 
 
 class WrongThreadError(CllmError):
-    """The object belongs to another thread."""
+    """The object belongs to another thread or another event loop."""
 
 
 class WrongProcessError(CllmError):
-    """The object was made before a fork; libllama does not survive one."""
+    """The object was made before a fork, and is used in the child process; libllama cannot be used there."""
 
 
 class MissingExtraError(CllmError, ImportError):
-    """A library that an extra of cllm brings is not installed."""
+    """A library is not installed that belongs to an extra of cllm."""
 
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
-    """Import packages of an extra; a missing one raises `MissingExtraError`."""
+    """Turn a failed import in the block into a `MissingExtraError` that names the extra to install."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -361,7 +372,7 @@ def extra(name: str) -> Iterator[None]:
 
 
 def as_told(kind: type[E], text: str, **attributes: object) -> E:
-    """An exception that was raised elsewhere, by its text: constructors make a text of other arguments."""
+    """Return an error of another process or server from its text; constructors take other arguments."""
     error = kind.__new__(kind, text)
     error.args = (text,)
     vars(error).update(attributes)

@@ -1,8 +1,8 @@
-"""Move to another llama.cpp whose source is on PyPI, or show what that would mean.
+"""Move the pin to another llama.cpp whose source is on PyPI, or only try that one.
 
-    python -m tools.bump                           the newest
-    python -m tools.bump xllamacpp==2026.10.11549  this one
-    python -m tools.bump --dry-run                 changes no file of the project
+    python -m tools.bump                           the newest llama.cpp of the packages in `SOURCES`
+    python -m tools.bump xllamacpp==2026.10.11549  this release
+    python -m tools.bump --dry-run                 build and test, but change no file of the project
 
 The headers are compared with those of the pin (functions, fields, deprecations) and with cllm's
 declarations.  If they fit, the pin is edited, the library is built, and the fast tests and the hazards
@@ -41,13 +41,13 @@ class Source:
     Attributes
     ----------
     requirement : str
-        As pip takes it.
+        Requirement for pip, such as `xllamacpp==2026.10.11549`.
     archive, tree : Path
-        The file, and the directory of llama.cpp from it.
+        Archive file, and the unpacked directory of llama.cpp.
     version : tuple of int
-        llama.cpp's own.
+        Version of llama.cpp, from its `CMakeLists.txt`.
     commit : str
-        The commit, or the number of the build.
+        First nine digits of llama.cpp's commit, or `b` and the number of its build.
     """
 
     requirement: str
@@ -59,7 +59,7 @@ class Source:
     @property
     def headers(self) -> list[Path]:
         """Directories with the headers."""
-        return [self.tree / "include", self.tree / "ggml" / "include"]
+        return [self.tree / name for name in ("include", "ggml/include", "tools/mtmd")]
 
     @property
     def directory(self) -> str:
@@ -84,6 +84,9 @@ def main() -> int:
         if wrong := complaints(declarations_of("llama.h"), source.headers):
             print(*(f"does not fit: {name}: {text}" for name, text in wrong.items()), sep="\n")
             return 1
+        if wrong := complaints(declarations_of("mtmd.h"), source.headers):
+            print(*(f"no images: {name}: {text}" for name, text in wrong.items()), sep="\n")
+            return 1
         print("the headers fit cllm's declarations")
         if is_dry:
             prefix = Path(folder) / "built"
@@ -93,7 +96,7 @@ def main() -> int:
 
 
 def told(source: Source) -> str:
-    """Return a source in a few words."""
+    """Return a line that describes a source: its requirement, commit and version."""
     return f"{source.requirement}: llama.cpp {source.commit}, {'.'.join(map(str, source.version))}"
 
 
@@ -129,7 +132,7 @@ def fetched(requirement: str, folder: Path) -> Source:
 
 
 def commit_of(root: Path, tree: Path) -> str:
-    """Return the commit that the package's index has for llama.cpp, or the number in its version."""
+    """Return nine digits of the commit of llama.cpp's submodule, or `b` and the last part of the version."""
     index = ["git", "-C", str(root), "ls-files", "--stage", str(tree.relative_to(root))]
     if (root / ".git").exists():
         done = subprocess.run(index, capture_output=True, text=True, check=False)

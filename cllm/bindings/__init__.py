@@ -1,17 +1,19 @@
-"""libllama as Python objects; knows no engine and no event loop.
+"""Python objects for libllama, independent of the engine and of any event loop.
 
-Usable on its own: `Model`, `Context`, `Batch`, `SamplerChain`.  Every argument that would make
-libllama abort, hang or lie is refused with a typed error before the call.
+The main classes are `Model`, `Context`, `Batch` and `SamplerChain`.  An argument that would make
+libllama abort, hang or return wrong results raises a typed error before the call.
 """
 
 from cllm.bindings._handle import NativeHandle, fork_generation
 from cllm.bindings._library import find_library, library
 from cllm.bindings.batch import Batch, Run
 from cllm.bindings.context import Context, Logits, system_info
+from cllm.bindings.embedding_batch import EmbeddingBatch
 from cllm.bindings.embedding_context import EmbeddingContext
 from cllm.bindings.lora import LoraAdapter
 from cllm.bindings.memory_needs import MemoryNeeds, memory_needs
 from cllm.bindings.model import Model
+from cllm.bindings.projector import MediaChunk, Projector
 from cllm.bindings.quantization import quantize
 from cllm.bindings.sampler import CandidateMemory, Candidates, SamplerChain
 from cllm.bindings.vocabulary import Vocabulary
@@ -21,12 +23,15 @@ __all__ = (
     "CandidateMemory",
     "Candidates",
     "Context",
+    "EmbeddingBatch",
     "EmbeddingContext",
     "Logits",
     "LoraAdapter",
+    "MediaChunk",
     "MemoryNeeds",
     "Model",
     "NativeHandle",
+    "Projector",
     "Run",
     "SamplerChain",
     "Vocabulary",

@@ -1,4 +1,4 @@
-"""AbortFlag: how any thread cuts the computation of a context short."""
+"""AbortFlag: abort the computation of a context from any thread."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from cllm.bindings._library import library
 
 
 class AbortFlag:
-    """Two bytes that a thread-free C function reads after every graph node (see `Library`).  CPU only.
+    """Flag that a C function reads after every graph node, without the GIL (see `Library`).  CPU only.
 
     Parameters
     ----------
     params : struct llama_context_params
-        Of the context, which must not outlive this.
+        Parameters of the context; they get the callback.  The context must not outlive this object.
     """
 
     def __init__(self, params: Any) -> None:
@@ -25,5 +25,5 @@ class AbortFlag:
             params.abort_callback_data = ctypes.addressof(self._bytes)
 
     def set(self, abort: bool) -> None:
-        """Any thread."""
+        """Set or clear the flag.  Any thread."""
         self._bytes[0] = b"\1" if abort else b"\0"

@@ -1,4 +1,4 @@
-"""From C text to ctypes: the structures and signatures of `_llama_h` and `_mtmd_h` are derived here.
+"""Ctypes structures and signatures, derived from the C text of `_llama_h` and `_mtmd_h`.
 
 The C compiler compares the text with the headers of a library before the library is compiled
 (`tools/native/check_headers.py`), and in the tests cffi's parser reads the same text independently.
@@ -43,16 +43,16 @@ class Prototype:
 
 
 class Declarations:
-    """The ctypes reading of the C text: `types`, `structs` and `prototypes` by C name.
+    """Types and signatures of the C text: `types`, `structs`, `callbacks` and `prototypes`, each by C name.
 
     Parameters
     ----------
     typedefs, structs, prototypes : str
-        C text.  The referees pass changed texts to see that a change is caught.
+        C text.  Tests pass changed texts to check that a change is detected.
     enums : mapping
         The C name of each enum, and the prefix of its members.
     parameters : frozenset of str
-        Structures of which a library has more fields than the text.
+        Structures with only some of the library's fields; `lay_out` sets their offsets.
     releases_gil : frozenset of str
         Functions that release the GIL, because a call can take long.
     optional : frozenset of str
@@ -127,7 +127,7 @@ class Declarations:
         Raises
         ------
         ValueError
-            A field that is set is not there, or cannot be there.
+            The library lacks one of the fields, or an offset does not fit the types.
         """
         for name in sorted(self.parameters):
             layout = layouts.get(name, {"size": 0, "offsets": {}})
@@ -149,7 +149,7 @@ class Declarations:
                 raise ValueError(f"the fields of {name} cannot be at {dict(layout)}")
 
     def _struct(self, name: str) -> type[ctypes.Structure]:
-        """The structure called `name`; opaque (without fields) until its text is met."""
+        """Return the structure called `name`; it has no fields until its text is read."""
         known: type[ctypes.Structure] = self.types.setdefault(
             # Without __slots__, a name that is no field could be set.
             f"struct {name}",

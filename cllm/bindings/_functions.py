@@ -12,27 +12,27 @@ from cllm.errors import AbiMismatchError, LibraryError
 
 
 class Functions:
-    """The functions of a shared library as attributes; a subclass says of which header.
+    """The functions of a shared library as attributes; each subclass declares those of one header.
 
-    Calls that can take long release the GIL (`ctypes.CDLL`).  All others keep it (`ctypes.PyDLL`): for a
-    call of a microsecond, giving the GIL away costs up to a switch interval to get it back.
+    Calls that can take long release the GIL (`ctypes.CDLL`).  All others keep it (`ctypes.PyDLL`): after a
+    release, getting the GIL back can take a switch interval (5 ms), far longer than a short call.
 
     Parameters
     ----------
     path : Path
         The shared library, which is loaded.
     built_with : Path
-        The libllama that has the record of layouts.
+        The libllama whose build record has the layouts of the structures.
 
     Attributes
     ----------
     declared : Declarations
-        The functions that the library has to have, and the structures whose fields are laid out.
+        Functions that the library must have, and structures whose fields are laid out.
 
     Raises
     ------
     AbiMismatchError
-        A function is not there, or a field that is set.
+        The library lacks a required function, or a field of a structure that cllm sets.
     """
 
     declared: ClassVar[Declarations]
@@ -57,7 +57,7 @@ class Functions:
             setattr(self, prototype.name, function)
 
     def _lacks(self, name: str) -> None:
-        """Let a call of this function raise an error, if the library may do without it."""
+        """Make calls of this function raise `LibraryError`; raise `AbiMismatchError` now if it is required."""
         if name not in self.declared.optional:
             raise AbiMismatchError(f"{self.path} has no function {name}")
 

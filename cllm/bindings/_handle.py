@@ -1,7 +1,7 @@
 """One pointer from libllama: used by one thread, freed exactly once, never after a fork.
 
-`with` or `close()` is the way to free it; a `weakref.finalize` is the net, and it warns.  A handle
-keeps its parent alive, and a parent with open children refuses to close.
+Free it with `with` or `close()`.  A handle that is collected while it is open is freed with a
+`ResourceWarning`.  A handle keeps its parent alive, and a parent with open children refuses to close.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ os.register_at_fork(after_in_child=_on_fork)
 
 
 def fork_generation() -> int:
-    """Return the number of forks since the first process; equal numbers mean no fork in between."""
+    """Return the number of forks between the first process and this one; it changes in every forked child."""
     return _fork_generation
 
 
 class NativeHandle:
-    """A pointer with an owner.
+    """Pointer from libllama that belongs to one thread of one process.
+
+    Use raises `ClosedError` after `close`, and `WrongThreadError` or `WrongProcessError` elsewhere.
 
     Parameters
     ----------
@@ -86,7 +88,8 @@ class NativeHandle:
         """The raw pointer.  Every call into libllama goes through here (or `_shared_pointer`)."""
         if self._owner != get_ident():
             raise WrongThreadError(
-                f"{type(self).__name__} belongs to thread {self._owner}, called from {get_ident()}"
+                f"{type(self).__name__} belongs to thread {self._owner}, and may not be called from "
+                f"thread {get_ident()}"
             )
         return self._shared_pointer
 
@@ -117,7 +120,10 @@ class NativeHandle:
         pointer = self._pointer
         open_children = [child for child in self._children if not child.closed]
         if open_children:
-            raise InUseError(f"{self!r} has {len(open_children)} open: {open_children[0]!r}")
+            raise InUseError(
+                f"{self!r} cannot be closed before {len(open_children)} objects of it, "
+                f"such as {open_children[0]!r}"
+            )
         self._finalizer.detach()
         self._free(pointer)
 

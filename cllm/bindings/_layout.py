@@ -20,7 +20,7 @@ KNOWN_LIBRARIES = Path(__file__).with_name("known_libraries.json")
 
 
 def record_of(path: Path) -> dict[str, Any]:
-    """Return what is known about a library: `build.json`, or its entry in the list of known ones."""
+    """Return the build record of a library: `build.json`, or its entry in `known_libraries.json`; else {}."""
     file = path.parent.parent / "build.json"
     if file.is_file():
         record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -34,7 +34,7 @@ def layouts_of(path: Path, declared: Declarations) -> dict[str, Any]:
     Parameters
     ----------
     path : Path
-        Of libllama.
+        Path of the libllama file.
     declared : Declarations
         The declarations of the structures.
 
@@ -63,7 +63,7 @@ def layouts_of(path: Path, declared: Declarations) -> dict[str, Any]:
 
 
 def known_library(path: Path) -> dict[str, Any] | None:
-    """Return the entry of a library that others have built, if it is known."""
+    """Return the entry of a library that others have built; None if its hash is not in the list."""
     status = path.stat()
     digest = _sha256(path, status.st_size, status.st_mtime_ns)
     libraries = _known()["libraries"]

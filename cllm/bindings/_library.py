@@ -1,8 +1,8 @@
 """Find, load and initialise libllama, once per process, on first use.
 
 Nothing happens at import.  `library()` looks for the library (`CLLM_LIBRARY`, then the one that
-`build_llama.sh` linked or the wheel carries), lays out llama.cpp's structures as it has them, and
-forwards llama.cpp's log to the `cllm.llama` logger.
+`build_llama.sh` linked or the wheel carries).  It lays out llama.cpp's structures as that library has
+them, and forwards llama.cpp's log to the `cllm.llama` logger.
 
 The log callback only appends to a deque: it may run on any thread, inside any native lock, so it
 must not take one.  `forward_log` emits the lines, on the thread that made the call.
@@ -41,17 +41,17 @@ GPUS = (h.DeviceType.GPU, h.DeviceType.IGPU)
 SPIN_SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 N_SPINS = "10000"
 RPC = b"RPC"  # the backend whose devices are in other machines
-N_ERRORS_MAX = 4  # of one call: the first says why, the others what failed because of it
+N_ERRORS_MAX = 4  # reported errors of one call: the first is the cause, the next are consequences
 # Enough for a model load at debug level; when full, the oldest lines go.
 _log_lines: collections.deque[tuple[int, str]] = collections.deque(maxlen=10_000)
 _captured: dict[int, list[str]] = {}  # by thread
 _library: Library | None = None
-# Two engines may start at once, each on its own thread, and llama.cpp's initialisation is for one.
+# Two engines may start at once, each on its own thread; llama.cpp's initialisation is not thread-safe.
 _library_lock = threading.Lock()
 
 
 def _on_fork() -> None:
-    """A child that was forked while the library was loaded could never take the lock."""
+    """Replace the lock in a forked child: another thread may have held it during the fork."""
     global _library_lock
     _library_lock = threading.Lock()
 
@@ -76,16 +76,16 @@ class Library(Functions):
     Attributes
     ----------
     record : dict
-        What `build_llama.sh` wrote about it (`build.json`), or what is known about a library of others.
-    n_decodes : int
-        Batches that contexts of this process have computed, or tried to.
+        Build record: `build.json` of `build_llama.sh`, or the entry of a known library; else empty.
+    n_computed : int
+        Number of batches and images that this process has computed, or tried to.
     """
 
     declared = h.DECLARATIONS
 
     def __init__(self, path: Path, record: dict[str, Any]) -> None:
         self.record = record
-        self.n_decodes: int = 0
+        self.n_computed: int = 0
         super().__init__(path, path)
         # libc's `strlen` over a two-byte flag is a `bool (*)(void *)` that costs nothing: the
         # abort callback runs after every graph node, where a Python function would need the GIL.
@@ -108,13 +108,13 @@ class Library(Functions):
         Raises
         ------
         LibraryError
-            None of them runs on this machine.
+            No backend runs on this machine's CPU.
         """
         self.llama_log_set(self._log_callback, None)
         atexit.register(self.llama_log_set, self._no_log, None)
         if not self.ggml_backend_dev_count():
-            # A portable library: its backends are files of their own, one for each kind of CPU, of
-            # which ggml takes the best.  Named, so that it looks nowhere else (the working directory).
+            # A portable library has a backend file for each kind of CPU, and ggml takes the best.  Without
+            # this directory, ggml would look for them in the working directory too.
             self.ggml_backend_load_all_from_path(os.fsencode(self.path.parent))
         self.llama_backend_init()
         forward_log()
@@ -123,9 +123,9 @@ class Library(Functions):
 
     @property
     def has_gpu(self) -> bool:
-        """True if there is a GPU that it can use in this machine.
+        """True if this machine has a GPU that the library can use.
 
-        `llama_supports_gpu_offload` says so of a build with RPC on any machine.
+        `llama_supports_gpu_offload` is not used: for a build with RPC it is true on every machine.
         """
         devices = map(self.ggml_backend_dev_get, range(self.ggml_backend_dev_count()))
         return any(map(self._is_gpu_here, devices))
@@ -148,10 +148,10 @@ class Library(Functions):
             raise LibraryError(f"{self.path} has no RPC, which rpc needs: {hint}")
 
     def add_rpc_server(self, endpoint: str) -> bool:
-        """Add the devices of an RPC server, which models may use from now on; False if it has none.
+        """Register the devices of an RPC server for models that are loaded later; return False if it has none.
 
-        A server that is not there ends the process; one that has another client is waited for without end.  It has
-        this one for the life of the process.
+        The connection stays open until this process ends.  If no server answers, llama.cpp aborts the
+        process.  If the server has another client, the call waits without limit.
 
         Parameters
         ----------
@@ -170,13 +170,13 @@ class Library(Functions):
         server = kind(function)(endpoint.encode())
         if server:
             self.ggml_backend_register(server)
-            # What is made of a device keeps the connection for the life of this process; else it would end here,
-            # and another client might come before the model does.
+            # The initialized device keeps the connection open for the life of this process.  Otherwise the
+            # connection would close here, and another client could take the server before the model is loaded.
             self.ggml_backend_dev_init(self.ggml_backend_reg_dev_get(server, 0), None)
         return bool(server)
 
     def cpu_backend(self) -> Path:
-        """The file with the code that computes on the CPU: of a portable library, the one in use."""
+        """Return the file with the code that computes on the CPU; in a portable library, the backend in use."""
         cpu = self.ggml_backend_reg_by_name(b"CPU")
         function = self.ggml_backend_reg_get_proc_address(cpu, b"ggml_backend_set_n_threads")
         found = _DlInfo()
@@ -186,16 +186,16 @@ class Library(Functions):
 
 
 def library() -> Library:
-    """The loaded libllama.
+    """Return the loaded libllama; the first call loads it.  Any thread.
 
     Raises
     ------
     LibraryNotFoundError
         No library at `CLLM_LIBRARY` or in the package.
     AbiMismatchError
-        It was not compared with the declarations in `_llama_h`, or does not fit them.
+        The library was not compared with the declarations in `_llama_h`, or does not fit them.
     LibraryError
-        It has no code for this machine's CPU.
+        The library has no code for this machine's CPU.
     """
     return _library or _load_once()
 
@@ -219,8 +219,9 @@ def _load_once() -> Library:
 def _short_spins() -> Iterator[None]:
     """Set GOMP_SPINCOUNT to 10,000 while libllama and its OpenMP runtime are loaded.
 
-    GNU's default, 300,000, is some 15 ms in which a thread holds a processor that the thread it waits
-    for may need.  A user's own setting stays.  Programs that are started later do not inherit it.
+    Waiting threads spin so often before they sleep.  GNU's default of 300,000 keeps a processor busy
+    for about 15 ms, which another compute thread may need.  A setting of the user stays, and programs
+    that are started later do not inherit this value.
     """
     if any(name in os.environ for name in SPIN_SETTINGS):
         yield
@@ -233,7 +234,7 @@ def _short_spins() -> Iterator[None]:
 
 
 def find_library() -> tuple[Path, dict[str, Any]]:
-    """The file that `library()` loads, and its build record: checked, and not loaded.
+    """Return the path of the file that `library()` loads, and its build record; the file is not loaded.
 
     Raises
     ------
@@ -246,12 +247,12 @@ def find_library() -> tuple[Path, dict[str, Any]]:
 
 
 def forward_log(*, no_warning: str = "") -> str:
-    """Send the collected log lines to `logging`, and return the errors among them in their order.
+    """Send the collected log lines to `logging`; return the first 4 distinct errors, joined by semicolons.
 
     Parameters
     ----------
     no_warning : str
-        A warning with this text says what is meant to be so, and is sent as information.
+        Text of an expected warning.  Warnings that contain it are logged at the level INFO.
     """
     errors: dict[str, None] = {}
     level = logging.INFO

@@ -20,7 +20,7 @@ LLAMA_CPP_VERSION = "0.6.0"
 
 LLAMA_TOKEN_NULL = -1
 
-# Only what attention does not keep: states of recurrent layers, cells of a sliding window.
+# Flag: copy only states of recurrent layers and cells of a sliding window, not the whole KV cache.
 LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY = 1
 
 # LLAMA_MAX_SEQ in llama-cparams.h, which is not installed; `llama_max_parallel_sequences` returns it.
@@ -28,7 +28,7 @@ LLAMA_MAX_SEQ = 256
 
 
 # --- Enums -----------------------------------------------------------------------------------
-# C_PREFIX of each enum keeps the full C name for the referees.
+# `C_PREFIX` has the C name of each enum, for the checks against the headers.
 class LogLevel(IntEnum):
     """`enum ggml_log_level`."""
 
@@ -99,6 +99,13 @@ class RopeScalingType(IntEnum):
     LONGROPE = 3
 
 
+class RopeType(IntEnum):
+    """`enum llama_rope_type`: the types whose positions have four parts."""
+
+    MROPE = 8
+    IMROPE = 40
+
+
 class PoolingType(IntEnum):
     """`enum llama_pooling_type`."""
 
@@ -163,6 +170,7 @@ C_PREFIX: dict[type[IntEnum] | type[IntFlag], tuple[str, str]] = {
     VocabType: ("llama_vocab_type", "LLAMA_VOCAB_TYPE_"),
     TokenAttr: ("llama_token_attr", "LLAMA_TOKEN_ATTR_"),
     RopeScalingType: ("llama_rope_scaling_type", "LLAMA_ROPE_SCALING_TYPE_"),
+    RopeType: ("llama_rope_type", "LLAMA_ROPE_TYPE_"),
     PoolingType: ("llama_pooling_type", "LLAMA_POOLING_TYPE_"),
     FlashAttnType: ("llama_flash_attn_type", "LLAMA_FLASH_ATTN_TYPE_"),
     LoadMode: ("llama_load_mode", "LLAMA_LOAD_MODE_"),
@@ -186,7 +194,7 @@ typedef void (*ggml_log_callback)(enum ggml_log_level level, const char * text, 
 """
 
 # --- Structs ---------------------------------------------------------------------------------
-# Of the structures of parameters, the fields that are set here; the library fills in the others.
+# Parameter structures list only the fields that are set here; the library fills in the others.
 PARAMETERS = frozenset({
     "llama_model_params", "llama_context_params", "llama_model_quantize_params", "llama_sampler_chain_params",
 })  # fmt: skip
@@ -286,6 +294,7 @@ llama_memory_t llama_get_memory(const struct llama_context * ctx);
 const struct llama_vocab * llama_model_get_vocab(const struct llama_model * model);
 int32_t llama_model_n_ctx_train(const struct llama_model * model);
 int32_t llama_model_n_embd(const struct llama_model * model);
+int32_t llama_model_n_embd_inp(const struct llama_model * model);
 int32_t llama_model_n_embd_out(const struct llama_model * model);
 uint32_t llama_model_n_cls_out(const struct llama_model * model);
 const char * llama_model_cls_label(const struct llama_model * model, uint32_t i);
@@ -293,6 +302,7 @@ int32_t llama_model_n_layer(const struct llama_model * model);
 int32_t llama_model_n_head(const struct llama_model * model);
 int32_t llama_model_n_head_kv(const struct llama_model * model);
 int32_t llama_model_n_swa(const struct llama_model * model);
+enum llama_rope_type llama_model_rope_type(const struct llama_model * model);
 enum llama_vocab_type llama_vocab_type(const struct llama_vocab * vocab);
 int32_t llama_vocab_n_tokens(const struct llama_vocab * vocab);
 int32_t llama_model_meta_val_str(const struct llama_model * model, const char * key, char * buf, size_t buf_size);
@@ -330,6 +340,7 @@ size_t llama_state_seq_set_data_ext(struct llama_context * ctx, const uint8_t * 
 int32_t llama_encode(struct llama_context * ctx, struct llama_batch batch);
 int32_t llama_decode(struct llama_context * ctx, struct llama_batch batch);
 void llama_set_n_threads(struct llama_context * ctx, int32_t n_threads, int32_t n_threads_batch);
+void llama_set_causal_attn(struct llama_context * ctx, bool causal_attn);
 void llama_synchronize(struct llama_context * ctx);
 float * llama_get_logits(struct llama_context * ctx);
 float * llama_get_embeddings_seq(struct llama_context * ctx, llama_seq_id seq_id);

@@ -1,10 +1,10 @@
-"""How many positions a memory with states can give up: rows of its last decode.  Pure.
+"""Number of rows of its last decode that a memory with states can remove again.  Pure.
 
-With `n_rs_seq` llama.cpp keeps the states after each of the last rows of a decode, so that these rows can
-be removed again.  It does not check that a state is of that decode: a sequence of one row would go on
-from a state of long ago.  Rows are spread over several physical batches where sequences have different
-numbers of them, and a later one may move the cells of an earlier one without these states.  A
-sequence that was cut has its state among them until it is decoded again, and a copy would get another.
+llama.cpp keeps `n_rs_seq` states, those after each of the last rows of a decode.  It does not check
+that a kept state belongs to that decode: a sequence of one row would continue from an old state.
+Sequences with different numbers of rows are computed in several physical batches.  A later one may move
+the cells of an earlier one without these states.  A shortened sequence uses one of these states until its
+next decode; a copy of it would get another state.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from cllm.bindings.batch import Run
 
 
 class Rollback:
-    """Positions that each sequence can give up.
+    """Number of positions that can be removed from the end of each sequence.
 
     Parameters
     ----------
     n_most : int
-        `llama_n_rs_seq`: 0 if nothing can be removed but whole sequences.
+        Limit of these positions (`llama_n_rs_seq`); 0 if only whole sequences can be removed.
     n_ubatch : int
         Rows of a physical batch.
     any_order : bool
@@ -29,7 +29,7 @@ class Rollback:
     Attributes
     ----------
     cut : set of int
-        Sequences that were cut since they were decoded.
+        Sequences that were shortened by `take` since their last decode.
     """
 
     def __init__(self, n_most: int, n_ubatch: int, *, any_order: bool) -> None:
@@ -44,7 +44,7 @@ class Rollback:
         self._n_left.clear()
 
     def decoded(self, runs: Sequence[Run]) -> None:
-        """Note what a decode has stored."""
+        """Record a successful decode: the runs of its batch."""
         n_rows: dict[int, int] = {}
         for seq_id, _, n_tokens in runs:
             n_rows[seq_id] = n_rows.get(seq_id, 0) + n_tokens
@@ -58,7 +58,7 @@ class Rollback:
         self._n_left = dict.fromkeys(ids, n_left)
 
     def take(self, seq_id: int, n_positions: int) -> bool:
-        """Return True if a sequence can give up so many positions, which it then does."""
+        """Record that the last `n_positions` of a sequence are removed; return False if that is impossible."""
         if not 0 < n_positions <= self._n_left.get(seq_id, 0):
             return False
         self._n_left[seq_id] = 0  # a second time, llama.cpp refuses
@@ -66,7 +66,7 @@ class Rollback:
         return True
 
     def forget(self, seq_id: int | None = None) -> None:
-        """Note that a sequence, or all, were emptied, filled or settled."""
+        """Forget the record of a sequence, or of all (None), that was emptied, restored or copied."""
         if seq_id is None:
             self._n_left.clear()
             self.cut.clear()

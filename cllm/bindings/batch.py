@@ -28,12 +28,12 @@ class Run(NamedTuple):
 
     @property
     def p1(self) -> int:
-        """The position after the last."""
+        """Position after the last row."""
         return self.p0 + self.n_tokens
 
 
 class Batch:
-    """Up to `n_rows_max` rows for `Context.decode`.
+    """Rows for `Context.decode`: at most `n_rows_max`, which is 1 to 1,048,576.
 
     Attributes
     ----------
@@ -98,7 +98,7 @@ class Batch:
         Returns
         -------
         range
-            The output rows among all output rows of the batch: indices into the logits.
+            Indices of the new output rows in `Logits.rows`.
 
         Raises
         ------
@@ -118,7 +118,7 @@ class Batch:
         if last is not None and p0 != last:
             raise PositionError(seq_id, last - 1, p0)
         if n_tokens == 1 and type(tokens) is list and type(tokens[0]) is int:
-            # A decoding sequence: as slices, so little would cost four times as much.
+            # The usual case, one token of a decoding sequence: slices would take four times as long.
             highest = check_int("token", tokens[0], 0, INT32_MAX)
             self.tokens[start] = highest
             self._positions[start] = p0
@@ -149,7 +149,7 @@ class Batch:
 
 
 def _check_tokens(tokens: Sequence[int]) -> NDArray[np.integer]:
-    """The tokens as an array of integers that int32 can hold; numpy would wrap or round others."""
+    """Return the tokens as an integer array; reject values that numpy would wrap or round to int32."""
     try:
         values = np.asarray(tokens)
     except ValueError:  # ragged

@@ -11,6 +11,7 @@ from cllm.bindings import _llama_h as h
 from cllm.bindings._abort import AbortFlag
 from cllm.bindings._library import forward_log, library
 from cllm.bindings.batch import Batch
+from cllm.bindings.embedding_batch import EmbeddingBatch
 from cllm.bindings.lora import LoraContext
 from cllm.bindings.memory import Memory
 from cllm.bindings.model import Model
@@ -63,37 +64,37 @@ class Logits:
 
 
 class Context(Memory, LoraContext):
-    """The KV cache and the compute buffers for one model.
+    """The KV cache and the compute buffers for one model.  One thread only, except `set_abort`.
 
     Parameters
     ----------
     model : Model
         Kept alive, and refuses to close while the context is open.
     n_ctx : int
-        KV cells in all; 0 takes the model's training length.  llama.cpp rounds up to 256: read
-        `n_ctx` back.
+        Number of KV cells; 0 takes the model's training length.  llama.cpp rounds it up to a multiple
+        of 256, in the per-sequence layout for each sequence: read `n_ctx` back.
     n_batch, n_ubatch : int
         Rows of a logical and of a physical batch; `n_batch` at least `n_seq_max`.
     n_seq_max : int
         Sequences, 1 to 256.
     n_rs_seq : int
-        States that recurrent layers keep of each sequence besides the present one, for `seq_rm` of the
-        last rows of a decode; each takes as much memory.  Fewer than `n_ubatch` - 1.  Architectures
-        that cannot do it keep none: read `n_rollback` back.
+        Former states that recurrent layers keep of each sequence, so that `seq_rm` can remove the last
+        rows of a decode.  Each takes as much memory as the current one.  At most 2 less than the smaller
+        of `n_batch` and `n_ubatch`.  Some architectures keep none: read `n_rollback` back.
     n_outputs_max : int, optional
-        Output rows of a batch at the most; None: `n_seq_max`, which keeps the compute buffer
-        small (0, "as many as rows", costs 297 MiB on a 0.6B model with 152k tokens).
+        Largest number of output rows of a batch, `n_seq_max` to `n_batch`.  None takes `n_seq_max`, which
+        keeps the compute buffer small: 512 rows take 297 MiB on a model with 152k tokens.
     n_threads, n_threads_batch : int
         Compute threads for one row and for many.
     kv_unified : bool
-        One KV buffer for all sequences, or one share of `n_ctx` for each.
+        True: one KV buffer for all sequences.  False: an equal share of `n_ctx` for each of them.
     flash_attn : bool, optional
         None lets llama.cpp decide.
     type_k, type_v : str
         Data type of the cache: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0 or iq4_nl.
     op_offload : bool, optional
-        Let a GPU compute products of many rows whose weights are in host memory.  None: where the
-        model has layers on a GPU, as it was loaded.
+        Let a GPU compute products of many rows whose weights are in host memory.  None does so if the
+        model has layers on a GPU.
     offload_kqv, swa_full, no_perf : bool
         As in llama.h.
     rope_scaling : str, optional
@@ -101,6 +102,7 @@ class Context(Memory, LoraContext):
     rope_freq_base, rope_freq_scale : float
         0 takes the model's.
     yarn_ext_factor, yarn_attn_factor, yarn_beta_fast, yarn_beta_slow : float, optional
+        None takes the model's.
     yarn_orig_ctx : int
         0 takes the model's.
 
@@ -109,17 +111,17 @@ class Context(Memory, LoraContext):
     n_ctx, n_ctx_seq, n_batch, n_ubatch, n_seq_max, n_outputs_max : int
         What llama.cpp really uses.
     has_tiled_attention : bool
-        Whether attention goes by tiles where a batch has 64 rows, whosever they are: on a CPU, with
-        flash attention, F16 or F32 cells and one buffer for all (`ops.cpp`, not in llama.h).
+        True if attention is computed in tiles of 64 rows, of any sequences, in batches of 64 rows or
+        more: on a CPU, with flash attention, F16 or F32 cells and `kv_unified` (`ops.cpp`).
     n_decodes : int
         Calls of `decode` so far; ties logits to their decode.
 
     Raises
     ------
     InvalidArgumentError
-        A value that would abort, crash or poison llama.cpp.
+        A value is out of range: llama.cpp would abort, crash or compute NaN.
     ContextError
-        The model cannot decode, or llama.cpp refuses the combination.
+        The model cannot generate text (`NotGenerativeError`), or llama.cpp rejects the combination.
     """
 
     def __init__(
@@ -201,6 +203,8 @@ class Context(Memory, LoraContext):
         super().__init__(pointer, model, kv_unified=bool(kv_unified))
         with self._closed_on_error():
             self.n_vocab: int = model.vocab.n_tokens
+            self.n_embd_inp: int = model.n_embd_inp
+            self.has_mrope: bool = model.has_mrope
             self.has_tiled_attention: bool = (
                 not model.is_on_gpu
                 and kv_unified
@@ -216,10 +220,11 @@ class Context(Memory, LoraContext):
         self._decoded = False
 
     # --- Decoding ----------------------------------------------------------------------------
-    def decode(self, batch: Batch) -> Logits:
-        """Compute the rows of `batch`, store their keys and values, and wait for the logits.
+    def decode(self, batch: Batch | EmbeddingBatch) -> Logits:
+        """Compute the rows of `batch`, store their keys and values, and return the logits of its output rows.
 
-        Releases the GIL while computing.
+        Releases the GIL while computing.  Positions of a model with M-RoPE may jump forward, because an
+        image has fewer positions than rows.
 
         Raises
         ------
@@ -244,8 +249,8 @@ class Context(Memory, LoraContext):
         self.n_decodes += 1
         self._decoded = False
         self._rollback.begin()
-        self._lib.n_decodes += 1
-        code = self._lib.llama_decode(pointer, batch.struct)
+        self._lib.n_computed += 1
+        code = self._compute(pointer, batch)
         if code == 0:
             # On a GPU decode is asynchronous: wait here, with the GIL released, not in a getter.
             self._lib.llama_synchronize(pointer)
@@ -256,18 +261,32 @@ class Context(Memory, LoraContext):
         # A copy: the batch may be filled again before a row is sampled.
         self._is_output = batch.output_flags.copy()
         self._pending_copies.clear()
-        if self.n_rollback:
+        if self.n_rollback and isinstance(batch, Batch):
             self._rollback.decoded(batch.runs)
         return Logits(self, batch.n_outputs)
 
-    def _check_batch(self, batch: Batch) -> None:
+    def _compute(self, pointer: Any, batch: Batch | EmbeddingBatch) -> int:
+        is_causal = isinstance(batch, Batch) or batch.is_causal
+        if not is_causal:
+            self._lib.llama_set_causal_attn(pointer, False)
+        try:
+            return int(self._lib.llama_decode(pointer, batch.struct))
+        finally:
+            if not is_causal:
+                self._lib.llama_set_causal_attn(pointer, True)
+
+    def _check_batch(self, batch: Batch | EmbeddingBatch) -> None:
         check_int("rows", batch.n_rows, 1, self.n_batch)
+        if isinstance(batch, EmbeddingBatch):
+            self._check_embeddings(batch)
         # One too many aborts the process, and only after the buffers were set up.
         check_int("output rows", batch.n_outputs, 0, self.n_outputs_max)
         if batch.highest_token >= self.n_vocab:
             raise InvalidArgumentError("token", batch.highest_token, f"0 to {self.n_vocab - 1}")
         pos_max, memory = self._lib.llama_memory_seq_pos_max, self._memory
         highest_id, highest_position = self.n_seq_max - 1, self.n_ctx_seq - 1
+        # The rest of an image that is decoded in parts has the time of its first part.
+        is_part = isinstance(batch, EmbeddingBatch)
         ends: dict[int, int] = {}
         for seq_id, p0, n_tokens in batch.runs:
             check_int("seq_id", seq_id, 0, highest_id)
@@ -275,9 +294,18 @@ class Context(Memory, LoraContext):
             last = ends.get(seq_id)
             if last is None:
                 last = pos_max(memory, seq_id)
-            if p0 != last + 1:
+            if p0 != last + 1 and not (self.has_mrope and p0 > last - is_part):
                 raise PositionError(seq_id, last, p0)
             ends[seq_id] = p0 + n_tokens - 1
+
+    def _check_embeddings(self, batch: EmbeddingBatch) -> None:
+        check_int("n_embd of rows", batch.n_embd, self.n_embd_inp, self.n_embd_inp)
+        if batch.has_mrope != self.has_mrope:
+            shape = f"({'4, ' * self.has_mrope}{batch.n_rows}{',' * (not self.has_mrope)})"
+            raise InvalidArgumentError("shape of positions", batch._positions.shape, shape)
+        if not batch.is_causal:
+            # llama.cpp aborts.
+            check_int("rows that attend to each other (n_ubatch)", batch.n_rows, 1, self.n_ubatch)
 
     def _logit_rows(self, generation: int, n_rows: int) -> NDArray[np.float32]:
         pointer = self._pointer
@@ -295,28 +323,28 @@ class Context(Memory, LoraContext):
         return np.ctypeslib.as_array(data, shape=(n_rows, self.n_vocab))
 
     def check_output_row(self, row: int) -> int:
-        """`row` of the batch, if the last decode succeeded and computed its logits."""
+        """Return `row`; raise `StaleLogitsError` or `InvalidArgumentError` if this batch row has no logits."""
         if not self._decoded:
             raise StaleLogitsError("there is no successful decode to take logits from")
         check_int("row", row, 0, len(self._is_output) - 1)
         if not self._is_output[row]:
-            raise InvalidArgumentError("row", row, "an output row of the last batch")
+            raise InvalidArgumentError(
+                "row", row, "a row of the last batch that was added with logits (n_outputs)"
+            )
         return row
 
     def output_logits(self, row: int) -> NDArray[np.float32]:
-        """The logits of one output row of the last batch: a view, `(n_vocab,)`."""
+        """Return the logits of this batch row: a float32 view, `(n_vocab,)`, valid until the next decode."""
         index = int(np.count_nonzero(self._is_output[: self.check_output_row(row)]))
         rows = self._logit_rows(self.n_decodes, self._n_output_rows)
         return np.atleast_1d(rows[index])
 
     def set_abort(self, abort: bool) -> None:
-        """Make the running and every later decode return "aborted", or stop doing so.
+        """Make the running and every later `decode` raise `DecodeFailedError` (code 2); False ends this.
 
-        The only method that any thread may call.  Ends the whole batch; CPU only.
+        The only method that any thread may call.  Ends the whole batch.  CPU only.
         """
         self._abort_flag.set(abort)
-
-    # --- Settings and counters ---------------------------------------------------------------
 
     def __repr__(self) -> str:
         if self.closed:
@@ -349,14 +377,14 @@ def check_flash_attn(wanted: bool | None) -> h.FlashAttnType:
 
 
 def check_kv_type(field: str, name: object) -> h.GgmlType:
-    """The KV cache type called `name`; any other number crashes ggml."""
+    """Return the KV cache type called `name`; raise `InvalidArgumentError` for others, which crash ggml."""
     if not isinstance(name, str) or name not in KV_TYPES:
         raise InvalidArgumentError(field, name, "one of " + ", ".join(KV_TYPES))
     return KV_TYPES[name]
 
 
 def check_rope_scaling(name: object) -> h.RopeScalingType:
-    """The RoPE scaling called `name`."""
+    """Return the RoPE scaling with this name (in any case) or number; else raise `InvalidArgumentError`."""
     if isinstance(name, str) and name.upper() in h.RopeScalingType.__members__:
         return h.RopeScalingType[name.upper()]
     return check_enum("rope_scaling", name, h.RopeScalingType)

@@ -19,22 +19,22 @@ POOLINGS = {name: h.PoolingType[name.upper()] for name in ("mean", "cls", "last"
 
 
 class EmbeddingContext(LoraContext):
-    """The compute buffers that turn texts into vectors; of a text nothing stays but for its next piece.
+    """Compute buffers that turn texts into vectors.  A text is kept only for its next piece.
 
-    Several contexts may share one model: one that generates is not disturbed.
+    Several contexts can share one model, also with a `Context` that generates.  One thread only.
 
     Parameters
     ----------
     model : Model
         An encoder (BERT, T5's) or a decoder.  Kept alive, and refuses to close while this is open.
     n_batch : int
-        Tokens of all texts of a batch, which is computed in one piece: no text can be longer.  Buffers
-        grow with it: a float for each of its tokens and each token of the vocabulary, and more.
+        Largest number of tokens of a batch, all texts together, and of one text.  Buffers grow with
+        it: at least one float for each token of a batch and each token of the vocabulary.
     n_seq_max : int
-        Texts of a batch, 1 to 256.
+        Largest number of texts of a batch: 1 to 256, at most `n_batch`.
     pooling : str, optional
-        What becomes of the vectors of a text's tokens: their mean, that of the first (cls), of the
-        last, or the scores of the model's classifier (rank).  None takes the model's.
+        Vector of a text: the mean of the vectors of its tokens (mean), the first (cls), the last (last),
+        or the scores of the model's classifier (rank).  None takes the pooling of the model's file.
     n_threads : int
         Compute threads.
     flash_attn : bool, optional
@@ -44,19 +44,19 @@ class EmbeddingContext(LoraContext):
     ----------
     n_batch, n_seq_max : int
     n_tokens_max : int
-        Tokens of one text: `n_batch`, or as many as the model was trained for.
+        Largest number of tokens of one text: the smaller of `n_batch` and the training length.
     pooling : str
-        The one in use.
+        Pooling in use.
     n_values : int
-        Of a vector: the model's width, or its classifier's labels.
+        Length of a vector: the embedding size of the model, or the number of labels with rank.
     computes_in_pieces : bool
-        A text may come in several batches: no token looks at those after it.
+        True if a text may be split over several batches, because no token depends on later ones.
 
     Raises
     ------
     InvalidArgumentError
-        A value that would abort llama.cpp, a pooling that the model cannot do, or none given for one
-        that has none.
+        A value is out of range, the model does not support `pooling`, or `pooling` is None and the
+        model's file names none.
     ContextError
         The model computes no vectors of texts, or llama.cpp refuses the combination.
 
@@ -113,21 +113,21 @@ class EmbeddingContext(LoraContext):
         self.n_values: int = model.n_cls_out if self.pooling == "rank" else model.n_embd_out
 
     def compute(self, batch: Batch) -> NDArray[np.float32]:
-        """The vectors of the texts of `batch`, each one run from position 0.
+        """Return the vectors of the texts of `batch`; each text is one run, from position 0.
 
-        A run that is alone in its batch may also go on where the batch before ended, if that was alone
-        too and this `computes_in_pieces`.  Releases the GIL while computing.
+        A batch of one run may also continue the run of the previous batch, if that was its only one and
+        `computes_in_pieces` is True.  Releases the GIL while computing.
 
         Returns
         -------
         ndarray
-            float32, `(n_texts, n_values)`, in the order of the runs, not normalised; the caller's own.
-            Of a run that goes on: the mean of its own tokens, its own first (cls), the text's last.
+            New float32 array, shape `(n_texts, n_values)`, in the order of the runs, not normalized.  For
+            a continued run: the mean of its own tokens, its own first token (cls), or the text's last.
 
         Raises
         ------
         InvalidArgumentError, PositionError
-            A batch that this cannot take; nothing was computed.
+            The batch has too many rows, or an invalid token, sequence or position; nothing was computed.
         DecodeFailedError
             Aborted (code 2) or failed.
         LlamaCallError
@@ -144,6 +144,7 @@ class EmbeddingContext(LoraContext):
         seq_id, p0, n_tokens = batch.runs[0]
         if self._memory and not p0:
             self._lib.llama_memory_clear(self._memory, False)
+        library().n_computed += 1
         code = self._compute(pointer, batch.struct)
         if code == 0:
             self._lib.llama_synchronize(pointer)
@@ -173,7 +174,7 @@ class EmbeddingContext(LoraContext):
             seen.add(seq_id)
 
     def set_abort(self, abort: bool) -> None:
-        """Make the running and every later `compute` return "aborted", or stop doing so.
+        """Make the running and every later `compute` raise `DecodeFailedError` (code 2); False ends this.
 
         The only method that any thread may call.  CPU only.
         """
@@ -181,12 +182,12 @@ class EmbeddingContext(LoraContext):
 
 
 def own_pooling(model: Model) -> str | None:
-    """The pooling that the model's file names; None if it names none.
+    """Return the pooling that the model's file names (mean, cls, last or rank); None if it names none.
 
     Raises
     ------
     ContextError
-        A number that none has: llama.cpp would abort.
+        The file has a pooling number that does not exist; llama.cpp would abort.
     """
     architecture = model.metadata_value("general.architecture")
     value = model.metadata_value(f"{architecture}.pooling_type")
@@ -199,7 +200,7 @@ def own_pooling(model: Model) -> str | None:
 
 
 def check_pooling(wanted: str | None, own: str | None) -> str:
-    """The pooling to use, which the model can do."""
+    """Return `wanted`, or `own` if None; raise `InvalidArgumentError` if the model does not support it."""
     if wanted is None:
         if own is None:
             limit = "mean, cls or last: the model's file names none"

@@ -18,14 +18,14 @@ from cllm.errors import InvalidArgumentError, LlamaCallError, ModelLoadError
 class LoraAdapter(NativeHandle):
     """LoRA weights for one model; `Context.set_loras` applies them.
 
-    Load it in the thread that computes with the model, or before there is one: contexts of the model
-    look at its adapters.
+    Load it in the thread that computes with the model, or before that thread starts: contexts of the
+    model read its adapters.
 
     Attributes
     ----------
     path : str
     invocation_tokens : tuple of int
-        Of an activated adapter (aLoRA): the tokens from which on it is to compute; see
+        Tokens from which an activated adapter (aLoRA) applies; empty for other adapters.  See
         `llama_adapter_get_alora_invocation_tokens` in llama.h.
 
     Raises
@@ -81,6 +81,8 @@ class LoraContext(NativeHandle):
         ------
         InvalidArgumentError
             An adapter of another model, or a scale beyond ±10,000.
+        LlamaCallError
+            llama.cpp cannot apply the adapters.
         """
         pointer = self._pointer
         scales = [check_float("scale", scale, -1e4, 1e4) for _, scale in adapters]
@@ -99,7 +101,7 @@ class LoraContext(NativeHandle):
             raise LlamaCallError("llama_set_adapters_lora", code)
         for adapter in self._loras:
             adapter._children.discard(self)
-        # In use: they stay alive, and refuse to close.
+        # Adapters in use stay alive, and their `close` raises an error.
         self._loras = tuple(adapter for adapter, _ in adapters)
         for adapter in self._loras:
             adapter._children.add(self)

@@ -20,7 +20,7 @@ from cllm.checks import INT32_MAX, check_bool, check_int
 from cllm.errors import InvalidArgumentError, LlamaCallError, NotGenerativeError
 from cllm.memory import address_of, new_bytes
 
-# Before llama.cpp's own bytes, which have no checksum: it accepts most damaged copies.
+# Header of a copy.  llama.cpp's bytes have no checksum, and it accepts most damaged copies.
 _COPY_HEADER = struct.Struct("<8sI")  # the name of this format; CRC-32 of what follows
 _COPY_NAME = b"cllmseq1"
 A_COPY = "a copy made by state_seq_get_data"
@@ -32,10 +32,10 @@ class Memory(NativeHandle):
     Attributes
     ----------
     n_ctx, n_ctx_seq, n_seq_max : int
-        Cells in all, positions of one sequence, sequences: what llama.cpp really uses.
+        Number of cells, of positions of one sequence, and of sequences, as llama.cpp has set them.
     n_rollback : int
-        Positions that a sequence with a state can give up after a decode in which it had more rows;
-        0 for memory without states, which can give up any, and for that which can give up none.
+        Largest number of rows that recurrent memory can remove from the end of a sequence; see
+        `seq_rm`.  0 if it can remove whole sequences only, and for memory without states.
     kv_unified : bool
     """
 
@@ -44,7 +44,7 @@ class Memory(NativeHandle):
         self._lib: Library = lib
         super().__init__(pointer, lib.llama_free, parent=model)
         self.kv_unified = kv_unified
-        # Copies between streams that llama.cpp makes at the next decode.
+        # Sequences of a copy between streams that llama.cpp makes at the next decode.
         self._pending_copies: set[int] = set()
         with self._closed_on_error():
             self._memory = lib.llama_get_memory(pointer)
@@ -72,8 +72,8 @@ class Memory(NativeHandle):
         -------
         bool
             False if the memory cannot remove this part; nothing was removed.  Recurrent memory can
-            remove all, or the last `n_rollback` rows of the last decode, if each sequence had as many
-            rows in it.
+            remove a whole sequence, or once, after a decode, at most `n_rollback` of its last rows, but not
+            its first.  The decode must have had equally many rows of each sequence, in one physical batch.
         """
         self._check_seq("seq_id", seq_id)
         first, end = self._check_range(p0, p1)
@@ -92,9 +92,9 @@ class Memory(NativeHandle):
     ) -> None:
         """Let an empty sequence share positions `[p0, p1)` of another.
 
-        In the per-sequence layout only whole sequences can be copied, and llama.cpp moves the data
-        at the next decode: until then the state of neither sequence may be read or restored.  Both
-        may be shortened, removed and used again: what the next decode stores comes after the copy.
+        In the per-sequence layout (`kv_unified=False`) only whole sequences can be copied.  llama.cpp copies
+        the data at the next decode, before it stores new rows.  Until then the state of neither sequence may
+        be read or restored; both may be shortened, removed and used again.
         """
         self._check_seq("seq_id_src", seq_id_src)
         self._check_seq("seq_id_dst", seq_id_dst)
@@ -107,7 +107,9 @@ class Memory(NativeHandle):
         is_whole = first <= 0 and (end < 0 or (source_end is not None and end > source_end))
         if not self.kv_unified:
             if not is_whole:
-                raise InvalidArgumentError("[p0, p1)", (p0, p1), "everything (per-sequence layout)")
+                raise InvalidArgumentError(
+                    "[p0, p1)", (p0, p1), "the whole sequence: kv_unified is False"
+                )
             first, end = -1, -1
         if seq_id_src in self._rollback.cut:
             self._settle(seq_id_src)
@@ -120,7 +122,9 @@ class Memory(NativeHandle):
         self._check_seq("seq_id", seq_id)
         first, end = self._check_range(p0, p1)
         if not self.can_shift:
-            raise InvalidArgumentError("seq_add", self._parent, "a model whose cache can shift")
+            raise InvalidArgumentError(
+                "context", self, "one whose cache can shift: no window, or swa_full"
+            )
         last = self.seq_pos_max(seq_id)
         if last is None:
             return
@@ -139,7 +143,7 @@ class Memory(NativeHandle):
     def seq_pos_max(self, seq_id: int) -> int | None:
         """The last position the cache holds for a sequence; None if it is empty.
 
-        Below -1 where a forged copy was restored: only `memory_clear` removes such cells.
+        A forged copy can leave a position below -1; only `memory_clear` removes such cells.
         """
         self._check_seq("seq_id", seq_id)
         pos: int = self._lib.llama_memory_seq_pos_max(self._memory, seq_id)
@@ -156,7 +160,7 @@ class Memory(NativeHandle):
         check_int(field, seq_id, 0, self.n_seq_max - 1)
 
     def _check_range(self, p0: int | None, p1: int | None) -> tuple[int, int]:
-        """The range in llama.cpp's form; an empty range removes nothing, silently: refuse it."""
+        """Return the range in llama.cpp's form; reject an empty range, which llama.cpp ignores silently."""
         first = 0 if p0 is None else check_int("p0", p0, 0, INT32_MAX - 1)
         if p1 is None:
             return (-1 if p0 is None else first), -1
@@ -167,7 +171,7 @@ class Memory(NativeHandle):
     def state_seq_get_data(self, seq_id: int) -> bytes:
         """Return a copy of the KV state of a sequence; empty if it has none.
 
-        llama.cpp's own bytes behind a checksum of them.
+        The copy consists of a header with a CRC-32, and of llama.cpp's own bytes.
         """
         self._check_seq("seq_id", seq_id)
         self._check_copied(seq_id)
@@ -194,16 +198,15 @@ class Memory(NativeHandle):
             From the same model, library and context parameters.
         seq_id : int
         n_positions : int
-            How many positions the copy holds; compared afterwards.
+            Number of positions in the copy, from 0 on; compared with the restored ones.
 
         Raises
         ------
         InvalidArgumentError
-            The copy has been changed; nothing was restored.
+            `data` is not an unchanged copy, or the sequence is not empty; nothing was restored.
         LlamaCallError
-            llama.cpp refused the copy, or restored something else: it is another model's, or made
-            with other parameters.  The sequence is empty, unless the checksum was forged: see
-            `seq_pos_max`.
+            llama.cpp rejected the copy, or restored other positions: the copy belongs to another model or
+            other parameters.  The sequence is empty, unless the checksum was forged: see `seq_pos_max`.
         """
         self._check_seq("seq_id", seq_id)
         check_int("n_positions", n_positions, 1, self.n_ctx_seq)
@@ -225,7 +228,7 @@ class Memory(NativeHandle):
         n_bytes = self._lib.llama_state_seq_set_data(self._pointer, cells, size, seq_id)
         forward_log()
         self._rollback.forget(seq_id)
-        # A copy of another cache is often accepted; wrong positions are the trace it leaves.
+        # llama.cpp often accepts a copy of another cache; wrong positions reveal it.
         restored = (self.seq_pos_min(seq_id), self.seq_pos_max(seq_id))
         if n_bytes != size or (restored[0] or 0) < 0 or restored[1] != n_positions - 1:
             self._lib.llama_memory_seq_rm(self._memory, seq_id, -1, -1)
@@ -234,7 +237,7 @@ class Memory(NativeHandle):
             )
 
     def _settle(self, seq_id: int) -> None:
-        """Put the state of a sequence that was cut in its place, which is what `llama_memory_seq_cp` copies."""
+        """Move the state of a shortened sequence to where `llama_memory_seq_cp` reads it."""
         self._check_copied(seq_id)
         lib, flags = self._lib, h.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
         size = lib.llama_state_seq_get_size_ext(self._pointer, seq_id, flags)
@@ -247,7 +250,7 @@ class Memory(NativeHandle):
         self._rollback.forget(seq_id)
 
     def _check_copied(self, seq_id: int) -> None:
-        """Reject a copy whose state would be read as wrong bytes and silently overwritten."""
+        """Raise `InvalidArgumentError` if a copy is pending: its state would be read as wrong bytes."""
         if seq_id in self._pending_copies:
             raise InvalidArgumentError(
                 "seq_id", seq_id, "one whose seq_cp was followed by a decode (per-sequence layout)"

@@ -33,7 +33,7 @@ class MemoryNeeds(NamedTuple):
 
     @property
     def n_bytes(self) -> int:
-        """Sum of both."""
+        """Sum of `n_context` and `n_compute`, in bytes."""
         return self.n_context + self.n_compute
 
 
@@ -43,19 +43,19 @@ def memory_needs(
     *,
     n_gpu_layers: int = -1,
 ) -> MemoryNeeds | None:
-    """Return the memory of a context before it is made; None if this llama.cpp does not log it.
+    """Return the memory, in bytes, that a context would take; None if this llama.cpp does not log it.
 
-    Reads the metadata of the file, which takes as long as reading the vocabulary.
+    Reads the metadata and the vocabulary of the file, but no weights.
 
     Parameters
     ----------
     make_context : callable
-        Makes the context of a model that allocates nothing.
+        Returns the context to measure, for a model that was opened with `no_alloc=True`.
 
     Raises
     ------
     ModelLoadError, ContextError, InvalidArgumentError
-        The model cannot be loaded, or has no such context.
+        The model cannot be loaded, or `make_context` cannot create the context.
 
     Notes
     -----

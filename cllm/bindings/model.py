@@ -33,29 +33,31 @@ class Model(NativeHandle):
     path : str or Path
         A regular file; split models are found from their first part.
     n_gpu_layers : int
-        Layers to offload; -1 means all that fit.
+        Number of layers to offload to a GPU; -1 offloads all of them.
     use_mmap, use_mlock, check_tensors : bool
         Map the file, lock it in memory, look for NaN and infinities in the weights.
     use_extra_bufts : bool
-        Let the CPU backend rearrange weights for faster products of many rows; the logits of a row
-        then depend on how many are computed with it.
+        Let the CPU backend repack weights, which speeds up batches.  The logits of a row then
+        depend on the number of rows in its batch.
     vocab_only : bool
         Load the vocabulary alone; such a model can have no context.
     no_alloc : bool
         Load the metadata alone: a context of such a model takes no memory and computes nothing.
     on_progress : callable, optional
-        Called with 0.0 … 1.0 on the loading thread.  An exception in it cancels the load and is
-        raised from here; so does returning False.
+        Called on the loading thread with the fraction that is loaded, 0.0 to 1.0.  Returning False
+        cancels the load with `ModelLoadError`.  An exception also cancels it, and is raised again.
 
     Raises
     ------
     ModelLoadError
-        The file is missing, is not a GGUF file, or llama.cpp refuses it.
+        The file is missing or is not a GGUF file, llama.cpp rejects it, or `on_progress` returned False.
+    InvalidArgumentError
+        `n_gpu_layers` is less than -1.
 
     Notes
     -----
-    See `llama_model_load_from_file` in llama.h.  A damaged file can abort the process: files from
-    an unknown source belong through a preflight in a child process first.
+    See `llama_model_load_from_file` in llama.h.  A damaged file can abort the process: check files
+    from unknown sources in a child process first.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class Model(NativeHandle):
         with self._closed_on_error():
             self.vocab: Vocabulary = Vocabulary(self, path)
             self._describe()
-            # Whether a GPU computes: what a CPU does for each row of a batch, it does for many at once.
+            # True if a GPU computes: it does for many rows of a batch at once what a CPU does for each.
             self.is_on_gpu: bool = params.n_gpu_layers != 0 and lib.has_gpu
 
     def _describe(self) -> None:
@@ -109,10 +111,13 @@ class Model(NativeHandle):
         lib, pointer = library(), self._pointer
         self.n_ctx_train: int = int(lib.llama_model_n_ctx_train(pointer))
         self.n_embd: int = int(lib.llama_model_n_embd(pointer))
+        self.n_embd_inp: int = int(lib.llama_model_n_embd_inp(pointer))
+        # Positions in four parts, which may jump forward.
+        self.has_mrope: bool = lib.llama_model_rope_type(pointer) in tuple(h.RopeType)
         self.n_embd_out: int = int(lib.llama_model_n_embd_out(pointer))
         self.n_cls_out: int = int(lib.llama_model_n_cls_out(pointer))
         self.n_layer: int = int(lib.llama_model_n_layer(pointer))
-        # Without weights the layers have no shape, and asking for the heads of one aborts.
+        # `vocab_only` loads no shape of the layers: `llama_model_n_head` would abort.
         self.n_head: int = 0 if self.vocab_only else int(lib.llama_model_n_head(pointer))
         self.n_head_kv: int = 0 if self.vocab_only else int(lib.llama_model_n_head_kv(pointer))
         self.n_swa: int = int(lib.llama_model_n_swa(pointer))
@@ -122,7 +127,7 @@ class Model(NativeHandle):
         self.has_decoder: bool = bool(lib.llama_model_has_decoder(pointer))
         self.is_recurrent: bool = bool(lib.llama_model_is_recurrent(pointer))
         self.is_hybrid: bool = bool(lib.llama_model_is_hybrid(pointer))
-        # A state for each sequence instead of, or beside, a cell for each position.
+        # True if layers keep a state for each sequence, instead of or besides a cell for each position.
         self.has_state: bool = self.is_recurrent or self.is_hybrid
         self.is_diffusion: bool = bool(lib.llama_model_is_diffusion(pointer))
 
@@ -146,7 +151,7 @@ class Model(NativeHandle):
         return pairs
 
     def metadata_value(self, key: str) -> str | None:
-        """One metadata value as text, or None; `metadata` has them all."""
+        """Return one metadata value as text; None if the file has no scalar value with this key."""
         lib = library()
         call = functools.partial(lib.llama_model_meta_val_str, self._pointer, c_string("key", key))
         try:
@@ -162,7 +167,7 @@ class Model(NativeHandle):
         return tuple(text.decode("utf-8", "replace") for text in texts if text is not None)
 
     def chat_template(self, name: str | None = None) -> str | None:
-        """The text (Jinja) of the model's chat template, or None."""
+        """Return the Jinja source of the chat template `name`, by default the main one; None if missing."""
         encoded = None if name is None else c_string("name", name)
         text = library().llama_model_chat_template(self._pointer, encoded)
         return None if text is None else text.decode("utf-8", "replace")
@@ -172,7 +177,7 @@ class Model(NativeHandle):
 
 
 class _Progress:
-    """The progress callback and the exception that it met, which must not cross the C frames."""
+    """Progress callback that keeps the exception of `on_progress`: exceptions must not cross C frames."""
 
     def __init__(self, on_progress: Callable[[float], bool | None] | None) -> None:
         self._on_progress = on_progress
@@ -194,7 +199,7 @@ class _Progress:
 
 
 def check_model_file(path: str) -> None:
-    """Reject files that would hang or abort the loader: no regular file, or no GGUF."""
+    """Raise `ModelLoadError` if this is no readable, regular GGUF file: others hang or abort the loader."""
     if "\0" in path:
         raise ModelLoadError(path, "the path contains a NUL character")
     try:
@@ -217,7 +222,7 @@ def check_model_file(path: str) -> None:
 
 
 def _call_for_string(call: Callable[[Any, int], int]) -> str:
-    """Call a getter that fills a buffer and returns the length the string has."""
+    """Return the text of a getter that fills a buffer; raise `LlamaCallError` for a negative length."""
     size = 256
     while True:
         buffer = ctypes.create_string_buffer(size)

@@ -19,20 +19,20 @@ def quantize(source: str | Path, target: str | Path, file_type: str, *, n_thread
     Parameters
     ----------
     source, target : str or Path
-        GGUF files; `target` is written over.
+        GGUF files; `target` is overwritten.
     file_type : str
-        F16, BF16, Q8_0, Q6_K, Q5_K_M, Q5_1, Q5_0, Q4_K_M, Q4_K_S, Q4_1, Q4_0, Q3_K_M or Q2_K; as
-        llama-quantize, some tensors of the mixed ones get more bits.
+        F16, BF16, Q8_0, Q6_K, Q5_K_M, Q5_1, Q5_0, Q4_K_M, Q4_K_S, Q4_1, Q4_0, Q3_K_M or Q2_K.  Some
+        tensors get more bits, as with llama-quantize.
     n_threads : int
 
     Raises
     ------
     InvalidArgumentError
-        No such type.
+        `file_type` is unknown, or `n_threads` is not 1 to 512.
     ModelLoadError
-        `source` is no GGUF file.
+        `source` is missing or is not a GGUF file.
     LlamaCallError
-        llama.cpp says why it could not.
+        llama.cpp failed; the message has its reason.
 
     Notes
     -----

@@ -296,9 +296,7 @@ class SamplerChain(NativeHandle):
         candidates.check_ids(self._vocab.n_tokens)
         # Without one finite logit llama.cpp answers the last token of the vocabulary.
         if not np.isfinite(candidates.logits.max()):
-            raise InvalidArgumentError(
-                "logits", candidates.logits.max(), "a row of logits whose largest is finite"
-            )
+            raise InvalidArgumentError("largest of logits", candidates.logits.max(), "finite")
         return self.decide(candidates)
 
     def decide(self, candidates: Candidates) -> int:

@@ -1,7 +1,7 @@
 """Vocabulary: tokens of a model, text to ids and ids to bytes.
 
-The one thing of a model that any thread may use ("The API is thread-safe", llama.h); the caller
-sees to it that the model is not closed meanwhile.
+Any thread may use it ("The API is thread-safe", llama.h), unlike the rest of a model.  The caller
+must keep the model open meanwhile.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ class Vocabulary:
         File of the model.
     n_tokens : int
     kind : VocabType
-    bos, eos, eot, nl, pad, sep : int or None
-    fim_pre, fim_suf, fim_mid, fim_rep, fim_sep : int or None
-        Of text to fill in: before its prefix, suffix and middle, a repository's name and a file.
+    bos, eos, eot, nl, pad, sep, fim_pre, fim_suf, fim_mid, fim_rep, fim_sep : int or None
+        Special tokens; None if missing.  The last five fill in text: they precede its prefix, suffix
+        and middle, a repository's name and a file.
     adds_bos, adds_eos, adds_sep : bool
-        Whether `tokenize(add_special=True)` adds them.
+        True if `tokenize(add_special=True)` adds this token.
+    suppressed : tuple of int
+        Tokens that are never to be sampled, as the model's file says.
     """
 
     def __init__(self, model: NativeHandle, path: str) -> None:
@@ -70,7 +72,7 @@ class Vocabulary:
         return self._vocab
 
     def check_token(self, token: int) -> int:
-        """`token` if it is an id of this vocabulary; out of range ends the process in C."""
+        """Return `token`; raise `InvalidArgumentError` if it is out of range, which would end the process."""
         return check_int("token", token, 0, self.n_tokens - 1)
 
     def tokenize(
@@ -81,16 +83,17 @@ class Vocabulary:
         Parameters
         ----------
         text : str
-            At most 1 MiB of UTF-8; a lone surrogate is refused (it aborts BPE tokenizers).
+            At most 1 MiB of UTF-8, without lone surrogates (they abort BPE tokenizers); else
+            `InvalidArgumentError` is raised.
         add_special : bool
-            Add the beginning-of-sequence token where the model wants it.
+            Add the tokens for beginning and end that the model wants; see `adds_bos`, `adds_eos`, `adds_sep`.
         parse_special : bool
             Read `<|im_start|>` and its like as control tokens rather than as text.
 
         Notes
         -----
-        Long runs of one character class recurse deeply in some vocabularies: a text of more than a
-        few hundred bytes belongs on a thread with a large stack.  See `llama_tokenize` in llama.h.
+        Long runs of one character class recurse deeply in some vocabularies: tokenize more than a few
+        hundred bytes on a thread with a large stack.  See `llama_tokenize` in llama.h.
         """
         encoded = encode_prompt(text)
         check_bool("add_special", add_special)
@@ -108,10 +111,10 @@ class Vocabulary:
             capacity = -n_tokens
 
     def tokenize_inside(self, text: str, *, parse_special: bool = False) -> list[int]:
-        """Token ids of a text that stands behind another: without the space that some put before."""
+        """Return the token ids of a text that continues another one: no space is put before it."""
         if not self.prefixes_space:
             return self.tokenize(text, add_special=False, parse_special=parse_special)
-        # Nothing is joined with a newline before it.
+        # No token joins a newline with the text after it.
         prefix = self.tokenize("\n", add_special=False)
         tokens = self.tokenize("\n" + text, add_special=False, parse_special=parse_special)
         return tokens[len(prefix) :]
@@ -119,10 +122,11 @@ class Vocabulary:
     def detokenize(
         self, tokens: Sequence[int], *, remove_special: bool = False, unparse_special: bool = False
     ) -> bytes:
-        """The text of `tokens` as bytes: a character may be cut at either end.
+        """Return the text of `tokens` as bytes, which may begin or end inside a character.
 
-        As llama.cpp makes it: vocabularies of the GPT-2 family lose spaces before punctuation in
-        it.  `join` does not clean up.  See `llama_detokenize` in llama.h.
+        llama.cpp removes spaces before punctuation for some GPT-2 vocabularies; `join` does not.
+        `remove_special` omits the tokens for beginning and end.  `unparse_special` spells control tokens.
+        See `llama_detokenize` in llama.h.
         """
         check_bool("remove_special", remove_special)
         check_bool("unparse_special", unparse_special)
@@ -140,19 +144,19 @@ class Vocabulary:
             capacity = -n_bytes
 
     def join(self, tokens: Sequence[int]) -> bytes:
-        """Return the streamed text of `tokens`, byte for byte the text that was tokenized."""
+        """Return the joined bytes of `tokens`, without the space that `tokenize` puts before a text."""
         text = b"".join(map(self.piece, tokens))
         return text.removeprefix(b" ") if self.prefixes_space else text
 
     @cached_property
     def prefixes_space(self) -> bool:
         """True if `tokenize` puts a space before a text, which is no part of it."""
-        # A vocabulary may have no "a"; one that puts a space there has that at least.
+        # The vocabulary may lack "a": the first token shows the space in any case.
         first = self.tokenize("a", add_special=False)[:1]
         return b"".join(map(self.piece, first)).startswith(b" ")
 
     def piece(self, token: int) -> bytes:
-        """The bytes that `token` adds to a text; none for a control token.  Remembered."""
+        """Return the bytes that `token` adds to a text; empty for a control token.  Cached."""
         if type(token) is not int:  # 2.0 and True would be found in place of 2 and 1
             token = self.check_token(token)
         piece = self._pieces.get(token)
@@ -161,7 +165,7 @@ class Vocabulary:
         return piece
 
     def spelling(self, token: int) -> bytes:
-        """The bytes of `token`, and of a control token its name."""
+        """Return the bytes of `token`; for a control token, its name."""
         return self.piece(token) or self.token_to_piece(token, special=True)
 
     def token_to_piece(self, token: int, *, special: bool = False) -> bytes:
@@ -199,7 +203,7 @@ class Vocabulary:
         return [self.text(token) for token in tokens if self.attributes(token) & wanted]
 
     def text(self, token: int) -> str:
-        """The vocabulary's own spelling of `token`."""
+        """Return the text of `token` as the vocabulary stores it, with its marks for spaces and bytes."""
         self.check_token(token)
         raw: bytes = library().llama_vocab_get_text(self._pointer, token)
         return raw.decode("utf-8", "replace")
@@ -223,7 +227,7 @@ def _token_or_none(token: int) -> int | None:
 
 
 def c_string(field: str, text: str) -> bytes:
-    """Bytes for a NUL-terminated C string."""
+    """Return `text` as UTF-8 for a C string; raise `InvalidArgumentError` with `field` if it contains NUL."""
     encoded = encode_text(field, text)
     if b"\0" in encoded:
         raise InvalidArgumentError(field, text, "text without NUL characters")

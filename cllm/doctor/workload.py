@@ -1,7 +1,7 @@
 """One context, and requests that run on it one after another.  One thread only.
 
-A request is what a naive server makes of it: its prompt in one batch (or more), then a token at a
-time.  What is measured is what such a server could print itself.
+A request runs as in a simple server: its prompt in one batch or more, then one token at a time.  Only numbers
+that such a server could measure are recorded.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from statistics import median
 
 import numpy as np
 
-from cllm.bindings import Batch, Context, Model, Vocabulary
+from cllm.bindings import Batch, Context, EmbeddingBatch, Model, Vocabulary
 from cllm.doctor.findings import Measurement, Plan, Shape
 from cllm.doctor.plan import SHAPES, Pace
 from cllm.errors import LlamaCallError
@@ -41,8 +41,8 @@ class ProbeContext(Context):
     def decode_unchecked(self, batch: Batch) -> int:
         """Decode a batch whose positions may be wrong, and return the code of `llama_decode`.
 
-        That is an error return and nothing worse (-1, the KV cache unchanged); the tokens and
-        seq_ids must be right.
+        For wrong positions llama.cpp returns -1 and leaves the KV cache unchanged.  Tokens and seq_ids must
+        be valid: they are not checked.
         """
         self._checks_batch = False
         try:
@@ -53,13 +53,13 @@ class ProbeContext(Context):
             self._checks_batch = True
         return 0
 
-    def _check_batch(self, batch: Batch) -> None:
+    def _check_batch(self, batch: Batch | EmbeddingBatch) -> None:
         if self._checks_batch:
             super()._check_batch(batch)
 
 
 def open_context(model: Model, plan: Plan, *, n_threads: int) -> ProbeContext:
-    """The context of one experiment, in the layout that the engine has by default."""
+    """Return the context of one experiment, with one KV buffer for all sequences."""
     return ProbeContext(
         model,
         n_ctx=plan.n_ctx,
@@ -102,19 +102,19 @@ class RequestRunner:
         submitted_s: float | None = None,
         n_ahead: int = 0,
     ) -> Measurement:
-        """Run one request behind whatever its seq_id holds.
+        """Run one request after the tokens that its seq_id holds, and return the measurement.
 
         Parameters
         ----------
         seq_id : int
         clears : int, optional
-            The seq_id that `seq_rm` is called for in the end; None: it is not called.
+            The seq_id that `seq_rm` is called for at the end; None: it is not called.
         prompt : sequence of int, optional
-            Another prompt than `self.prompt`.
+            Prompt to use; None: `self.prompt`.
         submitted_s : float, optional
-            When its client sent it (`perf_counter`); None: now.
+            Time of `perf_counter` at which the client submitted the request; None: now.
         n_ahead : int
-            Requests that were waiting then.
+            Number of requests that were waiting then.
         """
         context = self.context
         submitted_s = time.perf_counter() if submitted_s is None else submitted_s
@@ -145,7 +145,7 @@ class RequestRunner:
         )
 
     def _decode(self, seq_id: int, tokens: Sequence[int], p0: int) -> tuple[int, float]:
-        """The most likely token after these, and the seconds inside `llama_decode`."""
+        """Decode tokens; return the most likely next token, and the seconds inside `llama_decode`."""
         elapsed_s = 0.0
         for start in range(0, len(tokens), self._batch.n_rows_max):
             chunk = tokens[start : start + self._batch.n_rows_max]
@@ -166,7 +166,7 @@ def prompt_tokens(vocab: Vocabulary, n_tokens: int) -> list[int]:
 
 
 def measure_pace(model: Model, *, n_threads: int) -> Pace:
-    """Measure the speed of the model with a few small requests."""
+    """Return the seconds for a row of a prompt and for an output row, measured with a few small requests."""
     shape = Shape(SHAPES[1].n_prompt, SHAPES[-1].n_output)
     plan = Plan(shape, 1 + N_REPEATS, 1, 0.0)
     prompt = prompt_tokens(model.vocab, shape.n_prompt)

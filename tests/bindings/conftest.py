@@ -23,7 +23,7 @@ def model(tiny_model_path: Path) -> Iterator[Model]:
 
 @pytest.fixture(scope="module")
 def vocab(model: Model) -> Vocabulary:
-    """Its vocabulary."""
+    """The vocabulary of the model."""
     return model.vocab
 
 
@@ -52,7 +52,7 @@ def context(request: pytest.FixtureRequest, new_context: NewContext) -> Context:
 
 
 def error_in_another_thread(act: Callable[[], object]) -> Exception | None:
-    """What `act` raises when another thread calls it."""
+    """Return the exception that `act` raises in another thread; None if it raises nothing."""
     caught: list[Exception] = []
 
     def run() -> None:

@@ -1,6 +1,6 @@
-"""What a case of the bindings' hazards is, and what it is given to act on.
+"""Types for the hazard cases of the bindings: `Case`, `Topic`, and `Scene`, the objects that a case uses.
 
-Every case is one thing that would make libllama abort, hang or lie.  The cases themselves are in
+Each case is one call that would make libllama abort, hang or return wrong results.  The cases are in
 `hazards_*.py`, by topic; `hazard_server` runs them.
 """
 
@@ -37,7 +37,7 @@ SMALL: dict[str, Any] = {
 
 
 class Scene:
-    """What a case needs, made when it asks for it."""
+    """Model, context, batch and other objects of a case, each made at its first use."""
 
     def __init__(self, path: Path, directory: Path) -> None:
         self.path = path
@@ -74,13 +74,13 @@ class Scene:
     def decode(
         self, n_tokens: int = 4, *, seq_id: int = 0, p0: int = 0, context: Context | None = None
     ) -> Logits:
-        """One batch of one sequence; its last row is an output."""
+        """Decode one batch of one sequence, and return the logits of its last row."""
         self.batch.clear()
         self.batch.add(seq_id, range(97, 97 + n_tokens), p0, n_outputs=1)
         return (context or self.context).decode(self.batch)
 
     def decoded(self, n_tokens: int = 4) -> Context:
-        """The context with tokens in sequence 0."""
+        """Decode tokens in sequence 0, and return the context."""
         self.decode(n_tokens)
         return self.context
 
@@ -94,7 +94,7 @@ class Scene:
         return path
 
     def lora(self) -> Path:
-        """A LoRA adapter for the query matrix of the tiny model's second layer."""
+        """Write a LoRA adapter for the query matrix of the tiny model's second layer."""
         path = self.directory / "lora.gguf"
         writer = gguf.GGUFWriter(path, "llama")
         writer.add_string("general.type", "adapter")
@@ -110,7 +110,7 @@ class Scene:
         return path
 
     def check_alive(self) -> None:
-        """A good batch still gives finite logits, in every context that is open."""
+        """Check that every open context still decodes a valid batch to finite logits."""
         for name in ("context", "split"):
             context = self.__dict__.get(name)
             if context is not None and not context.closed:
@@ -152,6 +152,6 @@ class Topic:
 
 
 def candidates(*logits: float, ids: list[int] | None = None) -> Candidates:
-    """Tokens 0, 1, ... or those of `ids`, with these logits."""
+    """Return candidates with these logits; their tokens are `ids`, by default 0, 1, ..."""
     all_ids = np.array(range(len(logits)) if ids is None else ids, np.int32)
     return Candidates(all_ids, np.array(logits, np.float32))

@@ -1,8 +1,8 @@
 """The process that runs each case of the bindings' hazards in a child of its own.
 
-Run as a program it is a server: it reads numbers of cases from its standard input and forks for each,
-before it has loaded libllama, which no fork survives.  So a case costs milliseconds, and can kill
-nobody but itself.
+The program reads numbers of cases from standard input and forks a child for each.  It does not load
+libllama itself, which cannot be used after a fork.  A case takes milliseconds and can kill only its
+own child.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.reliability.forking import serve
 
 
 def run_case(case: Case, scene: Scene) -> dict[str, str]:
-    """What the case raised; for the sign of life that failed, what that raised."""
+    """Run a case; return its error and message, and under "afterwards" the error of a failed `check_alive`."""
     try:
         returned = case.act(scene)
     except Exception as error:

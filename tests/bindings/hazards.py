@@ -7,6 +7,7 @@ from tests.bindings import (
     hazards_config,
     hazards_embeddings,
     hazards_lifetime,
+    hazards_media,
     hazards_memory,
     hazards_sampling,
     hazards_state,
@@ -14,7 +15,7 @@ from tests.bindings import (
 )
 from tests.bindings.hazard_case import Case
 
-# In the order of the tables: `hazard_rows.BINDINGS_SECTIONS` tells a table by its first case.
+# In this order: `hazard_rows.BINDINGS_SECTIONS` names the first case of each table.
 CASES: list[Case] = [
     *hazards_batches.CASES,
     *hazards_embeddings.CASES,
@@ -24,4 +25,5 @@ CASES: list[Case] = [
     *hazards_vocabulary.CASES,
     *hazards_state.CASES,
     *hazards_lifetime.CASES,
+    *hazards_media.CASES,
 ]

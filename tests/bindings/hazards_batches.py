@@ -1,4 +1,4 @@
-"""1.1: batches, what a decode is asked for, and the rows that it leaves."""
+"""Cases of hazard table 1.1: batches, output rows of a decode, and their logits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.bindings.hazard_case import INF, INT_MAX, N_VOCAB, NAN, Scene, Topic
 
 TOPIC = Topic()
 refuse = TOPIC.refuse
-# What the loops below go through: as wrong in type as in value.
+# Loop variables of this file; some of their values have a wrong type.
 bad_token: Any
 bad_seq: Any
 bad_p0: Any
@@ -21,7 +21,7 @@ bad_n: Any
 
 # --- Batches and decode ----------------------------------------------------------------------
 def add_tokens(scene: Scene, tokens: Any) -> None:
-    scene.context  # noqa: B018  # so that it is asked for a sign of life afterwards
+    scene.context  # noqa: B018  # made here, so that `check_alive` tests it afterwards
     scene.batch.add(0, tokens, 0)
 
 
@@ -41,7 +41,7 @@ def decode_row(scene: Scene, seq_id: int, p0: int) -> None:
 
 
 def decode_at(scene: Scene, p0: int) -> None:
-    """After four tokens of sequence 0."""
+    """Decode two tokens at a position, after four tokens of sequence 0."""
     scene.decoded()
     scene.decode(2, p0=p0)
 
@@ -207,7 +207,7 @@ def sample_after_abort(scene: Scene) -> int:
 
 
 def sample_row_of_refilled_batch(scene: Scene) -> int:
-    """The rows that count are those of the decode, not those of the batch of now."""
+    """Sample a row that was added to the batch after the decode; only rows of the decode are valid."""
     scene.chain.add_greedy()
     scene.decode(1)
     scene.batch.clear()

@@ -1,4 +1,4 @@
-"""1.2 and 1.3: what a context is made of, and model files."""
+"""Cases of hazard tables 1.2 and 1.3: parameters of contexts, and model files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tools import make_model
 
 TOPIC = Topic()
 refuse = TOPIC.refuse
-# What the loops below go through: as wrong in type as in value.
+# Loop variable of this file; some of its values have a wrong type.
 n_threads: Any
 
 

@@ -1,4 +1,4 @@
-"""1.1 and 1.2 where texts become vectors: batches in one piece, poolings, and models that have none."""
+"""Cases of hazard tables 1.1 and 1.2 for embeddings: sizes of batches, poolings, models without pooling."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def embed(
 
 
 def of_pooling_type(scene: Scene, number: int) -> EmbeddingContext:
-    """Of a model whose file names a pooling that nobody has."""
+    """Return a context of a model whose file has this number as its pooling type."""
     path = scene.directory / "pooling.gguf"
     original = gguf.GGUFReader(make_model.ensure("tiny-classifier", "F16"))
     field = original.fields["bert.pooling_type"]

@@ -1,4 +1,4 @@
-"""1.9: adapters, and what is closed, in use, forked or called from another thread."""
+"""Cases of hazard table 1.9: adapters, and handles that are closed, in use, forked, or in another thread."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tools import make_model
 
 TOPIC = Topic()
 refuse = TOPIC.refuse
-# What the loops below go through: as wrong in type as in value.
+# Loop variable of this file; some of its values have a wrong type.
 scale: Any
 
 
@@ -52,7 +52,7 @@ def close_applied_lora(scene: Scene) -> None:
 
 
 def apply_foreign_lora(scene: Scene) -> None:
-    """The other model has matrices of the same names and other shapes."""
+    """Apply an adapter to another model, whose matrices have the same names and other shapes."""
     adapter = LoraAdapter(scene.model, scene.lora())
     with Context(Model(make_model.ensure("tiny-hybrid", "F16")), **SMALL) as context:
         context.set_loras([(adapter, 1.0)])
@@ -97,7 +97,7 @@ def in_thread(action: Callable[[], object]) -> None:
 
 
 def in_fork(action: Callable[[], object]) -> None:
-    """Run `action` in a forked child and raise here what it raises there."""
+    """Run `action` in a forked child; raise `WrongProcessError` with the text of the child's error."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -159,7 +159,7 @@ for call in CONTEXT_CALLS:
         call=call, run=here, close=True,
     )  # fmt: skip
     refuse(
-        f"{call} from another thread", call_context, "belongs to thread", "called from",
+        f"{call} from another thread", call_context, "belongs to thread", "may not be called",
         error=WrongThreadError, call=call, run=in_thread,
     )  # fmt: skip
     refuse(
@@ -267,7 +267,7 @@ for name, child in (
     ("LoRA", lambda s: LoraAdapter(s.model, s.lora())),
 ):
     refuse(
-        f"closing a model with an open {name}", close_in_use, "has 1 open", error=InUseError,
+        f"closing a model with an open {name}", close_in_use, "before 1 objects of it", error=InUseError,
         child=child,
     )  # fmt: skip
 for name, child in (("context", lambda s: s.context), ("chain", lambda s: s.chain)):

@@ -1,4 +1,4 @@
-"""1.4: sequences and positions of the KV cache, and copies that wait for a decode."""
+"""Cases of hazard table 1.4: sequences and positions of the KV cache, and copies before the next decode."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from tests.bindings.hazard_case import INT_MAX, Scene, Topic
 
 TOPIC = Topic()
 refuse = TOPIC.refuse
-# What the loops below go through: as wrong in type as in value.
+# Loop variable of this file; some of its values have a wrong type.
 bad_seq: Any
 
 
 def call_memory(scene: Scene, method: str, args: tuple[Any, ...], split: bool = False) -> object:
-    """After four tokens of sequence 0."""
+    """Call a method of a context whose sequence 0 has four tokens."""
     context = scene.split_decoded() if split else scene.decoded()
     return getattr(context, method)(*args)
 
@@ -75,13 +75,13 @@ for is_split in (False, True):
 for bad_range in ((0, 2), (1, None), (2, 4)):
     refuse(
         f"seq_cp of positions {bad_range} (per-sequence layout)", call_memory,
-        f"[p0, p1) is {bad_range}, must be everything", method="seq_cp", args=(0, 1, *bad_range),
+        f"[p0, p1) is {bad_range}, must be the whole sequence", method="seq_cp", args=(0, 1, *bad_range),
         split=True,
     )  # fmt: skip
 
 
 def read_pending_copy(scene: Scene) -> None:
-    """In the per-sequence layout the copy is made by the next decode."""
+    """Read the state of a copy that, in the per-sequence layout, the next decode would make."""
     context = scene.split_decoded()
     context.seq_cp(0, 1)
     context.state_seq_get_data(1)

@@ -1,4 +1,4 @@
-"""1.5: samplers, and what they are applied to."""
+"""Cases of hazard table 1.5: samplers, and the candidates that they are applied to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.bindings.hazard_case import INF, INT_MAX, N_VOCAB, NAN, Scene, Topic,
 
 TOPIC = Topic()
 refuse = TOPIC.refuse
-# What the loops below go through: as wrong in type as in value.
+# Loop variable of this file; some of its values have a wrong type.
 bad_token: Any
 
 
@@ -65,7 +65,7 @@ for bad_id in (-1, N_VOCAB, 10**9):
         build=lambda c: c.add_greedy(), data=candidates(1.0, 0.0, ids=[bad_id, 5]),
     )  # fmt: skip
 refuse(
-    "a bias that bans every token", apply_to, "candidates", "finite",
+    "a bias that bans every token", apply_to, "chain is", "finite",
     build=lambda c: c.add_logit_bias({0: -INF, 1: -INF}).add_dist(1), data=candidates(1.0, 2.0),
 )  # fmt: skip
 for large_bias in (1e37, 3e38):

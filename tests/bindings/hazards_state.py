@@ -1,4 +1,4 @@
-"""1.8: states that were cut, changed, forged, or go where they must not."""
+"""Cases of hazard table 1.8: states that are cut, changed or forged, or that have a wrong destination."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.bindings.hazard_case import Scene, Topic
 
 TOPIC = Topic()
 refuse = TOPIC.refuse
-# What the loops below go through: as wrong in type as in value.
+# Loop variables of this file; some of their values have a wrong type.
 bad_seq: Any
 n_positions: Any
 
@@ -41,7 +41,7 @@ def same(data: bytes) -> bytes:
 
 
 def forged(data: bytes) -> bytes:
-    """With a right checksum: what llama.cpp itself makes of it."""
+    """Return the data with a valid checksum, so that llama.cpp itself reads the damaged bytes."""
     name, cells = data[:8], data[12:]
     return name + zlib.crc32(cells).to_bytes(4, "little") + cells
 

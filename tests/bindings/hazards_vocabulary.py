@@ -1,4 +1,4 @@
-"""1.7: token ids, texts, chat messages, and the names that a model is asked for."""
+"""Cases of hazard table 1.7: token ids, texts, and names of templates and metadata."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.bindings.hazard_case import N_VOCAB, Topic
 
 TOPIC = Topic()
 refuse = TOPIC.refuse
-# What the loops below go through: as wrong in type as in value.
+# Loop variable of this file; some of its values have a wrong type.
 bad_token: Any
 
 

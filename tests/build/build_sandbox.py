@@ -1,7 +1,7 @@
 """A project of its own for build_llama.sh, with programs in place of cmake, ninja, pip and compilers.
 
-The stand-ins are shell scripts on PATH; they note how they were called and leave the files that the
-real ones would leave.
+The stand-ins are shell scripts on PATH.  They log their arguments and write the files that the real
+programs would write.
 """
 
 from __future__ import annotations
@@ -32,12 +32,16 @@ SOURCE_FILES = {
     "CMakeLists.txt": "".join(
         f"set(LLAMA_VERSION_{part} {number})\n"
         for part, number in (("MAJOR", 9), ("MINOR", 8), ("PATCH", 7))
-    ),
+    )
+    + "option(LLAMA_BUILD_MTMD)\n",
     "LICENSE": "MIT License",
     "include/llama.h": "// llama.h",
     "ggml/include/ggml.h": "// ggml.h",
     "ggml/include/ggml-cpu.h": "// ggml-cpu.h",
     "ggml/include/gguf.h": "// gguf.h",
+    "tools/mtmd/mtmd.h": "// mtmd.h",
+    "vendor/hash/sha256/LICENSE": "Public domain",
+    "vendor/stb/stb_image.h": "code\n/*\nThis software is available under 2 licenses\n*/\n",
     **{f"{name}/CMakeLists.txt": "" for name in ("cmake", "common", "src", "tools", "vendor")},
 }
 
@@ -47,7 +51,7 @@ STAND_INS = {
         printf '%s\n' "$@" >>"$STUB/cmake.log"
         printf '%s\n' "$@" >"$STUB/cmake.last"
         """,
-    # ninja -C DIRECTORY -j N TARGET...; $NINJA says how it goes.
+    # ninja -C DIRECTORY -j N TARGET...; $NINJA is "fails", "blocks", or empty for success.
     "ninja": r"""
         echo "$*" >>"$STUB/ninja.log"
         [ "$NINJA" != fails ] || { echo "FAILED: ggml.c.o"; exit 1; }
@@ -59,7 +63,9 @@ STAND_INS = {
         cpu=libggml-cpu
         ! grep -q CPU_ALL_VARIANTS=ON "$STUB/cmake.last" ||
           cpu="libggml-cpu-haswell libggml-cpu-sapphirerapids libggml-cpu-x64"
-        for name in libllama libggml libggml-base $cpu; do
+        mtmd=
+        case "$*" in *mtmd*) mtmd=libmtmd ;; esac
+        for name in libllama libggml libggml-base $cpu $mtmd; do
           echo "$name" >"$2/bin/$name.so"
         done
         case "$*" in *llama-server*)
@@ -69,7 +75,7 @@ STAND_INS = {
           echo common >"$2/bin/libllama-common.so" ;;
         esac
         """,
-    # What the programs it "compiles" do is in $AMX (empty: the CPU has none) and $DECODE.
+    # $AMX and $DECODE choose what the "compiled" programs do; an empty $AMX means a CPU without AMX.
     "cc": r"""
         case "$*" in
           --version) echo "cc (stand-in) ${CC_VERSION:-1.0}"; exit ;;
@@ -99,27 +105,29 @@ STAND_INS = {
         """.replace("SDIST", SDIST),
 }
 
-# In place of the comparison of headers; $HEADERS says what they are like.
+# Stand-in for the comparison of headers; $HEADERS names the header that differs.
 CHECK_HEADERS = """
 import os, pathlib, sys
 with open(os.environ["STUB"] + "/headers.log", "a") as log:
     print(*sys.argv[3:], file=log)
 records = pathlib.Path(sys.argv[2])
-if os.environ["HEADERS"] == "differ":
-    sys.exit("  llama_decode: conflicting types")
+if os.environ["HEADERS"] == sys.argv[1]:
+    sys.exit("  a_function: conflicting types")
+if sys.argv[1] == "mtmd.h":
+    sys.exit()
 records.mkdir(parents=True, exist_ok=True)
 (records / f"{os.environ['DECLARATIONS']}.json").write_text("{}")
 """
 
 
 def write_program(path: Path, body: str) -> None:
-    """A stand-in, which runs `body`."""
+    """Write a stand-in, a shell script that runs `body`."""
     path.write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
 
 def write_sdist(path: Path) -> None:
-    """The archive that pip would bring: llama.cpp inside another project."""
+    """Write the archive that pip would download: llama.cpp inside another project."""
     files = {f"{SDIST}/{TREE}/{name}": text for name, text in SOURCE_FILES.items()}
     with tarfile.open(path, "w:gz") as archive:
         for name, text in {**files, f"{SDIST}/setup.py": "raise SystemExit"}.items():
@@ -133,7 +141,7 @@ def names_in(directory: Path) -> list[str]:
 
 
 def write_tree(tree: Path) -> Path:
-    """The source of llama.cpp as a checkout has it."""
+    """Write the source of llama.cpp as a checkout has it, and return its folder."""
     for name, text in SOURCE_FILES.items():
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / name).write_text(text, encoding="utf-8")
@@ -197,7 +205,7 @@ class Sandbox:
         return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
 
     def installed(self) -> list[str]:
-        """Everything in the directory of finished builds, half-finished ones included."""
+        """Return the sorted names in the directory of builds, unfinished ones included."""
         return names_in(self.native) if self.native.exists() else []
 
     def record(self) -> dict[str, Any]:
@@ -206,7 +214,7 @@ class Sandbox:
 
 
 def make_sandbox(directory: Path) -> Sandbox:
-    """Everything that a run of the script looks for."""
+    """Make a sandbox with all files that a run of the script needs."""
     made = Sandbox(directory / "project", directory / "cache", directory / "stub")
     (made.project / "cllm").mkdir(parents=True)
     (made.stub / "bin").mkdir(parents=True)

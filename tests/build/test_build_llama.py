@@ -29,7 +29,7 @@ from tests.build.build_sandbox import (
     write_tree,
 )
 
-LIBRARIES = ["libggml-base.so", "libggml-cpu.so", "libggml.so", "libllama.so"]
+LIBRARIES = ["libggml-base.so", "libggml-cpu.so", "libggml.so", "libllama.so", "libmtmd.so"]
 AMX_FLAGS = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
 
 
@@ -57,6 +57,7 @@ def test_a_build_is_installed_linked_and_recorded(sandbox: Sandbox) -> None:
 
     assert sandbox.link.readlink().parent == sandbox.native
     assert names_in(sandbox.link) == [
+        "LICENSE.libmtmd",
         "LICENSE.llama.cpp",
         "build.json",
         "include",
@@ -64,7 +65,7 @@ def test_a_build_is_installed_linked_and_recorded(sandbox: Sandbox) -> None:
         "lib",
     ]
     assert names_in(sandbox.link / "lib") == LIBRARIES
-    headers = ["ggml-cpu.h", "ggml.h", "gguf.h", "llama.h"]
+    headers = ["ggml-cpu.h", "ggml.h", "gguf.h", "llama.h", "mtmd.h"]
     assert names_in(sandbox.link / "include") == headers
     record = sandbox.record()
     assert record["version"] == "9.8.7"
@@ -95,11 +96,29 @@ def test_a_second_run_builds_nothing_and_says_so_in_one_line(sandbox: Sandbox) -
 def test_headers_that_do_not_fit_end_the_build_before_anything_is_compiled(
     sandbox: Sandbox,
 ) -> None:
-    result = sandbox.run(HEADERS="differ")
+    result = sandbox.run(HEADERS="llama.h")
     assert result.returncode == 1
-    assert "llama_decode: conflicting types" in result.stderr
+    assert "a_function: conflicting types" in result.stderr
     assert "does not fit cllm's declarations" in result.stderr
     assert sandbox.log("cmake") == sandbox.installed() == []
+
+
+def test_a_libmtmd_that_does_not_fit_is_left_out(sandbox: Sandbox) -> None:
+    output = sandbox.build(HEADERS="mtmd.h")
+    assert "has no libmtmd that fits: cllm takes no images with it" in output
+    assert "libmtmd.so" not in names_in(sandbox.link / "lib")
+    assert "mtmd.h" not in names_in(sandbox.link / "include")
+    assert not (sandbox.link / "LICENSE.libmtmd").exists()
+    assert sandbox.record()["media"] is False
+
+
+def test_the_licences_of_what_libmtmd_contains_are_installed(sandbox: Sandbox) -> None:
+    sandbox.build()
+    assert sandbox.record()["media"] is True
+    text = (sandbox.link / "LICENSE.libmtmd").read_text()
+    assert "== hash/sha256/LICENSE\n\nPublic domain" in text
+    assert "== stb/stb_image.h\n\nThis software is available under 2 licenses" in text
+    assert "code" not in text
 
 
 def test_other_declarations_are_compared_with_the_build_that_is_there(sandbox: Sandbox) -> None:
@@ -234,7 +253,9 @@ def test_a_portable_build_is_not_for_this_cpu(sandbox: Sandbox) -> None:
     assert {"-DGGML_NATIVE=OFF", "-DGGML_CPU_ALL_VARIANTS=ON"} <= set(record["flags"])
     assert AMX_FLAGS not in " ".join(record["flags"])
     variants = ["libggml-cpu-haswell.so", "libggml-cpu-x64.so"]
-    others = ["libggml-base.so", "libggml.so", "libgomp.so.1", "libllama.so"]
+    others = [
+        "libggml-base.so", "libggml.so", "libgomp.so.1", "libllama.so", "libmtmd.so",
+    ]  # fmt: skip
     assert names_in(sandbox.link / "lib") == sorted(variants + others)
 
 

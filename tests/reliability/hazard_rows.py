@@ -1,7 +1,7 @@
-"""Every row of the hazard tables 1.1 to 1.9, and what meets it.
+"""All rows of the hazard tables 1.1 to 1.10, with the cases that test them.
 
-A row is met by cases of the engine, which name it, by cases of the bindings, named here, or it says
-why no call of cllm can reach it.
+A row is tested by cases of the engine, which name the row, or by cases of the bindings, which are named
+here.  Otherwise `unreachable` says why no call of cllm can reach it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ SECTIONS = {
     "1.7": "vocabulary, tokenizer, templates",
     "1.8": "state blobs",
     "1.9": "LoRA, lifetime, threads",
+    "1.10": "images",
 }
-# The first case of the bindings in each stretch of cases for one table.
+# The first case of each group of consecutive cases of the bindings for one table.
 BINDINGS_SECTIONS = (
     ("1.1", "a run of no tokens"),
     ("1.2", "a context with n_seq_max=0"),
@@ -37,6 +38,7 @@ BINDINGS_SECTIONS = (
     ("1.7", "token_to_piece of token -1"),
     ("1.8", "an empty state"),
     ("1.9", "a missing LoRA"),
+    ("1.10", "rows that attend to each other over n_ubatch"),
 )
 
 
@@ -47,11 +49,11 @@ class Row:
     Attributes
     ----------
     name : str
-        The table and a few words: what cases of the engine call it.
+        Table and a few words; cases of the engine use this name.
     bindings : tuple of str
-        Claims of cases of the bindings that meet it.
+        Claims of the cases of the bindings for this row.
     unreachable : str
-        Why no call can reach it, or what keeps it away.
+        Reason why no call can reach it, or what prevents it; "" if cases test it.
     """
 
     name: str
@@ -60,17 +62,17 @@ class Row:
 
     @property
     def section(self) -> str:
-        """The table it is of."""
+        """Number of its table: "1.5"."""
         return self.name.split()[0]
 
     @property
     def n_engine_cases(self) -> int:
-        """Cases of the engine that meet it."""
+        """Number of cases of the engine for this row."""
         return sum(case.row == self.name for case in ENGINE_CASES)
 
     @property
     def is_met(self) -> bool:
-        """Whether some case meets it."""
+        """True if a case tests the row."""
         return bool(self.bindings or self.n_engine_cases)
 
 
@@ -220,11 +222,26 @@ ROWS = (
     _row("1.9 from another thread", "decode from another thread", "seq_pos_max from another thread"),
     _row("1.9 freed while a decode runs", "closing a context from another thread"),
     _row("1.9 a forked child", "decode in a forked child", "closing a context in a forked child"),
+    _row("1.10 a non-causal image over n_ubatch", "rows that attend to each other over n_ubatch"),
+    _row("1.10 token and embd in one batch", unreachable="a batch has tokens or embeddings"),
+    _row("1.10 rows out of range", "rows of an image over n_batch",
+         "rows of an image of another width", "an image past the context",
+         "an image that leaves a gap"),
+    _row("1.10 files that are no projector of the model", "a projector of another model",
+         "a model as projector", "a projector that is garbage", "a projector as model"),
+    _row("1.10 token -1 around an image", "a vocabulary without the tokens around a tile"),
+    _row("1.10 sizes of images", "pixels of shape (0, 8, 3)", "an image of 2**31 pixels a side",
+         "an image of more than 64 Mi pixels", "an image that is all width"),
+    _row("1.10 chunks without pixels", "an encode without pixels"),
+    _row("1.10 freed before what it is of", "an encode of a closed chunk",
+         "closing a projector with an open chunk"),
+    _row("1.10 numbers out of range", "a projector with n_threads=0",
+         "a projector with image_max_tokens=0"),
 )  # fmt: skip
 
 
 def bindings_sections() -> Iterator[str]:
-    """The table of each case of the bindings, in their order."""
+    """Yield the table of each case of the bindings, in the order of the cases."""
     starts = {claim: section for section, claim in BINDINGS_SECTIONS}
     section = ""
     for case in BINDINGS_CASES:
@@ -233,7 +250,7 @@ def bindings_sections() -> Iterator[str]:
 
 
 def faults() -> list[str]:
-    """What is wrong with the rows: nobody meets one, or a name is not there."""
+    """Return the faults of the rows: a row without a case or reason, a name that does not exist or repeats."""
     claims = {case.claim for case in BINDINGS_CASES}
     names = Counter(row.name for row in ROWS)
     found = [f"{name} is there {n} times" for name, n in names.items() if n > 1]

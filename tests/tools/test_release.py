@@ -12,7 +12,12 @@ import pytest
 from tools import release
 
 MARKDOWN = "/**\n * markdown-it v15.0.3 - a markdown parser\n * Copyright (c) Vitaly Puzrin. (MIT License)\n */"
-RECORD = {"commit": "0c1e57098", "source_sha256": "ab" * 32, "compiler": "c++ 12.2.0"}
+RECORD = {
+    "commit": "0c1e57098",
+    "source_sha256": "ab" * 32,
+    "compiler": "c++ 12.2.0",
+    "media": True,
+}
 
 
 @pytest.fixture
@@ -27,9 +32,10 @@ def wheel(tmp_path: Path) -> Path:
 
 
 def test_what_is_inside_of_a_wheel_and_not_ours_is_named_with_its_version(wheel: Path) -> None:
-    llama, openmp, markdown = release.components(wheel)
+    llama, *in_libmtmd, openmp, markdown = release.components(wheel)
     assert (llama["name"], llama["version"]) == ("llama.cpp", "0c1e57098")
     assert llama["hashes"][0]["content"] == RECORD["source_sha256"]
+    assert [each["name"] for each in in_libmtmd] == [*release.IN_LIBMTMD]
     assert openmp["hashes"][0]["content"] == hashlib.sha256(b"OpenMP").hexdigest()
     assert (markdown["name"], markdown["version"]) == ("markdown-it", "15.0.3")
 

@@ -1,0 +1,354 @@
+"""Projector: the encoder of images of one text model, and the pieces that it cuts an image into."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cllm.bindings import _llama_h as h
+from cllm.bindings import _mtmd_h as m
+from cllm.bindings._handle import NativeHandle
+from cllm.bindings._library import forward_log, library
+from cllm.bindings._media_library import media_library
+from cllm.bindings.context import check_flash_attn
+from cllm.bindings.model import Model, check_model_file
+from cllm.checks import INT32_MAX, MAX_THREADS, check_int
+from cllm.errors import EncodeCancelledError, InvalidArgumentError, LlamaCallError, ModelLoadError
+
+# Largest side of an image, in pixels.  Some preprocessors count bytes in an int.
+MAX_SIDE = 1 << 14
+MAX_PIXELS = 1 << 26
+
+
+class MediaChunk(NativeHandle):
+    """One image, or one tile of an image, as `Projector.split` prepares it; not yet encoded.
+
+    Attributes
+    ----------
+    n_tokens : int
+        Rows of its embeddings, and cells that they take in the KV cache.
+    n_positions : int
+        Positions by which a sequence grows: `n_tokens`, or fewer with M-RoPE.
+    is_causal : bool
+        False if each row attends to all rows of the chunk: they are decoded in one piece.
+    """
+
+    def __init__(self, projector: Projector, pointer: Any) -> None:
+        lib = media_library()
+        super().__init__(pointer, lib.mtmd_input_chunk_free, parent=projector)
+        with self._closed_on_error():
+            self.n_tokens: int = int(lib.mtmd_input_chunk_get_n_tokens(pointer))
+            self.n_positions: int = int(lib.mtmd_input_chunk_get_n_pos(pointer))
+            self.is_causal: bool = not lib.mtmd_decode_use_non_causal(projector._pointer, pointer)
+            self._has_mrope = projector.has_mrope
+
+    def positions(self, p0: int) -> NDArray[np.int32]:
+        """Return the positions of its rows, for a sequence that has `p0` positions before it.
+
+        Returns
+        -------
+        ndarray
+            int32, shape `(n_tokens,)`; with M-RoPE `(4, n_tokens)`: time, row, column, and one for
+            models with a fourth part.
+        """
+        check_int("p0", p0, 0, INT32_MAX - self.n_tokens)
+        if not self._has_mrope:
+            return np.arange(p0, p0 + self.n_tokens, dtype=np.int32)
+        lib = media_library()
+        tokens = lib.mtmd_input_chunk_get_tokens_image(self._pointer)
+        found = [lib.mtmd_image_tokens_get_decoder_pos(tokens, p0, i) for i in range(self.n_tokens)]
+        return np.array([[each.t, each.y, each.x, each.z] for each in found], np.int32).T.copy()
+
+
+class Projector(NativeHandle):
+    """A projector file (mmproj): libmtmd's encoder for one text model.
+
+    Used by one thread, which may be another one than the model's.  An encode may run beside a decode.
+
+    Parameters
+    ----------
+    model : Model
+        The text model; kept alive, and refuses to close while the projector is open.
+    path : str or Path
+        A regular GGUF file of architecture "clip".
+    n_threads : int
+    use_gpu : bool
+        Encode on a GPU, if there is one.
+    image_min_tokens, image_max_tokens : int, optional
+        Limits of the rows of an image, for projectors that take any size; None takes the file's.
+    flash_attn : bool, optional
+        None lets libmtmd decide.
+    slice_nodes : int
+        Nodes of the graph between two calls of `between` (see `encode`).  0: it is never called, and
+        the graph is computed in one piece.
+
+    Attributes
+    ----------
+    path : str
+    has_vision, has_audio : bool
+        Kinds of media that it encodes.
+    has_mrope : bool
+        True if rows of an image have positions in four parts.
+    n_embd : int
+        Length of a row of embeddings.
+
+    Raises
+    ------
+    ModelLoadError
+        The file is missing, is not a projector, or is one of another model.
+    LibraryError
+        The library has no libmtmd.
+
+    Notes
+    -----
+    See `mtmd_init_from_file` in mtmd.h.  A damaged file can abort the process when it is loaded, or at
+    the first encode: check files from unknown sources in a child process first.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        path: str | Path,
+        *,
+        n_threads: int = 2,
+        use_gpu: bool = True,
+        image_min_tokens: int | None = None,
+        image_max_tokens: int | None = None,
+        flash_attn: bool | None = None,
+        slice_nodes: int = 0,
+    ) -> None:
+        path = str(path)
+        check_model_file(path)
+        lib = media_library()
+        self._slicer = _Slicer(check_int("slice_nodes", slice_nodes, 0, INT32_MAX))
+        params = lib.mtmd_context_params_default()
+        params.n_threads = check_int("n_threads", n_threads, 1, MAX_THREADS)
+        params.use_gpu = bool(use_gpu)
+        params.print_timings = False
+        # It would encode an image of its largest size: minutes on a CPU.
+        params.warmup = False
+        params.flash_attn_type = check_flash_attn(flash_attn)
+        if image_min_tokens is not None:
+            params.image_min_tokens = check_int("image_min_tokens", image_min_tokens, 1, INT32_MAX)
+        if image_max_tokens is not None:
+            params.image_max_tokens = check_int(
+                "image_max_tokens", image_max_tokens, image_min_tokens or 1, INT32_MAX
+            )
+        if slice_nodes:
+            params.cb_eval = self._slicer.callback
+        forward_log()
+        # It reads the vocabulary and the sizes of the model, which never change: any thread may.
+        pointer = lib.mtmd_init_from_file(os.fsencode(path), model._shared_pointer, params)
+        reason = forward_log()
+        if not pointer:
+            raise ModelLoadError(path, reason or "not a projector for this model")
+        super().__init__(pointer, lib.mtmd_free, parent=model)
+        self.path = path
+        with self._closed_on_error():
+            self.has_vision: bool = bool(lib.mtmd_support_vision(pointer))
+            self.has_audio: bool = bool(lib.mtmd_support_audio(pointer))
+            self.has_mrope: bool = bool(lib.mtmd_decode_use_mrope(pointer))
+            self.n_embd: int = model.n_embd_inp
+
+    def split(self, pixels: NDArray[np.uint8] | tuple[int, int]) -> list[MediaChunk | list[int]]:
+        """Return the chunks and tokens that represent an image in a prompt, in order.
+
+        Parameters
+        ----------
+        pixels : ndarray or (int, int)
+            uint8, shape `(height, width, 3)`: red, green, blue.  A `(height, width)` alone gives chunks
+            that can be counted and not encoded.
+
+        Returns
+        -------
+        list of MediaChunk or list of int
+            Chunks to encode, and the tokens around them.  Close each chunk.
+
+        Raises
+        ------
+        InvalidArgumentError
+            `pixels` has another type or shape, a side above 16,384, or more than 67,108,864 pixels.
+        LlamaCallError
+            The projector takes no images, or this image is too small for it.
+        ModelLoadError
+            The model's vocabulary lacks a token that the projector needs.
+
+        Notes
+        -----
+        See `mtmd_bitmap_init` and `mtmd_tokenize_from_parts` in mtmd.h.
+        """
+        height, width, data = _check_pixels(pixels)
+        with self._bitmap(height, width, data) as bitmap, self._chunks(bitmap) as chunks:
+            return self._copied(chunks)
+
+    def encode(
+        self, chunk: MediaChunk, between: Callable[[], bool] | None = None
+    ) -> NDArray[np.float32]:
+        """Return the embeddings of a chunk.  Releases the GIL while computing.
+
+        Parameters
+        ----------
+        chunk : MediaChunk
+            Of this projector.
+        between : callable, optional
+            Called in this thread after every `slice_nodes` nodes of the graph; the encode waits for it.
+            Returning False cancels the encode.  An exception cancels it too, and is raised again.
+
+        Returns
+        -------
+        ndarray
+            float32, shape `(chunk.n_tokens, n_embd)`: a copy.
+
+        Raises
+        ------
+        EncodeCancelledError
+            `between` returned False.
+        LlamaCallError
+            The chunk has no pixels, or libmtmd failed.
+        InvalidArgumentError
+            The chunk belongs to another projector.
+
+        Notes
+        -----
+        See `mtmd_batch_encode` in mtmd.h, which returns 0 for a cancelled encode as well.
+        """
+        lib, pointer = media_library(), self._pointer
+        if chunk._parent is not self:
+            raise InvalidArgumentError("chunk", chunk, "a chunk of this projector")
+        source = chunk._pointer
+        batch = lib.mtmd_batch_init(pointer)
+        try:
+            _check("mtmd_batch_add_chunk", lib.mtmd_batch_add_chunk(batch, source))
+            self._slicer.begin(between)
+            library().n_computed += 1
+            code = lib.mtmd_batch_encode(batch)
+            self._slicer.end()
+            _check("mtmd_batch_encode", code)
+            data = lib.mtmd_batch_get_output_embd(batch, source)
+            return np.ctypeslib.as_array(data, shape=(chunk.n_tokens, self.n_embd)).copy()
+        finally:
+            lib.mtmd_batch_free(batch)
+
+    @contextmanager
+    def _bitmap(self, height: int, width: int, data: Any) -> Iterator[Any]:
+        lib = media_library()
+        bitmap = lib.mtmd_bitmap_init(width, height, data)
+        try:
+            yield bitmap
+        finally:
+            lib.mtmd_bitmap_free(bitmap)
+
+    @contextmanager
+    def _chunks(self, bitmap: Any) -> Iterator[Any]:
+        """Yield the list of chunks that libmtmd makes of a bitmap; it is valid inside."""
+        lib = media_library()
+        part = m.DECLARATIONS.structs["mtmd_input_part"](text=None, bitmap=bitmap)
+        chunks = lib.mtmd_input_chunks_init()
+        try:
+            forward_log()
+            code = lib.mtmd_tokenize_from_parts(
+                self._pointer, chunks, ctypes.pointer(ctypes.pointer(part)), 1, False
+            )
+            _check("mtmd_tokenize_from_parts", code)
+            yield chunks
+        finally:
+            lib.mtmd_input_chunks_free(chunks)
+
+    def _copied(self, chunks: Any) -> list[MediaChunk | list[int]]:
+        copies: list[MediaChunk | list[int]] = []
+        try:
+            for i in range(media_library().mtmd_input_chunks_size(chunks)):
+                copies.append(self._copy(media_library().mtmd_input_chunks_get(chunks, i)))
+        except BaseException:
+            for copy in copies:
+                if isinstance(copy, MediaChunk):
+                    copy.close()
+            raise
+        return copies
+
+    def _copy(self, chunk: Any) -> MediaChunk | list[int]:
+        lib = media_library()
+        if lib.mtmd_input_chunk_get_type(chunk) != m.ChunkType.TEXT:
+            return MediaChunk(self, lib.mtmd_input_chunk_copy(chunk))
+        n_tokens = ctypes.c_size_t()
+        tokens = lib.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(n_tokens))
+        found: list[int] = tokens[: n_tokens.value]
+        if h.LLAMA_TOKEN_NULL in found:
+            raise ModelLoadError(
+                self.path, "the model's vocabulary lacks a token that the projector needs"
+            )
+        return found
+
+
+class _Slicer:
+    """The callback that cuts a graph into slices, and what happens between them."""
+
+    def __init__(self, slice_nodes: int) -> None:
+        self._slice_nodes = slice_nodes
+        self._n_nodes = 0
+        self._between: Callable[[], bool] | None = None
+        self._is_cancelled = False
+        self._error: BaseException | None = None
+        # libmtmd keeps the pointer for the life of its context.
+        callback_type = m.DECLARATIONS.callbacks["ggml_backend_sched_eval_callback"]
+        self.callback: Any = callback_type(self._call)
+
+    def begin(self, between: Callable[[], bool] | None) -> None:
+        """Set what is called in the next encode."""
+        self._n_nodes, self._between = 0, between
+        self._is_cancelled, self._error = False, None
+
+    def end(self) -> None:
+        """Raise the exception of the encode that has ended, if it had one or was cancelled."""
+        error, self._between, self._error = self._error, None, None
+        if error is not None:
+            raise error
+        if self._is_cancelled:
+            raise EncodeCancelledError("the encode was cancelled")
+
+    def _call(self, _node: Any, asks: bool, _user_data: Any) -> bool:
+        if self._between is None:
+            return not asks
+        if asks:
+            self._n_nodes += 1
+            return self._n_nodes % self._slice_nodes == 0
+        try:
+            self._is_cancelled = not self._between()
+        except BaseException as error:  # a callback of C cannot raise
+            self._error = error
+        return not (self._is_cancelled or self._error)
+
+
+def _check_pixels(pixels: object) -> tuple[int, int, Any]:
+    """Return height, width and libmtmd's pointer to the bytes, which is None without pixels."""
+    data = None
+    if isinstance(pixels, np.ndarray):
+        if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
+            kind = f"{pixels.dtype} {pixels.shape}"
+            raise InvalidArgumentError("pixels", kind, "uint8, shape (height, width, 3)")
+        data = np.ascontiguousarray(pixels)
+        height, width = pixels.shape[:2]
+    elif isinstance(pixels, tuple) and len(pixels) == 2:
+        height, width = pixels
+    else:
+        raise InvalidArgumentError("pixels", pixels, "an array, or (height, width)")
+    check_int("height", height, 1, MAX_SIDE)
+    check_int("width", width, 1, MAX_SIDE)
+    check_int("pixels", height * width, 1, MAX_PIXELS)
+    if data is None:
+        return height, width, None
+    return height, width, data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+
+
+def _check(function: str, code: int) -> None:
+    if reason := forward_log():
+        reason = f": {reason}"
+    if code != 0:
+        raise LlamaCallError(function, code, f"failed{reason}")

@@ -1,0 +1,184 @@
+"""Write random-weight projectors (mmproj files) for tests: an encoder of images for a tiny text model.
+
+A file is written to the directory of `make_model`'s models.  Writing it again gives the same bytes.
+
+    python -m tools.make_projector gemma3        # prints the path
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+from tools import make_model
+
+GENERATOR = 1
+SEED = 20261126
+N_EMBD_TEXT = 64  # of every tiny model
+Tensors = dict[str, NDArray[np.float32]]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """Sizes of an image encoder; `side` and `patch` are the sides of an image and of a patch, in pixels."""
+
+    n_embd: int = 32
+    n_head: int = 2
+    n_layer: int = 2
+    side: int = 64
+    patch: int = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Projector:
+    """Projector that `ensure` can make.
+
+    `projection` returns the tensors after the encoder, given the length of the encoder's rows.  The keys of
+    `metadata` have no prefix "clip.vision.".
+    """
+
+    summary: str
+    kind: str
+    text_model: str
+    projection: Callable[[Draw, int], Tensors]
+    metadata: Mapping[str, int] = field(default_factory=dict)
+    encoder: Encoder = Encoder()
+
+
+class Draw:
+    """Random matrices from a frozen stream."""
+
+    def __init__(self) -> None:
+        self._random = np.random.RandomState(SEED)
+
+    def __call__(self, *shape: int) -> NDArray[np.float32]:
+        """Return normal values whose standard deviation is the inverse root of the row length."""
+        normal: NDArray[np.float64] = self._random.standard_normal(shape)
+        scaled: NDArray[np.float32] = (normal / shape[-1] ** 0.5).astype(np.float32)
+        return scaled
+
+
+def _gemma3(draw: Draw, n: int) -> Tensors:
+    return {
+        "mm.input_projection.weight": draw(n, N_EMBD_TEXT),
+        "mm.soft_emb_norm.weight": np.ones(n, np.float32),
+    }
+
+
+def _qwen2vl(draw: Draw, n: int) -> Tensors:
+    return {
+        "mm.0.weight": draw(4 * n, 4 * n),
+        "mm.0.bias": np.zeros(4 * n, np.float32),
+        "mm.2.weight": draw(N_EMBD_TEXT, 4 * n),
+        "mm.2.bias": np.zeros(N_EMBD_TEXT, np.float32),
+    }
+
+
+def _idefics3(draw: Draw, n: int) -> Tensors:
+    return {"mm.model.fc.weight": draw(N_EMBD_TEXT, 4 * n)}
+
+
+def _llava(draw: Draw, n: int) -> Tensors:
+    return {
+        "mm.0.weight": draw(N_EMBD_TEXT, n),
+        "mm.0.bias": np.zeros(N_EMBD_TEXT, np.float32),
+        "mm.2.weight": draw(N_EMBD_TEXT, N_EMBD_TEXT),
+        "mm.2.bias": np.zeros(N_EMBD_TEXT, np.float32),
+    }
+
+
+PROJECTORS: dict[str, Projector] = {
+    "gemma3": Projector(
+        "16 rows, whatever the image; they attend to each other",
+        "gemma3", "tiny-swa", _gemma3, {"projector.scale_factor": 2}),
+    "qwen2vl": Projector(
+        "rows follow the size of the image; M-RoPE", "qwen2vl_merger", "tiny-qwen2vl", _qwen2vl),
+    "idefics3": Projector(
+        "an overview and tiles of one image", "idefics3", "tiny-tiles", _idefics3,
+        {"projector.scale_factor": 2, "preproc_image_size": 128}),
+    "llava": Projector("64 rows, whatever the image; causal", "mlp", "tiny-llama", _llava),
+}  # fmt: skip
+
+
+def _tensors(projector: Projector, draw: Draw) -> Tensors:
+    """Return every tensor, in the order of the file; all F32, as llama.cpp adds them to F32."""
+    e = projector.encoder
+    n, n_ff = e.n_embd, 3 * e.n_embd
+    tensors: Tensors = {"v.patch_embd.weight": draw(n, 3, e.patch, e.patch)}
+    if projector.kind == "qwen2vl_merger":
+        tensors["v.patch_embd.weight.1"] = draw(n, 3, e.patch, e.patch)
+    else:
+        tensors["v.patch_embd.bias"] = np.zeros(n, np.float32)
+        is_llava = projector.kind == "mlp"
+        tensors["v.position_embd.weight"] = draw((e.side // e.patch) ** 2 + is_llava, n)
+        if is_llava:
+            tensors["v.class_embd"] = draw(n)
+            tensors["v.pre_ln.weight"], tensors["v.pre_ln.bias"] = _norm(n)
+    shapes = {
+        "attn_q": (n, n), "attn_k": (n, n), "attn_v": (n, n), "attn_out": (n, n),
+        "ffn_up": (n_ff, n), "ffn_down": (n, n_ff),
+    }  # fmt: skip
+    for i in range(e.n_layer):
+        for name, shape in shapes.items():
+            tensors[f"v.blk.{i}.{name}.weight"] = draw(*shape)
+            tensors[f"v.blk.{i}.{name}.bias"] = np.zeros(shape[0], np.float32)
+        for name in ("ln1", "ln2"):
+            weight, bias = _norm(n)
+            tensors[f"v.blk.{i}.{name}.weight"], tensors[f"v.blk.{i}.{name}.bias"] = weight, bias
+    tensors["v.post_ln.weight"], tensors["v.post_ln.bias"] = _norm(n)
+    return tensors | projector.projection(draw, n)
+
+
+def _norm(n: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    return np.ones(n, np.float32), np.zeros(n, np.float32)
+
+
+def _write(path: Path, projector: Projector) -> None:
+    e = projector.encoder
+    keys = {
+        "embedding_length": e.n_embd, "attention.head_count": e.n_head,
+        "feed_forward_length": 3 * e.n_embd, "block_count": e.n_layer, "image_size": e.side,
+        "patch_size": e.patch, "projection_dim": N_EMBD_TEXT, **projector.metadata,
+    }  # fmt: skip
+    with contextlib.closing(gguf.GGUFWriter(path, "clip")) as writer:
+        writer.add_bool("clip.has_vision_encoder", True)
+        writer.add_string("clip.projector_type", projector.kind)
+        writer.add_bool("clip.use_gelu", True)
+        for key, value in keys.items():
+            writer.add_uint32(f"clip.vision.{key}", value)
+        writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-6)
+        for key in ("image_mean", "image_std"):
+            writer.add_array(f"clip.vision.{key}", [0.5, 0.5, 0.5])
+        for name, values in _tensors(projector, Draw()).items():
+            writer.add_tensor(name, values)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+
+
+def ensure(name: str, directory: Path | None = None) -> Path:
+    """Return the path of a projector; the file is written first if it does not exist."""
+    directory = directory or make_model.models_directory()
+    path = directory / f"mmproj-{name}-g{GENERATOR}.gguf"
+    if path.is_file():
+        return path
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory, prefix=".making-") as scratch:
+        draft = Path(scratch) / path.name
+        _write(draft, PROJECTORS[name])
+        os.replace(draft, path)
+    return path
+
+
+if __name__ == "__main__":
+    for given in sys.argv[1:] or PROJECTORS:
+        print(ensure(given))
