@@ -113,7 +113,8 @@ def main() -> int:
 
 def write(listed: list[dict[str, Any]]) -> None:
     """Write a list of known libraries."""
-    known = {"declarations": h.DECLARATIONS.digest, "libraries": listed}
+    digests = [h.DECLARATIONS.digest, m.DECLARATIONS.digest]
+    known = {"declarations": digests, "libraries": listed}
     KNOWN_LIBRARIES.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
 
 

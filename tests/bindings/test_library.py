@@ -8,15 +8,18 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from cllm.bindings import library
+from cllm.bindings import _media_library, library
 from cllm.bindings._declarations import Declarations
 from cllm.bindings._layout import KNOWN_LIBRARIES
 from cllm.bindings._library import Library
 from cllm.bindings._llama_h import C_PREFIX, DECLARATIONS, PARAMETERS
+from cllm.bindings._media_library import media_library
+from cllm.bindings._mtmd_h import DECLARATIONS as MEDIA_DECLARATIONS
 from cllm.errors import AbiMismatchError, LibraryError
 
 
@@ -157,7 +160,8 @@ def test_a_record_without_a_field_that_is_set_is_rejected_by_its_name(copied: Pa
 
 def test_the_known_libraries_were_compared_with_these_declarations() -> None:
     known = json.loads(KNOWN_LIBRARIES.read_text())
-    assert known["declarations"] == DECLARATIONS.digest, "run python -m tools.known_libraries"
+    digests = [DECLARATIONS.digest, MEDIA_DECLARATIONS.digest]
+    assert known["declarations"] == digests, "run python -m tools.known_libraries"
     assert len({each["sha256"] for each in known["libraries"]}) == len(known["libraries"]) >= 4
     for each in known["libraries"]:
         Declarations(*DECLARATIONS.text, C_PREFIX, parameters=PARAMETERS).lay_out(each["structs"])
@@ -175,3 +179,10 @@ def test_a_function_that_a_library_may_lack_is_missed_when_it_is_called(name: st
             lacking.llama_model_quantize(b"a", b"b", None)
     with pytest.raises(AbiMismatchError, match=r"other\.so has no function llama_decode"):
         lacking._lacks("llama_decode")
+
+
+def test_a_library_without_libmtmd_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = SimpleNamespace(path=library().path.with_name("libggml-base.so"))
+    monkeypatch.setattr(_media_library, "library", lambda: other)
+    with pytest.raises(LibraryError, match=r"has no libmtmd, which images need: run ./build_llama"):
+        media_library.__wrapped__()
