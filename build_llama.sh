@@ -358,7 +358,8 @@ fill_stage() {
 copy_licenses() {
   local file
   cp "$source/LICENSE" "$stage/LICENSE.llama.cpp"
-  $media || return 0
+  # llama-server needs libmtmd, also one that does not fit.
+  compgen -G "$stage/lib/libmtmd.*" >/dev/null || return 0
   for file in "$source"/vendor/{hash/*/LICENSE*,stb/stb_image.h,miniaudio/miniaudio.h}; do
     [[ -f $file ]] || continue
     printf '\n== %s\n\n' "${file#"$source/vendor/"}"

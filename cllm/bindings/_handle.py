@@ -57,7 +57,7 @@ class NativeHandle:
         self._parent = parent
         self._owner = get_ident()
         self._generation = _fork_generation
-        self._children: weakref.WeakSet[NativeHandle] = weakref.WeakSet()
+        self._children: weakref.WeakSet[NativeHandle | _User] = weakref.WeakSet()
         if parent is not None:
             parent._children.add(self)
         # The arguments must not mention `self`, or it would never be collected; the parent is
@@ -77,6 +77,16 @@ class NativeHandle:
         except BaseException:
             self.close()
             raise
+
+    @contextmanager
+    def _kept_open(self) -> Iterator[None]:
+        """Reject `close` inside the block, also in another thread."""
+        user = _User()
+        self._children.add(user)
+        try:
+            yield
+        finally:
+            self._children.discard(user)
 
     @property
     def closed(self) -> bool:
@@ -140,6 +150,12 @@ class NativeHandle:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {'closed' if self.closed else 'open'}>"
+
+
+class _User:
+    """A call that uses a handle; it counts as an open child."""
+
+    closed = False
 
 
 def _free_leaked(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import functools
 
+from cllm.bindings import _library
 from cllm.bindings import _mtmd_h as m
 from cllm.bindings._functions import Functions
-from cllm.bindings._library import library
 from cllm.errors import LibraryError
 
 
@@ -18,7 +17,9 @@ class MediaLibrary(Functions):
     declared = m.DECLARATIONS
 
 
-@functools.cache
+_media_library: MediaLibrary | None = None
+
+
 def media_library() -> MediaLibrary:
     """Return libmtmd: the file beside libllama, or libllama itself where it contains libmtmd.
 
@@ -31,11 +32,20 @@ def media_library() -> MediaLibrary:
     AbiMismatchError
         The library was not compared with the declarations in `_mtmd_h`, or does not fit them.
     """
-    lib = library()
+    global _media_library
+    lib = _library.library()
+    if _media_library is None:
+        with _library._library_lock:
+            _media_library = _media_library or _load(lib)
+    return _media_library
+
+
+def _load(lib: _library.Library) -> MediaLibrary:
     path = lib.path.with_name(lib.path.name.replace("libllama", "libmtmd"))
     if not path.is_file():
         path = lib.path
-    if not hasattr(ctypes.PyDLL(str(path)), "mtmd_init_from_file"):
+    is_left_out = lib.record.get("media") is False
+    if is_left_out or not hasattr(ctypes.PyDLL(str(path)), "mtmd_init_from_file"):
         raise LibraryError(
             f"{lib.path} has no libmtmd, which images need: run ./build_llama.sh, without CLLM_LIBRARY"
         )

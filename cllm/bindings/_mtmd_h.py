@@ -92,6 +92,8 @@ void mtmd_log_set(ggml_log_callback log_callback, void * user_data);
 
 RELEASES_GIL = frozenset({
     "mtmd_init_from_file", "mtmd_free", "mtmd_tokenize_from_parts", "mtmd_batch_encode",
+    "mtmd_bitmap_init", "mtmd_bitmap_free", "mtmd_input_chunk_copy", "mtmd_input_chunk_free",
+    "mtmd_input_chunks_free",
 })  # fmt: skip
 
 DECLARATIONS = Declarations(

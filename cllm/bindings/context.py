@@ -216,6 +216,8 @@ class Context(Memory, LoraContext):
             self.n_ubatch: int = int(lib.llama_n_ubatch(pointer))
         self.n_outputs_max = n_outputs_max
         self.n_decodes: int = 0
+        # Position of the image that a sequence ends with, as far as it was decoded.
+        self._images: dict[int, int] = {}
         self._n_output_rows: int = 0
         self._decoded = False
 
@@ -238,7 +240,8 @@ class Context(Memory, LoraContext):
             llama.cpp refused the batch; nothing was stored.
         DecodeFailedError
             Aborted (code 2) or failed (code < -1): part of the batch may have been stored, read
-            `seq_pos_max` before going on.
+            `seq_pos_max` before going on.  Of an image with M-RoPE that is decoded in parts, the earlier
+            parts may be gone, too: decode all of them again.
 
         Notes
         -----
@@ -255,6 +258,8 @@ class Context(Memory, LoraContext):
             # On a GPU decode is asynchronous: wait here, with the GIL released, not in a getter.
             self._lib.llama_synchronize(pointer)
         forward_log()
+        if self._images or isinstance(batch, EmbeddingBatch):
+            self._note_images(batch, code)
         check_decode(code)
         self._decoded = True
         self._n_output_rows = batch.n_outputs
@@ -264,6 +269,15 @@ class Context(Memory, LoraContext):
         if self.n_rollback and isinstance(batch, Batch):
             self._rollback.decoded(batch.runs)
         return Logits(self, batch.n_outputs)
+
+    def _note_images(self, batch: Batch | EmbeddingBatch, code: int) -> None:
+        """Keep the position of the image that a sequence ends with; forget it if anything else follows."""
+        if code in (1, -1):  # nothing was stored
+            return
+        for run in batch.runs:
+            self._images.pop(run.seq_id, None)
+        if code == 0 and isinstance(batch, EmbeddingBatch):
+            self._images[batch.runs[0].seq_id] = batch.runs[0].p0
 
     def _compute(self, pointer: Any, batch: Batch | EmbeddingBatch) -> int:
         is_causal = isinstance(batch, Batch) or batch.is_causal
@@ -286,7 +300,7 @@ class Context(Memory, LoraContext):
         pos_max, memory = self._lib.llama_memory_seq_pos_max, self._memory
         highest_id, highest_position = self.n_seq_max - 1, self.n_ctx_seq - 1
         # The rest of an image that is decoded in parts has the time of its first part.
-        is_part = isinstance(batch, EmbeddingBatch)
+        parts = self._images if isinstance(batch, EmbeddingBatch) else {}
         ends: dict[int, int] = {}
         for seq_id, p0, n_tokens in batch.runs:
             check_int("seq_id", seq_id, 0, highest_id)
@@ -294,11 +308,13 @@ class Context(Memory, LoraContext):
             last = ends.get(seq_id)
             if last is None:
                 last = pos_max(memory, seq_id)
-            if p0 != last + 1 and not (self.has_mrope and p0 > last - is_part):
+            goes_on = self.has_mrope and (p0 > last or p0 == last == parts.get(seq_id))
+            if p0 != last + 1 and not goes_on:
                 raise PositionError(seq_id, last, p0)
             ends[seq_id] = p0 + n_tokens - 1
 
     def _check_embeddings(self, batch: EmbeddingBatch) -> None:
+        check_int("position", batch.last_position, 0, self.n_ctx_seq - 1)
         check_int("n_embd of rows", batch.n_embd, self.n_embd_inp, self.n_embd_inp)
         if batch.has_mrope != self.has_mrope:
             shape = f"({'4, ' * self.has_mrope}{batch.n_rows}{',' * (not self.has_mrope)})"

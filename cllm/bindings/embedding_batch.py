@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from cllm.bindings import _llama_h as h
 from cllm.bindings.batch import Run
-from cllm.checks import INT32_MAX, check_int
+from cllm.checks import INT32_MAX, check_bool, check_int
 from cllm.errors import InvalidArgumentError
 
 
@@ -28,7 +28,8 @@ class EmbeddingBatch:
     positions : ndarray
         int32, shape `(n_rows,)` or `(4, n_rows)`: the columns of `MediaChunk.positions` for these rows.
     is_causal : bool
-        False if each row attends to all rows of the batch.
+        `MediaChunk.is_causal`.  False: each row attends to all rows of the batch, which has to have all
+        rows of the chunk.
     n_outputs : int
         How many of the last rows shall have logits: 0 or 1.
 
@@ -38,6 +39,8 @@ class EmbeddingBatch:
         One run, from the position of the first row.  Its end is that position plus `n_rows`, which
         with M-RoPE is not the position after the last row.
     n_rows, n_outputs, n_embd : int
+    last_position : int
+        Position of the last row.
     has_mrope : bool
         True if the positions have four parts.
 
@@ -55,7 +58,7 @@ class EmbeddingBatch:
         rows: NDArray[np.float32],
         positions: NDArray[np.int32],
         *,
-        is_causal: bool = True,
+        is_causal: bool,
         n_outputs: int = 0,
     ) -> None:
         check_int("seq_id", seq_id, 0, h.LLAMA_MAX_SEQ - 1)
@@ -67,12 +70,20 @@ class EmbeddingBatch:
             raise InvalidArgumentError("shape of positions", self._positions.shape, limit)
         if not np.isfinite(self._rows).all():
             raise InvalidArgumentError("rows", "NaN or infinite", "finite")
+        self.has_mrope: bool = self._positions.ndim == 2
         times = self._positions.reshape(-1, n_rows)[0]
+        steps = np.diff(times)
+        if (
+            self._positions.min() < 0
+            or (steps < 0).any()
+            or not (self.has_mrope or (steps == 1).all())
+        ):
+            raise InvalidArgumentError(
+                "positions", times.tolist(), "0 or more, each after the last"
+            )
         p0 = check_int("position", int(times[0]), 0, INT32_MAX - n_rows)
-        check_int("position", int(times.min()), p0, INT32_MAX - n_rows)
-        self.last_position = int(times.max())
-        self.has_mrope = self._positions.ndim == 2
-        self.is_causal = is_causal
+        self.last_position = int(times[-1])
+        self.is_causal: bool = check_bool("is_causal", is_causal)
         self.n_rows = n_rows
         self.n_outputs = check_int("n_outputs", n_outputs, 0, 1)
         self.runs = [Run(seq_id, p0, n_rows)]
@@ -97,11 +108,11 @@ class EmbeddingBatch:
 
 
 def _check_array(field: str, array: object, dtype: type[np.generic], *n_dims: int) -> NDArray[Any]:
-    """Return the array in C order."""
+    """Return a copy of the array in C order: its owner may change the values after their check."""
     if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim not in n_dims:
         kind = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else array
         dimensions = " or ".join(map(str, n_dims))
         raise InvalidArgumentError(field, kind, f"{dtype.__name__} of {dimensions} dimensions")
     if array.size == 0:
         raise InvalidArgumentError(field, array.shape, "at least one row")
-    return np.ascontiguousarray(array)
+    return np.array(array, order="C", copy=True)

@@ -143,6 +143,7 @@ class Memory(NativeHandle):
     def seq_pos_max(self, seq_id: int) -> int | None:
         """The last position the cache holds for a sequence; None if it is empty.
 
+        With M-RoPE and an image at the end it is the time of the image, which all its rows have.
         A forged copy can leave a position below -1; only `memory_clear` removes such cells.
         """
         self._check_seq("seq_id", seq_id)
@@ -198,7 +199,7 @@ class Memory(NativeHandle):
             From the same model, library and context parameters.
         seq_id : int
         n_positions : int
-            Number of positions in the copy, from 0 on; compared with the restored ones.
+            Number of positions in the copy, from 0 on: `seq_pos_max` + 1 of the copied sequence.
 
         Raises
         ------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,20 @@ from cllm.bindings._media_library import media_library
 from cllm.bindings.context import check_flash_attn
 from cllm.bindings.model import Model, check_model_file
 from cllm.checks import INT32_MAX, MAX_THREADS, check_int
-from cllm.errors import EncodeCancelledError, InvalidArgumentError, LlamaCallError, ModelLoadError
+from cllm.errors import (
+    EncodeCancelledError,
+    InUseError,
+    InvalidArgumentError,
+    LlamaCallError,
+    ModelLoadError,
+)
 
 # Largest side of an image, in pixels.  Some preprocessors count bytes in an int.
 MAX_SIDE = 1 << 14
 MAX_PIXELS = 1 << 26
+# libmtmd multiplies the number of rows by the area of a patch, in an int.
+MAX_TOKENS = 1 << 16
+_TRIAL_SIZE = 64, 64
 
 
 class MediaChunk(NativeHandle):
@@ -49,6 +58,24 @@ class MediaChunk(NativeHandle):
             self.is_causal: bool = not lib.mtmd_decode_use_non_causal(projector._pointer, pointer)
             self._has_mrope = projector.has_mrope
 
+            self._first, self._steps = self._measure_positions(pointer)
+
+    def _measure_positions(self, pointer: Any) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Return the positions behind none, and what each grows by behind one more."""
+        if not self._has_mrope:
+            first = np.arange(self.n_tokens, dtype=np.int32)
+            return first, np.ones_like(first)
+        lib = media_library()
+        tokens = lib.mtmd_input_chunk_get_tokens_image(pointer)
+        of = [
+            [lib.mtmd_image_tokens_get_decoder_pos(tokens, p0, i) for i in range(self.n_tokens)]
+            for p0 in (0, 1)
+        ]
+        first, second = (
+            np.array([[each.t, each.y, each.x, each.z] for each in row], np.int32).T for row in of
+        )
+        return first, second - first
+
     def positions(self, p0: int) -> NDArray[np.int32]:
         """Return the positions of its rows, for a sequence that has `p0` positions before it.
 
@@ -58,13 +85,9 @@ class MediaChunk(NativeHandle):
             int32, shape `(n_tokens,)`; with M-RoPE `(4, n_tokens)`: time, row, column, and one for
             models with a fourth part.
         """
-        check_int("p0", p0, 0, INT32_MAX - self.n_tokens)
-        if not self._has_mrope:
-            return np.arange(p0, p0 + self.n_tokens, dtype=np.int32)
-        lib = media_library()
-        tokens = lib.mtmd_input_chunk_get_tokens_image(self._pointer)
-        found = [lib.mtmd_image_tokens_get_decoder_pos(tokens, p0, i) for i in range(self.n_tokens)]
-        return np.array([[each.t, each.y, each.x, each.z] for each in found], np.int32).T.copy()
+        self._pointer  # noqa: B018  # the thread and lifetime check
+        p0 = check_int("p0", p0, 0, INT32_MAX - self.n_tokens)
+        return np.ascontiguousarray(self._first + p0 * self._steps, np.int32)
 
 
 class Projector(NativeHandle):
@@ -82,7 +105,7 @@ class Projector(NativeHandle):
     use_gpu : bool
         Encode on a GPU, if there is one.
     image_min_tokens, image_max_tokens : int, optional
-        Limits of the rows of an image, for projectors that take any size; None takes the file's.
+        Limits of the rows of an image, 1 to 65,536, for projectors that take any size; None takes the file's.
     flash_attn : bool, optional
         None lets libmtmd decide.
     slice_nodes : int
@@ -102,7 +125,8 @@ class Projector(NativeHandle):
     Raises
     ------
     ModelLoadError
-        The file is missing, is not a projector, or is one of another model.
+        The file is missing, is not a projector, or is one of another model; the model has no weights; or the
+        rows of an image depend on what stands before it (HunyuanVL, DeepSeek-V4).
     LibraryError
         The library has no libmtmd.
 
@@ -132,30 +156,53 @@ class Projector(NativeHandle):
         params.n_threads = check_int("n_threads", n_threads, 1, MAX_THREADS)
         params.use_gpu = bool(use_gpu)
         params.print_timings = False
-        # It would encode an image of its largest size: minutes on a CPU.
+        # It would reserve the buffers of the largest image; the first encode reserves those that it needs.
         params.warmup = False
         params.flash_attn_type = check_flash_attn(flash_attn)
         if image_min_tokens is not None:
-            params.image_min_tokens = check_int("image_min_tokens", image_min_tokens, 1, INT32_MAX)
+            params.image_min_tokens = check_int("image_min_tokens", image_min_tokens, 1, MAX_TOKENS)
         if image_max_tokens is not None:
             params.image_max_tokens = check_int(
-                "image_max_tokens", image_max_tokens, image_min_tokens or 1, INT32_MAX
+                "image_max_tokens", image_max_tokens, image_min_tokens or 1, MAX_TOKENS
             )
         if slice_nodes:
             params.cb_eval = self._slicer.callback
         forward_log()
-        # It reads the vocabulary and the sizes of the model, which never change: any thread may.
-        pointer = lib.mtmd_init_from_file(os.fsencode(path), model._shared_pointer, params)
-        reason = forward_log()
-        if not pointer:
-            raise ModelLoadError(path, reason or "not a projector for this model")
-        super().__init__(pointer, lib.mtmd_free, parent=model)
+        if model.vocab_only:
+            raise ModelLoadError(path, "the model was loaded with vocab_only: it has no weights")
+        with model._kept_open():
+            # It reads the vocabulary and the sizes of the model, which never change: any thread may.
+            pointer = lib.mtmd_init_from_file(os.fsencode(path), model._shared_pointer, params)
+            reason = forward_log()
+            if not pointer:
+                raise ModelLoadError(path, reason or "not a projector for this model")
+            super().__init__(pointer, lib.mtmd_free, parent=model)
         self.path = path
         with self._closed_on_error():
             self.has_vision: bool = bool(lib.mtmd_support_vision(pointer))
             self.has_audio: bool = bool(lib.mtmd_support_audio(pointer))
             self.has_mrope: bool = bool(lib.mtmd_decode_use_mrope(pointer))
             self.n_embd: int = model.n_embd_inp
+            if self.has_vision and self._depends_on_prompt():
+                raise ModelLoadError(path, "rows of an image depend on what stands before it")
+
+    def _depends_on_prompt(self) -> bool:
+        """True if an image gets other rows or positions as the second one of a prompt."""
+        with self._bitmap(*_TRIAL_SIZE, None) as bitmap:
+            shapes = [self._shapes([bitmap]), self._shapes([b"a", bitmap, bitmap])]
+        n_chunks = len(shapes[0])
+        return len(shapes[1]) != 2 * n_chunks or shapes[1][n_chunks:] != shapes[0]
+
+    def _shapes(self, parts: Sequence[Any]) -> list[tuple[int, bytes]]:
+        """Return the number of rows and the positions of each chunk of a prompt."""
+        found = []
+        with self._chunks(parts) as chunks:
+            for i in range(media_library().mtmd_input_chunks_size(chunks)):
+                copy = self._copy(media_library().mtmd_input_chunks_get(chunks, i), checks=False)
+                if isinstance(copy, MediaChunk):
+                    found.append((copy.n_tokens, copy.positions(0).tobytes()))
+                    copy.close()
+        return found
 
     def split(self, pixels: NDArray[np.uint8] | tuple[int, int]) -> list[MediaChunk | list[int]]:
         """Return the chunks and tokens that represent an image in a prompt, in order.
@@ -176,7 +223,7 @@ class Projector(NativeHandle):
         InvalidArgumentError
             `pixels` has another type or shape, a side above 16,384, or more than 67,108,864 pixels.
         LlamaCallError
-            The projector takes no images, or this image is too small for it.
+            The projector takes no images, or this image is too narrow for it.
         ModelLoadError
             The model's vocabulary lacks a token that the projector needs.
 
@@ -185,11 +232,11 @@ class Projector(NativeHandle):
         See `mtmd_bitmap_init` and `mtmd_tokenize_from_parts` in mtmd.h.
         """
         height, width, data = _check_pixels(pixels)
-        with self._bitmap(height, width, data) as bitmap, self._chunks(bitmap) as chunks:
+        with self._bitmap(height, width, data) as bitmap, self._chunks([bitmap]) as chunks:
             return self._copied(chunks)
 
     def encode(
-        self, chunk: MediaChunk, between: Callable[[], bool] | None = None
+        self, chunk: MediaChunk, between: Callable[[], bool | None] | None = None
     ) -> NDArray[np.float32]:
         """Return the embeddings of a chunk.  Releases the GIL while computing.
 
@@ -200,6 +247,7 @@ class Projector(NativeHandle):
         between : callable, optional
             Called in this thread after every `slice_nodes` nodes of the graph; the encode waits for it.
             Returning False cancels the encode.  An exception cancels it too, and is raised again.
+            It cannot close or use the projector or the chunk.
 
         Returns
         -------
@@ -209,7 +257,9 @@ class Projector(NativeHandle):
         Raises
         ------
         EncodeCancelledError
-            `between` returned False.
+            `between` returned False, or a signal interrupted it.
+        InUseError
+            An encode of this projector is running: `between` called this method.
         LlamaCallError
             The chunk has no pixels, or libmtmd failed.
         InvalidArgumentError
@@ -220,21 +270,20 @@ class Projector(NativeHandle):
         See `mtmd_batch_encode` in mtmd.h, which returns 0 for a cancelled encode as well.
         """
         lib, pointer = media_library(), self._pointer
-        if chunk._parent is not self:
+        if not isinstance(chunk, MediaChunk) or chunk._parent is not self:
             raise InvalidArgumentError("chunk", chunk, "a chunk of this projector")
+        if self._slicer.is_running:
+            raise InUseError("an encode of this projector is running")
         source = chunk._pointer
-        batch = lib.mtmd_batch_init(pointer)
-        try:
-            _check("mtmd_batch_add_chunk", lib.mtmd_batch_add_chunk(batch, source))
-            self._slicer.begin(between)
+        # A child of the chunk: neither it nor the projector can be closed meanwhile.
+        with NativeHandle(lib.mtmd_batch_init(pointer), lib.mtmd_batch_free, chunk) as batch:
+            _check("mtmd_batch_add_chunk", lib.mtmd_batch_add_chunk(batch._pointer, source))
             library().n_computed += 1
-            code = lib.mtmd_batch_encode(batch)
-            self._slicer.end()
+            with self._slicer.running(between):
+                code = lib.mtmd_batch_encode(batch._pointer)
             _check("mtmd_batch_encode", code)
-            data = lib.mtmd_batch_get_output_embd(batch, source)
+            data = lib.mtmd_batch_get_output_embd(batch._pointer, source)
             return np.ctypeslib.as_array(data, shape=(chunk.n_tokens, self.n_embd)).copy()
-        finally:
-            lib.mtmd_batch_free(batch)
 
     @contextmanager
     def _bitmap(self, height: int, width: int, data: Any) -> Iterator[Any]:
@@ -246,16 +295,24 @@ class Projector(NativeHandle):
             lib.mtmd_bitmap_free(bitmap)
 
     @contextmanager
-    def _chunks(self, bitmap: Any) -> Iterator[Any]:
-        """Yield the list of chunks that libmtmd makes of a bitmap; it is valid inside."""
-        lib = media_library()
-        part = m.DECLARATIONS.structs["mtmd_input_part"](text=None, bitmap=bitmap)
+    def _chunks(self, parts: Sequence[Any]) -> Iterator[Any]:
+        """Yield the list of chunks that libmtmd makes of texts and bitmaps; it is valid inside."""
+        lib, structs = media_library(), m.DECLARATIONS.structs
+        made = [
+            structs["mtmd_input_part"](
+                text=ctypes.pointer(structs["mtmd_input_text"](part, len(part), False, False))
+            )
+            if isinstance(part, bytes)
+            else structs["mtmd_input_part"](bitmap=part)
+            for part in parts
+        ]
+        pointers = (ctypes.POINTER(structs["mtmd_input_part"]) * len(made))(
+            *map(ctypes.pointer, made)
+        )
         chunks = lib.mtmd_input_chunks_init()
         try:
             forward_log()
-            code = lib.mtmd_tokenize_from_parts(
-                self._pointer, chunks, ctypes.pointer(ctypes.pointer(part)), 1, False
-            )
+            code = lib.mtmd_tokenize_from_parts(self._pointer, chunks, pointers, len(made), False)
             _check("mtmd_tokenize_from_parts", code)
             yield chunks
         finally:
@@ -273,14 +330,14 @@ class Projector(NativeHandle):
             raise
         return copies
 
-    def _copy(self, chunk: Any) -> MediaChunk | list[int]:
+    def _copy(self, chunk: Any, *, checks: bool = True) -> MediaChunk | list[int]:
         lib = media_library()
         if lib.mtmd_input_chunk_get_type(chunk) != m.ChunkType.TEXT:
             return MediaChunk(self, lib.mtmd_input_chunk_copy(chunk))
         n_tokens = ctypes.c_size_t()
         tokens = lib.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(n_tokens))
         found: list[int] = tokens[: n_tokens.value]
-        if h.LLAMA_TOKEN_NULL in found:
+        if checks and h.LLAMA_TOKEN_NULL in found:
             raise ModelLoadError(
                 self.path, "the model's vocabulary lacks a token that the projector needs"
             )
@@ -293,37 +350,50 @@ class _Slicer:
     def __init__(self, slice_nodes: int) -> None:
         self._slice_nodes = slice_nodes
         self._n_nodes = 0
-        self._between: Callable[[], bool] | None = None
-        self._is_cancelled = False
+        self._between: Callable[[], bool | None] | None = None
+        self._is_cancelled = self._is_asked = False
         self._error: BaseException | None = None
+        self.is_running = False
         # libmtmd keeps the pointer for the life of its context.
         callback_type = m.DECLARATIONS.callbacks["ggml_backend_sched_eval_callback"]
         self.callback: Any = callback_type(self._call)
 
-    def begin(self, between: Callable[[], bool] | None) -> None:
-        """Set what is called in the next encode."""
-        self._n_nodes, self._between = 0, between
-        self._is_cancelled, self._error = False, None
-
-    def end(self) -> None:
-        """Raise the exception of the encode that has ended, if it had one or was cancelled."""
-        error, self._between, self._error = self._error, None, None
+    @contextmanager
+    def running(self, between: Callable[[], bool | None] | None) -> Iterator[None]:
+        """Call `between` in the encode inside; raise its exception, or that it cancelled the encode."""
+        self._n_nodes, self._between, self._error = 0, between, None
+        self._is_cancelled = self._is_asked = False
+        self.is_running = True
+        try:
+            yield
+        finally:
+            self.is_running, self._between = False, None
+            error, self._error = self._error, None
         if error is not None:
             raise error
-        if self._is_cancelled:
+        # A signal's exception at the beginning of `_call` is lost in C, and ends a graph.
+        if self._is_cancelled or self._is_asked:
             raise EncodeCancelledError("the encode was cancelled")
 
     def _call(self, _node: Any, asks: bool, _user_data: Any) -> bool:
-        if self._between is None:
-            return not asks
+        """Say whether to stop after a node, and there whether to continue.
+
+        A graph in several parts is ended part by part: each stops after one node.
+        """
+        if asks and self._is_asked:
+            self._is_cancelled = True
+        if self._is_cancelled or self._error is not None:
+            return asks
         if asks:
             self._n_nodes += 1
-            return self._n_nodes % self._slice_nodes == 0
+            self._is_asked = self._between is not None and not self._n_nodes % self._slice_nodes
+            return self._is_asked
+        self._is_asked = False
         try:
-            self._is_cancelled = not self._between()
+            self._is_cancelled = self._between is not None and self._between() is False
         except BaseException as error:  # a callback of C cannot raise
             self._error = error
-        return not (self._is_cancelled or self._error)
+        return not self._is_cancelled and self._error is None
 
 
 def _check_pixels(pixels: object) -> tuple[int, int, Any]:
@@ -339,8 +409,8 @@ def _check_pixels(pixels: object) -> tuple[int, int, Any]:
         height, width = pixels
     else:
         raise InvalidArgumentError("pixels", pixels, "an array, or (height, width)")
-    check_int("height", height, 1, MAX_SIDE)
-    check_int("width", width, 1, MAX_SIDE)
+    height = check_int("height", height, 1, MAX_SIDE)
+    width = check_int("width", width, 1, MAX_SIDE)
     check_int("pixels", height * width, 1, MAX_PIXELS)
     if data is None:
         return height, width, None

@@ -97,6 +97,11 @@ refuse(
 )  # fmt: skip
 
 
+def encode_tokens() -> object:
+    tokens: Any = [1, 2]
+    return projector().encode(tokens)
+
+
 def encode_counted(scene: Scene) -> object:
     made, image = chunk(pixels=(64, 64))
     return made.encode(image)
@@ -114,10 +119,19 @@ def close_with_chunk(scene: Scene) -> None:
     image.close()
 
 
+refuse(
+    "a projector for a model without weights",
+    lambda s: Projector(Model(s.path, vocab_only=True), make_projector.ensure("gemma3")),
+    "it has no weights", error=ModelLoadError,
+)  # fmt: skip
+refuse("an encode of tokens", lambda s: encode_tokens(), "must be a chunk of this projector")
 refuse("an encode without pixels", encode_counted, "placeholder", error=LlamaCallError)
 refuse("an encode of a closed chunk", use_closed, "MediaChunk is closed", error=ClosedError)
 refuse("closing a projector with an open chunk", close_with_chunk, "MediaChunk", error=InUseError)
-for field, value in (("n_threads", 0), ("image_max_tokens", 0), ("image_min_tokens", -1)):
+for field, value in (
+    ("n_threads", 0), ("image_max_tokens", 0), ("image_min_tokens", -1),
+    ("image_min_tokens", 1 << 23), ("image_max_tokens", (1 << 24) + 16),
+):  # fmt: skip
     refuse(
         f"a projector with {field}={value}", lambda s, given: projector(**given),
         f"{field} is {value}, must be 1 to", given={field: value},

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from cllm.bindings import _media_library, library
+from cllm.bindings import _library, _media_library, library
 from cllm.bindings._declarations import Declarations
 from cllm.bindings._layout import KNOWN_LIBRARIES
 from cllm.bindings._library import Library
@@ -182,7 +182,10 @@ def test_a_function_that_a_library_may_lack_is_missed_when_it_is_called(name: st
 
 
 def test_a_library_without_libmtmd_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = SimpleNamespace(path=library().path.with_name("libggml-base.so"))
-    monkeypatch.setattr(_media_library, "library", lambda: other)
-    with pytest.raises(LibraryError, match=r"has no libmtmd, which images need: run ./build_llama"):
-        media_library.__wrapped__()
+    other = SimpleNamespace(path=library().path.with_name("libggml-base.so"), record={})
+    left_out = SimpleNamespace(path=library().path, record={"media": False})
+    monkeypatch.setattr(_media_library, "_media_library", None)
+    for each in (other, left_out):
+        monkeypatch.setattr(_library, "library", lambda each=each: each)
+        with pytest.raises(LibraryError, match=r"has no libmtmd, which images need: run ./build"):
+            media_library()

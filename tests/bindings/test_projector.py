@@ -16,6 +16,7 @@ from cllm.bindings import Batch, Context, EmbeddingBatch, MediaChunk, Model, Pro
 from cllm.bindings import _llama_h as h
 from cllm.bindings import _mtmd_h as m
 from cllm.bindings._media_library import media_library
+from cllm.bindings.projector import _Slicer
 from cllm.errors import (
     EncodeCancelledError,
     InUseError,
@@ -244,15 +245,19 @@ def test_a_causal_image_may_be_decoded_in_pieces(vision: Vision, context: Contex
     assert end == same_end
 
 
-def test_attention_is_causal_again_after_an_image(vision: Vision, context: Context) -> None:
+def check_attention_is_causal(context: Context) -> None:
     """Of text, each row sees the rows before it: the first logits do not change with the last token."""
-    decode(context, vision.projector, [BEFORE, *vision.parts])
     rows = []
     for seq_id, last in enumerate(b"ab", start=1):
         batch = Batch(64)
         batch.add(seq_id, [*AFTER, last], 0, n_outputs=2)
         rows.append(context.decode(batch).rows[0].copy())
     assert np.abs(rows[0] - rows[1]).max() < TOLERANCE
+
+
+def test_attention_is_causal_again_after_an_image(vision: Vision, context: Context) -> None:
+    decode(context, vision.projector, [BEFORE, *vision.parts])
+    check_attention_is_causal(context)
 
 
 def test_a_failed_decode_of_an_image_leaves_attention_causal(
@@ -266,7 +271,41 @@ def test_a_failed_decode_of_an_image_leaves_attention_causal(
         context.decode(batch)
     context.set_abort(False)
     context.memory_clear()
-    test_attention_is_causal_again_after_an_image(vision, context)
+    check_attention_is_causal(context)
+
+
+def test_a_copy_of_a_sequence_with_an_image_is_restored(vision: Vision, context: Context) -> None:
+    whole, _ = decode(context, vision.projector, [BEFORE, *vision.parts, AFTER])
+    _, end = decode(context, vision.projector, [BEFORE, *vision.parts], 1)
+    last = context.seq_pos_max(1)
+    assert last is not None
+    context.state_seq_set_data(context.state_seq_get_data(1), 2, n_positions=last + 1)
+    restored, _ = decode(context, vision.projector, [AFTER], 2, end)
+    assert np.abs(whole - restored).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("vision", ["qwen2vl"], indirect=True)
+def test_a_part_of_an_image_follows_the_part_before_it_and_nothing_else(
+    vision: Vision, context: Context
+) -> None:
+    """All rows of the image have one time: the positions do not tell its parts apart."""
+    _, p0 = decode(context, vision.projector, [BEFORE])
+    (chunk,) = vision.chunks
+    rows, positions = vision.projector.encode(chunk), chunk.positions(p0)
+    halves = [
+        EmbeddingBatch(0, rows[some], positions[:, some], is_causal=True)
+        for some in (slice(0, 12), slice(12, 24))
+    ]
+    with pytest.raises(PositionError):
+        context.decode(EmbeddingBatch(0, rows, chunk.positions(p0 - 1), is_causal=True))
+    context.decode(halves[0])
+    context.set_abort(True)
+    with pytest.raises(LlamaCallError, match="aborted"):
+        context.decode(halves[1])
+    context.set_abort(False)
+    if context.seq_pos_max(0) == p0:  # the first half is there, and its place is not known any more
+        with pytest.raises(PositionError):
+            context.decode(halves[1])
 
 
 # --- Encoding --------------------------------------------------------------------------------------
@@ -316,13 +355,15 @@ def test_images_are_encoded_in_another_thread_while_text_is_decoded(
     """A projector belongs to the thread that made it; the model belongs to this one."""
     expected = vision.projector.encode(vision.chunks[0])
     differences: list[float] = []
+    has_decoded, is_enough = threading.Event(), threading.Event()
 
     def encode_often() -> None:
         path = make_projector.ensure(vision.name)
         with Projector(vision.model, path, use_gpu=False) as projector:
             parts = projector.split(image(1))
             chunks = [part for part in parts if isinstance(part, MediaChunk)]
-            for _ in range(10):
+            has_decoded.wait()
+            while not is_enough.is_set():
                 rows = projector.encode(chunks[0])
                 differences.append(float(np.abs(rows - expected).max()))
             for chunk in chunks:
@@ -330,13 +371,93 @@ def test_images_are_encoded_in_another_thread_while_text_is_decoded(
 
     thread = threading.Thread(target=encode_often)
     thread.start()
-    n_decodes = 0
-    while thread.is_alive() and n_decodes < 1000:
+    while len(differences) < 5 and thread.is_alive():
         decode(context, vision.projector, [AFTER], 3, 0)
         context.seq_rm(3)
-        n_decodes += 1
+        has_decoded.set()
+    is_enough.set()
     thread.join()
-    assert differences == [0.0] * 10
+    assert set(differences) == {0.0}
+    assert len(differences) >= 5
+
+
+class Closing(Exception):
+    """What `between` tried was rejected."""
+
+
+@pytest.mark.parametrize("what", ["chunk", "projector", "encode"])
+def test_between_two_slices_neither_chunk_nor_projector_is_closed_or_used(
+    vision: Vision, what: str
+) -> None:
+    chunk = vision.chunks[0]
+    acts: dict[str, Callable[[], object]] = {
+        "chunk": chunk.close,
+        "projector": vision.projector.close,
+        "encode": lambda: vision.projector.encode(chunk),
+    }
+    rejected: list[InUseError] = []
+
+    def between() -> None:
+        with pytest.raises(InUseError) as caught:
+            acts[what]()
+        rejected.append(caught.value)
+
+    whole = vision.projector.encode(chunk)
+    assert (vision.projector.encode(chunk, between) == whole).all()
+    assert len(rejected) >= 5
+
+
+def parts_of_a_graph(slicer: _Slicer, n_parts: int, n_nodes: int) -> list[int]:
+    """The nodes that ggml computes of each part (`ggml_backend_sched_compute_splits`)."""
+    n_computed = []
+    for _ in range(n_parts):
+        n_computed.append(0)
+        j = 0
+        while j < n_nodes:
+            last, needs = j, slicer._call(None, True, None)
+            while not needs and last < n_nodes - 1:
+                last += 1
+                needs = slicer._call(None, True, None)
+            n_computed[-1] += last - j + 1
+            if needs and not slicer._call(None, False, None):
+                break
+            j = last + 1
+    return n_computed
+
+
+@pytest.mark.parametrize("how", ["returns False", "raises"])
+def test_a_graph_in_parts_ends_in_the_part_that_is_cancelled(how: str) -> None:
+    """A GPU's graph has parts for the CPU; ggml would begin each of them."""
+    n_asked = 0
+
+    def between() -> bool:
+        nonlocal n_asked
+        n_asked += 1
+        if n_asked == 2 and how == "raises":
+            raise Closing
+        return n_asked != 2
+
+    slicer = _Slicer(4)
+    with (
+        pytest.raises(Closing if how == "raises" else EncodeCancelledError),
+        slicer.running(between),
+    ):
+        assert parts_of_a_graph(slicer, 3, 12) == [8, 1, 1]
+    assert n_asked == 2
+
+
+def test_a_signal_that_is_lost_in_a_callback_is_no_success() -> None:
+    """ctypes prints an exception that comes at the beginning of a callback, and returns 0."""
+    slicer = _Slicer(1)
+    with pytest.raises(EncodeCancelledError), slicer.running(lambda: True):
+        slicer._call(None, True, None)  # the call that follows it is lost
+
+
+def test_a_model_stays_open_while_a_projector_is_made_of_it(vision: Vision) -> None:
+    with Model(make_model.ensure(PROJECTORS[vision.name].text_model, "F16")) as model:
+        with model._kept_open(), pytest.raises(InUseError):
+            model.close()
+        assert not model.closed
 
 
 # --- What is rejected --------------------------------------------------------------------------------
@@ -345,6 +466,21 @@ def test_a_projector_of_another_model_is_rejected_with_both_sizes(vision: Vision
         ModelLoadError, match=r"mismatch between text model \(n_embd = 1024\) and mmproj"
     ):  # fmt: skip
         Projector(model, vision.projector.path)
+
+
+@pytest.mark.parametrize("vision", ["gemma3"], indirect=True)
+def test_a_projector_whose_rows_depend_on_the_prompt_is_rejected(
+    vision: Vision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSeek-V4's rows depend on the tokens before an image, HunyuanVL's positions on the images."""
+    lengths = iter([16, 16, 17])
+    shapes = Projector._shapes
+    monkeypatch.setattr(
+        Projector, "_shapes",
+        lambda self, parts: [(next(lengths), each[1]) for each in shapes(self, parts)],
+    )  # fmt: skip
+    with pytest.raises(ModelLoadError, match="depend on what stands before it"):
+        Projector(vision.model, vision.projector.path, use_gpu=False)
 
 
 @pytest.mark.parametrize("vision", ["idefics3"], indirect=True)
@@ -390,23 +526,39 @@ def test_pixels_of_another_kind_are_rejected(vision: Vision, kind: str) -> None:
 
 ROWS = np.zeros((4, 64), np.float32)
 POSITIONS = np.arange(4, dtype=np.int32)
-BAD_ROWS: dict[str, tuple[Callable[[], EmbeddingBatch], str]] = {
-    "doubles": (lambda: EmbeddingBatch(0, ROWS.astype(float), POSITIONS), "float64"),
-    "none": (lambda: EmbeddingBatch(0, ROWS[:0], POSITIONS[:0]), "at least one row"),
-    "not finite": (lambda: EmbeddingBatch(0, ROWS * np.nan, POSITIONS), "rows is 'NaN or infinite'"),
-    "fewer positions": (lambda: EmbeddingBatch(0, ROWS, POSITIONS[:3]), r"\(4,\) or \(4, 4\)"),
-    "negative": (lambda: EmbeddingBatch(0, ROWS, POSITIONS - 1), "position is -1"),
-    "backwards": (lambda: EmbeddingBatch(0, ROWS, POSITIONS[::-1].copy()), "position is 0, must be 3"),
-    "another sequence": (lambda: EmbeddingBatch(256, ROWS, POSITIONS), "seq_id is 256"),
-    "two outputs": (lambda: EmbeddingBatch(0, ROWS, POSITIONS, n_outputs=2), "n_outputs is 2"),
-}  # fmt: skip
+BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
+    "doubles": ({"rows": ROWS.astype(float)}, "float64"),
+    "none": ({"rows": ROWS[:0], "positions": POSITIONS[:0]}, "at least one row"),
+    "not finite": ({"rows": ROWS * np.nan}, "rows is 'NaN or infinite'"),
+    "fewer positions": ({"positions": POSITIONS[:3]}, r"\(4,\) or \(4, 4\)"),
+    "negative": ({"positions": POSITIONS - 1}, "0 or more"),
+    "backwards": ({"positions": POSITIONS[::-1]}, "each after the last"),
+    "the same twice": ({"positions": np.array([0, 0, 1, 1], np.int32)}, "each after the last"),
+    "a gap": ({"positions": np.array([0, 1, 2, 9], np.int32)}, "each after the last"),
+    "a negative column": ({"positions": np.full((4, 4), -1, np.int32)}, "0 or more"),
+    "another sequence": ({"seq_id": 256}, "seq_id is 256"),
+    "two outputs": ({"n_outputs": 2}, "n_outputs is 2"),
+    "no flag": ({"is_causal": None}, "is_causal is None"),
+}
 
 
 @pytest.mark.parametrize("kind", BAD_ROWS)
 def test_rows_of_another_kind_are_rejected(kind: str) -> None:
-    make, told = BAD_ROWS[kind]
+    given, told = BAD_ROWS[kind]
+    good = {"seq_id": 0, "rows": ROWS, "positions": POSITIONS, "is_causal": True}
     with pytest.raises(InvalidArgumentError, match=told):
-        make()
+        EmbeddingBatch(**{**good, **given})
+
+
+def test_a_batch_keeps_the_values_that_were_checked(new_context: NewContext) -> None:
+    with Model(make_model.ensure("tiny-llama", "F16")) as model:
+        context = new_context(model=model)
+        rows, positions = ROWS.copy(), POSITIONS.copy()
+        batch = EmbeddingBatch(0, rows, positions, is_causal=True, n_outputs=1)
+        rows[:], positions[:] = np.nan, 100
+        assert np.isfinite(context.decode(batch).rows).all()
+        assert context.seq_pos_max(0) == 3
+        context.close()
 
 
 def test_rows_of_another_width_or_kind_of_positions_are_rejected(
@@ -415,10 +567,10 @@ def test_rows_of_another_width_or_kind_of_positions_are_rejected(
     chunk = vision.chunks[0]
     rows = np.zeros((chunk.n_tokens, 32), np.float32)
     with pytest.raises(InvalidArgumentError, match="n_embd of rows is 32, must be 64"):
-        context.decode(EmbeddingBatch(0, rows, chunk.positions(0)))
-    other = np.zeros((4, 4) if not context.has_mrope else 4, np.int32)
+        context.decode(EmbeddingBatch(0, rows, chunk.positions(0), is_causal=True))
+    other = POSITIONS if context.has_mrope else np.zeros((4, 4), np.int32)
     with pytest.raises(InvalidArgumentError, match="shape of positions"):
-        context.decode(EmbeddingBatch(0, ROWS, other))
+        context.decode(EmbeddingBatch(0, ROWS, other, is_causal=True))
 
 
 def test_an_image_continues_the_sequence(vision: Vision, context: Context) -> None:
