@@ -243,7 +243,9 @@ refuse(
 )  # fmt: skip
 for bad_row in (-1, 4, INT_MAX, 3.0):
     refuse(f"sampling row {bad_row!r} of 4", sample_row, f"row is {bad_row!r}, must", row=bad_row)
-refuse("sampling a row without logits", sample_row, "row is 0, must be an output row", row=0)
+refuse(
+    "sampling a row without logits", sample_row, "must be a row of the last batch that was added", row=0,
+)  # fmt: skip
 refuse(
     "sampling a row that the batch got after the decode", sample_row_of_refilled_batch,
     "row is 3, must be 0 to 0",

@@ -444,7 +444,7 @@ async def test_a_prompt_longer_than_the_model_was_trained_on_warns_once(
             for _ in range(2):
                 await engine.generate([65] * n_tokens, max_tokens=1)
     assert len(caplog.messages) == 1
-    assert f"a prompt of {n_tokens} tokens" in caplog.text
+    assert f"a prompt has {n_tokens} tokens" in caplog.text
 
 
 async def test_a_stream_that_was_never_submitted_can_be_closed(engine: Engine) -> None:
