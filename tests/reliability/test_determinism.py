@@ -15,7 +15,9 @@ from tools.real_model import MODEL
 
 pytestmark = pytest.mark.full
 
-SAYS = re.compile(r"(\d+) answers, (\d+) differ from the answer alone; \d+ preemptions, (\d+) tokens from")
+SAYS = re.compile(
+    r"(\d+) answers, (\d+) differ from the answer alone; \d+ preemptions, (\d+) tokens from"
+)
 
 
 def proof(*arguments: str) -> tuple[int, int, int]:
