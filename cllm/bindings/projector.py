@@ -61,7 +61,7 @@ class MediaChunk(NativeHandle):
             self._first, self._steps = self._measure_positions(pointer)
 
     def _measure_positions(self, pointer: Any) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Return the positions behind none, and what each grows by behind one more."""
+        """Return the positions of the rows for `p0` 0, and by how much each grows with `p0`."""
         if not self._has_mrope:
             first = np.arange(self.n_tokens, dtype=np.int32)
             return first, np.ones_like(first)
@@ -197,8 +197,7 @@ class Projector(NativeHandle):
         """Return the number of rows and the positions of each chunk of a prompt."""
         found = []
         with self._chunks(parts) as chunks:
-            for i in range(media_library().mtmd_input_chunks_size(chunks)):
-                copy = self._copy(media_library().mtmd_input_chunks_get(chunks, i), checks=False)
+            for copy in map(self._copy, chunks):
                 if isinstance(copy, MediaChunk):
                     found.append((copy.n_tokens, copy.positions(0).tobytes()))
                     copy.close()
@@ -295,8 +294,8 @@ class Projector(NativeHandle):
             lib.mtmd_bitmap_free(bitmap)
 
     @contextmanager
-    def _chunks(self, parts: Sequence[Any]) -> Iterator[Any]:
-        """Yield the list of chunks that libmtmd makes of texts and bitmaps; it is valid inside."""
+    def _chunks(self, parts: Sequence[Any]) -> Iterator[list[Any]]:
+        """Yield pointers to the chunks that libmtmd makes of texts and bitmaps; they are valid inside."""
         lib, structs = media_library(), m.DECLARATIONS.structs
         made = [
             structs["mtmd_input_part"](
@@ -314,15 +313,20 @@ class Projector(NativeHandle):
             forward_log()
             code = lib.mtmd_tokenize_from_parts(self._pointer, chunks, pointers, len(made), False)
             _check("mtmd_tokenize_from_parts", code)
-            yield chunks
+            n_chunks = lib.mtmd_input_chunks_size(chunks)
+            yield [lib.mtmd_input_chunks_get(chunks, i) for i in range(n_chunks)]
         finally:
             lib.mtmd_input_chunks_free(chunks)
 
-    def _copied(self, chunks: Any) -> list[MediaChunk | list[int]]:
+    def _copied(self, chunks: Sequence[Any]) -> list[MediaChunk | list[int]]:
         copies: list[MediaChunk | list[int]] = []
         try:
-            for i in range(media_library().mtmd_input_chunks_size(chunks)):
-                copies.append(self._copy(media_library().mtmd_input_chunks_get(chunks, i)))
+            for chunk in chunks:
+                copies.append(copy := self._copy(chunk))
+                if isinstance(copy, list) and h.LLAMA_TOKEN_NULL in copy:
+                    raise ModelLoadError(
+                        self.path, "the model's vocabulary lacks a token that the projector needs"
+                    )
         except BaseException:
             for copy in copies:
                 if isinstance(copy, MediaChunk):
@@ -330,17 +334,13 @@ class Projector(NativeHandle):
             raise
         return copies
 
-    def _copy(self, chunk: Any, *, checks: bool = True) -> MediaChunk | list[int]:
+    def _copy(self, chunk: Any) -> MediaChunk | list[int]:
         lib = media_library()
         if lib.mtmd_input_chunk_get_type(chunk) != m.ChunkType.TEXT:
             return MediaChunk(self, lib.mtmd_input_chunk_copy(chunk))
         n_tokens = ctypes.c_size_t()
         tokens = lib.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(n_tokens))
         found: list[int] = tokens[: n_tokens.value]
-        if checks and h.LLAMA_TOKEN_NULL in found:
-            raise ModelLoadError(
-                self.path, "the model's vocabulary lacks a token that the projector needs"
-            )
         return found
 
 

@@ -246,7 +246,7 @@ def test_a_causal_image_may_be_decoded_in_pieces(vision: Vision, context: Contex
 
 
 def check_attention_is_causal(context: Context) -> None:
-    """Of text, each row sees the rows before it: the first logits do not change with the last token."""
+    """Decode two texts that differ in their last token; the logits before it must be the same."""
     rows = []
     for seq_id, last in enumerate(b"ab", start=1):
         batch = Batch(64)
@@ -382,7 +382,7 @@ def test_images_are_encoded_in_another_thread_while_text_is_decoded(
 
 
 class Closing(Exception):
-    """What `between` tried was rejected."""
+    """Exception that `between` raises."""
 
 
 @pytest.mark.parametrize("what", ["chunk", "projector", "encode"])
