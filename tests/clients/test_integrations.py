@@ -131,7 +131,7 @@ def test_langchain_serves_worker_threads_and_says_what_to_await_elsewhere() -> N
         whole, chunks, n_vectors = await anyio.to_thread.run_sync(work)
         assert (whole, "".join(chunks), n_vectors) == ("Hello there", "Hello there", 2)
         assert len(chunks) > 5
-        with pytest.raises(RuntimeError, match="await ainvoke instead"):
+        with pytest.raises(RuntimeError, match="use ainvoke there"):
             model.invoke("Hi")
         plain = await CllmEmbeddings(engine).aembed_query("query: bees")
         assert await vectors.aembed_query("bees") == plain

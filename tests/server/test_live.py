@@ -8,10 +8,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import httpx
 import pytest
 
-from cllm.server.operation.latest_frame import PERIOD_S
+from cllm.server.operation.latest_frame import PERIOD_S, LatestFrame
 from cllm.server.routes.live_feed import IDLE_PERIOD_S, period_s
 from tests.server.conftest import Server
 
@@ -60,26 +61,68 @@ async def test_a_frame_has_slots_cells_ticks_and_latencies_as_they_are(server: S
         tasks.cancel_scope.cancel()
 
 
-@pytest.mark.anyio
-async def test_for_several_who_watch_the_engine_is_asked_as_often_as_for_one(
-    server: Server,
-) -> None:
-    async with watching(server) as first, watching(server) as second, watching(server) as third:
-        numbers: set[int] = set()
-        for frames in (first, second, third) * 3:
-            numbers.add((await anext(frames))["number"])
-    assert max(numbers) - min(numbers) < 9
+class CountedFrames:
+    """A LatestFrame on a clock of its own, and the number of frames that it made."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.n_made = 0
+        self.latest = LatestFrame(clock=lambda: self.now_s)
+
+    async def _make(self) -> dict[str, Any]:
+        self.n_made += 1
+        await anyio.lowlevel.checkpoint()
+        return {"n_waiting": self.n_made}
+
+    async def get(self) -> dict[str, Any]:
+        return await self.latest.get(self._make)
 
 
 @pytest.mark.anyio
-async def test_nobody_asks_while_nobody_watches(server: Server) -> None:
-    async with watching(server) as frames:
-        last = (await anext(frames))["number"]
-    with server.client() as client:
+async def test_readers_at_the_same_time_share_one_frame() -> None:
+    frames, read = CountedFrames(), list[dict[str, Any]]()
+
+    async def reader() -> None:
+        read.append(await frames.get())
+
+    async with anyio.create_task_group() as tasks:
         for _ in range(5):
-            client.post("/generate", json={"prompt": "1+1=", "max_tokens": 2})
-    async with watching(server) as frames:
-        assert (await anext(frames))["number"] <= last + 2  # one may have been under way
+            tasks.start_soon(reader)
+    assert frames.n_made == 1
+    assert read == [{"number": 1, "n_waiting": 1}] * 5
+
+
+@pytest.mark.anyio
+async def test_a_frame_is_made_anew_after_half_a_period_and_only_for_a_reader() -> None:
+    frames = CountedFrames()
+    await frames.get()
+    frames.now_s = PERIOD_S / 2 - 0.001
+    assert (await frames.get())["number"] == 1
+    frames.now_s = PERIOD_S / 2
+    assert (await frames.get())["number"] == 2
+    frames.now_s = 100 * PERIOD_S  # no reader came for a long time
+    assert (await frames.get())["number"] == 3
+
+
+@pytest.mark.anyio
+async def test_a_frame_that_cannot_be_made_is_made_for_the_next_reader() -> None:
+    frames = CountedFrames()
+
+    async def fail() -> dict[str, Any]:
+        raise RuntimeError("the engine is gone")
+
+    with pytest.raises(RuntimeError):
+        await frames.latest.get(fail)
+    assert (await frames.get())["n_waiting"] == 1
+
+
+@pytest.mark.anyio
+async def test_several_pages_get_the_frames_of_one_row(server: Server) -> None:
+    async with watching(server) as first, watching(server) as second:
+        seen: dict[int, dict[str, Any]] = {}
+        for frames in (first, second) * 3:
+            frame = await anext(frames)
+            assert seen.setdefault(frame["number"], frame) == frame
 
 
 def test_an_idle_engine_is_asked_less_often() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -14,17 +15,18 @@ PERIOD_S = 0.1
 class LatestFrame:
     """Cache of the latest frame; a reader that finds it too old makes a new one for all."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._lock = anyio.Lock()
         self._frame: dict[str, Any] = {}
-        self._made_at = -PERIOD_S
+        self._made_at = -math.inf
         self._n_frames = 0
 
     async def get(self, make: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
         """Return a frame that is at most half a period (0.05 s) old; `make` makes a new one if needed."""
         async with self._lock:
-            if time.monotonic() - self._made_at >= PERIOD_S / 2:
+            if self._clock() - self._made_at >= PERIOD_S / 2:
                 self._n_frames += 1
                 self._frame = {"number": self._n_frames, **await make()}
-                self._made_at = time.monotonic()
+                self._made_at = self._clock()
             return self._frame
