@@ -31,7 +31,7 @@ class EmbeddingBatch:
         `MediaChunk.is_causal`.  False: each row attends to all rows of the batch, which has to have all
         rows of the chunk.
     n_outputs : int
-        How many of the last rows shall have logits: 0 or 1.
+        How many of the last rows shall have logits.
 
     Attributes
     ----------
@@ -85,7 +85,7 @@ class EmbeddingBatch:
         self.last_position = int(times[-1])
         self.is_causal: bool = check_bool("is_causal", is_causal)
         self.n_rows = n_rows
-        self.n_outputs = check_int("n_outputs", n_outputs, 0, 1)
+        self.n_outputs = check_int("n_outputs", n_outputs, 0, n_rows)
         self.runs = [Run(seq_id, p0, n_rows)]
         self.output_flags: NDArray[np.int8] = np.zeros(n_rows, np.int8)
         self.output_flags[n_rows - n_outputs :] = 1

@@ -9,6 +9,7 @@ from cllm.engine.constraint import CompiledConstraint
 from cllm.engine.embedding import EmbeddingInfo
 from cllm.engine.file_content import FileContent
 from cllm.engine.lora import NO_LORA, LoraInfo, LoraUse
+from cllm.engine.media import MediaInput
 from cllm.engine.output import Completion, FinishReason
 from cllm.engine.sampling_params import SamplingOptions, SamplingParams
 from cllm.errors import ClosedError, DeadlineError
@@ -94,6 +95,8 @@ class GenerationRequest:
         Tokens that must not be sampled first, directly after `generated_token_ids`.
     tenant : str
         Tenant of the request.
+    media : tuple of MediaInput
+        Images of the prompt, in order.
     """
 
     request_id: str
@@ -117,6 +120,7 @@ class GenerationRequest:
     state: SequenceState | None = None
     excluded: tuple[int, ...] = ()
     tenant: str = ""
+    media: tuple[MediaInput, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import zlib
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -28,6 +28,7 @@ from cllm.errors import (
     NoKVSlotError,
     PositionError,
 )
+from cllm.testing.fake_media import row_ids_of
 from cllm.testing.fake_vocabulary import FakeVocabulary
 
 LLAMA_MAX_SEQ = 256
@@ -52,9 +53,10 @@ Latency = float | Callable[[Sequence[FakeRun]], float]
 
 @dataclass(eq=False, slots=True)
 class _Cell:
-    """Cell of the KV cache: its token, and the adapters that computed it."""
+    """Cell of the KV cache: its token, its position, and the adapters that computed it."""
 
     token: int
+    position: int
     loras: LoraSet = ()
 
 
@@ -163,7 +165,8 @@ class FakeDecoder:
         # Cells of a sequence by position, None where `seq_rm` removed one; no list ends with None.
         self._held: dict[int, list[_Cell | None]] = {}
         self._pending_copies: set[int] = set()
-        self._saved_loras: dict[bytes, list[LoraSet]] = {}
+        # What a copy does not say: adapters, and positions behind images.
+        self._saved: dict[bytes, list[_Cell | None]] = {}
         self.loras: LoraSet = ()
         self._logits = np.empty((0, n_vocab), np.float32)
 
@@ -200,6 +203,25 @@ class FakeDecoder:
         self.n_rows += len(checked)
         self.n_outputs += n_outputs
         return range(self.n_outputs - n_outputs, self.n_outputs)
+
+    def add_embeddings(
+        self,
+        seq_id: int,
+        rows: NDArray[np.float32],
+        positions: NDArray[np.int32],
+        *,
+        is_causal: bool,
+        n_outputs: int,
+    ) -> None:
+        """Make the batch consist of rows of one image alone; see `FakeChunk`."""
+        if not is_causal:  # llama.cpp computes half an image without complaint, and wrongly
+            check_int("rows of a whole image", len(rows), int(rows[0, 2]), int(rows[0, 2]))
+        self.clear()
+        check_int("rows", len(rows), 1, self.n_batch)
+        p0, end = int(positions.min()), int(positions.reshape(-1, len(rows))[0, -1]) + 1
+        self.runs.append(FakeRun(seq_id, p0, row_ids_of(rows), n_outputs))
+        self._spans[seq_id] = range(p0, end)
+        self.n_rows, self.n_outputs = len(rows), n_outputs
 
     # --- Decoding ----------------------------------------------------------------------------
     def decode(self) -> NDArray[np.float32]:
@@ -279,18 +301,26 @@ class FakeDecoder:
         for seq_id, span in self._spans.items():
             check_int("seq_id", seq_id, 0, self.n_seq_max - 1)
             check_int("position", span.stop - 1, 0, self.n_ctx_seq - 1)
-            last = len(self._held.get(seq_id, ())) - 1
-            if span.start != last + 1:
+            held = self._held.get(seq_id)
+            end = held[-1] if held else None
+            last = -1 if end is None else end.position
+            # Behind an image with M-RoPE positions are skipped, and its rows have one position.
+            goes_on = end is not None and end.token < 0 and span.start >= last
+            if span.start != last + 1 and not goes_on:
                 raise PositionError(seq_id, last, span.start)
 
     def _store(self, n_rows: int) -> list[int]:
         """Store the first `n_rows` rows, and return the answers of the output rows among them."""
         answers: list[int] = []
-        for seq_id, _, tokens, n_outputs in self.runs:
+        for seq_id, p0, tokens, n_outputs in self.runs:
             if n_rows <= 0:
                 break
             held = self._held.setdefault(seq_id, [])
-            held += [_Cell(token, self.loras) for token in tokens[:n_rows]]
+            # All rows of an image with M-RoPE have the position of the first.
+            step = 0 if tokens[0] < 0 and len(self._spans[seq_id]) < len(tokens) else 1
+            held += [
+                _Cell(token, p0 + step * i, self.loras) for i, token in enumerate(tokens[:n_rows])
+            ]
             # The output rows are the last of a run, and each sees what is before it.
             n_outputs -= max(0, len(tokens) - n_rows)
             seen = [seen_token(cell.token, cell.loras) for cell in held if cell is not None]
@@ -331,7 +361,8 @@ class FakeDecoder:
         self._check_seq("seq_id", seq_id)
         first, end = self._check_range(p0, p1)
         held = self._held.pop(seq_id, [])
-        self._hold(seq_id, [None if first <= p < end else cell for p, cell in enumerate(held)])
+        kept = [None if cell is None or first <= cell.position < end else cell for cell in held]
+        self._hold(seq_id, kept)
         return True
 
     def seq_cp(
@@ -353,8 +384,9 @@ class FakeDecoder:
                     "[p0, p1)", (p0, p1), "the whole sequence: kv_unified is False"
                 )
             self._pending_copies |= {seq_id_src, seq_id_dst}
-            held = [cell and _Cell(cell.token, cell.loras) for cell in held]
-        self._hold(seq_id_dst, [c if first <= p < end else None for p, c in enumerate(held)])
+            held = [cell and _Cell(cell.token, cell.position, cell.loras) for cell in held]
+        copied = [cell if cell and first <= cell.position < end else None for cell in held]
+        self._hold(seq_id_dst, copied)
 
     def seq_pos_min(self, seq_id: int) -> int | None:
         """The first position the cache holds for a sequence; None if it is empty."""
@@ -365,7 +397,8 @@ class FakeDecoder:
     def seq_pos_max(self, seq_id: int) -> int | None:
         """The last position the cache holds for a sequence; None if it is empty."""
         self._check_seq("seq_id", seq_id)
-        return len(self._held[seq_id]) - 1 if seq_id in self._held else None
+        last = self._held[seq_id][-1] if seq_id in self._held else None
+        return None if last is None else last.position
 
     def state_seq_get_data(self, seq_id: int) -> bytes:
         """Return a copy of a sequence's state; empty if it has none."""
@@ -376,10 +409,11 @@ class FakeDecoder:
         if seq_id not in self._held:
             return b""
         tokens = np.asarray(self.cells[seq_id], np.int32).tobytes()
-        loras = [() if cell is None else cell.loras for cell in self._held[seq_id]]
+        held = self._held[seq_id]
+        loras = [() if cell is None else cell.loras for cell in held]
         checksum = _checksum(tokens, loras)
-        if any(loras):
-            self._saved_loras[checksum] = loras
+        if any(loras) or any(cell is not None and cell.token < 0 for cell in held):
+            self._saved[checksum] = list(held)
         return checksum + tokens
 
     def state_seq_set_data(self, data: bytes, seq_id: int, *, n_positions: int) -> None:
@@ -392,18 +426,20 @@ class FakeDecoder:
             raise InvalidArgumentError("data", data, "a copy made by state_seq_get_data")
         self._check_empty("seq_id", seq_id)
         checksum, saved = bytes(data[:4]), bytes(data[4:])
-        loras = self._saved_loras.get(checksum) or [()] * (len(saved) // 4)
+        known = self._saved.get(checksum, ())
+        loras = [() if cell is None else cell.loras for cell in known] or [()] * (len(saved) // 4)
         if not saved or _checksum(saved, loras) != checksum:
             raise InvalidArgumentError(
                 "data", f"{len(data)} bytes", "unchanged: its checksum is wrong"
             )
-        tokens = [] if is_refused else np.frombuffer(saved, np.int32).tolist()
-        n_cells = len(tokens) - tokens.count(REMOVED)
-        if len(tokens) != n_positions or self.n_cells_used + n_cells > self.n_ctx:
-            raise LlamaCallError("llama_state_seq_set_data", 0, "restored positions (None, None)")
-        cells = [
-            None if t == REMOVED else _Cell(t, of) for t, of in zip(tokens, loras, strict=True)
+        cells = [cell and replace(cell) for cell in known] or [
+            None if token == REMOVED else _Cell(token, position)
+            for position, token in enumerate(np.frombuffer(saved, np.int32).tolist())
         ]
+        n_cells = len(cells) - cells.count(None)
+        end = 0 if cells[-1] is None else cells[-1].position + 1
+        if is_refused or end != n_positions or self.n_cells_used + n_cells > self.n_ctx:
+            raise LlamaCallError("llama_state_seq_set_data", 0, "restored positions (None, None)")
         self._hold(seq_id, cells)
 
     def rebuild(self) -> None:

@@ -537,7 +537,7 @@ BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "a gap": ({"positions": np.array([0, 1, 2, 9], np.int32)}, "each after the last"),
     "a negative column": ({"positions": np.full((4, 4), -1, np.int32)}, "0 or more"),
     "another sequence": ({"seq_id": 256}, "seq_id is 256"),
-    "two outputs": ({"n_outputs": 2}, "n_outputs is 2"),
+    "more outputs than rows": ({"n_outputs": 99}, "n_outputs is 99"),
     "no flag": ({"is_causal": None}, "is_causal is None"),
 }
 

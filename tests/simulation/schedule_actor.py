@@ -6,9 +6,11 @@ from functools import lru_cache
 
 from cllm.engine.core.scheduler import seq_id_of
 from cllm.engine.lora import NO_LORA, LoraUse
+from cllm.engine.media_rows import Spans
 from cllm.engine.sampling_params import SamplingParams
 from cllm.testing.fake_decoder import Fault
 from tests.simulation.expect import demand, expect
+from tests.simulation.images import tokens_of
 from tests.simulation.simulator import Simulator
 from tests.simulation.steps import (
     Cancel,
@@ -81,14 +83,16 @@ class Actor:
     def _submit(self, step: Submit) -> None:
         sim = self._sim
         params = _params(step.max_tokens, step.temperature, step.stop)
-        prompt = step.prompt.encode()[: sim.decoder.n_ctx_seq] or b"?"
+        prompt, media = tokens_of(step.prompt, sim.decoder.n_ctx_seq)
+        lora_start = Spans.of(prompt).ceil(step.lora_start)
         self._ids[step.name] = sim.submit(
             prompt,
             params=params,
             priority=step.priority,
             timeout=step.timeout,
             tenant=step.tenant,
-            lora=LoraUse(((step.lora, 1.0),), (), step.lora_start) if step.lora else NO_LORA,
+            lora=LoraUse(((step.lora, 1.0),), (), lora_start) if step.lora else NO_LORA,
+            media=media,
         )
 
     def _suspend(self, name: str, request_id: str) -> None:
@@ -106,6 +110,7 @@ class Actor:
             generated=generated,
             lora=request.lora,
             state=ended.state,
+            media=request.media,
         )
 
     def _look(self) -> None:

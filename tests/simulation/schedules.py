@@ -154,13 +154,15 @@ FAULTS: Sequence[int | Literal["nan", "raise"]] = (1, 2, -1, -2, -3, "nan", "rai
 METHODS = ("seq_rm", "seq_cp", "state_seq_get_data", "state_seq_set_data", "set_loras")
 
 
-def random_schedule(seed: int, **options: Any) -> Schedule:
+def random_schedule(seed: int, *, with_images: bool = False, **options: Any) -> Schedule:
     """Return a random schedule: the interleaved steps of one to four clients.
 
     Parameters
     ----------
     seed : int
         The same seed gives the same schedule.
+    with_images : bool
+        True: most prompts have images, and sequences have room for them.
     **options
         Options of `Simulator`.  Others are drawn, small enough that cells run out.
     """
@@ -168,8 +170,8 @@ def random_schedule(seed: int, **options: Any) -> Schedule:
     n_seq_max = int(options.get("n_seq_max", choose.randint(1, 3)))
     drawn = {
         "n_seq_max": n_seq_max,
-        "n_ctx": n_seq_max * choose.randint(4, 12),
-        "n_batch": n_seq_max + choose.randint(0, 4),
+        "n_ctx": n_seq_max * (choose.randint(4, 12) + 12 * with_images),
+        "n_batch": n_seq_max + choose.randint(0, 4) + 6 * with_images,
         "kv_unified": choose.random() < 0.7,
         "prefix_cache": choose.random() < 0.7,
         "stream_buffer": choose.randint(1, 4),
@@ -177,13 +179,19 @@ def random_schedule(seed: int, **options: Any) -> Schedule:
         "latency_s": choose.choice((0.0, 0.01)),
     }
     drawn.update(options)
-    clients = [_client(choose, f"r{number}") for number in range(choose.randint(1, 4))]
+    clients = [
+        _client(choose, f"r{number}", with_images=with_images)
+        for number in range(choose.randint(1, 4))
+    ]
     return Schedule(drawn, tuple(_interleaved(choose, clients)))
 
 
-def _client(choose: random.Random, name: str) -> list[Step]:
+def _client(choose: random.Random, name: str, *, with_images: bool) -> list[Step]:
     """Return the steps of one client, in their order."""
     prompt = choose.choice(HEADS) + choose.choice("xyz") * choose.randint(1, 5)
+    if with_images and choose.random() < 0.7:
+        at = choose.randint(0, len(prompt))
+        prompt = prompt[:at] + choose.choice(("A", "B", "C", "D", "AC", "CxC")) + prompt[at:]
     steps: list[Step] = [
         Submit(
             name,

@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from cllm import EngineConfig
 from cllm.bindings._rollback import Rollback
 from cllm.bindings.batch import Run
-from cllm.engine.core.commands import Finished, Progressed
+from cllm.engine.core.commands import Finished, MediaEncoded, Progressed
 from cllm.engine.core.engine_core import EngineCore
 from cllm.engine.core.kv_cache import KVCache
+from cllm.engine.core.media_store import MediaStore
 from cllm.engine.core.ngram_drafter import NgramDrafter
 from cllm.engine.core.row_cost import RowCost
 from cllm.engine.core.scheduler import seq_id_of
@@ -26,11 +27,14 @@ from cllm.engine.core.sequence import Sequence as RunningSequence
 from cllm.engine.core.speculation import N_DRAFT_ROWS, BudgetedSpeculation, Drafter
 from cllm.engine.loop.request_call import texts_told
 from cllm.engine.lora import NO_LORA, LoraUse
+from cllm.engine.media import MediaInput
+from cllm.engine.media_rows import Spans
 from cllm.engine.output import FinishReason
 from cllm.engine.request import GenerationRequest, SequenceState
 from cllm.engine.sampling.logprobs import LogprobReader
 from cllm.engine.sampling_params import SamplingParams
 from cllm.testing.fake_decoder import Answer, FakeDecoder, Fault, Latency, Poison
+from cllm.testing.fake_media import FakeChunk
 from tests.simulation.expect import demand, expect
 from tests.simulation.oracle_drafter import NextToken, OracleDrafter
 from tests.simulation.reference import (
@@ -67,6 +71,30 @@ class WatchedDecoder(FakeDecoder):
         if self.rollback and p0 and p0 < end and not self.rollback.take(seq_id, end - p0):
             return False
         return super().seq_rm(seq_id, p0, p1)
+
+
+class FakeEncoder:
+    """An encoder that encodes a chunk whenever the simulator says so.
+
+    An image is its rows: the pixels are their numbers, int32.
+    """
+
+    def __init__(self) -> None:
+        self.jobs: list[tuple[MediaInput, int]] = []
+        self.n_encoded = 0
+
+    def encode(self, media: MediaInput, ordinals: tuple[int, ...]) -> None:
+        self.jobs += [(media, ordinal) for ordinal in ordinals]
+
+    def cancel(self, digest: bytes) -> None:
+        self.jobs = [job for job in self.jobs if job[0].digest != digest]
+
+    def next(self) -> MediaEncoded:
+        media, ordinal = self.jobs.pop(0)
+        self.n_encoded += 1
+        rows = np.frombuffer(media.pixels, np.int32).tolist()
+        span = Spans.of(rows)[ordinal]
+        return MediaEncoded(media.digest, ordinal, FakeChunk(rows[span.start : span.end]))
 
 
 class _Clock:
@@ -150,6 +178,7 @@ class Simulator:
         draft_share: float | None = None,
         separates_prompts: bool = False,
         prefix_cache_bytes: int = 1 << 20,
+        media_cache_bytes: int = 1 << 20,
         **options: Any,
     ) -> None:
         self.config = EngineConfig(
@@ -196,6 +225,7 @@ class Simulator:
             n_rollback=n_rollback,
             can_copy=can_copy,
         )
+        self.encoder = FakeEncoder()
         self.samplers: list[CountingSampler] = []
         self._make_sampler = partial(_make_sampler, self.samplers)
         self._drafter: Drafter | None = None
@@ -203,6 +233,7 @@ class Simulator:
             self._drafter = OracleDrafter(_next_token_of(answer), draft_share)
         elif self.config.speculation is not None:
             self._drafter = NgramDrafter()
+        self._media_cache_bytes = media_cache_bytes
         self.core = self._make_core()
         self.requests: dict[str, GenerationRequest] = {}
         self.stopped: set[str] = set()
@@ -230,6 +261,7 @@ class Simulator:
             clock=self._clock.read,
             speculation=speculation,
             row_cost=row_cost,
+            media=MediaStore(self.encoder, self._media_cache_bytes),
         )
 
     @property
@@ -252,6 +284,7 @@ class Simulator:
         lora: LoraUse = NO_LORA,
         state: SequenceState | None = None,
         tenant: str = "",
+        media: Sequence[MediaInput] = (),
         **sampling: Any,
     ) -> str:
         """Submit a request, with temperature 0 by default, and return its id (r0, r1, …)."""
@@ -269,6 +302,7 @@ class Simulator:
             lora=lora,
             state=state,
             tenant=tenant,
+            media=tuple(media),
         )
         self.requests[request.request_id] = request
         self.core.queue.submit(request)
@@ -279,13 +313,15 @@ class Simulator:
         heard: set[str] = set()
         for _ in range(n_ticks):
             self.core.tick()
+            if self.encoder.jobs:  # one chunk in the time of a tick
+                self.core.handle(self.encoder.next())
             heard = self.hear()
         return heard
 
     def run(self, *, at_most: int = 500) -> None:
         """Tick until there is nothing to do."""
         for _ in range(at_most):
-            if not self.core.has_work:
+            if not (self.core.has_work or self.encoder.jobs):
                 return
             self.tick()
         queue = self.core.queue

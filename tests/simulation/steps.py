@@ -11,7 +11,8 @@ from typing import Any, Literal
 class Submit:
     """A request; `name` is what later steps call it.
 
-    The adapter `lora` computes its tokens from `lora_start` on.
+    The adapter `lora` computes its tokens from `lora_start` on.  A capital letter of the prompt is an image:
+    see `tests.simulation.images`.
     """
 
     name: str

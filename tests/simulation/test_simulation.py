@@ -26,6 +26,31 @@ def test_a_thousand_schedules_hold_what_they_must() -> None:
     assert report.schedules_per_s > 0
 
 
+MEMORIES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "full, a sequence each": {"kv_unified": False},
+    "window": {"is_windowed": True},
+    "states": {"has_pos_min": False},
+    "states, a sequence each": {"has_pos_min": False, "kv_unified": False},
+    "without copies": {"can_copy": False},
+    "drafts": {"draft_share": 0.5},
+    "states with drafts": {"has_pos_min": False, "n_rollback": 2, "draft_share": 0.5},
+    "target_itl_ms": {"target_itl_ms": 20, "latency_s": 0.01},
+}
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_schedules_with_images_hold_what_they_must(memory: str) -> None:
+    n_encoded = 0
+    for seed in range(120):
+        schedule = random_schedule(seed, with_images=True, **MEMORIES[memory])
+        try:
+            n_encoded += schedule.run().encoder.n_encoded
+        except ScheduleError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+    assert n_encoded > 100
+
+
 def test_a_seed_is_a_schedule() -> None:
     assert random_schedule(7) == random_schedule(7)
     assert random_schedule(7) != random_schedule(8)

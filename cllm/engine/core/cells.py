@@ -139,6 +139,7 @@ class Cells:
         end = n_tokens if n_tokens < source.n_computed else None
         try:
             if self.kv_cache.kv_unified or end is None:
+                end = None if end is None else source.spans.position(end)
                 self._memory.seq_cp(source.seq_id, slot.seq_id, None, end)
                 self.kv_cache.share(source, slot, n_tokens)
             else:
@@ -152,28 +153,29 @@ class Cells:
     def truncate(self, slot: Slot, n_tokens: int) -> None:
         """Keep only the first `n_tokens` positions of a slot."""
         if n_tokens < slot.n_computed:
-            self._remove(slot.seq_id, n_tokens)
+            self._remove(slot, n_tokens)
             self.kv_cache.truncate(slot, n_tokens)
 
     def empty(self, slot: Slot) -> None:
         """Remove all positions of a seq_id, whatever the bookkeeping says."""
-        self._remove(slot.seq_id, 0)
+        self._remove(slot, 0)
         self.kv_cache.truncate(slot, 0)
 
     def release(self, slot: Slot) -> int:
         """Remove all positions of a seq_id, and free the seq_id; return the number of cells freed."""
-        self._remove(slot.seq_id, 0)
+        self._remove(slot, 0)
         return self.kv_cache.release(slot)
 
-    def _remove(self, seq_id: int, n_tokens: int) -> None:
-        """Remove the positions of a seq_id from `n_tokens` on; set `fault` if llama.cpp did not."""
+    def _remove(self, slot: Slot, n_tokens: int) -> None:
+        """Remove the rows of a slot from `n_tokens` on; set `fault` if llama.cpp did not."""
+        seq_id, spans = slot.seq_id, slot.spans
         try:
-            removed = self._memory.seq_rm(seq_id, n_tokens or None)
+            removed = self._memory.seq_rm(seq_id, spans.position(n_tokens) if n_tokens else None)
             left = self._memory.seq_pos_max(seq_id)
         except Exception as error:
             self.fault = error
             return
-        if not removed or left != (n_tokens - 1 if n_tokens else None):
+        if not removed or left != spans.last_position(n_tokens):
             self.fault = LlamaCallError(
                 "llama_memory_seq_rm", int(removed), f"seq_id {seq_id} still ends at {left}"
             )
@@ -184,7 +186,7 @@ class Cells:
 
         Otherwise the tokens may be cached under another seq_id, and the caller releases the slot.
         """
-        n_tokens = min(slot.n_computed, self._n_tokens_max)
+        n_tokens = slot.spans.floor(min(slot.n_computed, self._n_tokens_max))
         if not n_tokens or self.fault is not None:
             return False
         if n_tokens < slot.n_computed and not self.can_truncate:
@@ -213,6 +215,7 @@ class Cells:
         if not kv_cache.free_ids:
             return None
         kept = kv_cache.open(is_cached=True)
+        kept.spans = slot.spans
         self._copy(slot, kept, len(tokens))
         self._remember(CachedPrefix(tokens, kept, lora))
         return kept
@@ -304,16 +307,18 @@ class Cells:
 
     # --- After a failure ---------------------------------------------------------------------
     def read_back(self, slot: Slot) -> None:
-        """Adopt llama.cpp's positions of a slot after a failed decode."""
+        """Adopt llama.cpp's positions of a slot after a failed decode; part of an image is removed."""
         self.kv_cache.read_back(slot, self._memory)
+        if len(slot.spans):
+            self._remove(slot, slot.n_computed)
 
     def remove_all(self) -> None:
         """Remove every sequence after a failed decode of a recurrent model.
 
         llama.cpp may have moved states between cells, so none can be trusted.
         """
-        for seq_id in self.kv_cache.held_ids:
-            self._remove(seq_id, 0)
+        for slot in self.kv_cache.slots:
+            self._remove(slot, 0)
         fault = self.fault
         self.reset()
         self.fault = fault

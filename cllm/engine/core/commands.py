@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from cllm.engine.core.media_store import EncodedChunk
 from cllm.engine.core.statistics import EngineStatistics
 from cllm.engine.embedding import EmbeddingRequest
 from cllm.engine.health import Restart
@@ -122,6 +123,24 @@ class PrefixLoaded:
 
 
 @dataclass(frozen=True, slots=True)
+class MediaEncoded:
+    """A chunk of an image was encoded, or why not.  Sent by the encoder's thread.
+
+    Attributes
+    ----------
+    digest : bytes
+        `MediaInput.digest` of the image.
+    ordinal : int
+        Number of the chunk in the image, from 0.
+    """
+
+    digest: bytes
+    ordinal: int
+    chunk: EncodedChunk | None = None
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Ask:
     """A question, or something to be done between two ticks.  Answered by one `Answered`.
 
@@ -148,6 +167,7 @@ Command = (
     | Read
     | ClearPrefixCache
     | PrefixLoaded
+    | MediaEncoded
     | Ask
     | Shutdown
 )

@@ -52,6 +52,17 @@ class Decoder(CacheMemory, Protocol):
     def add(self, seq_id: int, tokens: list[int], p0: int, *, n_outputs: int) -> range:
         """Add rows; return the indices of their output rows among all output rows of the batch."""
 
+    def add_embeddings(
+        self,
+        seq_id: int,
+        rows: NDArray[np.float32],
+        positions: NDArray[np.int32],
+        *,
+        is_causal: bool,
+        n_outputs: int,
+    ) -> None:
+        """Make the batch consist of rows of one image alone; see `EmbeddingBatch`."""
+
     def decode(self) -> NDArray[np.float32]:
         """Compute the rows; return the logits, float32 `(n_outputs, n_vocab)`, valid until the next call."""
 

@@ -21,6 +21,7 @@ from cllm.engine.core.commands import (
     Command,
     Event,
     LiveView,
+    MediaEncoded,
     PrefixLoaded,
     Read,
 )
@@ -29,6 +30,7 @@ from cllm.engine.core.decoder import Decoder
 from cllm.engine.core.kv_cache import KVCache
 from cllm.engine.core.kv_cache_manager import KVCacheManager
 from cllm.engine.core.live_view import TickTrace, view_of
+from cllm.engine.core.media_store import MediaStore
 from cllm.engine.core.output_processor import OutputProcessor, ReadLogprob
 from cllm.engine.core.prefix_tiers import PrefixStore
 from cllm.engine.core.recovery import Recovery, Verdict
@@ -87,6 +89,8 @@ class EngineCore:
         Costs of decodes from earlier runs; None: unknown.  It learns from ticks that only decode.
     store : PrefixStore, optional
         The files of the prefix cache.
+    media : MediaStore, optional
+        Embeddings of images; None: the model takes no images.
     """
 
     def __init__(
@@ -103,8 +107,10 @@ class EngineCore:
         speculation: Speculation | None = None,
         row_cost: RowCost | None = None,
         store: PrefixStore | None = None,
+        media: MediaStore | None = None,
     ) -> None:
         self._decoder = decoder
+        self._media = media
         self.kv_cache = kv_cache
         self._config = config
         self._clock = clock
@@ -140,6 +146,7 @@ class EngineCore:
             stream_buffer=config.stream_buffer,
             clock=clock,
             tenants=self.turns.tenants,
+            media=media,
         )
         self._processor = OutputProcessor(
             vocabulary,
@@ -174,6 +181,8 @@ class EngineCore:
                 self.manager.cells.forget_prefixes()
             case PrefixLoaded(file, state) if (tiers := self.manager.saved.tiers) is not None:
                 tiers.on_loaded(file, state)
+            case MediaEncoded() if self._media is not None:
+                self._on_encoded(self._media, command)
 
     def fail_all(self, cause: BaseException) -> None:
         """End every request with an `EngineFailedError` of this cause; the KV cache is not changed."""
@@ -209,6 +218,15 @@ class EngineCore:
         events, self.queue.events = self.queue.events, []
         return events
 
+    def _on_encoded(self, media: MediaStore, encoded: MediaEncoded) -> None:
+        """Keep a chunk of an image; end the requests with this image if it could not be encoded."""
+        key = encoded.digest, encoded.ordinal
+        if encoded.chunk is not None:
+            media.take(key, encoded.chunk)
+            return
+        for sequence in media.users_of(key):
+            self.queue.finish(sequence, last_delta(FinishReason.ERROR), cause=encoded.error)
+
     # --- The tick ----------------------------------------------------------------------------
     @property
     def has_work(self) -> bool:
@@ -237,16 +255,38 @@ class EngineCore:
         return self.turns.next_tick_s(self.queue.running, has_loras=self.queue.has_loras)
 
     def tick(self) -> None:
-        """Run one tick: admit requests, decode a chunk of each sequence that has a turn, and sample."""
-        recorder, queue, started = self.recorder, self.queue, self._clock()
+        """Run one tick: admit requests, decode a chunk of each sequence that has a turn, and sample.
+
+        Then decode rows of one image, if any is ready: llama.cpp takes no tokens in the same batch.
+        """
+        queue, started = self.queue, self._clock()
         queue.expire(started)
         self._rebuild_if_corrupt()
         queue.admit(started)
         queue.make_room(self._n_rows_max, started)
         self._rebuild_if_corrupt()
         chunks = self._plan(started)
-        if not chunks:
+        if chunks and not self._step(chunks, started):
             return
+        is_sound = self.manager.cells.fault is None
+        if self._media is not None and self._media.has_users and is_sound:
+            self._tick_media(self._media, chunks)
+
+    def _tick_media(self, media: MediaStore, chunks: list[Chunk]) -> None:
+        """Decode rows of one image after the chunks of this tick."""
+        started = self._clock()
+        at_image = [
+            s
+            for s in self.recovery.restrict(self.queue.running)
+            if s.is_ready and s.media_index is not None and media.next_chunk(s) is not None
+        ]
+        chunk = self.turns.plan_media(at_image, chunks, self._n_rows_max, started)
+        if chunk is not None:
+            self._step([chunk], started)
+
+    def _step(self, chunks: list[Chunk], started: float) -> bool:
+        """Decode chunks and sample; return False if that failed."""
+        recorder = self.recorder
         shape = TickShape.of(chunks)
         planned = self._clock()
         recorder.plan_s += planned - started
@@ -260,7 +300,7 @@ class EngineCore:
         except Exception as error:
             self._on_batch([])
             self._after_failed_decode(chunks, error)
-            return
+            return False
         self._on_batch([])
         decoded = self._clock()
         recorder.decode_s += decoded - planned
@@ -278,6 +318,7 @@ class EngineCore:
         )
         if not self.kv_cache.has_pos_min:
             self.manager.keep_checkpoints(chunks)  # after `observe`: not part of the cost of rows
+        return True
 
     def _plan(self, now: float) -> list[Chunk]:
         """Return the chunks of this tick, with drafts."""
@@ -327,11 +368,29 @@ class EngineCore:
             sequence, start = chunk.sequence, chunk.sequence.n_computed
             sequence.n_turn = self.turns.n
             assert sequence.placement.slot is not None
+            if sequence.media_index is not None:
+                self._add_media(sequence, sequence.placement.slot.seq_id, chunk)
+                return
             tokens = sequence.tokens[start : start + chunk.n_tokens]
             tokens.extend(chunk.drafts)
-            self._decoder.add(
-                sequence.placement.slot.seq_id, tokens, start, n_outputs=chunk.n_outputs
-            )
+            p0 = sequence.spans.position(start)
+            self._decoder.add(sequence.placement.slot.seq_id, tokens, p0, n_outputs=chunk.n_outputs)
+
+    def _add_media(self, sequence: Sequence, seq_id: int, chunk: Chunk) -> None:
+        """Put rows of an image into the batch."""
+        index, start = sequence.media_index, sequence.n_computed
+        assert self._media is not None
+        assert index is not None
+        encoded, span = self._media.next_chunk(sequence), sequence.spans[index]
+        assert encoded is not None
+        rows = slice(start - span.start, start - span.start + chunk.n_tokens)
+        self._decoder.add_embeddings(
+            seq_id,
+            encoded.rows[rows],
+            encoded.positions(sequence.spans.position(span.start))[..., rows],
+            is_causal=not sequence.n_whole,
+            n_outputs=chunk.n_outputs,
+        )
 
     # --- Failures ----------------------------------------------------------------------------
     def _after_failed_decode(self, chunks: list[Chunk], error: Exception) -> None:
@@ -371,7 +430,7 @@ class EngineCore:
             return
         if holders:
             queue.preempt(scheduler.choose_preempted(holders))
-        elif n_rows > 1:
+        elif n_rows > 1 and not chunks[0].sequence.n_whole:
             self._n_rows_max = n_rows // 2
         else:
             # One row of the only sequence, which ends if a new context has no room for it either.

@@ -1,7 +1,8 @@
 """The bookkeeping of the KV cache: which seq_id holds how many positions, and which cells they share.
 
-The position of a token is its index in its sequence, so one number for each seq_id says what it
-holds: positions `[0, n_computed)`.  This bookkeeping decides what is decoded next.  llama.cpp's own
+The rows of a sequence are computed in their order, so one number for each seq_id says what it
+holds: rows `[0, n_computed)`.  The position of a row in llama.cpp is its index, except behind an image
+with M-RoPE (`Spans`).  This bookkeeping decides what is decoded next.  llama.cpp's own
 positions are only compared with it (`discrepancies`) or, after a failed decode, read back.
 
 Sequences share cells only from position 0 on, so shared cells form a tree.  An `Extent` is a range
@@ -18,6 +19,8 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Protocol
+
+from cllm.engine.media_rows import NO_SPANS, Spans
 
 
 class CacheReader(Protocol):
@@ -41,23 +44,26 @@ class Extent:
 
 
 class Slot:
-    """One seq_id in use, and the positions `[0, n_computed)` it holds.
+    """One seq_id in use, and the rows `[0, n_computed)` it holds.
 
     Attributes
     ----------
     is_cached : bool
         True if the prefix cache holds it, not a live request.
     leaf : Extent or None
-        Extent of its last position; None while it holds nothing.
+        Extent of its last row; None while it holds nothing.
+    spans : Spans
+        Media chunks of its rows.
     """
 
-    __slots__ = ("is_cached", "leaf", "n_computed", "seq_id")
+    __slots__ = ("is_cached", "leaf", "n_computed", "seq_id", "spans")
 
     def __init__(self, seq_id: int, *, is_cached: bool) -> None:
         self.seq_id: int = seq_id
         self.is_cached: bool = is_cached
         self.n_computed: int = 0
         self.leaf: Extent | None = None
+        self.spans: Spans = NO_SPANS
 
     def extents(self) -> Iterator[Extent]:
         """Yield the extents of the slot, last positions first."""
@@ -154,9 +160,9 @@ class KVCache:
         return sorted(s.seq_id for s in self._slots.values() if not s.is_cached)
 
     @property
-    def held_ids(self) -> list[int]:
-        """seq_ids in use, in ascending order."""
-        return sorted(self._slots)
+    def slots(self) -> list[Slot]:
+        """Slots in use, in ascending order of their seq_ids."""
+        return [self._slots[seq_id] for seq_id in sorted(self._slots)]
 
     @property
     def n_cached_ids(self) -> int:
@@ -274,7 +280,7 @@ class KVCache:
     def read_back(self, slot: Slot, reader: CacheReader) -> None:
         """Set the length of a slot to what llama.cpp has kept of it after a failed decode."""
         last = reader.seq_pos_max(slot.seq_id)
-        n_computed = 0 if last is None else last + 1
+        n_computed = slot.spans.n_rows(last, slot.n_computed)
         self.truncate(slot, n_computed)
         self.advance(slot, n_computed - slot.n_computed)
 
@@ -311,7 +317,7 @@ class KVCache:
             slot = self._slots.get(seq_id)
             n_computed = slot.n_computed if slot else 0
             first = 0 if n_computed and self.has_pos_min else None
-            expected = (first, n_computed - 1 if n_computed else None)
+            expected = (first, slot.spans.last_position(n_computed) if slot else None)
             pos_min = reader.seq_pos_min(seq_id) if self.has_pos_min else None
             actual = (pos_min, reader.seq_pos_max(seq_id))
             if actual != expected:

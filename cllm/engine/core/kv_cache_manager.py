@@ -279,13 +279,16 @@ class KVCacheManager:
             n_kept = N_OUTPUT_CHECKPOINTS * OUTPUT_INTERVAL
             n_output_from = max(sequence.n_prompt, len(sequence.tokens) - n_kept)
         placement = sequence.placement
-        placement.n_checkpoint = next_checkpoint(
+        # The question about an image differs more often than what stands before it.
+        ends = {span.end for span in sequence.spans if span.end < sequence.n_prompt}
+        n_checkpoint = next_checkpoint(
             sequence.n_computed,
             sequence.n_prompt,
-            placement.branch_points,
+            placement.branch_points | ends,
             n_least=n_least,
             n_output_from=n_output_from,
         )
+        placement.n_checkpoint = sequence.spans.ceil(n_checkpoint)
 
     def keep_checkpoints(self, chunks: Iterable[Chunk]) -> None:
         """Save the memory of each sequence that has reached its next checkpoint."""

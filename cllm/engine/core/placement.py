@@ -35,6 +35,8 @@ class Placement(Generic[LeaderT]):
         The prefix that `swapped` is from.
     awaits : SavedPrefix or None
         A prefix that is being read from a file.  The sequence waits for it.
+    awaits_media : bool
+        True while images that it needs are being encoded.
     saved : list of SavedPrefix
         Prefixes that it has computed or gone on from.  They are forgotten if it fails.
     branch_points : set of int
@@ -54,6 +56,7 @@ class Placement(Generic[LeaderT]):
     n_restorable: int = 0
     restores: SavedPrefix | None = None
     awaits: SavedPrefix | None = None
+    awaits_media: bool = False
     saved: list[SavedPrefix] = field(default_factory=list)
     branch_points: set[int] = field(default_factory=set)
     n_checkpoint: int = NEVER
@@ -66,8 +69,8 @@ class Placement(Generic[LeaderT]):
 
     @property
     def is_loading(self) -> bool:
-        """True while the prefix for the sequence is read from a file."""
-        return self.awaits is not None and self.awaits.is_loading
+        """True while the prefix for the sequence is read from a file, or its images are encoded."""
+        return self.awaits_media or (self.awaits is not None and self.awaits.is_loading)
 
     def follow(self, leader: LeaderT, n_expected: int) -> None:
         """Wait until a leader has computed the first `n_expected` tokens."""

@@ -99,13 +99,13 @@ class PrefixCache:
 
         Fewer than `n_min` tokens are not shared.  With `whole_only`, an entry, or the computed tokens of
         a sequence, are shared as a whole only.  Tokens whose logits are needed, at least the last one,
-        are not shared.
+        and parts of images are not shared.
 
         The match has a leader if waiting for it gives at least two tokens (`MIN_GAIN` with `whole_only`),
         or all that can be shared.  One token is too few, because most prompts begin with the same.
         """
         wanted, lora = sequence.token_array()[: sequence.n_settled], sequence.request.lora
-        n_wanted = len(wanted)
+        n_wanted, floor = len(wanted), sequence.spans.floor
         source, entry, n_tokens, n_parted = None, None, 0, 0
         # The most recent of equal entries, so that the others are evicted sooner.  An entry with
         # another token where the longest match ends cannot match longer: most need no comparison.
@@ -113,7 +113,7 @@ class PrefixCache:
             tokens = cached.tokens
             if n_tokens >= min(n_wanted, len(tokens)) or tokens[n_tokens] != wanted[n_tokens]:
                 continue
-            n_common = common_length(tokens, wanted, cached.lora, lora)
+            n_common = floor(common_length(tokens, wanted, cached.lora, lora))
             if whole_only and n_common < len(tokens):
                 n_parted = max(n_parted, n_common)
                 continue
@@ -127,18 +127,18 @@ class PrefixCache:
             own = other.tokens
             if n_tokens >= min(n_wanted, len(own)) or own[n_tokens] != wanted[n_tokens]:
                 continue
-            n_common = common_length(other.token_array(), wanted, other.request.lora, lora)
+            n_common = floor(common_length(other.token_array(), wanted, other.request.lora, lora))
             if n_common < n_min:
                 continue
             if whole_only and n_common < other.n_computed:
                 n_parted = max(n_parted, n_common)
                 continue
-            n_now = min(n_common, other.n_computed)
+            n_now = floor(min(n_common, other.n_computed))
             if n_now >= n_min and n_now > n_tokens:
                 source, entry, n_tokens = slot, None, n_now
             n_coming = n_common
             if not other.is_scored:  # few rows are scored in a tick: not worth waiting for
-                n_coming = min(n_common, max(other.n_settled, other.n_computed))
+                n_coming = floor(min(n_common, max(other.n_settled, other.n_computed)))
             if n_coming > max(n_expected, other.n_computed) and not other.is_paused:
                 leader, n_expected = other, n_coming
         n_gained = n_expected - n_tokens

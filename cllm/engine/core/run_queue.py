@@ -13,6 +13,7 @@ from dataclasses import replace
 from cllm.engine.core import scheduler
 from cllm.engine.core.commands import Event, Finished
 from cllm.engine.core.kv_cache_manager import KVCacheManager
+from cllm.engine.core.media_store import MediaStore
 from cllm.engine.core.recovery import Recovery
 from cllm.engine.core.sequence import Sequence
 from cllm.engine.core.statistics import Recorder
@@ -53,6 +54,7 @@ class RunQueue:
         stream_buffer: int,
         clock: Callable[[], float],
         tenants: Tenants,
+        media: MediaStore | None = None,
     ) -> None:
         self._manager = manager
         self._recovery = recovery
@@ -63,6 +65,7 @@ class RunQueue:
         self._stream_buffer = stream_buffer
         self._clock = clock
         self._tenants = tenants
+        self._media = media
         self._by_id: dict[str, Sequence] = {}
         self._n_with_loras = 0
         self.waiting: list[Sequence] = []
@@ -83,6 +86,8 @@ class RunQueue:
         except Exception as error:
             self.finish(sequence, last_delta(FinishReason.ERROR), cause=error)
             return
+        if self._media is not None:
+            self._media.enter(sequence)
         if request.state is not None:
             self._manager.adopt(sequence, request.state)
         sequence.placement.n_shareable, prefix = self._manager.shareable(sequence, self.running)
@@ -111,8 +116,8 @@ class RunQueue:
     # --- What there is -----------------------------------------------------------------------
     @property
     def has_work(self) -> bool:
-        """True if a sequence wants tokens; one that is paused, or waits for a file, does not."""
-        return any(not (s.is_paused or s.placement.is_loading) for s in self._by_id.values())
+        """True if a sequence wants tokens; one that is paused, or waits for a file or an image, does not."""
+        return any(not (s.is_paused or _is_loading(s)) for s in self._by_id.values())
 
     @property
     def has_loras(self) -> bool:
@@ -144,6 +149,8 @@ class RunQueue:
 
     def admit(self, now: float) -> None:
         """Start the most urgent waiting sequences while there is room."""
+        if self._media is not None:
+            self._media.request(self.waiting)
         while self._has_seat and (first := scheduler.next_admitted(self.waiting, now)) is not None:
             if not self._start(first, now):
                 break
@@ -262,6 +269,8 @@ class RunQueue:
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         self._manager.saved.forget(sequence)
         self._recovery.forget(sequence)
+        if self._media is not None:
+            self._media.leave(sequence)
         # An error here is only logged: it can cost held-back text, but the request ends all the same.
         try:
             delta = replace(delta, text=delta.text + sequence.detokenizer.flush())
@@ -282,6 +291,12 @@ class RunQueue:
             "request %s: finished, %s (%s), %d output tokens",
             sequence.request_id, delta.finish_reason, delta.stop_reason, sequence.n_output,
         )  # fmt: skip
+
+
+def _is_loading(sequence: Sequence) -> bool:
+    """Return True if a sequence, or the one that computes a prefix for it, waits for a file or an image."""
+    leader = sequence.placement.leader
+    return sequence.placement.is_loading or (leader is not None and leader.placement.is_loading)
 
 
 def last_delta(reason: FinishReason, token_ids: tuple[int, ...] = ()) -> TokenDelta:

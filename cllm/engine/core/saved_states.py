@@ -18,6 +18,7 @@ from cllm.engine.core.prefix_tiers import BLOCK, PrefixTiers, SavedPrefix, Token
 from cllm.engine.core.sequence import Sequence
 from cllm.engine.core.statistics import Recorder
 from cllm.engine.lora import LoraUse
+from cllm.engine.media_rows import Spans
 from cllm.engine.request import SequenceState
 
 logger: logging.Logger = logging.getLogger("cllm.engine")
@@ -99,9 +100,12 @@ class SavedStates:
         """Put a saved state into an empty slot; return False if that fails."""
         swapped, started = sequence.placement.swapped, self._clock()
         assert swapped is not None
+        prefix, n_tokens = sequence.placement.restores, swapped.n_tokens
+        spans = sequence.spans if prefix is None else Spans.of(prefix.tokens)
+        n_positions = (spans.last_position(n_tokens) or 0) + 1
         self.forget(sequence)
         try:
-            self._memory.state_seq_set_data(swapped.data, slot.seq_id, n_positions=swapped.n_tokens)
+            self._memory.state_seq_set_data(swapped.data, slot.seq_id, n_positions=n_positions)
         except Exception as error:
             logger.warning("request %s is computed again: %s", sequence.request_id, error)
             return False
@@ -141,6 +145,7 @@ class SavedStates:
             return None, 0
         wanted = sequence.token_array()[: sequence.n_settled]
         prefix, n_tokens = self.tiers.match(wanted, sequence.request.lora)
+        n_tokens = sequence.spans.floor(n_tokens)
         # All of a prefix is put back, then cut.
         if prefix is None or n_tokens < n_shared + MIN_GAIN or len(prefix.tokens) > n_most:
             return None, 0

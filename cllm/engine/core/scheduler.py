@@ -18,13 +18,15 @@ ATTENTION_TILE = 64
 # A prompt of no more chunks than this is not cut, and whole prompts are computed together up to so
 # many chunks at most.
 N_CHUNKS_WHOLE = 2
+# However many sequences decode, an image advances by so many rows in a tick.
+N_MEDIA_LEAST = 16
 # A preempted sequence runs again only if all sequences have cells for so many more tokens each.
 N_AHEAD_AGAIN = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Next `n_tokens` pending tokens of one sequence, and drafts after them."""
+    """Next `n_tokens` pending tokens of one sequence, or rows of an image, and drafts after them."""
 
     sequence: Sequence
     n_tokens: int
@@ -104,6 +106,34 @@ def plan(
             n_spare -= max(0, chunks[-1].n_outputs - 1)
     chunks.sort(key=lambda c: seq_id_of(c.sequence))
     return chunks
+
+
+def plan_media(
+    sequences: Iterable[Sequence], n_free: int, n_rows: int, n_rows_max: int, now: float
+) -> Chunk | None:
+    """Return the rows of an image that are decoded next; None if there is no room for any.
+
+    Parameters
+    ----------
+    sequences : iterable of Sequence
+        Those whose next rows are of an image that is encoded; the most urgent one is served.
+    n_free : int
+        Number of free cells.
+    n_rows : int
+        Rows of an image that can be cut that are worth computing now.
+    n_rows_max : int
+        Rows of one decode at most.  An image that cannot be cut is decoded whole in any case.
+    """
+    sequence = most_urgent(sequences, now)
+    if sequence is None:
+        return None
+    if sequence.n_whole:
+        return Chunk(sequence, sequence.n_whole) if sequence.n_whole <= n_free else None
+    n_left = sequence.n_media_left
+    n_tokens = min(n_left, max(n_rows, N_MEDIA_LEAST), n_rows_max, n_free)
+    if n_left - n_tokens == 1 and n_tokens > 1:  # a row alone is computed by another method
+        n_tokens -= 1
+    return Chunk(sequence, n_tokens) if n_tokens > 0 else None
 
 
 def seq_id_of(sequence: Sequence) -> int:
@@ -201,8 +231,13 @@ def choose_preempted(running: Iterable[Sequence]) -> Sequence:
 
 
 def n_rows_needed(running: Iterable[Sequence]) -> int:
-    """Return the number of cells that a tick needs at least: one for each decoding sequence."""
-    return sum(1 for s in running if s.is_decoding)
+    """Return the number of cells that a tick needs at least: one for each decoding sequence.
+
+    An image that is decoded at once needs its cells, too.
+    """
+    several = list(running)
+    n_whole = min((s.n_whole for s in several if s.is_ready and s.n_whole), default=0)
+    return sum(1 for s in several if s.is_decoding) + n_whole
 
 
 def n_rows_wanted(running: Iterable[Sequence], n_rows: int) -> int:

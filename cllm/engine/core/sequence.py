@@ -18,6 +18,7 @@ from cllm.engine.core.detokenizer import Detokenizer
 from cllm.engine.core.kv_cache import Slot
 from cllm.engine.core.placement import Placement
 from cllm.engine.lora import LoraSet
+from cllm.engine.media_rows import Spans
 from cllm.engine.output import Completion, TokenDelta, TokenLogprob, Usage
 from cllm.engine.request import GenerationRequest
 from cllm.engine.sampling.batch_sampler import TokenSampler
@@ -69,7 +70,9 @@ class Sequence:
     Attributes
     ----------
     tokens : list of int
-        Prompt and output; the position of a token is its index.
+        Prompt and output.  Rows of images are negative numbers (`media_rows`).
+    spans : Spans
+        The media chunks in `tokens`; they are all in the prompt.
     tenant : Tenant
         The tenant that it counts for.
     placement : Placement
@@ -124,6 +127,8 @@ class Sequence:
         self.admitted_at: float | None = None
         self._array: NDArray[np.int32] = np.array(self.tokens, np.int32)
         self._n_in_array = self.n_given
+        self.spans: Spans = Spans.of(self._array)
+        self._are_causal = [m.is_causal for m in request.media for _ in range(m.n_chunks)]
 
     @property
     def request_id(self) -> str:
@@ -153,7 +158,26 @@ class Sequence:
     @property
     def n_next(self) -> int:
         """Number of pending tokens that can be computed in one decode."""
-        return min(self.n_pending, self.n_alike, self.placement.n_checkpoint - self.n_computed)
+        n_next = min(self.n_pending, self.n_alike, self.placement.n_checkpoint - self.n_computed)
+        n_tokens = self.spans.n_tokens_from(self.n_computed)
+        return n_next if n_tokens is None else min(n_next, n_tokens)
+
+    @property
+    def media_index(self) -> int | None:
+        """Number of the media chunk, counted from 0, that has its next row; None if a token is next."""
+        return self.spans.index_at(self.n_computed)
+
+    @property
+    def n_media_left(self) -> int:
+        """Number of rows of the present media chunk that are still to be computed; 0 if a token is next."""
+        index = self.media_index
+        return 0 if index is None else self.spans[index].end - self.n_computed
+
+    @property
+    def n_whole(self) -> int:
+        """Number of rows of the present media chunk if they must be decoded at once; else 0."""
+        index = self.media_index
+        return 0 if index is None or self._are_causal[index] else self.n_media_left
 
     @property
     def loras(self) -> LoraSet:
@@ -173,7 +197,7 @@ class Sequence:
     @property
     def n_settled(self) -> int:
         """Number of leading tokens whose logits are not needed, so that their cells may be shared."""
-        return (len(self.tokens) if self.is_scored else self.n_scored) - 1
+        return self.spans.floor((len(self.tokens) if self.is_scored else self.n_scored) - 1)
 
     def n_outputs(self, n_tokens: int) -> int:
         """Return how many of the next `n_tokens` rows are output rows: always the last ones."""
@@ -200,7 +224,7 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         """True if the last token is all that is pending, and a tick can compute it."""
-        return self.is_ready and self.n_pending == 1
+        return self.is_ready and self.n_pending == 1 and self.media_index is None
 
     def urgency(self, now: float) -> tuple[int, int, float, int]:
         """Sort key: the smallest is served first.
@@ -228,6 +252,7 @@ class Sequence:
     def start(self, slot: Slot, now: float) -> None:
         """Start running in `slot`."""
         self.placement.slot = slot
+        slot.spans = self.spans
         self.tenant.admitted_at = now
         if self.admitted_at is None:
             self.admitted_at = now

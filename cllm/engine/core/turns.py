@@ -8,6 +8,7 @@ The rules, in the order in which they narrow the running sequences:
 | long turns | kinds are apart, tiles of several prompts are dear | prompts again, as long as their turn is shorter than a tick that decodes |
 | adapters | the sequences have several sets of LoRA adapters | one set: the one that had no turn for longest, among those that decode and that of the most urgent prompt |
 | tenants | requests of several tenants wait for rows or a seq_id (`tenants`) | first the tenant that is furthest behind its share, within a level of priority |
+| images | a sequence's next rows are of an image | one image alone, in a second decode after the others |
 | tiles | a tick of decoding sequences, 64 or more | 63 of them, those first that have waited longest, then in the order of their seq_ids |
 
 The rows of prompts in a tick are limited by
@@ -84,9 +85,10 @@ class Turns:
             False if no sequence has adapters.
         """
         self.n += 1
+        running = [s for s in running if s.media_index is None]
         ready = [s for s in running if s.is_ready]
         decoding = [s for s in ready if s.is_decoding]
-        n_sets = len({s.loras for s in ready}) if has_loras else 1
+        n_sets = max(1, len({s.loras for s in ready})) if has_loras else 1
         has_prompts = self._decoder.separates_prompts and len(ready) > len(decoding)
         n_together = self._cost.n_rows_together(self._kv_cache.n_held) if has_prompts else math.inf
         is_prompts = has_prompts and self._is_prompts_turn(decoding)
@@ -113,6 +115,32 @@ class Turns:
         )
         self.tenants.charge((chunk.sequence, chunk.n_rows) for chunk in chunks)
         return chunks
+
+    def plan_media(
+        self, sequences: list[Sequence], chunks: list[Chunk], n_rows_max: int, now: float
+    ) -> Chunk | None:
+        """Return the rows of an image that are decoded after the other rows of this tick.
+
+        Parameters
+        ----------
+        sequences : list of Sequence
+            Those whose next rows are of an image that is encoded.
+        chunks : list of Chunk
+            The other rows of this tick.
+        n_rows_max : int
+            Rows that one decode can have.
+        """
+        if not sequences:
+            return None
+        n_rows, n_prompt_rows = n_rows_max, self._n_prompt_rows([c.sequence for c in chunks], 1)
+        if n_prompt_rows is not None:
+            n_rows = n_prompt_rows - sum(c.n_tokens for c in chunks if c.n_tokens > 1)
+        elif chunks and self._n_prefill_chunk is not None:
+            n_rows = self._n_prefill_chunk
+        chunk = scheduler.plan_media(sequences, self._kv_cache.n_free, n_rows, n_rows_max, now)
+        if chunk is not None:
+            self.tenants.charge([(chunk.sequence, chunk.n_rows)])
+        return chunk
 
     def next_tick_s(self, running: Iterable[Sequence], *, has_loras: bool) -> float:
         """Return the expected seconds until all these sequences have had a turn; 0 while unknown."""

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cllm.bindings import Batch, Context, Model
+from cllm.bindings.embedding_batch import EmbeddingBatch
 from cllm.engine.config import EngineConfig
 from cllm.engine.core.speculation import N_DRAFT_ROWS
 from cllm.engine.file_content import MappedFiles
@@ -69,6 +70,7 @@ class LlamaDecoder:
             context.set_n_threads(*self._n_threads)
         self.allow()
         self._batch = Batch(context.n_batch)
+        self._embeddings: EmbeddingBatch | None = None
 
     # --- Calls of the present context: see `Decoder` -------------------------------------------
     def set_loras(self, loras: LoraSet) -> None:
@@ -87,10 +89,25 @@ class LlamaDecoder:
     def clear(self) -> None:
         """Forget the rows added so far."""
         self._batch.clear()
+        self._embeddings = None
 
     def add(self, seq_id: int, tokens: list[int], p0: int, *, n_outputs: int) -> range:
         """Add rows; return the indices of their output rows among all output rows of the batch."""
         return self._batch.add(seq_id, tokens, p0, n_outputs=n_outputs)
+
+    def add_embeddings(
+        self,
+        seq_id: int,
+        rows: NDArray[np.float32],
+        positions: NDArray[np.int32],
+        *,
+        is_causal: bool,
+        n_outputs: int,
+    ) -> None:
+        """Make the batch consist of rows of one image alone; see `EmbeddingBatch`."""
+        self._embeddings = EmbeddingBatch(
+            seq_id, rows, positions, is_causal=is_causal, n_outputs=n_outputs
+        )
 
     def seq_rm(self, seq_id: int, p0: int | None = None, p1: int | None = None) -> bool:
         """Remove positions `[p0, p1)` of a sequence; return False if the memory cannot remove this part."""
@@ -120,7 +137,7 @@ class LlamaDecoder:
 
     def decode(self) -> NDArray[np.float32]:
         """Compute the batch; see `Decoder`."""
-        rows = self.context.decode(self._batch).rows
+        rows = self.context.decode(self._embeddings or self._batch).rows
         if self.files is not None:
             self.files.check()
         return rows

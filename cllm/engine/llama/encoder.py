@@ -212,6 +212,18 @@ class NoDecoder:
             "llama_decode", -1, "the model was loaded for vectors of texts alone"
         )
 
+    def add_embeddings(
+        self,
+        seq_id: int,
+        rows: NDArray[np.float32],
+        positions: NDArray[np.int32],
+        *,
+        is_causal: bool,
+        n_outputs: int,
+    ) -> None:
+        """Raise `InvalidBatchError`: this engine does not generate."""
+        self.add(seq_id, [], 0, n_outputs=0)
+
     def decode(self) -> NDArray[np.float32]:
         """Raise `InvalidBatchError`: this engine does not generate."""
         raise InvalidBatchError(

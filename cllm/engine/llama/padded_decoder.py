@@ -55,6 +55,7 @@ class PaddedDecoder(LlamaDecoder):
 
     def clear(self) -> None:
         """Forget the rows added so far."""
+        super().clear()
         self._added.clear()
         self._n_outputs = 0
 
@@ -64,8 +65,25 @@ class PaddedDecoder(LlamaDecoder):
         first, self._n_outputs = self._n_outputs, self._n_outputs + n_outputs
         return range(first, self._n_outputs)
 
+    def add_embeddings(
+        self,
+        seq_id: int,
+        rows: NDArray[np.float32],
+        positions: NDArray[np.int32],
+        *,
+        is_causal: bool,
+        n_outputs: int,
+    ) -> None:
+        """Make the batch consist of rows of one image alone; no output row is alone."""
+        n_asked = min(n_outputs + 1, len(rows)) if n_outputs else 0
+        super().add_embeddings(seq_id, rows, positions, is_causal=is_causal, n_outputs=n_asked)
+        self._n_outputs = n_outputs
+
     def decode(self) -> NDArray[np.float32]:
         """Compute the batch, and more rows if some would be alone; see `Decoder`."""
+        if self._embeddings is not None:
+            logits = super().decode()
+            return logits[len(logits) - self._n_outputs :]
         super().clear()
         if not has_lone_rows(self._added):
             for rows in self._added:
