@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from cllm.bindings._library import library
 
+PAST_THE_END = 43  # GGML_TYPE_COUNT of ggml.h
+
 ADDRESS, UNDEFINED, LEAK = "AddressSanitizer", "UndefinedBehaviorSanitizer", "LeakSanitizer"
 
 
@@ -51,8 +53,11 @@ def use_after_free() -> None:
 
 
 def index_past_the_end() -> None:
-    """Read type number 1000 of 43: one sanitizer reports the index, AddressSanitizer the address."""
-    _ggml().ggml_blck_size(1000)
+    """Read the type behind the last one: one sanitizer reports the index, AddressSanitizer the address.
+
+    Far behind the last type there may be another object, whose address AddressSanitizer accepts.
+    """
+    _ggml().ggml_blck_size(PAST_THE_END)
 
 
 def lose() -> None:
@@ -75,7 +80,7 @@ FAULTS = {
     "index_past_the_end": Fault(
         index_past_the_end,
         "ggml_blck_size",
-        ((UNDEFINED, "index 1000 out of bounds"), (ADDRESS, "global-buffer-overflow")),
+        ((UNDEFINED, f"index {PAST_THE_END} out of bounds"), (ADDRESS, "global-buffer-overflow")),
     ),
     "lose": Fault(lose, "llama_sampler_init_dist", ((LEAK, "leak"),)),
 }

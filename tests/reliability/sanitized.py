@@ -66,7 +66,10 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Reports that do no harm: their kinds, the module that the process runs, and why."""
+    """Reports that do no harm: their kinds, the module that the process runs, and why.
+
+    An empty module is a process that was forked without a new program.
+    """
 
     kinds: tuple[str, ...]
     module: str
@@ -74,7 +77,8 @@ class Expected:
 
     def covers(self, report: Report) -> bool:
         """Return True if a report has an expected kind and comes from the expected module."""
-        return report.kind in self.kinds and f" -m {self.module} " in report.command
+        is_there = f" -m {self.module} " in report.command if self.module else not report.command
+        return report.kind in self.kinds and is_there
 
 
 # --- Running ------------------------------------------------------------------------------------

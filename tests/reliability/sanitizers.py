@@ -55,6 +55,10 @@ EXPECTED = (
         "cllm.engine.llama.trial_child",
         "a trial may take 512 MiB; tests give it what takes more",
     ),
+    Expected(
+        ("load of value 99",), "",
+        "a hazard's file has the pooling type 99, which llama.cpp prints before the file is rejected",
+    ),
 )  # fmt: skip
 
 
