@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from cllm.engine.embedding import Classification, EmbeddingInfo, Embeddings, Ranked
     from cllm.engine.engine import Engine
     from cllm.engine.health import EngineStatus, Health, Restart
+    from cllm.engine.image import Image
     from cllm.engine.loop.request_call import ChatPromptOptions
     from cllm.engine.loop.saved_generation import SavedGeneration
     from cllm.engine.loop.stream import TokenStream
@@ -84,6 +85,7 @@ __all__ = (
     "FinishReason",
     "GenerationError",
     "Health",
+    "Image",
     "InvalidArgumentError",
     "InvalidRequestError",
     "LibraryError",
@@ -142,6 +144,7 @@ _MODULE_OF = {
     "FinishReason": "cllm.engine.output",
     "GenerationError": "cllm.errors",
     "Health": "cllm.engine.health",
+    "Image": "cllm.engine.image",
     "InvalidArgumentError": "cllm.errors",
     "InvalidRequestError": "cllm.errors",
     "LibraryError": "cllm.errors",

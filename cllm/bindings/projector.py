@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,33 @@ MAX_TOKENS = 1 << 16
 _TRIAL_SIZE = 64, 64
 
 
+class ChunkShape(NamedTuple):
+    """Size of one media chunk: see `MediaChunk`."""
+
+    n_tokens: int
+    n_positions: int
+    is_causal: bool
+
+
+class RowPositions(NamedTuple):
+    """Positions of the rows of a chunk, without the chunk.  Any thread.
+
+    Attributes
+    ----------
+    first, steps : ndarray
+        int32, shape `(n_tokens,)` or `(4, n_tokens)`: positions after 0 others, and by how much each grows
+        with every other one.
+    """
+
+    first: NDArray[np.int32]
+    steps: NDArray[np.int32]
+
+    def after(self, p0: int) -> NDArray[np.int32]:
+        """Return the positions for a sequence that has `p0` positions before them."""
+        p0 = check_int("p0", p0, 0, INT32_MAX - self.first.shape[-1])
+        return np.ascontiguousarray(self.first + p0 * self.steps, np.int32)
+
+
 class MediaChunk(NativeHandle):
     """One image, or one tile of an image, as `Projector.split` prepares it; not yet encoded.
 
@@ -47,24 +74,25 @@ class MediaChunk(NativeHandle):
         Positions by which a sequence grows: `n_tokens`, or fewer with M-RoPE.
     is_causal : bool
         False if each row attends to all rows of the chunk: they are decoded in one piece.
+    rows_at : RowPositions
+        Positions of its rows.
     """
 
     def __init__(self, projector: Projector, pointer: Any) -> None:
         lib = media_library()
         super().__init__(pointer, lib.mtmd_input_chunk_free, parent=projector)
         with self._closed_on_error():
-            self.n_tokens: int = int(lib.mtmd_input_chunk_get_n_tokens(pointer))
-            self.n_positions: int = int(lib.mtmd_input_chunk_get_n_pos(pointer))
-            self.is_causal: bool = not lib.mtmd_decode_use_non_causal(projector._pointer, pointer)
+            shape = _shape_of(projector._pointer, pointer)
+            self.n_tokens: int = shape.n_tokens
+            self.n_positions: int = shape.n_positions
+            self.is_causal: bool = shape.is_causal
             self._has_mrope = projector.has_mrope
+            self.rows_at: RowPositions = self._measure_positions(pointer)
 
-            self._first, self._steps = self._measure_positions(pointer)
-
-    def _measure_positions(self, pointer: Any) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Return the positions of the rows for `p0` 0, and by how much each grows with `p0`."""
+    def _measure_positions(self, pointer: Any) -> RowPositions:
         if not self._has_mrope:
             first = np.arange(self.n_tokens, dtype=np.int32)
-            return first, np.ones_like(first)
+            return RowPositions(first, np.ones_like(first))
         lib = media_library()
         tokens = lib.mtmd_input_chunk_get_tokens_image(pointer)
         of = [
@@ -74,7 +102,7 @@ class MediaChunk(NativeHandle):
         first, second = (
             np.array([[each.t, each.y, each.x, each.z] for each in row], np.int32).T for row in of
         )
-        return first, second - first
+        return RowPositions(first, second - first)
 
     def positions(self, p0: int) -> NDArray[np.int32]:
         """Return the positions of its rows, for a sequence that has `p0` positions before it.
@@ -86,8 +114,7 @@ class MediaChunk(NativeHandle):
             models with a fourth part.
         """
         self._pointer  # noqa: B018  # the thread and lifetime check
-        p0 = check_int("p0", p0, 0, INT32_MAX - self.n_tokens)
-        return np.ascontiguousarray(self._first + p0 * self._steps, np.int32)
+        return self.rows_at.after(p0)
 
 
 class Projector(NativeHandle):
@@ -231,8 +258,33 @@ class Projector(NativeHandle):
         See `mtmd_bitmap_init` and `mtmd_tokenize_from_parts` in mtmd.h.
         """
         height, width, data = _check_pixels(pixels)
+        self._pointer  # noqa: B018  # the thread and lifetime check
         with self._bitmap(height, width, data) as bitmap, self._chunks([bitmap]) as chunks:
             return self._copied(chunks)
+
+    def layout(self, height: int, width: int) -> list[ChunkShape | list[int]]:
+        """Return the sizes of the chunks, and the tokens, that `split` makes of an image of this size.
+
+        Any thread may call it, also beside an encode.
+
+        Raises
+        ------
+        InvalidArgumentError, LlamaCallError, ModelLoadError
+            As for `split`.
+        """
+        height, width, _ = _check_pixels((height, width))
+        lib, found = media_library(), list[ChunkShape | list[int]]()
+        with (
+            self._kept_open(),
+            self._bitmap(height, width, None) as bitmap,
+            self._chunks([bitmap]) as chunks,
+        ):
+            for chunk in chunks:
+                if lib.mtmd_input_chunk_get_type(chunk) == m.ChunkType.TEXT:
+                    found.append(self._tokens(chunk))
+                else:
+                    found.append(_shape_of(self._shared_pointer, chunk))
+        return found
 
     def encode(
         self, chunk: MediaChunk, between: Callable[[], bool | None] | None = None
@@ -311,7 +363,10 @@ class Projector(NativeHandle):
         chunks = lib.mtmd_input_chunks_init()
         try:
             forward_log()
-            code = lib.mtmd_tokenize_from_parts(self._pointer, chunks, pointers, len(made), False)
+            # Only preprocessing: llama-server calls it in other threads than the encode, too.
+            code = lib.mtmd_tokenize_from_parts(
+                self._shared_pointer, chunks, pointers, len(made), False
+            )
             _check("mtmd_tokenize_from_parts", code)
             n_chunks = lib.mtmd_input_chunks_size(chunks)
             yield [lib.mtmd_input_chunks_get(chunks, i) for i in range(n_chunks)]
@@ -322,11 +377,7 @@ class Projector(NativeHandle):
         copies: list[MediaChunk | list[int]] = []
         try:
             for chunk in chunks:
-                copies.append(copy := self._copy(chunk))
-                if isinstance(copy, list) and h.LLAMA_TOKEN_NULL in copy:
-                    raise ModelLoadError(
-                        self.path, "the model's vocabulary lacks a token that the projector needs"
-                    )
+                copies.append(self._copy(chunk))
         except BaseException:
             for copy in copies:
                 if isinstance(copy, MediaChunk):
@@ -338,10 +389,26 @@ class Projector(NativeHandle):
         lib = media_library()
         if lib.mtmd_input_chunk_get_type(chunk) != m.ChunkType.TEXT:
             return MediaChunk(self, lib.mtmd_input_chunk_copy(chunk))
+        return self._tokens(chunk)
+
+    def _tokens(self, chunk: Any) -> list[int]:
         n_tokens = ctypes.c_size_t()
-        tokens = lib.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(n_tokens))
+        tokens = media_library().mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(n_tokens))
         found: list[int] = tokens[: n_tokens.value]
+        if h.LLAMA_TOKEN_NULL in found:
+            raise ModelLoadError(
+                self.path, "the model's vocabulary lacks a token that the projector needs"
+            )
         return found
+
+
+def _shape_of(projector: Any, chunk: Any) -> ChunkShape:
+    lib = media_library()
+    return ChunkShape(
+        int(lib.mtmd_input_chunk_get_n_tokens(chunk)),
+        int(lib.mtmd_input_chunk_get_n_pos(chunk)),
+        not lib.mtmd_decode_use_non_causal(projector, chunk),
+    )
 
 
 class _Slicer:

@@ -14,6 +14,7 @@ from typing import Any, Final, Literal, NamedTuple, TypedDict
 
 from cllm.checks import MAX_THREADS, ErrorType, check_float, check_int, check_tenant
 from cllm.engine.lora import MAX_SCALE, LoraInfo, check_lora_name
+from cllm.engine.media import MAX_ROWS
 from cllm.engine.rpc_address import N_SERVERS_MAX, rpc_address
 from cllm.errors import InvalidArgumentError
 from cllm.processors import usable_processors
@@ -150,6 +151,11 @@ class EngineOptions(TypedDict, total=False):
     model_sampling: bool
     pooling: str | None
     embedding_model: str | Path | None
+    mmproj: str | Path | None
+    mmproj_offload: bool
+    image_min_tokens: int | None
+    image_max_tokens: int | None
+    media_cache_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,6 +296,15 @@ class EngineConfig:
         A model for texts beside the one that generates: a GGUF file, or hf:USER/REPO[:QUANT].  It computes
         `embed`, `rerank` and `classify` in the same thread: streams keep their pace.  None: the model that
         generates.
+    mmproj : str or Path, optional
+        The projector file with which the model takes images.  "auto": the file `mmproj*.gguf` in the folder of
+        the model, if there is one.  The images are encoded in a thread of their own: streams keep their pace.
+    mmproj_offload : bool
+        Encode images on a GPU, if there is one.
+    image_min_tokens, image_max_tokens : int, optional
+        Limits of the rows of an image, for projectors that take any size; by default those of the file.
+    media_cache_bytes : int
+        Host memory for embeddings of images that no request needs any more.
 
     Raises
     ------
@@ -365,6 +380,11 @@ class EngineConfig:
     model_sampling: bool = setting(True, boolean)
     pooling: str | None = setting(None, one_of("mean", "cls", "last", "rank"))
     embedding_model: str | Path | None = setting(None, file_path)
+    mmproj: str | Path | None = setting(None, file_path, "-mm --mmproj")
+    mmproj_offload: bool = setting(True, boolean, affects=ANSWERS)
+    image_min_tokens: int | None = setting(None, integer(1, MAX_ROWS), affects=ANSWERS)
+    image_max_tokens: int | None = setting(None, integer(1, MAX_ROWS), affects=ANSWERS)
+    media_cache_bytes: int = setting(256 << 20, integer(0, 1 << 50))
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -442,6 +442,17 @@ def _stop_leaked(hosts: list[EngineHost], name: str, generation: int) -> None:
         warnings.warn(message, ResourceWarning, stacklevel=2)
 
 
+def _projector_beside(model: Path) -> Path | None:
+    """Return the projector file in the folder of a model; None without exactly one."""
+    found = sorted(model.parent.glob("mmproj*.gguf"))
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found)
+        logger.warning(
+            "no projector is used: mmproj='auto' found several beside the model: %s", names
+        )
+    return found[0] if len(found) == 1 else None
+
+
 async def _resolved(config: EngineConfig) -> EngineConfig:
     """Return the configuration with files instead of model names, and a number for `n_ctx="auto"`.
 
@@ -454,6 +465,9 @@ async def _resolved(config: EngineConfig) -> EngineConfig:
         for given in (config.model, config.speculation, config.embedding_model)
     ]
     config = replace(config, model=model, speculation=speculation, embedding_model=embedding_model)
+    if config.mmproj == AUTO:
+        mmproj = await anyio.to_thread.run_sync(_projector_beside, config.model_path)
+        config = replace(config, mmproj=mmproj)
     if config.n_ctx == AUTO:
         n_ctx, why = await anyio.to_thread.run_sync(choose_n_ctx, config)
         logger.info("%s", why)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+# Rows of one chunk.  With fewer than 5 their hash would have less than 128 bits: see `media_rows`.
+MIN_ROWS, MAX_ROWS = 5, 1 << 16
+
 
 class MediaPiece(NamedTuple):
     """One chunk of an image, or the tokens between two: as the projector cuts an image of some size.

@@ -20,10 +20,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from cllm.engine.media import MAX_ROWS, MIN_ROWS
+
 _FIRST = 1 << 30
 _POSITION_BITS = 17
-MAX_ROWS = 1 << 16
-MIN_ROWS = 5  # with fewer the hash would have less than 128 bits
 
 
 class Span(NamedTuple):

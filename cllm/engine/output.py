@@ -130,6 +130,8 @@ class Usage:
         Sampled tokens, and how many of them are reasoning.
     n_drafted, n_accepted : int
         Drafted tokens that were computed (speculation), and how many of them were right.
+    n_image_tokens : int
+        Prompt tokens that are rows of images.
     """
 
     n_prompt: int
@@ -138,6 +140,7 @@ class Usage:
     n_reasoning: int = 0
     n_drafted: int = 0
     n_accepted: int = 0
+    n_image_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

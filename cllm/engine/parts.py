@@ -14,6 +14,7 @@ from cllm.engine.health import Restart
 from cllm.engine.llama.backend import LlamaBackend
 from cllm.engine.loop.dispatcher import Dispatcher
 from cllm.engine.loop.embedding_calls import EmbeddingCalls
+from cllm.engine.loop.images import ImageReader
 from cllm.engine.loop.input_processor import InputProcessor
 from cllm.engine.loop.loop_guard import LoopGuard
 from cllm.engine.loop.loras import LoraRegistry
@@ -95,7 +96,13 @@ def start_parts(
             gate,
             dispatcher,
             loras,
-            PromptTokenizer(last_vocabulary, dispatcher.loaded, workers, tokenizer),
+            PromptTokenizer(
+                last_vocabulary,
+                dispatcher.loaded,
+                workers,
+                tokenizer,
+                ImageReader(dispatcher.ask),
+            ),
             stream_buffer=config.stream_buffer,
             constraints=backend.constraints(last_vocabulary, workers),
             can_speculate=config.speculation is not None,

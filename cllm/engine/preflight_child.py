@@ -16,15 +16,18 @@ import threading
 from dataclasses import replace
 
 import anyio
+import numpy as np
 
 from cllm.engine.config import EngineConfig
 from cllm.engine.engine import Engine
+from cllm.engine.image import Image
 from cllm.engine.llama.preflight import LOADED
 from cllm.engine.llama.shapes import misfit
 from cllm.errors import CllmError, ModelLoadError
 
 TEXT = "The quick brown fox jumps over the lazy dog, and 1 + 1 ="
 N_TOKENS = 4
+IMAGE_SIZE = 64, 64, 3
 STDIN, STDOUT = 0, 1
 
 
@@ -63,6 +66,9 @@ async def use_once(config: EngineConfig) -> bool:
         os.write(STDOUT, LOADED)
         if engine.model.generates:
             await engine.generate(TEXT, max_tokens=N_TOKENS, temperature=0, ignore_eos=True)
+        if "image" in engine.model.modalities:  # wrong types of tensors abort at the first encode
+            image = Image(np.zeros(IMAGE_SIZE, np.uint8))
+            await engine.generate(["", image], max_tokens=1, temperature=0)
         if (info := engine.model.embedding) is not None:
             await (engine.classify([TEXT]) if info.is_classifier else engine.embed([TEXT]))
         return engine.model.generates

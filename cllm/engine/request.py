@@ -222,7 +222,9 @@ class ModelInfo:
     bos_token, eos_token : str or None
         Text of the token that begins a prompt, and of the token that ends an answer; None without one.
     files : tuple of FileContent
-        Loaded files: of the model, the adapters, and the models that draft and embed.
+        Loaded files: of the model, the adapters, the models that draft and embed, and the projector.
+    modalities : tuple of str
+        Kinds of content that prompts may have: "text", "image".
     """
 
     path: str
@@ -249,3 +251,4 @@ class ModelInfo:
     bos_token: str | None = None
     eos_token: str | None = None
     files: tuple[FileContent, ...] = ()
+    modalities: tuple[str, ...] = ("text",)

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cllm.engine.media_rows import MAX_ROWS, MIN_ROWS, NO_SPANS, Span, Spans, row_ids
+from cllm.engine.media import MAX_ROWS, MIN_ROWS
+from cllm.engine.media_rows import NO_SPANS, Span, Spans, row_ids
 
 
 @dataclass(frozen=True)

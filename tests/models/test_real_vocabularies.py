@@ -23,6 +23,7 @@ from cllm.bindings._llama_h import TokenAttr, VocabType
 from cllm.engine.constraints.compiler import ConstraintCompiler
 from cllm.engine.core.detokenizer import Detokenizer
 from cllm.engine.loop.dispatcher import Dispatcher
+from cllm.engine.loop.images import ImageReader
 from cllm.engine.loop.input_processor import InputProcessor
 from cllm.engine.loop.loras import LoraRegistry
 from cllm.engine.loop.prompt_tokenizer import PromptTokenizer
@@ -325,6 +326,7 @@ async def opened(vocab: object, prompt: str | tuple[int, ...], gate: QueueGate) 
             cast(Any, lambda: model),
             workers,
             workers.start("cllm-tokenizer"),
+            ImageReader(cast(Any, None)),
         ),
         stream_buffer=64,
         constraints=ConstraintCompiler(

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cllm.engine.media import MediaInput
-from cllm.engine.media_rows import MIN_ROWS, Spans, row_ids
+from cllm.engine.media import MIN_ROWS, MediaInput
+from cllm.engine.media_rows import Spans, row_ids
 
 
 class Kind(NamedTuple):

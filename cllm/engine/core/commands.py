@@ -13,6 +13,7 @@ from cllm.engine.core.statistics import EngineStatistics
 from cllm.engine.embedding import EmbeddingRequest
 from cllm.engine.health import Restart
 from cllm.engine.lora import LoraInfo
+from cllm.engine.media import MediaPiece
 from cllm.engine.output import Completion, TokenDelta
 from cllm.engine.request import GenerationRequest, ModelInfo, SequenceState
 from cllm.errors import (
@@ -66,7 +67,15 @@ class EraseSlot:
     seq_id: int
 
 
-Question = Audit | Inspect | LoadLora | UnloadLora | EraseSlot
+@dataclass(frozen=True, slots=True)
+class LayoutImage:
+    """Return the chunks and tokens of an image of this size, as an `ImageLayout`."""
+
+    height: int
+    width: int
+
+
+Question = Audit | Inspect | LoadLora | UnloadLora | EraseSlot | LayoutImage
 
 
 # --- Commands: event loop → inference thread --------------------------------------------------
@@ -291,7 +300,14 @@ class LoadedLoras:
     loras: tuple[LoraInfo, ...]
 
 
-Answer = tuple[str, ...] | LiveView | LoadedLoras | int
+@dataclass(frozen=True, slots=True)
+class ImageLayout:
+    """The chunks and tokens of images of one size, in order."""
+
+    pieces: tuple[MediaPiece, ...]
+
+
+Answer = tuple[str, ...] | LiveView | LoadedLoras | int | ImageLayout
 
 
 # --- Events: inference thread → event loop ----------------------------------------------------

@@ -98,6 +98,8 @@ class NgramMatch:
         """Return the next `n` tokens after the match."""
         assert self.at is not None
         found = tokens[self.at : self.at + n]
+        # An image is repeated by nothing.
+        found = found[: next((i for i, token in enumerate(found) if token < 0), len(found))]
         # A match that overlaps its own end is a period.
         return tuple((found * (n // len(found) + 1))[:n])
 

@@ -42,6 +42,7 @@ from cllm.engine.llama.encoder import (
 )
 from cllm.engine.llama.fingerprint import fingerprint, state_key
 from cllm.engine.llama.gguf_header import has_plain_matrix, has_tiled_matrix
+from cllm.engine.llama.image_encoder import LlamaImageEncoder
 from cllm.engine.llama.lora_file import check_lora_file
 from cllm.engine.llama.loras import LlamaLoras
 from cllm.engine.llama.memory import PlannedContext, check_fits, check_room
@@ -125,7 +126,8 @@ class LlamaBackend:
         owned.callback(loras.close)
         for lora in config.loras:
             loras.load(lora.name, lora.path, lora.scale)
-        decoder, kv_cache = self._open_decoder(model, info, loras, owned)
+        images = self._open_images(model, owned)
+        decoder, kv_cache = self._open_decoder(model, info, loras, images, owned)
         own = loras if texts is model else LlamaLoras(texts)
         encoder = None if info is None else LlamaTextEncoder(texts, config, info, own)
         if encoder is not None:
@@ -147,6 +149,7 @@ class LlamaBackend:
             embedding=info,
             rank_template=_rank_template(texts if info and info.is_classifier else model),
             loras=loras.infos,
+            modalities=("text",) if images is None else ("text", "image"),
         )
         drafter = self._drafter(model, kv_cache, owned) if generates else None
         contexts = [
@@ -165,6 +168,7 @@ class LlamaBackend:
             n_prefill_chunk=config.n_batch if model.is_on_gpu else N_PREFILL_CHUNK,
             drafter=drafter,
             encoder=encoder,
+            images=images,
             loras=loras,
             row_cost=self._row_cost(model_info, owned),
             n_threads_max=max(config.compute_threads),
@@ -182,15 +186,31 @@ class LlamaBackend:
         for context in contexts:
             context.set_n_threads(n_single, n_batch)
 
+    def _open_images(self, model: Model, owned: ExitStack) -> LlamaImageEncoder | None:
+        """Return the encoder of images, if the configuration names one."""
+        path = self._config.mmproj
+        if path is None or not self._generates:
+            return None
+        images = LlamaImageEncoder(model, str(path), self._config)
+        owned.callback(images.close)
+        return images
+
     def _open_decoder(
-        self, model: Model, info: EmbeddingInfo | None, loras: LlamaLoras, owned: ExitStack
+        self,
+        model: Model,
+        info: EmbeddingInfo | None,
+        loras: LlamaLoras,
+        images: LlamaImageEncoder | None,
+        owned: ExitStack,
     ) -> tuple[LlamaDecoder | NoDecoder, KVCache]:
         """Return the decoder and its empty cache; stand-ins for both if only embeddings are wanted."""
         config = self._config
         if self._generates:
             check_architecture(model)
             try:
-                decoder = self._make_decoder(model, loras)
+                decoder = self._make_decoder(
+                    model, loras, 0 if images is None else images.n_whole_max
+                )
             except NotGenerativeError as error:
                 if info is None:
                     hint = "with a pooling (mean, cls or last) it may compute embeddings"
@@ -206,9 +226,20 @@ class LlamaBackend:
             n_cells=1, n_seq_ids=1, n_ctx_seq=info.n_tokens_max, kv_unified=True
         )
 
-    def _make_decoder(self, model: Model, loras: LlamaLoras) -> LlamaDecoder:
-        """Return the decoder that the configuration asks for."""
+    def _make_decoder(self, model: Model, loras: LlamaLoras, n_whole_max: int) -> LlamaDecoder:
+        """Return the decoder that the configuration asks for.
+
+        Parameters
+        ----------
+        n_whole_max : int
+            Rows of an image that are decoded at once: llama.cpp aborts if they are more than `n_ubatch`.
+        """
         config, files = self._config, model_files(self._config)
+        config = replace(
+            config,
+            n_ubatch=max(config.n_ubatch, n_whole_max),
+            n_batch=max(config.n_batch, n_whole_max),
+        )
         if not config.deterministic:
             make = partial(make_context, model, config, measure_states(model, config))
             return LlamaDecoder(make, config.n_batch, loras)
@@ -436,6 +467,8 @@ def _model_info(
     contents = {file.path: file for file in files}
     own = [contents[str(Path(file).absolute())] for file in dict.fromkeys(model_files(config))]
     adapters = _adapters(config)
+    mmproj = config.mmproj
+    projector = [] if mmproj is None else [contents[str(Path(mmproj).absolute())]]
     return ModelInfo(
         path=model.path,
         name=model.metadata_value("general.name") or "",
@@ -451,8 +484,10 @@ def _model_info(
         tool_chat_template=model.chat_template("tool_use") if template is None else None,
         n_ctx=kv_cache.n_ctx_seq,
         sampling=sampling_of(model.metadata_value) if config.model_sampling else {},
-        fingerprint=fingerprint(own, config, kv_cache),
-        state_key=state_key([file for file in own if file.path not in adapters], config, kv_cache),
+        fingerprint=fingerprint([*own, *projector], config, kv_cache),
+        state_key=state_key(
+            [file for file in [*own, *projector] if file.path not in adapters], config, kv_cache
+        ),
         fim=_fim_tokens(model.vocab),
         bos_token=None if model.vocab.bos is None else model.vocab.text(model.vocab.bos),
         eos_token=None if model.vocab.eos is None else model.vocab.text(model.vocab.eos),

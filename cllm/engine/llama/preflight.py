@@ -186,8 +186,8 @@ def model_files(config: EngineConfig) -> list[Path]:
 
 
 def other_files(config: EngineConfig) -> list[Path]:
-    """Return the files of the draft model and of the embedding model, if they are set."""
-    given = (config.draft_model, config.embedding_model)
+    """Return the files of the draft model, of the embedding model and of the projector, if they are set."""
+    given = (config.draft_model, config.embedding_model, config.mmproj)
     return [Path(path) for path in given if path is not None]
 
 

@@ -15,6 +15,7 @@ from cllm.engine.core.commands import CancelRequest, Finished, Read
 from cllm.engine.loop.loop_guard import LoopGuard
 from cllm.engine.loop.output_channels import OutputChannels
 from cllm.engine.loop.request_call import RequestCall
+from cllm.engine.media import MediaInput
 from cllm.engine.output import Completion, FinishReason, Timings, TokenDelta, TokenLogprob
 from cllm.engine.request import GenerationRequest, SequenceState
 from cllm.engine.thread.mailbox import Inbox
@@ -43,6 +44,8 @@ class Continuation:
         Deltas of `generated` that the reader has not received.
     state : SequenceState or None
         Saved KV state of the first tokens; None: it is computed again.
+    media : tuple of MediaInput
+        Images of the prompt.
     submitted_at, deadline : float or None
         Values of the earlier request, if it is the same stream; see `GenerationRequest`.
     """
@@ -53,6 +56,7 @@ class Continuation:
     logprobs: tuple[TokenLogprob, ...] = ()
     unread: tuple[TokenDelta, ...] = ()
     state: SequenceState | None = None
+    media: tuple[MediaInput, ...] = ()
     submitted_at: float | None = None
     deadline: float | None = None
 
@@ -283,6 +287,7 @@ class Channel:
             prompt_token_ids=self.request.prompt_token_ids,
             answer=self.answer,
             logprobs=(*logprobs[:n_given], *read_logprobs),
+            media=self.request.media,
         )
 
     def _whole(self, continuation: Continuation, last: Completion) -> Completion:

@@ -33,8 +33,9 @@ from cllm.engine.loop.loras import LoraRegistry
 from cllm.engine.loop.output_channels import OutputChannels
 from cllm.engine.loop.prompt_tokenizer import PromptTokenizer
 from cllm.engine.loop.queue_gate import QueueGate
-from cllm.engine.loop.request_call import Prompt, RequestCall, check_tokens
+from cllm.engine.loop.request_call import MixedPrompt, Prompt, RequestCall, check_tokens
 from cllm.engine.lora import NO_LORA
+from cllm.engine.media import MediaInput
 from cllm.engine.request import GenerationRequest, ModelInfo, Thinking
 from cllm.engine.sampling.row_sampler import resamples
 from cllm.engine.sampling_params import SamplingParams
@@ -52,6 +53,7 @@ class _Draft:
     vocabulary: EngineVocabulary
     submitted_at: float
     tokens: tuple[int, ...] = ()
+    media: tuple[MediaInput, ...] = ()
     answer: AnswerFormat | None = None
     strips_space: bool = False
     told: list[str] = field(default_factory=list)
@@ -195,12 +197,19 @@ class InputProcessor:
         if continuation is not None:
             # Not rendered again: the template may write the present time.
             draft.tokens, draft.answer = continuation.prompt_token_ids, continuation.answer
+            draft.media = continuation.media
             if isinstance(call.prompt, ChatPrompt) and draft.answer is None:
                 _, draft.answer = await self.texts.chat_tokens(call.prompt)
         elif isinstance(call.prompt, ChatPrompt):
             draft.tokens, draft.answer = await self.texts.chat_tokens(call.prompt)
         else:
-            draft.tokens = await self.texts.tokens(call.prompt, parse_special=call.parse_special)
+            tokens, draft.media = await self.texts.tokens(
+                call.prompt, parse_special=call.parse_special
+            )
+            draft.tokens = tokens
+        if draft.media and _first_scored(call) is not None:
+            limit = "left out: a prompt with images has no log probabilities"
+            raise InvalidRequestError("prompt_logprobs", call.params.prompt_logprobs, limit)
 
     async def _fit(self, draft: _Draft) -> None:
         call, tokens, n_vocab = draft.call, draft.tokens, draft.vocabulary.n_tokens
@@ -262,6 +271,7 @@ class InputProcessor:
             seed=call.seed,
             excluded=call.excluded,
             tenant=call.tenant,
+            media=draft.media,
         )
         outputs = None
         if answer is not None:
@@ -334,8 +344,12 @@ def _thinking_of(
     return answer.thinking if constraint or answer.thinking.budget is not None else None
 
 
-def _begins_text(prompt: str | tuple[int, ...] | ChatPrompt, vocabulary: EngineVocabulary) -> bool:
+def _begins_text(
+    prompt: str | tuple[int, ...] | MixedPrompt | ChatPrompt, vocabulary: EngineVocabulary
+) -> bool:
     """Return True if an output begins a text: an answer in a chat, or the output of a prompt without text."""
     if isinstance(prompt, tuple):
         return not any(map(vocabulary.piece, prompt))
+    if isinstance(prompt, MixedPrompt):
+        return not any(isinstance(part, str) and part for part in prompt.parts)
     return isinstance(prompt, ChatPrompt) or not prompt

@@ -9,13 +9,17 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from cllm.checks import check_bool, check_several
 from cllm.engine.chat.chat_prompt import ChatPrompt
 from cllm.engine.chat.chat_tokenizer import AnswerFormat, ChatTokenizer
 from cllm.engine.chat.control_tokens import ControlTokens, Piece
 from cllm.engine.chat.template_abilities import TemplateAbilities
+from cllm.engine.image import Image
+from cllm.engine.loop.images import ImageReader
 from cllm.engine.loop.request_call import (
+    MixedPrompt,
     Prompt,
     RequestCall,
     check_length,
@@ -23,6 +27,7 @@ from cllm.engine.loop.request_call import (
     check_prompt,
     texts_told,
 )
+from cllm.engine.media import MediaInput
 from cllm.engine.request import ModelInfo, RenderedPrompt
 from cllm.engine.sampling_params import SamplingParams
 from cllm.engine.thread.worker_thread import WorkerThread, WorkerThreads
@@ -51,6 +56,7 @@ class PromptTokenizer:
         Worker threads of the engine.
     worker : WorkerThread
         Worker thread for texts.
+    images : ImageReader
     """
 
     def __init__(
@@ -59,22 +65,43 @@ class PromptTokenizer:
         model: Callable[[], ModelInfo],
         workers: WorkerThreads,
         worker: WorkerThread,
+        images: ImageReader,
     ) -> None:
         self.vocabulary = vocabulary
         self._model = model
         self._workers = workers
         self.worker = worker
+        self.images = images
         self._has_warned = self._has_warned_of_names = False
         self._names: ControlTokens | None = None
         self._chats: ChatTokenizer | None = None
 
     # --- Prompts -----------------------------------------------------------------------------
     async def tokens(
-        self, prompt: str | tuple[int, ...], *, parse_special: bool = False
-    ) -> tuple[int, ...]:
-        """Return the tokens of a raw prompt."""
-        if not isinstance(prompt, str):
-            return prompt
+        self, prompt: str | tuple[int, ...] | MixedPrompt, *, parse_special: bool = False
+    ) -> tuple[tuple[int, ...], tuple[MediaInput, ...]]:
+        """Return the tokens of a raw prompt, with the rows of its images, and the images."""
+        if isinstance(prompt, str):
+            return await self._text_tokens(prompt, parse_special=parse_special), ()
+        if not isinstance(prompt, MixedPrompt):
+            return prompt, ()
+        texts = [part for part in prompt.parts if isinstance(part, str)]
+        check_lengths(texts, self._model().n_ctx, "prompt")
+        vocabulary, tokens, media = self.vocabulary(), list[int](), list[MediaInput]()
+        if vocabulary.adds_bos and vocabulary.bos is not None:
+            tokens.append(vocabulary.bos)
+        for number, part in enumerate(prompt.parts):
+            if isinstance(part, Image):
+                image = await self.images.read(part)
+                tokens += image.tokens
+                media.append(image.media)
+            else:
+                tokens += await self.worker.run(
+                    partial(_part_tokens, vocabulary, part, parse_special, is_first=not number)
+                )
+        return tuple(tokens), tuple(media)
+
+    async def _text_tokens(self, prompt: str, *, parse_special: bool = False) -> tuple[int, ...]:
         check_length(prompt, self._model().n_ctx)
         if not parse_special:
             await self._warn_of_control_tokens(prompt)
@@ -86,7 +113,7 @@ class PromptTokenizer:
         """Return the tokens of a prompt, and those of a continuation as it would be generated."""
         prompt = check_prompt(prompt)
         continuation = check_prompt(continuation, "continuation")
-        before = await self.tokens(prompt)
+        before, _ = await self.tokens(prompt)
         after = await self._continuation(prompt, before, continuation)
         for field, tokens in (("prompt", before), ("continuation", after)):
             if not tokens:
@@ -107,7 +134,7 @@ class PromptTokenizer:
             return continuation
         check_length(continuation, self._model().n_ctx, "continuation")
         if isinstance(prompt, str):
-            both = await self.tokens(prompt + continuation)
+            both = await self._text_tokens(prompt + continuation)
             if both[: len(before)] == before:
                 return both[len(before) :]
         return tuple(await self.tokenize(continuation, add_special=False))
@@ -246,3 +273,12 @@ class PromptTokenizer:
             return [vocabulary.piece(token) for token in token_ids]
 
         return call() if len(token_ids) <= SHORT_TOKENS else await self.worker.run(call)
+
+
+def _part_tokens(
+    vocabulary: EngineVocabulary, text: str, parse_special: bool, *, is_first: bool
+) -> list[int]:
+    """Return the tokens of a text between images."""
+    if is_first:
+        return vocabulary.tokenize(text, add_special=False, parse_special=parse_special)
+    return vocabulary.tokenize_inside(text, parse_special=parse_special)

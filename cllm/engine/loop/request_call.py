@@ -22,12 +22,14 @@ from cllm.checks import (
 )
 from cllm.engine.chat.chat_prompt import ChatPrompt
 from cllm.engine.core.detokenizer import Detokenizer
+from cllm.engine.image import Image
 from cllm.engine.lora import check_lora
 from cllm.engine.sampling_params import SamplingOptions, SamplingParams
 from cllm.engine.vocabulary import OutputVocabulary, spelled_piece
 from cllm.errors import InvalidRequestError, PromptTooLongError, TooMuchTextError
 
-Prompt = str | Sequence[int]
+# A text, token ids, or texts and images in order.
+Prompt = str | Sequence[int | str | Image]
 
 # A text with more characters than this for each token of the context is rejected without tokenizing it.
 # Tokens of real vocabularies are much shorter, except for runs of spaces.
@@ -37,6 +39,13 @@ MAX_CHARACTERS_PER_TOKEN = 64
 def new_request_id() -> str:
     """Return an id that no other request has."""
     return secrets.token_hex(8)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MixedPrompt:
+    """Texts and images, in order."""
+
+    parts: tuple[str | Image, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +74,7 @@ class RequestCall:
         Fields of `params` that the caller set; the others are defaults.
     """
 
-    prompt: str | tuple[int, ...] | ChatPrompt
+    prompt: str | tuple[int, ...] | MixedPrompt | ChatPrompt
     params: SamplingParams
     priority: int = 0
     timeout: float | None = None
@@ -141,7 +150,7 @@ class RequestCall:
         call = cls(
             _constrained(prompt, params)
             if isinstance(prompt, ChatPrompt)
-            else check_prompt(prompt),
+            else mixed_prompt_of(prompt) or check_prompt(prompt),
             params,
             given=given,
             **own,
@@ -243,6 +252,26 @@ def check_prompt(prompt: Prompt, field: str = "prompt") -> str | tuple[int, ...]
     if isinstance(prompt, str):
         return prompt
     return token_ids_of(field, prompt, "a string or a sequence of token ids")
+
+
+def mixed_prompt_of(prompt: object) -> MixedPrompt | None:
+    """Return a prompt with images as texts and images; None if it has no image.
+
+    Raises
+    ------
+    InvalidRequestError
+        There are images, and something else than texts and images.
+    """
+    if isinstance(prompt, Image):
+        return MixedPrompt((prompt,))
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence):
+        return None
+    if not any(isinstance(part, Image) for part in prompt):
+        return None
+    for part in prompt:
+        if not isinstance(part, str | Image):
+            raise InvalidRequestError("prompt", part, "texts and images")
+    return MixedPrompt(tuple(prompt))
 
 
 def token_ids_of(

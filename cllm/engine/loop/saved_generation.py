@@ -8,9 +8,15 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self, get_type_hints
 
+import numpy as np
+
+from cllm.checks import INT32_MAX, check_int
 from cllm.engine.chat.chat_prompt import ChatPrompt
+from cllm.engine.image import Image
 from cllm.engine.loop.channel import Continuation
-from cllm.engine.loop.request_call import RequestCall, token_ids_of
+from cllm.engine.loop.request_call import MixedPrompt, RequestCall
+from cllm.engine.media import MediaInput
+from cllm.engine.media_rows import Spans
 from cllm.engine.output import Completion, TokenDelta, TokenLogprob
 from cllm.engine.plain_values import as_plain, of_plain
 from cllm.engine.request import ModelInfo, SequenceState
@@ -18,7 +24,7 @@ from cllm.engine.sampling_params import SamplingParams
 from cllm.engine.state_file import DamagedFileError, read_state_file, write_state_file
 from cllm.errors import InvalidArgumentError, InvalidRequestError
 
-KIND = "generation 1"
+KIND = "generation 2"
 _MODEL_FIELDS = ("architecture", "n_params", "size_bytes", "n_vocab", "n_embd", "n_layer")
 
 
@@ -114,12 +120,14 @@ class SavedGeneration:
                 "logprobs": as_plain(before.logprobs),
                 "unread": as_plain(before.unread),
                 "n_state_tokens": None if state is None else state.n_tokens,
+                "media": [_plain_media(media) for media in before.media],
             }
         except TypeError as error:
             raise InvalidArgumentError(
                 "arguments of the request", str(error), "values that JSON has"
             ) from None
-        write_state_file(Path(path), header, b"" if state is None else state.data)
+        pixels = b"".join(media.pixels for media in before.media)
+        write_state_file(Path(path), header, pixels + (b"" if state is None else state.data))
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -154,8 +162,11 @@ class SavedGeneration:
         }
         n_tokens = of_plain(int | None, header["n_state_tokens"])
         prompt_token_ids = of_plain(tuple[int, ...], header["prompt_token_ids"])
+        media, data = _media_of(header["media"], data)
+        _check_rows(prompt_token_ids, media)
         continuation = Continuation(
-            prompt_token_ids=token_ids_of("prompt_token_ids", prompt_token_ids),
+            prompt_token_ids=prompt_token_ids,
+            media=media,
             earlier=of_plain(Completion | None, header["earlier"]),
             logprobs=of_plain(tuple[TokenLogprob, ...], header["logprobs"]),
             unread=of_plain(tuple[TokenDelta, ...], header["unread"]),
@@ -164,7 +175,7 @@ class SavedGeneration:
         n_held = len(prompt_token_ids) + len(given["generated"])
         if n_tokens is not None and not 0 < n_tokens <= n_held:
             raise DamagedFileError(f"a state of {n_tokens} tokens, where there are {n_held}")
-        call = RequestCall(prompt=_prompt_of(header["prompt"]), **given)
+        call = RequestCall(prompt=_prompt_of(header["prompt"], media), **given)
         model_key = of_plain(Mapping[str, int | str], header["model"])
         return cls(call, continuation, model_key, of_plain(str, header["fingerprint"]))
 
@@ -177,13 +188,51 @@ def _key_of(model: ModelInfo) -> dict[str, Any]:
     return {name: getattr(model, name) for name in _MODEL_FIELDS}
 
 
-def _plain_prompt(prompt: str | tuple[int, ...] | ChatPrompt) -> dict[str, Any]:
+def _check_rows(token_ids: tuple[int, ...], media: tuple[MediaInput, ...]) -> None:
+    """Raise `DamagedFileError` unless a prompt consists of tokens and of the chunks of its images."""
+    for token in token_ids:
+        check_int("prompt_token_ids", token, -INT32_MAX - 1, INT32_MAX, InvalidRequestError)
+    spans = Spans.of(token_ids)
+    n_rows = sum(span.end - span.start for span in spans)
+    is_whole = n_rows == sum(token < 0 for token in token_ids)
+    if not is_whole or len(spans) != sum(image.n_chunks for image in media):
+        raise DamagedFileError("the prompt has other images than the file")
+
+
+def _plain_media(media: MediaInput) -> dict[str, Any]:
+    plain = {f.name: getattr(media, f.name) for f in fields(MediaInput) if f.name != "pixels"}
+    return {**plain, "digest": media.digest.hex()}
+
+
+def _media_of(plain: list[dict[str, Any]], data: bytes) -> tuple[tuple[MediaInput, ...], bytes]:
+    """Return the images of a file, and the bytes behind their pixels."""
+    found = []
+    for fields_of_one in plain:
+        n_bytes = fields_of_one["height"] * fields_of_one["width"] * 3
+        if not 0 < n_bytes <= len(data):
+            raise DamagedFileError(f"an image of {n_bytes} bytes, where there are {len(data)}")
+        digest = bytes.fromhex(fields_of_one["digest"])
+        found.append(MediaInput(**{**fields_of_one, "digest": digest, "pixels": data[:n_bytes]}))
+        data = data[n_bytes:]
+    return tuple(found), data
+
+
+def _plain_prompt(prompt: str | tuple[int, ...] | MixedPrompt | ChatPrompt) -> dict[str, Any]:
+    if isinstance(prompt, MixedPrompt):  # its images are in `media`
+        return {"parts": [part if isinstance(part, str) else None for part in prompt.parts]}
     if isinstance(prompt, ChatPrompt):
         return {"chat": as_plain(prompt)}
     return {"text": prompt} if isinstance(prompt, str) else {"token_ids": prompt}
 
 
-def _prompt_of(plain: Mapping[str, Any]) -> str | tuple[int, ...] | ChatPrompt:
+def _prompt_of(
+    plain: Mapping[str, Any], media: tuple[MediaInput, ...]
+) -> str | tuple[int, ...] | MixedPrompt | ChatPrompt:
+    if "parts" in plain:
+        images = (
+            Image(np.frombuffer(m.pixels, np.uint8).reshape(m.height, m.width, 3)) for m in media
+        )
+        return MixedPrompt(tuple(next(images) if part is None else part for part in plain["parts"]))
     if "chat" in plain:
         return ChatPrompt(**plain["chat"])
     return plain["text"] if "text" in plain else tuple(plain["token_ids"])

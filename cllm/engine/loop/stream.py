@@ -206,6 +206,7 @@ class TokenStream:
             logprobs=earlier.logprobs or (),
             unread=unread,
             state=state,
+            media=channel.request.media,
         )
         return SavedGeneration.of(call, continuation, self._opener.model)
 

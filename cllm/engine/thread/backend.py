@@ -13,14 +13,17 @@ from typing import Protocol
 
 from cllm.engine.config import EngineConfig
 from cllm.engine.constraint import CompiledConstraint
+from cllm.engine.core.commands import MediaEncoded
 from cllm.engine.core.decoder import Decoder
 from cllm.engine.core.kv_cache import KVCache
+from cllm.engine.core.media_store import MediaEncoder
 from cllm.engine.core.output_processor import ReadLogprob
 from cllm.engine.core.row_cost import RowCost
 from cllm.engine.core.run_queue import MakeSampler
 from cllm.engine.core.speculation import Drafter
 from cllm.engine.core.text_encoder import TextEncoder
 from cllm.engine.lora import LoraInfo
+from cllm.engine.media import MediaPiece
 from cllm.engine.request import ModelInfo
 from cllm.engine.sampling_params import SamplingParams
 from cllm.engine.thread.interrupter import Abortable
@@ -82,6 +85,22 @@ class Loras(Protocol):
         """
 
 
+class ImageEncoder(MediaEncoder, Protocol):
+    """Encoder of images in a thread of its own, which takes turns with the decodes."""
+
+    def start(self, post: Callable[[MediaEncoded], object]) -> None:
+        """Call `post` with each chunk that is encoded from now on, in the encoder's thread."""
+
+    def layout(self, height: int, width: int) -> tuple[MediaPiece, ...]:
+        """Return the chunks and tokens of an image of this size; raise `InvalidRequestError` without any."""
+
+    def pause(self) -> None:
+        """Wait until a decode may begin."""
+
+    def resume(self) -> None:
+        """Let the encoder go on: the decode has ended."""
+
+
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A model that is ready.
@@ -98,6 +117,8 @@ class Loaded:
         Encoder that computes the vectors of texts; already open only if the model generates no text.
     text_vocabulary : EngineVocabulary or None
         Vocabulary of the encoder; None: the same as `vocabulary`.
+    images : ImageEncoder or None
+        Encoder of images; None if the model takes none.
     row_cost : RowCost
         Costs that earlier engines measured; the running engine updates them.
     n_threads_max : int
@@ -116,6 +137,7 @@ class Loaded:
     loras: Loras
     drafter: Drafter | None = None
     encoder: AbortableEncoder | None = None
+    images: ImageEncoder | None = None
     row_cost: RowCost = field(default_factory=RowCost)
     text_vocabulary: EngineVocabulary | None = None
     n_threads_max: int = 1

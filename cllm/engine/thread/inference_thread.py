@@ -30,6 +30,7 @@ from cllm.engine.core.commands import (
 from cllm.engine.core.embedding_core import EmbeddingCore
 from cllm.engine.core.engine_core import EngineCore
 from cllm.engine.core.linger import Linger
+from cllm.engine.core.media_store import MediaStore
 from cllm.engine.core.scheduler import Chunk
 from cllm.engine.core.speculation import BudgetedSpeculation
 from cllm.engine.core.statistics import EngineStatistics, Recorder
@@ -37,7 +38,7 @@ from cllm.engine.core.text_budget import TextBudget
 from cllm.engine.core.thread_tuner import ThreadTuner
 from cllm.engine.output import FinishReason
 from cllm.engine.request import ModelInfo
-from cllm.engine.thread.backend import Backend, Loaded
+from cllm.engine.thread.backend import Backend, ImageEncoder, Loaded
 from cllm.engine.thread.chrome_trace import ChromeTrace
 from cllm.engine.thread.host import EngineHost
 from cllm.engine.thread.interrupter import Abortable, Interrupter
@@ -85,6 +86,7 @@ class InferenceThread(EngineHost):
         self._text_budget = TextBudget(None if target_ms is None else target_ms / 1000.0)
         self._embeddings: EmbeddingCore | None = None
         self._questions: Questions | None = None
+        self._images: ImageEncoder | None = None
         self._tuner: ThreadTuner | None = None
         self._set_n_threads: Callable[[int], None] | None = None
 
@@ -136,7 +138,8 @@ class InferenceThread(EngineHost):
         self.vocabulary = loaded.vocabulary
         self._interrupter.attach(loaded.decoder, can_truncate=loaded.kv_cache.has_pos_min)
         core = self._make_core(loaded, owned)
-        self._questions = Questions(core, loaded.loras, partial(self._audit, core))
+        audit = partial(self._audit, core)
+        self._questions = Questions(core, loaded.loras, audit, loaded.images)
         if loaded.encoder is not None:
             self._embeddings = EmbeddingCore(
                 loaded.encoder,
@@ -182,7 +185,16 @@ class InferenceThread(EngineHost):
             speculation=speculation,
             row_cost=loaded.row_cost,
             store=store,
+            media=self._make_media(loaded),
         )
+
+    def _make_media(self, loaded: Loaded) -> MediaStore | None:
+        """Return the store of embeddings of images; None if the model takes no images."""
+        self._images = loaded.images
+        if loaded.images is None:
+            return None
+        loaded.images.start(self._inbox.put)
+        return MediaStore(loaded.images, self._config.media_cache_bytes)
 
     def _make_store(self, loaded: Loaded, owned: ExitStack) -> PrefixFiles | None:
         """Return the files of the prefix cache; None without a directory for them, or without `prefix_cache`."""
@@ -358,9 +370,13 @@ class InferenceThread(EngineHost):
             self._trace.on_batch(chunks)
         if chunks:
             self._post_held()
+            if self._images is not None:
+                self._images.pause()
             self._interrupter.begin({c.sequence.request_id: c.n_rows for c in chunks})
         else:
             self._interrupter.end()
+            if self._images is not None:
+                self._images.resume()
 
     def _on_texts(self, encoder: Abortable, n_tokens: Mapping[str, int]) -> None:
         """Handle the start of a batch of texts, which can then be aborted; without texts, its end."""

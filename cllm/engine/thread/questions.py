@@ -11,15 +11,17 @@ from cllm.engine.core.commands import (
     Audit,
     EraseSlot,
     Event,
+    ImageLayout,
     Inspect,
+    LayoutImage,
     LoadedLoras,
     LoadLora,
     Question,
     UnloadLora,
 )
 from cllm.engine.core.engine_core import EngineCore
-from cllm.engine.thread.backend import Loras
-from cllm.errors import CllmError, ModelLoadError
+from cllm.engine.thread.backend import ImageEncoder, Loras
+from cllm.errors import CllmError, InvalidRequestError, ModelLoadError
 
 
 class Questions:
@@ -31,10 +33,17 @@ class Questions:
         Returns a text for each difference between the bookkeeping and llama.cpp.
     """
 
-    def __init__(self, core: EngineCore, loras: Loras, audit: Callable[[], list[str]]) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        loras: Loras,
+        audit: Callable[[], list[str]],
+        images: ImageEncoder | None = None,
+    ) -> None:
         self._core = core
         self._loras = loras
         self._audit = audit
+        self._images = images
         self._open: list[Ask] = []
 
     def ask(self, ask: Ask) -> None:
@@ -70,6 +79,11 @@ class Questions:
                 return core.live_view()
             case EraseSlot(seq_id):
                 return core.erase_slot(seq_id)
+            case LayoutImage(height, width):
+                if self._images is None:
+                    limit = "left out: the engine has no projector (mmproj)"
+                    raise InvalidRequestError("image", f"{width}×{height} pixels", limit)
+                return ImageLayout(self._images.layout(height, width))
             case LoadLora(name, path, scale):
                 return self._change_loras(lambda: self._loras.load(name, path, scale), path)
             case UnloadLora(name):

@@ -1,0 +1,281 @@
+"""LlamaImageEncoder: encodes images in a thread of its own, in turns with the decodes.
+
+On a CPU both compute with the same cores, so they take turns: an encode is cut into slices, and waits
+between two of them while a decode runs.  Behind a decode it has a turn of at least some length, for which
+the next decode waits: streams have their `target_itl_ms`, and without a target both get equal shares.  On a
+GPU nothing waits.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cllm.bindings import Model
+from cllm.bindings.projector import ChunkShape, MediaChunk, Projector, RowPositions
+from cllm.engine.config import EngineConfig
+from cllm.engine.core.commands import MediaEncoded
+from cllm.engine.media import MAX_ROWS, MIN_ROWS, MediaInput, MediaPiece
+from cllm.errors import (
+    ClosedError,
+    EncodeCancelledError,
+    InvalidArgumentError,
+    InvalidRequestError,
+    LlamaCallError,
+    ModelLoadError,
+)
+
+# Nodes of a graph between two checks whether a decode waits.  With a vision transformer of the size of
+# SigLIP-base on two cores a node takes up to 40 ms, and the checks take nothing that can be measured.
+SLICE_NODES = 4
+# An encode gets at least this share of `target_itl_ms` behind a decode, and at most what the decode leaves.
+MIN_TURN_SHARE, MAX_TURN_SHARE = 0.1, 0.8
+# Images whose largest chunk is looked up at load: square, wide, tall, and as large as any.
+TRIAL_SIZES = ((64, 64), (1024, 1024), (512, 4096), (4096, 512), (4096, 4096))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodedRows:
+    """A chunk that was encoded; see `EncodedChunk`."""
+
+    rows: NDArray[np.float32]
+    at: RowPositions
+
+    def positions(self, p0: int) -> NDArray[np.int32]:
+        """Return the positions of its rows after `p0` positions."""
+        return self.at.after(p0)
+
+
+class LlamaImageEncoder:
+    """The projector of a model, in a thread of its own.
+
+    Parameters
+    ----------
+    model : Model
+        The text model; stays open until `close`.
+    path : str
+        File of the projector.
+
+    Attributes
+    ----------
+    n_whole_max : int
+        Rows of the largest chunk that is decoded at once; 0 if all chunks can be cut.
+
+    Raises
+    ------
+    ModelLoadError
+        The file is not a projector of this model, or takes no images.
+    """
+
+    def __init__(self, model: Model, path: str, config: EngineConfig) -> None:
+        self._model = model
+        self._path = path
+        self._config = config
+        self._on_gpu = model.is_on_gpu and config.mmproj_offload
+        target_ms = config.target_itl_ms
+        self._target_s = None if target_ms is None else target_ms / 1000.0
+        self._changed = threading.Condition()
+        self._jobs: deque[tuple[MediaInput, tuple[int, ...]]] = deque()
+        self._present: bytes | None = None  # the digest of the image under way
+        self._cancelled: set[bytes] = set()
+        self._is_stopping = self._is_decoding = self._is_in_slice = False
+        self._decode_began = self._turn_until = 0.0
+        self._post: Callable[[MediaEncoded], object] = lambda encoded: None
+        self._projector: Projector | None = None
+        self._failure: BaseException | None = None
+        self._is_loaded = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="cllm-encoder", daemon=True)
+        self._thread.start()
+        self._is_loaded.wait()
+        if self._failure is not None:
+            self._thread.join()
+            raise self._failure
+        try:
+            self.n_whole_max: int = self._find_n_whole_max()
+        except BaseException:
+            self.close()
+            raise
+
+    def start(self, post: Callable[[MediaEncoded], object]) -> None:
+        """Call `post` with each chunk that is encoded from now on, in the encoder's thread."""
+        self._post = post
+
+    def close(self) -> None:
+        """Cancel everything, free the projector and join the thread."""
+        with self._changed:
+            self._is_stopping = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    # --- Sizes: any thread -------------------------------------------------------------------
+    def layout(self, height: int, width: int) -> tuple[MediaPiece, ...]:
+        """Return the chunks and tokens of an image of this size.
+
+        Raises
+        ------
+        InvalidRequestError
+            The projector cannot encode an image of this size, or not into a supported number of rows.
+        """
+        projector = self._projector
+        if projector is None:
+            raise ClosedError("the encoder is closed")
+        try:
+            pieces = projector.layout(height, width)
+        except (InvalidArgumentError, LlamaCallError) as error:
+            size = f"{width}×{height} pixels"
+            raise InvalidRequestError("image", size, f"another size: {error}") from None
+        return tuple(map(_piece_of, pieces))
+
+    def _find_n_whole_max(self) -> int:
+        found = 0
+        for height, width in TRIAL_SIZES:
+            try:
+                pieces = self.layout(height, width)
+            except InvalidRequestError:
+                continue  # a size that no request can use
+            found = max([found, *(piece.n_rows for piece in pieces if not piece.is_causal)])
+        return found
+
+    # --- Work: inference thread --------------------------------------------------------------
+    def encode(self, media: MediaInput, ordinals: tuple[int, ...]) -> None:
+        """Encode these chunks of an image; see `MediaEncoder`."""
+        with self._changed:
+            self._cancelled.discard(media.digest)
+            self._jobs.append((media, ordinals))
+            self._changed.notify_all()
+
+    def cancel(self, digest: bytes) -> None:
+        """Encode no further chunk of this image."""
+        with self._changed:
+            self._jobs = deque(job for job in self._jobs if job[0].digest != digest)
+            if self._present == digest:
+                self._cancelled.add(digest)
+
+    def pause(self) -> None:
+        """Wait until a decode may begin: behind the encoder's turn, if it has one.  Nothing on a GPU."""
+        if self._on_gpu:
+            return
+        with self._changed:
+            while self._present is not None and (left := self._turn_until - time.monotonic()) > 0:
+                self._changed.wait(left)
+            self._is_decoding = True
+            while self._is_in_slice:
+                self._changed.wait()
+            self._decode_began = time.monotonic()
+
+    def resume(self) -> None:
+        """Let the encoder go on: the decode has ended."""
+        if self._on_gpu:
+            return
+        with self._changed:
+            now = time.monotonic()
+            self._is_decoding = False
+            self._turn_until = now + self._turn_s(now - self._decode_began)
+            self._changed.notify_all()
+
+    def _turn_s(self, decode_s: float) -> float:
+        """Return the seconds of the encoder's turn behind a decode of this duration."""
+        target_s = self._target_s
+        if target_s is None:
+            return decode_s
+        return max(MIN_TURN_SHARE * target_s, MAX_TURN_SHARE * target_s - decode_s)
+
+    # --- The thread --------------------------------------------------------------------------
+    def _run(self) -> None:
+        try:
+            projector = self._open()
+        except BaseException as error:
+            self._failure = error
+            self._is_loaded.set()
+            return
+        with projector:
+            self._projector = projector
+            self._is_loaded.set()
+            while (job := self._next()) is not None:
+                self._encode(projector, *job)
+            self._projector = None
+
+    def _open(self) -> Projector:
+        config = self._config
+        projector = Projector(
+            self._model,
+            self._path,
+            n_threads=config.compute_threads[1],
+            use_gpu=config.mmproj_offload,
+            image_min_tokens=config.image_min_tokens,
+            image_max_tokens=config.image_max_tokens,
+            flash_attn=config.flash_attn,
+            slice_nodes=0 if self._on_gpu else SLICE_NODES,
+        )
+        if not projector.has_vision:
+            projector.close()
+            raise ModelLoadError(self._path, "this projector takes no images")
+        return projector
+
+    def _next(self) -> tuple[MediaInput, tuple[int, ...]] | None:
+        """Return the next image; None at the end."""
+        with self._changed:
+            while not (self._jobs or self._is_stopping):
+                self._changed.wait()
+            if self._is_stopping:
+                return None
+            job = self._jobs.popleft()
+            self._present = job[0].digest
+            self._begin_slice()
+            return job
+
+    def _encode(self, projector: Projector, media: MediaInput, ordinals: tuple[int, ...]) -> None:
+        left, chunks = list(ordinals), list[MediaChunk]()
+        try:
+            size = media.height, media.width, 3
+            pieces = projector.split(np.frombuffer(media.pixels, np.uint8).reshape(size))
+            chunks += [piece for piece in pieces if isinstance(piece, MediaChunk)]
+            for ordinal in ordinals:
+                chunk = chunks[ordinal]
+                rows = projector.encode(chunk, self._between)
+                if not np.isfinite(rows).all():
+                    raise LlamaCallError("mtmd_batch_encode", 0, "the embeddings are not finite")
+                left.pop(0)
+                self._post(MediaEncoded(media.digest, ordinal, EncodedRows(rows, chunk.rows_at)))
+        except EncodeCancelledError:
+            pass
+        except Exception as error:
+            for ordinal in left:
+                self._post(MediaEncoded(media.digest, ordinal, error=error))
+        finally:
+            for chunk in chunks:
+                chunk.close()
+            with self._changed:
+                self._present, self._is_in_slice = None, False
+                self._cancelled.clear()
+                self._changed.notify_all()
+
+    def _between(self) -> bool:
+        """Wait while a decode runs; return False if the image is not needed any more."""
+        with self._changed:
+            self._is_in_slice = False
+            self._changed.notify_all()
+            return self._begin_slice()
+
+    def _begin_slice(self) -> bool:
+        """Wait while a decode runs; `_changed` is held."""
+        while self._is_decoding and not self._is_stopping:
+            self._changed.wait()
+        self._is_in_slice = True
+        return not self._is_stopping and self._present not in self._cancelled
+
+
+def _piece_of(piece: ChunkShape | list[int]) -> MediaPiece:
+    if isinstance(piece, list):
+        return MediaPiece(tokens=tuple(piece))
+    n_rows, n_positions, is_causal = piece
+    if not MIN_ROWS <= n_rows <= MAX_ROWS or not 1 <= n_positions <= n_rows:
+        limit = f"one of {MIN_ROWS} to {MAX_ROWS} rows (image_min_tokens, image_max_tokens)"
+        raise InvalidRequestError("image", f"{n_rows} rows", limit)
+    return MediaPiece((), n_rows, n_positions, is_causal)

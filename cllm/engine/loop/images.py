@@ -1,0 +1,141 @@
+"""Images of a request: from a file to pixels, and to rows of a prompt.  Event loop only."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import subprocess
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import anyio.to_thread
+
+from cllm.engine.child_process import child_command, child_environment
+from cllm.engine.core.commands import ImageLayout, LayoutImage
+from cllm.engine.image import Image, check_n_bytes
+from cllm.engine.media import MediaInput
+from cllm.engine.media_rows import row_ids
+from cllm.errors import InvalidRequestError, MissingExtraError
+
+DECODE_S = 20.0
+N_LAYOUTS = 1024  # sizes of images that are remembered
+N_AT_ONCE = 2  # images that are decoded at the same time
+
+
+class Pixels(NamedTuple):
+    """A decoded image: uint8, `height * width * 3`."""
+
+    height: int
+    width: int
+    data: bytes
+
+
+class PromptImage(NamedTuple):
+    """An image in a prompt: its tokens with the rows of its chunks, and what a request carries of it."""
+
+    tokens: tuple[int, ...]
+    media: MediaInput
+
+
+class ImageReader:
+    """Turns images into rows of a prompt.
+
+    Parameters
+    ----------
+    ask : callable
+        Asks the inference thread a question.
+    """
+
+    def __init__(self, ask: Callable[[LayoutImage], Awaitable[ImageLayout]]) -> None:
+        self._ask = ask
+        self._layouts: dict[LayoutImage, ImageLayout] = {}
+        self._limiter: anyio.CapacityLimiter | None = None
+
+    async def read(self, image: Image) -> PromptImage:
+        """Return the rows of an image.
+
+        Raises
+        ------
+        InvalidRequestError
+            The file cannot be read or decoded, or the engine takes no such images.
+        """
+        if self._limiter is None:
+            self._limiter = anyio.CapacityLimiter(N_AT_ONCE)
+        pixels = await anyio.to_thread.run_sync(
+            pixels_of, image, limiter=self._limiter, abandon_on_cancel=True
+        )
+        layout = await self._layout(LayoutImage(pixels.height, pixels.width))
+        head = b"%d %d " % (pixels.height, pixels.width)
+        digest = hashlib.sha256(head + pixels.data).digest()
+        tokens: list[int] = []
+        chunks = [piece for piece in layout.pieces if piece.n_rows]
+        ordinal = 0
+        for piece in layout.pieces:
+            tokens += piece.tokens
+            if piece.n_rows:
+                content = digest + ordinal.to_bytes(4, "little")
+                tokens += row_ids(content, piece.n_rows, piece.n_positions)
+                ordinal += 1
+        is_causal = all(chunk.is_causal for chunk in chunks)
+        media = MediaInput(digest, pixels.data, pixels.height, pixels.width, len(chunks), is_causal)
+        return PromptImage(tuple(tokens), media)
+
+    async def _layout(self, question: LayoutImage) -> ImageLayout:
+        layout = self._layouts.pop(question, None)
+        if layout is None:
+            layout = await self._ask(question)
+        self._layouts[question] = layout
+        while len(self._layouts) > N_LAYOUTS:
+            del self._layouts[next(iter(self._layouts))]
+        return layout
+
+
+def pixels_of(image: Image) -> Pixels:
+    """Return the pixels of an image, decoded in a process of its own.  Any thread; may take seconds.
+
+    Raises
+    ------
+    InvalidRequestError
+        The file cannot be read or decoded.
+    MissingExtraError
+        Pillow is not installed.
+    """
+    source = image.source
+    if isinstance(source, Path):
+        try:
+            check_n_bytes(source.stat().st_size, InvalidRequestError)
+            source = source.read_bytes()
+        except OSError as error:
+            reason = f"a file that can be read: {error.strerror}"
+            raise InvalidRequestError("image", str(source), reason) from None
+    if not isinstance(source, bytes):
+        height, width = source.shape[:2]
+        return Pixels(height, width, source.tobytes())
+    command = child_command("cllm.engine.image_child", str(math.ceil(DECODE_S)))
+    size = f"{len(source)} bytes"
+    try:
+        done = subprocess.run(
+            command,
+            input=source,
+            capture_output=True,
+            env=child_environment(),
+            process_group=0,
+            timeout=DECODE_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        limit = f"an image that is decoded within {DECODE_S:.0f} s"
+        raise InvalidRequestError("image", size, limit) from None
+    line, _, pixels = done.stdout.partition(b"\n")
+    try:
+        answer = json.loads(line)
+    except ValueError:
+        limit = f"an intact image (the process that decodes it ended with {done.returncode})"
+        raise InvalidRequestError("image", size, limit) from None
+    if (missing := answer.get("missing")) is not None:
+        raise MissingExtraError(missing, name="PIL")
+    if (reason := answer.get("error")) is not None:
+        raise InvalidRequestError("image", answer.get("value", size), reason)
+    return Pixels(answer["height"], answer["width"], pixels)

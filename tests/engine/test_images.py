@@ -1,0 +1,244 @@
+"""Images in prompts of a real engine: every kind of projector and layout, shared, saved, continued, rejected."""
+
+from __future__ import annotations
+
+import io
+import signal
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image as Pillow
+
+import cllm
+from cllm import (
+    Completion,
+    Engine,
+    Image,
+    InvalidArgumentError,
+    InvalidRequestError,
+    ModelLoadError,
+    SavedGeneration,
+)
+from tests.conftest import QUIET, on_either_loop
+from tests.engine.test_process import send
+from tools import make_model, make_projector
+from tools.make_projector import PROJECTORS
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "shared": {},
+    "a sequence each": {"kv_unified": False, "n_seq_max": 2, "n_ctx": 2048},
+    "deterministic": {"deterministic": True, "n_seq_max": 2, "n_ctx": 2048},
+}
+CASES = [f"{name}, {layout}" for name in PROJECTORS for layout in LAYOUTS]
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+
+
+def pixels(seed: int, height: int = 64, width: int = 96) -> NDArray[np.uint8]:
+    return np.random.RandomState(seed).randint(0, 256, (height, width, 3), np.uint8)
+
+
+def image(seed: int) -> Image:
+    return Image(pixels(seed))
+
+
+def engine_of(name: str, **options: Any) -> Engine:
+    """An engine with the projector of this name and its text model."""
+    model = make_model.ensure(PROJECTORS[name].text_model)
+    options = {"n_ctx": 1024, "preflight": False, **QUIET, **options}
+    return Engine(model, mmproj=make_projector.ensure(name), **options)
+
+
+def question(seed: int, text: str = " what?") -> Sequence[str | Image]:
+    return ["look: ", image(seed), text]
+
+
+async def answers(engine: Engine, prompts: Sequence[Sequence[str | Image]]) -> list[Completion]:
+    return [await engine.generate(prompt, **GREEDY) for prompt in prompts]
+
+
+@pytest.mark.anyio
+@on_either_loop("case", CASES)
+async def test_an_image_is_computed_once_and_answers_depend_on_it(case: str) -> None:
+    name, _, layout = case.partition(", ")
+    async with engine_of(name, **LAYOUTS[layout]) as engine:
+        assert engine.model.modalities == ("text", "image")
+        first, again, other = await answers(engine, [question(1), question(1), question(2)])
+        assert first.token_ids == again.token_ids != other.token_ids
+        n_image = first.usage.n_image_tokens
+        assert 0 < n_image < first.usage.n_prompt
+        if layout == "shared":
+            assert again.usage.n_cached >= n_image
+        assert other.usage.n_cached < n_image
+        assert await engine.audit() == []
+
+
+@pytest.mark.anyio
+@on_either_loop("name", PROJECTORS)
+async def test_images_of_requests_at_once_give_the_answers_of_each_alone(name: str) -> None:
+    prompts: list[Sequence[str | Image]] = [
+        [f"{i}: ", image(i % 3), " and ", image(4), f" {i}?"] for i in range(6)
+    ]
+    options: dict[str, Any] = {"deterministic": True, "n_seq_max": 4, "n_ctx": 4096}
+    async with engine_of(name, prefix_cache=False, **options) as engine:
+        alone = await answers(engine, prompts)
+    async with engine_of(name, **options) as engine:
+        together: list[Completion] = await engine.generate_all(prompts, **GREEDY)
+        assert [c.token_ids for c in together] == [c.token_ids for c in alone]
+        assert await engine.audit() == []
+
+
+@pytest.mark.anyio
+async def test_images_work_with_the_engine_in_a_process_of_its_own_and_over_its_crash() -> None:
+    async with engine_of("qwen2vl") as engine:
+        (expected,) = await answers(engine, [question(1)])
+    async with engine_of("qwen2vl", process=True) as engine:
+        assert (await answers(engine, [question(1)]))[0].token_ids == expected.token_ids
+        async with engine.stream(question(1), temperature=0, max_tokens=8, ignore_eos=True) as s:
+            tokens = list((await anext(s)).token_ids)
+            send(engine, signal.SIGKILL)
+            async for delta in s:
+                tokens += delta.token_ids
+        assert tuple(tokens) == expected.token_ids
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("name", ["gemma3", "qwen2vl"])
+async def test_a_suspended_request_continues_from_a_file_and_a_fork_has_the_image(
+    name: str, tmp_path: Path
+) -> None:
+    async with engine_of(name) as engine:
+        (expected,) = await answers(engine, [question(1)])
+        async with engine.stream(question(1), **GREEDY) as stream:
+            await anext(stream)
+            (fork,) = stream.fork(1)
+            async with fork:
+                assert (await fork.completion()).token_ids == expected.token_ids
+            saved = await stream.suspend()
+    saved.save(tmp_path / "saved")
+    async with (
+        engine_of(name) as engine,
+        engine.resume(SavedGeneration.load(tmp_path / "saved")) as s,
+    ):
+        assert (await s.completion()).token_ids == expected.token_ids
+
+
+@pytest.mark.anyio
+async def test_an_answer_about_an_image_is_restored_from_a_file_of_the_prefix_cache(
+    tmp_path: Path,
+) -> None:
+    options: dict[str, Any] = {"prefix_cache_dir": tmp_path, "n_ctx": 1024}
+    async with engine_of("qwen2vl", **options) as engine:
+        (expected,) = await answers(engine, [question(1)])
+    async with engine_of("qwen2vl", **options) as engine:
+        (again,) = await answers(engine, [question(1)])
+        assert again.token_ids == expected.token_ids
+        assert again.usage.n_cached >= again.usage.n_image_tokens
+
+
+@pytest.mark.anyio
+async def test_drafts_from_the_prompt_leave_images_alone() -> None:
+    async with engine_of("qwen2vl") as engine:
+        (expected,) = await answers(engine, [["ab ab ", image(1), " ab ab"]])
+    async with engine_of("qwen2vl", speculation="ngram") as engine:
+        (drafted,) = await answers(engine, [["ab ab ", image(1), " ab ab"]])
+        assert drafted.token_ids == expected.token_ids
+
+
+@pytest.mark.anyio
+async def test_a_request_that_leaves_while_its_image_is_encoded_disturbs_nothing() -> None:
+    async with engine_of("llava") as engine:
+        with anyio.move_on_after(0):
+            await engine.generate(question(1), **GREEDY)
+        async with engine.stream(question(3), **GREEDY):
+            pass  # left at once, perhaps in the middle of the encode
+        (answer,) = await answers(engine, [question(2)])
+        assert answer.usage.n_output == 8
+        assert await engine.audit() == []
+
+
+# --- What is rejected ----------------------------------------------------------------------------
+def file_of(kind: str, **options: Any) -> bytes:
+    """The bytes of a file with an image."""
+    written = io.BytesIO()
+    Pillow.fromarray(pixels(1)).save(written, kind, **options)
+    return written.getvalue()
+
+
+@pytest.mark.anyio
+@on_either_loop("kind", ["PNG", "BMP", "GIF", "JPEG", "WEBP"])
+async def test_files_are_decoded_from_bytes_and_paths(kind: str, tmp_path: Path) -> None:
+    data = file_of(kind)
+    path = tmp_path / "image"
+    path.write_bytes(data)
+    async with engine_of("qwen2vl") as engine:
+        one, two = await answers(engine, [["a", Image(data)], ["a", Image(path)]])
+        assert one.token_ids == two.token_ids
+        if kind in ("PNG", "BMP"):
+            (array,) = await answers(engine, [["a", image(1)]])
+            assert array.token_ids == one.token_ids
+
+
+@pytest.mark.anyio
+async def test_wrong_images_are_rejected_by_name_and_the_engine_goes_on(tmp_path: Path) -> None:
+    png = file_of("PNG")
+    huge = bytearray(png)
+    huge[16:24] = (50_000).to_bytes(4, "big") * 2  # width and height in the header
+    huge[29:33] = zlib.crc32(huge[12:29]).to_bytes(4, "big")
+    wrong: dict[str, bytes | Path] = {
+        "50000×50000 pixels": bytes(huge),
+        "an intact PNG": png[: len(png) // 2],
+        "an intact PNG, JPEG, WebP, BMP or GIF": b"GGUF" * 99,
+        "can be read": tmp_path / "none.png",
+    }
+    async with engine_of("qwen2vl") as engine:
+        for words, source in wrong.items():
+            with pytest.raises(InvalidRequestError, match=words) as caught:
+                await engine.generate(["a", Image(source)], **GREEDY)
+            assert caught.value.field == "image"
+        with pytest.raises(InvalidRequestError, match="texts and images"):
+            await engine.generate(["a", image(1), 5], **GREEDY)
+        with pytest.raises(InvalidRequestError, match="prompt_logprobs"):
+            await engine.generate(question(1), prompt_logprobs=1, **GREEDY)
+        assert (await answers(engine, [question(1)]))[0].usage.n_output == 8
+
+
+@pytest.mark.parametrize(
+    "source",
+    [b"", 5, "", "a\0b", pixels(1)[..., 0], pixels(1).astype(np.float32), pixels(1, 1, 20_000)],
+    ids=["no bytes", "a number", "no path", "NUL", "grey", "floats", "too wide"],
+)
+def test_a_source_of_another_kind_is_rejected(source: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="image is"):
+        cllm.Image(source)
+
+
+@pytest.mark.anyio
+async def test_an_engine_without_a_projector_says_so() -> None:
+    async with Engine(n_ctx=256, preflight=False) as engine:
+        assert engine.model.modalities == ("text",)
+        with pytest.raises(InvalidRequestError, match="no projector"):
+            await engine.generate(question(1), **GREEDY)
+
+
+@pytest.mark.anyio
+async def test_a_projector_of_another_model_is_rejected_at_load() -> None:
+    with pytest.raises(ModelLoadError):
+        async with Engine(mmproj=make_projector.ensure("qwen2vl"), preflight=False):
+            pass
+
+
+@pytest.mark.anyio
+async def test_the_projector_beside_the_model_is_found(tmp_path: Path) -> None:
+    model = tmp_path / "model.gguf"
+    model.symlink_to(make_model.ensure(PROJECTORS["qwen2vl"].text_model))
+    async with Engine(model, mmproj="auto", n_ctx=512, preflight=False) as engine:
+        assert engine.model.modalities == ("text",)
+    (tmp_path / "mmproj-F16.gguf").symlink_to(make_projector.ensure("qwen2vl"))
+    async with Engine(model, mmproj="auto", n_ctx=512, preflight=False) as engine:
+        assert engine.model.modalities == ("text", "image")
